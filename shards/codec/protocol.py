@@ -1,0 +1,75 @@
+"""What a codec is: teacher output -> arrays per token -> noise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shards.noise import Noise, PositionKeys
+
+Arrays = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One array of a store: numpy dtype name and the shape behind [N rows, L positions]."""
+
+    dtype: str
+    trailing_shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TeacherOutput:
+    """What the teacher says of B rows: for each of T = L - 1 scored tokens (positions 1..L-1).
+
+    Attributes:
+        log_probs: [B, T, V] float32, nats, normalised; log_probs[:, i] is the distribution of the
+            token at position i + 1.
+        tokens: [B, T] int64, the tokens scored (row[:, 1:]).
+        rows: [B] int64, row index in the split: keys the counter-based generator.
+        hidden: [B, T, D] last hidden state fed to the LM head, when the codec asks for it.
+    """
+
+    log_probs: Float[Tensor, "b t v"]
+    tokens: Int[Tensor, "b t"]
+    rows: Int[Tensor, "b"]
+    hidden: Float[Tensor, "b t d"] | None = None
+
+
+class Codec(Protocol):
+    """A frozen dataclass that turns teacher output into stored arrays and back into noise.
+
+    ``resources`` are arrays kept once per store (the unigram log-probabilities ``unigram_log_probs``
+    [V], an LM head), given to both directions.
+    """
+
+    name: ClassVar[str]
+    is_fresh: ClassVar[bool]
+    """True: every visit draws anew from the posterior; False: one frozen draw is stored."""
+    needs_hidden: ClassVar[bool]
+    resource_names: ClassVar[tuple[str, ...]]
+
+    def array_specs(self, vocab_size: int, hidden_size: int | None) -> dict[str, ArraySpec]:
+        """The codec's own arrays (``tokens`` and ``token_log_probs`` belong to the store)."""
+        ...
+
+    def encode(
+        self, output: TeacherOutput, seed: int, resources: Arrays
+    ) -> dict[str, Tensor]:
+        """Arrays of shape [B, T, *trailing] on the device of ``output``."""
+        ...
+
+    def decode(
+        self,
+        arrays: Arrays,
+        tokens: Int[Tensor, "n"],
+        token_log_probs: Float[Tensor, "n"],
+        keys: PositionKeys,
+        resources: Arrays,
+    ) -> Noise:
+        """Noise of n positions from their arrays ([n, *trailing])."""
+        ...

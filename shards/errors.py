@@ -1,0 +1,55 @@
+"""Errors a user can act on: what failed, where, what was found, what was expected, the remedy."""
+
+from __future__ import annotations
+
+
+class GdistillError(Exception):
+    """A failure told in one line. Commands print it and leave with ``exit_code``.
+
+    Empty parts are left out of the line.
+
+    Args:
+        what: The failure in a few words.
+        where: The file, field, row or option concerned.
+        got: What was found there.
+        expected: What should have been found.
+        remedy: What the user can do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: object = "",
+        got: object = "",
+        expected: object = "",
+        remedy: str = "",
+    ) -> None:
+        self.what = what
+        self.where = str(where)
+        self.got = str(got)
+        self.expected = str(expected)
+        self.remedy = remedy
+        super().__init__(self._line())
+
+    def _line(self) -> str:
+        parts = [f"{self.what} [{self.where}]" if self.where else self.what]
+        if self.got:
+            parts.append(f"got {self.got}")
+        if self.expected:
+            parts.append(f"expected {self.expected}")
+        if self.remedy:
+            parts.append(self.remedy)
+        return "; ".join(" ".join(part.split()) for part in parts)
+
+
+class UsageError(GdistillError):
+    """The request itself is wrong (an option, a config key, a path): exit code 2."""
+
+    exit_code = 2
+
+
+class IntegrityError(GdistillError):
+    """Stored data are missing, truncated or altered; nothing was returned from them."""

@@ -1,0 +1,41 @@
+"""Shape-checked imports, few threads, and the optional reference data beside the repository."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from jaxtyping import install_import_hook
+
+install_import_hook(["shards", "pipeline", "trainer", "evaluation"], "beartype.beartype")
+
+import pytest
+import torch
+
+torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of reference data; tests that need it skip when it is absent.
+
+    With GDISTILL_REQUIRE_SHARED=1 its absence fails instead, so that CI cannot pass by skipping.
+    """
+    path = Path(os.environ.get("GDISTILL_SHARED", REPOSITORY.parent / "shared"))
+    if path.is_dir():
+        return path
+    message = f"reference data not found at {path}"
+    if os.environ.get("GDISTILL_REQUIRE_SHARED") == "1":
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+@pytest.fixture(scope="session")
+def golden(shared: Path) -> Path:
+    """The authors' numbers."""
+    return shared / "golden"
