@@ -88,7 +88,9 @@ def from_mapping(config_class: type[Config], values: Mapping[str, Any], where: s
     try:
         return config_class(**arguments)
     except TypeError as error:
-        raise UsageError("incomplete config", where=where or config_class.__name__, got=error) from error
+        raise UsageError(
+            "incomplete config", where=where or config_class.__name__, got=error
+        ) from error
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
@@ -106,12 +108,16 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return Path(value)
     expected = origin or hint
     wrong_bool = isinstance(value, bool) and hint is not bool
-    if expected is Any or (isinstance(expected, type) and isinstance(value, expected) and not wrong_bool):
+    if expected is Any or (
+        isinstance(expected, type) and isinstance(value, expected) and not wrong_bool
+    ):
         return value
     if str(origin).endswith("Literal"):
         if value in arguments:
             return value
-        raise UsageError("unknown value", where=where, got=repr(value), expected=f"one of {arguments}")
+        raise UsageError(
+            "unknown value", where=where, got=repr(value), expected=f"one of {arguments}"
+        )
     name = getattr(hint, "__name__", str(hint))
     raise UsageError("wrong type in config", where=where, got=repr(value), expected=name)
 

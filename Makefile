@@ -1,0 +1,83 @@
+# gdistill: corpus -> tokens -> teacher -> shards -> student -> scores
+# `make` lists the targets. Every target that needs the environment makes it first.
+
+PYTHON  ?= python3
+VENV    ?= .venv
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.installed
+
+CORPUS  ?= maze:k4
+TEACHER ?=
+CODEC   ?= posterior
+STUDENT ?= mdlm
+PRESET  ?= tiny
+CONDITIONING ?= gumbel
+NAME    := $(subst /,_,$(subst :,_,$(notdir $(CORPUS))))
+OUT     ?= out/$(NAME)
+SHARDS  ?= $(OUT)/store
+MODEL   ?= $(OUT)/$(STUDENT)-$(CONDITIONING)
+SAMPLES ?= samples
+JUDGE   ?=
+NFE     ?= 16
+NUM     ?= 64
+ARGS    ?=
+
+export TOKENIZERS_PARALLELISM ?= true
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo maze extract train sample eval test lint bench \
+        bench-codecs bench-stream bench-sampling clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
+	@echo "  variables        CORPUS TEACHER CODEC STUDENT PRESET CONDITIONING SHARDS OUT NFE NUM JUDGE ARGS"
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(STAMP) ## create .venv with everything pinned
+
+demo: $(STAMP) ## the main job in about ten minutes: both mazes, teacher to table, report and figure
+	$(BIN)/python -m evaluation.maze_walk --protocol demo --out out/maze-demo $(ARGS)
+
+maze: $(STAMP) ## the paper's full maze protocol, three seeds
+	$(BIN)/python -m evaluation.maze_walk --protocol full --out out/maze-full $(ARGS)
+
+extract: $(STAMP) ## stage 1 and 2: make extract CORPUS=owt TEACHER=gpt2-large CODEC=posterior
+	$(BIN)/gdistill-extract --corpus '$(CORPUS)' $(if $(TEACHER),--teacher '$(TEACHER)') \
+	  --codec $(CODEC) --out '$(OUT)' $(ARGS)
+
+train: $(STAMP) ## train a student from shards: make train STUDENT=bd3lm SHARDS=out/owt/store
+	$(BIN)/gdistill-train run --store '$(SHARDS)' --student $(STUDENT) --preset $(PRESET) \
+	  --conditioning $(CONDITIONING) --out '$(MODEL)' $(ARGS)
+
+sample: $(STAMP) ## draw samples from a trained student: make sample MODEL=... NFE=16 NUM=64
+	$(BIN)/gdistill-sample '$(MODEL)/model' --num $(NUM) --nfe $(NFE) --out '$(SAMPLES)' $(ARGS)
+
+eval: $(STAMP) ## score samples: make eval SAMPLES=samples JUDGE=gpt2-large
+	$(BIN)/gdistill-eval '$(SAMPLES)' $(if $(JUDGE),--judge '$(JUDGE)') $(ARGS)
+
+test: $(STAMP) ## the test suite
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## ruff and pyright
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+bench: bench-codecs bench-stream bench-sampling ## all benchmarks that need no GPU
+
+bench-codecs: $(STAMP) ## bytes per token against fidelity, for every codec
+	$(BIN)/python -m benchmarks.codecs --out benchmarks/results $(ARGS)
+
+bench-stream: $(STAMP) ## rows per second against other loaders
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,benchmarks]'
+	$(BIN)/python -m benchmarks.stream --out benchmarks/results $(ARGS)
+
+bench-sampling: $(STAMP) ## tokens per second of every sampler
+	$(BIN)/python -m benchmarks.sampling --out benchmarks/results $(ARGS)
+
+clean: ## remove outputs (never the shards elsewhere)
+	rm -rf out samples
