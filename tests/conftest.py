@@ -12,8 +12,8 @@ from jaxtyping import install_import_hook
 
 install_import_hook(["shards", "pipeline", "trainer", "evaluation"], "beartype.beartype")
 
-import pytest
-import torch
+import pytest  # noqa: E402  (the hook must come first)
+import torch  # noqa: E402
 
 torch.set_num_threads(min(2, os.cpu_count() or 1))
 

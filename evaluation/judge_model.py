@@ -1,0 +1,64 @@
+"""A causal language model with its tokenizer, loaded for scoring."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shards.errors import GdistillError, UsageError
+
+
+@dataclass(frozen=True)
+class JudgeModel:
+    """Scores text it did not write.
+
+    Attributes:
+        name: Hub id or local folder.
+        model: The network, in float32 and evaluation mode.
+        tokenizer: Its tokenizer.
+        context_length: Longest input, in tokens.
+        eos_id: The token whose predictions do not count.
+        document_start_id: The token that stands in front of a text.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    context_length: int
+    eos_id: int
+    document_start_id: int
+
+
+def load_judge(name: str, device: str = "cpu", trust_remote_code: bool = False) -> JudgeModel:
+    """Load a judge by hub id or from a local folder, in float32.
+
+    Raises:
+        UsageError: When the model cannot be loaded.
+    """
+    local = Path(name)
+    if local.is_dir() and not (local / "config.json").is_file():
+        raise UsageError(
+            "the judge folder holds no model", where=local, expected="a config.json in it"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UsageError(
+            "cannot load the judge", where=name, got=first, remedy="give a hub id or a local folder"
+        ) from error
+    context = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(context, int):
+        raise GdistillError("the judge states no context length", where=name)
+    eos = tokenizer.eos_token_id
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else eos
+    if eos is None:
+        raise GdistillError("the judge's tokenizer has no end-of-text token", where=name)
+    return JudgeModel(name, model.to(device).eval(), tokenizer, context, eos, start)

@@ -1,0 +1,128 @@
+"""Do sampled moves walk from start to target, how many ways, and as often as the teacher would?
+
+Success alone is gameable: a model that always draws one valid path scores 100%. So the number of
+distinct valid paths and the total-variation distance to the teacher's path distribution stand
+beside it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evaluation.score import Score, wilson_interval
+from shards.errors import GdistillError
+
+Path_ = tuple[str, ...]
+STEPS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
+
+
+@dataclass(frozen=True)
+class Maze:
+    """The maze a corpus was made from, as its ``maze.json`` tells.
+
+    Attributes:
+        rows: The map from top to bottom; ``#`` is a wall.
+        start: (row, column), counted from the upper left.
+        target: (row, column).
+        paths: Every path of the language, as tuples of move names.
+        max_moves: Longest path in moves.
+    """
+
+    rows: tuple[str, ...]
+    start: tuple[int, int]
+    target: tuple[int, int]
+    paths: tuple[Path_, ...]
+    max_moves: int
+
+    @classmethod
+    def read(cls, path: Path) -> Maze:
+        """Read ``maze.json``; raises :class:`GdistillError` when it is not one."""
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+            return cls(
+                rows=tuple(value["rows"]),
+                start=(int(value["start"][0]), int(value["start"][1])),
+                target=(int(value["target"][0]), int(value["target"][1])),
+                paths=tuple(tuple(moves) for moves in value["paths"]),
+                max_moves=int(value["max_moves"]),
+            )
+        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise GdistillError(
+                "cannot read the maze",
+                where=path,
+                got=repr(error),
+                expected="maze.json of a corpus",
+            ) from error
+
+    def walk(self, moves: Sequence[str]) -> list[tuple[int, int]] | None:
+        """The cells visited, or None where a move leaves the map or hits a wall."""
+        cells = [self.start]
+        for move in moves:
+            row, column = cells[-1][0] + STEPS[move][0], cells[-1][1] + STEPS[move][1]
+            inside = 0 <= row < len(self.rows) and 0 <= column < len(self.rows[0])
+            if not inside or self.rows[row][column] == "#":
+                return None
+            cells.append((row, column))
+        return cells
+
+    def is_success(self, moves: Path_ | None) -> bool:
+        """True for a simple path from start to target of at most ``max_moves`` moves."""
+        if moves is None or len(moves) > self.max_moves:
+            return False
+        cells = self.walk(moves)
+        return cells is not None and cells[-1] == self.target and len(set(cells)) == len(cells)
+
+
+def moves_of_text(text: str) -> Path_ | None:
+    """The moves in front of the first end marker; None when the text is not ``moves eos*``.
+
+    A leading ``bos`` is skipped. Anything but ``eos`` behind an ``eos`` makes the sample invalid:
+    a row with moves behind its end is not in the language.
+    """
+    words = text.split()
+    words = words[1:] if words[:1] == ["bos"] else words
+    end = words.index("eos") if "eos" in words else len(words)
+    moves = words[:end]
+    if any(word != "eos" for word in words[end:]) or any(word not in STEPS for word in moves):
+        return None
+    return tuple(moves)
+
+
+def total_variation(counts: Mapping[Any, int], reference: Mapping[Any, float]) -> float:
+    """Half the L1 distance between an empirical and a given distribution; in [0, 1]."""
+    total = sum(counts.values())
+    keys = set(counts) | set(reference)
+    return 0.5 * sum(abs(counts.get(key, 0) / total - reference.get(key, 0.0)) for key in keys)
+
+
+def maze_success(
+    maze: Maze, samples: Sequence[Path_ | None], reference: Mapping[Path_, float]
+) -> Score:
+    """Share of samples that are valid paths, with coverage and total variation in the details.
+
+    Args:
+        maze: The maze.
+        samples: Moves of each sample; None for a malformed one.
+        reference: The teacher's probability of each path.
+    """
+    outcomes = Counter(moves if maze.is_success(moves) else None for moves in samples)
+    num_success = len(samples) - outcomes[None]
+    valid = {path: count for path, count in outcomes.items() if path is not None}
+    return Score(
+        name="maze_success",
+        value=num_success / len(samples),
+        num_samples=len(samples),
+        interval=wilson_interval(num_success, len(samples)),
+        details={
+            "num_success": num_success,
+            "num_distinct_paths": len(valid),
+            "num_paths_in_language": len(maze.paths),
+            "total_variation_to_teacher": total_variation(outcomes, dict(reference)),
+            "most_common_path_share": max(valid.values(), default=0) / len(samples),
+        },
+    )

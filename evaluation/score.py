@@ -1,0 +1,61 @@
+"""One number with what is needed to believe it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Score:
+    """A measured value.
+
+    Attributes:
+        name: What was measured, with its unit (``entropy_nats``).
+        value: The estimate.
+        num_samples: How many samples it rests on.
+        interval: 95% confidence interval, or None when it has no sampling error or none is known.
+        settings: What the number depends on (judge, windows, aggregate, seeds).
+        details: Further figures that belong to it.
+    """
+
+    name: str
+    value: float
+    num_samples: int
+    interval: tuple[float, float] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The score as JSON-ready values; a non-finite value becomes null."""
+        return {
+            "name": self.name,
+            "value": self.value if math.isfinite(self.value) else None,
+            "num_samples": self.num_samples,
+            "interval_95": list(self.interval) if self.interval else None,
+            "settings": dict(self.settings),
+            "details": dict(self.details),
+        }
+
+
+def wilson_interval(num_successes: int, num_trials: int) -> tuple[float, float]:
+    """95% Wilson score interval of a proportion; stays inside [0, 1] at 0 and at 1."""
+    if num_trials <= 0 or not 0 <= num_successes <= num_trials:
+        raise ValueError(f"need 0 <= successes <= trials > 0, got {num_successes}/{num_trials}")
+    z = 1.959963984540054
+    share, weight = num_successes / num_trials, z * z / num_trials
+    centre = (share + weight / 2) / (1 + weight)
+    half = z / (1 + weight) * math.sqrt(share * (1 - share) / num_trials + weight / num_trials / 4)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def mean_interval(values: list[float]) -> tuple[float, float] | None:
+    """95% normal interval of a mean; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    mean = sum(values) / len(values)
+    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    half = 1.959963984540054 * math.sqrt(variance / len(values))
+    return mean - half, mean + half
