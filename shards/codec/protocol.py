@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -40,6 +40,7 @@ class TeacherOutput:
     hidden: Float[Tensor, "b t d"] | None = None
 
 
+@runtime_checkable
 class Codec(Protocol):
     """A frozen dataclass that turns teacher output into stored arrays and back into noise.
 
