@@ -127,12 +127,12 @@ def _text_scorers(
 
 
 def _maze_scorer(file: Path) -> Scorer:
-    from evaluation.maze_success import Maze, maze_success, moves_of_text
+    from evaluation.maze_success import Maze, maze_success, moves_of_words
 
     maze = Maze.read(file)
     uniform = {path: 1 / len(maze.paths) for path in maze.paths}
     return lambda samples: [
-        maze_success(maze, [moves_of_text(text) for text in samples.texts], uniform)
+        maze_success(maze, [moves_of_words(text.split()) for text in samples.texts], uniform)
     ]
 
 

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
+from evaluation.maze_success import EOS
+
 
 def step_probabilities(num_steps: int, time_end: float = 1e-5) -> Float[np.ndarray, "t"]:
     """P(a token is revealed in step k) for ancestral sampling on linspace(1, time_end, T + 1).
@@ -107,6 +109,6 @@ def optimal_success(
 def rows_of_paths(
     paths: Sequence[Sequence[str]], length: int, ids: dict[str, int]
 ) -> Int[np.ndarray, "p l"]:
-    """Paths as token rows of ``length``, padded with ``eos``."""
-    padded = [list(itertools.chain(path, ["eos"] * (length - len(path)))) for path in paths]
+    """Paths as token rows of ``length``, padded with the end marker."""
+    padded = [list(itertools.chain(path, [EOS] * (length - len(path)))) for path in paths]
     return np.array([[ids[word] for word in row] for row in padded])

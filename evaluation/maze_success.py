@@ -18,6 +18,7 @@ from evaluation.score import Score, wilson_interval
 from shards.errors import GdistillError
 
 Path_ = tuple[str, ...]
+BOS, EOS = "<bos>", "<eos>"
 STEPS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 
 
@@ -78,17 +79,16 @@ class Maze:
         return cells is not None and cells[-1] == self.target and len(set(cells)) == len(cells)
 
 
-def moves_of_text(text: str) -> Path_ | None:
-    """The moves in front of the first end marker; None when the text is not ``moves eos*``.
+def moves_of_words(row: Sequence[str]) -> Path_ | None:
+    """The moves in front of the first end marker; None when the row is not ``<bos>? moves <eos>*``.
 
-    A leading ``bos`` is skipped. Anything but ``eos`` behind an ``eos`` makes the sample invalid:
-    a row with moves behind its end is not in the language.
+    Anything but an end marker behind one makes the sample invalid: a row with moves behind its
+    end is not in the language.
     """
-    words = text.split()
-    words = words[1:] if words[:1] == ["bos"] else words
-    end = words.index("eos") if "eos" in words else len(words)
+    words = list(row[1:] if row[:1] == [BOS] else row)
+    end = words.index(EOS) if EOS in words else len(words)
     moves = words[:end]
-    if any(word != "eos" for word in words[end:]) or any(word not in STEPS for word in moves):
+    if any(word != EOS for word in words[end:]) or any(word not in STEPS for word in moves):
         return None
     return tuple(moves)
 

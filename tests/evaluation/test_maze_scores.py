@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from evaluation.factorized_optimum import optimal_success, rows_of_paths, step_probabilities
-from evaluation.maze_success import Maze, maze_success, moves_of_text, total_variation
+from evaluation.maze_success import Maze, maze_success, moves_of_words, total_variation
 from shards.errors import GdistillError
 
 MAZE = Maze(
@@ -35,15 +35,15 @@ def test_success_needs_a_simple_path_that_ends_on_the_target() -> None:
 @pytest.mark.parametrize(
     ("text", "moves"),
     [
-        ("bos up right eos eos", ("up", "right")),
+        ("<bos> up right <eos> <eos>", ("up", "right")),
         ("up right", ("up", "right")),
-        ("bos eos", ()),
-        ("bos up eos right", None),
-        ("bos up bos eos", None),
+        ("<bos> <eos>", ()),
+        ("<bos> up <eos> right", None),
+        ("<bos> up <bos> <eos>", None),
     ],
 )
-def test_moves_of_text(text: str, moves: tuple[str, ...] | None) -> None:
-    assert moves_of_text(text) == moves
+def test_moves_of_words(text: str, moves: tuple[str, ...] | None) -> None:
+    assert moves_of_words(text.split()) == moves
 
 
 def test_total_variation_counts_invalid_mass() -> None:
@@ -118,5 +118,5 @@ def _simulate(
 
 
 def test_rows_of_paths_pads_with_eos() -> None:
-    ids = {"eos": 1, "up": 2, "down": 3, "left": 4, "right": 5}
+    ids = {"<eos>": 1, "up": 2, "down": 3, "left": 4, "right": 5}
     assert rows_of_paths([("up", "left")], 4, ids).tolist() == [[2, 4, 1, 1]]
