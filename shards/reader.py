@@ -1,0 +1,139 @@
+"""Reading a split: inner chunks of rows, never a fill value, never an altered byte.
+
+Before a shard is read, its ledger record must be there and sound and its files must exist with the
+recorded size; the bytes themselves are covered by the crc32c of every inner chunk and of the
+shard index.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import zarr
+from zarr.abc.store import ByteRequest
+from zarr.core.buffer import Buffer, BufferPrototype
+from zarr.storage import WrapperStore
+
+from shards.errors import GdistillError, IntegrityError
+from shards.layout import ShardRange, shard_file, shard_ranges
+from shards.ledger import ShardRecord, read_record
+from shards.location import Location
+from shards.manifest import Manifest
+
+REWRITE = "run the extraction again: it writes this shard anew and keeps the others"
+
+
+class _StrictStore(WrapperStore):  # type: ignore[type-arg]
+    """A Zarr store in which an absent chunk is an error; Zarr itself would read fill values."""
+
+    async def get(
+        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        value = await self._store.get(key, prototype, byte_range)
+        if "/c/" in key and (value is None or len(value) == 0):
+            raise IntegrityError("a shard file is missing or empty", where=key, remedy=REWRITE)
+        return value
+
+
+class SplitReader:
+    """The rows of one split.
+
+    Attributes:
+        split: Its name.
+        num_rows: Rows in the split.
+        rows_per_chunk: Rows of a chunk; the last chunk may be short.
+        num_chunks: Chunks in the split.
+    """
+
+    def __init__(self, location: Location, manifest: Manifest, split: str) -> None:
+        self.location, self.manifest, self.split = location, manifest, split
+        self.num_rows = manifest.splits[split]
+        self.rows_per_chunk = manifest.rows_per_chunk
+        self.num_chunks = -(-self.num_rows // self.rows_per_chunk)
+        self._shards = shard_ranges(manifest, split)
+        self._records: dict[int, ShardRecord] = {}
+        store = _StrictStore(location.zarr_store())
+        self._arrays = {name: self._open(store, name) for name in manifest.all_arrays}
+
+    def _open(self, store: _StrictStore, name: str) -> zarr.Array:
+        path = f"{self.split}/{name}"
+        metadata = f"{path}/zarr.json"
+        try:
+            data = self.location.read(metadata)
+        except FileNotFoundError as error:
+            raise IntegrityError(
+                "array metadata is missing", where=f"{self.location.url}/{metadata}"
+            ) from error
+        if not self.manifest.files[metadata].matches(data):
+            raise IntegrityError(
+                "array metadata was altered", where=f"{self.location.url}/{metadata}"
+            )
+        return zarr.open_array(store, path=path, mode="r")
+
+    def read_chunk(self, index: int) -> dict[str, np.ndarray]:
+        """The rows of one inner chunk: array name -> [rows, L, *trailing].
+
+        Raises:
+            IntegrityError: If the chunk's shard is unfinished, missing, truncated or altered.
+        """
+        if not 0 <= index < self.num_chunks:
+            raise IndexError(f"chunk {index} of {self.num_chunks}")
+        start = index * self.rows_per_chunk
+        stop = min(start + self.rows_per_chunk, self.num_rows)
+        shard = self.shard_of(start)
+        self.check_shard(shard)
+        return {name: self._read(shard, name, start, stop) for name in self._arrays}
+
+    def read_rows(self, start: int, stop: int) -> dict[str, np.ndarray]:
+        """Rows start..stop-1, whatever chunks they lie in."""
+        if not 0 <= start <= stop <= self.num_rows:
+            raise IndexError(f"rows {start} to {stop} of {self.num_rows}")
+        if start == stop:
+            return {name: np.asarray(array[:0]) for name, array in self._arrays.items()}
+        first = start // self.rows_per_chunk
+        chunks = range(first, -(-stop // self.rows_per_chunk))
+        parts = [self.read_chunk(index) for index in chunks]
+        offset = first * self.rows_per_chunk
+        window = slice(start - offset, stop - offset)
+        return {name: np.concatenate([part[name] for part in parts])[window] for name in parts[0]}
+
+    def shard_of(self, row: int) -> ShardRange:
+        """The shard that holds a row."""
+        return self._shards[row // self.manifest.rows_per_shard]
+
+    def check_shard(self, shard: ShardRange) -> ShardRecord:
+        """Refuse a shard that is unfinished or whose files are missing or of another size."""
+        record = self._records.get(shard.index)
+        if record is None:
+            record = read_record(self.location, self.manifest, shard)
+            if record is None:
+                raise IntegrityError(
+                    "the shard is not finished",
+                    where=f"{self.location.url}: {shard}",
+                    remedy=REWRITE,
+                )
+            self._records[shard.index] = record
+        for name, entry in record.files.items():
+            size = self.location.size(name)
+            if size != entry.num_bytes:
+                raise IntegrityError(
+                    "a shard file is missing" if size is None else "a shard file is truncated",
+                    where=f"{self.location.url}/{name}: {shard}",
+                    got="no file" if size is None else f"{size} bytes",
+                    expected=f"{entry.num_bytes} bytes",
+                    remedy=REWRITE,
+                )
+        return record
+
+    def _read(self, shard: ShardRange, name: str, start: int, stop: int) -> np.ndarray:
+        try:
+            return np.asarray(self._arrays[name][start:stop])
+        except GdistillError:
+            raise
+        except Exception as error:  # each Zarr codec raises a type of its own
+            file = shard_file(self.manifest, self.split, name, shard.index)
+            raise IntegrityError(
+                "a shard file was altered",
+                where=f"{self.location.url}/{file}: {shard}",
+                got=error,
+                remedy=REWRITE,
+            ) from error

@@ -1,0 +1,108 @@
+"""Re-hash a whole store and say what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shards.errors import GdistillError
+from shards.layout import ShardRange, shard_files, shard_ranges
+from shards.ledger import read_record, record_file
+from shards.location import Location, as_location
+from shards.manifest import MANIFEST_FILE, FileRecord, Manifest
+
+Progress = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a store.
+
+    Attributes:
+        file: The file's name inside the store.
+        what: What is wrong with it.
+        remedy: What to do.
+        shard: The shard to write again, if the file belongs to one.
+    """
+
+    file: str
+    what: str
+    remedy: str
+    shard: ShardRange | None = None
+
+    def __str__(self) -> str:
+        place = f" of {self.shard}" if self.shard else ""
+        return f"{self.file}{place}: {self.what}; {self.remedy}"
+
+
+def verify(location: str | Path | Location, advance: Progress | None = None) -> list[Problem]:
+    """Everything wrong with a store, found by hashing every byte of it; empty if it is sound.
+
+    Args:
+        location: A folder or URL.
+        advance: Called with the number of bytes of every file checked.
+    """
+    place = as_location(location)
+    try:
+        manifest = Manifest.from_bytes(place.read(MANIFEST_FILE), f"{place.url}/{MANIFEST_FILE}")
+    except FileNotFoundError:
+        return [Problem(MANIFEST_FILE, "missing", "restore it from a copy: there is no store here")]
+    except GdistillError as error:
+        return [Problem(MANIFEST_FILE, str(error), "restore it from a copy")]
+    return list(_problems(place, manifest, advance or (lambda _: None)))
+
+
+def _problems(place: Location, manifest: Manifest, advance: Progress) -> Iterator[Problem]:
+    known = {MANIFEST_FILE, *manifest.files}
+    again = "run the command that wrote the store again"
+    for name, record in manifest.files.items():
+        what = _check(place, name, record, advance)
+        if what:
+            yield Problem(name, what, again)
+    for split in manifest.splits:
+        for shard in shard_ranges(manifest, split):
+            known |= {record_file(shard), *shard_files(manifest, shard).values()}
+            yield from _shard_problems(place, manifest, shard, advance)
+    for name in sorted(set(place.sizes()) - known):
+        yield Problem(name, "not a file of this store", "remove it")
+
+
+def _shard_problems(
+    place: Location, manifest: Manifest, shard: ShardRange, advance: Progress
+) -> Iterator[Problem]:
+    again = "run the extraction again: it writes this shard anew"
+    try:
+        record = read_record(place, manifest, shard)
+    except GdistillError as error:
+        yield Problem(record_file(shard), str(error), again, shard)
+        return
+    if record is None:
+        yield Problem(record_file(shard), "the shard is not finished", again, shard)
+        return
+    for name, entry in record.files.items():
+        what = _check(place, name, entry, advance)
+        if what:
+            yield Problem(name, what, again, shard)
+
+
+def _check(place: Location, name: str, expected: FileRecord, advance: Progress) -> str:
+    try:
+        data = place.read(name)
+    except FileNotFoundError:
+        return "missing"
+    except GdistillError as error:
+        return str(error)
+    advance(len(data))
+    if len(data) != expected.num_bytes:
+        return f"{len(data)} bytes, expected {expected.num_bytes}"
+    return "" if expected.matches(data) else "altered: its hash is not the recorded one"
+
+
+def forget(location: str | Path | Location, problems: list[Problem]) -> list[ShardRange]:
+    """Drop the ledger records of damaged shards, so that the next extraction writes them anew."""
+    place = as_location(location)
+    shards = sorted({p.shard for p in problems if p.shard}, key=lambda s: (s.split, s.index))
+    for shard in shards:
+        place.delete(record_file(shard))
+    return shards
