@@ -44,7 +44,7 @@ class _Rate(ProgressColumn):
         return Text(f"{done}{total} {unit}{rate}")
 
 
-def _si(value: float) -> str:
+def _si(value: float | int) -> str:
     for prefix in ("", "k", "M", "G"):
         if abs(value) < 1000:
             return f"{value:.0f}{prefix}" if prefix == "" else f"{value:.1f}{prefix}"
