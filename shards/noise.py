@@ -1,4 +1,4 @@
-"""Gumbel noise as the rest of the system sees it: arrival times F = exp(-xi), read in vocabulary tiles.
+"""Gumbel noise as the rest of the system sees it: arrival times F = exp(-xi), read in tiles.
 
 A ``Noise`` is a flat batch of n token positions with one noise vector of V entries each. Nothing
 asks for the whole [n, V] tensor: readers walk the vocabulary in tiles, and a tile that is asked
@@ -8,36 +8,28 @@ for twice (once in forward, once in backward) has the same bits both times.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shards.gumbel import MIN_ARRIVAL
+from shards.keyed_exponentials import first_arrivals, keyed_exponentials
+from shards.position_keys import PositionKeys
+from shards.probabilities import Probabilities
 
-@dataclass(frozen=True)
-class PositionKeys:
-    """Names n token positions for the counter-based generator.
-
-    Attributes:
-        seed: 63-bit stream seed (see :func:`shards.seeding.derive_seed`).
-        rows: Row index in the split, or sample index when sampling; [n] int64.
-        positions: Token position in the row; [n] int64.
-        draw: Which draw of the same position: 0 for a frozen draw, else the visit (epoch).
-    """
-
-    seed: int
-    rows: Int[Tensor, "n"]
-    positions: Int[Tensor, "n"]
-    draw: int = 0
-
-    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"]) -> PositionKeys:
-        """The keys of some of the positions."""
-        return PositionKeys(self.seed, self.rows[index], self.positions[index], self.draw)
-
-    def to(self, device: torch.device | str) -> PositionKeys:
-        """The same keys on another device."""
-        return PositionKeys(self.seed, self.rows.to(device), self.positions.to(device), self.draw)
+__all__ = [
+    "DenseNoise",
+    "KeyedPosterior",
+    "KeyedPrior",
+    "Noise",
+    "PositionKeys",
+    "SparseNoise",
+    "dense_arrivals",
+    "place_tokens",
+]
 
 
 @runtime_checkable
@@ -95,6 +87,158 @@ class DenseNoise:
 
     def to(self, device: torch.device | str) -> DenseNoise:
         return DenseNoise(self.arrivals.to(device))
+
+
+@dataclass(frozen=True)
+class KeyedPrior:
+    """Prior noise, F_j ~ Exp(1), computed from the keys whenever a tile is read."""
+
+    keys: PositionKeys
+    vocab_size: int
+
+    @property
+    def num_positions(self) -> int:
+        return self.keys.rows.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.rows.device
+
+    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        return keyed_exponentials(self.keys, start, min(stop, self.vocab_size))
+
+    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"]) -> KeyedPrior:
+        return KeyedPrior(self.keys.select(index), self.vocab_size)
+
+    def to(self, device: torch.device | str) -> KeyedPrior:
+        return KeyedPrior(self.keys.to(device), self.vocab_size)
+
+
+@dataclass(frozen=True)
+class KeyedPosterior:
+    """Posterior noise given the tokens, from the exponentials that the keys name.
+
+    F_x = p_x E_0 and F_j = E_j + p_j E_0, where E_j is what :class:`KeyedPrior` of the same keys
+    gives and E_0 comes from a stream of its own. With :class:`DenseProbabilities` the token is the
+    argmax of log p + xi at every position; with approximate probabilities it is nearly always.
+
+    Attributes:
+        keys: Seed, rows, positions and draw.
+        tokens: [n] int64, the observed tokens.
+        token_log_probs: [n] float32, their exact log-probabilities, nats.
+        probabilities: The teacher's distribution at the n positions.
+    """
+
+    keys: PositionKeys
+    tokens: Int[Tensor, "n"]
+    token_log_probs: Float[Tensor, "n"]
+    probabilities: Probabilities
+
+    @property
+    def num_positions(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.probabilities.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.device
+
+    @cached_property
+    def first(self) -> Float[Tensor, "n"]:
+        """E_0."""
+        return first_arrivals(self.keys)
+
+    @cached_property
+    def token_gumbels(self) -> Float[Tensor, "n"]:
+        """xi_x = -log E_0 - log p_x, finite for any p_x."""
+        return -(self.token_log_probs + self.first.log())
+
+    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        stop = min(stop, self.vocab_size)
+        arrivals = keyed_exponentials(self.keys, start, stop)
+        arrivals = self.probabilities.add_waits(arrivals, self.first, start, stop)
+        return place_tokens(arrivals, self.tokens, self.token_gumbels, start, stop)
+
+    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"]) -> KeyedPosterior:
+        return KeyedPosterior(
+            self.keys.select(index),
+            self.tokens[index],
+            self.token_log_probs[index],
+            self.probabilities.select(index),
+        )
+
+    def to(self, device: torch.device | str) -> KeyedPosterior:
+        return KeyedPosterior(
+            self.keys.to(device),
+            self.tokens.to(device),
+            self.token_log_probs.to(device),
+            self.probabilities.to(device),
+        )
+
+
+@dataclass(frozen=True)
+class SparseNoise:
+    """Noise of which only k entries per position are known; the others count in the denominator.
+
+    Attributes:
+        ids: [n, k] int64, distinct vocabulary ids.
+        arrivals: [n, k] float32, their arrival times.
+        vocab_size: V.
+        rest_rate: [n] float32, sum of 1/F over the other V - k entries: their share of
+            ``sum(1/F)``, the denominator of softmax(xi).
+    """
+
+    ids: Int[Tensor, "n k"]
+    arrivals: Float[Tensor, "n k"]
+    vocab_size: int
+    rest_rate: Float[Tensor, "n"]
+
+    @property
+    def num_positions(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.ids.device
+
+    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        width = min(stop, self.vocab_size) - start
+        padded = torch.full((self.num_positions, width + 1), torch.inf, device=self.device)
+        inside = (self.ids >= start) & (self.ids < start + width)
+        columns = torch.where(inside, self.ids - start, width)
+        return padded.scatter_(1, columns, self.arrivals)[:, :width]
+
+    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"]) -> SparseNoise:
+        return SparseNoise(
+            self.ids[index], self.arrivals[index], self.vocab_size, self.rest_rate[index]
+        )
+
+    def to(self, device: torch.device | str) -> SparseNoise:
+        return SparseNoise(
+            self.ids.to(device),
+            self.arrivals.to(device),
+            self.vocab_size,
+            self.rest_rate.to(device),
+        )
+
+
+def place_tokens(
+    arrivals: Float[Tensor, "n tile"],
+    tokens: Int[Tensor, "n"],
+    token_gumbels: Float[Tensor, "n"],
+    start: int,
+    stop: int,
+) -> Float[Tensor, "n tile"]:
+    """Write F_x = exp(-xi_x) where the token lies in the tile, in place."""
+    inside = (tokens >= start) & (tokens < stop)
+    columns = (tokens - start).clamp(0, max(0, stop - start - 1))[:, None]
+    own = (-token_gumbels).exp().clamp(min=MIN_ARRIVAL)[:, None]
+    return arrivals.scatter_(
+        1, columns, torch.where(inside[:, None], own, arrivals.gather(1, columns))
+    )
 
 
 def dense_arrivals(noise: Noise) -> Float[Tensor, "n v"]:
