@@ -1,0 +1,27 @@
+"""The students; importing this package registers them with transformers' Auto classes."""
+
+from __future__ import annotations
+
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+
+from trainer.students.base import LossOutput, Student
+from trainer.students.configuration import StudentConfig, StudentSettings, read_preset
+from trainer.students.mdlm import MDLM, MDLMConfig
+
+STUDENTS: dict[str, type[Student]] = {"mdlm": MDLM}
+
+for _student in STUDENTS.values():
+    AutoConfig.register(_student.config_class.model_type, _student.config_class, exist_ok=True)
+    AutoModel.register(_student.config_class, _student, exist_ok=True)
+AutoModelForMaskedLM.register(MDLMConfig, MDLM, exist_ok=True)
+
+__all__ = [
+    "MDLM",
+    "STUDENTS",
+    "LossOutput",
+    "MDLMConfig",
+    "Student",
+    "StudentConfig",
+    "StudentSettings",
+    "read_preset",
+]

@@ -1,0 +1,134 @@
+"""What all students share: the loss record, the noise embedding, the Hugging Face side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from shards.errors import UsageError
+from shards.noise import Noise
+from trainer.batch import Batch
+from trainer.conditioning import GumbelConditioner
+from trainer.students.configuration import StudentConfig
+from trainer.students.dit import DiT
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """One batch's loss.
+
+    Attributes:
+        loss: Scalar to differentiate: weighted NLL of the masked tokens over B * L.
+        token_nlls: [B, L] weighted NLL of each token in nats, detached; 0 where not masked.
+        num_tokens: Tokens that count in validation (position 0 of a diffusion row does not).
+        num_masked: Rows that met the output head.
+        num_blocks: Blocks per row, nb.
+    """
+
+    loss: Float[Tensor, ""]
+    token_nlls: Float[Tensor, "b l"]
+    num_tokens: int
+    num_masked: int
+    num_blocks: int
+
+    @property
+    def nll_sum(self) -> Float[Tensor, ""]:
+        """Nats; over ``num_tokens`` it bounds the NLL per token (validation)."""
+        return self.token_nlls.sum()
+
+    @property
+    def row_nlls(self) -> Float[Tensor, "b"]:
+        """Nats of each row: names the row behind a NaN."""
+        return self.token_nlls.sum(dim=1)
+
+    @property
+    def block_nlls(self) -> Float[Tensor, "b blocks"]:
+        """Mean over each block's tokens: what the clipped-schedule search takes the variance of."""
+        return self.token_nlls.unflatten(1, (self.num_blocks, -1)).mean(dim=-1)
+
+
+class Student(PreTrainedModel):
+    """Base of the students; subclasses say what they predict and what they minimise."""
+
+    config: StudentConfig
+    config_class = StudentConfig
+    base_model_prefix = "student"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = False
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    uses_noise_level = True
+
+    def __init__(self, config: StudentConfig) -> None:
+        super().__init__(config)
+        settings = config.settings
+        self.settings = settings
+        self.backbone = DiT(config, uses_noise_level=self.uses_noise_level)
+        self.conditioner = self._make_conditioner()
+        bounds = torch.tensor([settings.min_time, settings.max_time])
+        self.register_buffer("time_bounds", bounds)
+        self.post_init()
+
+    def _make_conditioner(self) -> GumbelConditioner | None:
+        settings = self.settings
+        if settings.conditioning == "none":
+            return None
+        return GumbelConditioner(
+            self.config.vocab_size,
+            settings.hidden_size,
+            settings.noise_transform,
+            settings.prior_weight,
+        )
+
+    @torch.no_grad()
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
+
+    @property
+    def mask_id(self) -> int:
+        """Id of the mask: V, one past the teacher's vocabulary."""
+        return self.config.vocab_size
+
+    @property
+    def is_conditioned(self) -> bool:
+        """Whether masked positions take Gumbel noise."""
+        return self.conditioner is not None
+
+    def loss(self, batch: Batch, *, time_bounds: tuple[float, float] | None = None) -> LossOutput:
+        """The training loss of a batch; see the subclass."""
+        raise NotImplementedError
+
+    def embed_noise(self, noise: Noise, tau: float = 1.0) -> Float[Tensor, "n d"]:
+        """Embeddings of n noise vectors for ``predict``.
+
+        Raises:
+            UsageError: When the student was trained without noise, or on another vocabulary.
+        """
+        if self.conditioner is None:
+            raise UsageError("this student takes no noise", where="conditioning", got="none")
+        return self.conditioner(noise, tau)
+
+    def inject(
+        self,
+        embeddings: Float[Tensor, "b l d"],
+        masked: Bool[Tensor, "b l"],
+        noise_embeddings: Float[Tensor, "n d"],
+    ) -> Float[Tensor, "b l d"]:
+        """Put n noise embeddings at the n masked positions (row-major), replacing or adding."""
+        rows = masked.nonzero(as_tuple=True)
+        values = noise_embeddings.to(embeddings.dtype)
+        return embeddings.index_put(rows, values, accumulate=self.settings.injection == "add")
+
+    def masked_positions(self, tokens: Int[Tensor, "b l"]) -> Bool[Tensor, "b l"]:
+        """Where a row is still to be filled."""
+        return tokens == self.mask_id
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """See the subclass."""
+        raise NotImplementedError

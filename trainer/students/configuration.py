@@ -1,0 +1,174 @@
+"""What a student is made of: settings a user chooses, and the Hugging Face config they fill."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PretrainedConfig
+
+from shards.configuration import from_mapping, read_toml, to_mapping
+from shards.errors import UsageError
+
+PRESETS = Path(__file__).resolve().parent.parent / "presets" / "students"
+
+
+@dataclasses.dataclass(frozen=True)
+class StudentSettings:
+    """Architecture and objective of a student; everything but the vocabulary and the row length.
+
+    Attributes:
+        hidden_size: Width D.
+        num_layers: Transformer blocks.
+        num_heads: Attention heads; must divide ``hidden_size`` into even head widths.
+        condition_size: Width of the noise-level vector behind adaLN.
+        mlp_ratio: Hidden width of the MLP over ``hidden_size``.
+        dropout: Residual dropout probability.
+        conditioning: Whether masked positions see Gumbel noise.
+        injection: Noise embedding in place of the mask embedding, or added to it.
+        noise_transform: Marginal of the noise fed to softmax: the Gumbel draw itself, or the same
+            draw transformed monotonically to a Gaussian or a uniform (the paper's ablations).
+        prior_weight: w in softmax(xi + w log q), q the corpus unigram; 0 is the paper.
+        block_size: Tokens per block of a block-diffusion student; None is the whole row.
+        noise_schedule: Masking probability as a function of time.
+        loss_weighting: ``schedule`` weighs a masked token by p'(t) / p(t) (BD3-LM; 1/t for
+            loglinear); ``rate`` is the older MDLM form with p = (1 - 1e-3) t.
+        min_time: Lower clip of t; with ``search_schedule`` only where the search starts.
+        max_time: Upper clip of t.
+        resample: Draw blocks anew whose masked fraction leaves [min_time, max_time].
+        search_schedule: Choose the clips by the variance of the loss at every validation (var_min).
+        time_conditioning: Tell the backbone the noise level; otherwise it always sees 0.
+        embedding_init_std: Normal initialisation of the token embedding; None is kaiming-uniform.
+        attention: FlexAttention or SDPA for block masks; ``auto`` takes flex on CUDA.
+    """
+
+    hidden_size: int = 768
+    num_layers: int = 12
+    num_heads: int = 12
+    condition_size: int = 128
+    mlp_ratio: int = 4
+    dropout: float = 0.1
+    conditioning: Literal["none", "gumbel"] = "none"
+    injection: Literal["replace", "add"] = "replace"
+    noise_transform: Literal["gumbel", "gaussian", "uniform"] = "gumbel"
+    prior_weight: float = 0.0
+    block_size: int | None = None
+    noise_schedule: Literal["loglinear", "square", "square_root", "log", "cosine"] = "loglinear"
+    loss_weighting: Literal["schedule", "rate"] = "schedule"
+    min_time: float = 1e-3
+    max_time: float = 1.0
+    resample: bool = False
+    search_schedule: bool = False
+    time_conditioning: bool = False
+    embedding_init_std: float | None = None
+    attention: Literal["auto", "sdpa", "flex"] = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "num_layers", "num_heads", "condition_size", "mlp_ratio"):
+            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        heads = self.hidden_size % (2 * self.num_heads) == 0
+        _require(heads, "hidden_size", self.hidden_size, f"a multiple of {2 * self.num_heads}")
+        _require(0 <= self.dropout < 1, "dropout", self.dropout, "in [0, 1)")
+        _require(self.prior_weight >= 0, "prior_weight", self.prior_weight, "0 or more")
+        block_ok = self.block_size is None or self.block_size >= 1
+        _require(block_ok, "block_size", self.block_size, "at least 1")
+        times = 0 < self.min_time <= self.max_time <= 1
+        _require(times, "min_time", self.min_time, f"in (0, max_time = {self.max_time}] within 1")
+        std = self.embedding_init_std
+        _require(std is None or std > 0, "embedding_init_std", std, "positive")
+
+
+def _require(condition: bool, name: str, got: object, expected: str) -> None:
+    if not condition:
+        raise UsageError("bad student setting", where=name, got=got, expected=expected)
+
+
+def read_preset(name: str) -> dict[str, Any]:
+    """The settings of a named preset (``tiny``, ``small``, ``medium``, ``maze``), as a mapping.
+
+    Raises:
+        UsageError: For an unknown name, listing the known ones.
+    """
+    known = sorted(path.stem for path in PRESETS.glob("*.toml"))
+    if name not in known:
+        raise UsageError("unknown student preset", where=name, expected=f"one of {known}")
+    return read_toml(PRESETS / f"{name}.toml")
+
+
+class StudentConfig(PretrainedConfig):
+    """Hugging Face config of a student: :class:`StudentSettings`, flat, and the data's shape.
+
+    ``vocab_size`` is V, the teacher's vocabulary *without* the mask: the mask id is ``vocab_size``,
+    and embedding and output layer have ``vocab_size + 1`` rows.
+
+    Attributes:
+        vocab_size: Teacher vocabulary V.
+        row_length: Tokens per row L.
+        bos_token_id: First token of a sample; None when rows do not begin with one.
+        eos_token_id: End of a document; None when the tokenizer has none.
+    """
+
+    # transformers builds __init__ (and its **kwargs) itself, which jaxtyping's wrapper cannot bind.
+    __no_type_check__ = True
+    attribute_map = {  # noqa: RUF012
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "max_position_embeddings": "row_length",
+    }
+    vocab_size: int = 50257
+    row_length: int = 1024
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for field in dataclasses.fields(StudentSettings):
+            setattr(self, field.name, kwargs.pop(field.name, field.default))
+        for standard, ours in self.attribute_map.items():
+            if standard in kwargs:
+                setattr(self, ours, kwargs.pop(standard))
+        super().__post_init__(**kwargs)
+        self.mask_token_id = self.vocab_size
+        self._check(self.settings)
+
+    @classmethod
+    def build(
+        cls,
+        settings: StudentSettings,
+        *,
+        vocab_size: int,
+        row_length: int,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+    ) -> StudentConfig:
+        """The config of a student with these settings over this vocabulary and row length."""
+        return cls(
+            vocab_size=vocab_size,
+            row_length=row_length,
+            bos_token_id=bos_token_id,
+            eos_token_id=eos_token_id,
+            **to_mapping(settings),
+        )
+
+    @property
+    def settings(self) -> StudentSettings:
+        """The user's part of the config, typed and validated."""
+        names = [field.name for field in dataclasses.fields(StudentSettings)]
+        return from_mapping(StudentSettings, {name: getattr(self, name) for name in names})
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Block size in tokens; the whole row when none is set."""
+        return getattr(self, "block_size", None) or self.row_length
+
+    def _check(self, settings: StudentSettings) -> None:
+        _require(self.vocab_size >= 2, "vocab_size", self.vocab_size, "at least 2")
+        _require(self.row_length >= 2, "row_length", self.row_length, "at least 2")
+        if self.row_length % (settings.block_size or self.row_length):
+            raise UsageError(
+                "rows do not split into blocks",
+                where="block_size",
+                got=settings.block_size,
+                expected=f"a divisor of row_length = {self.row_length}",
+            )

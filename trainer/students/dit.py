@@ -1,0 +1,232 @@
+"""The diffusion transformer: a DiT over token embeddings with adaLN, rotary positions, linear head.
+
+Parameter names and shapes are the authors', so that their checkpoints load by name.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import dropout, embedding, layer_norm, silu
+
+from trainer.students.attention import Attend, KeyValueCache, Rotary
+from trainer.students.configuration import StudentConfig
+
+LAYER_NORM_EPS = 1e-5
+NUM_FREQUENCIES = 128
+Modulation = Float[Tensor, "rows 1 d"] | float
+
+
+class Embedding(nn.Module):
+    """Token embedding [V + 1, D]; the last row is the mask."""
+
+    def __init__(self, num_tokens: int, hidden_size: int, init_std: float | None) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.empty(num_tokens, hidden_size))
+        self.init_std = init_std
+
+    def reset_parameters(self) -> None:
+        """Normal(0, init_std), or kaiming-uniform with a = sqrt 5 as the authors."""
+        if self.init_std is None:
+            nn.init.kaiming_uniform_(self.embedding, a=math.sqrt(5))
+        else:
+            nn.init.normal_(self.embedding, std=self.init_std)
+
+    def forward(self, tokens: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape d"]:
+        return embedding(tokens, self.embedding)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm without bias, computed in float32 whatever the weights and autocast say."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+
+    def reset_parameters(self) -> None:
+        """Weight 1."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape d"]:
+        with torch.autocast(x.device.type, enabled=False):
+            return layer_norm(x.float(), self.weight.shape, self.weight.float(), eps=LAYER_NORM_EPS)
+
+
+def noise_level_features(sigma: Float[Tensor, "b"]) -> Float[Tensor, "b features"]:
+    """128 cosines, then 128 sines, of sigma * 1e4^(-i/128)."""
+    index = torch.arange(NUM_FREQUENCIES, device=sigma.device, dtype=torch.float32)
+    angles = sigma.float()[:, None] * torch.exp(-math.log(10_000) * index / NUM_FREQUENCIES)
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+class NoiseLevelEmbedding(nn.Module):
+    """sigma -> SiLU(MLP(features)), the vector c behind every adaLN."""
+
+    def __init__(self, condition_size: int) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(2 * NUM_FREQUENCIES, condition_size),
+            nn.SiLU(),
+            nn.Linear(condition_size, condition_size),
+        )
+
+    def forward(self, sigma: Float[Tensor, "b"]) -> Float[Tensor, "b c"]:
+        features = noise_level_features(sigma)
+        return silu(self.mlp(features.to(self.mlp[0].weight.dtype)))
+
+
+class AdaLN(nn.Linear):
+    """c -> shifts, scales and gates, zero-initialised."""
+
+    def __init__(self, condition_size: int, hidden_size: int, num_chunks: int) -> None:
+        super().__init__(condition_size, num_chunks * hidden_size)
+        self.num_chunks = num_chunks
+
+    def reset_parameters(self) -> None:
+        """Zero, so that every block starts as the identity."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def chunks(self, condition: Float[Tensor, "rows c"]) -> tuple[Tensor, ...]:
+        """The modulations, each [rows, 1, D]."""
+        return self(condition)[:, None, :].chunk(self.num_chunks, dim=-1)
+
+
+class OutputProjection(nn.Linear):
+    """Linear to logits, zero-initialised."""
+
+    def reset_parameters(self) -> None:
+        """Zero, so that training starts from the uniform distribution."""
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and MLP; with a noise-level width also adaLN shifts, scales and gates."""
+
+    def __init__(self, config: StudentConfig, layer: int, condition_size: int | None) -> None:
+        super().__init__()
+        settings = config.settings
+        width = settings.hidden_size
+        self.layer, self.num_heads, self.dropout = layer, settings.num_heads, settings.dropout
+        self.norm1 = LayerNorm(width)
+        self.attn_qkv = nn.Linear(width, 3 * width, bias=False)
+        self.attn_out = nn.Linear(width, width, bias=False)
+        self.norm2 = LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, settings.mlp_ratio * width),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(settings.mlp_ratio * width, width),
+        )
+        self.adaLN_modulation = AdaLN(condition_size, width, 6) if condition_size else None
+
+    def _modulations(self, condition: Tensor | None) -> tuple[Modulation, ...]:
+        if self.adaLN_modulation is None or condition is None:
+            return 0.0, 0.0, 1.0, 0.0, 0.0, 1.0
+        return self.adaLN_modulation.chunks(condition)
+
+    def forward(
+        self,
+        x: Float[Tensor, "b l d"],
+        condition: Float[Tensor, "rows c"] | None,
+        rotary: Rotary,
+        attend: Attend,
+        cache: KeyValueCache | None = None,
+    ) -> Float[Tensor, "b l d"]:
+        shift1, scale1, gate1, shift2, scale2, gate2 = self._modulations(condition)
+        normed = self.norm1(x) * (1 + scale1) + shift1
+        attended = self._attention(normed.to(self.attn_qkv.weight.dtype), rotary, attend, cache)
+        x = x + gate1 * dropout(attended, self.dropout, self.training)
+        normed = self.norm2(x) * (1 + scale2) + shift2
+        updated = self.mlp(normed.to(self.attn_qkv.weight.dtype))
+        return x + gate2 * dropout(updated, self.dropout, self.training)
+
+    def _attention(
+        self, x: Tensor, rotary: Rotary, attend: Attend, cache: KeyValueCache | None
+    ) -> Float[Tensor, "b l d"]:
+        batch, length, width = x.shape
+        packed = self.attn_qkv(x).view(batch, length, 3, self.num_heads, -1)
+        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
+        query, key = rotary.rotate(query), rotary.rotate(key)
+        if cache is not None:
+            key, value = cache.write(self.layer, key, value)
+        attended = attend(query, key, value)
+        return self.attn_out(attended.transpose(1, 2).reshape(batch, length, width))
+
+
+class Head(nn.Module):
+    """Final norm, modulation and projection to V + 1 logits, applied to the rows that need them."""
+
+    def __init__(self, config: StudentConfig, condition_size: int | None) -> None:
+        super().__init__()
+        width = config.settings.hidden_size
+        self.norm_final = LayerNorm(width)
+        self.linear = OutputProjection(width, config.vocab_size + 1)
+        self.adaLN_modulation = AdaLN(condition_size, width, 2) if condition_size else None
+
+    def features(
+        self, x: Float[Tensor, "b l d"], condition: Float[Tensor, "rows c"] | None
+    ) -> Float[Tensor, "b l d"]:
+        """What the projection sees."""
+        normed = self.norm_final(x)
+        if self.adaLN_modulation is not None and condition is not None:
+            shift, scale = self.adaLN_modulation.chunks(condition)
+            normed = normed * (1 + scale) + shift
+        return normed.to(self.linear.weight.dtype)
+
+    def forward(self, features: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape v1"]:
+        return self.linear(features)
+
+
+class DiT(nn.Module):
+    """Embedding, blocks and head; ``uses_noise_level`` False gives a plain transformer.
+
+    The caller looks up and edits embeddings (``embed``), runs ``forward`` and projects only the
+    rows that it needs with ``output_layer``.
+    """
+
+    def __init__(self, config: StudentConfig, *, uses_noise_level: bool = True) -> None:
+        super().__init__()
+        settings = config.settings
+        condition_size = settings.condition_size if uses_noise_level else None
+        self.head_width = settings.hidden_size // settings.num_heads
+        self.vocab_embed = Embedding(
+            config.vocab_size + 1, settings.hidden_size, settings.embedding_init_std
+        )
+        self.sigma_map = NoiseLevelEmbedding(condition_size) if condition_size else None
+        self.blocks = nn.ModuleList(
+            Block(config, layer, condition_size) for layer in range(settings.num_layers)
+        )
+        self.output_layer = Head(config, condition_size)
+
+    def noise_level(self, sigma: Float[Tensor, "b"]) -> Float[Tensor, "b c"] | None:
+        """The adaLN vector of each noise level; None for a plain transformer."""
+        return None if self.sigma_map is None else self.sigma_map(sigma)
+
+    def forward(
+        self,
+        x: Float[Tensor, "b l d"],
+        condition: Float[Tensor, "rows c"] | None,
+        positions: Int[Tensor, "l"],
+        attend: Attend,
+        cache: KeyValueCache | None = None,
+    ) -> Float[Tensor, "b l d"]:
+        """Embeddings -> hidden states before the final norm.
+
+        ``condition`` has one row per batch row, or a single row for all of them.
+        """
+        rotary = Rotary.of(positions, self.head_width)
+        for block in self.blocks:
+            x = block(x, condition, rotary, attend, cache)
+        return x
+
+    def start_cache(self, batch_size: int, capacity: int) -> KeyValueCache:
+        """Empty key/value memory for ``capacity`` tokens per row."""
+        weight = self.vocab_embed.embedding
+        num_heads = self.blocks[0].num_heads
+        shape = (len(self.blocks), batch_size, num_heads, capacity, self.head_width)
+        zeros = torch.zeros(shape, dtype=weight.dtype, device=weight.device)  # type: ignore[arg-type]
+        return KeyValueCache(zeros, zeros.clone())

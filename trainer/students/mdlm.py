@@ -1,0 +1,144 @@
+"""MDLM: masked diffusion over whole rows, with or without Gumbel conditioning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers.modeling_outputs import MaskedLMOutput
+
+from shards.errors import UsageError
+from trainer.batch import Batch
+from trainer.diffusion import Corruption, corrupt, masked_log_probs, substituted_log_probs
+from trainer.students.attention import full_attention
+from trainer.students.base import LossOutput, Student
+from trainer.students.configuration import StudentConfig
+
+
+class MDLMConfig(StudentConfig):
+    """Config of :class:`MDLM`."""
+
+    model_type = "gdistill-mdlm"
+
+
+class MDLM(Student):
+    """Masked diffusion language model (Sahoo et al. 2024) on the DiT backbone.
+
+    ``forward`` gives raw logits, ``predict`` log-probabilities for a sampler, ``loss`` the bound.
+    """
+
+    config_class = MDLMConfig
+
+    @property
+    def num_blocks(self) -> int:
+        """Times per row: one."""
+        return 1
+
+    def loss(self, batch: Batch, *, time_bounds: tuple[float, float] | None = None) -> LossOutput:
+        """sum over masked tokens of weight * NLL / (B L), with t and mask keyed by the batch.
+
+        Args:
+            batch: Rows with their noise (needed when the student is conditioned).
+            time_bounds: Clips of t instead of the student's own (validation, schedule search).
+        """
+        corruption = self.corrupt(batch, time_bounds)
+        return self.corrupted_loss(batch, corruption)
+
+    def corrupt(self, batch: Batch, time_bounds: tuple[float, float] | None = None) -> Corruption:
+        """Times, mask and loss weights of a batch."""
+        minimum, maximum = self.time_bounds.tolist()
+        return corrupt(batch, self.settings, self.num_blocks, time_bounds or (minimum, maximum))
+
+    def corrupted_loss(self, batch: Batch, corruption: Corruption) -> LossOutput:
+        """The loss of given times and masks."""
+        mask = corruption.mask
+        noised = batch.tokens.masked_fill(mask, self.mask_id)
+        embeddings = self.backbone.vocab_embed(noised)
+        if self.conditioner is not None:
+            embeddings = self.inject(embeddings, mask, self._batch_noise(batch, mask))
+        condition = self._noise_level(corruption.sigma)
+        hidden = self.contextualize(embeddings, batch.tokens, condition)
+        logits = self.backbone.output_layer(self._masked_features(hidden, mask, condition))
+        nlls = -masked_log_probs(logits, self.mask_id).gather(-1, batch.tokens[mask][:, None])
+        return self._summarise(nlls[:, 0], corruption)
+
+    def contextualize(
+        self,
+        embeddings: Float[Tensor, "b l d"],
+        clean: Int[Tensor, "b l"],
+        condition: Float[Tensor, "rows c"] | None,
+    ) -> Float[Tensor, "b l d"]:
+        """Hidden states of the noised row; ``clean`` is for subclasses that look at it."""
+        positions = torch.arange(embeddings.shape[1], device=embeddings.device)
+        return self.backbone(embeddings, condition, positions, full_attention)
+
+    def _batch_noise(self, batch: Batch, mask: Bool[Tensor, "b l"]) -> Float[Tensor, "n d"]:
+        if batch.noise is None:
+            remedy = "read it from a store whose codec gives noise"
+            raise UsageError("the batch carries no noise", where="conditioning", remedy=remedy)
+        return self.embed_noise(batch.noise.at(mask))
+
+    def _noise_level(self, sigma: Float[Tensor, "b"] | None) -> Float[Tensor, "rows c"] | None:
+        if sigma is None or not self.settings.time_conditioning:
+            sigma = torch.zeros(1, device=self.device)
+        return self.backbone.noise_level(sigma)
+
+    def _masked_features(
+        self, hidden: Tensor, mask: Bool[Tensor, "b l"], condition: Tensor | None
+    ) -> Float[Tensor, "n d"]:
+        return self.backbone.output_layer.features(hidden, condition)[mask]
+
+    def _summarise(self, nlls: Float[Tensor, "n"], corruption: Corruption) -> LossOutput:
+        mask = corruption.mask
+        weighted = nlls * corruption.token_weight[mask]
+        per_token = torch.zeros(mask.shape, device=mask.device)
+        per_token = per_token.index_put(mask.nonzero(as_tuple=True), weighted.detach())
+        return LossOutput(
+            loss=weighted.sum() / corruption.num_counted,
+            token_nlls=per_token,
+            num_tokens=corruption.num_scored,
+            num_masked=nlls.shape[0],
+            num_blocks=self.num_blocks,
+        )
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b l"],
+        condition: Float[Tensor, "b l d"] | None = None,
+        sigma: Float[Tensor, "b"] | None = None,
+        **_: Any,
+    ) -> MaskedLMOutput:
+        """Raw logits [B, L, V + 1] of noised rows.
+
+        Args:
+            input_ids: Tokens; the mask id where unknown.
+            condition: Noise embeddings, used at masked positions.
+            sigma: Noise level, for a time-conditioned student.
+        """
+        embeddings = self.embed(input_ids, condition)
+        level = self._noise_level(sigma)
+        hidden = self.contextualize(embeddings, input_ids, level)
+        features = self.backbone.output_layer.features(hidden, level)
+        return MaskedLMOutput(logits=self.backbone.output_layer(features))
+
+    def embed(
+        self, tokens: Int[Tensor, "b l"], condition: Float[Tensor, "b l d"] | None
+    ) -> Float[Tensor, "b l d"]:
+        """Token embeddings with the noise embeddings at masked positions."""
+        embeddings = self.backbone.vocab_embed(tokens)
+        if condition is None:
+            return embeddings
+        mask = self.masked_positions(tokens)
+        return self.inject(embeddings, mask, condition[mask])
+
+    def predict(
+        self,
+        tokens: Int[Tensor, "b l"],
+        condition: Float[Tensor, "b l d"] | None = None,
+        sigma: Float[Tensor, "b"] | None = None,
+    ) -> Float[Tensor, "b l v1"]:
+        """Log-probabilities of x_0 (SUBS): one-hot where a token is known, the mask never."""
+        logits = self(tokens, condition, sigma).logits
+        return substituted_log_probs(logits, tokens, self.mask_id)
