@@ -44,8 +44,8 @@ class TeacherOutput:
 class Codec(Protocol):
     """A frozen dataclass that turns teacher output into stored arrays and back into noise.
 
-    ``resources`` are arrays kept once per store (the unigram log-probabilities ``unigram_log_probs``
-    [V], an LM head), given to both directions.
+    ``resources`` are arrays kept once per store (``unigram_log_probs`` [V], an LM head), given to
+    both directions.
     """
 
     name: ClassVar[str]
@@ -58,9 +58,7 @@ class Codec(Protocol):
         """The codec's own arrays (``tokens`` and ``token_log_probs`` belong to the store)."""
         ...
 
-    def encode(
-        self, output: TeacherOutput, seed: int, resources: Arrays
-    ) -> dict[str, Tensor]:
+    def encode(self, output: TeacherOutput, seed: int, resources: Arrays) -> dict[str, Tensor]:
         """Arrays of shape [B, T, *trailing] on the device of ``output``."""
         ...
 

@@ -1,0 +1,37 @@
+"""``full``: half-precision rounding and nothing else."""
+
+from __future__ import annotations
+
+import torch
+
+from shards.codec import make_codec
+from shards.codec.draws import frozen_posterior
+from shards.codec.full import round_down_to_half
+from shards.gumbel import gumbel_argmax, gumbel_from_arrivals
+from shards.noise import dense_arrivals
+from tests.shards.codec_cases import SEED, decode, flat_log_probs, teacher_output
+
+
+def test_every_entry_is_the_posterior_draw_rounded() -> None:
+    output, resources = teacher_output()
+    decoded = gumbel_from_arrivals(dense_arrivals(decode(make_codec("full"), output, resources)))
+    exact = gumbel_from_arrivals(dense_arrivals(frozen_posterior(output, SEED)))
+    # Half precision has 11 significant bits; a rounding down doubles the largest error.
+    assert bool(((decoded - exact).abs() <= exact.abs() * 2.0**-10 + 1e-6).all())
+    tokens = output.tokens.flatten()[:, None]
+    torch.testing.assert_close(decoded.gather(1, tokens), exact.gather(1, tokens))
+
+
+def test_the_token_stays_the_argmax() -> None:
+    for seed in range(3):
+        output, resources = teacher_output(40, 50, 60, spread=1.0, seed=seed)
+        noise = decode(make_codec("full"), output, resources)
+        chosen = gumbel_argmax(flat_log_probs(output), dense_arrivals(noise))
+        assert torch.equal(chosen, output.tokens.flatten())
+
+
+def test_round_down_to_half() -> None:
+    values = torch.cat([torch.randn(10_000) * 10, torch.tensor([1e-9, -1e-9, 0.0, 2.0])])
+    rounded = round_down_to_half(values).float()
+    assert bool((rounded <= values).all())
+    assert bool((rounded >= values - values.abs() * 2.0**-10 - 1e-7).all())
