@@ -17,7 +17,7 @@ from shards.noise import DenseNoise, Noise
 from trainer.batch import Batch
 from trainer.diffusion import Corruption, corruption_from_uniforms, substituted_log_probs
 from trainer.import_checkpoint import our_parameters
-from trainer.students import STUDENTS, Student, StudentSettings
+from trainer.students import AR, BD3LM, STUDENTS, Student, StudentSettings
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,8 @@ def absolute(got: Tensor, want: Tensor) -> float:
     if got.shape != want.shape:
         return float("nan")
     floor = (want <= -9e5) & (got <= -9e5)
-    return float((got.double() - want.double()).masked_fill(floor, 0.0).abs().max())
+    gap = (got.detach().double() - want.double()).masked_fill(floor, 0.0)
+    return float(gap.abs().max())
 
 
 def relative(got: Tensor, want: Tensor) -> float:
@@ -209,7 +210,7 @@ def _prediction_comparisons(
             rows.nonzero(as_tuple=True), embedded
         )
     with torch.no_grad():
-        logits = student(golden["x_input"], condition, golden["sigma_in"]).logits
+        logits = student.denoise(golden["xt"], golden["x0"], condition, golden["sigma_in"])
     log_probs = substituted_log_probs(logits, golden["xt"], student.mask_id)
     return [
         ("raw_logits", absolute(logits, golden["raw_logits"]), 5e-5),
@@ -259,4 +260,93 @@ DIFFUSION_CASES = (
     "mdlm_lossscale",
     "mdlm_gumbel",
     "mdlm_gumbel_add",
+    "bd3lm_block4",
+    "bd3lm_block8",
+    "bd3lm_block4_clip",
+    "bd3lm_block8_clip_half",
+    "bd3lm_block1_nll",
+    "bd3lm_gumbel_block4",
+    "bd3lm_gumbel_block8",
+    "bd3lm_gumbel_block8_add",
 )
+SAMPLING_CASES = (
+    "bd3lm_block4_sample",
+    "bd3lm_block8_sample",
+    "bd3lm_gumbel_block4_sample",
+    "bd3lm_gumbel_block8_sample",
+)
+
+
+def condition_of(student: Student, gumbel: Tensor, tokens: Tensor) -> Tensor:
+    """[B, L, D] noise embeddings of every position; position 0 has none and stays 0."""
+    everywhere = torch.ones(tokens.shape, dtype=torch.bool)
+    everywhere[:, 1 : 1 + gumbel.shape[1]] = False
+    filled = ~everywhere
+    embedded = student.embed_noise(row_noise(gumbel, tokens.shape[1]).at(filled))
+    blank = torch.zeros(*tokens.shape, embedded.shape[-1])
+    return blank.index_put(filled.nonzero(as_tuple=True), embedded)
+
+
+def n_minus_2_case(folder: Path) -> list[Comparison]:
+    """Noise for positions 1..n-2 only: the last position, even if masked, keeps its embedding."""
+    golden = Golden.read(folder, "mdlm_gumbel_n_minus_2")
+    student = student_of(golden, folder)
+    tokens, gumbel = golden["xt"], golden["gumbel"]
+    covered = torch.zeros(tokens.shape, dtype=torch.bool)
+    covered[:, 1 : 1 + gumbel.shape[1]] = True
+    mask = (tokens == student.mask_id) & covered
+    with torch.no_grad():
+        embedded = student.embed_noise(row_noise(gumbel, tokens.shape[1]).at(mask))
+        embeddings = student.inject(student.backbone.vocab_embed(tokens), mask, embedded)
+        level = student.backbone.noise_level(golden["sigma_in"])
+        hidden = student.contextualize(embeddings, tokens, level)
+        head = student.backbone.output_layer
+        logits = head(head.features(hidden, level))
+    gap = absolute(logits, golden["raw_logits"])
+    return [Comparison(golden.name, "raw_logits", gap, 5e-5)]
+
+
+def sampling_case(folder: Path, name: str) -> list[Comparison]:
+    """A clean prefix and one partly masked block: whole pass, and through the cache."""
+    golden = Golden.read(folder, name)
+    student = student_of(golden, folder)
+    assert isinstance(student, BD3LM)
+    tokens, size = golden["x"], student.block_size
+    with torch.no_grad():
+        condition = None
+        if "gumbel" in golden.tensors:
+            condition = condition_of(student, golden["gumbel"], tokens)
+        logits = student(tokens, condition).logits
+        log_probs = student.predict(tokens, condition)
+        cache = student.start_cache(tokens.shape[0])
+        for start in range(0, tokens.shape[1] - size, size):
+            student.extend_cache(tokens[:, start : start + size], cache)
+        own = None if condition is None else condition[:, -size:]
+        block = student.predict_block(tokens[:, -size:], own, cache)
+    entries = [
+        ("raw_logits", absolute(logits, golden["raw_logits"]), 5e-5),
+        ("log_probs", absolute(log_probs, golden["log_probs"]), 5e-5),
+        ("block_log_probs (cache)", absolute(block, golden["block_log_probs"]), 5e-5),
+    ]
+    return [Comparison(name, *entry) for entry in entries]
+
+
+def autoregressive_case(folder: Path) -> list[Comparison]:
+    """The causal baseline: logits, losses, gradients, and its cache against the whole pass."""
+    golden = Golden.read(folder, "ar")
+    student = student_of(golden, folder)
+    assert isinstance(student, AR)
+    tokens = golden["x0"]
+    logits = student(tokens[:, :-1]).logits
+    output = student.loss(batch_of(golden), counted=golden["attention_mask"].bool())
+    output.loss.backward()
+    cache = student.start_cache(tokens.shape[0])
+    steps = [student.predict_next(tokens[:, i : i + 1], cache) for i in range(tokens.shape[1] - 1)]
+    entries = [
+        ("raw_logits", absolute(logits, golden["raw_logits"]), 5e-5),
+        ("log_probs (cache)", absolute(torch.stack(steps, 1), golden["log_probs"]), 5e-5),
+        ("nlls", relative(output.token_nlls[:, 1:], golden["nlls"]), 1e-5),
+        ("loss_train", relative(output.loss.detach(), golden["loss_train"]), 1e-5),
+        *gradient_comparisons(golden, student),
+    ]
+    return [Comparison("ar", *entry) for entry in entries]

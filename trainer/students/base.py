@@ -125,6 +125,12 @@ class Student(PreTrainedModel):
         values = noise_embeddings.to(embeddings.dtype)
         return embeddings.index_put(rows, values, accumulate=self.settings.injection == "add")
 
+    def _project(
+        self, hidden: Float[Tensor, "b l d"], condition: Float[Tensor, "rows c"] | None
+    ) -> Float[Tensor, "b l v1"]:
+        head = self.backbone.output_layer
+        return head(head.features(hidden, condition))
+
     def masked_positions(self, tokens: Int[Tensor, "b l"]) -> Bool[Tensor, "b l"]:
         """Where a row is still to be filled."""
         return tokens == self.mask_id

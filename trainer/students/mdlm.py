@@ -117,11 +117,19 @@ class MDLM(Student):
             condition: Noise embeddings, used at masked positions.
             sigma: Noise level, for a time-conditioned student.
         """
-        embeddings = self.embed(input_ids, condition)
+        return MaskedLMOutput(logits=self.denoise(input_ids, input_ids, condition, sigma))
+
+    def denoise(
+        self,
+        noised: Int[Tensor, "b l"],
+        clean: Int[Tensor, "b l"],
+        condition: Float[Tensor, "b l d"] | None = None,
+        sigma: Float[Tensor, "b"] | None = None,
+    ) -> Float[Tensor, "b l v1"]:
+        """Raw logits of a training pass at every position; ``clean`` matters to block models."""
         level = self._noise_level(sigma)
-        hidden = self.contextualize(embeddings, input_ids, level)
-        features = self.backbone.output_layer.features(hidden, level)
-        return MaskedLMOutput(logits=self.backbone.output_layer(features))
+        hidden = self.contextualize(self.embed(noised, condition), clean, level)
+        return self._project(hidden, level)
 
     def embed(
         self, tokens: Int[Tensor, "b l"], condition: Float[Tensor, "b l d"] | None

@@ -1,0 +1,109 @@
+"""The autoregressive baseline: the same backbone, causal, without noise level."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutput
+
+from shards.errors import UsageError
+from trainer.batch import Batch
+from trainer.diffusion import masked_log_probs
+from trainer.students.attention import KeyValueCache, causal_attention, full_attention
+from trainer.students.base import LossOutput, Student
+from trainer.students.configuration import StudentConfig
+
+
+class ARConfig(StudentConfig):
+    """Config of :class:`AR`."""
+
+    model_type = "gdistill-ar"
+
+
+class AR(Student):
+    """Next-token prediction; the mask is in the vocabulary but has no probability.
+
+    Raises:
+        UsageError: With ``conditioning = "gumbel"``: there is no masked position to condition.
+    """
+
+    config_class = ARConfig
+    uses_noise_level = False
+
+    def __init__(self, config: StudentConfig) -> None:
+        if config.settings.conditioning != "none":
+            raise UsageError(
+                "the autoregressive baseline takes no noise",
+                where="conditioning",
+                got=config.settings.conditioning,
+                expected="none",
+            )
+        super().__init__(config)
+
+    def loss(
+        self,
+        batch: Batch,
+        *,
+        time_bounds: tuple[float, float] | None = None,
+        counted: Bool[Tensor, "b l"] | None = None,
+    ) -> LossOutput:
+        """Mean NLL of tokens 1..L-1 given the tokens before them.
+
+        Args:
+            batch: Rows; their noise is not looked at.
+            time_bounds: Without meaning here.
+            counted: Tokens that count in the loss; None counts all.
+        """
+        log_probs = self.predict(batch.tokens[:, :-1])
+        nlls = -log_probs.gather(-1, batch.tokens[:, 1:, None])[..., 0]
+        scored = torch.ones_like(nlls) if counted is None else counted[:, 1:].to(nlls.dtype)
+        nlls, num_tokens = nlls * scored, int(scored.sum())
+        return LossOutput(
+            loss=nlls.sum() / num_tokens,
+            token_nlls=torch.nn.functional.pad(nlls.detach(), (1, 0)),
+            num_tokens=num_tokens,
+            num_masked=nlls.numel(),
+            num_blocks=1,
+        )
+
+    def forward(self, input_ids: Int[Tensor, "b l"], **_: Any) -> CausalLMOutput:
+        """Raw logits [B, l, V + 1]; those at position i are about token i + 1."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        embeddings = self.backbone.vocab_embed(input_ids)
+        hidden = self.backbone(embeddings, None, positions, causal_attention)
+        return CausalLMOutput(logits=self._project(hidden, None))
+
+    def predict(
+        self, tokens: Int[Tensor, "b l"], condition: Float[Tensor, "b l d"] | None = None
+    ) -> Float[Tensor, "b l v1"]:
+        """Log-probabilities of the token after each position."""
+        return masked_log_probs(self(tokens).logits, self.mask_id)
+
+    def start_cache(self, batch_size: int) -> KeyValueCache:
+        """Empty memory for the keys and values of ``batch_size`` rows."""
+        return self.backbone.start_cache(batch_size, self.config.row_length)
+
+    @torch.no_grad()
+    def predict_next(
+        self, tokens: Int[Tensor, "b new"], cache: KeyValueCache
+    ) -> Float[Tensor, "b v1"]:
+        """Read further tokens (the whole prompt into an empty cache, then one at a time).
+
+        Returns:
+            Log-probabilities of the token after the last one; the cache has grown.
+
+        Raises:
+            UsageError: For several tokens behind a cache that is not empty.
+        """
+        new = tokens.shape[1]
+        if new > 1 and cache.length:
+            raise UsageError("give one token at a time after the prompt", got=new)
+        positions = torch.arange(cache.length, cache.length + new, device=tokens.device)
+        attend = causal_attention if new > 1 else full_attention
+        embeddings = self.backbone.vocab_embed(tokens)
+        hidden = self.backbone(embeddings, None, positions, attend, cache)
+        cache.length += new
+        return masked_log_probs(self._project(hidden[:, -1:], None)[:, 0], self.mask_id)

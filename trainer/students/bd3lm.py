@@ -1,0 +1,156 @@
+"""BD3-LM: diffusion inside blocks, autoregression over blocks (Arriola et al. 2025).
+
+Training reads [x_t ; x_0] in one pass. Sampling goes block by block with the keys and values of
+finished blocks in memory::
+
+    cache = student.start_cache(batch_size)
+    for block in range(num_blocks):
+        while block is not filled:
+            log_probs = student.predict_block(block_tokens, condition, cache)   # cache unchanged
+        cache = student.extend_cache(block_tokens, cache)                        # block is finished
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers.modeling_outputs import MaskedLMOutput
+
+from shards.errors import UsageError
+from trainer.diffusion import substituted_log_probs
+from trainer.students.attention import (
+    Attend,
+    KeyValueCache,
+    block_causal_mask,
+    flex_training_attention,
+    full_attention,
+    masked_attention,
+    training_mask,
+)
+from trainer.students.configuration import StudentConfig
+from trainer.students.mdlm import MDLM
+
+
+class BD3LMConfig(StudentConfig):
+    """Config of :class:`BD3LM`; ``block_size`` is the tokens per block."""
+
+    model_type = "gdistill-bd3lm"
+
+
+class BD3LM(MDLM):
+    """Block diffusion on the same backbone; with one block per row it is MDLM to the last bit."""
+
+    config_class = BD3LMConfig
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.config.tokens_per_block
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks, and times, per row."""
+        return self.config.row_length // self.block_size
+
+    def contextualize(
+        self,
+        embeddings: Float[Tensor, "b l d"],
+        clean: Int[Tensor, "b l"],
+        condition: Float[Tensor, "rows c"] | None,
+    ) -> Float[Tensor, "b l d"]:
+        """Hidden states of the noised half of [x_t ; x_0].
+
+        A single block never looks at x_0, so the clean half is left out then.
+        """
+        if self.num_blocks == 1:
+            return super().contextualize(embeddings, clean, condition)
+        length = clean.shape[1]
+        both = torch.cat((embeddings, self.backbone.vocab_embed(clean)), dim=1)
+        positions = torch.arange(length, device=clean.device).repeat(2)
+        attend = self._training_attention(length, clean.device)
+        return self.backbone(both, condition, positions, attend)[:, :length]
+
+    def _training_attention(self, length: int, device: torch.device) -> Attend:
+        choice = self.settings.attention
+        if choice == "auto":
+            wide_enough = self.backbone.head_width >= 16
+            choice = "flex" if device.type == "cuda" and wide_enough else "sdpa"
+        if choice == "flex":
+            return flex_training_attention(length, self.block_size, device)
+        return masked_attention(training_mask(length, self.block_size, device))
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b l"],
+        condition: Float[Tensor, "b l d"] | None = None,
+        sigma: Float[Tensor, "b"] | None = None,
+        **_: Any,
+    ) -> MaskedLMOutput:
+        """Raw logits of a sampling pass: each block sees itself and the blocks before it.
+
+        ``input_ids`` may be a prefix of the row, [B, l] with l <= L.
+        """
+        length = input_ids.shape[1]
+        level = self._noise_level(sigma)
+        positions = torch.arange(length, device=input_ids.device)
+        mask = block_causal_mask(length, self.block_size, input_ids.device)
+        embeddings = self.embed(input_ids, condition)
+        hidden = self.backbone(embeddings, level, positions, masked_attention(mask))
+        return MaskedLMOutput(logits=self._project(hidden, level))
+
+    def start_cache(self, batch_size: int) -> KeyValueCache:
+        """Empty memory for the keys and values of ``batch_size`` rows.
+
+        Raises:
+            UsageError: For a time-conditioned student, whose finished blocks change with time.
+        """
+        if self.settings.time_conditioning:
+            remedy = "sample with predict over the whole prefix"
+            raise UsageError("a time-conditioned student has no block cache", remedy=remedy)
+        return self.backbone.start_cache(batch_size, self.config.row_length)
+
+    @torch.no_grad()
+    def predict_block(
+        self,
+        block_tokens: Int[Tensor, "b block"],
+        condition: Float[Tensor, "b block d"] | None,
+        cache: KeyValueCache,
+    ) -> Float[Tensor, "b block v1"]:
+        """SUBS log-probabilities of the block behind the cached ones; the cache stays as it is.
+
+        Args:
+            block_tokens: The block's tokens, the mask id where unknown.
+            condition: Noise embeddings of the block's positions, used where masked.
+            cache: Keys and values of all finished blocks.
+        """
+        level = self._noise_level(None)
+        embeddings = self.embed(block_tokens, condition)
+        hidden = self.backbone(
+            embeddings, level, self._next_positions(block_tokens, cache), full_attention, cache
+        )
+        return substituted_log_probs(self._project(hidden, level), block_tokens, self.mask_id)
+
+    @torch.no_grad()
+    def extend_cache(self, tokens: Int[Tensor, "b new"], cache: KeyValueCache) -> KeyValueCache:
+        """Add finished blocks (one, or a prompt of several) to the cache, in place.
+
+        Raises:
+            UsageError: When the tokens are no whole number of blocks.
+        """
+        new = tokens.shape[1]
+        if new % self.block_size:
+            expected = f"a multiple of block_size = {self.block_size}"
+            raise UsageError("unfinished block", where="extend_cache", got=new, expected=expected)
+        mask = block_causal_mask(cache.length + new, self.block_size, tokens.device)
+        attend = masked_attention(mask[cache.length :])
+        embeddings = self.backbone.vocab_embed(tokens)
+        positions = self._next_positions(tokens, cache)
+        self.backbone(embeddings, self._noise_level(None), positions, attend, cache)
+        cache.length += new
+        return cache
+
+    def _next_positions(self, tokens: Tensor, cache: KeyValueCache) -> Int[Tensor, "new"]:
+        return torch.arange(cache.length, cache.length + tokens.shape[1], device=tokens.device)
