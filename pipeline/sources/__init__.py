@@ -1,0 +1,1 @@
+"""Where documents come from: one file per kind of source, one protocol for all."""

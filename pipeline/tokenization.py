@@ -1,0 +1,174 @@
+"""The tokenizer of a teacher: loading, identity, special ids, and text -> ids in parallel."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from pipeline.corpus import CorpusConfig
+from pipeline.packing import Ids, SpecialIds
+from pipeline.pieces import encode_in_pieces
+from shards.errors import GdistillError, UsageError
+
+BATCH_CHARACTERS = 1 << 21
+"""Text tokenized at once. Bounds memory (an encoding costs some 150 bytes per token)."""
+BATCH_DOCUMENTS = 1 << 14
+HUGE_CHARACTERS = 1 << 21
+"""Longer documents are tokenized in overlapping pieces."""
+
+Item = TypeVar("Item")
+
+
+def load_tokenizer(location: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory or hub id; no code of the repository is run.
+
+    Raises:
+        UsageError: If there is none, or it has no fast (``tokenizers``) form.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(location))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            "cannot load a tokenizer",
+            where=location,
+            got=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            expected="a folder with tokenizer.json, or the hub id of a model",
+        ) from error
+    backend(tokenizer)
+    return tokenizer
+
+
+def backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """The ``tokenizers`` object behind a tokenizer, with truncation and padding off."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(fast, Tokenizer):
+        raise UsageError(
+            "the tokenizer has no fast form",
+            where=tokenizer.name_or_path or type(tokenizer).__name__,
+            expected="one that the tokenizers library can load (tokenizer.json)",
+        )
+    fast.no_truncation()
+    fast.no_padding()
+    return fast
+
+
+def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of everything that decides the ids, wherever the files lie."""
+    return hashlib.sha256(backend(tokenizer).to_str().encode()).hexdigest()
+
+
+def special_ids(
+    tokenizer: PreTrainedTokenizerBase, config: CorpusConfig, split: str = "train"
+) -> SpecialIds:
+    """The ids that packing inserts: the configuration's, else what the tokenizer tells.
+
+    A tokenizer that puts bos before every text and nothing after it marks the border of documents
+    with bos (its model has seen ``<s> text <s> text``): there bos also ends a document. Otherwise
+    eos does. A missing bos or eos is replaced by the other.
+    """
+    bos, eos = _id(tokenizer.bos_token_id), _id(tokenizer.eos_token_id)
+    framed = tokenizer("")["input_ids"]
+    if bos is not None and framed == [bos]:
+        eos = bos
+    bos = config.bos_id if config.bos_id is not None else (bos if bos is not None else eos)
+    eos = config.eos_id if config.eos_id is not None else (eos if eos is not None else bos)
+    if bos is None or eos is None:
+        raise UsageError(
+            "the tokenizer has neither a bos nor an eos token",
+            where=tokenizer.name_or_path,
+            remedy="name one: bos_id, eos_id of the corpus",
+        )
+    wanted = config.separate_train if split == "train" else config.separate_validation
+    separator = (eos if config.separator_id is None else config.separator_id) if wanted else None
+    for name, value in (("bos_id", bos), ("eos_id", eos), ("separator_id", separator)):
+        if value is not None and not 0 <= value < len(tokenizer):
+            raise UsageError(
+                "id outside the vocabulary",
+                where=f"corpus.{name}",
+                got=value,
+                expected=f"0 to {len(tokenizer) - 1}",
+            )
+    return SpecialIds(bos, eos, separator)
+
+
+def _id(value: object) -> int | None:
+    """A special token's id, for transformers types it as nearly anything."""
+    return value if isinstance(value, int) else None
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Neighbouring documents of a span.
+
+    Attributes:
+        texts: The documents.
+        next_document: Number in the source of the first document that is not yet read.
+    """
+
+    texts: list[str]
+    next_document: int
+
+
+def batches(documents: Iterator[tuple[int, str]]) -> Iterator[TextBatch]:
+    """Group numbered documents by the amount of text; where the groups end is reproducible."""
+    texts: list[str] = []
+    num_characters = 0
+    for number, text in documents:
+        texts.append(text)
+        num_characters += len(text)
+        if num_characters >= BATCH_CHARACTERS or len(texts) >= BATCH_DOCUMENTS:
+            yield TextBatch(texts, number + 1)
+            texts, num_characters = [], 0
+    if texts:
+        yield TextBatch(texts, number + 1)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Ids]:
+    """Ids of each text, no special tokens added, on all cores.
+
+    Equal to calling the tokenizer on each text (a special token written out in the text becomes
+    that token, as there).
+    """
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    fast = backend(tokenizer)
+    short = [text for text in texts if len(text) <= HUGE_CHARACTERS]
+    try:
+        encoded = iter(fast.encode_batch_fast(short, add_special_tokens=False))
+        return [
+            np.array(next(encoded).ids, np.int32)
+            if len(text) <= HUGE_CHARACTERS
+            else encode_in_pieces(fast, text)
+            for text in texts
+        ]
+    except GdistillError:
+        raise
+    except Exception as error:  # the library raises bare Exception, for an unknown word say
+        raise GdistillError(
+            "the tokenizer cannot encode the text",
+            where=tokenizer.name_or_path,
+            got=error,
+            remedy="is this the tokenizer of this corpus?",
+        ) from error
+
+
+def ahead(items: Iterator[Item], depth: int = 1) -> Iterator[Item]:
+    """The same items, drawn in a thread that stays up to ``depth`` items ahead."""
+    end = object()
+    with ThreadPoolExecutor(1) as pool:
+        pending: list[Future[Item | object]] = []
+        while True:
+            while len(pending) <= depth:
+                pending.append(pool.submit(next, items, end))
+            item = pending.pop(0).result()
+            if item is end:
+                return
+            yield item  # type: ignore[misc]
