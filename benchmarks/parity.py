@@ -15,9 +15,17 @@ from torch import Tensor
 
 from shards.noise import DenseNoise, Noise
 from trainer.batch import Batch
-from trainer.diffusion import Corruption, corruption_from_uniforms, substituted_log_probs
+from trainer.diffusion import (
+    Corruption,
+    corruption_from_uniforms,
+    stratified_times,
+    substituted_log_probs,
+)
 from trainer.import_checkpoint import our_parameters
+from trainer.schedules import SCHEDULES, noise_level, rate_noise, total_noise
 from trainer.students import AR, BD3LM, STUDENTS, Student, StudentSettings
+from trainer.students.attention import Rotary, training_mask
+from trainer.students.dit import noise_level_features
 
 
 @dataclass(frozen=True)
@@ -350,3 +358,57 @@ def autoregressive_case(folder: Path) -> list[Comparison]:
         *gradient_comparisons(golden, student),
     ]
     return [Comparison("ar", *entry) for entry in entries]
+
+
+def operations_case(folder: Path) -> list[Comparison]:
+    """Schedules, stratified times, attention masks, sinusoidal and rotary features."""
+    golden = Golden.read(folder, "ops")
+    entries = [*_schedule_entries(golden), *_time_entries(golden), *_feature_entries(golden)]
+    return [Comparison("ops", *entry) for entry in entries]
+
+
+def _schedule_entries(golden: Golden) -> list[Entry]:
+    t, entries = golden["noise.t"], []
+    for name, schedule in SCHEDULES.items():
+        p, weight = schedule.masking_probability(t), schedule.loss_weight(t)
+        stored = f"noise.{name}"
+        entries.append((f"schedule.{name}.p", relative(p, golden[f"{stored}.p"]), 1e-6))
+        gap = relative(-weight, golden[f"{stored}.loss_scale"])
+        entries.append((f"schedule.{name}.loss_scale", gap, 1e-6))
+    for name, got in (
+        ("loglinear.total_noise", total_noise(t)),
+        ("loglinear.rate_noise", rate_noise(t)),
+        ("sigma_from_p", noise_level(golden["noise.loglinear.p"])),
+    ):
+        entries.append((f"schedule.{name}", relative(got, golden[f"noise.{name}"]), 1e-6))
+    return entries
+
+
+def _time_entries(golden: Golden) -> list[Entry]:
+    entries = []
+    for name, config in golden.info["sample_t"].items():
+        batch, block = config["batch"], config["block_size"]
+        bounds = config["eps_min"], config["eps_max"]
+        t = stratified_times(golden[f"{name}.u"], torch.arange(batch), batch, *bounds)
+        want = golden[f"{name}.t"]
+        t = t.repeat_interleave(block if want.shape != t.shape else 1, dim=1)
+        entries.append((f"times.{name}", relative(t, want), 1e-6))
+    return entries
+
+
+def _feature_entries(golden: Golden) -> list[Entry]:
+    entries = []
+    for key in golden.tensors:
+        if key.startswith("mask.n"):
+            length, block = (int(part) for part in key.removeprefix("mask.n").split("_block"))
+            got = training_mask(length, block, torch.device("cpu"))
+            entries.append((key, mismatches(got, golden[key].bool()), 0.0))
+    cosines = golden["rotary.cos"]
+    rotary = Rotary.of(torch.arange(cosines.shape[0]), cosines.shape[1])
+    features = noise_level_features(golden["timestep.sigma"])
+    return [
+        *entries,
+        ("rotary.cos", absolute(rotary.cos, cosines), 1e-6),
+        ("rotary.sin", absolute(rotary.sin, golden["rotary.sin"]), 1e-6),
+        ("timestep.freq256", absolute(features, golden["timestep.freq256"]), 1e-6),
+    ]

@@ -15,84 +15,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shards.errors import UsageError
+from shards.errors import GdistillError, UsageError
 from shards.philox import stream_bits
 from shards.position_keys import PositionKeys
 from shards.seeding import derive_seed
 from trainer.batch import Batch
+from trainer.schedules import RATE_SCHEDULE, SCHEDULES, Schedule, noise_level
 
 OPEN_BOUND = 1e-3
 """A lower clip of 1e-3 (and an upper one of 1) is never enforced by resampling."""
 MASK_LOGIT_OFFSET = -1e6
-RATE_EPS = 1e-3
 NUM_STREAMS = 100
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Masking probability p(t) and the weight p'(t) / p(t) of a masked token's NLL."""
-
-    masking_probability: Callable[[Tensor], Tensor]
-    loss_weight: Callable[[Tensor], Tensor]
-
-
-def _power(exponent: float) -> Schedule:
-    def probability(t: Tensor) -> Tensor:
-        return t.pow(exponent).clamp_min(1e-3)
-
-    def weight(t: Tensor) -> Tensor:
-        return exponent * t.pow(exponent - 1) / probability(t)
-
-    return Schedule(probability, weight)
-
-
-def _cosine_probability(t: Tensor) -> Tensor:
-    return 1 - (1 - 1e-3) * torch.cos(t * math.pi / 2)
-
-
-def _cosine_weight(t: Tensor) -> Tensor:
-    slope = (1 - 1e-3) * torch.sin(t * math.pi / 2) * math.pi / 2
-    return slope / (_cosine_probability(t) + 1e-3)
-
-
-def _log_probability(t: Tensor) -> Tensor:
-    return torch.log1p(t) / math.log(2.0)
-
-
-SCHEDULES: dict[str, Schedule] = {
-    "loglinear": Schedule(lambda t: t, lambda t: 1 / t),
-    "square": _power(2.0),
-    "square_root": _power(0.5),
-    "log": Schedule(
-        _log_probability, lambda t: 1 / (_log_probability(t) * math.log(2.0) * (1 + t))
-    ),
-    "cosine": Schedule(_cosine_probability, _cosine_weight),
-}
-
-
-def total_noise(t: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """sigma(t) = -log(1 - (1 - 1e-3) t), the older MDLM's loglinear noise."""
-    return -torch.log1p(-(1 - RATE_EPS) * t)
-
-
-def rate_noise(t: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """d sigma / dt."""
-    return (1 - RATE_EPS) / (1 - (1 - RATE_EPS) * t)
-
-
-RATE_SCHEDULE = Schedule(
-    lambda t: -torch.expm1(-total_noise(t)), lambda t: rate_noise(t) / torch.expm1(total_noise(t))
-)
-SIGMA_MAX = float(total_noise(torch.tensor(1.0)))
-
-
-def noise_level(p: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
-    """sigma = min(-log(1 - p), sigma_max), what a time-conditioned backbone is told.
-
-    Not log1p: it differs from the authors' value by up to 1e-3 of sigma at small p, and a trained
-    student should see the number that it was trained on.
-    """
-    return (-torch.log(1 - p)).clamp_max(SIGMA_MAX)
 
 
 def stratified_times(
@@ -110,8 +43,8 @@ def stratified_times(
     block = torch.arange(num_blocks, device=uniforms.device)
     stratum = slots.to(uniforms.device)[:, None] * num_blocks + block
     num_strata = global_batch_size * num_blocks
-    t = ((uniforms + stratum) / num_strata) % 1
-    return t * (max_time - min_time) + min_time
+    t = ((uniforms.double() + stratum) / num_strata) % 1
+    return (t * (max_time - min_time) + min_time).float()
 
 
 def masked_fraction(mask: Bool[Tensor, "b l"], num_blocks: int) -> Float[Tensor, "b blocks"]:
@@ -160,7 +93,12 @@ def _redraw(
             return mask
         again = outside.repeat_interleave(block_size, dim=1)
         mask = torch.where(again, uniforms(round_number) < p, mask)
-    raise RuntimeError(f"no mask within {bounds} after {round_number} rounds")
+    raise GdistillError(
+        "no mask fits the clips",
+        where="resample",
+        got=f"{round_number} redraws within {bounds}",
+        remedy="widen min_time and max_time",
+    )
 
 
 def require_reachable(bounds: tuple[float, float], block_size: int) -> None:
