@@ -52,7 +52,7 @@ class Noise(Protocol):
         """
         ...
 
-    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"]) -> Noise:
+    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"] | slice) -> Noise:
         """The noise of some of the positions."""
         ...
 
@@ -82,7 +82,7 @@ class DenseNoise:
     def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         return self.arrivals[:, start:stop]
 
-    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"]) -> DenseNoise:
+    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"] | slice) -> DenseNoise:
         return DenseNoise(self.arrivals[index])
 
     def to(self, device: torch.device | str) -> DenseNoise:
@@ -107,7 +107,7 @@ class KeyedPrior:
     def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         return keyed_exponentials(self.keys, start, min(stop, self.vocab_size))
 
-    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"]) -> KeyedPrior:
+    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"] | slice) -> KeyedPrior:
         return KeyedPrior(self.keys.select(index), self.vocab_size)
 
     def to(self, device: torch.device | str) -> KeyedPrior:
@@ -162,7 +162,7 @@ class KeyedPosterior:
         arrivals = self.probabilities.add_waits(arrivals, self.first, start, stop)
         return place_tokens(arrivals, self.tokens, self.token_gumbels, start, stop)
 
-    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"]) -> KeyedPosterior:
+    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"] | slice) -> KeyedPosterior:
         return KeyedPosterior(
             self.keys.select(index),
             self.tokens[index],
@@ -211,7 +211,7 @@ class SparseNoise:
         columns = torch.where(inside, self.ids - start, width)
         return padded.scatter_(1, columns, self.arrivals)[:, :width]
 
-    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"]) -> SparseNoise:
+    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"] | slice) -> SparseNoise:
         return SparseNoise(
             self.ids[index], self.arrivals[index], self.vocab_size, self.rest_rate[index]
         )

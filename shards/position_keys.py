@@ -25,7 +25,7 @@ class PositionKeys:
     positions: Int[Tensor, "n"]
     draw: int = 0
 
-    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"]) -> PositionKeys:
+    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"] | slice) -> PositionKeys:
         """The keys of some of the positions."""
         return PositionKeys(self.seed, self.rows[index], self.positions[index], self.draw)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shards.gumbel import add_wait
 
-Index = Int[Tensor, "m"] | Bool[Tensor, "n"]
+Index = Int[Tensor, "m"] | Bool[Tensor, "n"] | slice
 
 
 @runtime_checkable

@@ -55,7 +55,7 @@ class StoredNoise:
             self.vocab_size,
         )
 
-    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"]) -> StoredNoise:
+    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"] | slice) -> StoredNoise:
         return self._map(lambda column: column[index])
 
     def to(self, device: torch.device | str) -> StoredNoise:
