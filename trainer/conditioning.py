@@ -9,39 +9,41 @@ regenerated tiles.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding_bag
 
 from shards.errors import UsageError
-from shards.noise import Noise
+from shards.noise import Noise, SparseNoise
 
-TILE_POSITIONS = 512
-TILE_VOCABULARY = 2048
+TILES = {"cpu": (1024, 512), "cuda": (8192, 2048)}
+"""(positions, vocabulary ids) of a tile: within a core's cache, or enough to fill a GPU."""
 LARGEST_LOG_RATE = 80.0
 """Rates F^-tau are capped at e^80, so that sums of them stay finite in float32 (and in bf16)."""
 
 Transform = Literal["gumbel", "gaussian", "uniform"]
 
 
-def gumbel_rates(arrivals: Float[Tensor, "n tile"], tau: float) -> Float[Tensor, "n tile"]:
+def gumbel_rates(arrivals: Float[Tensor, "*s"], tau: float) -> Float[Tensor, "*s"]:
     """exp(tau xi) with xi = -log F, that is F^-tau; 0 where F is infinite (truncated away)."""
     floor = math.exp(-LARGEST_LOG_RATE / max(tau, 1.0))
     arrivals = arrivals.clamp_min(floor)
-    return arrivals.reciprocal() if tau == 1.0 else arrivals.pow(-tau)
+    return arrivals.reciprocal_() if tau == 1.0 else arrivals.pow_(-tau)
 
 
-def uniform_rates(arrivals: Float[Tensor, "n tile"], tau: float) -> Float[Tensor, "n tile"]:
+def uniform_rates(arrivals: Float[Tensor, "*s"], tau: float) -> Float[Tensor, "*s"]:
     """exp(tau U) with U = exp(-F), the Gumbel's distribution function: uniform a priori."""
     rates = torch.exp(tau * torch.exp(-arrivals))
     return torch.where(torch.isinf(arrivals), torch.zeros_like(rates), rates)
 
 
-def gaussian_rates(arrivals: Float[Tensor, "n tile"], tau: float) -> Float[Tensor, "n tile"]:
+def gaussian_rates(arrivals: Float[Tensor, "*s"], tau: float) -> Float[Tensor, "*s"]:
     """exp(tau z) with z = Phi^-1(exp(-F)): standard normal a priori.
 
     The smaller of exp(-F) and 1 - exp(-F) goes into the quantile function, so both tails keep
@@ -77,52 +79,100 @@ class Walk:
     transform: str
     prior: Float[Tensor, "v"] | None = None
 
-    def vocabulary_tiles(self) -> Iterator[tuple[int, int]]:
-        """Consecutive (start, stop) of vocabulary ids."""
-        size = self.noise.vocab_size
-        for start in range(0, size, TILE_VOCABULARY):
-            yield start, min(start + TILE_VOCABULARY, size)
+    def vocabulary_tiles(self) -> list[slice]:
+        """Consecutive ranges of vocabulary ids."""
+        size, width = self.noise.vocab_size, _tile_shape(self.noise.device)[1]
+        return [slice(start, min(start + width, size)) for start in range(0, size, width)]
 
-    def position_chunks(self) -> Iterator[tuple[slice, Walk]]:
-        """The same walk over consecutive groups of positions."""
-        for start in range(0, self.noise.num_positions, TILE_POSITIONS):
-            stop = min(start + TILE_POSITIONS, self.noise.num_positions)
-            index = torch.arange(start, stop, device=self.noise.device)
-            part = Walk(self.noise.select(index), self.tau, self.transform, self.prior)
-            yield slice(start, stop), part
+    def position_chunks(self) -> list[tuple[slice, Walk]]:
+        """The same walk over consecutive groups of positions (views of the noise)."""
+        size, width = self.noise.num_positions, _tile_shape(self.noise.device)[0]
+        chunks = [slice(start, min(start + width, size)) for start in range(0, size, width)]
+        return [(chunk, replace(self, noise=self.noise.select(chunk))) for chunk in chunks]
 
-    def rates(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
-        """Unnormalised softmax weights of vocabulary ids start..stop-1."""
-        rates = RATES[self.transform](self.noise.tile(start, stop), self.tau)
-        return rates if self.prior is None else rates * self.prior[start:stop]
+    def rates(self, ids: slice) -> Float[Tensor, "n tile"]:
+        """Unnormalised softmax weights of a range of vocabulary ids, float32."""
+        rates = RATES[self.transform](self.noise.tile(ids.start, ids.stop), self.tau)
+        return rates if self.prior is None else rates.mul_(self.prior[ids])
+
+
+def _tile_shape(device: torch.device) -> tuple[int, int]:
+    return TILES.get(device.type, TILES["cuda"])
+
+
+def product_dtype(weight: Tensor) -> torch.dtype:
+    """The precision of the matrix products: autocast's where it is on, else the weight's own."""
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
 
 
 class TiledProjection(torch.autograd.Function):
-    """(walk, W [V, D]) -> [n, D]; gradient for W only."""
+    """(walk, W [V, D], product dtype) -> [n, D] float32; gradient for W only.
+
+    Sums of weights and of products are kept in float32 whatever the products' precision.
+    """
 
     @staticmethod
-    def forward(ctx: Any, walk: Walk, weight: Float[Tensor, "v d"]) -> Float[Tensor, "n d"]:
-        num_positions, width = walk.noise.num_positions, weight.shape[1]
-        totals = weight.new_zeros(num_positions, 1, dtype=torch.float32)
-        mixed = weight.new_zeros(num_positions, width, dtype=torch.float32)
-        for rows, part in walk.position_chunks():
-            for start, stop in part.vocabulary_tiles():
-                rates = part.rates(start, stop)
-                totals[rows] += rates.sum(dim=-1, keepdim=True)
-                mixed[rows] += rates.to(weight.dtype) @ weight[start:stop]
-        ctx.walk, ctx.weight_shape, ctx.weight_dtype = walk, weight.shape, weight.dtype
+    def forward(
+        ctx: Any, walk: Walk, weight: Float[Tensor, "v d"], dtype: torch.dtype
+    ) -> Float[Tensor, "n d"]:
+        totals = torch.zeros(walk.noise.num_positions, 1, device=weight.device)
+        mixed = torch.zeros(walk.noise.num_positions, weight.shape[1], device=weight.device)
+        with torch.autocast(weight.device.type, enabled=False):
+            for rows, part in walk.position_chunks():
+                for ids in walk.vocabulary_tiles():
+                    rates = part.rates(ids)
+                    totals[rows] += rates.sum(dim=-1, keepdim=True)
+                    _add_product(mixed[rows], rates.to(dtype), weight[ids].to(dtype))
+        ctx.walk, ctx.dtype = walk, dtype
+        ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
         ctx.save_for_backward(totals)
-        return (mixed / totals).to(weight.dtype)
+        return mixed.div_(totals)
 
     @staticmethod
-    def backward(ctx: Any, grad: Float[Tensor, "n d"]) -> tuple[None, Float[Tensor, "v d"]]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, grad: Float[Tensor, "n d"]) -> tuple[None, Float[Tensor, "v d"], None]:
         (totals,) = ctx.saved_tensors
-        scaled = grad.float() / totals
-        grad_weight = scaled.new_zeros(ctx.weight_shape)
-        for rows, part in ctx.walk.position_chunks():
-            for start, stop in part.vocabulary_tiles():
-                grad_weight[start:stop].addmm_(part.rates(start, stop).T, scaled[rows])
-        return None, grad_weight.to(ctx.weight_dtype)
+        walk, dtype = ctx.walk, ctx.dtype
+        scaled = (grad.float() / totals).to(dtype)
+        grad_weight = torch.zeros(ctx.weight_shape, device=grad.device)
+        chunks = walk.position_chunks()
+        with torch.autocast(grad.device.type, enabled=False):
+            for ids in walk.vocabulary_tiles():
+                for rows, part in chunks:
+                    rates = part.rates(ids).to(dtype)
+                    _add_product(grad_weight[ids], rates.T, scaled[rows])
+        return None, grad_weight.to(ctx.weight_dtype), None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in place, accumulated in float32."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def sparse_projection(
+    walk: Walk, noise: SparseNoise, weight: Float[Tensor, "v d"]
+) -> Float[Tensor, "n d"]:
+    """The same embedding from k known entries per position: a gather of k rows of W.
+
+    The V - k unknown entries only enter the denominator, as V - k equal arrival times whose rates
+    1/F sum to ``rest_rate``; for tau = 1 and w = 0 that is exactly ``rest_rate``.
+    """
+    rates = RATES[walk.transform](noise.arrivals, walk.tau)
+    num_rest = noise.vocab_size - noise.ids.shape[1]
+    rest = noise.rest_rate.new_zeros(noise.num_positions)
+    if num_rest:
+        rest = num_rest * RATES[walk.transform](num_rest / noise.rest_rate, walk.tau)
+    if walk.prior is not None:
+        kept = walk.prior[noise.ids]
+        rates = rates * kept
+        if num_rest:
+            rest = rest * (walk.prior.sum() - kept.sum(dim=-1)).clamp_min(0) / num_rest
+    shares = rates / (rates.sum(dim=-1) + rest)[:, None]
+    return embedding_bag(noise.ids, weight, per_sample_weights=shares.to(weight.dtype), mode="sum")
 
 
 class GumbelConditioner(nn.Module):
@@ -182,7 +232,9 @@ class GumbelConditioner(nn.Module):
                 remedy="train the student on a store of its own teacher",
             )
         walk = Walk(noise, tau, self.transform, self._prior())
-        return TiledProjection.apply(walk, self.weight)  # type: ignore[no-any-return]
+        if isinstance(noise, SparseNoise):
+            return sparse_projection(walk, noise, self.weight)
+        return TiledProjection.apply(walk, self.weight, product_dtype(self.weight))
 
     def _prior(self) -> Float[Tensor, "v"] | None:
         if not self.prior_weight or self.unigram_log_probs is None:

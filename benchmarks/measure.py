@@ -1,0 +1,94 @@
+"""Time and peak memory of a piece of work, and the machine it ran on."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's queue, so that a host clock means something."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def interleaved_seconds(
+    work: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    repeats: int = 5,
+    warmups: int = 1,
+) -> dict[str, list[float]]:
+    """Seconds of each piece of work, measured in turns so that drift hits all of them alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for turn in range(warmups + repeats):
+        for name, run in work.items():
+            synchronize(device)
+            start = time.perf_counter()
+            run()
+            synchronize(device)
+            if turn >= warmups:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def median(values: list[float]) -> float:
+    """The middle value."""
+    return statistics.median(values)
+
+
+def peak_extra_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Most memory held at once during ``run`` beyond what was held before.
+
+    CUDA: the allocator's own count. CPU: the kernel's high-water mark of resident memory, reset
+    before the run (Linux only).
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    # Freed pages that malloc keeps would count as held before, and hide what the run needs.
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status_bytes("VmRSS")
+    run()
+    return _status_bytes("VmHWM") - before
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def machine(device: torch.device) -> dict[str, object]:
+    """What the figures were measured on."""
+    on_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if on_gpu else _processor_name()
+    return {
+        "device": device.type,
+        "name": name,
+        "threads": torch.get_num_threads(),
+        "processors": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _processor_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
