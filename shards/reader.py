@@ -7,6 +7,8 @@ shard index.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 import zarr
 from zarr.abc.store import ByteRequest
@@ -35,7 +37,7 @@ class _StrictStore(WrapperStore):  # type: ignore[type-arg]
 
 
 class SplitReader:
-    """The rows of one split.
+    """The rows of one split; ``arrays`` narrows what is read (None reads every array).
 
     Attributes:
         split: Its name.
@@ -44,7 +46,13 @@ class SplitReader:
         num_chunks: Chunks in the split.
     """
 
-    def __init__(self, location: Location, manifest: Manifest, split: str) -> None:
+    def __init__(
+        self,
+        location: Location,
+        manifest: Manifest,
+        split: str,
+        arrays: Collection[str] | None = None,
+    ) -> None:
         self.location, self.manifest, self.split = location, manifest, split
         self.num_rows = manifest.splits[split]
         self.rows_per_chunk = manifest.rows_per_chunk
@@ -52,7 +60,12 @@ class SplitReader:
         self._shards = shard_ranges(manifest, split)
         self._records: dict[int, ShardRecord] = {}
         store = _StrictStore(location.zarr_store())
-        self._arrays = {name: self._open(store, name) for name in manifest.all_arrays}
+        self._arrays = {name: self._open(store, name) for name in arrays or manifest.all_arrays}
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the store's content and the split; what a data order belongs to."""
+        return f"store {self.manifest.sha256[:16]}, split {self.split}"
 
     def _open(self, store: _StrictStore, name: str) -> zarr.Array:
         path = f"{self.split}/{name}"

@@ -13,6 +13,7 @@ then:
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 
@@ -106,13 +107,21 @@ class ShardStore:
         group = zarr.open_group(memory, path=RESOURCES, mode="r")
         return {name: torch.from_numpy(np.array(array)) for name, array in group.arrays()}
 
-    def split(self, name: str) -> SplitReader:
-        """The rows of one split."""
+    def split(self, name: str, arrays: Collection[str] | None = None) -> SplitReader:
+        """The rows of one split; ``arrays`` narrows what is read (a plain student needs no noise).
+
+        Raises:
+            UsageError: For an unknown split or array.
+        """
+        unknown = sorted(set(arrays or ()) - set(self.manifest.all_arrays))
+        if unknown:
+            known = f"some of {sorted(self.manifest.all_arrays)}"
+            raise UsageError("the store has no such array", where=unknown[0], expected=known)
         if name not in self.manifest.splits:
             raise UsageError(
                 "no such split", where=name, expected=f"one of {sorted(self.manifest.splits)}"
             )
-        return SplitReader(self.location, self.manifest, name)
+        return SplitReader(self.location, self.manifest, name, arrays)
 
     def file(self, name: str) -> bytes:
         """The content of one file written once, checked against the manifest."""
