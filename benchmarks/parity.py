@@ -5,174 +5,39 @@ python -m benchmarks.parity [--golden DIR] [--out benchmarks/results/parity.json
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 import torch
-from safetensors.torch import load_file
+import typer
 from torch import Tensor
 
-from shards.noise import DenseNoise, Noise
-from trainer.batch import Batch
-from trainer.diffusion import (
-    Corruption,
-    corruption_from_uniforms,
-    stratified_times,
-    substituted_log_probs,
+from benchmarks.goldens import (
+    Comparison,
+    Golden,
+    absolute,
+    batch_of,
+    condition_of,
+    corruption_of,
+    mismatches,
+    posterior_of,
+    relative,
+    relative_to_largest,
+    row_noise,
+    student_of,
 )
+from shards.atomic import write_json_atomic
+from trainer.batch import Batch
+from trainer.diffusion import Corruption, stratified_times, substituted_log_probs
+from trainer.ema import ExponentialMovingAverage
 from trainer.import_checkpoint import our_parameters
+from trainer.optimization import clip_gradients, make_optimizer
 from trainer.schedules import SCHEDULES, noise_level, rate_noise, total_noise
-from trainer.students import AR, BD3LM, STUDENTS, Student, StudentSettings
+from trainer.settings import OptimizationConfig
+from trainer.students import AR, BD3LM, Student
 from trainer.students.attention import Rotary, training_mask
 from trainer.students.dit import noise_level_features
-
-
-@dataclass(frozen=True)
-class Golden:
-    """One case: its tensors and its description."""
-
-    name: str
-    tensors: dict[str, Tensor]
-    info: dict
-
-    @classmethod
-    def read(cls, folder: Path, name: str) -> Golden:
-        """Load NAME.safetensors and NAME.json."""
-        info = json.loads((folder / f"{name}.json").read_text())
-        return cls(name, load_file(folder / f"{name}.safetensors"), info)
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self.tensors[key]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The largest difference of one quantity, in the unit its tolerance is stated in."""
-
-    golden: str
-    quantity: str
-    difference: float
-    tolerance: float
-
-    @property
-    def passed(self) -> bool:
-        """Within tolerance; a NaN never is."""
-        return self.difference <= self.tolerance
-
-
-@dataclass(frozen=True)
-class ArrivalRows:
-    """Row noise held in memory: [B, L, V] arrival times."""
-
-    arrivals: Tensor
-
-    def at(self, mask: Tensor) -> Noise:
-        """Noise of the masked positions."""
-        return DenseNoise(self.arrivals[mask])
-
-
-def row_noise(gumbel: Tensor, length: int) -> ArrivalRows:
-    """xi [B, n-1 or n-2, V] -> arrivals [B, L, V]; vector i belongs to position i + 1."""
-    arrivals = torch.exp(-gumbel)
-    padded = torch.full((gumbel.shape[0], length, gumbel.shape[2]), torch.inf)
-    padded[:, 1 : 1 + gumbel.shape[1]] = arrivals
-    return ArrivalRows(padded)
-
-
-def settings_of(config: dict) -> StudentSettings:
-    """Our settings for a golden's config."""
-    return StudentSettings(
-        hidden_size=config["hidden_size"],
-        num_layers=config["n_blocks"],
-        num_heads=config["n_heads"],
-        condition_size=config["cond_dim"],
-        mlp_ratio=config["mlp_ratio"],
-        dropout=config["dropout"],
-        conditioning="gumbel" if "gumbel" in config["model_family"] else "none",
-        injection=config["gumbel_inject_mode"],
-        block_size=config["block_size"],
-        loss_weighting="rate" if config["mdlm_loss_scale"] else "schedule",
-        time_conditioning=config["time_conditioning"],
-        resample=config["resample"],
-    )
-
-
-def student_of(golden: Golden, folder: Path, weights: dict[str, Tensor] | None = None) -> Student:
-    """The student of a golden with its weights."""
-    config = golden.info["config"]
-    student_class = STUDENTS[config["model_family"].removesuffix("_gumbel")]
-    student_config = student_class.config_class.build(
-        settings_of(config),
-        vocab_size=config["vocab_size_with_mask"] - 1,
-        row_length=config["length"],
-        bos_token_id=config["bos_id"],
-        eos_token_id=config["eos_id"],
-    )
-    student = student_class(student_config).eval()
-    if weights is None:
-        weights = load_file(folder / golden.info["weights"])
-    parameters = our_parameters(weights)
-    missing, unexpected = student.load_state_dict(parameters, strict=False)
-    if unexpected or set(missing) - {"time_bounds"}:
-        raise ValueError(f"{golden.name}: missing {missing}, unexpected {unexpected}")
-    return student
-
-
-def batch_of(golden: Golden) -> Batch:
-    """The golden's rows and noise as one global batch."""
-    tokens = golden["x0"]
-    rows = torch.arange(tokens.shape[0])
-    noise = None
-    if "gumbel" in golden.tensors:
-        noise = row_noise(golden["gumbel"], tokens.shape[1])
-    return Batch(
-        tokens=tokens,
-        token_log_probs=torch.zeros(tokens.shape),
-        row_ids=rows,
-        slots=rows,
-        global_batch_size=tokens.shape[0],
-        step=0,
-        epoch=0,
-        seed=0,
-        noise=noise,
-    )
-
-
-def corruption_of(golden: Golden, settings: StudentSettings) -> Corruption:
-    """Our corruption from the golden's uniforms."""
-
-    def uniforms(round_number: int) -> Tensor:
-        return golden["u_mask"] if round_number == 0 else golden["u_resample"][round_number - 1]
-
-    low, high = golden.info["sampling_eps"]
-    rows = torch.arange(golden["x0"].shape[0])
-    return corruption_from_uniforms(golden["u_t"], uniforms, rows, len(rows), settings, (low, high))
-
-
-def absolute(got: Tensor, want: Tensor) -> float:
-    """Largest absolute difference; entries at -1e6 only have to be very negative in both."""
-    if got.shape != want.shape:
-        return float("nan")
-    floor = (want <= -9e5) & (got <= -9e5)
-    gap = (got.detach().double() - want.double()).masked_fill(floor, 0.0)
-    return float(gap.abs().max())
-
-
-def relative(got: Tensor, want: Tensor) -> float:
-    """Largest difference relative to the wanted entry; exact zeros must be met exactly."""
-    gap = (got.double() - want.double()).abs()
-    return float((gap / want.double().abs().clamp_min(1e-30)).max())
-
-
-def relative_to_largest(got: Tensor, want: Tensor) -> float:
-    """Largest difference over the largest entry of the tensor."""
-    return absolute(got, want) / max(float(want.abs().max()), 1e-30)
-
-
-def mismatches(got: Tensor, want: Tensor) -> float:
-    """Number of differing entries."""
-    return float((got != want).sum())
 
 
 def diffusion_case(folder: Path, name: str) -> list[Comparison]:
@@ -183,6 +48,7 @@ def diffusion_case(folder: Path, name: str) -> list[Comparison]:
     counted = golden["attention_mask"].bool()
     corruption = replace(corruption_of(golden, student.settings), counted=counted)
     found = [
+        _noise_comparisons(golden),
         _corruption_comparisons(golden, corruption),
         _prediction_comparisons(golden, student, batch, corruption),
         _loss_comparisons(golden, student, batch, corruption),
@@ -192,6 +58,14 @@ def diffusion_case(folder: Path, name: str) -> list[Comparison]:
 
 
 Entry = tuple[str, float, float]
+
+
+def _noise_comparisons(golden: Golden) -> list[Entry]:
+    if "teacher_logits" not in golden.tensors:
+        return []
+    names = ("teacher_logits", "x0", "zeta", "zeta0")
+    xi = posterior_of(*(golden[name] for name in names))
+    return [("gumbel", absolute(xi, golden["gumbel"]), 1e-5)]
 
 
 def _corruption_comparisons(golden: Golden, corruption: Corruption) -> list[Entry]:
@@ -283,16 +157,6 @@ SAMPLING_CASES = (
     "bd3lm_gumbel_block4_sample",
     "bd3lm_gumbel_block8_sample",
 )
-
-
-def condition_of(student: Student, gumbel: Tensor, tokens: Tensor) -> Tensor:
-    """[B, L, D] noise embeddings of every position; position 0 has none and stays 0."""
-    everywhere = torch.ones(tokens.shape, dtype=torch.bool)
-    everywhere[:, 1 : 1 + gumbel.shape[1]] = False
-    filled = ~everywhere
-    embedded = student.embed_noise(row_noise(gumbel, tokens.shape[1]).at(filled))
-    blank = torch.zeros(*tokens.shape, embedded.shape[-1])
-    return blank.index_put(filled.nonzero(as_tuple=True), embedded)
 
 
 def n_minus_2_case(folder: Path) -> list[Comparison]:
@@ -412,3 +276,81 @@ def _feature_entries(golden: Golden) -> list[Entry]:
         ("rotary.sin", absolute(rotary.sin, golden["rotary.sin"]), 1e-6),
         ("timestep.freq256", absolute(features, golden["timestep.freq256"]), 1e-6),
     ]
+
+
+def training_case(folder: Path) -> list[Comparison]:
+    """Three AdamW steps of BD3-LM + Gumbel: losses, norms before clipping, weights, EMA."""
+    golden = Golden.read(folder, "train_steps_bd3lm_gumbel")
+    named = {kind: _named(golden, kind) for kind in ("init", "final", "ema")}
+    student = student_of(golden, folder, named["init"]).train()
+    rule = golden.info["optimiser"]
+    config = OptimizationConfig(
+        learning_rate=rule["lr"],
+        beta1=rule["betas"][0],
+        beta2=rule["betas"][1],
+        eps=rule["eps"],
+        weight_decay=rule["weight_decay"],
+    )
+    optimizer = make_optimizer(student.parameters(), config)
+    average = ExponentialMovingAverage(student, rule["ema_decay"])
+    entries: list[Entry] = []
+    for step in range(rule["steps"]):
+        given = _step_golden(golden, step)
+        corruption = corruption_of(given, student.settings)
+        output = student.corrupted_loss(batch_of(given), corruption)
+        optimizer.zero_grad()
+        output.loss.backward()
+        norm = clip_gradients(student.parameters(), rule["grad_clip_norm"])
+        optimizer.step()
+        average.update()
+        gap = relative(output.loss.detach(), given["loss"])
+        entries.append((f"step {step} loss", gap, 1e-5))
+        entries.append((f"step {step} grad_norm", relative(norm, given["grad_norm"]), 1e-5))
+    ours = dict(student.named_parameters())
+    for kind, got in (("final", ours), ("ema", average.shadows)):
+        wanted = our_parameters(named[kind])
+        worst = max(absolute(got[name], wanted[name]) for name in wanted)
+        entries.append((f"{kind} parameters", worst, 1e-4))
+    return [Comparison(golden.name, *entry) for entry in entries]
+
+
+def _named(golden: Golden, kind: str) -> dict[str, Tensor]:
+    prefix = f"{kind}."
+    return {k.removeprefix(prefix): v for k, v in golden.tensors.items() if k.startswith(prefix)}
+
+
+def _step_golden(golden: Golden, step: int) -> Golden:
+    """One step's draws in the form of a training golden."""
+    tensors = _named(golden, f"step{step}")
+    names = ("teacher_logits", "x0", "zeta", "zeta0")
+    tensors["gumbel"] = posterior_of(*(tensors[name] for name in names))
+    info = {**golden.info, "sampling_eps": [1e-3, 1.0]}
+    return Golden(golden.name, tensors, info)
+
+
+def all_comparisons(folder: Path) -> list[Comparison]:
+    """Every golden of the students."""
+    found = [diffusion_case(folder, name) for name in DIFFUSION_CASES]
+    found += [sampling_case(folder, name) for name in SAMPLING_CASES]
+    found += [case(folder) for case in (n_minus_2_case, autoregressive_case, training_case)]
+    return [entry for part in [*found, operations_case(folder)] for entry in part]
+
+
+def main(
+    golden: Annotated[Path, typer.Option(help="Folder of the goldens.")] = Path("../shared/golden"),
+    out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path(
+        "benchmarks/results/parity.json"
+    ),
+) -> None:
+    """Compare everything, print the table, write the JSON; exit 1 when anything is off."""
+    rows = all_comparisons(golden)
+    for row in rows:
+        verdict = "ok" if row.passed else "OFF"
+        shown = f"{row.golden:<26}{row.quantity:<28}{row.difference:>12.2e}"
+        print(f"{shown}  (tolerance {row.tolerance:.0e}) {verdict}")
+    write_json_atomic(out, {"comparisons": [{**vars(row), "passed": row.passed} for row in rows]})
+    raise typer.Exit(0 if all(row.passed for row in rows) else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel
 
-from benchmarks.parity import absolute, condition_of
+from benchmarks.goldens import absolute, condition_of
 from shards.errors import GdistillError, UsageError
 from trainer.import_checkpoint import backbone_of, build_student, import_checkpoint, with_ema
 from trainer.inert_pickle import Inert, plain_config, read_checkpoint

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
-from benchmarks.parity import ArrivalRows
+from benchmarks.goldens import ArrivalRows
 from shards.configuration import resolve, to_mapping
 from shards.errors import UsageError
 from trainer.batch import Batch

@@ -30,3 +30,7 @@ def test_noise_without_the_last_position(golden: Path) -> None:
 
 def test_autoregressive_baseline(golden: Path) -> None:
     check(parity.autoregressive_case(golden))
+
+
+def test_training_steps(golden: Path) -> None:
+    check(parity.training_case(golden))

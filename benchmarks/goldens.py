@@ -1,0 +1,184 @@
+"""Reading the authors' numbers: cases, students with their weights, batches, differences."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from shards.gumbel import posterior_gumbels_from_draws
+from shards.noise import DenseNoise, Noise
+from trainer.batch import Batch
+from trainer.diffusion import Corruption, corruption_from_uniforms
+from trainer.import_checkpoint import our_parameters
+from trainer.students import STUDENTS, Student, StudentSettings
+
+
+@dataclass(frozen=True)
+class Golden:
+    """One case: its tensors and its description."""
+
+    name: str
+    tensors: dict[str, Tensor]
+    info: dict
+
+    @classmethod
+    def read(cls, folder: Path, name: str) -> Golden:
+        """Load NAME.safetensors and NAME.json."""
+        info = json.loads((folder / f"{name}.json").read_text())
+        return cls(name, load_file(folder / f"{name}.safetensors"), info)
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.tensors[key]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The largest difference of one quantity, in the unit its tolerance is stated in."""
+
+    golden: str
+    quantity: str
+    difference: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Within tolerance; a NaN never is."""
+        return self.difference <= self.tolerance
+
+
+@dataclass(frozen=True)
+class ArrivalRows:
+    """Row noise held in memory: [B, L, V] arrival times."""
+
+    arrivals: Tensor
+
+    def at(self, mask: Tensor) -> Noise:
+        """Noise of the masked positions."""
+        return DenseNoise(self.arrivals[mask])
+
+
+def row_noise(gumbel: Tensor, length: int) -> ArrivalRows:
+    """xi [B, n-1 or n-2, V] -> arrivals [B, L, V]; vector i belongs to position i + 1."""
+    arrivals = torch.exp(-gumbel)
+    padded = torch.full((gumbel.shape[0], length, gumbel.shape[2]), torch.inf)
+    padded[:, 1 : 1 + gumbel.shape[1]] = arrivals
+    return ArrivalRows(padded)
+
+
+def settings_of(config: dict) -> StudentSettings:
+    """Our settings for a golden's config."""
+    return StudentSettings(
+        hidden_size=config["hidden_size"],
+        num_layers=config["n_blocks"],
+        num_heads=config["n_heads"],
+        condition_size=config["cond_dim"],
+        mlp_ratio=config["mlp_ratio"],
+        dropout=config["dropout"],
+        conditioning="gumbel" if "gumbel" in config["model_family"] else "none",
+        injection=config["gumbel_inject_mode"],
+        block_size=config["block_size"],
+        loss_weighting="rate" if config["mdlm_loss_scale"] else "schedule",
+        time_conditioning=config["time_conditioning"],
+        resample=config["resample"],
+    )
+
+
+def student_of(golden: Golden, folder: Path, weights: dict[str, Tensor] | None = None) -> Student:
+    """The student of a golden with its weights."""
+    config = golden.info["config"]
+    student_class = STUDENTS[config["model_family"].removesuffix("_gumbel")]
+    student_config = student_class.config_class.build(
+        settings_of(config),
+        vocab_size=config["vocab_size_with_mask"] - 1,
+        row_length=config["length"],
+        bos_token_id=config["bos_id"],
+        eos_token_id=config["eos_id"],
+    )
+    student = student_class(student_config).eval()
+    if weights is None:
+        weights = load_file(folder / golden.info["weights"])
+    parameters = our_parameters(weights)
+    missing, unexpected = student.load_state_dict(parameters, strict=False)
+    if unexpected or set(missing) - {"time_bounds"}:
+        raise ValueError(f"{golden.name}: missing {missing}, unexpected {unexpected}")
+    return student
+
+
+def batch_of(golden: Golden) -> Batch:
+    """The golden's rows and noise as one global batch."""
+    tokens = golden["x0"]
+    rows = torch.arange(tokens.shape[0])
+    noise = None
+    if "gumbel" in golden.tensors:
+        noise = row_noise(golden["gumbel"], tokens.shape[1])
+    return Batch(
+        tokens=tokens,
+        token_log_probs=torch.zeros(tokens.shape),
+        row_ids=rows,
+        slots=rows,
+        global_batch_size=tokens.shape[0],
+        step=0,
+        epoch=0,
+        seed=0,
+        noise=noise,
+    )
+
+
+def corruption_of(golden: Golden, settings: StudentSettings) -> Corruption:
+    """Our corruption from the golden's uniforms."""
+
+    def uniforms(round_number: int) -> Tensor:
+        return golden["u_mask"] if round_number == 0 else golden["u_resample"][round_number - 1]
+
+    low, high = golden.info["sampling_eps"]
+    rows = torch.arange(golden["x0"].shape[0])
+    return corruption_from_uniforms(golden["u_t"], uniforms, rows, len(rows), settings, (low, high))
+
+
+def absolute(got: Tensor, want: Tensor) -> float:
+    """Largest absolute difference; entries at -1e6 only have to be very negative in both."""
+    if got.shape != want.shape:
+        return float("nan")
+    floor = (want <= -9e5) & (got <= -9e5)
+    gap = (got.detach().double() - want.double()).masked_fill(floor, 0.0)
+    return float(gap.abs().max())
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Largest difference relative to the wanted entry; exact zeros must be met exactly."""
+    gap = (got.double() - want.double()).abs()
+    return float((gap / want.double().abs().clamp_min(1e-30)).max())
+
+
+def relative_to_largest(got: Tensor, want: Tensor) -> float:
+    """Largest difference over the largest entry of the tensor."""
+    return absolute(got, want) / max(float(want.abs().max()), 1e-30)
+
+
+def mismatches(got: Tensor, want: Tensor) -> float:
+    """Number of differing entries."""
+    return float((got != want).sum())
+
+
+def condition_of(student: Student, gumbel: Tensor, tokens: Tensor) -> Tensor:
+    """[B, L, D] noise embeddings of every position; position 0 has none and stays 0."""
+    everywhere = torch.ones(tokens.shape, dtype=torch.bool)
+    everywhere[:, 1 : 1 + gumbel.shape[1]] = False
+    filled = ~everywhere
+    embedded = student.embed_noise(row_noise(gumbel, tokens.shape[1]).at(filled))
+    blank = torch.zeros(*tokens.shape, embedded.shape[-1])
+    return blank.index_put(filled.nonzero(as_tuple=True), embedded)
+
+
+def posterior_of(logits: Tensor, tokens: Tensor, zeta: Tensor, zeta_0: Tensor) -> Tensor:
+    """xi [B, n-1, V] from the golden's draws (rows flattened over batch, then position)."""
+    shape = (tokens.shape[0], tokens.shape[1] - 1)
+    log_probs = torch.log_softmax(logits[:, :-1].float(), dim=-1)
+    return posterior_gumbels_from_draws(
+        log_probs, tokens[:, 1:], zeta.view(*shape, -1), zeta_0.view(shape)
+    )
