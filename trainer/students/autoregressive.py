@@ -15,6 +15,7 @@ from trainer.diffusion import masked_log_probs
 from trainer.students.attention import KeyValueCache, causal_attention, full_attention
 from trainer.students.base import LossOutput, Student
 from trainer.students.configuration import StudentConfig
+from trainer.students.fused_head import weighted_nll
 
 
 class ARConfig(StudentConfig):
@@ -57,24 +58,32 @@ class AR(Student):
             time_bounds: Without meaning here.
             counted: Tokens that count in the loss; None counts all.
         """
-        log_probs = self.predict(batch.tokens[:, :-1])
-        nlls = -log_probs.gather(-1, batch.tokens[:, 1:, None])[..., 0]
-        scored = torch.ones_like(nlls) if counted is None else counted[:, 1:].to(nlls.dtype)
-        nlls, num_tokens = nlls * scored, int(scored.sum())
+        inputs, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
+        scored = torch.ones_like(targets, dtype=torch.bool) if counted is None else counted[:, 1:]
+        head, num_tokens = self.backbone.output_layer, int(scored.sum())
+        weights = scored.float() / num_tokens
+        loss, nlls = weighted_nll(
+            head.features(self._hidden(inputs), None).flatten(0, 1),
+            head.linear,
+            targets.flatten(),
+            weights.flatten(),
+            self.mask_id,
+        )
         return LossOutput(
-            loss=nlls.sum() / num_tokens,
-            token_nlls=torch.nn.functional.pad(nlls.detach(), (1, 0)),
+            loss=loss,
+            token_nlls=torch.nn.functional.pad(nlls.view_as(scored) * scored, (1, 0)),
             num_tokens=num_tokens,
-            num_masked=nlls.numel(),
+            num_masked=targets.numel(),
             num_blocks=1,
         )
 
     def forward(self, input_ids: Int[Tensor, "b l"], **_: Any) -> CausalLMOutput:
         """Raw logits [B, l, V + 1]; those at position i are about token i + 1."""
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        embeddings = self.backbone.vocab_embed(input_ids)
-        hidden = self.backbone(embeddings, None, positions, causal_attention)
-        return CausalLMOutput(logits=self._project(hidden, None))
+        return CausalLMOutput(logits=self._project(self._hidden(input_ids), None))
+
+    def _hidden(self, tokens: Int[Tensor, "b l"]) -> Float[Tensor, "b l d"]:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.backbone(self.backbone.vocab_embed(tokens), None, positions, causal_attention)
 
     def predict(
         self, tokens: Int[Tensor, "b l"], condition: Float[Tensor, "b l d"] | None = None

@@ -12,12 +12,9 @@ finished blocks in memory::
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers.modeling_outputs import MaskedLMOutput
 
 from shards.errors import UsageError
 from trainer.diffusion import substituted_log_probs
@@ -82,24 +79,22 @@ class BD3LM(MDLM):
             return flex_training_attention(length, self.block_size, device)
         return masked_attention(training_mask(length, self.block_size, device))
 
-    def forward(
+    def sampling_states(
         self,
-        input_ids: Int[Tensor, "b l"],
+        tokens: Int[Tensor, "b l"],
         condition: Float[Tensor, "b l d"] | None = None,
         sigma: Float[Tensor, "b"] | None = None,
-        **_: Any,
-    ) -> MaskedLMOutput:
-        """Raw logits of a sampling pass: each block sees itself and the blocks before it.
+    ) -> tuple[Float[Tensor, "b l d"], Float[Tensor, "rows c"] | None]:
+        """Hidden states of a sampling pass: each block sees itself and the blocks before it.
 
-        ``input_ids`` may be a prefix of the row, [B, l] with l <= L.
+        ``tokens`` may be a prefix of the row, [B, l] with l <= L.
         """
-        length = input_ids.shape[1]
+        length = tokens.shape[1]
         level = self._noise_level(sigma)
-        positions = torch.arange(length, device=input_ids.device)
-        mask = block_causal_mask(length, self.block_size, input_ids.device)
-        embeddings = self.embed(input_ids, condition)
-        hidden = self.backbone(embeddings, level, positions, masked_attention(mask))
-        return MaskedLMOutput(logits=self._project(hidden, level))
+        positions = torch.arange(length, device=tokens.device)
+        mask = block_causal_mask(length, self.block_size, tokens.device)
+        embeddings = self.embed(tokens, condition)
+        return self.backbone(embeddings, level, positions, masked_attention(mask)), level
 
     def start_cache(self, batch_size: int) -> KeyValueCache:
         """Empty memory for the keys and values of ``batch_size`` rows.

@@ -11,10 +11,11 @@ from transformers.modeling_outputs import MaskedLMOutput
 
 from shards.errors import UsageError
 from trainer.batch import Batch
-from trainer.diffusion import Corruption, corrupt, masked_log_probs, substituted_log_probs
+from trainer.diffusion import Corruption, corrupt, substituted_log_probs
 from trainer.students.attention import full_attention
 from trainer.students.base import LossOutput, Student
 from trainer.students.configuration import StudentConfig
+from trainer.students.fused_head import weighted_nll
 
 
 class MDLMConfig(StudentConfig):
@@ -60,9 +61,14 @@ class MDLM(Student):
             embeddings = self.inject(embeddings, mask, self._batch_noise(batch, mask))
         condition = self._noise_level(corruption.sigma)
         hidden = self.contextualize(embeddings, batch.tokens, condition)
-        logits = self.backbone.output_layer(self._masked_features(hidden, mask, condition))
-        nlls = -masked_log_probs(logits, self.mask_id).gather(-1, batch.tokens[mask][:, None])
-        return self._summarise(nlls[:, 0], corruption)
+        loss, nlls = weighted_nll(
+            self._masked_features(hidden, mask, condition),
+            self.backbone.output_layer.linear,
+            batch.tokens[mask],
+            corruption.token_weight[mask] / corruption.num_counted,
+            self.mask_id,
+        )
+        return self._summarise(loss, nlls, corruption)
 
     def contextualize(
         self,
@@ -90,13 +96,14 @@ class MDLM(Student):
     ) -> Float[Tensor, "n d"]:
         return self.backbone.output_layer.features(hidden, condition)[mask]
 
-    def _summarise(self, nlls: Float[Tensor, "n"], corruption: Corruption) -> LossOutput:
+    def _summarise(
+        self, loss: Float[Tensor, ""], nlls: Float[Tensor, "n"], corruption: Corruption
+    ) -> LossOutput:
         mask = corruption.mask
-        weighted = nlls * corruption.token_weight[mask]
-        per_token = torch.zeros(mask.shape, device=mask.device)
-        per_token = per_token.index_put(mask.nonzero(as_tuple=True), weighted.detach())
+        blank = torch.zeros(mask.shape, device=mask.device)
+        per_token = blank.index_put(mask.nonzero(as_tuple=True), nlls) * corruption.token_weight
         return LossOutput(
-            loss=weighted.sum() / corruption.num_counted,
+            loss=loss,
             token_nlls=per_token,
             num_tokens=corruption.num_scored,
             num_masked=nlls.shape[0],
@@ -117,7 +124,19 @@ class MDLM(Student):
             condition: Noise embeddings, used at masked positions.
             sigma: Noise level, for a time-conditioned student.
         """
-        return MaskedLMOutput(logits=self.denoise(input_ids, input_ids, condition, sigma))
+        return MaskedLMOutput(
+            logits=self._project(*self.sampling_states(input_ids, condition, sigma))
+        )
+
+    def sampling_states(
+        self,
+        tokens: Int[Tensor, "b l"],
+        condition: Float[Tensor, "b l d"] | None = None,
+        sigma: Float[Tensor, "b"] | None = None,
+    ) -> tuple[Float[Tensor, "b l d"], Float[Tensor, "rows c"] | None]:
+        """Hidden states of a sampling pass and the noise-level vector that the head needs."""
+        level = self._noise_level(sigma)
+        return self.contextualize(self.embed(tokens, condition), tokens, level), level
 
     def denoise(
         self,
@@ -150,3 +169,15 @@ class MDLM(Student):
         """Log-probabilities of x_0 (SUBS): one-hot where a token is known, the mask never."""
         logits = self(tokens, condition, sigma).logits
         return substituted_log_probs(logits, tokens, self.mask_id)
+
+    def predict_at(
+        self,
+        tokens: Int[Tensor, "b l"],
+        where: Bool[Tensor, "b l"],
+        condition: Float[Tensor, "b l d"] | None = None,
+        sigma: Float[Tensor, "b"] | None = None,
+    ) -> Float[Tensor, "n v1"]:
+        """``predict`` at some masked positions (row-major); only those go through the head."""
+        hidden, level = self.sampling_states(tokens, condition, sigma)
+        logits = self.backbone.output_layer(self._masked_features(hidden, where, level))
+        return masked_log_probs(logits, self.mask_id)

@@ -1,0 +1,130 @@
+"""Output projection and cross-entropy in one: the logits of all rows are never held at once.
+
+With logits z = features W^T + b and p = softmax(z), the loss sum_i w_i (-log p_i[target_i]) has
+d loss / dz = w (p - onehot). The weights w are known in the forward pass, so it also computes the
+gradients, chunk by chunk, and the backward pass only scales them: three matrix products in all,
+as in the plain formulation, and memory for one chunk of logits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from trainer.conditioning import product_dtype
+from trainer.diffusion import MASK_LOGIT_OFFSET
+
+CHUNK_ROWS = {"cpu": 256, "cuda": 4096}
+
+
+class WeightedNLL(torch.autograd.Function):
+    """(features [n, D], W [V + 1, D], b, targets, weights, ...) -> (loss, NLL of each row)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        features: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        targets: Tensor,
+        row_weights: Tensor,
+        mask_id: int,
+        dtype: torch.dtype,
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, "n"]]:
+        needs_gradient = any(ctx.needs_input_grad[:3])
+        nlls = torch.empty(len(targets), device=features.device)
+        gradients = _empty_gradients(features, weight, bias) if needs_gradient else None
+        width = CHUNK_ROWS.get(features.device.type, CHUNK_ROWS["cuda"])
+        narrow = weight.to(dtype)
+        with torch.autocast(features.device.type, enabled=False):
+            for start in range(0, len(targets), width):
+                rows = slice(start, start + width)
+                inputs = features[rows].to(dtype)
+                logits = torch.addmm(bias.to(dtype), inputs, narrow.T).float()
+                logits[:, mask_id] += MASK_LOGIT_OFFSET
+                nlls[rows] = _row_nlls(logits, targets[rows])
+                if gradients is not None:
+                    slope = _slope_(logits, nlls[rows], targets[rows], row_weights[rows])
+                    _accumulate(gradients, rows, slope, inputs, narrow)
+        ctx.save_for_backward(*(gradients or ()))
+        ctx.dtypes = features.dtype, weight.dtype, bias.dtype
+        ctx.mark_non_differentiable(nlls)
+        return (nlls * row_weights).sum(), nlls
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [
+            (gradient.mul_(grad_loss) if gradient.dtype == torch.float32 else gradient * grad_loss)
+            for gradient in ctx.saved_tensors
+        ]
+        cast = [value.to(dtype) for value, dtype in zip(scaled, ctx.dtypes, strict=True)]
+        return *cast, None, None, None, None
+
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def _empty_gradients(features: Tensor, weight: Tensor, bias: Tensor) -> Gradients:
+    device = features.device
+    return (
+        torch.empty(features.shape, device=device),
+        torch.zeros(weight.shape, device=device),
+        torch.zeros(bias.shape, device=device),
+    )
+
+
+def _row_nlls(logits: Float[Tensor, "c v1"], targets: Int[Tensor, "c"]) -> Float[Tensor, "c"]:
+    return logits.logsumexp(dim=-1) - logits.gather(-1, targets[:, None])[:, 0]
+
+
+def _slope_(logits: Tensor, nlls: Tensor, targets: Tensor, row_weights: Tensor) -> Tensor:
+    """w (p - onehot), written over the logits."""
+    log_normalizer = nlls + logits.gather(-1, targets[:, None])[:, 0]
+    slope = logits.sub_(log_normalizer[:, None]).exp_()
+    slope.scatter_add_(1, targets[:, None], slope.new_full((len(targets), 1), -1.0))
+    return slope.mul_(row_weights[:, None])
+
+
+def _accumulate(
+    gradients: Gradients, rows: slice, slope: Tensor, inputs: Tensor, weight: Tensor
+) -> None:
+    grad_features, grad_weight, grad_bias = gradients
+    grad_bias += slope.sum(dim=0)
+    narrow = slope.to(inputs.dtype)
+    grad_features[rows] = narrow @ weight
+    if narrow.dtype == grad_weight.dtype:
+        grad_weight.addmm_(narrow.T, inputs)
+    else:
+        grad_weight += narrow.T @ inputs
+
+
+def weighted_nll(
+    features: Float[Tensor, "n d"],
+    projection: torch.nn.Linear,
+    targets: Int[Tensor, "n"],
+    row_weights: Float[Tensor, "n"],
+    mask_id: int,
+) -> tuple[Float[Tensor, ""], Float[Tensor, "n"]]:
+    """sum_i w_i NLL_i with the mask excluded from the distribution, and the NLLs (detached), nats.
+
+    Args:
+        features: What the projection sees, one row per masked token.
+        projection: Linear to V + 1 logits.
+        targets: The tokens to predict.
+        row_weights: w, without gradient.
+        mask_id: Column whose probability is zero.
+    """
+    return WeightedNLL.apply(  # type: ignore[no-any-return]
+        features,
+        projection.weight,
+        projection.bias,
+        targets,
+        row_weights,
+        mask_id,
+        product_dtype(projection.weight),
+    )
