@@ -11,7 +11,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 
 from shards.errors import UsageError
 from trainer.batch import Batch
-from trainer.diffusion import Corruption, corrupt, substituted_log_probs
+from trainer.diffusion import Corruption, corrupt, masked_log_probs, substituted_log_probs
 from trainer.students.attention import full_attention
 from trainer.students.base import LossOutput, Student
 from trainer.students.configuration import StudentConfig
