@@ -1,0 +1,79 @@
+"""Samplers: from a student, its noise and rows with masked positions to finished rows.
+
+Each is a frozen dataclass of settings with one method::
+
+    config = make_sampler("ancestral", nfe=16, nucleus_p=0.9)
+    noise = sampling_noise(seed, sample_ids, row_length, vocab_size)
+    result = config.sample(student, tokens, sample_ids, noise, seed)
+
+All randomness is named by (seed, sample id, position), so samples depend neither on the batch they
+are drawn in nor on their order, and samplers that differ in one setting share their draws.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Protocol
+
+from jaxtyping import Int
+from torch import Tensor
+
+from shards.configuration import from_mapping
+from shards.errors import UsageError
+from shards.noise import Noise
+from trainer.sampling.ancestral import AncestralConfig
+from trainer.sampling.first_hitting import FirstHittingConfig, FixedCountConfig
+from trainer.sampling.noise import SamplingNoise, sampling_noise
+from trainer.sampling.result import SampleResult
+from trainer.students import Student
+
+__all__ = [
+    "SAMPLERS",
+    "AncestralConfig",
+    "FirstHittingConfig",
+    "FixedCountConfig",
+    "SampleResult",
+    "Sampler",
+    "SamplingNoise",
+    "make_sampler",
+    "sampling_noise",
+]
+
+
+class Sampler(Protocol):
+    """What all samplers offer."""
+
+    def sample(
+        self,
+        student: Student,
+        tokens: Int[Tensor, "b l"],
+        sample_ids: Int[Tensor, "b"],
+        noise: Noise | None,
+        seed: int,
+        *,
+        attempt: int = 0,
+    ) -> SampleResult:
+        """Fill the masked positions of B rows; see :class:`AncestralConfig`."""
+        ...
+
+
+SAMPLERS: dict[str, type[Any]] = {
+    "ancestral": AncestralConfig,
+    "first_hitting": FirstHittingConfig,
+    "fixed_count": FixedCountConfig,
+}
+
+
+def make_sampler(name: str, **settings: Any) -> Sampler:
+    """The sampler of that name.
+
+    Raises:
+        UsageError: For an unknown name or setting (naming the nearest known one), or a bad value.
+    """
+    name = name.replace("-", "_")
+    if name not in SAMPLERS:
+        near = difflib.get_close_matches(name, SAMPLERS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else ""
+        known = f"one of {sorted(SAMPLERS)}"
+        raise UsageError("unknown sampler", where=name, expected=known, remedy=hint)
+    return from_mapping(SAMPLERS[name], settings, where=name)

@@ -1,0 +1,86 @@
+"""Random draws of the samplers, each a pure function of (seed, purpose, sample, position, attempt).
+
+Nothing here has state, so a sample depends neither on the batch it is drawn in nor on the order:
+only on the seed and on its own index. Categorical draws are made in float64: float32 uniforms have
+no value within 6e-8 of 1, which silences tokens of small probability and so lowers the effective
+temperature (Zheng et al., arXiv 2409.02908).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from shards.philox import keyed_bits
+from shards.position_keys import PositionKeys
+from shards.seeding import derive_seed
+
+RACE_EPS = 1e-10
+ELEMENTS_PER_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class SampleKeys:
+    """Names the randomness of B samples.
+
+    Attributes:
+        seed: The user's seed.
+        sample_ids: [B] int64, index of each sample in the run.
+        attempt: How often the sample has been drawn before (an entropy stop draws anew).
+    """
+
+    seed: int
+    sample_ids: Int[Tensor, "b"]
+    attempt: int = 0
+
+    def at(self, purpose: str, where: Bool[Tensor, "b l"], first_position: int = 0) -> PositionKeys:
+        """Keys of the positions marked in ``where``, row-major.
+
+        Args:
+            purpose: Name of the use, which separates it from other uses of the seed.
+            where: Positions; column 0 is row position ``first_position``.
+            first_position: Row position of column 0.
+        """
+        rows, positions = where.nonzero(as_tuple=True)
+        seed = derive_seed(self.seed, purpose)
+        ids = self.sample_ids.to(rows.device)[rows]
+        return PositionKeys(seed, ids, positions + first_position, self.attempt)
+
+    def select(self, rows: Int[Tensor, "m"] | Bool[Tensor, "b"]) -> SampleKeys:
+        """The keys of some of the samples."""
+        return SampleKeys(self.seed, self.sample_ids[rows], self.attempt)
+
+
+def uniforms(keys: PositionKeys, start: int, stop: int) -> Float[Tensor, "n tile"]:
+    """U(0, 1) in float64 with 32 random bits, for entries start..stop-1 of each position."""
+    return (keyed_bits(keys, start, stop).double() + 0.5) * 2.0**-32
+
+
+def position_uniforms(
+    keys: SampleKeys, purpose: str, num_positions: int, first_position: int = 0
+) -> Float[Tensor, "b l"]:
+    """One float64 uniform for each of ``num_positions`` consecutive positions of each sample."""
+    everywhere = keys.sample_ids.new_ones(len(keys.sample_ids), num_positions, dtype=torch.bool)
+    return uniforms(keys.at(purpose, everywhere, first_position), 0, 1).view(everywhere.shape)
+
+
+def race(probs: Float[Tensor, "n v"], uniform: Float[Tensor, "n v"]) -> Int[Tensor, "n"]:
+    """Categorical draws by the exponential race argmax_k p_k / (1e-10 - log(U_k + 1e-10)).
+
+    The authors' form, in the precision of its arguments; ``probs`` need not be normalised.
+    """
+    return (probs / (RACE_EPS - (uniform + RACE_EPS).log())).argmax(dim=-1)
+
+
+def draw_tokens(probs: Float[Tensor, "n v"], keys: PositionKeys) -> Int[Tensor, "n"]:
+    """One token per position from float64 probabilities, by the race, a few positions at a time."""
+    size = probs.shape[-1]
+    step = max(1, ELEMENTS_PER_CHUNK // size)
+    parts = []
+    for first in range(0, len(probs), step):
+        chunk = slice(first, first + step)
+        parts.append(race(probs[chunk], uniforms(keys.select(chunk), 0, size)))
+    return torch.cat(parts) if parts else probs.new_zeros(0, dtype=torch.int64)

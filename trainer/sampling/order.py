@@ -1,0 +1,63 @@
+"""When each masked position is revealed: a forward pass number per position, drawn beforehand.
+
+The order of a masked diffusion sampler does not depend on the model. In ancestral sampling a token
+stays masked from t to s with probability p(s) / p(t), independently; over all steps that is one
+uniform U per position, the token being revealed in the step where p(s) / p(1) falls below U. The
+first-hitting sampler is the limit of many steps, where only the order of the U matters. So one
+uniform per position says, for every sampler and NFE, in which step the position is revealed, and
+steps that reveal nothing need no forward pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+NOT_REVEALED = 0
+"""Step of a position that is given."""
+LAST_TIME = 1e-5
+
+
+def ancestral_times(num_steps: int, last_time: float = LAST_TIME) -> Float[Tensor, "steps1"]:
+    """t_0 = 1 > ... > t_T = last_time, float64, evenly spaced."""
+    return torch.linspace(1, last_time, num_steps + 1, dtype=torch.float64)
+
+
+def ancestral_steps(
+    uniform: Float[Tensor, "b l"],
+    masked: Bool[Tensor, "b l"],
+    survival: Float[Tensor, "steps"],
+) -> Int[Tensor, "b l"]:
+    """The step, 1..T, that reveals each masked position; T + 1 where none does.
+
+    Args:
+        uniform: [B, L] float64 uniforms.
+        masked: Positions to reveal; others get 0.
+        survival: [T] float64, descending: the probability that a token is still masked after step
+            1..T, that is p(t_k) / p(1).
+    """
+    steps = 1 + (uniform[..., None] <= survival).sum(dim=-1)
+    return torch.where(masked, steps, NOT_REVEALED)
+
+
+def random_ranks(uniform: Float[Tensor, "b l"], masked: Bool[Tensor, "b l"]) -> Int[Tensor, "b l"]:
+    """Ranks 0, 1, ... of the masked positions of each row in a uniformly random order.
+
+    The largest uniform comes first, as in ancestral sampling. Positions that are not masked get
+    ranks behind all masked ones.
+    """
+    keyed = torch.where(masked, uniform, -1.0)
+    order = keyed.argsort(dim=-1, descending=True, stable=True)
+    return order.argsort(dim=-1)
+
+
+def fixed_count_steps(
+    uniform: Float[Tensor, "b l"], masked: Bool[Tensor, "b l"], num_per_step: Int[Tensor, "b 1"]
+) -> Int[Tensor, "b l"]:
+    """The step that reveals each masked position when each step reveals ``num_per_step`` of them.
+
+    One per step is the first-hitting sampler.
+    """
+    steps = 1 + random_ranks(uniform, masked) // num_per_step
+    return torch.where(masked, steps, NOT_REVEALED)

@@ -1,0 +1,62 @@
+"""From a prediction to a token: nucleus truncation and a draw, or the most probable token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shards.errors import UsageError
+from shards.position_keys import PositionKeys
+from trainer.sampling.draws import draw_tokens
+from trainer.sampling.nucleus import NucleusRule, truncate_to_nucleus
+
+Decision = Literal["categorical", "argmax"]
+
+
+@dataclass(frozen=True)
+class TokenRule:
+    """How revealed tokens are chosen from the student's log-probabilities.
+
+    Attributes:
+        decision: ``categorical`` draws; ``argmax`` takes the most probable token (greedy decoding
+            of x_0: with noise as input the student's map is meant to be deterministic).
+        nucleus_p: p of nucleus truncation, in (0, 1]; 1 is off.
+        nucleus_rule: ``strict`` (the authors') or ``crossing`` (transformers').
+    """
+
+    decision: Decision = "categorical"
+    nucleus_p: float = 1.0
+    nucleus_rule: NucleusRule = "strict"
+
+    @property
+    def greedy(self) -> TokenRule:
+        """The same rule, but taking the most probable token."""
+        return replace(self, decision="argmax")
+
+    def probabilities(self, log_probs: Float[Tensor, "n v1"]) -> Float[Tensor, "n v"]:
+        """Truncated float64 probabilities of the V real tokens (the last entry is the mask's)."""
+        probs = log_probs[:, :-1].double().exp()
+        return truncate_to_nucleus(probs, self.nucleus_p, self.nucleus_rule)
+
+    def choose(self, log_probs: Float[Tensor, "n v1"], keys: PositionKeys) -> Int[Tensor, "n"]:
+        """One token for each of n positions; ``keys`` name the draws."""
+        if self.decision == "argmax":
+            return log_probs[:, :-1].argmax(dim=-1)
+        return draw_tokens(self.probabilities(log_probs), keys)
+
+
+def check_settings(nucleus_p: float, tau: float | None, nfe: int = 1) -> None:
+    """Validate the settings that samplers share.
+
+    Raises:
+        UsageError: Naming the setting.
+    """
+    if nfe < 1:
+        raise UsageError("too few forward passes", where="nfe", got=nfe, expected="at least 1")
+    if tau is not None and not tau > 0:
+        raise UsageError("bad noise scale", where="tau", got=tau, expected="above 0")
+    if not 0 < nucleus_p <= 1:
+        raise UsageError("bad nucleus p", where="nucleus_p", got=nucleus_p, expected="in (0, 1]")

@@ -1,0 +1,190 @@
+"""Sampling whole rows at once: the student with its noise, and what all such samplers check."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from shards.errors import UsageError
+from shards.noise import Noise
+from trainer.diffusion import noise_level, schedule_of
+from trainer.students import BD3LM, MDLM, Student
+
+DEFAULT_TAU = 0.85
+
+
+@runtime_checkable
+class RedrawableNoise(Protocol):
+    """Noise that has further independent draws."""
+
+    def redrawn(self, draw: int) -> Noise: ...
+
+
+@dataclass(frozen=True)
+class NoiseUse:
+    """How noise enters the student.
+
+    Attributes:
+        noise: Noise of B * L positions, row by row; None for a student without conditioning.
+        tau: Scale of xi; None is 0.85 for a conditioned student.
+        redraw: Whether every step sees an independent draw.
+    """
+
+    noise: Noise | None
+    tau: float | None = None
+    redraw: bool = False
+
+    def checked(self, student: Student, num_positions: int) -> NoiseUse:
+        """The same, with tau filled in.
+
+        Raises:
+            UsageError: When student, noise and tau do not belong together.
+        """
+        if not student.is_conditioned:
+            self._refuse_noise()
+            return NoiseUse(None)
+        if self.noise is None:
+            raise UsageError("a conditioned student needs noise", where="noise", got="none")
+        if self.noise.num_positions != num_positions:
+            raise UsageError(
+                "the noise does not fit the rows",
+                got=f"{self.noise.num_positions} positions",
+                expected=num_positions,
+            )
+        if self.redraw and not isinstance(self.noise, RedrawableNoise):
+            raise UsageError("this noise cannot be redrawn", where="redraw_noise")
+        return NoiseUse(self.noise, DEFAULT_TAU if self.tau is None else self.tau, self.redraw)
+
+    def _refuse_noise(self) -> None:
+        for name, given in (("tau", self.tau is not None), ("redraw_noise", self.redraw)):
+            if given:
+                raise UsageError(
+                    "this student takes no noise",
+                    where=name,
+                    got=getattr(self, name.removesuffix("_noise")),
+                    remedy=f"leave {name} out, or sample a student trained with conditioning",
+                )
+
+    def embed(
+        self, student: Student, masked: Bool[Tensor, "b l"], draw: int | None = None
+    ) -> Float[Tensor, "b l d"] | None:
+        """Noise embeddings at the masked positions, zero elsewhere; None without noise."""
+        noise = self.noise
+        if noise is None:
+            return None
+        if draw is not None and isinstance(noise, RedrawableNoise):
+            noise = noise.redrawn(draw)
+        chosen = noise.select(masked.flatten().nonzero()[:, 0].to(noise.device)).to(masked.device)
+        embedded = student.embed_noise(chosen, 1.0 if self.tau is None else self.tau)
+        condition = embedded.new_zeros(*masked.shape, embedded.shape[-1])
+        condition[masked] = embedded
+        return condition
+
+
+class WholeRow:
+    """The :class:`~trainer.sampling.reveal.Predict` of a student that sees the whole row.
+
+    Args:
+        student: An MDLM.
+        tokens: [B, L] rows as given.
+        use: Its noise, checked.
+        times: [T] time at the start of each step, for a time-conditioned student.
+    """
+
+    def __init__(
+        self,
+        student: MDLM,
+        tokens: Int[Tensor, "b l"],
+        use: NoiseUse,
+        times: Float[Tensor, "steps"] | None = None,
+    ) -> None:
+        self.student, self.use = student, use
+        self.masked = tokens == student.mask_id
+        self.condition = None if use.redraw else use.embed(student, self.masked)
+        self.sigma = self._levels(times) if student.settings.time_conditioning else None
+
+    def _levels(self, times: Float[Tensor, "steps"] | None) -> Float[Tensor, "steps"]:
+        if times is None:
+            raise UsageError(
+                "a time-conditioned student needs a sampler with times",
+                remedy="use the ancestral sampler",
+            )
+        schedule = schedule_of(self.student.settings)
+        return noise_level(schedule.masking_probability(times.float()))
+
+    def __call__(
+        self,
+        rows: Int[Tensor, "m"],
+        tokens: Int[Tensor, "m l"],
+        where: Bool[Tensor, "m l"],
+        step: int,
+    ) -> Float[Tensor, "n v1"]:
+        condition = self._condition(rows, tokens, step)
+        sigma = None
+        if self.sigma is not None:
+            level = self.sigma[min(step, len(self.sigma)) - 1]
+            sigma = level.to(tokens.device).expand(len(rows))
+        return self.student.predict_at(tokens, where, condition, sigma)
+
+    def _condition(
+        self, rows: Int[Tensor, "m"], tokens: Int[Tensor, "m l"], step: int
+    ) -> Float[Tensor, "m l d"] | None:
+        if not self.use.redraw:
+            return None if self.condition is None else self.condition[rows]
+        masked = torch.zeros_like(self.masked)
+        masked[rows] = tokens == self.student.mask_id
+        condition = self.use.embed(self.student, masked, draw=step)
+        return None if condition is None else condition[rows]
+
+
+def require_whole_row_student(student: Student, sampler: str) -> MDLM:
+    """The student, if it predicts whole rows at once.
+
+    Raises:
+        UsageError: For block-diffusion and autoregressive students.
+    """
+    blocks = isinstance(student, BD3LM) and student.num_blocks > 1
+    if not isinstance(student, MDLM) or blocks:
+        raise UsageError(
+            f"the {sampler} sampler fills whole rows",
+            where="sampler",
+            got=type(student).__name__,
+            expected="an MDLM student",
+            remedy="use --sampler block for block diffusion",
+        )
+    return student
+
+
+def check_rows(student: Student, tokens: Int[Tensor, "b l"]) -> None:
+    """Refuse rows that no student can fill.
+
+    Raises:
+        UsageError: When position 0 is masked, a row is longer than the student's, or a token is
+            out of the vocabulary.
+    """
+    if bool((tokens[:, 0] == student.mask_id).any()):
+        raise UsageError(
+            "position 0 is always given",
+            where="tokens[:, 0]",
+            got="the mask id",
+            remedy="begin rows with the bos token or a prompt",
+        )
+    if tokens.shape[1] > student.config.row_length:
+        raise UsageError(
+            "rows longer than the student's",
+            got=f"{tokens.shape[1]} tokens",
+            expected=f"at most {student.config.row_length}",
+        )
+    outside = (tokens < 0) | (tokens > student.mask_id)
+    if bool(outside.any()):
+        row, position = outside.nonzero()[0].tolist()
+        raise UsageError(
+            "a token is not in the vocabulary",
+            where=f"row {row}, position {position}",
+            got=int(tokens[row, position]),
+            expected=f"0..{student.mask_id - 1}, or the mask id {student.mask_id}",
+        )
