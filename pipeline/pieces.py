@@ -1,26 +1,79 @@
-"""Tokenizing one huge document in overlapping pieces, with the ids it would have as a whole.
+"""Tokenizing a long document in pieces, with the ids it would have as a whole.
 
-A merge-based tokenizer looks at little context, so two pieces that overlap agree on the tokens in
-the middle of the overlap. Neighbours are joined at a token border both have, inside a run of equal
-tokens; without such a run the document is tokenized as a whole, at the cost of memory.
+Pieces keep every core busy and memory flat when documents are books. There are two ways:
+
+- A tokenizer that first splits text into words (a pre-tokenizer) never merges across them: the
+  text is cut where normalizer and pre-tokenizer do the same to the parts as to the whole.
+- Any other one looks at little context, so pieces that overlap agree in the middle of the overlap.
+  Neighbours are joined inside a run of equal tokens. Only huge documents are worth that.
+
+Where neither holds the document is tokenized whole, at the cost of memory.
 """
 
 from __future__ import annotations
+
+import re
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
 
 from pipeline.packing import Ids
 
-PIECE_CHARACTERS = 1 << 18
+PIECE_CHARACTERS = 1 << 14
+WINDOW_CHARACTERS = 64
+"""Text on either side of a cut that must pre-tokenize alike with and without it."""
+MAX_CANDIDATES = 32
+
+HUGE_CHARACTERS = 1 << 21
+OVERLAPPED_CHARACTERS = 1 << 18
 OVERLAP_CHARACTERS = 1 << 11
 AGREEING_TOKENS = 64
-"""Equal tokens around a border that count as proof."""
+"""Equal tokens around a joint that count as proof."""
 PIECES_AT_ONCE = 8
 
+_WHITE_SPACE = re.compile(r"\s")
 
-def encode_in_pieces(
+
+def cut_between_words(
     tokenizer: Tokenizer, text: str, piece_characters: int = PIECE_CHARACTERS
+) -> list[str]:
+    """Pieces of ``text`` whose ids, one after the other, are those of the text.
+
+    One piece if the text is short or the tokenizer gives no such guarantee.
+    """
+    if len(text) <= piece_characters or tokenizer.pre_tokenizer is None:
+        return [text]
+    pieces, begin = [], 0
+    while len(text) - begin > piece_characters:
+        cut = _word_border(tokenizer, text, begin + piece_characters)
+        if cut is None:
+            break
+        pieces.append(text[begin:cut])
+        begin = cut
+    return [*pieces, text[begin:]]
+
+
+def _word_border(tokenizer: Tokenizer, text: str, at: int) -> int | None:
+    """The first white space from ``at`` on where the text may be cut; None if none is near."""
+    for tries, space in enumerate(_WHITE_SPACE.finditer(text, at)):
+        if tries == MAX_CANDIDATES:
+            break
+        cut = space.start()
+        left = text[max(0, cut - WINDOW_CHARACTERS) : cut]
+        right = text[cut : cut + WINDOW_CHARACTERS]
+        if _words(tokenizer, left + right) == _words(tokenizer, left) + _words(tokenizer, right):
+            return cut
+    return None
+
+
+def _words(tokenizer: Tokenizer, text: str) -> list[str]:
+    assert tokenizer.pre_tokenizer is not None
+    normal = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
+    return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normal)]
+
+
+def encode_with_overlap(
+    tokenizer: Tokenizer, text: str, piece_characters: int = OVERLAPPED_CHARACTERS
 ) -> Ids:
     """Ids of ``text``, no special tokens added; memory for a few pieces besides the ids."""
     starts = list(range(0, len(text), piece_characters))
@@ -35,8 +88,7 @@ def encode_in_pieces(
             if previous is not None:
                 cut = _join(*previous, ids, borders)
                 if cut is None:
-                    whole = tokenizer.encode(text, add_special_tokens=False)
-                    return np.array(whole.ids, np.int32)
+                    return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
                 joined.append(previous[0][: cut[0]])
                 ids, borders = ids[cut[1] :], borders[cut[1] :]
             previous = ids, borders
@@ -54,26 +106,22 @@ def _join(
 ) -> tuple[int, int] | None:
     """How many tokens of ``left`` to keep and how many of ``right`` to leave out.
 
-    Both cover the text from the first token of ``right`` on. The longest run of tokens equal in
-    id and place is cut in its middle; None if it is too short to be trusted.
+    The longest run of tokens that are equal in id and place is cut in its middle, where a
+    character begins; None if it is too short to be trusted.
     """
-    lag = int(np.searchsorted(left_borders, right_borders[0])) if len(right) else len(left)
-    best: tuple[int, int, int] = (0, 0, 0)
-    overlap = min(len(left) - lag, len(right))
-    keys_left = set(zip(left_borders[lag:].tolist(), left[lag:].tolist(), strict=True))
-    run = 0
-    for index in range(min(len(right), 2 * overlap + 16)):
-        run = run + 1 if (int(right_borders[index]), int(right[index])) in keys_left else 0
-        if run > best[0]:
-            best = run, index - run + 1, index
-    length, begin, end = best
-    if length < AGREEING_TOKENS:
+    if not len(left) or not len(right):
         return None
-    middle = (begin + end) // 2
+    lag = int(np.searchsorted(left_borders, right_borders[0]))
+    known = set(zip(left_borders[lag:].tolist(), left[lag:].tolist(), strict=True))
+    best, run = (0, 0), 0
+    for index in range(int(np.searchsorted(right_borders, left_borders[-1], "right"))):
+        run = run + 1 if (int(right_borders[index]), int(right[index])) in known else 0
+        best = max(best, (run, index))
+    length, end = best
+    middle = end - length // 2
     # Tokens that share one character share a border; cut where a character begins.
     while middle <= end and right_borders[middle] == right_borders[middle - 1]:
         middle += 1
-    if middle > end:
+    if length < AGREEING_TOKENS or middle > end:
         return None
-    kept = lag + int(np.searchsorted(left_borders[lag:], right_borders[middle]))
-    return kept, middle
+    return int(np.searchsorted(left_borders, right_borders[middle])), middle

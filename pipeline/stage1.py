@@ -25,10 +25,8 @@ from pipeline.packing import make_packer
 from pipeline.text_policy import Tally
 from pipeline.token_writer import PartWriter
 from pipeline.tokenization import (
-    TextBatch,
-    ahead,
     batches,
-    encode,
+    encoded,
     load_tokenizer,
     special_ids,
     tokenizer_sha256,
@@ -163,12 +161,12 @@ def _tokenize_span(
         packer.restore(progress.packer)
     writer = PartWriter(work / split, config.row_length, len(parts))
     tally = progress.tallies.get(split, Tally())
-    for batch, seen in _tallied(span, config, tally, progress.next_document):
-        documents = encode(tokenizer, batch.texts)
+    texts = batches(read_span(span, config, tally, progress.next_document), tally)
+    for batch, documents in encoded(tokenizer, texts):
         writer.write(packer.pack(documents))
         bar.advance(sum(map(len, documents)))
         bar.note(f"{split} {batch.next_document - span.start}/{span.stop - span.start} documents")
-        progress.tallies[split] = seen
+        progress.tallies[split] = batch.tally
         if writer.is_full and (part := writer.close()):
             parts.append(part)
             progress.next_document, progress.packer = batch.next_document, packer.state()
@@ -178,14 +176,6 @@ def _tokenize_span(
         parts.append(part)
     progress.tallies[split] = tally
     progress.num_dropped_tokens[split] = packer.num_dropped_tokens
-
-
-def _tallied(
-    span: Span, config: CorpusConfig, tally: Tally, start: int | None
-) -> Iterator[tuple[TextBatch, Tally]]:
-    """Batches read in a thread ahead, each with the counts up to its end."""
-    documents = read_span(span, config, tally, start)
-    return ahead((batch, replace(tally)) for batch in batches(documents))
 
 
 def _finish(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,14 +17,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from pipeline.corpus import CorpusConfig
 from pipeline.packing import Ids, SpecialIds
-from pipeline.pieces import encode_in_pieces
+from pipeline.pieces import HUGE_CHARACTERS, cut_between_words, encode_with_overlap
+from pipeline.text_policy import Tally
 from shards.errors import GdistillError, UsageError
 
-BATCH_CHARACTERS = 1 << 21
+BATCH_CHARACTERS = 1 << 19
 """Text tokenized at once. Bounds memory (an encoding costs some 150 bytes per token)."""
-BATCH_DOCUMENTS = 1 << 14
-HUGE_CHARACTERS = 1 << 21
-"""Longer documents are tokenized in overlapping pieces."""
+BATCH_DOCUMENTS = 1 << 12
+NUM_ENCODERS = 2
+"""Batches tokenized side by side, so that the end of one idles no core."""
 
 Item = TypeVar("Item")
 
@@ -112,24 +114,29 @@ class TextBatch:
     Attributes:
         texts: The documents.
         next_document: Number in the source of the first document that is not yet read.
+        tally: The counts up to here.
     """
 
     texts: list[str]
     next_document: int
+    tally: Tally
 
 
-def batches(documents: Iterator[tuple[int, str]]) -> Iterator[TextBatch]:
-    """Group numbered documents by the amount of text; where the groups end is reproducible."""
+def batches(documents: Iterator[tuple[int, str]], tally: Tally) -> Iterator[TextBatch]:
+    """Group numbered documents by the amount of text; where the groups end is reproducible.
+
+    ``tally`` is the one that the documents' reader counts in.
+    """
     texts: list[str] = []
     num_characters = 0
     for number, text in documents:
         texts.append(text)
         num_characters += len(text)
         if num_characters >= BATCH_CHARACTERS or len(texts) >= BATCH_DOCUMENTS:
-            yield TextBatch(texts, number + 1)
+            yield TextBatch(texts, number + 1, replace(tally))
             texts, num_characters = [], 0
     if texts:
-        yield TextBatch(texts, number + 1)
+        yield TextBatch(texts, number + 1, replace(tally))
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Ids]:
@@ -140,17 +147,8 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Ids]:
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     fast = backend(tokenizer)
-    short = [text for text in texts if len(text) <= HUGE_CHARACTERS]
     try:
-        encoded = iter(fast.encode_batch_fast(short, add_special_tokens=False))
-        return [
-            np.array(next(encoded).ids, np.int32)
-            if len(text) <= HUGE_CHARACTERS
-            else encode_in_pieces(fast, text)
-            for text in texts
-        ]
-    except GdistillError:
-        raise
+        return _encode(fast, texts)
     except Exception as error:  # the library raises bare Exception, for an unknown word say
         raise GdistillError(
             "the tokenizer cannot encode the text",
@@ -158,6 +156,39 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Ids]:
             got=error,
             remedy="is this the tokenizer of this corpus?",
         ) from error
+
+
+def _encode(fast: Tokenizer, texts: list[str]) -> list[Ids]:
+    pieces = [cut_between_words(fast, text) for text in texts]
+    # In pieces or not, a batch is one call: the library spreads its items over the cores.
+    flat = [piece for of_text in pieces for piece in of_text if len(piece) <= HUGE_CHARACTERS]
+    rest = iter(fast.encode_batch_fast(flat, add_special_tokens=False))
+    documents = []
+    for of_text in pieces:
+        ids = [
+            np.array(next(rest).ids, np.int32)
+            if len(piece) <= HUGE_CHARACTERS
+            else encode_with_overlap(fast, piece)
+            for piece in of_text
+        ]
+        documents.append(ids[0] if len(ids) == 1 else np.concatenate(ids))
+    return documents
+
+
+def encoded(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterator[TextBatch]
+) -> Iterator[tuple[TextBatch, list[Ids]]]:
+    """Batches with their ids, in order; reading and tokenizing run ahead in threads."""
+    with ThreadPoolExecutor(NUM_ENCODERS) as pool:
+        pending: deque[tuple[TextBatch, Future[list[Ids]]]] = deque()
+        for batch in ahead(texts):
+            pending.append((batch, pool.submit(encode, tokenizer, batch.texts)))
+            if len(pending) > NUM_ENCODERS:
+                done, ids = pending.popleft()
+                yield done, ids.result()
+        while pending:
+            done, ids = pending.popleft()
+            yield done, ids.result()
 
 
 def ahead(items: Iterator[Item], depth: int = 1) -> Iterator[Item]:

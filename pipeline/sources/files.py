@@ -5,11 +5,12 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from glob import glob, has_magic
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import zstandard
 
@@ -45,27 +46,55 @@ def expand(pattern: str) -> list[Path]:
 
 
 @contextmanager
-def open_bytes(path: Path) -> Iterator[BinaryIO]:
+def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
     """The file's bytes, decompressed if it ends in ``.gz`` or ``.zst``.
 
     A damaged or unreadable file is a :class:`GdistillError` that names it.
     """
     try:
-        with open(path, "rb", buffering=BUFFER_BYTES) as raw:
+        with cast(io.BufferedReader, open(path, "rb", buffering=BUFFER_BYTES)) as raw:
             if path.suffix == ".gz":
                 with gzip.GzipFile(fileobj=raw) as unpacked:
-                    yield cast(BinaryIO, io.BufferedReader(unpacked, BUFFER_BYTES))  # type: ignore[arg-type]
+                    yield io.BufferedReader(cast(io.RawIOBase, unpacked), BUFFER_BYTES)
             elif path.suffix == ".zst":
-                stream = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-                yield cast(BinaryIO, io.BufferedReader(stream, BUFFER_BYTES))  # type: ignore[arg-type]
+                yield io.BufferedReader(_ZstdFrames(raw), BUFFER_BYTES)
             else:
                 yield raw
-    except (EOFError, gzip.BadGzipFile, zstandard.ZstdError) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
         raise GdistillError(
             "the compressed corpus file is damaged", where=path, got=error
         ) from error
     except OSError as error:
         raise GdistillError("cannot read the corpus file", where=path, got=error) from error
+
+
+class _ZstdFrames(io.RawIOBase):
+    """Decompressed bytes of consecutive zstd frames; a cut last frame is an error.
+
+    The stream reader of ``zstandard`` takes a truncated file for a short one, without a word.
+    """
+
+    def __init__(self, raw: io.BufferedReader) -> None:
+        self._raw, self._ready, self._frame = raw, b"", None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            packed = self._frame.unused_data if self._frame and self._frame.eof else b""
+            packed = packed or self._raw.read(1 << 16)
+            if not packed:
+                if self._frame and not self._frame.eof:
+                    raise EOFError("the last zstd frame is cut short")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+            self._ready = self._frame.decompress(packed)
+        taken = self._ready[: len(buffer)]
+        buffer[: len(taken)] = taken
+        self._ready = self._ready[len(taken) :]
+        return len(taken)
 
 
 def file_identity(path: Path, known: Known) -> dict[str, Any]:

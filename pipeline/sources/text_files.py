@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from io import BufferedReader
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any
 
 from pipeline.sources.files import expand, file_identity, open_bytes
 from pipeline.sources.protocol import Known, RawDocument
@@ -70,7 +71,7 @@ class TextFiles:
             for offset, content in self._split(file):
                 yield RawDocument(content, origin, offset)
 
-    def _split(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    def _split(self, file: BufferedReader) -> Iterator[tuple[int, bytes]]:
         if self.separator == "line":
             return _lines(file)
         if self.separator == "file":
@@ -80,7 +81,7 @@ class TextFiles:
         return _blocks(file, self.separator.encode())
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+def _lines(file: BufferedReader) -> Iterator[tuple[int, bytes]]:
     offset = 0
     for line in file:
         skipped = len(BYTE_ORDER_MARK) if offset == 0 and line.startswith(BYTE_ORDER_MARK) else 0
@@ -88,7 +89,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         offset += len(line)
 
 
-def _blocks(file: BinaryIO, marker: bytes) -> Iterator[tuple[int, bytes]]:
+def _blocks(file: BufferedReader, marker: bytes) -> Iterator[tuple[int, bytes]]:
     """Runs of lines between lines that, stripped, equal ``marker``."""
     block: list[bytes] = []
     begin = offset = 0

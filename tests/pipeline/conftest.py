@@ -1,0 +1,36 @@
+"""A small byte-level BPE tokenizer, so that these tests need no reference data."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat,", "and", "then;", "Quick!", "old's"]
+
+
+@pytest.fixture(scope="session")
+def sentences() -> list[str]:
+    """500 made-up sentences of 3 to 12 words."""
+    source = random.Random(0)
+    return [" ".join(source.choices(WORDS, k=source.randint(3, 12))) for _ in range(500)]
+
+
+@pytest.fixture(scope="session")
+def bpe_tokenizer(sentences: list[str]) -> PreTrainedTokenizerFast:
+    """280 entries; ``<|endoftext|>`` (id 0) is bos and eos, as in GPT-2."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=280,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # type: ignore[call-arg]
+    backend.train_from_iterator(sentences, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|endoftext|>", eos_token="<|endoftext|>"
+    )
