@@ -56,7 +56,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shared", type=Path, default=Path("../shared"))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--task", choices=["stage1", "library"])
-    parser.add_argument("--corpus", type=Path)
+    parser.add_argument("--corpus")
+    parser.add_argument("--validation")
     parser.add_argument("--tokenizer", type=Path)
     return parser.parse_args()
 
@@ -75,6 +76,10 @@ def _measure(folder: Path, shared: Path, repeats: int) -> dict:
         library.append(_run("library", folder / "large.txt", tokenizer))
         stage1.append(_run("stage1", folder / "large.txt", tokenizer))
     growth = median(run["peak_mb"] for run in stage1) - small["peak_mb"]
+    # All books, compressed as they are, with the validation books as a source of their own.
+    prose = shared / "data/prose"
+    all_books = (prose / "books_train_*.txt.gz", tokenizer, prose / "books_valid.txt")
+    gzipped = _run("stage1", *all_books) if books else None
     seconds = {
         "stage1": median(run["seconds"] for run in stage1),
         "library": median(run["seconds"] for run in library),
@@ -87,6 +92,7 @@ def _measure(folder: Path, shared: Path, repeats: int) -> dict:
         "machine": {"processor": platform.machine(), "num_cores": os.cpu_count()},
         "stage1": stage1[-1] | {"seconds": seconds["stage1"]},
         "library": library[-1] | {"seconds": seconds["library"]},
+        "all_books_gzipped": gzipped,
         "small_peak_mb": small["peak_mb"],
         "peak_growth_mb": round(growth, 1),
         "speed_ratio": round(ratio, 3),
@@ -98,17 +104,19 @@ def _measure(folder: Path, shared: Path, repeats: int) -> dict:
     }
 
 
-def _run(task: str, corpus: Path, tokenizer: Path) -> dict:
+def _run(task: str, corpus: Path, tokenizer: Path, validation: Path | None = None) -> dict:
     """One task in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.stage1", "--task", task]
-    command += ["--corpus", str(corpus), "--tokenizer", str(tokenizer)]
+    command += ["--corpus", f"text:{corpus}", "--tokenizer", str(tokenizer)]
+    command += ["--validation", f"text:{validation}"] if validation else []
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout)
 
 
 def _task(arguments: argparse.Namespace) -> dict:
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    config = corpus_config(f"text:{arguments.corpus}", settings={"row_length": 1024})
+    settings = {"row_length": 1024, "validation_source": arguments.validation}
+    config = corpus_config(arguments.corpus, settings=settings)
     run = _run_stage1 if arguments.task == "stage1" else _run_library
     result = run(config, arguments.tokenizer)
     peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

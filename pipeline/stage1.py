@@ -80,15 +80,22 @@ def prepare_tokens(
     if config.row_length is None:
         length = int(min(tokenizer.model_max_length, LONGEST_DEFAULT_ROW))
         config = replace(config, row_length=length)
-    out.mkdir(parents=True, exist_ok=True)
-    with _alone(out / ".tokens.lock"):
-        done = out / "tokens"
-        if done.exists():
-            dataset = TokenDataset.open(done)
-            wanted = corpus_identity(config, tokenizer, dataset.record["identity"])
-            check_identity(dataset.record["identity"], wanted, done)
-            return dataset
-        return _build(config, tokenizer, out, main_process)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with _alone(out / ".tokens.lock"):
+            if (out / "tokens").exists():
+                return _finished(config, tokenizer, out / "tokens")
+            return _build(config, tokenizer, out, main_process)
+    except OSError as error:
+        raise GdistillError("cannot write the token rows", where=out, got=error) from error
+
+
+def _finished(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase, done: Path) -> TokenDataset:
+    """The rows that are there, if they are the ones asked for."""
+    dataset = TokenDataset.open(done)
+    wanted = corpus_identity(config, tokenizer, dataset.record["identity"])
+    check_identity(dataset.record["identity"], wanted, done)
+    return dataset
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import datasets
 from pipeline.sources.protocol import Known, RawDocument
 from shards.errors import GdistillError, UsageError
 
-BATCH_ROWS = 1000
+BATCH_ROWS = 256
 
 
 @dataclass(frozen=True)

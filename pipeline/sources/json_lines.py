@@ -32,8 +32,7 @@ class JsonLines:
         return sum(1 for _ in self._objects())
 
     def _objects(self) -> Iterator[RawDocument]:
-        lines = self._lines.documents(0, self._lines.count())
-        return (raw for raw in lines if not bytes(raw.content).isspace() and raw.content)  # type: ignore[arg-type]
+        return (raw for raw in self._lines.all() if raw.content.strip())
 
     def count(self) -> int:
         return self._count

@@ -17,7 +17,7 @@ from pipeline.sources.files import expand, file_identity
 from pipeline.sources.protocol import Known, RawDocument
 from shards.errors import GdistillError, UsageError
 
-BATCH_ROWS = 1024
+BATCH_ROWS = 256
 
 
 @dataclass(frozen=True)

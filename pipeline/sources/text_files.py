@@ -65,6 +65,11 @@ class TextFiles:
     def identity(self, known: Known = MappingProxyType({})) -> list[dict[str, Any]]:
         return [file_identity(path, known) for path in self.paths]
 
+    def all(self) -> Iterator[RawDocument]:
+        """Every document, in one pass and without counting first."""
+        for path in self.paths:
+            yield from self._file(path)
+
     def _file(self, path: Path) -> Iterator[RawDocument]:
         origin = str(path)
         with open_bytes(path) as file:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 
@@ -128,6 +129,45 @@ def test_a_finished_stage_is_left_alone(
     os.utime(corpus.source.removeprefix("text:"), (1, 1))
     prepare_tokens(corpus, bpe_tokenizer, tmp_path / "run")
     assert prepare_tokens(corpus, bpe_tokenizer, tmp_path / "b").fingerprint == first.fingerprint
+
+
+def test_processes_that_ask_at_the_same_time_share_one_run(
+    tmp_path: Path,
+    corpus: CorpusConfig,
+    bpe_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The lock is per open file, so threads stand for processes here."""
+    build, built = stage1._build, []
+
+    def counted(*arguments: object) -> TokenDataset:
+        built.append(1)
+        return build(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stage1, "_build", counted)
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(prepare_tokens, corpus, bpe_tokenizer, tmp_path) for _ in range(3)]
+        assert len({one.result().fingerprint for one in asked}) == 1
+    assert len(built) == 1
+
+
+def test_the_record_counts_what_the_policy_met(
+    tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    lines = [b"a cat sat on a mat", b"", b"a \x01 dog", b"a \xff dog", b"the end"]
+    (tmp_path / "a.txt").write_bytes(b"\n".join(lines) + b"\n")
+    config = CorpusConfig(
+        f"text:{tmp_path}/a.txt",
+        document_separator="line",
+        on_bad_utf8="skip",
+        row_length=4,
+        validation_documents=1,
+    )
+    record = prepare_tokens(config, bpe_tokenizer, tmp_path).record["splits"]
+    counted = ("num_documents", "num_empty", "num_bad_utf8", "num_control_characters")
+    assert [record["train"][name] for name in counted] == [2, 1, 1, 1]
+    assert [record["validation"][name] for name in counted] == [1, 0, 0, 0]
+    assert record["train"]["num_bytes"] == len("a cat sat on a mat" + "a \x01 dog")
 
 
 def test_other_settings_are_refused_by_name(
@@ -390,6 +430,9 @@ def test_requests_that_cannot_be_met(
         prepare_tokens(long, bpe_tokenizer, tmp_path / "long")
     with pytest.raises(GdistillError, match=r"cannot encode the text.*this corpus"):
         prepare_tokens(corpus, maze_tokenizer(), tmp_path / "words")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(GdistillError, match=r"cannot write the token rows.*file"):
+        prepare_tokens(corpus, bpe_tokenizer, tmp_path / "file/run")
     assert not list(tmp_path.glob("*/tokens"))
 
 
