@@ -1,14 +1,26 @@
-"""What one training step sees: token rows, their teacher log-probabilities and their noise."""
+"""What one training step sees: token rows, their teacher log-probabilities and their noise.
+
+The noise of a row is decoded where the corruption has masked it and nowhere else: a batch carries
+the stored arrays, and ``RowNoise.at(mask)`` hands the masked positions to the codec.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shards.codec.protocol import Codec
 from shards.noise import Noise
+from shards.position_keys import PositionKeys
+from shards.seeding import derive_seed
+from shards.store import ShardStore
+from shards.stream import RowBatch
 
 
 @runtime_checkable
@@ -45,3 +57,141 @@ class Batch:
     epoch: int
     seed: int
     noise: RowNoise | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return self.tokens.shape[0]
+
+    def micro_batches(self, size: int | None) -> Iterator[Batch]:
+        """The batch in consecutive parts of at most ``size`` rows; times and masks stay the same.
+
+        Args:
+            size: Rows of a part; None keeps the batch whole.
+        """
+        if size is None or size >= self.num_rows:
+            yield self
+            return
+        for start in range(0, self.num_rows, size):
+            rows = slice(start, start + size)
+            noise = self.noise.rows(rows) if isinstance(self.noise, StoredRowNoise) else self.noise
+            yield replace(
+                self,
+                tokens=self.tokens[rows],
+                token_log_probs=self.token_log_probs[rows],
+                row_ids=self.row_ids[rows],
+                slots=self.slots[rows],
+                noise=noise,
+            )
+
+
+@dataclass(frozen=True)
+class StoredRowNoise:
+    """The noise of B stored rows; nothing is decoded before :meth:`at`.
+
+    Attributes:
+        codec: Decodes the arrays.
+        arrays: The codec's arrays, [B, L, *trailing].
+        tokens: [B, L].
+        token_log_probs: [B, L], nats.
+        row_ids: [B].
+        seed: Stream seed of the position keys.
+        draw: Draw number of the position keys.
+        resources: The store's resources.
+    """
+
+    codec: Codec
+    arrays: dict[str, Tensor]
+    tokens: Int[Tensor, "b l"]
+    token_log_probs: Float[Tensor, "b l"]
+    row_ids: Int[Tensor, "b"]
+    seed: int
+    draw: int
+    resources: dict[str, Tensor]
+
+    def at(self, mask: Bool[Tensor, "b l"]) -> Noise:
+        """See :class:`RowNoise`."""
+        rows, positions = mask.nonzero(as_tuple=True)
+        keys = PositionKeys(self.seed, self.row_ids[rows], positions, self.draw)
+        return self.codec.decode(
+            {name: array[rows, positions] for name, array in self.arrays.items()},
+            self.tokens[rows, positions],
+            self.token_log_probs[rows, positions],
+            keys,
+            self.resources,
+        )
+
+    def rows(self, part: slice) -> StoredRowNoise:
+        """The noise of some of the rows."""
+        return replace(
+            self,
+            arrays={name: array[part] for name, array in self.arrays.items()},
+            tokens=self.tokens[part],
+            token_log_probs=self.token_log_probs[part],
+            row_ids=self.row_ids[part],
+        )
+
+
+@dataclass(frozen=True)
+class BatchMaker:
+    """Turns rows of one split into batches on a device.
+
+    A codec that stores the teacher's distribution gives a fresh draw at every visit, keyed by
+    (seed, epoch, row, position); one that stores a draw is read with the keys it was written with.
+
+    Attributes:
+        store: Where the rows come from.
+        seed: Run seed.
+        device: Where batches go.
+        with_noise: Whether the student looks at noise.
+    """
+
+    store: ShardStore
+    seed: int
+    device: torch.device
+    with_noise: bool
+
+    @property
+    def arrays(self) -> list[str]:
+        """The store's arrays that these batches need."""
+        own = self.store.manifest.arrays if self.with_noise else ()
+        return ["tokens", "token_log_probs", *own]
+
+    @cached_property
+    def _resources(self) -> dict[str, Tensor]:
+        wanted = self.store.codec.resource_names
+        return {name: self.store.resources[name].to(self.device) for name in wanted}
+
+    def __call__(self, rows: RowBatch, step: int) -> Batch:
+        """The batch of optimiser step ``step``."""
+        arrays = {name: self._place(array) for name, array in rows.arrays.items()}
+        batch = Batch(
+            tokens=arrays.pop("tokens").long(),
+            token_log_probs=arrays.pop("token_log_probs"),
+            row_ids=self._place(rows.row_ids),
+            slots=self._place(rows.slots),
+            global_batch_size=rows.num_global_rows,
+            step=step,
+            epoch=rows.epoch,
+            seed=self.seed,
+        )
+        return replace(batch, noise=self._noise(batch, arrays)) if self.with_noise else batch
+
+    def _noise(self, batch: Batch, arrays: dict[str, Tensor]) -> StoredRowNoise:
+        codec = self.store.codec
+        fresh = derive_seed(self.seed, "noise")
+        return StoredRowNoise(
+            codec=codec,
+            arrays=arrays,
+            tokens=batch.tokens,
+            token_log_probs=batch.token_log_probs,
+            row_ids=batch.row_ids,
+            seed=fresh if codec.is_fresh else self.store.manifest.seed,
+            draw=batch.epoch if codec.is_fresh else 0,
+            resources=self._resources,
+        )
+
+    def _place(self, array: Tensor) -> Tensor:
+        if self.device.type == "cuda":
+            return array.pin_memory().to(self.device, non_blocking=True)
+        return array

@@ -24,7 +24,7 @@ def candidates() -> tuple[Clips, ...]:
 
 
 def clip_variance(
-    block_nlls: Sequence[Float[Tensor, "b blocks"]],
+    block_nlls: Sequence[Float[Tensor, "_ blocks"]],
 ) -> float:
     """Sum over validation batches (up to 100) of the variance of a batch's block-mean NLLs.
 
@@ -37,7 +37,7 @@ def clip_variance(
     return float(sum(nlls.double().var() for nlls in block_nlls[:MAX_BATCHES]))
 
 
-def best_clips(block_nlls: Mapping[Clips, Sequence[Float[Tensor, "b blocks"]]]) -> Clips:
+def best_clips(block_nlls: Mapping[Clips, Sequence[Float[Tensor, "_ blocks"]]]) -> Clips:
     """The clips with the smallest :func:`clip_variance`; the earlier candidate wins a tie.
 
     Raises:

@@ -1,0 +1,109 @@
+"""Small stores and short runs that the trainer's tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shards.codec import codec_parameters, make_codec
+from shards.codec.protocol import TeacherOutput
+from shards.manifest import Manifest
+from shards.store import ShardWriter
+from trainer.settings import RunConfig, compose_run
+
+VOCAB, LENGTH, SEED = 12, 8, 7
+ROWS = {"train": 40, "validation": 10}
+
+
+def write_store(path: Path, codec_name: str = "posterior", **changes: Any) -> Path:
+    """A finished store of random rows under a random bigram teacher.
+
+    Args:
+        path: Where.
+        codec_name: Codec.
+        changes: Other manifest fields.
+    """
+    parameters = {"num_entries": 4} if codec_name == "posterior" else {}
+    codec = make_codec(codec_name, **parameters)
+    vocab, length = changes.pop("vocab_size", VOCAB), changes.pop("row_length", LENGTH)
+    fields: dict[str, Any] = {
+        "codec": {"name": codec_name, "parameters": codec_parameters(codec)},
+        "arrays": codec.array_specs(vocab, None),
+        "vocab_size": vocab,
+        "row_length": length,
+        "splits": ROWS,
+        "rows_per_shard": 16,
+        "rows_per_chunk": 4,
+        "teacher": {"id": "bigram", "weights_sha256": "ab" * 32},
+        "tokenizer": {"id": "none", "sha256": "cd" * 32},
+        "tokens": {"fingerprint": "ef" * 32, "corpus": {"name": "random"}},
+        "seed": SEED,
+        "versions": {"gdistill": "0.1.0"},
+        "bos_id": 0,
+    }
+    manifest = Manifest(**{**fields, **changes})
+    resources = {"unigram_log_probs": np.full(vocab, -np.log(vocab), np.float32)}
+    files = {"tokenizer/vocab.txt": b"a b", "corpus/maze.json": b"[]"}
+    writer = ShardWriter.create_or_resume(path, manifest, resources, files)
+    for split in manifest.splits:
+        for shard in writer.pending(split):
+            rows = torch.arange(shard.start, shard.stop)
+            arrays = encode_rows(codec, rows, vocab, length, split)
+            with writer.claim(shard) as mine:
+                assert mine
+                writer.write(shard, arrays)
+    return path
+
+
+def encode_rows(
+    codec: Any, rows: torch.Tensor, vocab: int, length: int, split: str
+) -> dict[str, np.ndarray]:
+    """Stored arrays of some rows: tokens drawn from the teacher that is then encoded."""
+    generator = torch.Generator().manual_seed(int(rows[0]) + 1000 * len(split))
+    table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(SEED)) * 2
+    tokens = torch.zeros(len(rows), length, dtype=torch.int64)
+    for position in range(1, length):
+        probs = table[tokens[:, position - 1]].softmax(-1)
+        tokens[:, position] = torch.multinomial(probs, 1, generator=generator)[:, 0]
+    log_probs = table[tokens[:, :-1]].log_softmax(-1)
+    output = TeacherOutput(log_probs, tokens[:, 1:], rows)
+    unigram = torch.full((vocab,), -np.log(vocab))
+    coded = codec.encode(output, SEED, {"unigram_log_probs": unigram})
+    token_log_probs = log_probs.gather(-1, tokens[:, 1:, None])[..., 0]
+    arrays = {"token_log_probs": token_log_probs, **coded}
+    padded = {}
+    for name, value in arrays.items():
+        value = value.numpy()
+        padded[name] = np.concatenate([np.zeros_like(value[:, :1]), value], axis=1)
+    return {"tokens": tokens.to(torch.int32).numpy(), **padded}
+
+
+def tiny_run(**changes: Any) -> RunConfig:
+    """Ten steps of a student that fits anywhere; dotted names with ``__`` change settings."""
+    base = {
+        "model": {
+            "hidden_size": 16,
+            "num_layers": 1,
+            "num_heads": 2,
+            "condition_size": 8,
+            "dropout": 0.0,
+            "conditioning": "gumbel",
+        },
+        "training": {
+            "num_steps": 10,
+            "global_batch_size": 8,
+            "precision": "fp32",
+            "device": "cpu",
+            "num_workers": 0,
+            "log_every_steps": 3,
+            "validate_every_steps": 4,
+            "checkpoint_every_steps": 100,
+            "trackers": [],
+        },
+        "optimization": {"learning_rate": 1e-2, "warmup_steps": 2},
+    }
+    overrides = [f"{name.replace('__', '.')}={value}" for name, value in changes.items()]
+    return compose_run([base], overrides)

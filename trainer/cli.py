@@ -1,0 +1,96 @@
+"""``gdistill-train``: train students, import the authors' checkpoints, count added weights."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shards.configuration import read_toml
+from shards.console import run_command
+from shards.errors import UsageError
+
+app = typer.Typer(
+    add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, help=__doc__
+)
+
+
+@app.command()
+def run(
+    store: Annotated[str, typer.Option(help="Store to train on: a folder or URL.")],
+    out: Annotated[Path, typer.Option(help="Folder of this run; the same command resumes it.")],
+    student: Annotated[str | None, typer.Option(help="mdlm, bd3lm or ar.")] = None,
+    preset: Annotated[str | None, typer.Option(help="tiny, small, medium or maze.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file with the run's settings.")] = None,
+    conditioning: Annotated[str | None, typer.Option(help="none or gumbel.")] = None,
+    init_from: Annotated[
+        Path | None, typer.Option(help="Model folder whose weights the student starts from.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="key.path=value, e.g. training.num_steps=500")
+    ] = None,
+) -> None:
+    """Train a student from a store; no teacher is needed."""
+    from trainer.loop import train
+    from trainer.settings import compose_run, read_recipe
+
+    sources: list[dict[str, Any]] = []
+    if preset is not None:
+        sources.append(read_recipe(preset))
+    if config is not None:
+        sources.append(read_toml(config))
+    sources.append({} if student is None else {"student": student})
+    sources.append({} if conditioning is None else {"model": {"conditioning": conditioning}})
+    finished = train(compose_run(sources, overrides or []), store, out, init_from=init_from)
+    if _is_first_process():
+        done = f"wrote {out / 'model'}" if finished else f"stopped; checkpoint saved below {out}"
+        typer.echo(done, err=True)
+
+
+@app.command("import")
+def import_(
+    checkpoint: Annotated[Path, typer.Argument(help="Lightning checkpoint of the authors.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the model in Hugging Face layout.")],
+    ema: Annotated[bool, typer.Option(help="The averaged weights, or the raw ones.")] = True,
+    row_length: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per block (BD3-LM).")] = None,
+) -> None:
+    """Convert one of the authors' released checkpoints."""
+    from trainer.import_checkpoint import import_checkpoint
+
+    made = import_checkpoint(checkpoint, out, ema, row_length=row_length, block_size=block_size)
+    typer.echo(f"wrote {out}: {made}", err=True)
+
+
+@app.command()
+def overhead() -> None:
+    """Weights that the noise projection adds to the paper's models."""
+    from trainer.overhead import overhead_table
+
+    typer.echo(overhead_table())
+
+
+def _is_first_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def main() -> None:
+    """Entry point."""
+    run_command(_app_of_one_voice)
+
+
+def _app_of_one_voice() -> None:
+    """Of several processes with the same wrong request, only the first one says so."""
+    try:
+        app()
+    except UsageError as error:
+        if _is_first_process():
+            raise
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

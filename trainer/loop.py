@@ -1,0 +1,267 @@
+"""One training loop for all students.
+
+    store --stream--> rows --BatchMaker--> batch --student.loss--> gradients --AdamW--> weights, EMA
+
+Every draw is keyed by (seed, epoch, row) or (seed, step), and the place in the data is counted
+when a batch is consumed, so a resumed run repeats the uninterrupted one bit for bit on the CPU,
+and any number of processes sees the same global batches with the same corruption.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shards.atomic import write_json_atomic
+from shards.configuration import to_mapping
+from shards.console import Bar, progress_bar
+from shards.seeding import derive_seed
+from shards.store import ShardStore
+from shards.stream import RowBatch, ShardStream
+from trainer.batch import Batch, BatchMaker
+from trainer.checkpoint import CheckpointFolder, Trainee
+from trainer.construction import build_student
+from trainer.divergence import diverged
+from trainer.ema import ExponentialMovingAverage
+from trainer.export import export_model
+from trainer.identity import require_same_run, run_identity
+from trainer.interruption import StopRequest, exclusive
+from trainer.metrics import MetricsLog, StepWindow
+from trainer.optimization import clip_gradients, learning_rate, make_optimizer, set_learning_rate
+from trainer.parallel import (
+    TrainingStep,
+    gather_full,
+    open_accelerator,
+    parallelize,
+    sum_over_processes,
+    without_sync,
+)
+from trainer.settings import RunConfig, operational_fields
+from trainer.students import LossOutput
+from trainer.throughput import peak_flops_per_second, training_flops
+from trainer.validation import Validator, has_validation_rows
+
+
+def train(
+    config: RunConfig, store: str | Path, out: Path, *, init_from: Path | None = None
+) -> bool:
+    """Train, or go on training, and write ``out/model``.
+
+    Args:
+        config: The run.
+        store: Path or URL of a finished store.
+        out: Folder of this run; the same command again resumes it.
+        init_from: Model (or finished run) whose weights the student starts from.
+
+    Returns:
+        Whether the run is finished; False when a SIGTERM stopped it (a checkpoint is saved).
+
+    Raises:
+        GdistillError: See the parts; nothing is written over the last good checkpoint.
+        KeyboardInterrupt: After a Ctrl-C, when the checkpoint is saved.
+    """
+    trainer = Trainer(config, ShardStore.open(store), Path(out), init_from)
+    with exclusive(trainer.out, trainer.accelerator.is_main_process):
+        return trainer.run()
+
+
+class Trainer:
+    """One run: its parts, and the loop over steps."""
+
+    def __init__(
+        self, config: RunConfig, store: ShardStore, out: Path, init_from: Path | None = None
+    ) -> None:
+        self.config, self.store, self.out = config, store, out
+        training = config.training
+        self.accelerator = open_accelerator(training, out / "tensorboard")
+        self.identity = run_identity(config, store.manifest, init_from)
+        self.student = build_student(config, store, init_from)
+        with_noise = self.student.is_conditioned
+        self.make_batch = BatchMaker(store, config.seed, self.accelerator.device, with_noise)
+        self.stream = ShardStream(
+            store.split("train", self.make_batch.arrays),
+            seed=config.seed,
+            global_batch_size=training.global_batch_size,
+            rank=self.accelerator.process_index,
+            world_size=self.accelerator.num_processes,
+            num_workers=training.num_workers,
+        )
+        self.num_steps = training.num_steps or (training.num_epochs or 1) * len(self.stream)
+        self.module = parallelize(
+            TrainingStep(self.student, training.precision), self.accelerator, training.sharding
+        )
+        self.parameters = list(self.student.parameters())
+        self.optimizer = make_optimizer(self.parameters, config.optimization)
+        self.ema = ExponentialMovingAverage(self.student, config.optimization.ema_decay)
+        self.trainee = Trainee(self.student, self.optimizer, self.ema)
+        self.validator = None
+        if has_validation_rows(store.manifest.splits):
+            self.validator = Validator(config, store, self.accelerator, with_noise)
+        self.checkpoints = CheckpointFolder(
+            out / "checkpoints", training.keep_last, training.keep_every_steps
+        )
+        self.window = StepWindow()
+        self.stop = StopRequest()
+        self.step, self.saved_step = 0, -1
+        self.validation: dict[str, Any] | None = None
+        peak = peak_flops_per_second(self.accelerator.device, self.accelerator.num_processes)
+        self.peak_flops = training.peak_flops_per_second or peak
+
+    def run(self) -> bool:
+        """Resume if there is something to resume, train, export; see :func:`train`."""
+        self._resume()
+        if self.accelerator.is_main_process:
+            write_json_atomic(self.out / "config.json", to_mapping(self.config))
+        self.metrics = MetricsLog(self.out / "metrics.jsonl", self.accelerator, self.step)
+        try:
+            with self.stop.listening():
+                finished = self._loop()
+        finally:
+            self.metrics.close()
+        if self.stop.signal_number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if finished:
+            self._export()
+        return finished
+
+    def _loop(self) -> bool:
+        tokens = self.config.training.global_batch_size * self.store.manifest.row_length
+        with progress_bar(
+            f"train {self.config.student}",
+            self.num_steps * tokens,
+            done=self.step * tokens,
+            main_process=self.accelerator.is_main_process,
+        ) as bar:
+            self.window.restart_clock()
+            for rows in self._rows():
+                stopping = self._advance(self.make_batch(rows, self.step))
+                self._report(bar, tokens, rows.epoch)
+                if stopping or self._is_due(self.config.training.checkpoint_every_steps):
+                    self._save()
+                if stopping:
+                    return self.step == self.num_steps
+        return True
+
+    def _rows(self) -> Iterator[RowBatch]:
+        while self.step < self.num_steps:
+            for rows in self.stream:
+                yield rows
+                if self.step >= self.num_steps:
+                    return
+
+    def _is_due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.num_steps
+
+    def _advance(self, batch: Batch) -> bool:
+        """One optimiser step; returns whether any process was asked to stop."""
+        config = self.config.optimization
+        rate = learning_rate(config, self.step, self.num_steps)
+        set_learning_rate(self.optimizer, rate)
+        losses = self._backward(batch)
+        norm = float(clip_gradients(self.parameters, config.max_grad_norm))
+        local_loss = sum(float(o.loss.detach()) * share for _, o, share in losses)
+        num_masked = sum(output.num_masked for _, output, _ in losses)
+        values = [local_loss, float(num_masked), float(self.stop.is_pending)]
+        loss_sum, all_masked, stops = sum_over_processes(values, self.accelerator)
+        loss = loss_sum / self.accelerator.num_processes
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            rows = [(part.row_ids, output.row_nlls) for part, output, _ in losses]
+            raise diverged(self.step + 1, loss, norm, rows, self.checkpoints.steps())
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.ema.update()
+        self.step += 1
+        num_rows = batch.global_batch_size
+        flops = training_flops(self.student, num_rows, int(all_masked))
+        num_tokens = num_rows * self.store.manifest.row_length
+        self.window.add(loss, norm, num_tokens, int(all_masked), flops)
+        return stops > 0
+
+    def _backward(self, batch: Batch) -> list[tuple[Batch, LossOutput, float]]:
+        """Gradients of the batch's mean loss; returns micro-batches, outputs and shares."""
+        if self.config.model.dropout:
+            rank = self.accelerator.process_index
+            torch.manual_seed(derive_seed(self.config.seed, "dropout", self.step, rank))
+        parts = list(batch.micro_batches(self.config.training.micro_batch_size))
+        outputs = []
+        for index, part in enumerate(parts):
+            share = part.num_rows / batch.num_rows
+            with without_sync(self.module, self.accelerator, index == len(parts) - 1):
+                output = self.module(part)
+                (output.loss * share).backward()
+            outputs.append((part, output, share))
+        return outputs
+
+    def _report(self, bar: Bar, num_tokens: int, epoch: int) -> None:
+        """Progress, a line of metrics when one is due, validation when it is due."""
+        training = self.config.training
+        bar.advance(num_tokens)
+        if self.step == 1 or self._is_due(training.log_every_steps):
+            values = self.window.close(self.peak_flops)
+            values["learning_rate"] = self.optimizer.param_groups[0]["lr"]
+            values["num_tokens"] = self.step * num_tokens
+            values["epoch"] = epoch
+            self.metrics.write("train", self.step, self.num_steps, values)
+            bar.note(f"step {self.step} loss {values['loss']:.3f}")
+        if self.validator is not None and self._is_due(training.validate_every_steps):
+            paused_at = self.window.pause()
+            self._validate(self.validator)
+            self.window.resume(paused_at)
+
+    def _validate(self, validator: Validator) -> None:
+        self.student.eval()
+        with self.ema.applied():
+            values = validator.score(self.module, self.student)
+            if self.config.model.search_schedule:
+                clips = validator.search_clips(self.module, self.student)
+                self.student.time_bounds.copy_(torch.tensor(clips))  # type: ignore[operator]
+                values["min_time"], values["max_time"] = clips
+        self.student.train()
+        self.validation = values
+        self.metrics.write("validation", self.step, self.num_steps, values)
+
+    def _save(self) -> None:
+        if self.step == self.saved_step:
+            return
+        self.metrics.sync()
+        state = {
+            "run": self.identity,
+            "stream": self.stream.state_dict(),
+            "window": self.window.state_dict(),
+            "validation": self.validation,
+        }
+        paused_at = self.window.pause()
+        self.checkpoints.save(self.step, self.trainee, state, self.accelerator)
+        self.window.resume(paused_at)
+        self.saved_step = self.step
+
+    def _resume(self) -> None:
+        steps = self.checkpoints.steps()
+        if not steps:
+            return
+        state = self.checkpoints.read_state(steps[-1])
+        require_same_run(state["run"], self.identity, operational_fields(self.config))
+        self.trainee.restore(self.checkpoints.path(steps[-1]), state["ema_num_updates"])
+        self.stream.load_state_dict(state["stream"])
+        self.window.load_state_dict(state["window"])
+        self.validation = state["validation"]
+        self.step = self.saved_step = state["step"]
+
+    def _export(self) -> None:
+        """Write the averaged weights, with the buffers as they are."""
+        weights = {name: gather_full(value) for name, value in self.student.state_dict().items()}
+        weights |= {name: gather_full(value) for name, value in self.ema.shadows.items()}
+        if self.accelerator.is_main_process:
+            record = {
+                "format_version": 1,
+                "step": self.step,
+                "run": self.identity,
+                "validation": self.validation,
+            }
+            export_model(self.out / "model", self.student, weights, record, self.store)
+        self.accelerator.wait_for_everyone()
