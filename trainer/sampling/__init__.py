@@ -43,6 +43,10 @@ __all__ = [
 class Sampler(Protocol):
     """What all samplers offer."""
 
+    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> Student:
+        """The student, if this sampler can fill these rows with it; else a :class:`UsageError`."""
+        ...
+
     def sample(
         self,
         student: Student,

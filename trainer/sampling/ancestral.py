@@ -16,9 +16,15 @@ from trainer.sampling.order import LAST_TIME, ancestral_steps, ancestral_times
 from trainer.sampling.result import SampleResult
 from trainer.sampling.reveal import inference, reveal
 from trainer.sampling.token_rule import Decision, TokenRule, check_settings
-from trainer.sampling.whole_row import NoiseUse, WholeRow, check_rows, require_whole_row_student
+from trainer.sampling.whole_row import (
+    NoiseUse,
+    WholeRow,
+    check_noise_settings,
+    check_rows,
+    require_whole_row_student,
+)
 from trainer.schedules import Schedule
-from trainer.students import Student
+from trainer.students import MDLM, Student
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,16 @@ class AncestralConfig:
         """t_0 .. t_T, float64."""
         return ancestral_times(self.nfe, LAST_TIME if self.final_argmax else 0.0)
 
+    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> MDLM:
+        """The student, if it can fill these rows by this sampler.
+
+        Raises:
+            UsageError: When it cannot.
+        """
+        check_noise_settings(student, self.tau, self.redraw_noise)
+        check_rows(student, tokens)
+        return require_whole_row_student(student, "ancestral")
+
     def sample(
         self,
         student: Student,
@@ -82,8 +98,7 @@ class AncestralConfig:
             seed: The user's seed.
             attempt: Which attempt at these samples this is.
         """
-        student = require_whole_row_student(student, "ancestral")
-        check_rows(student, tokens)
+        student = self.check(student, tokens)
         use = NoiseUse(noise, self.tau, self.redraw_noise).checked(student, tokens.numel())
         keys = SampleKeys(seed, sample_ids, attempt)
         with inference(student):

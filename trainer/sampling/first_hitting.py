@@ -15,8 +15,14 @@ from trainer.sampling.order import fixed_count_steps
 from trainer.sampling.result import SampleResult
 from trainer.sampling.reveal import inference, reveal
 from trainer.sampling.token_rule import Decision, TokenRule, check_settings
-from trainer.sampling.whole_row import NoiseUse, WholeRow, check_rows, require_whole_row_student
-from trainer.students import Student
+from trainer.sampling.whole_row import (
+    NoiseUse,
+    WholeRow,
+    check_noise_settings,
+    check_rows,
+    require_whole_row_student,
+)
+from trainer.students import MDLM, Student
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,16 @@ class FirstHittingConfig:
         uniform = position_uniforms(keys, "sampling order", masked.shape[1], first_position)
         return fixed_count_steps(uniform.to(masked.device), masked, self.num_per_step(masked))
 
+    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> MDLM:
+        """The student, if it can fill these rows by this sampler.
+
+        Raises:
+            UsageError: When it cannot.
+        """
+        check_noise_settings(student, self.tau, self.redraw_noise)
+        check_rows(student, tokens)
+        return require_whole_row_student(student, "first-hitting")
+
     def sample(
         self,
         student: Student,
@@ -70,8 +86,7 @@ class FirstHittingConfig:
         attempt: int = 0,
     ) -> SampleResult:
         """Fill the masked positions of B rows; arguments as in ``AncestralConfig.sample``."""
-        student = require_whole_row_student(student, "first-hitting")
-        check_rows(student, tokens)
+        student = self.check(student, tokens)
         use = NoiseUse(noise, self.tau, self.redraw_noise).checked(student, tokens.numel())
         keys = SampleKeys(seed, sample_ids, attempt)
         with inference(student):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -39,13 +39,12 @@ class NoiseUse:
     redraw: bool = False
 
     def checked(self, student: Student, num_positions: int) -> NoiseUse:
-        """The same, with tau filled in.
+        """The same, with tau filled in; noise for a student that takes none is left out.
 
         Raises:
-            UsageError: When student, noise and tau do not belong together.
+            UsageError: When student and noise do not belong together.
         """
         if not student.is_conditioned:
-            self._refuse_noise()
             return NoiseUse(None)
         if self.noise is None:
             raise UsageError("a conditioned student needs noise", where="noise", got="none")
@@ -58,16 +57,6 @@ class NoiseUse:
         if self.redraw and not isinstance(self.noise, RedrawableNoise):
             raise UsageError("this noise cannot be redrawn", where="redraw_noise")
         return NoiseUse(self.noise, DEFAULT_TAU if self.tau is None else self.tau, self.redraw)
-
-    def _refuse_noise(self) -> None:
-        for name, given in (("tau", self.tau is not None), ("redraw_noise", self.redraw)):
-            if given:
-                raise UsageError(
-                    "this student takes no noise",
-                    where=name,
-                    got=getattr(self, name.removesuffix("_noise")),
-                    remedy=f"leave {name} out, or sample a student trained with conditioning",
-                )
 
     def embed(
         self, student: Student, masked: Bool[Tensor, "b l"], draw: int | None = None
@@ -139,6 +128,32 @@ class WholeRow:
         masked[rows] = tokens == self.student.mask_id
         condition = self.use.embed(self.student, masked, draw=step)
         return None if condition is None else condition[rows]
+
+
+def check_noise_settings(student: Student, tau: float | None, redraw_noise: bool) -> None:
+    """Refuse noise settings for a student without conditioning.
+
+    Raises:
+        UsageError: Naming the setting.
+    """
+    for name, value, is_given in (
+        ("tau", tau, tau is not None),
+        ("redraw_noise", redraw_noise, redraw_noise),
+    ):
+        if is_given and not student.is_conditioned:
+            raise UsageError(
+                "this student takes no noise",
+                where=name,
+                got=value,
+                remedy=f"leave {name} out, or sample a student trained with conditioning",
+            )
+
+
+def with_default_tau(sampler: Any, student: Student) -> Any:
+    """The sampler with tau written out, where the student is conditioned and tau was left open."""
+    if student.is_conditioned and getattr(sampler, "tau", 0.0) is None:
+        return replace(sampler, tau=DEFAULT_TAU)
+    return sampler
 
 
 def require_whole_row_student(student: Student, sampler: str) -> MDLM:

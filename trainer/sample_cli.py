@@ -1,0 +1,103 @@
+"""``gdistill-sample``: draw samples from a trained student."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shards.console import run_command
+from shards.errors import UsageError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def sample(
+    checkpoint: Annotated[Path, typer.Argument(help="Model folder, or the --out of a training.")],
+    out: Annotated[Path, typer.Option(help="Folder for samples.jsonl and settings.json.")] = Path(
+        "samples"
+    ),
+    num: Annotated[int | None, typer.Option(help="Samples (64; or one per prompt or row).")] = None,
+    nfe: Annotated[
+        str | None, typer.Option(help="Forward passes; 8,16,32 writes one file for each.")
+    ] = None,
+    sampler: Annotated[
+        str | None, typer.Option(help="ancestral, first_hitting, fixed_count, block, ...")
+    ] = None,
+    nucleus_p: Annotated[float | None, typer.Option(help="Nucleus p (1 = off).")] = None,
+    nucleus_rule: Annotated[
+        str | None, typer.Option(help="strict (the authors') or crossing (transformers').")
+    ] = None,
+    tau: Annotated[float | None, typer.Option(help="Scale of the Gumbel noise (0.85).")] = None,
+    decision: Annotated[
+        str | None, typer.Option(help="categorical draws, or argmax of x_0.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="With the sample index it names all randomness.")] = 0,
+    batch_size: Annotated[int, typer.Option(help="Samples at a time; changes no sample.")] = 32,
+    length: Annotated[int | None, typer.Option(help="Tokens per sample; the row's.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text that every sample begins with.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="One prompt per line.")] = None,
+    infill: Annotated[Path | None, typer.Option(help=".jsonl of rows with open positions.")] = None,
+    precision: Annotated[str, typer.Option(help="fp32, or bf16 for autocast.")] = "fp32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Further sampler settings, key=value.")
+    ] = None,
+) -> None:
+    """Draw samples. The same command resumes an interrupted run."""
+    from trainer.sampling.sample_request import Request
+
+    named = {
+        "nucleus_p": nucleus_p,
+        "nucleus_rule": nucleus_rule,
+        "tau": tau,
+        "decision": decision,
+    }
+    request = Request(
+        checkpoint=checkpoint,
+        out=out,
+        num=num,
+        budgets=parse_budgets(nfe),
+        sampler=sampler,
+        settings={name: value for name, value in named.items() if value is not None},
+        overrides=tuple(settings or ()),
+        seed=seed,
+        batch_size=batch_size,
+        length=length,
+        prompt=prompt,
+        prompt_file=prompt_file,
+        infill=infill,
+        precision=precision,
+        device=device,
+    )
+    for path in request.resolve().run():
+        typer.echo(f"wrote {path}", err=True)
+
+
+def parse_budgets(text: str | None) -> tuple[int, ...]:
+    """``8,16,32`` as integers; nothing is no budget.
+
+    Raises:
+        UsageError: For anything that is not a list of distinct positive integers.
+    """
+    if text is None:
+        return ()
+    expected = "positive integers such as 16 or 8,16,32"
+    parts: list[Any] = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) >= 1 for part in parts):
+        raise UsageError("bad NFE", where="--nfe", got=text, expected=expected)
+    budgets = tuple(int(part) for part in parts)
+    if len(set(budgets)) < len(budgets):
+        raise UsageError("an NFE is named twice", where="--nfe", got=text)
+    return budgets
+
+
+def main() -> None:
+    """Entry point."""
+    run_command(app)
+
+
+if __name__ == "__main__":
+    main()

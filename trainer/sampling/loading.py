@@ -1,0 +1,119 @@
+"""A trained student from its folder, with what sampling needs beside the weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+from shards.atomic import sha256_file
+from shards.codec import Codec, make_codec
+from shards.errors import GdistillError, UsageError
+from trainer.students import Student
+
+STUDENT_FILE = "student.json"
+WEIGHTS_PATTERN = "*.safetensors"
+
+
+@dataclass(frozen=True)
+class LoadedStudent:
+    """A student and its surroundings.
+
+    Attributes:
+        directory: The model folder.
+        student: In evaluation mode, on its device.
+        tokenizer: The corpus' tokenizer; None when the folder has none.
+        record: Content of ``student.json``; empty for a model that was not trained here.
+    """
+
+    directory: Path
+    student: Student
+    tokenizer: Any = None
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def store(self) -> Mapping[str, Any]:
+        """What the model remembers of the store it was trained on."""
+        return self.record.get("run", {}).get("store", {})
+
+    @property
+    def codec(self) -> Codec | None:
+        """The store's codec, which knows how its noise is truncated."""
+        codec = self.store.get("codec")
+        return make_codec(codec["name"], **codec["parameters"]) if codec else None
+
+    @property
+    def weights_sha256(self) -> str:
+        """Hash of the weights: of the file, or of the files' hashes where there are several."""
+        hashes = [sha256_file(path) for path in sorted(self.directory.glob(WEIGHTS_PATTERN))]
+        return hashes[0] if len(hashes) == 1 else "+".join(hashes)
+
+
+def model_folder(path: Path) -> Path:
+    """``path`` itself, or its ``model/`` folder when it is the output of a training run.
+
+    Raises:
+        UsageError: When there is no model in either place.
+    """
+    for candidate in (path / "model", path):
+        if (candidate / "config.json").is_file():
+            return candidate
+    unfinished = path.is_dir() and any((path / "checkpoints").glob("*"))
+    raise UsageError(
+        "no model there",
+        where=path,
+        got="an unfinished training run" if unfinished else "no config.json",
+        remedy="finish the run with the same gdistill-train command"
+        if unfinished
+        else "give a training run's --out folder or the model/ folder in it",
+    )
+
+
+def load_student(path: Path, device: torch.device | str = "cpu") -> LoadedStudent:
+    """Read a student in Hugging Face layout.
+
+    Raises:
+        UsageError: When the folder holds no student of ours, or a broken one.
+    """
+    directory = model_folder(path)
+    try:
+        student = AutoModel.from_pretrained(directory, local_files_only=True, dtype=torch.float32)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UsageError("the model cannot be loaded", where=directory, got=error) from error
+    if not isinstance(student, Student):
+        raise UsageError(
+            "not a gdistill student",
+            where=directory,
+            got=type(student).__name__,
+            remedy="train one with gdistill-train, or convert with gdistill-train import",
+        )
+    return LoadedStudent(
+        directory, student.to(device).eval(), load_tokenizer(directory), _read_record(directory)
+    )
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The folder's tokenizer, or None when there is none."""
+    if not any(
+        (directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
+    ):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise GdistillError("the tokenizer cannot be loaded", where=directory, got=error) from error
+
+
+def _read_record(directory: Path) -> dict[str, Any]:
+    file = directory / STUDENT_FILE
+    if not file.is_file():
+        return {}
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise GdistillError("not JSON", where=file, got=error) from error

@@ -1,0 +1,82 @@
+"""Samples on disk: one JSON object per line, appended batch by batch, finished by a rename.
+
+While a run is under way its lines stand in ``NAME.partial``; a torn last line (power cut, kill -9)
+is dropped when the run resumes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shards.atomic import fsync_directory, write_bytes_atomic
+from shards.errors import GdistillError
+
+
+class SampleFile:
+    """A file of samples that a run fills.
+
+    Args:
+        path: Where the finished file stands.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.partial = path.with_name(f"{path.name}.partial")
+
+    def finished_indices(self) -> set[int]:
+        """Indices of the samples that are safely written; repairs a torn last line.
+
+        Raises:
+            GdistillError: When a line in the middle is not a sample.
+        """
+        if self.path.is_file():
+            return {record["index"] for record in self._records(self.path.read_bytes())}
+        if not self.partial.is_file():
+            return set()
+        data = self.partial.read_bytes()
+        whole = data[: data.rfind(b"\n") + 1]
+        if whole != data:
+            write_bytes_atomic(self.partial, whole)
+        return {record["index"] for record in self._records(whole)}
+
+    def _records(self, data: bytes) -> list[dict[str, Any]]:
+        records = []
+        for number, line in enumerate(data.splitlines(), start=1):
+            try:
+                record = json.loads(line)
+                record["index"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise GdistillError(
+                    "a sample line is damaged",
+                    where=f"{self.path}:{number}",
+                    got=error,
+                    remedy="delete the file and sample again",
+                ) from error
+            records.append(record)
+        return records
+
+    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Add samples; they survive a power cut when this returns."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.is_file():  # a finished run that is asked for more samples
+            os.replace(self.path, self.partial)
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        with open(self.partial, "ab") as file:
+            file.write(lines.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def finish(self) -> None:
+        """Sort the lines by index and give the file its name."""
+        if self.path.is_file():
+            return
+        records = self._records(self.partial.read_bytes())
+        records.sort(key=lambda record: record["index"])
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        write_bytes_atomic(self.path, lines.encode())
+        self.partial.unlink()
+        fsync_directory(self.path.parent)
