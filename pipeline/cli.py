@@ -1,0 +1,88 @@
+"""``gdistill-extract``: corpus and teacher -> token rows -> shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from pipeline.run import run_extraction
+from pipeline.settings import resolve_request
+from pipeline.workers import Worker
+from shards.console import run_command
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+Text = Annotated[str | None, typer.Option()]
+
+
+@app.command()
+def extract(
+    out: Annotated[Path, typer.Option(help="Folder of the run; the store goes to OUT/store.")],
+    corpus: Annotated[
+        str | None,
+        typer.Option(help="Preset, TOML file, or maze:/text:/jsonl:/parquet:/hf: source."),
+    ] = None,
+    teacher: Annotated[
+        str | None, typer.Option(help="Folder or hub id of a causal language model.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Tokenizer, if it does not lie beside the teacher.")
+    ] = None,
+    codec: Annotated[str | None, typer.Option(help="What a shard stores [posterior].")] = None,
+    mode: Annotated[
+        str | None,
+        typer.Option(help="parallel: score the corpus [default]; sequential: the teacher writes."),
+    ] = None,
+    row_length: Annotated[int | None, typer.Option(help="Tokens of a row.")] = None,
+    rows: Annotated[int | None, typer.Option(help="Only so many rows of each split.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Rows of a forward pass [auto].")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 [default] or bfloat16.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto [default], cpu, cuda, cuda:N.")] = None,
+    compile: Annotated[bool | None, typer.Option(help="Use torch.compile.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of everything drawn [0].")] = None,
+    teacher_preset: Annotated[
+        str | None, typer.Option(help="Teacher trained on the spot: demo or full [default].")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file of settings.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="key=value: codec.*, corpus.*, teacher.*, store.*, ..."),
+    ] = None,
+    worker: Annotated[int | None, typer.Option(help="This process of a job array, from 0.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes of the job array.")] = None,
+) -> None:
+    """Run the teacher once over a corpus and store what students learn from.
+
+    Stage 1 writes token rows to OUT/tokens, stage 2 the store to OUT/store. Both resume: run the
+    same command again after any interruption. Start it under `accelerate launch`, or as
+    `--worker i --workers n`, for many processes.
+    """
+    options: dict[str, Any] = {
+        "mode": mode,
+        "seed": seed,
+        "device": device,
+        "batch_size": batch_size,
+        "corpus": {"spec": corpus, "row_length": row_length},
+        "codec": {"name": codec},
+        "teacher": {
+            "location": teacher,
+            "tokenizer": tokenizer,
+            "dtype": dtype,
+            "compiled": compile,
+            "preset": teacher_preset,
+        },
+        "store": {"rows": rows},
+    }
+    request = resolve_request(out, options, overrides or [], config)
+    run_extraction(request, Worker.from_environment(worker, workers))
+
+
+def main() -> None:
+    """Entry point."""
+    run_command(app)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Stage 2: rows -> teacher -> codec -> store, shard by shard.
+
+    this thread     claim shard -> read rows -> forward pass k+1 ...
+    "encode"        log-softmax, codec, copy to the host of batch k -> the shard's arrays
+    "store"         compress and write the shard before -> release its claim
+
+A shard is encoded whole, then written at once. Where a batch begins and ends is fixed within a
+shard, so the bytes do not depend on who computes it or what was interrupted. Another batch size
+changes nothing but the rounding of the teacher's float arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.background import Background
+from pipeline.batching import BatchSize, in_halves, is_out_of_memory
+from pipeline.rows import RowSource
+from pipeline.teacher import RawLogits, Teacher, check_output, rows_tensor
+from pipeline.transfer import to_host
+from pipeline.workers import StopRequest, Worker
+from shards.codec.protocol import Codec, TeacherOutput
+from shards.console import Bar
+from shards.manifest import Manifest
+from shards.store import ShardRange, ShardWriter
+
+Process = Callable[[TeacherOutput], TeacherOutput]
+LIVE_BATCHES_CPU, LIVE_BATCHES_GPU = 2, 3
+LIVE_SHARDS = 2
+
+
+def unchanged(output: TeacherOutput) -> TeacherOutput:
+    """The teacher's distribution as it is."""
+    return output
+
+
+class ShardArrays:
+    """The arrays of one shard while it is filled, position 0 left at zero."""
+
+    def __init__(self, manifest: Manifest, shard: ShardRange, rows: np.ndarray) -> None:
+        self.shard = shard
+        self.arrays = {
+            name: np.zeros(
+                (shard.num_rows, manifest.row_length, *spec.trailing_shape), np.dtype(spec.dtype)
+            )
+            for name, spec in manifest.all_arrays.items()
+        }
+        self.arrays["tokens"][:] = rows
+
+    def fill(self, first: int, encoded: dict[str, Tensor]) -> None:
+        """Put encoded arrays [b, L - 1, ...] at rows ``first``.. of the shard."""
+        for name, tensor in encoded.items():
+            self.arrays[name][first : first + len(tensor), 1:] = tensor.numpy()
+
+
+@dataclass
+class Extractor:
+    """Runs the shards of one store; see :meth:`run`.
+
+    Attributes:
+        process: Applied to the teacher's distribution before it is stored (temperature, nucleus).
+    """
+
+    teacher: Teacher
+    rows: RowSource
+    codec: Codec
+    writer: ShardWriter
+    resources: dict[str, Tensor]
+    batch_size: BatchSize
+    stop: StopRequest
+    process: Process = unchanged
+    num_extracted_tokens: int = 0
+    _claims: dict[ShardRange, ExitStack] = field(default_factory=dict)
+
+    def run(self, shards: list[ShardRange], worker: Worker, bar: Bar) -> None:
+        """Extract every shard that no other process holds, in this worker's order.
+
+        Raises:
+            Stopped: If the process was asked to end; shards not in the ledger are not begun.
+            GdistillError: For rows or logits that cannot be used, or storage that fails.
+        """
+        try:
+            with Background("store", LIVE_SHARDS) as storage:
+                live = LIVE_BATCHES_GPU if self._on_gpu else LIVE_BATCHES_CPU
+                with Background("encode", live) as encoder:
+                    for shard in worker.order(shards):
+                        self.stop.check()
+                        if self._take(shard):
+                            self._extract(shard, encoder, storage, bar)
+                        else:
+                            bar.advance(self._num_tokens(shard))
+        finally:
+            for claim in self._claims.values():
+                claim.close()
+            self._claims.clear()
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.teacher.device.type == "cuda"
+
+    def _num_tokens(self, shard: ShardRange) -> int:
+        return shard.num_rows * self.writer.manifest.row_length
+
+    def _take(self, shard: ShardRange) -> bool:
+        claim = ExitStack()
+        if claim.enter_context(self.writer.claim(shard)):
+            self._claims[shard] = claim
+            return True
+        claim.close()
+        return False
+
+    def _extract(
+        self, shard: ShardRange, encoder: Background, storage: Background, bar: Bar
+    ) -> None:
+        rows = self.rows.read(shard.split, shard.start, shard.stop, bar.note)
+        bar.note(str(shard))
+        arrays = ShardArrays(self.writer.manifest, shard, rows)
+        tokens = rows_tensor(rows)
+        for part in self.batch_size.parts(shard.num_rows):
+            self._forward(tokens, part, arrays, encoder, bar)
+        encoder.append(self._hand_over, arrays, storage)
+
+    def _forward(
+        self, tokens: Tensor, part: slice, arrays: ShardArrays, encoder: Background, bar: Bar
+    ) -> None:
+        """One forward pass; two of half the rows, and so on, where memory runs out."""
+        self.stop.check()
+        encoder.reserve()
+        row_ids = torch.arange(part.start, part.stop) + arrays.shard.start
+        try:
+            raw = self.teacher.forward(tokens[part], row_ids, self.codec.needs_hidden)
+        except Exception as error:
+            encoder.cancel_reservation()
+            if not is_out_of_memory(error):
+                raise
+            self.batch_size.halve(error)
+        else:
+            encoder.submit(self._encode, raw, part.start, arrays, bar)
+            return
+        encoder.wait()
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+        for smaller in self.batch_size.parts(part.stop - part.start):
+            moved = slice(part.start + smaller.start, part.start + smaller.stop)
+            self._forward(tokens, moved, arrays, encoder, bar)
+
+    @torch.inference_mode()
+    def _encode(self, raw: RawLogits, first: int, arrays: ShardArrays, bar: Bar) -> None:
+        def work(part: slice) -> None:
+            output = self.process(raw.rows(part).normalise(self.teacher.vocab_size))
+            encoded: dict[str, Tensor] = dict(
+                self.codec.encode(output, self.writer.manifest.seed, self.resources)
+            )
+            encoded["token_log_probs"] = token_log_probs(output)
+            encoded = to_host(encoded)
+            if not torch.isfinite(encoded["token_log_probs"]).all():
+                check_output(output, arrays.shard.split)
+            arrays.fill(first + part.start, encoded)
+
+        in_halves(work, slice(0, len(raw.tokens)))
+        bar.advance(raw.tokens.shape[0] * (raw.tokens.shape[1] + 1))
+
+    def _hand_over(self, arrays: ShardArrays, storage: Background) -> None:
+        storage.reserve()
+        storage.submit(self._write, arrays)
+
+    def _write(self, arrays: ShardArrays) -> None:
+        self.writer.write(arrays.shard, arrays.arrays)
+        self.num_extracted_tokens += self._num_tokens(arrays.shard)
+        self._claims.pop(arrays.shard).close()
+
+
+def token_log_probs(output: TeacherOutput) -> Tensor:
+    """[B, T] float32, nats: log p of each token."""
+    return output.log_probs.gather(-1, output.tokens[..., None]).squeeze(-1)
+
+
+def resources_on(device: torch.device, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
+    """A store's resources where the codec encodes."""
+    return {
+        name: torch.from_numpy(np.ascontiguousarray(a)).to(device) for name, a in arrays.items()
+    }

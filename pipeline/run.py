@@ -1,0 +1,231 @@
+"""One run of ``gdistill-extract``: teacher, stage 1, stage 2, summary; each step left alone if done."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import typer
+
+from pipeline.batching import BatchSize, automatic_batch_size
+from pipeline.corpus import scheme_of
+from pipeline.extract import Extractor, resources_on
+from pipeline.identity import build_manifest, side_files, unigram_log_probs
+from pipeline.maze import load_maze
+from pipeline.maze_teacher import MazeTeacherConfig, demo_teacher_config, train_maze_teacher
+from pipeline.pretrained import PretrainedFiles, find_pretrained
+from pipeline.rows import CorpusRows
+from pipeline.settings import ExtractRequest
+from pipeline.stage1 import prepare_tokens
+from pipeline.summary import StoreSummary, corpus_lines, store_lines
+from pipeline.teacher import Teacher, check_row_length, check_vocabulary, resolve_device
+from pipeline.tokens import TokenDataset
+from pipeline.workers import Stopped, StopRequest, Worker
+from shards.atomic import write_json_atomic
+from shards.claims import file_claim
+from shards.console import progress_bar
+from shards.errors import GdistillError, UsageError
+from shards.manifest import Manifest
+from shards.store import ShardRange, ShardStore, ShardWriter
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything stage 2 needs, found and checked.
+
+    Attributes:
+        request: With its row length settled.
+        teacher: The teacher's files.
+        dataset: The token rows.
+    """
+
+    request: ExtractRequest
+    teacher: PretrainedFiles
+    dataset: TokenDataset
+
+
+def run_extraction(request: ExtractRequest, worker: Worker) -> None:
+    """Do whatever of the run is not done yet.
+
+    Raises:
+        UsageError: If the request cannot be met, or differs from what is there.
+        GdistillError: If something fails on the way; finished shards are kept.
+    """
+    started = time.monotonic()
+    device = resolve_device(worker.device(request.settings.device))
+    require_writable(request.out)
+    inputs = prepare(request, worker)
+    manifest = build_manifest(inputs.request, inputs.teacher, inputs.dataset)
+    resources = make_resources(inputs)
+    files = side_files(inputs.request.corpus, inputs.dataset, inputs.teacher.folder)
+    writer = ShardWriter.create_or_resume(request.store, manifest, resources, files)
+    write_config(request.out / "config.json", inputs.request)
+    pending = [shard for split in manifest.splits for shard in writer.pending(split)]
+    num_tokens = 0
+    if pending:
+        teacher = Teacher.load(
+            inputs.teacher,
+            request.settings.teacher.dtype,
+            device,
+            vocab_size=inputs.dataset.vocab_size,
+            attention=request.settings.teacher.attention,
+            compiled=request.settings.teacher.compiled,
+        )
+        num_tokens = extract(inputs, teacher, writer, resources, pending, worker)
+    report(inputs, writer, worker, num_tokens, time.monotonic() - started)
+
+
+def prepare(request: ExtractRequest, worker: Worker) -> Inputs:
+    """Find or train the teacher, check that all fits, and make the token rows."""
+    location = request.settings.teacher.location or train_own_teacher(request)
+    files = find_pretrained(
+        location,
+        revision=request.settings.teacher.revision,
+        trust_remote_code=request.settings.teacher.trust_remote_code,
+    )
+    request = request.with_row_length(files.context_length)
+    assert request.corpus.row_length is not None
+    check_row_length(files, request.corpus.row_length)
+    tokenizer = request.settings.teacher.tokenizer or files.folder
+    dataset = prepare_tokens(request.corpus, tokenizer, request.out, main_process=worker.is_main)
+    check_vocabulary(files.num_logits, dataset.vocab_size, f"{tokenizer} and {files.name}")
+    if dataset.max_token_id >= dataset.vocab_size:
+        raise UsageError(
+            "token id outside the vocabulary",
+            where=dataset.path,
+            got=dataset.max_token_id,
+            expected=f"below {dataset.vocab_size}",
+        )
+    return Inputs(request, files, dataset)
+
+
+def train_own_teacher(request: ExtractRequest) -> Path:
+    """The teacher that a corpus brings along, trained once into ``<out>/teacher``."""
+    scheme, layout = scheme_of(request.corpus.source)
+    if scheme != "maze":
+        raise UsageError(
+            "no teacher",
+            where="--teacher",
+            expected="a local folder or the hub id of a causal language model",
+        )
+    config = MazeTeacherConfig()
+    if request.settings.teacher.preset == "demo":
+        config = demo_teacher_config()
+    out = request.out / "teacher"
+    with file_claim(request.out / ".teacher.lock", wait=True):
+        train_maze_teacher(load_maze(layout or "k4"), out, config)
+    return out
+
+
+def write_config(path: Path, request: ExtractRequest) -> None:
+    """The resolved request beside its outputs; a file that says the same is left alone."""
+    values = request.to_mapping()
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads(path.read_text(encoding="utf-8")) == values:
+            return
+    write_json_atomic(path, values)
+
+
+def require_writable(folder: Path) -> None:
+    """Refuse an output folder that cannot be written, before anything costly.
+
+    Raises:
+        UsageError: If it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            "cannot write to the output folder", where=folder, got=error.strerror or error
+        ) from error
+
+
+def make_resources(inputs: Inputs) -> dict[str, np.ndarray]:
+    """The arrays that the codec wants once per store."""
+    resources: dict[str, np.ndarray] = {}
+    for name in inputs.request.codec.resource_names:
+        if name != "unigram_log_probs":
+            raise GdistillError("the codec wants an unknown resource", got=name)
+        resources[name] = unigram_log_probs(inputs.dataset)
+    return resources
+
+
+def extract(
+    inputs: Inputs,
+    teacher: Teacher,
+    writer: ShardWriter,
+    resources: dict[str, np.ndarray],
+    pending: list[ShardRange],
+    worker: Worker,
+) -> int:
+    """Stage 2 of this process; the number of tokens it extracted.
+
+    Raises:
+        Stopped: With what remains.
+    """
+    manifest, stop = writer.manifest, StopRequest()
+    extractor = Extractor(
+        teacher=teacher,
+        rows=CorpusRows(inputs.dataset),
+        codec=inputs.request.codec,
+        writer=writer,
+        resources=resources_on(teacher.device, resources),
+        batch_size=BatchSize(batch_rows(inputs.request, teacher, manifest)),
+        stop=stop,
+    )
+    total = sum(manifest.splits.values()) * manifest.row_length
+    left = sum(shard.num_rows for shard in pending) * manifest.row_length
+    with (
+        stop.listening(),
+        progress_bar("extract", total, done=total - left, main_process=worker.is_main) as bar,
+    ):
+        try:
+            extractor.run(pending, worker, bar)
+        except Stopped as error:
+            remaining = sum(len(writer.pending(split)) for split in manifest.splits)
+            raise Stopped(
+                "stopped by SIGTERM",
+                where=writer.location.url,
+                got=f"{remaining} shards still to do",
+                remedy="run the same command again to finish",
+            ) from error
+    return extractor.num_extracted_tokens
+
+
+def batch_rows(request: ExtractRequest, teacher: Teacher, manifest: Manifest) -> int:
+    """Rows of a forward pass: as asked, or by memory."""
+    if request.settings.batch_size is not None:
+        return request.settings.batch_size
+    weight_bytes = sum(p.numel() * p.element_size() for p in teacher.model.parameters())
+    return automatic_batch_size(
+        manifest.row_length, teacher.files.num_logits, weight_bytes, teacher.device
+    )
+
+
+def report(
+    inputs: Inputs, writer: ShardWriter, worker: Worker, num_tokens: int, seconds: float
+) -> None:
+    """Print the store in numbers if it is complete, else what others are still doing."""
+    request = inputs.request
+    if not writer.is_complete():
+        typer.echo(f"worker {worker.index} is done; other processes are still writing shards")
+        return
+    summary = StoreSummary.of(ShardStore.open(request.store))
+    lines = ["corpus", *corpus_lines(inputs.dataset), *store_lines(request.store, summary)]
+    rate = f" ({num_tokens / seconds:,.0f} tokens/s)" if num_tokens else " (nothing was left to do)"
+    lines.append(f"  seconds        {seconds:.1f}{rate}")
+    if num_tokens:
+        record = {
+            **summary.to_json(),
+            "seconds": seconds,
+            "tokens_per_second": num_tokens / seconds,
+        }
+        write_json_atomic(request.out / "summary.json", record)
+    typer.echo("\n".join(lines))

@@ -1,0 +1,216 @@
+"""What one extraction is asked to do: a TOML file, options and ``--set a.b=c``, resolved once.
+
+::
+
+    mode = "parallel"          # or "sequential"
+    seed = 0
+    [corpus]                   # fields of CorpusConfig; spec = preset, TOML file or source
+    spec = "owt"
+    [teacher]                  # TeacherSettings
+    location = "gpt2-large"
+    dtype = "bfloat16"
+    [codec]                    # name and the codec's own parameters
+    name = "posterior"
+    num_entries = 64
+    [store]                    # StoreSettings
+    [sequential]               # SequentialSettings
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.corpus import CorpusConfig, corpus_config
+from pipeline.teacher import DtypeName
+from shards.codec import codec_parameters, make_codec
+from shards.codec.protocol import Codec
+from shards.configuration import merge, parse_override, read_toml, resolve, to_mapping
+from shards.errors import UsageError
+
+DEFAULT_CODEC = "posterior"
+LONGEST_DEFAULT_ROW = 1024
+
+
+@dataclass(frozen=True)
+class TeacherSettings:
+    """Which model, and how it runs.
+
+    Attributes:
+        location: Local directory or hub id; None for a corpus that brings its own (``maze``).
+        tokenizer: Directory or hub id of the tokenizer, if it does not lie beside the model.
+        dtype: Precision of weights and activations.
+        attention: Attention kernel by transformers' name (``sdpa``, ``flash_attention_2``, ...).
+        compiled: Run the model through ``torch.compile``.
+        preset: Size of a teacher that is trained on the spot.
+        revision: Revision of a hub model.
+        trust_remote_code: Whether code that comes with the model may run.
+    """
+
+    location: str | None = None
+    tokenizer: str | None = None
+    dtype: DtypeName = "float32"
+    attention: str | None = None
+    compiled: bool = False
+    preset: Literal["demo", "full"] = "full"
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """How much is stored, and in what portions.
+
+    Attributes:
+        rows: Only this many first rows of each split.
+        validation_rows: The same for validation alone.
+        rows_per_shard: Rows of a shard, the unit of work and of resume; by size unless told.
+        rows_per_chunk: Rows of an inner chunk, the unit of reading; by size unless told.
+    """
+
+    rows: int | None = None
+    validation_rows: int | None = None
+    rows_per_shard: int | None = None
+    rows_per_chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "rows_per_shard", "rows_per_chunk"):
+            _require(getattr(self, name), 1, f"store.{name}")
+        _require(self.validation_rows, 0, "store.validation_rows")
+
+
+@dataclass(frozen=True)
+class SequentialSettings:
+    """How the teacher writes rows of its own; off by default, for they change its distribution.
+
+    Attributes:
+        temperature: Divides the logits.
+        nucleus_p: Keeps the likeliest tokens that together reach this probability.
+        batch_size: Rows written side by side; by memory unless told.
+    """
+
+    temperature: float = 1.0
+    nucleus_p: float = 1.0
+    batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < float("inf"):
+            raise UsageError("out of range", where="sequential.temperature", got=self.temperature)
+        if not 0 < self.nucleus_p <= 1:
+            raise UsageError("out of range", where="sequential.nucleus_p", got=self.nucleus_p)
+        _require(self.batch_size, 1, "sequential.batch_size")
+
+
+@dataclass(frozen=True)
+class ExtractSettings:
+    """Everything but the corpus and the codec, which have types of their own.
+
+    Attributes:
+        mode: Score the corpus's rows (``parallel``), or rows the teacher writes (``sequential``).
+        seed: Seed of everything drawn.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        batch_size: Rows of one forward pass; by memory unless told.
+    """
+
+    mode: Literal["parallel", "sequential"] = "parallel"
+    seed: int = 0
+    device: str = "auto"
+    batch_size: int | None = None
+    teacher: TeacherSettings = field(default_factory=TeacherSettings)
+    store: StoreSettings = field(default_factory=StoreSettings)
+    sequential: SequentialSettings = field(default_factory=SequentialSettings)
+
+    def __post_init__(self) -> None:
+        _require(self.batch_size, 1, "batch_size")
+        if not 0 <= self.seed < 1 << 63:
+            raise UsageError("out of range", where="seed", got=self.seed, expected="0 to 2^63 - 1")
+
+
+@dataclass(frozen=True)
+class ExtractRequest:
+    """One resolved run of ``gdistill-extract``."""
+
+    out: Path
+    settings: ExtractSettings
+    corpus: CorpusConfig
+    codec: Codec
+
+    @property
+    def store(self) -> Path:
+        """Where the store goes."""
+        return self.out / "store"
+
+    def with_row_length(self, context_length: int | None) -> ExtractRequest:
+        """A row length for a corpus that sets none: the teacher's context, at most 1024."""
+        if self.corpus.row_length is not None:
+            return self
+        length = min(context_length or LONGEST_DEFAULT_ROW, LONGEST_DEFAULT_ROW)
+        return replace(self, corpus=replace(self.corpus, row_length=length))
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The resolved request, JSON-ready; written beside the store."""
+        codec = {"name": self.codec.name, **codec_parameters(self.codec)}
+        return {
+            **to_mapping(self.settings),
+            "corpus": to_mapping(self.corpus),
+            "codec": codec,
+        }
+
+
+def resolve_request(
+    out: Path,
+    options: Mapping[str, Any],
+    overrides: Iterable[str] = (),
+    config_file: Path | None = None,
+) -> ExtractRequest:
+    """Merge the file, the options (without their None values) and the overrides; later wins.
+
+    Raises:
+        UsageError: For an unknown key, a value of another type or out of range, or no corpus.
+    """
+    values = read_toml(config_file) if config_file else {}
+    values = merge(values, _without_none(options))
+    for text in overrides:
+        path, value = parse_override(text)
+        for key in reversed(path):
+            value = {key: value}
+        values = merge(values, value)
+    corpus, codec = (_table(values, name) for name in ("corpus", "codec"))
+    spec = corpus.pop("spec", None) or corpus.pop("source", None)
+    if not isinstance(spec, str):
+        raise UsageError(
+            "no corpus",
+            where="--corpus",
+            expected="a preset (owt, lm1b, maze, ...), a TOML file, or text:PATH and the like",
+        )
+    name = codec.pop("name", DEFAULT_CODEC)
+    return ExtractRequest(
+        out=out,
+        settings=resolve(ExtractSettings, values),
+        corpus=corpus_config(spec, settings=corpus),
+        codec=make_codec(str(name), **codec),
+    )
+
+
+def _table(values: dict[str, Any], name: str) -> dict[str, Any]:
+    table = values.pop(name, {})
+    if not isinstance(table, Mapping):
+        raise UsageError("wrong type in config", where=name, got=repr(table), expected="a table")
+    return dict(table)
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    result = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            value = _without_none(value)
+        if value is not None and value != {}:
+            result[key] = value
+    return result
+
+
+def _require(value: int | None, least: int, where: str) -> None:
+    if value is not None and value < least:
+        raise UsageError("out of range", where=where, got=value, expected=f"{least} or more")

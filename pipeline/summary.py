@@ -1,0 +1,85 @@
+"""What a run amounts to, in a few lines and as ``summary.json``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.text_policy import Tally
+from pipeline.tokens import TokenDataset
+from shards.store import ShardStore
+
+FP16_BYTES = 2
+
+
+@dataclass(frozen=True)
+class StoreSummary:
+    """A finished store in numbers.
+
+    Attributes:
+        num_tokens: Tokens of all splits, position 0 included.
+        num_bytes: All files of the store.
+        fp16_bytes_per_token: What the noise as fp16 vectors would take: 2 V.
+    """
+
+    num_rows: int
+    num_tokens: int
+    num_bytes: int
+    fp16_bytes_per_token: int
+
+    @classmethod
+    def of(cls, store: ShardStore) -> StoreSummary:
+        """The numbers of an open store."""
+        manifest = store.manifest
+        rows = sum(manifest.splits.values())
+        return cls(
+            num_rows=rows,
+            num_tokens=rows * manifest.row_length,
+            num_bytes=sum(store.location.sizes().values()),
+            fp16_bytes_per_token=FP16_BYTES * manifest.vocab_size,
+        )
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.num_bytes / self.num_tokens
+
+    def lines(self) -> list[str]:
+        """For people."""
+        ratio = self.fp16_bytes_per_token / self.bytes_per_token
+        return [
+            f"  rows           {self.num_rows:,}",
+            f"  tokens         {self.num_tokens:,}",
+            f"  bytes          {self.num_bytes:,}",
+            f"  bytes/token    {self.bytes_per_token:.1f}",
+            f"  fp16 vectors   {self.fp16_bytes_per_token:,} bytes/token: {ratio:.1f} x this store",
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **asdict(self),
+            "bytes_per_token": self.bytes_per_token,
+            "fp16_ratio": self.fp16_bytes_per_token / self.bytes_per_token,
+        }
+
+
+def corpus_lines(dataset: TokenDataset) -> list[str]:
+    """What stage 1 read, left out and repaired, split by split."""
+    lines = []
+    for split, record in dataset.record["splits"].items():
+        tally = Tally(**{name: record[name] for name in vars(Tally())})
+        parts = [f"{tally.num_documents:,} documents", f"{record['num_rows']:,} rows"]
+        notes = {
+            "empty documents left out": tally.num_empty,
+            "documents of bad UTF-8": tally.num_bad_utf8,
+            "control characters kept": tally.num_control_characters,
+            "tokens left over": record["num_dropped_tokens"],
+        }
+        parts += [f"{count:,} {what}" for what, count in notes.items() if count]
+        lines.append(f"  {split:<14} {', '.join(parts)}")
+    return lines
+
+
+def store_lines(path: Path, summary: StoreSummary) -> list[str]:
+    """The closing words of a run."""
+    return [f"store {path}", *summary.lines()]
