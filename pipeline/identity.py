@@ -1,4 +1,4 @@
-"""What decides the content of a store, gathered into its manifest; the arrays and files it carries."""
+"""What decides the content of a store, as its manifest; the arrays and files it carries along."""
 
 from __future__ import annotations
 

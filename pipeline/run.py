@@ -1,4 +1,4 @@
-"""One run of ``gdistill-extract``: teacher, stage 1, stage 2, summary; each step left alone if done."""
+"""One run of ``gdistill-extract``: teacher, stage 1, stage 2, summary; whatever is done stays."""
 
 from __future__ import annotations
 

@@ -286,12 +286,13 @@ def _install_head(model: nn.Module) -> Float32Head | None:
 
 def _load_model(files: PretrainedFiles, dtype: DtypeName, attention: str | None) -> Any:
     transformers_logging.disable_progress_bar()
-    options: dict[str, Any] = {"attn_implementation": attention} if attention else {}
+    options: dict[str, Any] = {"use_safetensors": files.has_safetensors}
+    if attention:
+        options["attn_implementation"] = attention
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             files.folder,
             dtype=getattr(torch, dtype),
-            use_safetensors=files.has_safetensors,
             trust_remote_code=files.trust_remote_code,
             output_loading_info=True,
             **options,
