@@ -12,7 +12,6 @@ python -m benchmarks.sampler_statistics [--golden DIR] [--num 200000] [--out DIR
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from scipy import optimize, stats
 from torch import Tensor
 
 from shards.noise import DenseNoise
+from shards.seeding import derive_seed
 from trainer.import_checkpoint import our_parameters
 from trainer.sampling.ancestral import AncestralConfig
 from trainer.sampling.draws import SampleKeys
@@ -71,8 +71,10 @@ def chi_square(case: str, counts: Tensor, expected_probs: Tensor) -> ChiSquare:
         observed, expected = observed[:-1], expected[:-1]
     statistic = float(((observed - expected) ** 2 / expected).sum())
     freedom = len(expected) - 1
-    p_value = 0.0 if impossible else float(stats.chi2.sf(statistic, freedom))
-    effect = detectable_effect(freedom, num)
+    p_value = 0.0 if impossible else 1.0
+    if freedom and not impossible:
+        p_value = float(stats.chi2.sf(statistic, freedom))
+    effect = detectable_effect(freedom, num) if freedom else float("inf")
     return ChiSquare(case, int(num), len(expected), statistic, p_value, effect)
 
 
@@ -149,9 +151,6 @@ class Goldens:
         return DenseNoise(padded.expand(num, -1, -1).flatten(0, 1))
 
 
-Draw = Callable[[Goldens, Student, str, int, Tensor, int], Tensor]
-
-
 def parse_case(case: str) -> tuple[str, str, float, bool]:
     """``mdlm.ancestral_T2.p0.8.noise_removal`` -> model, sampler, nucleus p, noise removal."""
     model, sampler, rest = case.split(".", 2)
@@ -197,9 +196,12 @@ def count_rows(tokens: Int[Tensor, "n l"], num_values: int) -> Int[Tensor, "v v 
     return torch.bincount(index, minlength=num_values**3).view((num_values,) * 3)
 
 
-def run_case(goldens: Goldens, case: str, num_samples: int, seed: int = 0) -> ChiSquare:
-    """Draw ``num_samples`` samples of a case and test them."""
-    exact = goldens.exact(case)
+def run_case(
+    goldens: Goldens, case: str, num_samples: int, *, judged_by: str | None = None
+) -> ChiSquare:
+    """Draw ``num_samples`` samples of a case and test them, against another case if told."""
+    exact = goldens.exact(judged_by or case)
+    seed = derive_seed("sampler statistics", case)
     counts = torch.zeros(exact.shape, dtype=torch.int64)
     for first in range(0, num_samples, BATCH):
         ids = torch.arange(first, min(first + BATCH, num_samples))

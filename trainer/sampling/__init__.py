@@ -13,7 +13,7 @@ are drawn in nor on their order, and samplers that differ in one setting share t
 from __future__ import annotations
 
 import difflib
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Int
 from torch import Tensor
@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 
+@runtime_checkable
 class Sampler(Protocol):
     """What all samplers offer."""
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -16,6 +16,7 @@ from shards.errors import UsageError
 from trainer.students import StudentConfig
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What is used of a tokenizer."""
 

@@ -37,7 +37,8 @@ def ancestral_steps(
         survival: [T] float64, descending: the probability that a token is still masked after step
             1..T, that is p(t_k) / p(1).
     """
-    steps = 1 + (uniform[..., None] <= survival).sum(dim=-1)
+    num_survived = len(survival) - torch.searchsorted(survival.flip(0), uniform)
+    steps = 1 + num_survived
     return torch.where(masked, steps, NOT_REVEALED)
 
 

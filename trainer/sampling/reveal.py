@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,6 +14,7 @@ from trainer.sampling.draws import SampleKeys
 from trainer.sampling.token_rule import TokenRule
 
 
+@runtime_checkable
 class Predict(Protocol):
     """A student as the loop sees it; the forward pass of one step."""
 
