@@ -2,7 +2,8 @@
 
 Before a shard is read, its ledger record must be there and sound and its files must exist with the
 recorded size; the bytes themselves are covered by the crc32c of every inner chunk and of the
-shard index.
+shard index. Local shards stored as this project stores them are decoded by
+:mod:`shards.native`; any other location or codec chain goes through zarr-python.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from zarr.storage import WrapperStore
 from shards.errors import GdistillError, IntegrityError
 from shards.layout import ShardRange, shard_file, shard_ranges
 from shards.ledger import ShardRecord, read_record
-from shards.location import Location
+from shards.location import LocalLocation, Location
 from shards.manifest import Manifest
+from shards.native import NativeArray, NativeShards, read_file_range
 
 REWRITE = "run the extraction again: it writes this shard anew and keeps the others"
 
@@ -67,7 +69,7 @@ class SplitReader:
         """Names the store's content and the split; what a data order belongs to."""
         return f"store {self.manifest.sha256[:16]}, split {self.split}"
 
-    def _open(self, store: _StrictStore, name: str) -> zarr.Array:
+    def _open(self, store: _StrictStore, name: str) -> NativeShards | zarr.Array:
         path = f"{self.split}/{name}"
         metadata = f"{path}/zarr.json"
         try:
@@ -80,7 +82,20 @@ class SplitReader:
             raise IntegrityError(
                 "array metadata was altered", where=f"{self.location.url}/{metadata}"
             )
-        return zarr.open_array(store, path=path, mode="r")
+        native = NativeArray.open(data)
+        if native is None or not isinstance(self.location, LocalLocation):
+            return zarr.open_array(store, path=path, mode="r")
+        return self._native(self.location, native, name)
+
+    def _native(self, location: LocalLocation, array: NativeArray, name: str) -> NativeShards:
+        def file(shard: int) -> str:
+            return shard_file(self.manifest, self.split, name, shard)
+
+        return NativeShards(
+            array,
+            lambda shard, start, length: read_file_range(location.path(file(shard)), start, length),
+            lambda shard: self._records[shard].files[file(shard)].num_bytes,
+        )
 
     def read_chunk(self, index: int) -> dict[str, np.ndarray]:
         """The rows of one inner chunk: array name -> [rows, L, *trailing].
@@ -101,13 +116,17 @@ class SplitReader:
         if not 0 <= start <= stop <= self.num_rows:
             raise IndexError(f"rows {start} to {stop} of {self.num_rows}")
         if start == stop:
-            return {name: np.asarray(array[:0]) for name, array in self._arrays.items()}
+            return {name: self._no_rows(name) for name in self._arrays}
         first = start // self.rows_per_chunk
         chunks = range(first, -(-stop // self.rows_per_chunk))
         parts = [self.read_chunk(index) for index in chunks]
         offset = first * self.rows_per_chunk
         window = slice(start - offset, stop - offset)
         return {name: np.concatenate([part[name] for part in parts])[window] for name in parts[0]}
+
+    def _no_rows(self, name: str) -> np.ndarray:
+        spec = self.manifest.all_arrays[name]
+        return np.empty((0, self.manifest.row_length, *spec.trailing_shape), dtype=spec.dtype)
 
     def shard_of(self, row: int) -> ShardRange:
         """The shard that holds a row."""
@@ -139,7 +158,10 @@ class SplitReader:
 
     def _read(self, shard: ShardRange, name: str, start: int, stop: int) -> np.ndarray:
         try:
-            return np.asarray(self._arrays[name][start:stop])
+            array = self._arrays[name]
+            if isinstance(array, NativeShards):
+                return array.read_chunk(start // self.rows_per_chunk)[: stop - start]
+            return np.asarray(array[start:stop])
         except GdistillError:
             raise
         except Exception as error:  # each Zarr codec raises a type of its own
