@@ -78,15 +78,20 @@ def bytes_per_token(arrays: dict[str, ArraySpec]) -> int:
     )
 
 
-def num_rows(dataset: TokenDataset, settings: StoreSettings) -> dict[str, int]:
-    """Rows of each split that is not empty, after the limits."""
-    limits = {"validation": settings.validation_rows}
-    rows = {}
+def num_rows(dataset: TokenDataset, request: ExtractRequest) -> dict[str, int]:
+    """Rows of each split that is not empty: the first ones of the corpus, as many as asked for.
+
+    A teacher that writes its own rows may write more than the corpus has.
+    """
+    settings, rows = request.settings.store, {}
     for split in dataset.splits:
-        limit = limits.get(split)
-        limit = settings.rows if limit is None else limit
+        own = settings.validation_rows if split == "validation" else None
         available = dataset.num_rows(split)
-        rows[split] = available if limit is None else min(available, limit)
+        limit = settings.rows if own is None else own
+        limit = available if limit is None else limit
+        asked = split != "validation" or own is not None
+        unlimited = request.settings.mode == "sequential" and asked and available > 0
+        rows[split] = limit if unlimited else min(available, limit)
     return {split: count for split, count in rows.items() if count}
 
 
@@ -102,7 +107,7 @@ def build_manifest(
         arrays=arrays,
         vocab_size=dataset.vocab_size,
         row_length=dataset.row_length,
-        splits=num_rows(dataset, settings.store),
+        splits=num_rows(dataset, request),
         rows_per_shard=unit.shard,
         rows_per_chunk=unit.chunk,
         teacher={

@@ -14,12 +14,13 @@ import typer
 
 from pipeline.batching import BatchSize, automatic_batch_size
 from pipeline.corpus import scheme_of
-from pipeline.extract import Extractor, resources_on
+from pipeline.extract import Extractor, Process, resources_on, unchanged
+from pipeline.generate import GeneratedRows, ProcessOutput
 from pipeline.identity import build_manifest, side_files, unigram_log_probs
 from pipeline.maze import load_maze
 from pipeline.maze_teacher import MazeTeacherConfig, demo_teacher_config, train_maze_teacher
 from pipeline.pretrained import PretrainedFiles, find_pretrained
-from pipeline.rows import CorpusRows
+from pipeline.rows import CorpusRows, RowSource
 from pipeline.settings import ExtractRequest
 from pipeline.stage1 import prepare_tokens
 from pipeline.summary import StoreSummary, corpus_lines, store_lines
@@ -171,9 +172,11 @@ def extract(
         Stopped: With what remains.
     """
     manifest, stop = writer.manifest, StopRequest()
+    rows, process = row_source(inputs, teacher, stop)
     extractor = Extractor(
         teacher=teacher,
-        rows=CorpusRows(inputs.dataset),
+        rows=rows,
+        process=process,
         codec=inputs.request.codec,
         writer=writer,
         resources=resources_on(teacher.device, resources),
@@ -197,6 +200,15 @@ def extract(
                 remedy="run the same command again to finish",
             ) from error
     return extractor.num_extracted_tokens
+
+
+def row_source(inputs: Inputs, teacher: Teacher, stop: StopRequest) -> tuple[RowSource, Process]:
+    """Where rows come from in this mode, and what is done to the teacher's distribution."""
+    settings = inputs.request.settings
+    if settings.mode == "parallel":
+        return CorpusRows(inputs.dataset), unchanged
+    rows = GeneratedRows(teacher, inputs.dataset, settings.sequential, settings.seed, stop.check)
+    return rows, ProcessOutput(settings.sequential)
 
 
 def batch_rows(request: ExtractRequest, teacher: Teacher, manifest: Manifest) -> int:

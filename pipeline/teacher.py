@@ -140,6 +140,7 @@ class Teacher:
     ) -> None:
         self.files, self.model, self.vocab_size = files, model, vocab_size
         self.dtype, self.device = dtype, device
+        self.scorer: Any = model
         self.head = _install_head(model)
 
     @classmethod
@@ -176,7 +177,7 @@ class Teacher:
         model = _load_model(files, dtype, attention).to(place)
         teacher = cls(files, model, vocab_size, dtype, place)
         if compiled:
-            teacher.model = torch.compile(model, dynamic=False)  # type: ignore[assignment]
+            teacher.scorer = torch.compile(model, dynamic=False)
         return teacher
 
     @property
@@ -235,11 +236,42 @@ class Teacher:
         check_row_length(self.files, rows.shape[1])
         self._check_ids(rows, row_ids)
         rows = rows.to(self.device)
-        logits = self.model(input_ids=rows[:, :-1], use_cache=False).logits
+        logits = self.scorer(input_ids=rows[:, :-1], use_cache=False).logits
         hidden = self._hidden(logits) if need_hidden else None
         if self.head is not None:
             self.head.forget()
         return RawLogits(logits, rows[:, 1:], row_ids.to(self.device), hidden)
+
+    @torch.inference_mode()
+    def next_log_probs(
+        self, tokens: Int[Tensor, "b n"], cache: Any = None
+    ) -> tuple[Float[Tensor, "b v"], Any]:
+        """The distribution of the token after the last one given, float32, nats, and the cache.
+
+        Args:
+            tokens: Tokens that the cache does not hold yet.
+            cache: What the last call returned; None at the beginning.
+
+        Raises:
+            UsageError: If the model keeps no key-value cache.
+        """
+        output = self.model(
+            input_ids=tokens.to(self.device),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        if self.head is not None:
+            self.head.forget()
+        cache = getattr(output, "past_key_values", None)
+        if cache is None:
+            raise UsageError(
+                "this teacher keeps no key-value cache",
+                where=self.files.name,
+                remedy="use --mode parallel",
+            )
+        logits = output.logits[:, -1, : self.vocab_size]
+        return logits.log_softmax(-1, dtype=torch.float32), cache
 
     def _check_ids(self, rows: Tensor, row_ids: Tensor) -> None:
         bad = (rows < 0) | (rows >= self.vocab_size)
@@ -355,6 +387,6 @@ def rows_tensor(rows: np.ndarray) -> Int[Tensor, "b l"]:
     return torch.from_numpy(rows.astype(np.int64))
 
 
-def with_rows(output: TeacherOutput, log_probs: Float[Tensor, "b t v"]) -> TeacherOutput:
+def with_log_probs(output: TeacherOutput, log_probs: Float[Tensor, "b t v"]) -> TeacherOutput:
     """The same output with other (processed) log-probabilities."""
     return replace(output, log_probs=log_probs)
