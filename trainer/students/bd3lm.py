@@ -13,11 +13,11 @@ finished blocks in memory::
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.errors import UsageError
-from trainer.diffusion import substituted_log_probs
+from trainer.diffusion import masked_log_probs, substituted_log_probs
 from trainer.students.attention import (
     Attend,
     KeyValueCache,
@@ -146,6 +146,43 @@ class BD3LM(MDLM):
         self.backbone(embeddings, self._noise_level(None), positions, attend, cache)
         cache.length += new
         return cache
+
+    @torch.no_grad()
+    def predict_after(
+        self,
+        finished: Int[Tensor, "b new"],
+        block_tokens: Int[Tensor, "b block"],
+        where: Bool[Tensor, "b block"],
+        condition: Float[Tensor, "b block d"] | None,
+        cache: KeyValueCache,
+    ) -> Float[Tensor, "n v1"]:
+        """``extend_cache`` and ``predict_block`` in one forward pass, for a sampler.
+
+        Args:
+            finished: Finished blocks that the cache lacks (none, one, or a prompt of several); the
+                cache grows by them.
+            block_tokens: Tokens of the block behind them, the mask id where unknown.
+            where: Masked positions of the block to predict; only those go through the head.
+            condition: Noise embeddings of the block's positions, used where masked.
+            cache: Keys and values of the blocks before ``finished``.
+
+        Returns:
+            SUBS log-probabilities of the n positions of ``where``, row-major.
+        """
+        new = finished.shape[1]
+        both = torch.cat((finished, block_tokens), dim=1)
+        embeddings = self.embed(block_tokens, condition)
+        if new:
+            clean = self.backbone.vocab_embed(finished)
+            embeddings = torch.cat((clean.to(embeddings.dtype), embeddings), dim=1)
+        positions, level = self._next_positions(both, cache), self._noise_level(None)
+        keys = torch.arange(cache.length + both.shape[1], device=both.device)
+        allowed = positions[:, None] // self.block_size >= keys[None, :] // self.block_size
+        attend = masked_attention(allowed) if new else full_attention
+        hidden = self.backbone(embeddings, level, positions, attend, cache)[:, new:]
+        cache.length += new
+        logits = self.backbone.output_layer(self._masked_features(hidden, where, level))
+        return masked_log_probs(logits, self.mask_id)
 
     def _next_positions(self, tokens: Tensor, cache: KeyValueCache) -> Int[Tensor, "new"]:
         return torch.arange(cache.length, cache.length + tokens.shape[1], device=tokens.device)
