@@ -164,14 +164,14 @@ def draw_whole_rows(goldens: Goldens, case: str, sample_ids: Tensor, seed: int) 
     tokens, noise = goldens.rows(num), goldens.noise(model, num)
     tau = 1.0 if noise is not None else None
     if sampler == "first_hitting":
-        config = FirstHittingConfig(nucleus_p, tau=tau)
+        config = FirstHittingConfig(nucleus_p=nucleus_p, tau=tau)
         return config.sample(student, tokens, sample_ids, noise, seed).tokens
     nfe = int(sampler.rpartition("_T")[2])
     if sampler.startswith("fixed_k"):
         # The golden counts position 0 too: k = floor(4 / T) of 3 masked tokens.
-        config = FixedCountConfig(nucleus_p, tau=tau, nfe=-(-3 // (4 // nfe)))
+        config = FixedCountConfig(nucleus_p=nucleus_p, tau=tau, nfe=-(-3 // (4 // nfe)))
         return config.sample(student, tokens, sample_ids, noise, seed).tokens
-    config = AncestralConfig(nfe, nucleus_p, tau=tau)
+    config = AncestralConfig(nfe=nfe, nucleus_p=nucleus_p, tau=tau)
     if noise_removal:
         return config.sample(student, tokens, sample_ids, noise, seed).tokens
     return _without_final_fill(config, student, tokens, sample_ids, noise, seed)
@@ -179,14 +179,12 @@ def draw_whole_rows(goldens: Goldens, case: str, sample_ids: Tensor, seed: int) 
 
 def _without_final_fill(config, student, tokens, sample_ids, noise, seed) -> Tensor:
     """T ancestral steps and nothing more: a token stays masked with probability 1e-5."""
-    from trainer.diffusion import schedule_of
-
     keys = SampleKeys(seed, sample_ids)
     use = NoiseUse(noise, config.tau).checked(student, tokens.numel())
     with inference(student):
         predict = WholeRow(student, tokens, use, config.times)
-        steps = config.steps(schedule_of(student.settings), predict.masked, keys)
-        return reveal(predict, tokens, steps, config.rule, keys, last_step=config.nfe)[0]
+        drawn, _ = config.steps(student, predict.masked, keys)
+        return reveal(predict, tokens, drawn, config.rule, keys)[0]
 
 
 def count_rows(tokens: Int[Tensor, "n l"], num_values: int) -> Int[Tensor, "v v v"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.trainer.sampling_cases import BOS, LENGTH, draw, noise_for, open_rows
 from trainer.sampling import AncestralConfig, FirstHittingConfig, FixedCountConfig, make_sampler
 from trainer.sampling.draws import SampleKeys, position_uniforms, race
 from trainer.sampling.order import ancestral_steps, ancestral_times, random_ranks
+from trainer.sampling.reveal import dense_ranks
 from trainer.sampling.whole_row import NoiseUse, WholeRow
 from trainer.students import Student
 
@@ -99,9 +101,9 @@ class TestPromises:
         calls = torch.zeros(len(IDS), dtype=torch.int64)
         original = WholeRow.__call__
 
-        def counted(self, rows, tokens, where, step):
+        def counted(self, rows, tokens, where, steps):
             calls[rows] += 1
-            return original(self, rows, tokens, where, step)
+            return original(self, rows, tokens, where, steps)
 
         monkeypatch.setattr(WholeRow, "__call__", counted)
         result = draw(student, suited(sampler, student), IDS)
@@ -152,28 +154,45 @@ def test_tau_scales_the_noise() -> None:
     assert not torch.equal(other.tokens, ours.tokens)
 
 
-def test_redrawn_noise_differs_between_steps_only() -> None:
+def test_redrawn_noise_is_that_of_the_step() -> None:
     student, ids = tiny_student(), torch.arange(4)
     tokens, noise = open_rows(student, 4), noise_for(student, ids, 3)
-    use = NoiseUse(noise, 1.0, redraw=True)
-    masked = tokens == student.mask_id
-    first, again, second = (use.embed(student, masked, draw=step) for step in (1, 1, 2))
-    assert first is not None and again is not None and second is not None
-    assert torch.equal(first, again)
-    assert not torch.allclose(first[masked], second[masked])
+    assert noise is not None
+    use, masked = NoiseUse(noise, 1.0, redraw=True), tokens == student.mask_id
+    rows, steps = torch.tensor([3, 1]), torch.tensor([5, 2])
+    both = use.embed_redrawn(student, masked[rows], rows, steps)
+    assert both is not None
+    for slot, (row, step) in enumerate(zip(rows, steps, strict=True)):
+        fixed = NoiseUse(noise.redrawn(int(step)), 1.0).embed(student, masked)
+        assert fixed is not None
+        assert torch.allclose(both[slot], fixed[row])
+    first = NoiseUse(noise, 1.0).embed(student, masked)
+    assert first is not None
+    assert not torch.allclose(both[0], first[3])
 
 
 def test_time_conditioned_student_is_told_the_time() -> None:
-    student = tiny_student(time_conditioning=True)
+    student = tiny_student(time_conditioning=True, conditioning="none")
     result = draw(student, AncestralConfig(nfe=6), IDS)
     assert (result.tokens != student.mask_id).all()
     tokens = open_rows(student, 2)
-    predict = WholeRow(student, tokens, NoiseUse(None), AncestralConfig(nfe=6).times)
+    sampler = AncestralConfig(nfe=4, final_argmax=False)
+    predict = WholeRow(student, tokens, NoiseUse(None), sampler.times)
     rows, where = torch.arange(2), tokens == student.mask_id
-    early, late = (predict(rows, tokens, where, step) for step in (1, 6))
-    assert not torch.allclose(early, late)
+    both = predict(rows, tokens, where, torch.tensor([2, 4])).unflatten(0, (2, -1))
+    for slot, t in enumerate((0.75, 0.25)):  # time at the start of steps 2 and 4
+        sigma = torch.full((2,), -math.log(1 - t))
+        with torch.no_grad():
+            expected = student.predict(tokens, None, sigma)[slot, 1:]
+        assert torch.allclose(both[slot], expected, atol=1e-5)
     with pytest.raises(UsageError, match="time-conditioned"):
         draw(student, FirstHittingConfig(), IDS)
+
+
+def test_dense_ranks_by_hand() -> None:
+    steps = torch.tensor([[0, 7, 3, 7, 9], [2, 2, 1, 5, 5], [0, 0, 0, 0, 0]])
+    expected = [[0, 2, 1, 2, 3], [2, 2, 1, 3, 3], [0, 0, 0, 0, 0]]
+    assert dense_ranks(steps).tolist() == expected
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from trainer.sampling.ancestral import AncestralConfig
 from trainer.sampling.first_hitting import FirstHittingConfig, FixedCountConfig
 from trainer.sampling.noise import SamplingNoise, sampling_noise
 from trainer.sampling.result import SampleResult
+from trainer.sampling.stopping import StopRule
 from trainer.students import Student
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "SampleResult",
     "Sampler",
     "SamplingNoise",
+    "StopRule",
     "make_sampler",
     "sampling_noise",
 ]
@@ -55,10 +57,8 @@ class Sampler(Protocol):
         sample_ids: Int[Tensor, "b"],
         noise: Noise | None,
         seed: int,
-        *,
-        attempt: int = 0,
     ) -> SampleResult:
-        """Fill the masked positions of B rows; see :class:`AncestralConfig`."""
+        """Fill the masked positions of B rows; see :class:`WholeRowSampler`."""
         ...
 
 

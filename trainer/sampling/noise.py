@@ -27,7 +27,7 @@ class NoisePrior(Protocol):
 
 @dataclass(frozen=True)
 class SamplingNoise:
-    """Prior noise of the samples' positions; ``redrawn(k)`` is a further, independent draw.
+    """Prior noise of the samples' positions, with further independent draws.
 
     Attributes:
         keys: Seed, sample ids as rows, positions and draw.
@@ -57,15 +57,15 @@ class SamplingNoise:
     def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         return self.base.tile(start, stop)
 
-    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"] | slice) -> Noise:
-        return replace(self, keys=self.keys.select(index)).base
+    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"] | slice) -> SamplingNoise:
+        return replace(self, keys=self.keys.select(index))
 
     def to(self, device: torch.device | str) -> SamplingNoise:
         return replace(self, keys=self.keys.to(device))
 
     def redrawn(self, draw: int) -> SamplingNoise:
-        """Draw number ``draw`` of the same positions."""
-        return replace(self, keys=replace(self.keys, draw=draw))
+        """The ``draw``-th draw after this one, of the same positions."""
+        return replace(self, keys=replace(self.keys, draw=self.keys.draw + draw))
 
 
 def sampling_noise(

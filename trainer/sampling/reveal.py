@@ -23,7 +23,7 @@ class Predict(Protocol):
         rows: Int[Tensor, "m"],
         tokens: Int[Tensor, "m l"],
         where: Bool[Tensor, "m l"],
-        step: int,
+        steps: Int[Tensor, "m"],
     ) -> Float[Tensor, "n v1"]:
         """Log-probabilities of x_0 at the n positions of ``where``, row-major.
 
@@ -31,7 +31,7 @@ class Predict(Protocol):
             rows: Batch rows that take part.
             tokens: Their tokens so far, the mask id where unknown.
             where: Positions to predict, all of them masked.
-            step: Number of the step, from 1.
+            steps: Step of the sampler that each row is in, from 1.
         """
         ...
 
@@ -43,37 +43,41 @@ def reveal(
     rule: TokenRule,
     keys: SampleKeys,
     *,
-    last_step: int | None = None,
     first_position: int = 0,
 ) -> tuple[Int[Tensor, "b l"], Int[Tensor, "b"]]:
     """Reveal every position in its step.
 
-    A row takes part in a forward pass only when it has a token to reveal: between two passes its
-    input always changes, so this is what caching p(x_0) while x stays the same comes to.
+    A row skips the steps that reveal nothing in it. Between two of its forward passes its input
+    always changes, so this is what reusing p(x_0) while x stays the same comes to. Rows of a batch
+    need not be in the same step: pass k serves each row's k-th step that reveals something.
 
     Args:
         predict: The student.
         tokens: The mask id where a token is to be filled in; other tokens are never changed.
-        steps: Step that reveals each position; 0 where the token is given.
+        steps: Step that reveals each position; 0 where it is given, or is to stay masked.
         rule: How tokens are chosen.
         keys: Names of the draws.
-        last_step: Stop after this step; positions of later steps stay masked.
         first_position: Row position of column 0, for the names of the draws.
 
     Returns:
         Tokens, and the forward passes each row took part in.
     """
     tokens = tokens.clone()
-    nfe = torch.zeros_like(tokens[:, 0])
-    for step in steps.unique().tolist():
-        if step < 1 or (last_step is not None and step > last_step):
-            continue
-        where = steps == step
+    passes = dense_ranks(steps)
+    for number in range(1, int(passes.max()) + 1 if passes.numel() else 1):
+        where = passes == number
         rows = where.any(dim=1).nonzero()[:, 0]
-        log_probs = predict(rows, tokens[rows], where[rows], step)
+        now = torch.where(where[rows], steps[rows], 0).amax(dim=1)
+        log_probs = predict(rows, tokens[rows], where[rows], now)
         tokens[where] = rule.choose(log_probs, keys.at("sampling tokens", where, first_position))
-        nfe[rows] += 1
-    return tokens, nfe
+    return tokens, passes.amax(dim=1)
+
+
+def dense_ranks(steps: Int[Tensor, "b l"]) -> Int[Tensor, "b l"]:
+    """Each row's distinct positive values numbered 1, 2, ... in ascending order; 0 stays 0."""
+    ordered, places = steps.sort(dim=1)
+    rises = torch.cat((ordered[:, :1] > 0, ordered.diff(dim=1) > 0), dim=1)
+    return torch.empty_like(steps).scatter_(1, places, rises.cumsum(dim=1))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Sampling whole rows at once: the student with its noise, and what all such samplers check."""
+"""A student that sees whole rows, with its noise, as the samplers use it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from trainer.diffusion import noise_level, schedule_of
 from trainer.students import BD3LM, MDLM, Student
 
 DEFAULT_TAU = 0.85
+STEPS_PER_ATTEMPT = 1 << 20
+"""Draw numbers of one attempt: its own, then one per step where noise is redrawn."""
 
 
 @runtime_checkable
 class RedrawableNoise(Protocol):
     """Noise that has further independent draws."""
 
-    def redrawn(self, draw: int) -> Noise: ...
+    def redrawn(self, draw: int) -> Noise:
+        """The ``draw``-th draw after this one."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,24 +58,67 @@ class NoiseUse:
                 got=f"{self.noise.num_positions} positions",
                 expected=num_positions,
             )
-        if self.redraw and not isinstance(self.noise, RedrawableNoise):
-            raise UsageError("this noise cannot be redrawn", where="redraw_noise")
+        if self.redraw:
+            _redrawable(self.noise)
         return NoiseUse(self.noise, DEFAULT_TAU if self.tau is None else self.tau, self.redraw)
 
-    def embed(
-        self, student: Student, masked: Bool[Tensor, "b l"], draw: int | None = None
-    ) -> Float[Tensor, "b l d"] | None:
+    def of(self, rows: Int[Tensor, "m"], num_rows: int, attempt: int) -> NoiseUse:
+        """The noise of some rows of a batch, for an attempt at them; attempt 0 is the first."""
+        if self.noise is None:
+            return self
+        length = self.noise.num_positions // num_rows
+        index = rows[:, None] * length + torch.arange(length, device=rows.device)
+        noise = self.noise.select(index.flatten().to(self.noise.device))
+        if attempt:
+            noise = _redrawable(noise).redrawn(attempt * STEPS_PER_ATTEMPT)
+        return replace(self, noise=noise)
+
+    def embed(self, student: Student, masked: Bool[Tensor, "b l"]) -> Float[Tensor, "b l d"] | None:
         """Noise embeddings at the masked positions, zero elsewhere; None without noise."""
-        noise = self.noise
-        if noise is None:
+        return None if self.noise is None else self._embed(student, self.noise, masked, masked)
+
+    def embed_redrawn(
+        self,
+        student: Student,
+        masked: Bool[Tensor, "m l"],
+        rows: Int[Tensor, "m"],
+        steps: Int[Tensor, "m"],
+    ) -> Float[Tensor, "m l d"] | None:
+        """The same for some rows, each with the draw of its own step."""
+        if self.noise is None:
             return None
-        if draw is not None and isinstance(noise, RedrawableNoise):
-            noise = noise.redrawn(draw)
-        chosen = noise.select(masked.flatten().nonzero()[:, 0].to(noise.device)).to(masked.device)
-        embedded = student.embed_noise(chosen, 1.0 if self.tau is None else self.tau)
-        condition = embedded.new_zeros(*masked.shape, embedded.shape[-1])
-        condition[masked] = embedded
+        noise = _redrawable(self.noise)
+        length = masked.shape[1]
+        full = masked.new_zeros(self.noise.num_positions // length, length)
+        parts = []
+        for step in steps.unique().tolist():
+            chosen = steps == step
+            everywhere = full.clone()
+            everywhere[rows[chosen]] = masked[chosen]
+            part = self._embed(student, noise.redrawn(step), everywhere, masked[chosen])
+            parts.append((chosen, part))
+        condition = parts[0][1].new_zeros(*masked.shape, parts[0][1].shape[-1])
+        for chosen, part in parts:
+            condition[chosen] = part
         return condition
+
+    def _embed(
+        self, student: Student, noise: Noise, index: Bool[Tensor, "b l"], place: Bool[Tensor, "m l"]
+    ) -> Float[Tensor, "m l d"]:
+        positions = index.flatten().nonzero()[:, 0].to(noise.device)
+        chosen = noise.select(positions).to(place.device)
+        embedded = student.embed_noise(chosen, 1.0 if self.tau is None else self.tau)
+        condition = embedded.new_zeros(*place.shape, embedded.shape[-1])
+        condition[place] = embedded
+        return condition
+
+
+def _redrawable(noise: Noise) -> RedrawableNoise:
+    if not isinstance(noise, RedrawableNoise):
+        raise UsageError(
+            "this noise cannot be redrawn", where="noise", remedy="give a SamplingNoise"
+        )
+    return noise
 
 
 class WholeRow:
@@ -110,24 +157,21 @@ class WholeRow:
         rows: Int[Tensor, "m"],
         tokens: Int[Tensor, "m l"],
         where: Bool[Tensor, "m l"],
-        step: int,
+        steps: Int[Tensor, "m"],
     ) -> Float[Tensor, "n v1"]:
-        condition = self._condition(rows, tokens, step)
         sigma = None
         if self.sigma is not None:
-            level = self.sigma[min(step, len(self.sigma)) - 1]
-            sigma = level.to(tokens.device).expand(len(rows))
+            last = len(self.sigma)
+            sigma = self.sigma.to(steps.device)[steps.clamp_max(last) - 1]
+        condition = self._condition(rows, tokens, steps)
         return self.student.predict_at(tokens, where, condition, sigma)
 
     def _condition(
-        self, rows: Int[Tensor, "m"], tokens: Int[Tensor, "m l"], step: int
+        self, rows: Int[Tensor, "m"], tokens: Int[Tensor, "m l"], steps: Int[Tensor, "m"]
     ) -> Float[Tensor, "m l d"] | None:
         if not self.use.redraw:
             return None if self.condition is None else self.condition[rows]
-        masked = torch.zeros_like(self.masked)
-        masked[rows] = tokens == self.student.mask_id
-        condition = self.use.embed(self.student, masked, draw=step)
-        return None if condition is None else condition[rows]
+        return self.use.embed_redrawn(self.student, tokens == self.student.mask_id, rows, steps)
 
 
 def check_noise_settings(student: Student, tau: float | None, redraw_noise: bool) -> None:
