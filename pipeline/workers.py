@@ -19,6 +19,13 @@ from shards.errors import GdistillError, UsageError
 
 Item = TypeVar("Item")
 
+RANKS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
+"""What torchrun, Open MPI and MPICH call a process's number; ``accelerate launch`` uses these."""
+
 
 @dataclass(frozen=True)
 class Worker:
@@ -47,7 +54,7 @@ class Worker:
     def from_environment(
         cls, index: int | None, count: int | None, environment: Mapping[str, str] = os.environ
     ) -> Worker:
-        """The options if given, else what ``accelerate launch`` or ``torchrun`` tells.
+        """The options if given, else what the launcher (accelerate, torchrun, mpirun) tells.
 
         Raises:
             UsageError: If only one of the two options is given, or they do not fit.
@@ -56,9 +63,10 @@ class Worker:
             raise UsageError("--worker and --workers belong together")
         if index is not None and count is not None:
             return cls(index, count)
-        if "RANK" in environment and "WORLD_SIZE" in environment:
-            rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-            return cls(rank, size, int(environment.get("LOCAL_RANK", rank)))
+        for rank, size, local_rank in RANKS:
+            if rank in environment and size in environment:
+                local = environment.get(local_rank, environment[rank])
+                return cls(int(environment[rank]), int(environment[size]), int(local))
         return cls()
 
     @property
