@@ -11,7 +11,7 @@ import torch
 from tests.trainer.run_cases import write_store
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Tiny shapes: a second thread costs more than it gives, the more so on a busy machine."""
     before = torch.get_num_threads()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from shards.codec import codec_parameters, make_codec
 from shards.codec.protocol import TeacherOutput
 from shards.manifest import Manifest
 from shards.store import ShardWriter
+from trainer.metrics import TIMING_FIELDS
 from trainer.settings import RunConfig, compose_run
 
 VOCAB, LENGTH, SEED = 12, 8, 7
@@ -107,3 +109,24 @@ def tiny_run(**changes: Any) -> RunConfig:
     }
     overrides = [f"{name.replace('__', '.')}={value}" for name, value in changes.items()]
     return compose_run([base], overrides)
+
+
+def run_files(out: Path) -> dict[str, bytes]:
+    """What must not depend on interruptions: the last checkpoint's and the model's tensors."""
+    last = max((out / "checkpoints").glob("step-*"))
+    paths = [*last.glob("*.safetensors"), out / "model" / "model.safetensors"]
+    return {path.name: path.read_bytes() for path in paths}
+
+
+def metrics_without_timing(out: Path) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl without the fields that depend on the machine."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if k not in TIMING_FIELDS} for line in lines]
+
+
+def assert_same_run(first: Path, second: Path) -> None:
+    """Two finished runs agree bit for bit."""
+    files, others = run_files(first), run_files(second)
+    assert len(files) == 4
+    assert metrics_without_timing(first) == metrics_without_timing(second)
+    assert [name for name in files if files[name] != others[name]] == []
