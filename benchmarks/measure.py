@@ -40,6 +40,11 @@ def interleaved_seconds(
     return seconds
 
 
+def best(values: list[float]) -> float:
+    """The least value: what the work takes when nothing else runs on the machine."""
+    return min(values)
+
+
 def median(values: list[float]) -> float:
     """The middle value."""
     return statistics.median(values)

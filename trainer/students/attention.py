@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import no_type_check
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -74,6 +75,8 @@ def masked_attention(allowed: Bool[Tensor, "q k"]) -> Attend:
     return attend
 
 
+# FlexAttention traces this function, and cannot trace run-time type checks.
+@no_type_check
 def training_pattern(
     query: Int[Tensor, "*i"], key: Int[Tensor, "*j"], row_length: int, block_size: int
 ) -> Bool[Tensor, "*k"]:
@@ -114,11 +117,15 @@ def flex_training_attention(row_length: int, block_size: int, device: torch.devi
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    def pattern(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return training_pattern(query, key, row_length, block_size)
-
     length = 2 * row_length
-    mask = create_block_mask(pattern, None, None, length, length, device=device)
+    mask = create_block_mask(
+        lambda batch, head, query, key: training_pattern(query, key, row_length, block_size),
+        None,
+        None,
+        length,
+        length,
+        device=device,
+    )
     kernel = torch.compile(flex_attention) if device.type == "cuda" else flex_attention
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

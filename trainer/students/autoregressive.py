@@ -33,6 +33,7 @@ class AR(Student):
 
     config_class = ARConfig
     uses_noise_level = False
+    default_sampler = "sequential"
 
     def __init__(self, config: StudentConfig) -> None:
         if config.settings.conditioning != "none":

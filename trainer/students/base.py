@@ -62,6 +62,7 @@ class Student(PreTrainedModel):
     supports_gradient_checkpointing = False
     _no_split_modules = ["Block"]  # noqa: RUF012
     uses_noise_level = True
+    default_sampler = "ancestral"
 
     def __init__(self, config: StudentConfig) -> None:
         super().__init__(config)
@@ -134,6 +135,51 @@ class Student(PreTrainedModel):
     def masked_positions(self, tokens: Int[Tensor, "b l"]) -> Bool[Tensor, "b l"]:
         """Where a row is still to be filled."""
         return tokens == self.mask_id
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Int[Tensor, "b l"] | None = None,
+        *,
+        num_samples: int = 1,
+        sampler: str | None = None,
+        seed: int = 0,
+        noise: Noise | None = None,
+        **sampler_settings: Any,
+    ) -> Int[Tensor, "b l"]:
+        """Fill masked positions with one of ``trainer.sampling``'s samplers; [B, L] token ids.
+
+        Args:
+            tokens: Rows with the mask id where to fill; None is ``num_samples`` rows of which only
+                the begin-of-sequence token is given.
+            num_samples: Rows, when ``tokens`` is None.
+            sampler: Registry name; None takes the one that suits the student.
+            seed: With the row's index it names all randomness, the noise included.
+            noise: Noise over B * L positions; None draws prior noise for a conditioned student.
+            **sampler_settings: ``nfe``, ``nucleus_p``, ``tau``, ...
+
+        Raises:
+            UsageError: For an unknown sampler or setting, or rows that cannot be filled.
+        """
+        # The samplers import the students.
+        from trainer.sampling import make_sampler, sampling_noise
+
+        rows = self._open_rows(num_samples) if tokens is None else tokens.to(self.device)
+        sample_ids = torch.arange(len(rows), device=rows.device)
+        if noise is None and self.is_conditioned:
+            noise = sampling_noise(seed, sample_ids, rows.shape[1], self.config.vocab_size)
+        config = make_sampler(sampler or self.default_sampler, **sampler_settings)
+        return config.sample(self, rows, sample_ids, noise, seed).tokens
+
+    def _open_rows(self, num_samples: int) -> Int[Tensor, "b l"]:
+        first = self.config.bos_token_id
+        if first is None:
+            remedy = "pass rows whose first token is given"
+            raise UsageError("the student knows no first token", where="generate", remedy=remedy)
+        shape = (num_samples, self.config.row_length)
+        rows = torch.full(shape, self.mask_id, device=self.device)
+        rows[:, 0] = first
+        return rows
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See the subclass."""

@@ -41,6 +41,7 @@ class BD3LM(MDLM):
     """Block diffusion on the same backbone; with one block per row it is MDLM to the last bit."""
 
     config_class = BD3LMConfig
+    default_sampler = "block"
 
     @property
     def block_size(self) -> int:

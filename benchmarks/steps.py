@@ -1,0 +1,86 @@
+"""One training step of MDLM + Gumbel, three ways: ours, plainly dense, and with an online teacher.
+
+All three take the same batch, weights, corruption and optimiser, and give the same loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import GPT2LMHeadModel
+
+from shards.noise import KeyedPosterior, Noise, dense_arrivals
+from shards.position_keys import PositionKeys
+from shards.probabilities import DenseProbabilities
+from trainer.batch import Batch
+from trainer.diffusion import substituted_log_probs
+from trainer.optimization import clip_gradients
+from trainer.students import MDLM
+
+
+def finish_step(loss: Tensor, student: MDLM, optimizer: torch.optim.Optimizer) -> Tensor:
+    """Backward, clip, update."""
+    loss.backward()
+    clip_gradients(student.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def tiled_loss(student: MDLM, batch: Batch) -> Tensor:
+    """Ours: noise decoded at masked positions, in tiles; only masked rows meet the head."""
+    return student.loss(batch).loss
+
+
+def dense_gumbels(batch: Batch) -> Tensor:
+    """xi [B, L, V] of every position, as a tensor; position 0 has none and is 0."""
+    assert batch.noise is not None
+    everywhere = torch.ones_like(batch.tokens, dtype=torch.bool)
+    everywhere[:, 0] = False
+    rows = -dense_arrivals(batch.noise.at(everywhere)).log()
+    xi = rows.new_zeros(*batch.tokens.shape, rows.shape[-1])
+    return xi.masked_scatter_(everywhere[..., None], rows)
+
+
+def dense_loss(student: MDLM, batch: Batch, xi: Tensor) -> Tensor:
+    """The textbook formulation: softmax(xi) W and full-vocabulary logits at every position."""
+    corruption = student.corrupt(batch)
+    mask = corruption.mask[..., None]
+    tokens = batch.tokens.masked_fill(corruption.mask, student.mask_id)
+    assert student.conditioner is not None
+    noise = torch.softmax(xi, dim=-1) @ student.conditioner.weight
+    embeddings = torch.where(mask, noise, student.backbone.vocab_embed(tokens))
+    level = student.backbone.noise_level(torch.zeros(len(tokens), device=tokens.device))
+    hidden = student.contextualize(embeddings, batch.tokens, level)
+    head = student.backbone.output_layer
+    log_probs = substituted_log_probs(head(head.features(hidden, level)), tokens, student.mask_id)
+    nlls = -log_probs.gather(-1, batch.tokens[..., None])[..., 0]
+    return (nlls * corruption.weight).sum() / batch.tokens.numel()
+
+
+@dataclass(frozen=True)
+class OnlineNoise:
+    """Row noise straight from a teacher's log-probabilities, [B, L-1, V]."""
+
+    log_probs: Tensor
+    tokens: Tensor
+    row_ids: Tensor
+
+    def at(self, mask: Tensor) -> Noise:
+        """Posterior noise of the masked positions, drawn anew."""
+        rows, positions = mask.nonzero(as_tuple=True)
+        log_probs, tokens = self.log_probs[rows, positions - 1], self.tokens[rows, positions]
+        chosen = log_probs.gather(-1, tokens[:, None])[:, 0]
+        keys = PositionKeys(3, self.row_ids[rows], positions)
+        return KeyedPosterior(keys, tokens, chosen, DenseProbabilities(log_probs))
+
+
+@torch.no_grad()
+def online_batch(teacher: GPT2LMHeadModel, batch: Batch) -> Batch:
+    """The batch with its noise from the teacher, run now."""
+    logits = teacher(batch.tokens).logits[:, :-1].float()
+    logits = logits - logits.mean(dim=-1, keepdim=True)
+    log_probs = torch.log_softmax(logits, dim=-1)
+    return replace(batch, noise=OnlineNoise(log_probs, batch.tokens, batch.row_ids))

@@ -1,0 +1,122 @@
+"""Wall time of a training step: ours against plainly dense, and against an online teacher.
+
+    python -m benchmarks.training_step [--preset small] [--batch-size 8]
+
+Every step is whole: rows read from shards, noise decoded, forward, backward, clipping, AdamW. The
+dense step is measured twice: decoding its noise as ours does, and with xi given in memory for free.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from benchmarks.measure import best, interleaved_seconds, machine
+from benchmarks.steps import dense_gumbels, dense_loss, finish_step, online_batch, tiled_loss
+from benchmarks.synthetic import make_student, make_teacher, read_batch, write_store
+from shards.atomic import write_json_atomic
+from shards.store import ShardStore
+from trainer.optimization import make_optimizer
+from trainer.settings import OptimizationConfig
+from trainer.students import StudentSettings, read_preset
+
+
+def measure_steps(
+    store: ShardStore,
+    settings: StudentSettings,
+    batch_size: int,
+    device: torch.device,
+    *,
+    repeats: int,
+    teacher_shape: tuple[int, int, int] | None,
+) -> dict[str, object]:
+    """Seconds of each step and their ratios; the losses must agree first."""
+    vocab_size, row_length = store.manifest.vocab_size, store.manifest.row_length
+    student = make_student(settings, row_length, vocab_size, device)
+    optimizer = make_optimizer(student.parameters(), OptimizationConfig(learning_rate=1e-12))
+    batch = read_batch(store, batch_size, device)
+    xi = dense_gumbels(batch)
+    losses = {
+        "ours": float(tiled_loss(student, batch).detach()),
+        "dense": float(dense_loss(student, batch, xi).detach()),
+    }
+    if abs(losses["ours"] / losses["dense"] - 1) > 1e-4:
+        raise RuntimeError(f"the two formulations disagree: {losses}")
+
+    def ours() -> object:
+        return finish_step(
+            tiled_loss(student, read_batch(store, batch_size, device)), student, optimizer
+        )
+
+    def dense() -> object:
+        read = read_batch(store, batch_size, device)
+        return finish_step(dense_loss(student, read, dense_gumbels(read)), student, optimizer)
+
+    def dense_given_xi() -> object:
+        return finish_step(dense_loss(student, batch, xi), student, optimizer)
+
+    work = {"ours": ours, "dense": dense, "dense, xi in memory": dense_given_xi}
+    if teacher_shape is not None:
+        teacher = make_teacher(*teacher_shape, vocab_size, device)
+
+        def online() -> object:
+            read = online_batch(teacher, read_batch(store, batch_size, device))
+            return finish_step(tiled_loss(student, read), student, optimizer)
+
+        work["online teacher"] = online
+    seconds = {k: best(v) for k, v in interleaved_seconds(work, device, repeats=repeats).items()}
+    found: dict[str, object] = {
+        "losses": losses,
+        "seconds": seconds,
+        "tokens_per_second": {k: batch_size * row_length / v for k, v in seconds.items()},
+        "ratio_to_dense": seconds["ours"] / seconds["dense"],
+        "ratio_to_dense_given_xi": seconds["ours"] / seconds["dense, xi in memory"],
+    }
+    if "online teacher" in seconds:
+        found["decoupling_gain"] = seconds["online teacher"] / seconds["ours"]
+    return found
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path(
+        "benchmarks/results/training_step.json"
+    ),
+    presets: Annotated[str, typer.Option(help="Student presets, comma-separated.")] = "tiny,small",
+    codecs: Annotated[str, typer.Option(help="Codecs, comma-separated.")] = "posterior,full",
+    batch_size: int = 8,
+    row_length: int = 128,
+    vocab_size: int = 50257,
+    repeats: int = 3,
+    teacher: Annotated[
+        str, typer.Option(help="layers,width,heads; empty for none.")
+    ] = "36,1280,20",
+    device: str = "cpu",
+) -> None:
+    """Measure every preset and codec, write the JSON, print the ratios."""
+    target, results = torch.device(device), {}
+    shape = tuple(int(part) for part in teacher.split(",")) if teacher else None
+    for codec in codecs.split(","):
+        with tempfile.TemporaryDirectory() as folder:
+            store = write_store(Path(folder) / "store", codec, batch_size, row_length, vocab_size)
+            for preset in presets.split(","):
+                settings = StudentSettings(
+                    **{**read_preset(preset), "conditioning": "gumbel", "dropout": 0.0}
+                )
+                found = measure_steps(
+                    store, settings, batch_size, target, repeats=repeats, teacher_shape=shape
+                )
+                results[f"{preset}, {codec}"] = found
+                keys = ("ratio_to_dense", "ratio_to_dense_given_xi", "decoupling_gain")
+                shown = "; ".join(f"{k} {found[k]:.3f}" for k in keys if k in found)
+                print(f"{preset}, {codec}: {shown}", flush=True)
+    size = {"batch_size": batch_size, "row_length": row_length, "vocab_size": vocab_size}
+    record = {"machine": machine(target), "shape": size, "teacher": teacher, "steps": results}
+    write_json_atomic(out, {**record, "bars": {"ratio_to_dense": 0.6}})
+
+
+if __name__ == "__main__":
+    typer.run(main)
