@@ -35,6 +35,7 @@ def run(
 ) -> None:
     """Train a student from a store; no teacher is needed."""
     from trainer.loop import train
+    from trainer.parallel import leave
     from trainer.settings import compose_run, read_recipe
 
     sources: list[dict[str, Any]] = []
@@ -45,6 +46,7 @@ def run(
     sources.append({} if student is None else {"student": student})
     sources.append({} if conditioning is None else {"model": {"conditioning": conditioning}})
     finished = train(compose_run(sources, overrides or []), store, out, init_from=init_from)
+    leave()
     if _is_first_process():
         done = f"wrote {out / 'model'}" if finished else f"stopped; checkpoint saved below {out}"
         typer.echo(done, err=True)

@@ -57,11 +57,12 @@ class MetricsLog:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Finish the file and the trackers."""
+        """Finish the file and the trackers (the process group stays: the export needs it)."""
         if self._file is not None:
             self.sync()
             self._file.close()
-        self._accelerator.end_training()
+        for tracker in self._accelerator.trackers:
+            tracker.finish()
 
 
 def keep_lines_until(path: Path, last_step: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import (
     DistributedDataParallelKwargs,
@@ -134,6 +134,7 @@ def sum_over_processes(values: list[float], accelerator: Accelerator) -> list[fl
     return total.tolist()
 
 
-def is_main_process() -> bool:
-    """Whether this process is the one that speaks; known before a world is opened, too."""
-    return PartialState().is_main_process if PartialState._shared_state else True
+def leave() -> None:
+    """Leave the process group, if there is one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
