@@ -14,7 +14,7 @@ from shards.manifest import Manifest
 from shards.store import ShardStore
 from shards.stream import RowBatch
 from shards.writer import ShardWriter
-from trainer.batch import Batch, BatchMaker
+from trainer.batch import Batch, BatchMaker, StoredRowNoise
 from trainer.students import MDLM, MDLMConfig, StudentSettings
 
 ROWS_AT_ONCE = 8
@@ -25,17 +25,20 @@ def unigram(vocab_size: int) -> Tensor:
     return torch.log_softmax(-torch.log(torch.arange(vocab_size) + 10.0), dim=0)
 
 
-def synthetic_output(rows: Tensor, row_length: int, vocab_size: int) -> TeacherOutput:
+def synthetic_output(
+    rows: Tensor, row_length: int, vocab_size: int, device: torch.device | str = "cpu"
+) -> TeacherOutput:
     """Distributions with a Zipf tail and a few confident tokens; tokens drawn from them."""
-    generator = torch.Generator().manual_seed(int(rows[0]))
+    generator = torch.Generator(device).manual_seed(int(rows[0]))
     shape = (len(rows), row_length - 1, vocab_size)
-    logits = torch.randn(shape, generator=generator).mul_(1.5).add_(unigram(vocab_size))
-    peaks = torch.randint(vocab_size, (*shape[:2], 4), generator=generator)
-    logits.scatter_add_(2, peaks, torch.full(peaks.shape, 9.0))
+    logits = torch.randn(shape, generator=generator, device=device).mul_(1.5)
+    logits += unigram(vocab_size).to(device)
+    peaks = torch.randint(vocab_size, (*shape[:2], 4), generator=generator, device=device)
+    logits.scatter_add_(2, peaks, torch.full(peaks.shape, 9.0, device=device))
     log_probs = torch.log_softmax(logits, dim=-1)
     flat = log_probs.flatten(0, 1).exp()
     tokens = torch.multinomial(flat, 1, generator=generator).view(shape[:2])
-    return TeacherOutput(log_probs, tokens, rows)
+    return TeacherOutput(log_probs, tokens, rows.to(device))
 
 
 def write_store(
@@ -85,6 +88,38 @@ def read_batch(store: ShardStore, num_rows: int, device: torch.device) -> Batch:
     return BatchMaker(store, 7, device, with_noise=True)(rows, step=0)
 
 
+def random_batch(
+    num_rows: int,
+    row_length: int,
+    vocab_size: int,
+    device: torch.device,
+    first_slot: int,
+    global_batch_size: int,
+) -> Batch:
+    """Rows as a store under the ``posterior`` codec gives them, made in memory on the device."""
+    codec, resources = (
+        make_codec("posterior"),
+        {"unigram_log_probs": unigram(vocab_size).to(device)},
+    )
+    columns: list[dict[str, Tensor]] = []
+    for rows in torch.arange(first_slot, first_slot + num_rows).split(ROWS_AT_ONCE):
+        output = synthetic_output(rows, row_length, vocab_size, device)
+        chosen = output.log_probs.gather(-1, output.tokens[..., None])[..., 0]
+        encoded = codec.encode(output, 5, resources)
+        columns.append({"tokens": output.tokens, "token_log_probs": chosen, **encoded})
+    arrays = {name: torch.cat([_padded(part[name]) for part in columns]) for name in columns[0]}
+    tokens, chosen = arrays.pop("tokens"), arrays.pop("token_log_probs")
+    rows = torch.arange(first_slot, first_slot + num_rows, device=device)
+    noise = StoredRowNoise(codec, arrays, tokens, chosen, rows, 7, 0, resources)
+    return Batch(tokens, chosen, rows, rows, global_batch_size, 0, 0, 3, noise)
+
+
+def _padded(values: Tensor) -> Tensor:
+    """Position 0 filled with zeros."""
+    first = torch.zeros((len(values), 1, *values.shape[2:]), device=values.device)
+    return torch.cat((first.to(values.dtype), values), dim=1)
+
+
 def make_student(
     settings: StudentSettings, row_length: int, vocab_size: int, device: torch.device
 ) -> MDLM:
@@ -99,11 +134,20 @@ def make_student(
 
 
 def make_teacher(
-    num_layers: int, hidden_size: int, num_heads: int, vocab_size: int, device: torch.device
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    vocab_size: int,
+    device: torch.device,
+    context_length: int = 1024,
 ) -> GPT2LMHeadModel:
     """A GPT-2 with random weights; 36 x 1280 with 20 heads is the shape of GPT-2 Large."""
     config = GPT2Config(
-        vocab_size=vocab_size, n_layer=num_layers, n_embd=hidden_size, n_head=num_heads
+        vocab_size=vocab_size,
+        n_positions=context_length,
+        n_layer=num_layers,
+        n_embd=hidden_size,
+        n_head=num_heads,
     )
     torch.manual_seed(0)
     with device:

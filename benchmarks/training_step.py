@@ -9,20 +9,25 @@ dense step is measured twice: decoding its noise as ours does, and with xi given
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from torch import Tensor
 
 from benchmarks.measure import best, interleaved_seconds, machine
 from benchmarks.steps import dense_gumbels, dense_loss, finish_step, online_batch, tiled_loss
 from benchmarks.synthetic import make_student, make_teacher, read_batch, write_store
 from shards.atomic import write_json_atomic
 from shards.store import ShardStore
+from trainer.batch import Batch
 from trainer.optimization import make_optimizer
 from trainer.settings import OptimizationConfig
 from trainer.students import StudentSettings, read_preset
+
+LOSS_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 
 
 def measure_steps(
@@ -33,6 +38,7 @@ def measure_steps(
     *,
     repeats: int,
     teacher_shape: tuple[int, int, int] | None,
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, object]:
     """Seconds of each step and their ratios; the losses must agree first."""
     vocab_size, row_length = store.manifest.vocab_size, store.manifest.row_length
@@ -40,34 +46,41 @@ def measure_steps(
     optimizer = make_optimizer(student.parameters(), OptimizationConfig(learning_rate=1e-12))
     batch = read_batch(store, batch_size, device)
     xi = dense_gumbels(batch)
-    losses = {
-        "ours": float(tiled_loss(student, batch).detach()),
-        "dense": float(dense_loss(student, batch, xi).detach()),
-    }
-    if abs(losses["ours"] / losses["dense"] - 1) > 1e-4:
+
+    def autocast() -> torch.autocast:
+        return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+    with autocast():
+        losses = {
+            "ours": float(tiled_loss(student, batch).detach()),
+            "dense": float(dense_loss(student, batch, xi).detach()),
+        }
+    if abs(losses["ours"] / losses["dense"] - 1) > LOSS_TOLERANCES[dtype]:
         raise RuntimeError(f"the two formulations disagree: {losses}")
 
-    def ours() -> object:
-        return finish_step(
-            tiled_loss(student, read_batch(store, batch_size, device)), student, optimizer
-        )
+    def step_of(loss_of: Callable[[], Tensor]) -> Callable[[], object]:
+        def step() -> object:
+            with autocast():
+                loss = loss_of()
+            return finish_step(loss, student, optimizer)
 
-    def dense() -> object:
-        read = read_batch(store, batch_size, device)
-        return finish_step(dense_loss(student, read, dense_gumbels(read)), student, optimizer)
+        return step
 
-    def dense_given_xi() -> object:
-        return finish_step(dense_loss(student, batch, xi), student, optimizer)
+    def read() -> Batch:
+        return read_batch(store, batch_size, device)
 
-    work = {"ours": ours, "dense": dense, "dense, xi in memory": dense_given_xi}
+    def dense() -> Tensor:
+        batch = read()
+        return dense_loss(student, batch, dense_gumbels(batch))
+
+    work = {
+        "ours": step_of(lambda: tiled_loss(student, read())),
+        "dense": step_of(dense),
+        "dense, xi in memory": step_of(lambda: dense_loss(student, batch, xi)),
+    }
     if teacher_shape is not None:
-        teacher = make_teacher(*teacher_shape, vocab_size, device)
-
-        def online() -> object:
-            read = online_batch(teacher, read_batch(store, batch_size, device))
-            return finish_step(tiled_loss(student, read), student, optimizer)
-
-        work["online teacher"] = online
+        teacher = make_teacher(*teacher_shape, vocab_size, device).to(dtype)
+        work["online teacher"] = step_of(lambda: tiled_loss(student, online_batch(teacher, read())))
     seconds = {k: best(v) for k, v in interleaved_seconds(work, device, repeats=repeats).items()}
     found: dict[str, object] = {
         "losses": losses,
@@ -91,6 +104,7 @@ def main(
     row_length: int = 128,
     vocab_size: int = 50257,
     repeats: int = 3,
+    dtypes: Annotated[str, typer.Option(help="Precisions, comma-separated.")] = "float32,bfloat16",
     teacher: Annotated[
         str, typer.Option(help="layers,width,heads; empty for none.")
     ] = "36,1280,20",
@@ -106,13 +120,21 @@ def main(
                 settings = StudentSettings(
                     **{**read_preset(preset), "conditioning": "gumbel", "dropout": 0.0}
                 )
-                found = measure_steps(
-                    store, settings, batch_size, target, repeats=repeats, teacher_shape=shape
-                )
-                results[f"{preset}, {codec}"] = found
-                keys = ("ratio_to_dense", "ratio_to_dense_given_xi", "decoupling_gain")
-                shown = "; ".join(f"{k} {found[k]:.3f}" for k in keys if k in found)
-                print(f"{preset}, {codec}: {shown}", flush=True)
+                for dtype in dtypes.split(","):
+                    found = measure_steps(
+                        store,
+                        settings,
+                        batch_size,
+                        target,
+                        repeats=repeats,
+                        teacher_shape=shape,
+                        dtype=getattr(torch, dtype),
+                    )
+                    name = f"{preset}, {codec}, {dtype}"
+                    results[name] = found
+                    keys = ("ratio_to_dense", "ratio_to_dense_given_xi", "decoupling_gain")
+                    shown = "; ".join(f"{k} {found[k]:.3f}" for k in keys if k in found)
+                    print(f"{name}: {shown}", flush=True)
     size = {"batch_size": batch_size, "row_length": row_length, "vocab_size": vocab_size}
     record = {"machine": machine(target), "shape": size, "teacher": teacher, "steps": results}
     write_json_atomic(out, {**record, "bars": {"ratio_to_dense": 0.6}})

@@ -1,0 +1,120 @@
+"""What must be right on a device before anything is timed on it, against float32 references."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.conditioner import dense_pass, keyed_noise, tiled_pass
+from benchmarks.steps import dense_gumbels, dense_loss, tiled_loss
+from benchmarks.synthetic import make_student, random_batch
+from shards.noise import dense_arrivals
+from trainer.conditioning import GumbelConditioner
+from trainer.students import MDLM, StudentSettings
+from trainer.students.attention import flex_training_attention, masked_attention, training_mask
+
+Checks = dict[str, dict[str, Any]]
+SETTINGS = StudentSettings(
+    hidden_size=64, num_layers=2, num_heads=2, condition_size=16, dropout=0.0, conditioning="gumbel"
+)
+
+
+def check_everything(vocab_size: int, device: torch.device) -> Checks:
+    """Name -> relative error, tolerance and verdict."""
+    return {
+        **check_noise(vocab_size, device),
+        **check_conditioner(vocab_size, device),
+        **check_attention(device),
+        **check_step(vocab_size, device),
+    }
+
+
+def _verdict(error: float, tolerance: float) -> dict[str, Any]:
+    return {"error": error, "tolerance": tolerance, "passed": error <= tolerance}
+
+
+def _relative(got: Tensor, want: Tensor) -> float:
+    got, want = got.double().cpu(), want.double().cpu()
+    return float((got - want).norm() / want.norm())
+
+
+def check_noise(vocab_size: int, device: torch.device) -> Checks:
+    """Keyed noise: the device's arrival times against the CPU's."""
+    cpu = dense_arrivals(keyed_noise(16, vocab_size, torch.device("cpu")))
+    here = dense_arrivals(keyed_noise(16, vocab_size, device)).cpu()
+    return {"keyed noise": _verdict(float(((here - cpu).abs() / cpu).max()), 1e-5)}
+
+
+def check_conditioner(vocab_size: int, device: torch.device) -> Checks:
+    """Tiled forward and backward on the device against dense float64 on the CPU."""
+    cpu, num = torch.device("cpu"), 64
+    conditioner = GumbelConditioner(vocab_size, 32)
+    torch.nn.init.normal_(conditioner.weight)
+    upstream = torch.randn(num, 32)
+    keyed = keyed_noise(num, vocab_size, cpu)
+    xi = -dense_arrivals(keyed).double().log()
+    output, gradient = dense_pass(xi, conditioner.weight.double(), upstream.double())
+    moved = conditioner.to(device)
+    given = keyed.to(device), upstream.to(device)
+    ours = tiled_pass(moved, *given)
+    found = {
+        "conditioner output": _verdict(_relative(ours[0], output), 1e-5),
+        "conditioner gradient": _verdict(_relative(ours[1], gradient), 1e-5),
+    }
+    with torch.autocast(device.type, torch.bfloat16):
+        rounded = tiled_pass(moved, *given)
+    found["conditioner output, bf16"] = _verdict(_relative(rounded[0], output), 1e-2)
+    found["conditioner gradient, bf16"] = _verdict(_relative(rounded[1], gradient), 1e-2)
+    return found
+
+
+def check_attention(device: torch.device) -> Checks:
+    """FlexAttention with the block mask against SDPA in float32; on CUDA the gradient too."""
+    torch.manual_seed(1)
+    length, block = 64, 4
+    inputs = [torch.randn(2, 2, 2 * length, 32, device=device) for _ in range(3)]
+    learns = device.type == "cuda"
+    results = []
+    for attend in (
+        masked_attention(training_mask(length, block, device)),
+        flex_training_attention(length, block, device),
+    ):
+        leaves = [value.clone().requires_grad_(learns) for value in inputs]
+        output = attend(*leaves)
+        gradients = torch.autograd.grad(output.square().sum(), leaves) if learns else ()
+        results.append((output.detach(), *gradients))
+    pairs = list(zip(*results, strict=True))
+    found = {"flex output": _verdict(_relative(pairs[0][1], pairs[0][0]), 1e-3)}
+    if learns:
+        worst = max(_relative(ours, reference) for reference, ours in pairs[1:])
+        found["flex gradient"] = _verdict(worst, 1e-3)
+    return found
+
+
+def _step_gradients(student: MDLM, loss: Tensor) -> Tensor:
+    student.zero_grad()
+    loss.backward()
+    return torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None])
+
+
+def check_step(vocab_size: int, device: torch.device) -> Checks:
+    """Fused step (tiles, masked rows, fused head) against the dense formulation in float32."""
+    student = make_student(SETTINGS, 32, vocab_size, device)
+    batch = random_batch(4, 32, vocab_size, device, 0, 4)
+    xi = dense_gumbels(batch)
+    dense = dense_loss(student, batch, xi)
+    reference = _step_gradients(student, dense)
+    fused = tiled_loss(student, batch)
+    gradients = _step_gradients(student, fused)
+    with torch.autocast(device.type, torch.bfloat16):
+        rounded = tiled_loss(student, replace(batch))
+    narrow = _step_gradients(student, rounded)
+    return {
+        "step loss": _verdict(_relative(fused.detach(), dense.detach()), 1e-5),
+        "step gradient": _verdict(_relative(gradients, reference), 1e-4),
+        "step loss, bf16": _verdict(_relative(rounded.detach(), dense.detach()), 1e-2),
+        "step gradient, bf16": _verdict(_relative(narrow, reference), 5e-2),
+    }
