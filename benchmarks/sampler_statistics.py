@@ -25,9 +25,15 @@ from torch import Tensor
 from shards.noise import DenseNoise
 from shards.seeding import derive_seed
 from trainer.import_checkpoint import our_parameters
-from trainer.sampling.ancestral import AncestralConfig
+from trainer.sampling import (
+    AncestralConfig,
+    BlockConfig,
+    FirstHittingConfig,
+    FixedCountConfig,
+    Sampler,
+    SequentialConfig,
+)
 from trainer.sampling.draws import SampleKeys
-from trainer.sampling.first_hitting import FirstHittingConfig, FixedCountConfig
 from trainer.sampling.reveal import inference, reveal
 from trainer.sampling.whole_row import NoiseUse, WholeRow
 from trainer.students import STUDENTS, Student, StudentSettings
@@ -130,6 +136,7 @@ class Goldens:
             )
         ).eval()
         prefix = "weights.gumbel." if conditioned else "weights.dit."
+        prefix = "weights.ar." if name == "ar" else prefix
         weights = {k.removeprefix(prefix): v for k, v in self.tensors.items() if prefix in k}
         missing, unexpected = student.load_state_dict(our_parameters(weights), strict=False)
         assert set(missing) <= {"time_bounds"} and not unexpected, (missing, unexpected)
@@ -151,36 +158,66 @@ class Goldens:
         return DenseNoise(padded.expand(num, -1, -1).flatten(0, 1))
 
 
-def parse_case(case: str) -> tuple[str, str, float, bool]:
-    """``mdlm.ancestral_T2.p0.8.noise_removal`` -> model, sampler, nucleus p, noise removal."""
-    model, sampler, rest = case.split(".", 2)
-    return model, sampler, float(rest.removesuffix(".noise_removal")[1:]), "noise_removal" in rest
+@dataclass(frozen=True)
+class Case:
+    """A golden case, such as ``mdlm.ancestral_T2.p0.8.noise_removal`` or ``ar.p1.0``.
+
+    Attributes:
+        model: mdlm, mdlm_gumbel, bd3lm, bd3lm_gumbel or ar.
+        sampler: ancestral, fixed_k, first_hitting or sequential.
+        num_steps: T; 0 where there is none.
+        nucleus_p: Nucleus p.
+        noise_removal: Whether a greedy pass fills what is still masked after T steps.
+    """
+
+    model: str
+    sampler: str
+    num_steps: int
+    nucleus_p: float
+    noise_removal: bool
+
+    @classmethod
+    def parse(cls, name: str) -> Case:
+        """From the golden's name."""
+        words, _, rest = name.partition(".p")
+        model, _, sampler = words.partition(".")
+        kind, _, steps = sampler.partition("_T")
+        nucleus_p = float(rest.removesuffix(".noise_removal"))
+        return cls(model, kind or "sequential", int(steps or 0), nucleus_p, "noise_removal" in rest)
+
+    def config(self, is_conditioned: bool) -> Sampler:
+        """Our sampler of the case."""
+        common = {"nucleus_p": self.nucleus_p}
+        if self.sampler == "sequential":
+            return SequentialConfig(**common)
+        common["tau"] = 1.0 if is_conditioned else None
+        if self.model.startswith("bd3lm"):
+            # Blocks of 2: T = 1 fills a block in one pass, T = 2 one token per pass.
+            if self.num_steps == 1:
+                return BlockConfig(nfe=2, final_argmax=False, **common)
+            return BlockConfig(inner="first_hitting", **common)
+        if self.sampler == "first_hitting":
+            return FirstHittingConfig(**common)
+        if self.sampler == "fixed_k":
+            # The golden counts position 0 too: k = floor(4 / T) of 3 masked tokens.
+            return FixedCountConfig(nfe=-(-3 // (4 // self.num_steps)), **common)
+        return AncestralConfig(nfe=self.num_steps, **common)
 
 
-def draw_whole_rows(goldens: Goldens, case: str, sample_ids: Tensor, seed: int) -> Tensor:
-    """Samples of an MDLM case: [N, L], with masks left where the golden leaves them."""
-    model, sampler, nucleus_p, noise_removal = parse_case(case)
-    student, num = goldens.student(model), len(sample_ids)
-    tokens, noise = goldens.rows(num), goldens.noise(model, num)
-    tau = 1.0 if noise is not None else None
-    if sampler == "first_hitting":
-        config = FirstHittingConfig(nucleus_p=nucleus_p, tau=tau)
-        return config.sample(student, tokens, sample_ids, noise, seed).tokens
-    nfe = int(sampler.rpartition("_T")[2])
-    if sampler.startswith("fixed_k"):
-        # The golden counts position 0 too: k = floor(4 / T) of 3 masked tokens.
-        config = FixedCountConfig(nucleus_p=nucleus_p, tau=tau, nfe=-(-3 // (4 // nfe)))
-        return config.sample(student, tokens, sample_ids, noise, seed).tokens
-    config = AncestralConfig(nfe=nfe, nucleus_p=nucleus_p, tau=tau)
-    if noise_removal:
-        return config.sample(student, tokens, sample_ids, noise, seed).tokens
-    return _without_final_fill(config, student, tokens, sample_ids, noise, seed)
+def draw_case(goldens: Goldens, case: Case, sample_ids: Tensor, seed: int) -> Tensor:
+    """Samples [N, L] of a case, with masks left where the golden leaves them."""
+    student, num = goldens.student(case.model), len(sample_ids)
+    tokens, noise = goldens.rows(num), goldens.noise(case.model, num)
+    config = case.config(noise is not None)
+    if case.sampler == "ancestral" and not case.noise_removal:
+        return _without_final_fill(config, student, tokens, sample_ids, noise, seed)
+    return config.sample(student, tokens, sample_ids, noise, seed).tokens
 
 
 def _without_final_fill(config, student, tokens, sample_ids, noise, seed) -> Tensor:
     """T ancestral steps and nothing more: a token stays masked with probability 1e-5."""
     keys = SampleKeys(seed, sample_ids)
-    use = NoiseUse(noise, config.tau).checked(student, tokens.numel())
+    use = NoiseUse(noise, config.tau).checked(student, tokens)
     with inference(student):
         predict = WholeRow(student, tokens, use, config.times)
         drawn, _ = config.steps(student, predict.masked, keys)
@@ -203,5 +240,5 @@ def run_case(
     counts = torch.zeros(exact.shape, dtype=torch.int64)
     for first in range(0, num_samples, BATCH):
         ids = torch.arange(first, min(first + BATCH, num_samples))
-        counts += count_rows(draw_whole_rows(goldens, case, ids, seed), exact.shape[0])
+        counts += count_rows(draw_case(goldens, Case.parse(case), ids, seed), exact.shape[0])
     return chi_square(case, counts, exact)

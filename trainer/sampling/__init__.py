@@ -22,20 +22,24 @@ from shards.configuration import from_mapping
 from shards.errors import UsageError
 from shards.noise import Noise
 from trainer.sampling.ancestral import AncestralConfig
+from trainer.sampling.block import BlockConfig
 from trainer.sampling.first_hitting import FirstHittingConfig, FixedCountConfig
 from trainer.sampling.noise import SamplingNoise, sampling_noise
 from trainer.sampling.result import SampleResult
+from trainer.sampling.sequential import SequentialConfig
 from trainer.sampling.stopping import StopRule
 from trainer.students import Student
 
 __all__ = [
     "SAMPLERS",
     "AncestralConfig",
+    "BlockConfig",
     "FirstHittingConfig",
     "FixedCountConfig",
     "SampleResult",
     "Sampler",
     "SamplingNoise",
+    "SequentialConfig",
     "StopRule",
     "make_sampler",
     "sampling_noise",
@@ -66,6 +70,8 @@ SAMPLERS: dict[str, type[Any]] = {
     "ancestral": AncestralConfig,
     "first_hitting": FirstHittingConfig,
     "fixed_count": FixedCountConfig,
+    "block": BlockConfig,
+    "sequential": SequentialConfig,
 }
 
 

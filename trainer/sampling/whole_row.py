@@ -36,14 +36,16 @@ class NoiseUse:
         noise: Noise of B * L positions, row by row; None for a student without conditioning.
         tau: Scale of xi; None is 0.85 for a conditioned student.
         redraw: Whether every step sees an independent draw.
+        length: L.
     """
 
     noise: Noise | None
     tau: float | None = None
     redraw: bool = False
+    length: int = 0
 
-    def checked(self, student: Student, num_positions: int) -> NoiseUse:
-        """The same, with tau filled in; noise for a student that takes none is left out.
+    def checked(self, student: Student, tokens: Int[Tensor, "b l"]) -> NoiseUse:
+        """The same, settled for these rows; noise for a student that takes none is left out.
 
         Raises:
             UsageError: When student and noise do not belong together.
@@ -52,65 +54,68 @@ class NoiseUse:
             return NoiseUse(None)
         if self.noise is None:
             raise UsageError("a conditioned student needs noise", where="noise", got="none")
-        if self.noise.num_positions != num_positions:
+        if self.noise.num_positions != tokens.numel():
             raise UsageError(
                 "the noise does not fit the rows",
                 got=f"{self.noise.num_positions} positions",
-                expected=num_positions,
+                expected=tokens.numel(),
             )
         if self.redraw:
             _redrawable(self.noise)
-        return NoiseUse(self.noise, DEFAULT_TAU if self.tau is None else self.tau, self.redraw)
+        tau = DEFAULT_TAU if self.tau is None else self.tau
+        return NoiseUse(self.noise, tau, self.redraw, tokens.shape[1])
 
-    def of(self, rows: Int[Tensor, "m"], num_rows: int, attempt: int) -> NoiseUse:
+    def of(self, rows: Int[Tensor, "m"], attempt: int = 0) -> NoiseUse:
         """The noise of some rows of a batch, for an attempt at them; attempt 0 is the first."""
         if self.noise is None:
             return self
-        length = self.noise.num_positions // num_rows
-        index = rows[:, None] * length + torch.arange(length, device=rows.device)
+        index = rows[:, None] * self.length + torch.arange(self.length, device=rows.device)
         noise = self.noise.select(index.flatten().to(self.noise.device))
         if attempt:
             noise = _redrawable(noise).redrawn(attempt * STEPS_PER_ATTEMPT)
         return replace(self, noise=noise)
 
-    def embed(self, student: Student, masked: Bool[Tensor, "b l"]) -> Float[Tensor, "b l d"] | None:
-        """Noise embeddings at the masked positions, zero elsewhere; None without noise."""
-        return None if self.noise is None else self._embed(student, self.noise, masked, masked)
-
-    def embed_redrawn(
+    def embed(
         self,
         student: Student,
-        masked: Bool[Tensor, "m l"],
+        masked: Bool[Tensor, "m w"],
         rows: Int[Tensor, "m"],
-        steps: Int[Tensor, "m"],
-    ) -> Float[Tensor, "m l d"] | None:
-        """The same for some rows, each with the draw of its own step."""
+        first: int = 0,
+        steps: Int[Tensor, "m"] | None = None,
+    ) -> Float[Tensor, "m w d"] | None:
+        """Noise embeddings at masked positions, zero elsewhere; None without noise.
+
+        Args:
+            student: Embeds.
+            masked: Positions that need noise; column 0 is row position ``first``.
+            rows: Which rows of the noise these are.
+            first: See ``masked``.
+            steps: Where noise is redrawn, the step each row is in: the number of its draw.
+        """
         if self.noise is None:
             return None
-        noise = _redrawable(self.noise)
-        length = masked.shape[1]
-        full = masked.new_zeros(self.noise.num_positions // length, length)
-        parts = []
-        for step in steps.unique().tolist():
-            chosen = steps == step
-            everywhere = full.clone()
-            everywhere[rows[chosen]] = masked[chosen]
-            part = self._embed(student, noise.redrawn(step), everywhere, masked[chosen])
-            parts.append((chosen, part))
-        condition = parts[0][1].new_zeros(*masked.shape, parts[0][1].shape[-1])
-        for chosen, part in parts:
-            condition[chosen] = part
+        row, column = masked.nonzero(as_tuple=True)
+        index = rows[row] * self.length + first + column
+        if steps is None or not self.redraw:
+            embedded = self._embed(student, self.noise, index)
+        else:
+            noise, step_of = _redrawable(self.noise), steps[row]
+            parts = [
+                (step_of == step, self._embed(student, noise.redrawn(step), index[step_of == step]))
+                for step in steps.unique().tolist()
+            ]
+            embedded = parts[0][1].new_zeros(len(index), parts[0][1].shape[-1])
+            for chosen, part in parts:
+                embedded[chosen] = part
+        condition = embedded.new_zeros(*masked.shape, embedded.shape[-1])
+        condition[row, column] = embedded
         return condition
 
     def _embed(
-        self, student: Student, noise: Noise, index: Bool[Tensor, "b l"], place: Bool[Tensor, "m l"]
-    ) -> Float[Tensor, "m l d"]:
-        positions = index.flatten().nonzero()[:, 0].to(noise.device)
-        chosen = noise.select(positions).to(place.device)
-        embedded = student.embed_noise(chosen, 1.0 if self.tau is None else self.tau)
-        condition = embedded.new_zeros(*place.shape, embedded.shape[-1])
-        condition[place] = embedded
-        return condition
+        self, student: Student, noise: Noise, index: Int[Tensor, "n"]
+    ) -> Float[Tensor, "n d"]:
+        chosen = noise.select(index.to(noise.device)).to(index.device)
+        return student.embed_noise(chosen, 1.0 if self.tau is None else self.tau)
 
 
 def _redrawable(noise: Noise) -> RedrawableNoise:
@@ -127,8 +132,8 @@ class WholeRow:
     Args:
         student: An MDLM.
         tokens: [B, L] rows as given.
-        use: Its noise, checked.
-        times: [T] time at the start of each step, for a time-conditioned student.
+        use: Their noise, checked.
+        times: [T + 1] times of the steps, for a time-conditioned student.
     """
 
     def __init__(
@@ -136,21 +141,13 @@ class WholeRow:
         student: MDLM,
         tokens: Int[Tensor, "b l"],
         use: NoiseUse,
-        times: Float[Tensor, "steps"] | None = None,
+        times: Float[Tensor, "steps1"] | None = None,
     ) -> None:
         self.student, self.use = student, use
         self.masked = tokens == student.mask_id
-        self.condition = None if use.redraw else use.embed(student, self.masked)
-        self.sigma = self._levels(times) if student.settings.time_conditioning else None
-
-    def _levels(self, times: Float[Tensor, "steps"] | None) -> Float[Tensor, "steps"]:
-        if times is None:
-            raise UsageError(
-                "a time-conditioned student needs a sampler with times",
-                remedy="use the ancestral sampler",
-            )
-        schedule = schedule_of(self.student.settings)
-        return noise_level(schedule.masking_probability(times.float()))
+        everyone = torch.arange(len(tokens), device=tokens.device)
+        self.condition = None if use.redraw else use.embed(student, self.masked, everyone)
+        self.levels = StepLevels.of(student, times)
 
     def __call__(
         self,
@@ -159,19 +156,40 @@ class WholeRow:
         where: Bool[Tensor, "m l"],
         steps: Int[Tensor, "m"],
     ) -> Float[Tensor, "n v1"]:
-        sigma = None
-        if self.sigma is not None:
-            last = len(self.sigma)
-            sigma = self.sigma.to(steps.device)[steps.clamp_max(last) - 1]
-        condition = self._condition(rows, tokens, steps)
-        return self.student.predict_at(tokens, where, condition, sigma)
+        if self.use.redraw:
+            masked = tokens == self.student.mask_id
+            condition = self.use.embed(self.student, masked, rows, steps=steps)
+        else:
+            condition = None if self.condition is None else self.condition[rows]
+        return self.student.predict_at(tokens, where, condition, self.levels.at(steps))
 
-    def _condition(
-        self, rows: Int[Tensor, "m"], tokens: Int[Tensor, "m l"], steps: Int[Tensor, "m"]
-    ) -> Float[Tensor, "m l d"] | None:
-        if not self.use.redraw:
-            return None if self.condition is None else self.condition[rows]
-        return self.use.embed_redrawn(self.student, tokens == self.student.mask_id, rows, steps)
+
+@dataclass(frozen=True)
+class StepLevels:
+    """What a time-conditioned student is told in each step; None for other students."""
+
+    sigma: Float[Tensor, "steps"] | None
+
+    @classmethod
+    def of(cls, student: Student, times: Float[Tensor, "steps1"] | None) -> StepLevels:
+        """Levels at the start of each step, and at the last time for the final fill.
+
+        Raises:
+            UsageError: When the student is time-conditioned and the sampler has no times.
+        """
+        if not student.settings.time_conditioning:
+            return cls(None)
+        if times is None:
+            raise UsageError(
+                "a time-conditioned student needs a sampler with times",
+                remedy="use the ancestral sampler",
+            )
+        p = schedule_of(student.settings).masking_probability(times.float())
+        return cls(noise_level(p).to(student.device))
+
+    def at(self, steps: Int[Tensor, "m"]) -> Float[Tensor, "m"] | None:
+        """Levels of rows in these steps."""
+        return None if self.sigma is None else self.sigma[steps - 1]
 
 
 def check_noise_settings(student: Student, tau: float | None, redraw_noise: bool) -> None:
@@ -222,8 +240,24 @@ def check_rows(student: Student, tokens: Int[Tensor, "b l"]) -> None:
     """Refuse rows that no student can fill.
 
     Raises:
-        UsageError: When position 0 is masked, a row is longer than the student's, or a token is
-            out of the vocabulary.
+        UsageError: When a row is longer than the student's, and as ``check_tokens``.
+    """
+    check_tokens(student, tokens)
+    if tokens.shape[1] > student.config.row_length:
+        raise UsageError(
+            "rows longer than the student's",
+            where="length",
+            got=f"{tokens.shape[1]} tokens",
+            expected=f"at most {student.config.row_length}",
+            remedy="only the block sampler goes beyond the trained length",
+        )
+
+
+def check_tokens(student: Student, tokens: Int[Tensor, "b l"]) -> None:
+    """Refuse tokens that no student can start from.
+
+    Raises:
+        UsageError: When position 0 is masked or a token is out of the vocabulary.
     """
     if bool((tokens[:, 0] == student.mask_id).any()):
         raise UsageError(
@@ -231,12 +265,6 @@ def check_rows(student: Student, tokens: Int[Tensor, "b l"]) -> None:
             where="tokens[:, 0]",
             got="the mask id",
             remedy="begin rows with the bos token or a prompt",
-        )
-    if tokens.shape[1] > student.config.row_length:
-        raise UsageError(
-            "rows longer than the student's",
-            got=f"{tokens.shape[1]} tokens",
-            expected=f"at most {student.config.row_length}",
         )
     outside = (tokens < 0) | (tokens > student.mask_id)
     if bool(outside.any()):

@@ -108,11 +108,11 @@ class WholeRowSampler:
             UsageError: When student, rows, noise and settings do not fit each other.
         """
         whole = self.check(student, tokens)
-        use = NoiseUse(noise, self.tau, self.redraw_noise).checked(student, tokens.numel())
+        use = NoiseUse(noise, self.tau, self.redraw_noise).checked(student, tokens)
 
         def draw(rows: Int[Tensor, "m"], attempt: int) -> SampleResult:
             keys = SampleKeys(seed, sample_ids[rows], attempt)
-            return self._fill(whole, tokens[rows], use.of(rows, len(tokens), attempt), keys)
+            return self._fill(whole, tokens[rows], use.of(rows, attempt), keys)
 
         with inference(student):
             if self.stop.min_entropy_nats is None:

@@ -1,0 +1,203 @@
+"""Block by block from a block-diffusion student (BD3-LM, Arriola et al. 2025), with a KV cache.
+
+Each block is filled by ancestral or first-hitting sampling while all earlier blocks are known. The
+keys and values of finished blocks are kept. A block enters the cache in the first forward pass of
+the next block, so every forward pass is one that predicts: NFE is all there is. Noise is read at
+masked positions only, which the current block has and finished ones have not, so the cache of a
+conditioned student is that of its clean tokens.
+
+Beyond the trained length the student sees a window of the last blocks, at positions 0, 1, ...
+When the window is full its front is dropped and the rest is read again in one pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from shards.errors import UsageError
+from shards.noise import Noise
+from trainer.diffusion import schedule_of
+from trainer.sampling.ancestral import masked_steps
+from trainer.sampling.block_state import BlockState, Window
+from trainer.sampling.draws import SampleKeys, position_uniforms
+from trainer.sampling.nucleus import NucleusRule
+from trainer.sampling.order import LAST_TIME, ancestral_times, fixed_count_steps
+from trainer.sampling.result import SampleResult
+from trainer.sampling.reveal import inference
+from trainer.sampling.stopping import StopRule, draw_until_kept
+from trainer.sampling.token_rule import Decision, TokenRule, check_settings
+from trainer.sampling.whole_row import NoiseUse, check_noise_settings, check_tokens
+from trainer.students import BD3LM, Student
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """Semi-autoregressive sampling.
+
+    Attributes:
+        inner: How a block is filled: ``ancestral`` in steps, or ``first_hitting``, one token per
+            forward pass.
+        nfe: Ancestral only: most forward passes per sample, spread evenly over its blocks (one
+            block more wherever the division leaves a rest); None is one per token of a block.
+        nucleus_p: Nucleus truncation of the prediction; 1 is off.
+        nucleus_rule: ``strict`` (the authors') or ``crossing`` (transformers').
+        tau: Scale of the noise; None is 0.85 for a conditioned student and nothing for another.
+        decision: Draw the revealed tokens, or take the most probable ones.
+        redraw_noise: Independent noise at every step instead of one draw held fixed.
+        final_argmax: Ancestral only: see :class:`AncestralConfig`.
+        use_cache: Keep keys and values; without, every pass reads the whole window.
+        slide: Tokens dropped when the window is full, a multiple of the block size; None is half
+            the window. (The authors drop one block at a time and keep no cache.)
+        stop: Early ends and redraws.
+    """
+
+    inner: Literal["ancestral", "first_hitting"] = "ancestral"
+    nfe: int | None = None
+    nucleus_p: float = 1.0
+    nucleus_rule: NucleusRule = "strict"
+    tau: float | None = None
+    decision: Decision = "categorical"
+    redraw_noise: bool = False
+    final_argmax: bool = True
+    use_cache: bool = True
+    slide: int | None = None
+    stop: StopRule = StopRule()
+
+    label: ClassVar[str] = "block"
+
+    def __post_init__(self) -> None:
+        check_settings(self.nucleus_p, self.tau, 1 if self.nfe is None else self.nfe)
+        if self.inner == "first_hitting" and self.nfe is not None:
+            raise UsageError(
+                "first-hitting blocks take no NFE", where="nfe", got=self.nfe, remedy="leave it out"
+            )
+
+    @property
+    def rule(self) -> TokenRule:
+        """How tokens are chosen."""
+        return TokenRule(self.decision, self.nucleus_p, self.nucleus_rule)
+
+    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> BD3LM:
+        """The student, if it can fill these rows by this sampler.
+
+        Raises:
+            UsageError: When it cannot.
+        """
+        check_noise_settings(student, self.tau, self.redraw_noise)
+        check_tokens(student, tokens)
+        self.stop.check(student, tokens)
+        if not isinstance(student, BD3LM):
+            raise UsageError(
+                "the block sampler fills block by block",
+                where="sampler",
+                got=type(student).__name__,
+                expected="a BD3-LM student",
+                remedy="use --sampler ancestral for an MDLM",
+            )
+        length, block = tokens.shape[1], student.block_size
+        if length % block:
+            raise UsageError(
+                "the block size does not divide the length",
+                where="length",
+                got=length,
+                expected=f"a multiple of {block}",
+            )
+        num_blocks = length // block
+        if self.nfe is not None and self.nfe < num_blocks:
+            raise UsageError(
+                "fewer forward passes than blocks",
+                where="nfe",
+                got=self.nfe,
+                expected=f"at least {num_blocks}, one for each block of {block} tokens",
+            )
+        self.window(student)
+        return student
+
+    def window(self, student: BD3LM) -> Window:
+        """What the student sees.
+
+        Raises:
+            UsageError: For a slide that is no multiple of the block size within the window.
+        """
+        block, capacity = student.block_size, student.config.row_length
+        half = max(1, capacity // block // 2) * block
+        slide = half if self.slide is None else self.slide
+        if slide % block or not block <= slide <= capacity:
+            expected = f"a multiple of {block} up to {capacity}"
+            raise UsageError("bad slide", where="slide", got=slide, expected=expected)
+        return Window(capacity, block, slide)
+
+    def block_budgets(self, num_blocks: int, block_size: int) -> list[int]:
+        """Ancestral steps of each block."""
+        if self.nfe is None:
+            return [block_size] * num_blocks
+        marks = [self.nfe * block // num_blocks for block in range(num_blocks + 1)]
+        return [stop - start for start, stop in itertools.pairwise(marks)]
+
+    def sample(
+        self,
+        student: Student,
+        tokens: Int[Tensor, "b l"],
+        sample_ids: Int[Tensor, "b"],
+        noise: Noise | None,
+        seed: int,
+    ) -> SampleResult:
+        """Fill the masked positions of B rows, of any length that the block size divides.
+
+        Arguments as in ``WholeRowSampler.sample``. Given tokens inside a row are kept, but a block
+        is filled before the student sees what is given behind it.
+        """
+        blocks = self.check(student, tokens)
+        use = NoiseUse(noise, self.tau, self.redraw_noise).checked(student, tokens)
+
+        def draw(rows: Int[Tensor, "m"], attempt: int) -> SampleResult:
+            keys = SampleKeys(seed, sample_ids[rows], attempt)
+            return self._fill(blocks, tokens[rows], use.of(rows, attempt), keys)
+
+        with inference(student):
+            if self.stop.min_entropy_nats is None:
+                return draw(torch.arange(len(tokens), device=tokens.device), 0)
+            return draw_until_kept(draw, len(tokens), tokens.device, self.stop.max_tries)
+
+    def _fill(
+        self, student: BD3LM, tokens: Int[Tensor, "b l"], use: NoiseUse, keys: SampleKeys
+    ) -> SampleResult:
+        size, num_blocks = student.block_size, tokens.shape[1] // student.block_size
+        budgets = self.block_budgets(num_blocks, size)
+        state = BlockState(student, tokens, use, self.window(student), self.use_cache)
+        last_time = LAST_TIME if self.final_argmax else 0.0
+        is_last_try = keys.attempt + 1 >= self.stop.max_tries
+        for block, budget in enumerate(budgets):
+            times = ancestral_times(budget, last_time) if self.inner == "ancestral" else None
+            state.enter(block, times)
+            here = keys.select(state.active)
+            drawn, left = self._steps(student, state.masked_here, here, block * size, times)
+            state.fill(drawn, self.rule, here)
+            state.fill(left, TokenRule("argmax"), here)
+            state.retire(self.stop, is_last_try)
+            if not len(state.active):
+                break
+        return state.result(self.stop)
+
+    def _steps(
+        self,
+        student: BD3LM,
+        masked: Bool[Tensor, "b block"],
+        keys: SampleKeys,
+        first: int,
+        times: Float[Tensor, "steps1"] | None,
+    ) -> tuple[Int[Tensor, "b block"], Int[Tensor, "b block"]]:
+        """Steps that reveal the block's positions, those of the final fill apart."""
+        if times is not None:
+            return masked_steps(schedule_of(student.settings), masked, keys, first, times)
+        uniform = position_uniforms(keys, "sampling order", masked.shape[1], first)
+        steps = fixed_count_steps(
+            uniform, masked, torch.ones_like(masked[:, :1], dtype=torch.int64)
+        )
+        return steps, torch.zeros_like(steps)

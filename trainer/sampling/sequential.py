@@ -1,0 +1,117 @@
+"""Left to right, one token per forward pass, from an autoregressive student."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from shards.errors import UsageError
+from shards.noise import Noise
+from trainer.sampling.draws import SampleKeys
+from trainer.sampling.nucleus import NucleusRule
+from trainer.sampling.result import SampleResult
+from trainer.sampling.reveal import inference
+from trainer.sampling.stopping import StopRule, draw_until_kept
+from trainer.sampling.token_rule import Decision, TokenRule, check_settings
+from trainer.sampling.whole_row import check_rows
+from trainer.students import AR, Student
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequentialConfig:
+    """Ordinary autoregressive sampling with a key/value cache.
+
+    NFE is the number of tokens from the first to the last position to fill; given tokens among
+    them are kept.
+
+    Attributes:
+        nucleus_p: Nucleus truncation of the prediction; 1 is off.
+        nucleus_rule: ``strict`` (the authors') or ``crossing`` (transformers').
+        decision: Draw tokens, or take the most probable ones.
+        stop: Early ends and redraws.
+    """
+
+    nucleus_p: float = 1.0
+    nucleus_rule: NucleusRule = "strict"
+    decision: Decision = "categorical"
+    stop: StopRule = StopRule()
+
+    label: ClassVar[str] = "sequential"
+
+    def __post_init__(self) -> None:
+        check_settings(self.nucleus_p, None)
+
+    @property
+    def rule(self) -> TokenRule:
+        """How tokens are chosen."""
+        return TokenRule(self.decision, self.nucleus_p, self.nucleus_rule)
+
+    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> AR:
+        """The student, if it can fill these rows by this sampler.
+
+        Raises:
+            UsageError: When it cannot.
+        """
+        check_rows(student, tokens)
+        self.stop.check(student, tokens)
+        if not isinstance(student, AR):
+            raise UsageError(
+                "the sequential sampler goes from left to right",
+                where="sampler",
+                got=type(student).__name__,
+                expected="an autoregressive student",
+            )
+        return student
+
+    def sample(
+        self,
+        student: Student,
+        tokens: Int[Tensor, "b l"],
+        sample_ids: Int[Tensor, "b"],
+        noise: Noise | None,
+        seed: int,
+    ) -> SampleResult:
+        """Fill the masked positions of B rows; arguments as in ``WholeRowSampler.sample``.
+
+        ``noise`` is not looked at: an autoregressive student takes none.
+        """
+        model = self.check(student, tokens)
+
+        def draw(rows: Int[Tensor, "m"], attempt: int) -> SampleResult:
+            return self._fill(model, tokens[rows], SampleKeys(seed, sample_ids[rows], attempt))
+
+        with inference(student):
+            if self.stop.min_entropy_nats is None:
+                return draw(torch.arange(len(tokens), device=tokens.device), 0)
+            return draw_until_kept(draw, len(tokens), tokens.device, self.stop.max_tries)
+
+    def _fill(self, student: AR, tokens: Int[Tensor, "b l"], keys: SampleKeys) -> SampleResult:
+        tokens, masked = tokens.clone(), tokens == student.mask_id
+        length, eos_id = tokens.shape[1], student.config.eos_token_id
+        place = torch.arange(length, device=tokens.device)
+        begin = torch.where(masked, place, length).amin(dim=1)
+        end = torch.where(masked, place + 1, 0).amax(dim=1)
+        first, cache = int(begin.min()), student.start_cache(len(tokens))
+        has_ended = torch.zeros_like(begin, dtype=torch.bool)
+        new = tokens[:, :first]
+        for position in range(first, int(end.max())):
+            log_probs = student.predict_next(new, cache)
+            where = masked[:, position : position + 1] & ~has_ended[:, None]
+            names = keys.at("sampling tokens", where, position)
+            tokens[where[:, 0], position] = self.rule.choose(log_probs[where[:, 0]], names)
+            if self.stop.at_eos:
+                has_ended |= where[:, 0] & (tokens[:, position] == eos_id)
+                tokens[has_ended, position + 1 :] = eos_id  # type: ignore[assignment]
+                if bool(has_ended.all()):
+                    break
+            new = tokens[:, position : position + 1]
+        lengths = self.stop.ends(tokens, masked, eos_id)
+        nfe = (torch.minimum(end, lengths) - begin).clamp_min(0)
+        details = {}
+        if self.stop.min_entropy_nats is not None:
+            details["low_entropy"] = self.stop.is_monotonous(tokens, lengths)
+        return SampleResult(tokens, nfe, lengths, details)
