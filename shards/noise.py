@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shards.entries import Entries
 from shards.gumbel import MIN_ARRIVAL
 from shards.keyed_exponentials import first_arrivals, keyed_exponentials
 from shards.position_keys import PositionKeys
@@ -26,6 +27,7 @@ __all__ = [
     "KeyedPrior",
     "Noise",
     "PositionKeys",
+    "ShiftedNoise",
     "SparseNoise",
     "dense_arrivals",
     "place_tokens",
@@ -176,6 +178,63 @@ class KeyedPosterior:
             self.tokens.to(device),
             self.token_log_probs.to(device),
             self.probabilities.to(device),
+        )
+
+
+@dataclass(frozen=True)
+class ShiftedNoise:
+    """Prior noise of the keys with some arrival times multiplied: F_j = E_j * factor_j.
+
+    Attributes:
+        keys: Seed, rows, positions and draw.
+        tokens: [n] int64, the observed tokens; F_x = p_x E_0.
+        token_log_probs: [n] float32, nats.
+        factors: The entries that moved.
+        vocab_size: V.
+    """
+
+    keys: PositionKeys
+    tokens: Int[Tensor, "n"]
+    token_log_probs: Float[Tensor, "n"]
+    factors: Entries
+    vocab_size: int
+
+    @property
+    def num_positions(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.tokens.device
+
+    @cached_property
+    def token_gumbels(self) -> Float[Tensor, "n"]:
+        """xi_x = -log E_0 - log p_x."""
+        return -(self.token_log_probs + first_arrivals(self.keys).log())
+
+    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        stop = min(stop, self.vocab_size)
+        arrivals = keyed_exponentials(self.keys, start, stop)
+        rows, columns, factors = self.factors.in_tile(start, stop)
+        arrivals[rows, columns] *= factors
+        return place_tokens(arrivals, self.tokens, self.token_gumbels, start, stop)
+
+    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"] | slice) -> ShiftedNoise:
+        return ShiftedNoise(
+            self.keys.select(index),
+            self.tokens[index],
+            self.token_log_probs[index],
+            self.factors.select(index),
+            self.vocab_size,
+        )
+
+    def to(self, device: torch.device | str) -> ShiftedNoise:
+        return ShiftedNoise(
+            self.keys.to(device),
+            self.tokens.to(device),
+            self.token_log_probs.to(device),
+            self.factors.to(device),
+            self.vocab_size,
         )
 
 

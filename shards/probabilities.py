@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shards.entries import Entries
 from shards.gumbel import add_wait
 
 Index = Int[Tensor, "m"] | Bool[Tensor, "n"] | slice
@@ -67,14 +67,12 @@ class HeadAndTail:
     """A few known probabilities per position, the rest spread in proportion to the unigram.
 
     Attributes:
-        ids: [n, m] int64, distinct in a row where ``probs`` is not negative.
-        probs: [n, m] float32; negative where a slot is unused.
+        head: The known probabilities.
         tail_scale: [n] float32; an id not listed has probability tail_scale * unigram_probs[id].
         unigram_probs: [V] float32.
     """
 
-    ids: Int[Tensor, "n m"]
-    probs: Float[Tensor, "n m"]
+    head: Entries
     tail_scale: Float[Tensor, "n"]
     unigram_probs: Float[Tensor, "v"]
 
@@ -82,20 +80,8 @@ class HeadAndTail:
     def vocab_size(self) -> int:
         return self.unigram_probs.shape[0]
 
-    @cached_property
-    def _by_id(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Used slots as (ids, rows, probs), ids ascending, so that a tile is one slice."""
-        rows, slots = (self.probs >= 0).nonzero(as_tuple=True)
-        ids, order = self.ids[rows, slots].sort(stable=True)
-        return ids, rows[order], self.probs[rows, slots][order]
-
-    def _in_tile(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        ids, rows, probs = self._by_id
-        low, high = torch.searchsorted(ids, torch.tensor([start, stop], device=ids.device)).tolist()
-        return ids[low:high] - start, rows[low:high], probs[low:high]
-
     def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
-        columns, rows, probs = self._in_tile(start, stop)
+        rows, columns, probs = self.head.in_tile(start, stop)
         result = self.tail_scale[:, None] * self.unigram_probs[start:stop]
         result[rows, columns] = probs
         return result
@@ -103,7 +89,7 @@ class HeadAndTail:
     def add_waits(
         self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
     ) -> Float[Tensor, "n tile"]:
-        columns, rows, probs = self._in_tile(start, stop)
+        rows, columns, probs = self.head.in_tile(start, stop)
         known = add_wait(arrivals[rows, columns], probs * first[rows])
         tail = (self.tail_scale * first)[:, None]
         arrivals.addcmul_(tail, self.unigram_probs[None, start:stop])
@@ -111,14 +97,58 @@ class HeadAndTail:
         return arrivals
 
     def select(self, index: Index) -> HeadAndTail:
-        return HeadAndTail(
-            self.ids[index], self.probs[index], self.tail_scale[index], self.unigram_probs
-        )
+        return HeadAndTail(self.head.select(index), self.tail_scale[index], self.unigram_probs)
 
     def to(self, device: torch.device | str) -> HeadAndTail:
         return HeadAndTail(
-            self.ids.to(device),
-            self.probs.to(device),
-            self.tail_scale.to(device),
-            self.unigram_probs.to(device),
+            self.head.to(device), self.tail_scale.to(device), self.unigram_probs.to(device)
+        )
+
+
+@dataclass(frozen=True)
+class HeadLogits:
+    """Probabilities rebuilt from hidden states, one matrix product per tile.
+
+    Attributes:
+        hidden: [n, D] float32.
+        log_normalizers: [n] float32, log-sum-exp of the logits.
+        weight: [V, D] float32, the LM head.
+        bias: [V] float32.
+    """
+
+    hidden: Float[Tensor, "n d"]
+    log_normalizers: Float[Tensor, "n"]
+    weight: Float[Tensor, "v d"]
+    bias: Float[Tensor, "v"]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[0]
+
+    def logits_at(self, ids: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
+        """The logit of one id per position."""
+        return (self.hidden * self.weight[ids]).sum(1) + self.bias[ids]
+
+    def log_tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        """Log-probabilities of vocabulary ids start..stop-1."""
+        logits = torch.addmm(self.bias[start:stop], self.hidden, self.weight[start:stop].T)
+        return logits.sub_(self.log_normalizers[:, None])
+
+    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        return self.log_tile(start, stop).exp_()
+
+    def add_waits(
+        self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
+    ) -> Float[Tensor, "n tile"]:
+        return add_wait(arrivals, self.tile(start, stop).mul_(first[:, None]))
+
+    def select(self, index: Index) -> HeadLogits:
+        return HeadLogits(self.hidden[index], self.log_normalizers[index], self.weight, self.bias)
+
+    def to(self, device: torch.device | str) -> HeadLogits:
+        return HeadLogits(
+            self.hidden.to(device),
+            self.log_normalizers.to(device),
+            self.weight.to(device),
+            self.bias.to(device),
         )

@@ -11,8 +11,12 @@ import difflib
 from typing import Any
 
 from shards.codec.full import FullCodec
+from shards.codec.hidden import HiddenCodec
 from shards.codec.posterior import PosteriorCodec
 from shards.codec.protocol import Arrays, ArraySpec, Codec, TeacherOutput
+from shards.codec.quantized import QuantizedCodec
+from shards.codec.seeded import SeededCodec
+from shards.codec.topk import TopKCodec
 from shards.configuration import from_mapping
 from shards.errors import UsageError
 
@@ -26,7 +30,17 @@ __all__ = [
     "make_codec",
 ]
 
-CODECS: dict[str, type[Any]] = {codec.name: codec for codec in (FullCodec, PosteriorCodec)}
+CODECS: dict[str, type[Any]] = {
+    codec.name: codec
+    for codec in (
+        FullCodec,
+        QuantizedCodec,
+        TopKCodec,
+        SeededCodec,
+        PosteriorCodec,
+        HiddenCodec,
+    )
+}
 
 
 def make_codec(name: str, **parameters: Any) -> Codec:

@@ -15,7 +15,7 @@ from torch import Tensor
 from shards.codec.draws import frozen_posterior, passes_token
 from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
 from shards.codec.stored_noise import StoredNoise
-from shards.noise import KeyedPrior, PositionKeys
+from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,10 @@ class FullCodec:
 
     def encode(self, output: TeacherOutput, seed: int, resources: Arrays) -> dict[str, Tensor]:
         noise = frozen_posterior(output, seed)
-        exact = -noise.tile(0, noise.vocab_size).log()
-        rounded = exact.half()
-        low = passes_token(noise, rounded.float())
-        rounded[low] = round_down_to_half(exact[low])
+        gumbels = half_gumbels(noise, noise.tile(0, noise.vocab_size))
         batch = output.tokens.shape
         return {
-            "gumbels": rounded.unflatten(0, batch),
+            "gumbels": gumbels.unflatten(0, batch),
             "token_gumbels": noise.token_gumbels.unflatten(0, batch),
         }
 
@@ -68,6 +65,15 @@ class FullCodec:
 
 def _tile(columns: tuple[Tensor, ...], start: int, stop: int) -> Float[Tensor, "n tile"]:
     return columns[0][:, start:stop].float()
+
+
+def half_gumbels(noise: KeyedPosterior, arrivals: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
+    """xi = -log F as float16, rounded so that no entry passes the token's."""
+    exact = -arrivals.log()
+    rounded = exact.half()
+    low = passes_token(noise, rounded.float())
+    rounded[low] = round_down_to_half(exact[low])
+    return rounded
 
 
 def round_down_to_half(values: Float[Tensor, "n"]) -> Float[Tensor, "n"]:

@@ -4,33 +4,51 @@ What is stored is the distribution, not a draw. At every visit the posterior is 
 exact p_x, the stored head of p, and a tail spread in proportion to the unigram of the corpus.
 With total variation d between that distribution and the teacher's, the token is still the argmax
 of log p + xi with probability 1 / (1 + d).
+
+Bytes: the head is listed likeliest first, ids as frequency ranks in byte planes, -log p as steps
+from one entry to the next; zstd then needs about 13 bits per id and 2 per probability, and almost
+nothing for slots left unused. Where M >= V the distribution is kept whole and no ids are needed.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shards.codec.byte_planes import from_planes, plane_specs, to_planes
 from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
+from shards.codec.vocabulary_order import FrequencyOrder
+from shards.entries import Entries
 from shards.errors import UsageError
 from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys
-from shards.probabilities import HeadAndTail
+from shards.probabilities import DenseProbabilities, HeadAndTail, Probabilities
+
+SMALLEST_HALF = -65504.0
 
 
 @dataclass(frozen=True)
 class PosteriorCodec:
-    """Arrays: ``entry_ids`` [M] and ``entry_log_probs`` [M] float16, likeliest first;
-    ``tail_log_mass`` float32, log of what they and the token leave over.
+    """Head, tail mass, and the exact p_x that every store keeps.
+
+    Arrays for M < V: ``entry_rank`` [M] in byte planes, 1 + frequency rank, 0 where unused;
+    ``entry_step`` [M] in byte planes, growth of round(-log p / log_prob_step_nats) from the entry
+    before; ``tail_log_mass`` float16, log of what the entries and the token leave over.
+    Arrays for M >= V: ``log_probs`` [V] float16.
 
     Attributes:
-        num_entries: M; never more than V are stored.
+        num_entries: M, the most entries a position can have.
+        min_probability: Less likely tokens are left to the tail.
+        log_prob_step_nats: Resolution of the stored log-probabilities.
     """
 
     num_entries: int = 64
+    min_probability: float = 3e-4
+    log_prob_step_nats: float = 1 / 32
 
     name: ClassVar[str] = "posterior"
     is_fresh: ClassVar[bool] = True
@@ -38,31 +56,43 @@ class PosteriorCodec:
     resource_names: ClassVar[tuple[str, ...]] = ("unigram_log_probs",)
 
     def __post_init__(self) -> None:
-        if self.num_entries < 1:
-            raise UsageError(
-                "too few entries", where="num_entries", got=self.num_entries, expected=">= 1"
-            )
+        checks = {
+            "num_entries": (self.num_entries >= 1, ">= 1"),
+            "min_probability": (1e-12 <= self.min_probability < 1, "in [1e-12, 1)"),
+            "log_prob_step_nats": (1e-3 <= self.log_prob_step_nats <= 1, "in [0.001, 1]"),
+        }
+        for field, (holds, expected) in checks.items():
+            if not holds:
+                got = getattr(self, field)
+                raise UsageError("bad codec parameter", where=field, got=got, expected=expected)
+
+    @property
+    def _max_step(self) -> int:
+        return math.ceil(-math.log(self.min_probability) / self.log_prob_step_nats) + 1
 
     def array_specs(self, vocab_size: int, hidden_size: int | None) -> dict[str, ArraySpec]:
-        kept = min(self.num_entries, vocab_size)
-        id_dtype = "uint16" if vocab_size <= 1 << 16 else "int32"
+        if self.num_entries >= vocab_size:
+            return {"log_probs": ArraySpec("float16", (vocab_size,))}
         return {
-            "entry_ids": ArraySpec(id_dtype, (kept,)),
-            "entry_log_probs": ArraySpec("float16", (kept,)),
-            "tail_log_mass": ArraySpec("float32"),
+            **plane_specs("entry_rank", vocab_size, (self.num_entries,)),
+            **plane_specs("entry_step", self._max_step, (self.num_entries,)),
+            "tail_log_mass": ArraySpec("float16"),
         }
 
     def encode(self, output: TeacherOutput, seed: int, resources: Arrays) -> dict[str, Tensor]:
         vocab_size = output.log_probs.shape[-1]
-        log_probs, ids = output.log_probs.topk(min(self.num_entries, vocab_size), dim=-1)
-        rest = output.log_probs.exp()
-        rest.scatter_(-1, ids, 0.0).scatter_(-1, output.tokens[..., None], 0.0)
-        tail = rest.double().sum(-1).clamp(min=1e-30).log().float()
-        id_dtype = torch.uint16 if vocab_size <= 1 << 16 else torch.int32
+        if self.num_entries >= vocab_size:
+            return {"log_probs": output.log_probs.clamp(min=SMALLEST_HALF).half()}
+        log_probs, ids = output.log_probs.topk(self.num_entries, dim=-1)
+        used = log_probs >= math.log(self.min_probability)
+        order = FrequencyOrder.of(resources["unigram_log_probs"])
+        ranks = torch.where(used, order.rank_of_id[ids] + 1, 0)
+        levels = (-log_probs / self.log_prob_step_nats).round().long().clamp(min=0)
+        steps = levels.diff(dim=-1, prepend=torch.zeros_like(levels[..., :1]))
         return {
-            "entry_ids": ids.to(id_dtype),
-            "entry_log_probs": log_probs.half(),
-            "tail_log_mass": tail,
+            **to_planes("entry_rank", ranks, vocab_size),
+            **to_planes("entry_step", torch.where(used, steps, 0), self._max_step),
+            "tail_log_mass": _tail_log_mass(output, ids, used).half(),
         }
 
     def decode(
@@ -82,18 +112,62 @@ class PosteriorCodec:
         tokens: Int[Tensor, "n"],
         token_log_probs: Float[Tensor, "n"],
         resources: Arrays,
-    ) -> HeadAndTail:
+    ) -> Probabilities:
         """The stored approximation of the teacher's distribution (for distillation losses too)."""
-        ids = torch.cat([arrays["entry_ids"].long(), tokens[:, None]], dim=1)
-        repeated = (ids[:, :-1] == tokens[:, None]).any(1)
-        probs = torch.cat([arrays["entry_log_probs"].float(), token_log_probs[:, None]], 1).exp()
-        probs[:, :-1][ids[:, :-1] == tokens[:, None]] = token_log_probs.exp()[repeated]
-        probs[:, -1][repeated] = -1.0
-        unigram = resources["unigram_log_probs"].float().exp()
-        listed = unigram[ids].double().masked_fill(probs < 0, 0.0).sum(1)
-        scale = arrays["tail_log_mass"].double().exp() / (1 - listed).clamp(min=1e-9)
-        return HeadAndTail(ids, probs, scale.float(), unigram)
+        if "log_probs" in arrays:
+            own = tokens[:, None]
+            log_probs = arrays["log_probs"].float()
+            return DenseProbabilities(log_probs.scatter(1, own, token_log_probs[:, None]))
+        unigram_log_probs = resources["unigram_log_probs"].float()
+        listed, used = self._listed(arrays, FrequencyOrder.of(unigram_log_probs))
+        tail = arrays["tail_log_mass"].double().exp()
+        return _head_and_tail(listed, used, tail, tokens, token_log_probs, unigram_log_probs.exp())
+
+    def _listed(
+        self, arrays: Arrays, order: FrequencyOrder
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """((ids, rounded probabilities), which slots are used), cut to the widest position."""
+        ranks = from_planes("entry_rank", arrays, len(order.id_of_rank))
+        used = ranks > 0
+        width = int(used.sum(1).max()) if len(used) else 0
+        steps = from_planes("entry_step", arrays, self._max_step)[:, :width]
+        probs = (-self.log_prob_step_nats * steps.cumsum(1).float()).exp()
+        ids = order.id_of_rank[(ranks[:, :width] - 1).clamp(min=0)]
+        return (ids, probs), used[:, :width]
 
     def prior(self, keys: PositionKeys, vocab_size: int) -> KeyedPrior:
         """The noise to sample with: the untruncated prior."""
         return KeyedPrior(keys, vocab_size)
+
+
+def _tail_log_mass(
+    output: TeacherOutput, ids: Int[Tensor, "b t m"], used: Bool[Tensor, "b t m"]
+) -> Float[Tensor, "b t"]:
+    """Log of the probability that is neither listed nor the token's, summed over those entries."""
+    rest = output.log_probs.exp()
+    rest.scatter_(-1, ids, torch.where(used, 0.0, rest.gather(-1, ids)))
+    rest.scatter_(-1, output.tokens[..., None], 0.0)
+    return rest.sum(-1, dtype=torch.float64).clamp(min=1e-30).log().float()
+
+
+def _head_and_tail(
+    listed: tuple[Int[Tensor, "n m"], Float[Tensor, "n m"]],
+    used: Bool[Tensor, "n m"],
+    tail_mass: Float[Tensor, "n"],
+    tokens: Int[Tensor, "n"],
+    token_log_probs: Float[Tensor, "n"],
+    unigram_probs: Float[Tensor, "v"],
+) -> HeadAndTail:
+    """A normalised distribution: p_x exact, the tail's mass as stored, the listed take the rest."""
+    ids, probs = listed
+    others = used & (ids != tokens[:, None])
+    own = token_log_probs.double().exp()
+    total = torch.where(others, probs, 0.0).sum(1, dtype=torch.float64)
+    wanted = 1 - own - tail_mass
+    scale = torch.where(wanted > 0, wanted / total.clamp(min=1e-30), 1.0).clamp(0.5, 2.0)
+    probs = torch.cat([probs * scale[:, None].float(), own[:, None].float()], dim=1)
+    ids = torch.cat([ids, tokens[:, None]], dim=1)
+    head = Entries(ids, probs, torch.cat([others, torch.ones_like(others[:, :1])], dim=1))
+    known = torch.where(head.used, unigram_probs[ids], 0.0).sum(1, dtype=torch.float64)
+    tail_scale = tail_mass / (1 - known).clamp(min=1e-9)
+    return HeadAndTail(head, tail_scale.float(), unigram_probs)

@@ -9,6 +9,7 @@ import torch
 from scipy.stats import kstest
 from torch import Tensor
 
+from shards.entries import Entries
 from shards.gumbel import exponential_from_bits, gumbel_argmax, gumbel_from_arrivals
 from shards.keyed_exponentials import first_arrivals, keyed_exponentials
 from shards.noise import (
@@ -50,7 +51,8 @@ def head_and_tail(num: int, vocab_size: int, kept: int) -> tuple[KeyedPosterior,
     top, ids = probs.topk(kept, dim=1)
     scale = (1 - top.sum(1)) / (1 - unigram[ids].sum(1))
     full = (scale[:, None] * unigram).scatter(1, ids, top)
-    approximate = HeadAndTail(ids, top, scale, unigram)
+    head = Entries(ids, top, torch.ones_like(ids, dtype=torch.bool))
+    approximate = HeadAndTail(head, scale, unigram)
     log_p = full.gather(1, exact.tokens[:, None]).squeeze(1).log()
     return KeyedPosterior(exact.keys, exact.tokens, log_p, approximate), full
 
@@ -118,8 +120,9 @@ def test_head_and_tail_uses_its_own_distribution() -> None:
 
 
 def test_unused_slots_leave_the_tail_alone() -> None:
-    ids, probs = torch.tensor([[2, 0], [1, 0]]), torch.tensor([[0.5, -1.0], [0.5, 0.25]])
-    source = HeadAndTail(ids, probs, torch.tensor([1.0, 0.5]), torch.tensor([0.25, 0.25, 0.5]))
+    ids, probs = torch.tensor([[2, 0], [1, 0]]), torch.tensor([[0.5, 9.0], [0.5, 0.25]])
+    head = Entries(ids, probs, torch.tensor([[True, False], [True, True]]))
+    source = HeadAndTail(head, torch.tensor([1.0, 0.5]), torch.tensor([0.25, 0.25, 0.5]))
     expected = torch.tensor([[0.25, 0.25, 0.5], [0.25, 0.5, 0.25]])
     torch.testing.assert_close(source.tile(0, 3), expected)
 

@@ -1,0 +1,41 @@
+"""Small integers as one uint8 array per byte of significance.
+
+zstd codes a plane of high bytes, which take few values, far better than the same bytes between
+low ones: 12% fewer bytes for the entries of ``seeded`` and 28% for those of ``posterior`` than
+uint16 arrays, and fewer than bit-packing, which hides the distribution from it.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Int, UInt8
+from torch import Tensor
+
+from shards.codec.protocol import Arrays, ArraySpec
+
+
+def plane_names(name: str, max_value: int) -> list[str]:
+    """Array names for integers 0..max_value, least significant byte first."""
+    return [f"{name}_byte{i}" for i in range(max(1, -(-max_value.bit_length() // 8)))]
+
+
+def plane_specs(name: str, max_value: int, trailing: tuple[int, ...]) -> dict[str, ArraySpec]:
+    """Declarations of those arrays."""
+    return {plane: ArraySpec("uint8", trailing) for plane in plane_names(name, max_value)}
+
+
+def to_planes(
+    name: str, values: Int[Tensor, "*shape"], max_value: int
+) -> dict[str, UInt8[Tensor, "*shape"]]:
+    """The arrays of some integers in 0..max_value."""
+    planes = plane_names(name, max_value)
+    return {plane: (values >> 8 * i & 0xFF).to(torch.uint8) for i, plane in enumerate(planes)}
+
+
+def from_planes(name: str, arrays: Arrays, max_value: int) -> Int[Tensor, "*shape"]:
+    """The integers, as int64."""
+    planes = plane_names(name, max_value)
+    result = arrays[planes[0]].long()
+    for i, plane in enumerate(planes[1:], start=1):
+        result |= arrays[plane].long() << 8 * i
+    return result

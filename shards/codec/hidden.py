@@ -1,0 +1,153 @@
+"""``hidden``: the teacher's last hidden state, and its LM head once per store; fresh noise.
+
+Logits are rebuilt by one matrix product per vocabulary tile. The bytes per token do not depend on
+V, and the distribution is exact up to the rounding of the hidden state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
+from shards.errors import GdistillError, UsageError
+from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys
+from shards.probabilities import HeadLogits
+
+LARGEST_LEVEL = 127
+HEAD_TOLERANCE_NATS = 0.1
+VOCABULARY_TILE = 8192
+
+
+@dataclass(frozen=True)
+class HiddenCodec:
+    """Arrays: ``hidden`` [D] int8 or float16; ``scale`` float16 (int8 only); ``normalizer``
+    float16, log-sum-exp of the rebuilt logits less (the token's rebuilt logit - log p_x), near 0.
+
+    The resource ``lm_head`` [V, D] turns hidden states into logits; ``lm_head_bias`` [V] is used
+    where the store has it.
+
+    Attributes:
+        dtype: int8, scaled per token by its largest component, or float16.
+    """
+
+    dtype: Literal["int8", "float16"] = "int8"
+
+    name: ClassVar[str] = "hidden"
+    is_fresh: ClassVar[bool] = True
+    needs_hidden: ClassVar[bool] = True
+    resource_names: ClassVar[tuple[str, ...]] = ("unigram_log_probs", "lm_head")
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("int8", "float16"):
+            expected = "int8 or float16"
+            raise UsageError(
+                "bad codec parameter", where="dtype", got=self.dtype, expected=expected
+            )
+
+    def array_specs(self, vocab_size: int, hidden_size: int | None) -> dict[str, ArraySpec]:
+        if hidden_size is None:
+            raise UsageError("codec hidden needs the teacher's hidden size", where="hidden_size")
+        specs = {
+            "hidden": ArraySpec(self.dtype, (hidden_size,)),
+            "normalizer": ArraySpec("float16"),
+        }
+        return specs if self.dtype == "float16" else {**specs, "scale": ArraySpec("float16")}
+
+    def encode(self, output: TeacherOutput, seed: int, resources: Arrays) -> dict[str, Tensor]:
+        if output.hidden is None:
+            raise UsageError("codec hidden needs the teacher's hidden states", where="hidden")
+        hidden = output.hidden.flatten(0, 1).float()
+        log_probs, tokens = output.log_probs.flatten(0, 1), output.tokens.flatten()
+        _check_head(hidden, log_probs, resources)
+        arrays = self._round(hidden)
+        rebuilt = _head_logits(_unscaled(arrays), torch.zeros_like(log_probs[:, 0]), resources)
+        own = log_probs.gather(1, tokens[:, None]).squeeze(1)
+        normalizer = _log_sum_exp(rebuilt) - (rebuilt.logits_at(tokens) - own)
+        arrays["normalizer"] = normalizer.half()
+        return {name: array.unflatten(0, output.tokens.shape) for name, array in arrays.items()}
+
+    def _round(self, hidden: Float[Tensor, "n d"]) -> dict[str, Tensor]:
+        if self.dtype == "float16":
+            return {"hidden": hidden.half()}
+        scale = (hidden.abs().amax(1) / LARGEST_LEVEL).clamp(min=2.0**-14).half()
+        levels = (hidden / scale[:, None].float()).round().clamp(-LARGEST_LEVEL, LARGEST_LEVEL)
+        return {"hidden": levels.to(torch.int8), "scale": scale}
+
+    def decode(
+        self,
+        arrays: Arrays,
+        tokens: Int[Tensor, "n"],
+        token_log_probs: Float[Tensor, "n"],
+        keys: PositionKeys,
+        resources: Arrays,
+    ) -> KeyedPosterior:
+        distribution = self.distribution(arrays, tokens, token_log_probs, resources)
+        return KeyedPosterior(keys, tokens, token_log_probs, distribution)
+
+    def distribution(
+        self,
+        arrays: Arrays,
+        tokens: Int[Tensor, "n"],
+        token_log_probs: Float[Tensor, "n"],
+        resources: Arrays,
+    ) -> HeadLogits:
+        """The teacher's distribution as rebuilt (for distillation losses too)."""
+        unnormalised = _head_logits(_unscaled(arrays), torch.zeros_like(token_log_probs), resources)
+        lse = unnormalised.logits_at(tokens) - token_log_probs + arrays["normalizer"].float()
+        return _head_logits(unnormalised.hidden, lse, resources)
+
+    def prior(self, keys: PositionKeys, vocab_size: int) -> KeyedPrior:
+        """The noise to sample with: the untruncated prior."""
+        return KeyedPrior(keys, vocab_size)
+
+
+def _unscaled(arrays: Arrays) -> Float[Tensor, "n d"]:
+    hidden = arrays["hidden"].float()
+    return hidden * arrays["scale"][:, None].float() if "scale" in arrays else hidden
+
+
+def _head_logits(
+    hidden: Float[Tensor, "n d"], log_normalizers: Float[Tensor, "n"], resources: Arrays
+) -> HeadLogits:
+    head, bias = resources["lm_head"].float(), resources.get("lm_head_bias")
+    bias = torch.zeros_like(head[:, 0]) if bias is None else bias.float()
+    return HeadLogits(hidden, log_normalizers, head, bias)
+
+
+def _log_sum_exp(rebuilt: HeadLogits) -> Float[Tensor, "n"]:
+    """log sum_j exp(logit_j), a tile at a time."""
+    size = rebuilt.vocab_size
+    tiles = [
+        rebuilt.log_tile(start, min(start + VOCABULARY_TILE, size)).logsumexp(1)
+        for start in range(0, size, VOCABULARY_TILE)
+    ]
+    return torch.stack(tiles).logsumexp(0)
+
+
+def _check_head(
+    hidden: Float[Tensor, "n d"], log_probs: Float[Tensor, "n v"], resources: Arrays
+) -> None:
+    """Refuse a teacher whose logits are not ``hidden @ lm_head.T (+ bias)``: soft-capped, scaled."""
+    head = resources["lm_head"]
+    if head.shape != (log_probs.shape[1], hidden.shape[1]):
+        expected = f"[{log_probs.shape[1]}, {hidden.shape[1]}]"
+        raise GdistillError(
+            "the LM head does not fit", where="lm_head", got=tuple(head.shape), expected=expected
+        )
+    best = log_probs[:8].topk(min(32, log_probs.shape[1]), dim=1)
+    probe = _head_logits(hidden[:8], torch.zeros_like(log_probs[:8, 0]), resources)
+    logits = probe.log_tile(0, probe.vocab_size).gather(1, best.indices)
+    error = float(((logits - logits[:, :1]) - (best.values - best.values[:, :1])).abs().max())
+    if not error <= HEAD_TOLERANCE_NATS:
+        raise GdistillError(
+            "the teacher's logits are not its hidden states times its LM head",
+            where="codec hidden",
+            got=f"log-probabilities off by {error:.2g} nats",
+            expected=f"<= {HEAD_TOLERANCE_NATS}",
+            remedy="use the codec posterior",
+        )

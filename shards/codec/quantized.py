@@ -1,0 +1,109 @@
+"""``quantized``: every xi of one posterior draw at 8 or 4 bits; V or V / 2 bytes per token.
+
+Between the least and the largest xi of its position, apart from the token's, which has a field of
+its own, xi is rounded to the nearest of 256 or 16 evenly spaced levels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from shards.codec.draws import frozen_posterior, passes_token
+from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
+from shards.codec.stored_noise import StoredNoise
+from shards.errors import UsageError
+from shards.noise import KeyedPrior, PositionKeys
+
+
+@dataclass(frozen=True)
+class QuantizedCodec:
+    """Arrays: ``levels`` uint8, [V] or two per byte [(V + 1) // 2], the even id in the low half;
+    ``lowest`` and ``spacing`` float32; ``token_gumbels`` float32, xi of the token.
+
+    Entries that rounding would lift past the token are rounded down, so that the token is the
+    argmax of the stored vector with the teacher's log-probabilities.
+
+    Attributes:
+        bits: 8 or 4.
+    """
+
+    bits: Literal[4, 8] = 8
+
+    name: ClassVar[str] = "quantized"
+    is_fresh: ClassVar[bool] = False
+    needs_hidden: ClassVar[bool] = False
+    resource_names: ClassVar[tuple[str, ...]] = ("unigram_log_probs",)
+
+    def __post_init__(self) -> None:
+        if self.bits not in (4, 8):
+            raise UsageError("bad codec parameter", where="bits", got=self.bits, expected="4 or 8")
+
+    def array_specs(self, vocab_size: int, hidden_size: int | None) -> dict[str, ArraySpec]:
+        return {
+            "levels": ArraySpec("uint8", (-(-vocab_size * self.bits // 8),)),
+            "lowest": ArraySpec("float32"),
+            "spacing": ArraySpec("float32"),
+            "token_gumbels": ArraySpec("float32"),
+        }
+
+    def encode(self, output: TeacherOutput, seed: int, resources: Arrays) -> dict[str, Tensor]:
+        noise = frozen_posterior(output, seed)
+        gumbels = -noise.tile(0, noise.vocab_size).log()
+        own = noise.tokens[:, None]
+        lowest = gumbels.scatter(1, own, torch.inf).amin(1)
+        highest = gumbels.scatter(1, own, -torch.inf).amax(1)
+        spacing = ((highest - lowest) / (2**self.bits - 1)).clamp(min=1e-6)
+        scaled = (gumbels - lowest[:, None]) / spacing[:, None]
+        levels = scaled.round().clamp(0, 2**self.bits - 1)
+        rounded = lowest[:, None] + levels * spacing[:, None]
+        levels = torch.where(passes_token(noise, rounded), scaled.floor().clamp(min=0), levels)
+        arrays = {
+            "levels": _pack(levels.to(torch.uint8), self.bits),
+            "lowest": lowest,
+            "spacing": spacing,
+            "token_gumbels": noise.token_gumbels,
+        }
+        return {name: array.unflatten(0, output.tokens.shape) for name, array in arrays.items()}
+
+    def decode(
+        self,
+        arrays: Arrays,
+        tokens: Int[Tensor, "n"],
+        token_log_probs: Float[Tensor, "n"],
+        keys: PositionKeys,
+        resources: Arrays,
+    ) -> StoredNoise:
+        columns = (arrays["levels"], arrays["lowest"], arrays["spacing"])
+        tile = _tile_of_bytes if self.bits == 8 else _tile_of_nibbles
+        vocab_size = len(resources["unigram_log_probs"])
+        return StoredNoise(columns, tile, tokens, arrays["token_gumbels"], vocab_size)
+
+    def prior(self, keys: PositionKeys, vocab_size: int) -> KeyedPrior:
+        """The noise to sample with: the untruncated prior."""
+        return KeyedPrior(keys, vocab_size)
+
+
+def _pack(levels: UInt8[Tensor, "n v"], bits: int) -> UInt8[Tensor, "n w"]:
+    if bits == 8:
+        return levels
+    padded = torch.nn.functional.pad(levels, (0, levels.shape[1] % 2))
+    return padded[:, 0::2] | padded[:, 1::2] << 4
+
+
+def _tile_of_bytes(columns: tuple[Tensor, ...], start: int, stop: int) -> Float[Tensor, "n tile"]:
+    levels, lowest, spacing = columns
+    return lowest[:, None] + levels[:, start:stop] * spacing[:, None]
+
+
+def _tile_of_nibbles(columns: tuple[Tensor, ...], start: int, stop: int) -> Float[Tensor, "n tile"]:
+    packed, lowest, spacing = columns
+    first = start // 2
+    pairs = packed[:, first : -(-stop // 2)]
+    levels = torch.stack([pairs & 0xF, pairs >> 4], dim=-1).flatten(1)
+    levels = levels[:, start - 2 * first : stop - 2 * first]
+    return lowest[:, None] + levels * spacing[:, None]

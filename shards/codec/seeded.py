@@ -1,0 +1,193 @@
+"""``seeded``: one frozen draw, as the entries that differ from what the generator gives anyway.
+
+The posterior is F_j = E_j + p_j E_0, and both E_j and E_0 come from the counter-based generator.
+Only the shift s_j = log(F_j / E_j) of each entry is news, and it is below eps for all but a few
+entries: E[number above] = sum_j p_j / (p_j + e^eps - 1) <= 1 / (e^eps - 1), whatever V is.
+Shifts are stored to within eps; entries whose shift rounds to nothing are not stored.
+
+The token stays the argmax of log p + xi. A lowered F_j passes the token only if it falls below
+p_j E_0, that is by more than -log(1 - e^-s); up to the shift where that is eps, rounding to the
+nearest multiple of 2 eps is safe, and above it shifts are rounded up to multiples of eps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from shards.codec.byte_planes import from_planes, plane_specs, to_planes
+from shards.codec.draws import frozen_posterior
+from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
+from shards.codec.vocabulary_order import FrequencyOrder
+from shards.entries import Entries
+from shards.errors import UsageError
+from shards.noise import KeyedPrior, PositionKeys, ShiftedNoise
+
+LARGEST_SHIFT_NATS = 26.0
+"""log(E_0 / E_j) with E_0 <= 16.7 and E_j >= 1.2e-10."""
+MAX_COARSENING = 24
+
+
+@dataclass(frozen=True)
+class ShiftScale:
+    """Shifts <-> codes at a tolerance; code 0 stands for shifts that are not stored."""
+
+    tolerance_nats: float
+
+    @property
+    def unit(self) -> float:
+        """The tolerance, less what float32 arithmetic may add to an error."""
+        return self.tolerance_nats * (1 - 2.0**-10)
+
+    @property
+    def num_nearest(self) -> int:
+        """Codes up to here are multiples of 2 units, rounded to the nearest."""
+        return int(-math.log(-math.expm1(-self.tolerance_nats)) / (2 * self.unit))
+
+    @property
+    def max_code(self) -> int:
+        return self.num_nearest + math.ceil(LARGEST_SHIFT_NATS / self.unit)
+
+    def encode(self, shifts: Float[Tensor, "k"]) -> Int[Tensor, "k"]:
+        """Codes of shifts in nats (float64)."""
+        nearest = (shifts / (2 * self.unit)).round()
+        above = shifts / self.unit - 2 * self.num_nearest
+        upward = self.num_nearest + (above + 2.0**-12).ceil()
+        return torch.where(above > 0, upward, nearest).long().clamp(max=self.max_code)
+
+    def decode(self, codes: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """Shifts in nats (float64)."""
+        return self.unit * (codes + codes.clamp(max=self.num_nearest)).double()
+
+
+@dataclass(frozen=True)
+class SeededCodec:
+    """Arrays: ``shift_gap`` [M] in byte planes, frequency rank less that of the stored entry before
+    (the first plus 1), 0 where unused; ``shift_code`` [M] in byte planes; ``coarsening`` uint8.
+
+    A position with more shifts above eps than M slots is stored at eps * 2^coarsening, the least
+    that fits. With the default M that takes a distribution near the bound above *and* E_0 > 5.2:
+    it did not occur in the benchmarks.
+
+    Attributes:
+        tolerance_nats: eps, the largest error of any xi.
+        max_entries: M; None for 5.2 times the bound on the expected number, at most V.
+    """
+
+    tolerance_nats: float = 0.01
+    max_entries: int | None = None
+
+    name: ClassVar[str] = "seeded"
+    is_fresh: ClassVar[bool] = False
+    needs_hidden: ClassVar[bool] = False
+    resource_names: ClassVar[tuple[str, ...]] = ("unigram_log_probs",)
+
+    def __post_init__(self) -> None:
+        if not 1e-3 <= self.tolerance_nats <= 0.5:
+            got = self.tolerance_nats
+            raise UsageError(
+                "bad codec parameter", where="tolerance_nats", got=got, expected="in [0.001, 0.5]"
+            )
+        if self.max_entries is not None and self.max_entries < 1:
+            got = self.max_entries
+            raise UsageError("bad codec parameter", where="max_entries", got=got, expected=">= 1")
+
+    @property
+    def _scale(self) -> ShiftScale:
+        return ShiftScale(self.tolerance_nats)
+
+    def _num_slots(self, vocab_size: int) -> int:
+        wanted = self.max_entries or math.ceil(5.2 / math.expm1(self.tolerance_nats))
+        return min(wanted, vocab_size)
+
+    def array_specs(self, vocab_size: int, hidden_size: int | None) -> dict[str, ArraySpec]:
+        slots = (self._num_slots(vocab_size),)
+        return {
+            **plane_specs("shift_gap", vocab_size, slots),
+            **plane_specs("shift_code", self._scale.max_code, slots),
+            "coarsening": ArraySpec("uint8"),
+        }
+
+    def encode(self, output: TeacherOutput, seed: int, resources: Arrays) -> dict[str, Tensor]:
+        noise = frozen_posterior(output, seed)
+        vocab_size = noise.vocab_size
+        prior = KeyedPrior(noise.keys, vocab_size).tile(0, vocab_size)
+        ratio = noise.tile(0, vocab_size).div_(prior)
+        ratio.scatter_(1, noise.tokens[:, None], 1.0)
+        coarsening = self._coarsening(ratio, self._num_slots(vocab_size))
+        moved = ratio > self._least_ratio(coarsening)[:, None]
+        gaps, codes = self._entries(ratio, moved, coarsening, resources)
+        arrays = {
+            **to_planes("shift_gap", gaps, vocab_size),
+            **to_planes("shift_code", codes, self._scale.max_code),
+            "coarsening": coarsening.to(torch.uint8),
+        }
+        return {name: array.unflatten(0, output.tokens.shape) for name, array in arrays.items()}
+
+    def _least_ratio(self, coarsening: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
+        unit = self._scale.unit * torch.exp2(coarsening.double())
+        return unit.exp().float()
+
+    def _coarsening(self, ratio: Float[Tensor, "n v"], num_slots: int) -> Int[Tensor, "n"]:
+        """The least power of two on eps at which the moved entries fit."""
+        coarsening = torch.zeros(len(ratio), dtype=torch.int64, device=ratio.device)
+        for _ in range(MAX_COARSENING):
+            excess = (ratio > self._least_ratio(coarsening)[:, None]).sum(1) > num_slots
+            if not bool(excess.any()):
+                break
+            coarsening += excess
+        return coarsening
+
+    def _entries(
+        self,
+        ratio: Float[Tensor, "n v"],
+        moved: Bool[Tensor, "n v"],
+        coarsening: Int[Tensor, "n"],
+        resources: Arrays,
+    ) -> tuple[Int[Tensor, "n m"], Int[Tensor, "n m"]]:
+        """(gaps, codes) with the moved entries of a position in front, by rising frequency rank."""
+        vocab_size = ratio.shape[1]
+        rows, ids = moved.nonzero(as_tuple=True)
+        ranks = FrequencyOrder.of(resources["unigram_log_probs"]).rank_of_id[ids]
+        order = (rows * vocab_size + ranks).argsort()
+        rows, ids, ranks = rows[order], ids[order], ranks[order]
+        counts = moved.sum(1)
+        slots = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+        gaps = ratio.new_zeros(len(ratio), self._num_slots(vocab_size), dtype=torch.int64)
+        codes = gaps.clone()
+        previous = torch.where(slots > 0, ranks.roll(1), -1)
+        gaps[rows, slots] = ranks - previous
+        shifts = ratio[rows, ids].double().log() / torch.exp2(coarsening[rows].double())
+        codes[rows, slots] = self._scale.encode(shifts).clamp(min=1)
+        return gaps, codes
+
+    def decode(
+        self,
+        arrays: Arrays,
+        tokens: Int[Tensor, "n"],
+        token_log_probs: Float[Tensor, "n"],
+        keys: PositionKeys,
+        resources: Arrays,
+    ) -> ShiftedNoise:
+        order = FrequencyOrder.of(resources["unigram_log_probs"])
+        vocab_size = len(order.id_of_rank)
+        gaps = from_planes("shift_gap", arrays, vocab_size)
+        used = gaps > 0
+        width = int(used.sum(1).max()) if len(used) else 0
+        used, gaps = used[:, :width], gaps[:, :width]
+        codes = from_planes("shift_code", arrays, self._scale.max_code)[:, :width]
+        coarsening = torch.exp2(arrays["coarsening"].double())[:, None]
+        factors = (self._scale.decode(codes) * coarsening).exp().float()
+        ids = order.id_of_rank[(gaps.cumsum(1) - 1).clamp(min=0)]
+        frozen = PositionKeys(keys.seed, keys.rows, keys.positions)
+        entries = Entries(ids, factors, used)
+        return ShiftedNoise(frozen, tokens, token_log_probs, entries, vocab_size)
+
+    def prior(self, keys: PositionKeys, vocab_size: int) -> KeyedPrior:
+        """The noise to sample with: the untruncated prior."""
+        return KeyedPrior(keys, vocab_size)
