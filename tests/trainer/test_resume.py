@@ -31,7 +31,7 @@ def demanding_run(**changes: Any) -> RunConfig:
         "training__num_workers": 2,
         "training__log_every_steps": 4,
         "training__validate_every_steps": 7,
-        "training__validation_batch_size": 10,
+        "training__num_validation_rows": 4,
     }
     return tiny_run(**{**settings, **changes})
 
