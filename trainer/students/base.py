@@ -56,7 +56,8 @@ class Student(PreTrainedModel):
     """Base of the students; subclasses say what they predict and what they minimise."""
 
     config: StudentConfig
-    config_class = StudentConfig
+    config_class: type[StudentConfig] = StudentConfig  # type: ignore[assignment]
+    time_bounds: Tensor
     base_model_prefix = "student"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = False

@@ -75,7 +75,7 @@ class NoiseLevelEmbedding(nn.Module):
 
     def forward(self, sigma: Float[Tensor, "b"]) -> Float[Tensor, "b c"]:
         features = noise_level_features(sigma)
-        return silu(self.mlp(features.to(self.mlp[0].weight.dtype)))
+        return silu(self.mlp(features.to(next(self.mlp.parameters()).dtype)))
 
 
 class AdaLN(nn.Linear):
