@@ -168,3 +168,35 @@ def test_generate_says_what_is_wrong() -> None:
         make_student().generate()
     with pytest.raises(UsageError, match="unknown sampler"):
         make_student().generate(torch.zeros(1, LENGTH, dtype=torch.int64), sampler="guess")
+
+
+def test_unigram_is_saved_with_the_weights(tmp_path: Path) -> None:
+    student = make_student(dataclasses.replace(TINY, prior_weight=1.0))
+    log_probs = torch.log_softmax(torch.arange(VOCAB).float(), dim=0)
+    student.conditioner.set_unigram(log_probs)
+    student.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded.conditioner.unigram_log_probs, log_probs)
+    batch = make_batch()
+    assert torch.equal(loaded.eval().loss(batch).loss, student.loss(batch).loss)
+
+
+def test_bfloat16_weights_train_and_predict(tmp_path: Path) -> None:
+    student, batch = make_student(), make_batch()
+    student.save_pretrained(tmp_path)
+    narrow = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    exact, rounded = student.loss(batch).loss, narrow.loss(batch).loss
+    assert rounded.item() == pytest.approx(exact.item(), rel=2e-2)
+    rounded.backward()
+    assert narrow.conditioner.weight.grad.dtype == torch.bfloat16
+    tokens = torch.full((2, LENGTH), narrow.mask_id)
+    assert narrow.predict(tokens).isfinite().all()
+
+
+def test_autocast_changes_little() -> None:
+    student, batch = make_student(), make_batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = student.loss(batch).loss
+    rounded.backward()
+    assert rounded.item() == pytest.approx(student.loss(batch).loss.item(), rel=2e-2)
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in student.parameters())
