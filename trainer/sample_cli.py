@@ -40,6 +40,12 @@ def sample(
     prompt: Annotated[str | None, typer.Option(help="Text that every sample begins with.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(help="One prompt per line.")] = None,
     infill: Annotated[Path | None, typer.Option(help=".jsonl of rows with open positions.")] = None,
+    stop_at_eos: Annotated[
+        bool, typer.Option("--stop-at-eos", help="Variable length: a sample ends at eos.")
+    ] = False,
+    min_entropy: Annotated[
+        float | None, typer.Option(help="Draw anew below this entropy (nats, last 256 tokens).")
+    ] = None,
     precision: Annotated[str, typer.Option(help="fp32, or bf16 for autocast.")] = "fp32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     settings: Annotated[
@@ -49,12 +55,14 @@ def sample(
     """Draw samples. The same command resumes an interrupted run."""
     from trainer.sampling.sample_request import Request
 
-    named = {
+    named: dict[str, Any] = {
         "nucleus_p": nucleus_p,
         "nucleus_rule": nucleus_rule,
         "tau": tau,
         "decision": decision,
     }
+    stop = {"at_eos": stop_at_eos or None, "min_entropy_nats": min_entropy}
+    named["stop"] = {name: value for name, value in stop.items() if value is not None} or None
     request = Request(
         checkpoint=checkpoint,
         out=out,
@@ -72,8 +80,12 @@ def sample(
         precision=precision,
         device=device,
     )
-    for path in request.resolve().run():
+    run = request.resolve()
+    for path in run.run():
         typer.echo(f"wrote {path}", err=True)
+    if run.num_flagged:
+        kept = f"{run.num_flagged} samples stayed below {min_entropy} nats in every try"
+        typer.echo(f"warning: {kept}; they are flagged low_entropy", err=True)
 
 
 def parse_budgets(text: str | None) -> tuple[int, ...]:

@@ -158,17 +158,19 @@ def test_redrawn_noise_is_that_of_the_step() -> None:
     student, ids = tiny_student(), torch.arange(4)
     tokens, noise = open_rows(student, 4), noise_for(student, ids, 3)
     assert noise is not None
-    use, masked = NoiseUse(noise, 1.0, redraw=True), tokens == student.mask_id
+    masked = tokens == student.mask_id
     rows, steps = torch.tensor([3, 1]), torch.tensor([5, 2])
-    both = use.embed_redrawn(student, masked[rows], rows, steps)
+    use = NoiseUse(noise, 1.0, redraw=True).checked(student, tokens)
+    both = use.embed(student, masked[rows], rows, steps=steps)
     assert both is not None
     for slot, (row, step) in enumerate(zip(rows, steps, strict=True)):
-        fixed = NoiseUse(noise.redrawn(int(step)), 1.0).embed(student, masked)
-        assert fixed is not None
-        assert torch.allclose(both[slot], fixed[row])
-    first = NoiseUse(noise, 1.0).embed(student, masked)
-    assert first is not None
-    assert not torch.allclose(both[0], first[3])
+        fixed = NoiseUse(noise.redrawn(int(step)), 1.0).checked(student, tokens)
+        expected = fixed.embed(student, masked, torch.arange(4))
+        assert expected is not None
+        assert torch.allclose(both[slot], expected[row])
+    held = NoiseUse(noise, 1.0).checked(student, tokens).embed(student, masked, torch.arange(4))
+    assert held is not None
+    assert not torch.allclose(both[0], held[3])
 
 
 def test_time_conditioned_student_is_told_the_time() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModel, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from shards.atomic import sha256_file
 from shards.codec import Codec, make_codec
@@ -82,7 +84,10 @@ def load_student(path: Path, device: torch.device | str = "cpu") -> LoadedStuden
     """
     directory = model_folder(path)
     try:
-        student = AutoModel.from_pretrained(directory, local_files_only=True, dtype=torch.float32)
+        with without_library_bars():
+            student = AutoModel.from_pretrained(
+                directory, local_files_only=True, dtype=torch.float32
+            )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UsageError("the model cannot be loaded", where=directory, got=error) from error
     if not isinstance(student, Student):
@@ -95,6 +100,18 @@ def load_student(path: Path, device: torch.device | str = "cpu") -> LoadedStuden
     return LoadedStudent(
         directory, student.to(device).eval(), load_tokenizer(directory), _read_record(directory)
     )
+
+
+@contextmanager
+def without_library_bars() -> Iterator[None]:
+    """One progress bar per stage: transformers shows none of its own."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def load_tokenizer(directory: Path) -> Any:

@@ -34,7 +34,7 @@ class SampleFile:
             GdistillError: When a line in the middle is not a sample.
         """
         if self.path.is_file():
-            return {record["index"] for record in self._records(self.path.read_bytes())}
+            return {record["index"] for record in self.read()}
         if not self.partial.is_file():
             return set()
         data = self.partial.read_bytes()
@@ -42,6 +42,10 @@ class SampleFile:
         if whole != data:
             write_bytes_atomic(self.partial, whole)
         return {record["index"] for record in self._records(whole)}
+
+    def read(self) -> list[dict[str, Any]]:
+        """The samples of the finished file."""
+        return self._records(self.path.read_bytes())
 
     def _records(self, data: bytes) -> list[dict[str, Any]]:
         records = []

@@ -24,7 +24,6 @@ from trainer.sampling.sample_run import SampleRun, with_nfe
 from trainer.sampling.whole_row import with_default_tau
 
 DEFAULT_NUM = 64
-DEFAULT_SAMPLERS = {"MDLM": "ancestral", "BD3LM": "block", "AR": "sequential"}
 PRECISIONS = ("fp32", "bf16")
 
 
@@ -92,7 +91,7 @@ class Request:
             UsageError: For any part of the request that cannot be met.
         """
         loaded = load_student(self.checkpoint, self._device())
-        name = self.sampler or DEFAULT_SAMPLERS[type(loaded.student).__name__]
+        name = self.sampler or loaded.student.default_sampler
         settings = dict(self.settings)
         for text in self.overrides:
             path, value = parse_override(text)

@@ -108,7 +108,7 @@ class SampleRun:
             UsageError: When the folder holds samples of another run.
         """
         settings = self.settings()
-        self._require_same_run(settings)
+        settings["files"] = {**self._require_same_run(settings), **settings["files"]}
         files = [SampleFile(self.out / name) for name in self.files]
         missing = [self._missing(file) for file in files]
         write_json_atomic(self.out / SETTINGS_FILE, settings)
@@ -122,12 +122,20 @@ class SampleRun:
                 file.finish()
         return [file.path for file in files]
 
-    def _require_same_run(self, settings: dict[str, Any]) -> None:
+    @property
+    def num_flagged(self) -> int:
+        """Samples that were kept although their entropy stayed too low."""
+        files = [SampleFile(self.out / name) for name in self.files]
+        return sum(record.get("low_entropy", False) for file in files for record in file.read())
+
+    def _require_same_run(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """The files that earlier runs of this identity left in the folder."""
         file = self.out / SETTINGS_FILE
         if not file.is_file():
-            return
+            return {}
         try:
-            saved = flatten(json.loads(file.read_text(encoding="utf-8"))["identity"])
+            before = json.loads(file.read_text(encoding="utf-8"))
+            saved, files = flatten(before["identity"]), dict(before["files"])
         except (ValueError, KeyError, TypeError) as error:
             raise GdistillError("damaged settings", where=file, got=error) from error
         ours = flatten(settings["identity"])
@@ -140,6 +148,7 @@ class SampleRun:
                     expected=f"{saved.get(name, 'absent')} as there",
                     remedy="give another --out",
                 )
+        return files
 
     def _missing(self, file: SampleFile) -> list[int]:
         finished = file.finished_indices()

@@ -1,0 +1,323 @@
+"""``gdistill-sample``: files, resume, the same samples whatever the batch, mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.trainer.sampling_cases import LENGTH, VOCAB, tiny_student
+from trainer import sample_cli
+from trainer.sampling.noise import sampling_noise
+from trainer.sampling.sample_file import SampleFile
+
+WORDS = ["<bos>", "<eos>", "up", "down", "left", "right", "a", "b", "c", "d", "e"]
+
+
+def save(directory: Path, kind: str = "mdlm", conditioning: str = "gumbel", **options: Any) -> Path:
+    tiny_student(kind, conditioning, **options).save_pretrained(directory)
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "a"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save(folder / "mdlm")
+    save(folder / "plain", conditioning="none")
+    save(folder / "bd3lm", "bd3lm", block_size=4)
+    save(folder / "ar", "ar", "none")
+    return folder
+
+
+def command(*arguments: object) -> int:
+    """Exit code of one call, in this process."""
+    before = sys.argv
+    sys.argv = ["gdistill-sample", *map(str, arguments)]
+    try:
+        sample_cli.main()
+    except SystemExit as done:
+        return int(done.code or 0)
+    finally:
+        sys.argv = before
+    return 0
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def without_seconds(file: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in record.items() if k != "seconds"} for record in read(file)]
+
+
+def test_files_and_records(models_folder: Path, tmp_path: Path) -> None:
+    arguments = ("--num", 5, "--nfe", 4, "--nucleus-p", 0.9, "--seed", 7, "--out", tmp_path)
+    assert command(models_folder / "mdlm", *arguments) == 0
+    records = read(tmp_path / "samples.jsonl")
+    settings = json.loads((tmp_path / "settings.json").read_text())
+    assert [record["index"] for record in records] == list(range(5))
+    for record in records:
+        assert len(record["tokens"]) == LENGTH and max(record["tokens"]) < VOCAB
+        assert record["text"].split() == [WORDS[token] for token in record["tokens"][1:]]
+        assert record["seed"] == 7 and 1 <= record["nfe"] <= 5 and record["seconds"] > 0
+        assert record["settings"]["nucleus_p"] == 0.9 and record["settings"]["tau"] == 0.85
+        assert record["config_sha256"] == settings["config_sha256"]
+    assert settings["student"] == "mdlm" and settings["vocab_size"] == VOCAB
+    assert settings["files"]["samples.jsonl"]["nfe"] == 4
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("model", ["mdlm", "plain", "bd3lm", "ar"])
+def test_batch_size_changes_no_sample(model: str, models_folder: Path, tmp_path: Path) -> None:
+    for size in (1, 3, 32):
+        out = tmp_path / str(size)
+        assert command(models_folder / model, "--num", 7, "--batch-size", size, "--out", out) == 0
+    expected = without_seconds(tmp_path / "32" / "samples.jsonl")
+    assert without_seconds(tmp_path / "1" / "samples.jsonl") == expected
+    assert without_seconds(tmp_path / "3" / "samples.jsonl") == expected
+
+
+def test_curve_writes_one_file_per_nfe(models_folder: Path, tmp_path: Path) -> None:
+    arguments = (models_folder / "mdlm", "--num", 3, "--nfe", "1,2,8", "--out", tmp_path)
+    assert command(*arguments) == 0
+    for nfe in (1, 2, 8):
+        records = read(tmp_path / f"samples-nfe{nfe}.jsonl")
+        assert all(record["settings"]["nfe"] == nfe for record in records)
+    single = (models_folder / "mdlm", "--num", 3, "--nfe", "8", "--out", tmp_path / "single")
+    assert command(*single) == 0
+    ours = [record["tokens"] for record in read(tmp_path / "samples-nfe8.jsonl")]
+    alone = [record["tokens"] for record in read(tmp_path / "single" / "samples.jsonl")]
+    assert ours == alone
+
+
+def test_interrupted_run_resumes(
+    models_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (models_folder / "mdlm", "--num", 9, "--nfe", 3, "--batch-size", 2)
+    assert command(*arguments, "--out", tmp_path / "whole") == 0
+    written, append = [], SampleFile.append
+
+    def stop_in_the_third_batch(self: SampleFile, records: Any) -> None:
+        written.append(1)
+        if len(written) == 3:
+            with open(self.partial, "a") as file:
+                file.write('{"index": 4, "tok')  # a torn line, as a power cut leaves it
+            raise KeyboardInterrupt
+        append(self, records)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SampleFile, "append", stop_in_the_third_batch)
+        assert command(*arguments, "--out", tmp_path / "torn") == 130
+    assert not (tmp_path / "torn" / "samples.jsonl").exists(), "unfinished must not look finished"
+    assert command(*arguments, "--out", tmp_path / "torn") == 0
+    expected = without_seconds(tmp_path / "whole" / "samples.jsonl")
+    assert without_seconds(tmp_path / "torn" / "samples.jsonl") == expected
+
+
+def test_killed_run_resumes(models_folder: Path, tmp_path: Path) -> None:
+    arguments = [models_folder / "mdlm", "--num", 60, "--nfe", 11, "--batch-size", 1]
+    partial = tmp_path / "killed" / "samples.jsonl.partial"
+    code = "from trainer.sample_cli import main; main()"
+    words = [sys.executable, "-c", code, *map(str, arguments), "--out", str(partial.parent)]
+    process = subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    while process.poll() is None and not (partial.is_file() and partial.stat().st_size):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert 1 <= partial.read_bytes().count(b"\n") < 60
+    assert command(*arguments, "--out", partial.parent) == 0
+    assert command(*arguments, "--out", tmp_path / "whole") == 0
+    expected = without_seconds(tmp_path / "whole" / "samples.jsonl")
+    assert without_seconds(partial.parent / "samples.jsonl") == expected
+
+
+def test_finished_run_is_left_alone_and_can_grow(models_folder: Path, tmp_path: Path) -> None:
+    arguments = (models_folder / "mdlm", "--nfe", 2, "--out", tmp_path)
+    assert command(*arguments, "--num", 3) == 0
+    before = (tmp_path / "samples.jsonl").read_bytes()
+    assert command(*arguments, "--num", 3) == 0
+    assert (tmp_path / "samples.jsonl").read_bytes() == before
+    assert command(*arguments, "--num", 5) == 0
+    after = (tmp_path / "samples.jsonl").read_bytes()
+    assert after.startswith(before) and after.count(b"\n") == 5
+
+
+def test_noise_is_found_again_from_seed_and_index(models_folder: Path, tmp_path: Path) -> None:
+    """What evaluation relies on: argmax at NFE 1 is a function of the regenerated noise."""
+    arguments = ("--num", 4, "--nfe", 1, "--decision", "argmax", "--tau", 1.0, "--seed", 5)
+    assert command(models_folder / "mdlm", *arguments, "--out", tmp_path) == 0
+    student = tiny_student("mdlm")
+    noise = sampling_noise(5, torch.arange(4), LENGTH, VOCAB)
+    condition = student.embed_noise(noise).view(4, LENGTH, -1)
+    tokens = torch.full((4, LENGTH), student.mask_id)
+    tokens[:, 0] = 0
+    with torch.no_grad():
+        expected = student.predict(tokens, condition).argmax(-1)
+    assert [record["tokens"] for record in read(tmp_path / "samples.jsonl")] == expected.tolist()
+
+
+def test_prompts(models_folder: Path, tmp_path: Path) -> None:
+    arguments = (models_folder / "mdlm", "--nfe", 4)
+    assert command(*arguments, "--num", 3, "--prompt", "up up left", "--out", tmp_path / "a") == 0
+    for record in read(tmp_path / "a" / "samples.jsonl"):
+        assert record["tokens"][:4] == [0, 2, 2, 4] and record["num_given"] == 4
+        assert record["text"].startswith("up up left")
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("up\n\ndown down\n")
+    assert command(*arguments, "--prompt-file", prompts, "--out", tmp_path / "b") == 0
+    records = read(tmp_path / "b" / "samples.jsonl")
+    assert [record["tokens"][:3] for record in records][1] == [0, 3, 3]
+    assert records[0]["tokens"][:2] == [0, 2] and len(records) == 2
+
+
+def test_infilling(models_folder: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    lines = [
+        {"tokens": [0, 5, None, 7, None, 2]},
+        {"tokens": [0, 5, 6, 7, 8, 9, 10, 2], "masked": [2, 3, 4]},
+        {"text": "up up down left", "masked": [2]},
+    ]
+    rows.write_text("\n".join(map(json.dumps, lines)))
+    assert command(models_folder / "mdlm", "--infill", rows, "--out", tmp_path / "out") == 0
+    records = read(tmp_path / "out" / "samples.jsonl")
+    assert [record["filled"] for record in records] == [[2, 4], [2, 3, 4], [2]]
+    expected = [[0, 5, None, 7, None, 2], [0, 5, *[None] * 3, 9, 10, 2], [0, 2, None, 3, 4]]
+    for record, given in zip(records, expected, strict=True):
+        assert len(record["tokens"]) == len(given)
+        for ours, theirs in zip(record["tokens"], given, strict=True):
+            assert theirs is None or ours == theirs
+
+
+def test_variable_length(models_folder: Path, tmp_path: Path) -> None:
+    for model in ("plain", "bd3lm", "ar"):
+        out = tmp_path / model
+        assert command(models_folder / model, "--num", 40, "--stop-at-eos", "--out", out) == 0
+        lengths = set()
+        for record in read(out / "samples.jsonl"):
+            tokens = record["tokens"]
+            assert 1 not in tokens[1:-1], "nothing stands behind the first eos"
+            assert len(tokens) == LENGTH or tokens[-1] == 1
+            lengths.add(len(tokens))
+        assert len(lengths) > 1
+
+
+def test_longer_than_trained(models_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "long"
+    assert command(models_folder / "bd3lm", "--length", 28, "--num", 2, "--out", out) == 0
+    assert all(len(record["tokens"]) == 28 for record in read(out / "samples.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        ("mdlm", ["--nfe", "0"], "bad NFE"),
+        ("mdlm", ["--nfe", "4,x"], "bad NFE"),
+        ("mdlm", ["--nfe", "4,4"], "named twice"),
+        ("mdlm", ["--sampler", "first_hitting", "--nfe", "4"], "takes no NFE"),
+        ("mdlm", ["--sampler", "ancestrel"], "did you mean 'ancestral'"),
+        ("mdlm", ["--sampler", "block"], "an MDLM"),
+        ("bd3lm", ["--sampler", "ancestral"], "--sampler block"),
+        ("bd3lm", ["--length", "10"], "block size does not divide"),
+        ("bd3lm", ["--nfe", "2"], "fewer forward passes than blocks"),
+        ("mdlm", ["--length", "24"], "longer than the student's"),
+        ("plain", ["--tau", "0.85"], "takes no noise"),
+        ("mdlm", ["--tau", "0"], "tau"),
+        ("mdlm", ["--nucleus-p", "0"], "nucleus_p"),
+        ("mdlm", ["--decision", "beam"], "decision"),
+        ("mdlm", ["--set", "finalargmax=false"], "did you mean 'final_argmax'"),
+        ("mdlm", ["--prompt", "up " * LENGTH], "longer than the row"),
+        ("mdlm", ["--prompt", "up", "--prompt-file", "x"], "exclude each other"),
+        ("mdlm", ["--prompt-file", "absent.txt"], "cannot read"),
+        ("mdlm", ["--infill", "absent.jsonl"], "cannot read"),
+        ("mdlm", ["--num", "0"], "--num"),
+        ("mdlm", ["--batch-size", "0"], "--batch-size"),
+        ("mdlm", ["--seed", "-1"], "bad seed"),
+        ("mdlm", ["--device", "abacus"], "no such device"),
+        ("mdlm", ["--precision", "int3"], "unknown precision"),
+        ("absent", [], "no model there"),
+    ],
+)
+def test_mistakes_are_one_line(
+    model: str,
+    arguments: list[str],
+    message: str,
+    models_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command(models_folder / model, *arguments, "--out", tmp_path / "out") == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ") and message in error and "\n" not in error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"tokens": [0, 99]}', "position 1"),
+        ('{"tokens": [0, 3, 4]}', "nothing to fill"),
+        ('{"tokens": [null, 3, 4]}', "position 0"),
+        ('{"tokens": [0, 3], "masked": [7]}', "bad positions"),
+        ('{"words": []}', "not a row to fill"),
+        ("[1, 2", "not JSON"),
+        (json.dumps({"tokens": [0] * 40, "masked": [3]}), "cannot be filled"),
+    ],
+)
+def test_bad_infill_lines_are_named(
+    line: str,
+    message: str,
+    models_folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"tokens": [0, null]}\n' + line + "\n")
+    assert command(models_folder / "mdlm", "--infill", rows, "--out", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert message in error and f"{rows}:2" in error
+
+
+def test_other_settings_in_the_same_folder_are_refused(
+    models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (models_folder / "mdlm", "--num", 2, "--nfe", 2, "--out", tmp_path)
+    assert command(*arguments) == 0
+    before = (tmp_path / "samples.jsonl").read_bytes()
+    assert command(*arguments, "--seed", 1) == 2
+    assert "seed]; got 1; expected 0 as there" in capsys.readouterr().err
+    assert command(*arguments[:-2], "--tau", 0.5, "--out", tmp_path) == 2
+    assert "sampler.tau" in capsys.readouterr().err
+    assert (tmp_path / "samples.jsonl").read_bytes() == before
+
+
+def test_damaged_files_fail_without_loss(
+    models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (models_folder / "mdlm", "--num", 3, "--nfe", 2, "--out", tmp_path)
+    assert command(*arguments) == 0
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+    damaged = "\n".join([lines[0], lines[1][:40], lines[2]]) + "\n"
+    (tmp_path / "samples.jsonl").write_text(damaged)
+    assert command(*arguments) == 1
+    assert "samples.jsonl:2" in capsys.readouterr().err
+    assert (tmp_path / "samples.jsonl").read_text() == damaged
+
+
+def test_model_that_is_not_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert command(tmp_path, "--out", tmp_path / "out") == 2
+    error = capsys.readouterr().err.strip()
+    assert "\n" not in error and str(tmp_path) in error
