@@ -18,7 +18,6 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import google_crc32c
@@ -175,10 +174,18 @@ class NativeShards:
         return offset, length
 
 
-def read_file_range(path: Path, start: int, length: int) -> bytes:
-    """Bytes start..start+length-1 of a file; fewer if it ends before."""
+def read_file_range(path: str, start: int, length: int, expected_size: int) -> bytes:
+    """Bytes start..start+length-1 of a file that has ``expected_size`` bytes.
+
+    Raises:
+        DamagedShard: If the file has another size.
+        OSError: If it cannot be read.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        size = os.fstat(descriptor).st_size
+        if size != expected_size:
+            raise DamagedShard(f"{size} bytes, expected {expected_size}")
         return os.pread(descriptor, length, start)
     finally:
         os.close(descriptor)

@@ -88,14 +88,16 @@ class SplitReader:
         return self._native(self.location, native, name)
 
     def _native(self, location: LocalLocation, array: NativeArray, name: str) -> NativeShards:
-        def file(shard: int) -> str:
-            return shard_file(self.manifest, self.split, name, shard)
+        files = [shard_file(self.manifest, self.split, name, s.index) for s in self._shards]
+        paths = [str(location.path(file)) for file in files]
 
-        return NativeShards(
-            array,
-            lambda shard, start, length: read_file_range(location.path(file(shard)), start, length),
-            lambda shard: self._records[shard].files[file(shard)].num_bytes,
-        )
+        def num_bytes(shard: int) -> int:
+            return self._records[shard].files[files[shard]].num_bytes
+
+        def read_range(shard: int, start: int, length: int) -> bytes:
+            return read_file_range(paths[shard], start, length, num_bytes(shard))
+
+        return NativeShards(array, read_range, num_bytes)
 
     def read_chunk(self, index: int) -> dict[str, np.ndarray]:
         """The rows of one inner chunk: array name -> [rows, L, *trailing].
@@ -108,7 +110,7 @@ class SplitReader:
         start = index * self.rows_per_chunk
         stop = min(start + self.rows_per_chunk, self.num_rows)
         shard = self.shard_of(start)
-        self.check_shard(shard)
+        self._record(shard)
         return {name: self._read(shard, name, start, stop) for name in self._arrays}
 
     def read_rows(self, start: int, stop: int) -> dict[str, np.ndarray]:
@@ -132,8 +134,8 @@ class SplitReader:
         """The shard that holds a row."""
         return self._shards[row // self.manifest.rows_per_shard]
 
-    def check_shard(self, shard: ShardRange) -> ShardRecord:
-        """Refuse a shard that is unfinished or whose files are missing or of another size."""
+    def _record(self, shard: ShardRange) -> ShardRecord:
+        """The ledger's record of a shard, read once; refuses a shard that is unfinished."""
         record = self._records.get(shard.index)
         if record is None:
             record = read_record(self.location, self.manifest, shard)
@@ -144,28 +146,33 @@ class SplitReader:
                     remedy=REWRITE,
                 )
             self._records[shard.index] = record
-        for name, entry in record.files.items():
-            size = self.location.size(name)
-            if size != entry.num_bytes:
-                raise IntegrityError(
-                    "a shard file is missing" if size is None else "a shard file is truncated",
-                    where=f"{self.location.url}/{name}: {shard}",
-                    got="no file" if size is None else f"{size} bytes",
-                    expected=f"{entry.num_bytes} bytes",
-                    remedy=REWRITE,
-                )
         return record
 
+    def _check_size(self, shard: ShardRange, file: str) -> None:
+        """Refuse a file that is missing or of another size than the ledger says."""
+        expected = self._records[shard.index].files[file].num_bytes
+        size = self.location.size(file)
+        if size != expected:
+            raise IntegrityError(
+                "a shard file is missing" if size is None else "a shard file is truncated",
+                where=f"{self.location.url}/{file}: {shard}",
+                got="no file" if size is None else f"{size} bytes",
+                expected=f"{expected} bytes",
+                remedy=REWRITE,
+            )
+
     def _read(self, shard: ShardRange, name: str, start: int, stop: int) -> np.ndarray:
+        array = self._arrays[name]
+        file = shard_file(self.manifest, self.split, name, shard.index)
         try:
-            array = self._arrays[name]
             if isinstance(array, NativeShards):
                 return array.read_chunk(start // self.rows_per_chunk)[: stop - start]
+            self._check_size(shard, file)
             return np.asarray(array[start:stop])
         except GdistillError:
             raise
         except Exception as error:  # each Zarr codec raises a type of its own
-            file = shard_file(self.manifest, self.split, name, shard.index)
+            self._check_size(shard, file)
             raise IntegrityError(
                 "a shard file was altered",
                 where=f"{self.location.url}/{file}: {shard}",
