@@ -21,7 +21,7 @@ import typer
 from benchmarks.conditioner import run_benchmark
 from benchmarks.gpu_checks import check_everything
 from benchmarks.measure import interleaved_seconds, machine, median
-from benchmarks.steps import finish_step, online_batch, tiled_loss
+from benchmarks.steps import finish_step, online_batch, tiled_loss, update
 from benchmarks.synthetic import make_student, make_teacher, random_batch
 from shards.atomic import write_json_atomic
 from shards.errors import GdistillError
@@ -111,12 +111,12 @@ def training_throughput(
     parts = [random_batch(micro, row_length, shape.vocab_size, device, i * micro, batch_size)
              for i in range(batch_size // micro)]  # fmt: skip
 
-    def step(noise_of: Callable[[Batch], Batch]) -> object:
-        total = torch.zeros((), device=device)
+    def step(noise_of: Callable[[Batch], Batch]) -> None:
         for part in parts:
             with torch.autocast(device.type, shape.dtype, enabled=shape.dtype != torch.float32):
-                total = total + tiled_loss(student, noise_of(part)) / len(parts)
-        return finish_step(total, student, optimizer)
+                loss = tiled_loss(student, noise_of(part)) / len(parts)
+            loss.backward()
+        update(student, optimizer)
 
     work = {
         "from shards": lambda: step(lambda part: part),

@@ -20,13 +20,17 @@ from trainer.optimization import clip_gradients
 from trainer.students import MDLM
 
 
-def finish_step(loss: Tensor, student: MDLM, optimizer: torch.optim.Optimizer) -> Tensor:
-    """Backward, clip, update."""
-    loss.backward()
+def update(student: MDLM, optimizer: torch.optim.Optimizer) -> None:
+    """Clip the gradients and move the weights."""
     clip_gradients(student.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
+
+
+def finish_step(loss: Tensor, student: MDLM, optimizer: torch.optim.Optimizer) -> None:
+    """Backward, clip, update."""
+    loss.backward()
+    update(student, optimizer)
 
 
 def tiled_loss(student: MDLM, batch: Batch) -> Tensor:
