@@ -257,7 +257,10 @@ def read_span(
         text = decode_document(raw, span.source, config.on_bad_utf8, tally)
         if text is None:
             continue
-        text = detokenize(_part(text, span.begin, span.end))
+        if (span.begin, span.end) != (0.0, 1.0):
+            whole, text = text, _part(text, span.begin, span.end)
+            tally.num_bytes -= len(whole.encode()) - len(text.encode())
+        text = detokenize(text)
         if not config.keep_empty and (not text or text.isspace()):
             tally.num_empty += 1
             continue
@@ -267,8 +270,6 @@ def read_span(
 
 def _part(text: str, begin: float, end: float) -> str:
     """A part of the text by fractions of its length, moved to the next white space."""
-    if (begin, end) == (0.0, 1.0):
-        return text
     first, last = (_next_space(text, round(len(text) * at)) for at in (begin, end))
     return text[first:last]
 

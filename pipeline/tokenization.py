@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -160,19 +161,30 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Ids]:
 
 def _encode(fast: Tokenizer, texts: list[str]) -> list[Ids]:
     pieces = [cut_between_words(fast, text) for text in texts]
-    # In pieces or not, a batch is one call: the library spreads its items over the cores.
-    flat = [piece for of_text in pieces for piece in of_text if len(piece) <= HUGE_CHARACTERS]
-    rest = iter(fast.encode_batch_fast(flat, add_special_tokens=False))
-    documents = []
-    for of_text in pieces:
-        ids = [
-            np.array(next(rest).ids, np.int32)
-            if len(piece) <= HUGE_CHARACTERS
-            else encode_with_overlap(fast, piece)
-            for piece in of_text
-        ]
-        documents.append(ids[0] if len(ids) == 1 else np.concatenate(ids))
-    return documents
+    ids = _encode_pieces(fast, [piece for of_text in pieces for piece in of_text])
+    return [np.concatenate(list(islice(ids, len(of_text)))) for of_text in pieces]
+
+
+def _encode_pieces(fast: Tokenizer, pieces: list[str]) -> Iterator[Ids]:
+    """Ids of each piece; as many pieces at once as fill a batch, for the cores to share."""
+    group: list[str] = []
+    num_characters = 0
+    for piece in pieces:
+        is_huge = len(piece) > HUGE_CHARACTERS
+        if group and (is_huge or num_characters + len(piece) > 2 * BATCH_CHARACTERS):
+            yield from _encode_at_once(fast, group)
+            group, num_characters = [], 0
+        if is_huge:
+            yield encode_with_overlap(fast, piece)
+        else:
+            group.append(piece)
+            num_characters += len(piece)
+    yield from _encode_at_once(fast, group)
+
+
+def _encode_at_once(fast: Tokenizer, texts: list[str]) -> Iterator[Ids]:
+    for encoding in fast.encode_batch_fast(texts, add_special_tokens=False):
+        yield np.array(encoding.ids, np.int32)
 
 
 def encoded(

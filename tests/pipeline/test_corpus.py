@@ -137,7 +137,11 @@ def test_a_single_document_is_divided_at_white_space(tmp_path: Path) -> None:
     text = " ".join(f"word{number}" for number in range(1000))
     (tmp_path / "a.txt").write_text(text)
     config = CorpusConfig(f"text:{tmp_path}/a.txt", validation_fraction=0.1)
-    (train,), (validation,) = read_documents(config), read_documents(config, "validation")
+    tally = Tally()
+    (train,), (validation,) = (
+        read_documents(config, split, tally) for split in ("train", "validation")
+    )
+    assert tally.num_bytes == len(text)
     assert train + validation == text
     assert validation.startswith(" word") and len(validation) == pytest.approx(
         len(text) / 10, abs=9

@@ -61,3 +61,17 @@ def test_real_tokenizers(shared: Path) -> None:
         expected = np.array(whole(fast, text))
         assert np.array_equal(encode_with_overlap(fast, text, 10_000), expected)
         assert np.array_equal(encode(load_tokenizer(shared / "data" / name), [text])[0], expected)
+
+
+def test_long_and_short_documents_in_one_batch_keep_their_order(
+    bpe_tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches, groups of pieces and overlaps all smaller than the documents."""
+    fast = Tokenizer.from_str(backend(bpe_tokenizer).to_str())
+    whole_words_only = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|endoftext|>")
+    monkeypatch.setattr("pipeline.tokenization.BATCH_CHARACTERS", 20_000)
+    monkeypatch.setattr("pipeline.tokenization.HUGE_CHARACTERS", 50_000)
+    texts = [TEXTS["sentences"] * 5, "", "the cat", TEXTS["no white space"] * 10, "ran"]
+    texts += [TEXTS["accents"] * 6]
+    expected = [whole(fast, text) for text in texts]
+    assert [ids.tolist() for ids in encode(whole_words_only, texts)] == expected
