@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
+from pipeline.dry_run import what_would_be_done
+from pipeline.plan import make_plan
 from pipeline.run import run_extraction
 from pipeline.settings import resolve_request
 from pipeline.workers import Worker
 from shards.console import run_command
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-Text = Annotated[str | None, typer.Option()]
 
 
 @app.command()
@@ -52,6 +52,15 @@ def extract(
     ] = None,
     worker: Annotated[int | None, typer.Option(help="This process of a job array, from 0.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes of the job array.")] = None,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Print tokens, bytes and hours; run nothing.")
+    ] = False,
+    rate: Annotated[float | None, typer.Option(help="For --plan: tokens/s of a process.")] = None,
+    tokens: Annotated[float | None, typer.Option(help="For --plan: tokens of the corpus.")] = None,
+    price: Annotated[float | None, typer.Option(help="For --plan: price of an hour.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done; touch nothing.")
+    ] = False,
 ) -> None:
     """Run the teacher once over a corpus and store what students learn from.
 
@@ -76,7 +85,14 @@ def extract(
         "store": {"rows": rows},
     }
     request = resolve_request(out, options, overrides or [], config)
-    run_extraction(request, Worker.from_environment(worker, workers))
+    process = Worker.from_environment(worker, workers)
+    if plan:
+        lines = make_plan(request, rate, None if tokens is None else int(tokens), price).lines()
+    elif dry_run:
+        lines = what_would_be_done(request, process)
+    else:
+        lines = run_extraction(request, process)
+    typer.echo("\n".join(lines))
 
 
 def main() -> None:

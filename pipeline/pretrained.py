@@ -175,9 +175,19 @@ def _plain(value: Any) -> Any:
 
 
 def find_pretrained(
-    location: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+    location: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    weights: bool = True,
 ) -> PretrainedFiles:
     """The files of a local model directory or, downloaded if need be, of a hub id.
+
+    Args:
+        location: Directory or hub id.
+        revision: Branch, tag or commit of a hub model.
+        trust_remote_code: Whether the model's own code may run.
+        weights: Whether to download the weights too.
 
     Raises:
         UsageError: If there is no such folder or hub model, or it has no configuration.
@@ -186,7 +196,7 @@ def find_pretrained(
     if path.exists() or looks_local(str(location)):
         folder, name = path, path.resolve().name
     else:
-        folder, name = _download(str(location), revision), str(location)
+        folder, name = _download(str(location), revision, weights), str(location)
     if not (folder / "config.json").is_file():
         raise UsageError(
             "no language model there" if folder.exists() else "no such teacher folder",
@@ -211,17 +221,17 @@ def looks_local(location: str) -> bool:
     return location.startswith((".", "/", "~")) or location.count("/") > 1
 
 
-def _download(hub_id: str, revision: str | None) -> Path:
+def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
+    """The snapshot of a hub model; of its weights safetensors, or pickles if it has no others."""
+
+    def fetch(*patterns: str) -> Path:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns)))
+
     try:
-        weights = ["model*.safetensors", SAFE_INDEX]
-        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=SMALL_FILES))
-        if not list(folder.glob("*.safetensors.index.json")) and not _has_safetensors(
-            hub_id, revision, weights
-        ):
-            weights = ["pytorch_model*.bin"]
-        return Path(
-            snapshot_download(hub_id, revision=revision, allow_patterns=[*SMALL_FILES, *weights])
-        )
+        folder = fetch(*SMALL_FILES, *(["model*.safetensors"] if weights else []))
+        if weights and not list(folder.glob("model*.safetensors")):
+            folder = fetch(*SMALL_FILES, "pytorch_model*.bin")
+        return folder
     except Exception as error:  # the hub client raises types of several libraries
         raise UsageError(
             "cannot find the teacher",
@@ -229,11 +239,6 @@ def _download(hub_id: str, revision: str | None) -> Path:
             got=first_line(error),
             expected="a local folder, or the id of a model on the hub",
         ) from error
-
-
-def _has_safetensors(hub_id: str, revision: str | None, patterns: list[str]) -> bool:
-    folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
-    return (folder / SAFE_FILE).is_file()
 
 
 def first_line(error: BaseException) -> str:

@@ -7,10 +7,11 @@ import json
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import typer
+import torch
 
 from pipeline.batching import BatchSize, automatic_batch_size
 from pipeline.corpus import scheme_of
@@ -23,7 +24,7 @@ from pipeline.pretrained import PretrainedFiles, find_pretrained
 from pipeline.rows import CorpusRows, RowSource
 from pipeline.settings import ExtractRequest
 from pipeline.stage1 import prepare_tokens
-from pipeline.summary import StoreSummary, corpus_lines, store_lines
+from pipeline.summary import StoreSummary, corpus_lines
 from pipeline.teacher import Teacher, check_row_length, check_vocabulary, resolve_device
 from pipeline.tokens import TokenDataset
 from pipeline.workers import Stopped, StopRequest, Worker
@@ -50,8 +51,8 @@ class Inputs:
     dataset: TokenDataset
 
 
-def run_extraction(request: ExtractRequest, worker: Worker) -> None:
-    """Do whatever of the run is not done yet.
+def run_extraction(request: ExtractRequest, worker: Worker) -> list[str]:
+    """Do whatever of the run is not done yet; what there is to say at the end.
 
     Raises:
         UsageError: If the request cannot be met, or differs from what is there.
@@ -62,23 +63,16 @@ def run_extraction(request: ExtractRequest, worker: Worker) -> None:
     require_writable(request.out)
     inputs = prepare(request, worker)
     manifest = build_manifest(inputs.request, inputs.teacher, inputs.dataset)
-    resources = make_resources(inputs)
+    lazy = LazyTeacher(inputs, device)
+    resources = make_resources(inputs, lazy)
     files = side_files(inputs.request.corpus, inputs.dataset, inputs.teacher.folder)
     writer = ShardWriter.create_or_resume(request.store, manifest, resources, files)
     write_config(request.out / "config.json", inputs.request)
     pending = [shard for split in manifest.splits for shard in writer.pending(split)]
     num_tokens = 0
     if pending:
-        teacher = Teacher.load(
-            inputs.teacher,
-            request.settings.teacher.dtype,
-            device,
-            vocab_size=inputs.dataset.vocab_size,
-            attention=request.settings.teacher.attention,
-            compiled=request.settings.teacher.compiled,
-        )
-        num_tokens = extract(inputs, teacher, writer, resources, pending, worker)
-    report(inputs, writer, worker, num_tokens, time.monotonic() - started)
+        num_tokens = extract(inputs, lazy.loaded, writer, resources, pending, worker)
+    return report(inputs, writer, worker, num_tokens, time.monotonic() - started)
 
 
 def prepare(request: ExtractRequest, worker: Worker) -> Inputs:
@@ -148,13 +142,39 @@ def require_writable(folder: Path) -> None:
         ) from error
 
 
-def make_resources(inputs: Inputs) -> dict[str, np.ndarray]:
+@dataclass
+class LazyTeacher:
+    """The teacher, loaded when it is first needed: never, where nothing is left to do."""
+
+    inputs: Inputs
+    device: torch.device
+
+    @cached_property
+    def loaded(self) -> Teacher:
+        settings = self.inputs.request.settings.teacher
+        return Teacher.load(
+            self.inputs.teacher,
+            settings.dtype,
+            self.device,
+            vocab_size=self.inputs.dataset.vocab_size,
+            attention=settings.attention,
+            compiled=settings.compiled,
+        )
+
+
+def make_resources(inputs: Inputs, teacher: LazyTeacher) -> dict[str, np.ndarray]:
     """The arrays that the codec wants once per store."""
     resources: dict[str, np.ndarray] = {}
     for name in inputs.request.codec.resource_names:
-        if name != "unigram_log_probs":
+        if name == "unigram_log_probs":
+            resources[name] = unigram_log_probs(inputs.dataset)
+        elif name == "lm_head":
+            weight, bias = teacher.loaded.lm_head
+            resources[name] = weight.numpy()
+            if bias is not None:
+                resources["lm_head_bias"] = bias.numpy()
+        else:
             raise GdistillError("the codec wants an unknown resource", got=name)
-        resources[name] = unigram_log_probs(inputs.dataset)
     return resources
 
 
@@ -223,21 +243,25 @@ def batch_rows(request: ExtractRequest, teacher: Teacher, manifest: Manifest) ->
 
 def report(
     inputs: Inputs, writer: ShardWriter, worker: Worker, num_tokens: int, seconds: float
-) -> None:
-    """Print the store in numbers if it is complete, else what others are still doing."""
+) -> list[str]:
+    """The store in numbers if it is complete, else that others are still at it."""
     request = inputs.request
     if not writer.is_complete():
-        typer.echo(f"worker {worker.index} is done; other processes are still writing shards")
-        return
+        return [f"worker {worker.index} is done; other processes are still writing shards"]
     summary = StoreSummary.of(ShardStore.open(request.store))
-    lines = ["corpus", *corpus_lines(inputs.dataset), *store_lines(request.store, summary)]
-    rate = f" ({num_tokens / seconds:,.0f} tokens/s)" if num_tokens else " (nothing was left to do)"
-    lines.append(f"  seconds        {seconds:.1f}{rate}")
     if num_tokens:
         record = {
             **summary.to_json(),
             "seconds": seconds,
+            "num_tokens_of_this_process": num_tokens,
             "tokens_per_second": num_tokens / seconds,
         }
         write_json_atomic(request.out / "summary.json", record)
-    typer.echo("\n".join(lines))
+    done = f"{num_tokens / seconds:,.0f} tokens/s" if num_tokens else "nothing was left to do"
+    return [
+        "corpus",
+        *corpus_lines(inputs.dataset),
+        f"store {request.store}",
+        *summary.lines(),
+        f"  seconds        {seconds:.1f} ({done})",
+    ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from pipeline.text_policy import Tally
@@ -78,8 +77,3 @@ def corpus_lines(dataset: TokenDataset) -> list[str]:
         parts += [f"{count:,} {what}" for what, count in notes.items() if count]
         lines.append(f"  {split:<14} {', '.join(parts)}")
     return lines
-
-
-def store_lines(path: Path, summary: StoreSummary) -> list[str]:
-    """The closing words of a run."""
-    return [f"store {path}", *summary.lines()]
