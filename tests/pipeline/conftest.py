@@ -1,12 +1,16 @@
-"""A small byte-level BPE tokenizer, so that these tests need no reference data."""
+"""A small tokenizer and a small corpus, so that these tests need no reference data."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from pipeline import token_writer, tokenization, tokens
+from pipeline.corpus import CorpusConfig
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat,", "and", "then;", "Quick!", "old's"]
 
@@ -34,3 +38,21 @@ def bpe_tokenizer(sentences: list[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<|endoftext|>", eos_token="<|endoftext|>"
     )
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, sentences: list[str]) -> CorpusConfig:
+    """500 sentences, one per line, the last 50 held out, in rows of 16."""
+    path = tmp_path / "corpus.txt"
+    path.write_text("\n".join(sentences) + "\n")
+    return CorpusConfig(
+        f"text:{path}", document_separator="line", row_length=16, validation_documents=50
+    )
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts, row groups and batches small enough for a small corpus to have many."""
+    monkeypatch.setattr(token_writer, "PART_TOKENS", 800)
+    monkeypatch.setattr(tokens, "ROW_GROUP_TOKENS", 160)
+    monkeypatch.setattr(tokenization, "BATCH_DOCUMENTS", 40)
