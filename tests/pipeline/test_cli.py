@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.cli import app
+from pipeline.maze_teacher import MazeTeacherConfig
+from pipeline.settings import resolve_request
+from pipeline.teacher import RawLogits, Teacher
+from shards.console import run_command
+from shards.errors import UsageError
+from shards.store import ShardStore
+from tests.pipeline.extract_cases import (
+    CONTEXT_LENGTH,
+    ROW_LENGTH,
+    WORDS,
+    contents,
+    save_teacher,
+    save_tokenizer,
+    write_corpus,
+)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_teacher(tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.txt")
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run the command in this process: (exit code, stdout, stderr)."""
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["gdistill-extract", *map(str, words)])
+        code = 0
+        try:
+            run_command(app)
+        except SystemExit as leave:
+            code = int(leave.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def good(teacher: Path, corpus: Path, out: Path) -> list[object]:
+    """Words of a run that works."""
+    words: list[object] = ["--corpus", f"text:{corpus}", "--teacher", teacher, "--out", out]
+    words += ["--row-length", ROW_LENGTH, "--device", "cpu", "--batch-size", 4]
+    for setting in ("corpus.document_separator=line", "store.rows_per_shard=64"):
+        words += ["--set", setting]
+    return words
+
+
+def error_line(err: str) -> str:
+    """The one line of an error; nothing else may look like one."""
+    lines = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, err
+    assert "Traceback" not in err
+    return lines[0]
+
+
+def test_a_run_ends_with_its_figures(command, tmp_path: Path, teacher: Path, corpus: Path) -> None:
+    code, out, _ = command(*good(teacher, corpus, tmp_path))
+    assert code == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    size = sum(len(data) for data in contents(tmp_path / "store").values())
+    assert summary["num_bytes"] == size
+    assert summary["bytes_per_token"] == size / summary["num_tokens"]
+    assert summary["fp16_ratio"] == pytest.approx(2 * len(WORDS) * summary["num_tokens"] / size)
+    for words in ("bytes/token", "fp16 vectors", "seconds", "train", "tokens left over"):
+        assert words in out
+    code, out, _ = command(*good(teacher, corpus, tmp_path))
+    assert code == 0 and "nothing was left to do" in out
+
+
+def test_dry_run_touches_nothing(command, tmp_path: Path, teacher: Path, corpus: Path) -> None:
+    out = tmp_path / "out"
+    code, text, _ = command(*good(teacher, corpus, out), "--dry-run")
+    assert code == 0 and "would tokenize" in text and not out.exists()
+    command(*good(teacher, corpus, out))
+    before = contents(out)
+    code, text, _ = command(*good(teacher, corpus, out), "--dry-run")
+    assert code == 0 and "stage 1   done" in text and "stage 2   done" in text
+    assert contents(out) == before
+
+
+def test_plan_prints_its_table(command, tmp_path: Path, teacher: Path, corpus: Path) -> None:
+    words = [*good(teacher, corpus, tmp_path / "out"), "--plan", "--rate", "1e6", "--tokens", "1e9"]
+    code, text, _ = command(*words)
+    assert code == 0 and "OpenWebText" in text and "FineWeb" in text
+    assert not (tmp_path / "out").exists()
+
+
+BAD = {
+    "no corpus": (["--corpus", None], 2, "no corpus"),
+    "unknown corpus": (["--corpus", "owtt"], 2, "did you mean 'owt'"),
+    "missing file": (["--corpus", "text:/nonexistent/x.txt"], 2, "/nonexistent/x.txt"),
+    "no teacher": (["--teacher", None], 2, "no teacher"),
+    "missing teacher": (["--teacher", "./nonexistent"], 2, "no such teacher folder"),
+    "long rows": (["--row-length", CONTEXT_LENGTH + 1], 2, f"at most {CONTEXT_LENGTH}"),
+    "unknown codec": (["--codec", "posteriour"], 2, "did you mean 'posterior'"),
+    "codec parameter": (["--set", "codec.num_entrys=3"], 2, "did you mean 'num_entries'"),
+    "unknown key": (["--set", "store.row=3"], 2, "did you mean 'rows'"),
+    "wrong type": (["--set", "store.rows=many"], 2, "store.rows"),
+    "mode": (["--mode", "serial"], 2, "'serial'"),
+    "dtype": (["--dtype", "float8"], 2, "'float8'"),
+    "GPU": (["--device", f"cuda:{torch.cuda.device_count()}"], 2, "no such GPU"),
+    "device": (["--device", "tpu9"], 2, "unknown device"),
+    "worker": (["--worker", 2], 2, "belong together"),
+    "worker number": (["--worker", 2, "--workers", 2], 2, "no such worker"),
+    "batch size": (["--batch-size", 0], 2, "batch_size"),
+    "temperature": (["--set", "sequential.temperature=0"], 2, "temperature"),
+    "chunks": (["--set", "store.rows_per_chunk=5"], 2, "multiple"),
+    "config file": (["--config", "/nonexistent.toml"], 2, "cannot read the config file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD, ids=str)
+def test_bad_requests_are_one_line_and_leave_nothing_behind(
+    command, tmp_path: Path, teacher: Path, corpus: Path, case: str
+) -> None:
+    change, expected_code, text = BAD[case]
+    out = tmp_path / "out"
+    words = good(teacher, corpus, out)
+    for name, value in zip(change[::2], change[1::2], strict=True):
+        if name in words and name != "--set":
+            at = words.index(name)
+            del words[at : at + 2]
+        if value is not None:
+            words += [name, value]
+    code, _, err = command(*words)
+    assert code == expected_code
+    assert text in error_line(err)
+    assert not (out / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"", "no documents"),
+        (b"\n\n \n", "no"),
+        (b"w1 w2 \xff\xfe w3\n" * 40, "UTF-8"),
+        (b"w1 w2 unknown-word\n" * 40, "tokenizer"),
+        (b"w1 w2 w3\n", "row"),
+    ],
+)
+def test_bad_corpora_are_one_line_and_leave_nothing_finished(
+    command, tmp_path: Path, teacher: Path, content: bytes, text: str
+) -> None:
+    corpus, out = tmp_path / "corpus.txt", tmp_path / "out"
+    corpus.write_bytes(content)
+    code, _, err = command(*good(teacher, corpus, out))
+    assert code == 1
+    assert text in error_line(err)
+    assert not (out / "tokens").exists() and not (out / "store").exists()
+
+
+def test_teacher_folder_without_config(command, tmp_path: Path, corpus: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    code, _, err = command(*good(tmp_path / "empty", corpus, tmp_path / "out"))
+    assert code == 2 and "without config.json" in error_line(err)
+
+
+def test_tokenizer_of_another_vocabulary(
+    command, tmp_path: Path, teacher: Path, corpus: Path
+) -> None:
+    more = save_tokenizer(tmp_path / "tokenizer", [*WORDS, *(f"x{i}" for i in range(5))])
+    words = [*good(teacher, corpus, tmp_path / "out"), "--tokenizer", more]
+    code, _, err = command(*words)
+    assert code == 2 and "different vocabularies" in error_line(err)
+    assert not (tmp_path / "out" / "store").exists()
+
+
+def test_output_that_cannot_be_written(
+    command, tmp_path: Path, teacher: Path, corpus: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    code, _, err = command(*good(teacher, corpus, tmp_path / "file" / "out"))
+    assert code == 2 and "cannot write to the output folder" in error_line(err)
+
+
+def test_a_folder_of_foreign_files_is_not_taken_for_a_store(
+    command, tmp_path: Path, teacher: Path, corpus: Path
+) -> None:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "thesis.tex").write_text("precious")
+    code, _, err = command(*good(teacher, corpus, tmp_path))
+    assert code == 1 and "no manifest" in error_line(err)
+    assert (tmp_path / "store" / "thesis.tex").read_text() == "precious"
+
+
+def test_nan_logits_name_row_and_position_and_leave_an_unfinished_store(
+    command, tmp_path: Path, teacher: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = Teacher.forward
+
+    def poisoned(self: Teacher, rows: torch.Tensor, row_ids: torch.Tensor, *rest) -> RawLogits:
+        raw = forward(self, rows, row_ids, *rest)
+        hit = (row_ids == 9).nonzero()
+        if len(hit):
+            raw.logits[int(hit[0]), 3] = torch.nan
+        return raw
+
+    monkeypatch.setattr(Teacher, "forward", torch.inference_mode()(poisoned))
+    code, _, err = command(*good(teacher, corpus, tmp_path))
+    assert code == 1
+    assert "train row 9, position 4" in error_line(err)
+    assert ShardStore.open(tmp_path / "store", allow_incomplete=True).unfinished()
+    with pytest.raises(Exception, match="not complete"):
+        ShardStore.open(tmp_path / "store")
+
+
+def test_control_characters_and_repaired_text_are_counted(
+    command, tmp_path: Path, teacher: Path
+) -> None:
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_bytes(b"w1 w2 w3 w4\x0b w5 w6\n" * 30 + b"w1 \xff w2\n")
+    words = [*good(teacher, corpus, tmp_path / "out"), "--set", "corpus.on_bad_utf8=skip"]
+    code, out, err = command(*words)
+    assert code == 0, err
+    assert "control characters kept" in out and "1 documents of bad UTF-8" in out
+
+
+def test_settings_come_from_file_options_and_overrides_in_that_order(
+    tmp_path: Path, corpus: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'seed = 1\n[corpus]\nspec = "text:{corpus}"\nrow_length = 8\n[codec]\nname = "full"\n'
+        '[teacher]\nlocation = "a"\ndtype = "bfloat16"\n[store]\nrows = 5\n'
+    )
+    options = {"seed": None, "teacher": {"location": "b", "dtype": None}, "codec": {"name": None}}
+    request = resolve_request(tmp_path, options, ["store.rows=7", "seed=3"], file)
+    assert request.settings.seed == 3
+    assert request.settings.teacher.location == "b"
+    assert request.settings.teacher.dtype == "bfloat16"
+    assert request.settings.store.rows == 7
+    assert request.codec.name == "full" and request.corpus.row_length == 8
+    with pytest.raises(UsageError, match="did you mean 'teacher'"):
+        resolve_request(tmp_path, {"teachers": {"dtype": "float32"}}, [], file)
+
+
+def test_every_codec_runs_from_the_command_line(
+    command, tmp_path: Path, teacher: Path, corpus: Path
+) -> None:
+    for codec in ("full", "quantized", "topk", "seeded", "hidden"):
+        out = tmp_path / codec
+        code, _, err = command(*good(teacher, corpus, out), "--codec", codec, "--rows", 8)
+        assert code == 0, err
+        assert ShardStore.open(out / "store").codec.name == codec
+
+
+def test_maze_brings_its_own_teacher(
+    command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = MazeTeacherConfig(
+        num_layers=2, num_heads=2, hidden_size=32, num_steps=120, learning_rate=1e-2
+    )
+    monkeypatch.setattr("pipeline.run.demo_teacher_config", lambda: small)
+    words = ["--corpus", "maze:k4", "--teacher-preset", "demo", "--out", tmp_path]
+    words += ["--device", "cpu", "--set", "corpus.limit_documents=50"]
+    code, _, err = command(*words)
+    assert code == 0, err
+    store = ShardStore.open(tmp_path / "store")
+    maze = json.loads(store.files("corpus")["maze.json"])
+    assert len(maze["paths"]) == 4 and len(maze["teacher_probabilities"]) == 4
+    assert store.manifest.vocab_size == 6 and store.manifest.row_length == 11
+    rows = store.split("train").read_rows(0, 50)
+    # The teacher has learnt the maze: all but the choice between 4 paths is certain.
+    assert np.exp(rows["token_log_probs"].sum(1)).mean() == pytest.approx(0.25, abs=0.05)
+    shutil.rmtree(tmp_path / "store")
+    assert command(*words)[0] == 0, "the teacher is not trained again"
