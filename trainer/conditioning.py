@@ -123,7 +123,7 @@ class TiledProjection(torch.autograd.Function):
                 for ids in walk.vocabulary_tiles():
                     rates = part.rates(ids)
                     totals[rows] += rates.sum(dim=-1, keepdim=True)
-                    _add_product(mixed[rows], rates.to(dtype), weight[ids].to(dtype))
+                    add_product(mixed[rows], rates.to(dtype), weight[ids].to(dtype))
         ctx.walk, ctx.dtype = walk, dtype
         ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
         ctx.save_for_backward(totals)
@@ -135,22 +135,29 @@ class TiledProjection(torch.autograd.Function):
         (totals,) = ctx.saved_tensors
         walk, dtype = ctx.walk, ctx.dtype
         scaled = (grad.float() / totals).to(dtype)
-        grad_weight = torch.zeros(ctx.weight_shape, device=grad.device)
         chunks = walk.position_chunks()
+        blank = torch.empty if chunks else torch.zeros
+        grad_weight = blank(ctx.weight_shape, device=grad.device)
         with torch.autocast(grad.device.type, enabled=False):
             for ids in walk.vocabulary_tiles():
                 for rows, part in chunks:
                     rates = part.rates(ids).to(dtype)
-                    _add_product(grad_weight[ids], rates.T, scaled[rows])
+                    add_product(grad_weight[ids], rates.T, scaled[rows], first=rows.start == 0)
         return None, grad_weight.to(ctx.weight_dtype), None
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, in place, accumulated in float32."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
+def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool = False) -> None:
+    """total += left @ right in place, summed in total's precision; ``first`` overwrites instead.
+
+    Overwriting spares a large gradient its zero-fill and one pass.
+    """
+    if left.dtype != total.dtype:
+        product = left @ right
+        total.copy_(product) if first else total.add_(product)
+    elif first:
+        torch.mm(left, right, out=total)
     else:
-        total += left @ right
+        total.addmm_(left, right)
 
 
 def sparse_projection(

@@ -15,10 +15,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trainer.conditioning import product_dtype
+from trainer.conditioning import add_product, product_dtype
 from trainer.diffusion import MASK_LOGIT_OFFSET
 
-CHUNK_ROWS = {"cpu": 256, "cuda": 4096}
+CHUNK_ROWS = {"cpu": 512, "cuda": 4096}
 
 
 class WeightedNLL(torch.autograd.Function):
@@ -73,7 +73,7 @@ def _empty_gradients(features: Tensor, weight: Tensor, bias: Tensor) -> Gradient
     device = features.device
     return (
         torch.empty(features.shape, device=device),
-        torch.zeros(weight.shape, device=device),
+        (torch.empty if len(features) else torch.zeros)(weight.shape, device=device),
         torch.zeros(bias.shape, device=device),
     )
 
@@ -97,10 +97,7 @@ def _accumulate(
     grad_bias += slope.sum(dim=0)
     narrow = slope.to(inputs.dtype)
     grad_features[rows] = narrow @ weight
-    if narrow.dtype == grad_weight.dtype:
-        grad_weight.addmm_(narrow.T, inputs)
-    else:
-        grad_weight += narrow.T @ inputs
+    add_product(grad_weight, narrow.T, inputs, first=rows.start == 0)
 
 
 def weighted_nll(
