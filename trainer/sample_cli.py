@@ -24,7 +24,8 @@ def sample(
         str | None, typer.Option(help="Forward passes; 8,16,32 writes one file for each.")
     ] = None,
     sampler: Annotated[
-        str | None, typer.Option(help="ancestral, first_hitting, fixed_count, block, ...")
+        str | None,
+        typer.Option(help="ancestral, first_hitting, fixed_count, block, apd or sequential."),
     ] = None,
     nucleus_p: Annotated[float | None, typer.Option(help="Nucleus p (1 = off).")] = None,
     nucleus_rule: Annotated[
@@ -33,6 +34,9 @@ def sample(
     tau: Annotated[float | None, typer.Option(help="Scale of the Gumbel noise (0.85).")] = None,
     decision: Annotated[
         str | None, typer.Option(help="categorical draws, or argmax of x_0.")
+    ] = None,
+    verifier: Annotated[
+        str | None, typer.Option(help="apd: a causal language model with the student's tokenizer.")
     ] = None,
     seed: Annotated[int, typer.Option(help="With the sample index it names all randomness.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Samples at a time; changes no sample.")] = 32,
@@ -60,6 +64,7 @@ def sample(
         "nucleus_rule": nucleus_rule,
         "tau": tau,
         "decision": decision,
+        "verifier": verifier,
     }
     stop = {"at_eos": stop_at_eos or None, "min_entropy_nats": min_entropy}
     named["stop"] = {name: value for name, value in stop.items() if value is not None} or None

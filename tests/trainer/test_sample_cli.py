@@ -264,6 +264,27 @@ def test_mistakes_are_one_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_adaptive_parallel_decoding(
+    models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = (models_folder / "mdlm", "--sampler", "apd", "--num", 3)
+    assert command(*arguments, "--out", tmp_path / "none") == 2
+    assert "verifier" in capsys.readouterr().err
+    own = ("--verifier", models_folder / "ar", "--set", "mixture_weight=0.5")
+    assert command(*arguments, *own, "--out", tmp_path / "own") == 0
+    for record in read(tmp_path / "own" / "samples.jsonl"):
+        assert 1 <= record["nfe"] <= LENGTH - 1 and 0 < record["acceptance"] <= 1
+    other = save(tmp_path / "other", "ar", "none")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["up"], vocabulary["down"] = vocabulary["down"], vocabulary["up"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    capsys.readouterr()
+    assert command(*arguments, "--verifier", other, "--out", tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert "another tokenizer" in error and "'down' is 2; expected 3" in error
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -21,6 +21,7 @@ from torch import Tensor
 from shards.configuration import from_mapping
 from shards.errors import UsageError
 from shards.noise import Noise
+from trainer.sampling.adaptive import AdaptiveConfig
 from trainer.sampling.ancestral import AncestralConfig
 from trainer.sampling.block import BlockConfig
 from trainer.sampling.first_hitting import FirstHittingConfig, FixedCountConfig
@@ -32,6 +33,7 @@ from trainer.students import Student
 
 __all__ = [
     "SAMPLERS",
+    "AdaptiveConfig",
     "AncestralConfig",
     "BlockConfig",
     "FirstHittingConfig",
@@ -72,6 +74,7 @@ SAMPLERS: dict[str, type[Any]] = {
     "fixed_count": FixedCountConfig,
     "block": BlockConfig,
     "sequential": SequentialConfig,
+    "apd": AdaptiveConfig,
 }
 
 

@@ -178,9 +178,9 @@ class BlockState:
     def result(self, stop: StopRule) -> SampleResult:
         """The rows as they are; behind its end a row holds eos."""
         tokens, details = self.tokens, {}
-        if stop.at_eos:
+        eos = self.student.config.eos_token_id
+        if stop.at_eos and eos is not None:
             place = torch.arange(tokens.shape[1], device=tokens.device)
-            eos = self.student.config.eos_token_id
             tokens = torch.where(place < self.lengths[:, None], tokens, eos)
         if stop.min_entropy_nats is not None:
             details["low_entropy"] = self.low_entropy

@@ -97,9 +97,8 @@ def load_student(path: Path, device: torch.device | str = "cpu") -> LoadedStuden
             got=type(student).__name__,
             remedy="train one with gdistill-train, or convert with gdistill-train import",
         )
-    return LoadedStudent(
-        directory, student.to(device).eval(), load_tokenizer(directory), _read_record(directory)
-    )
+    student = student.to(device).eval()  # type: ignore[arg-type]
+    return LoadedStudent(directory, student, load_tokenizer(directory), _read_record(directory))
 
 
 @contextmanager

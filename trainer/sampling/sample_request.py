@@ -11,7 +11,7 @@ import torch
 
 from shards.configuration import merge, parse_override
 from shards.errors import UsageError
-from trainer.sampling import make_sampler
+from trainer.sampling import AdaptiveConfig, make_sampler
 from trainer.sampling.given_rows import (
     GivenRows,
     prompted,
@@ -21,6 +21,7 @@ from trainer.sampling.given_rows import (
 )
 from trainer.sampling.loading import LoadedStudent, load_student
 from trainer.sampling.sample_run import SampleRun, with_nfe
+from trainer.sampling.verifier import require_same_tokenizer
 from trainer.sampling.whole_row import with_default_tau
 
 DEFAULT_NUM = 64
@@ -99,6 +100,8 @@ class Request:
                 value = {key: value}
             settings = merge(settings, value)
         sampler = with_default_tau(make_sampler(name, **settings), loaded.student)
+        if isinstance(sampler, AdaptiveConfig):
+            require_same_tokenizer(sampler.verifier, loaded.tokenizer)
         budgets = [with_nfe(name, sampler, nfe) for nfe in self.budgets] or [sampler]
         files = [f"samples-nfe{nfe}.jsonl" for nfe in self.budgets]
         given = self._given(loaded)

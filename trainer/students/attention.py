@@ -66,8 +66,8 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return dot_product_attention(query, key, value, is_causal=True)
 
 
-def masked_attention(allowed: Bool[Tensor, "q k"]) -> Attend:
-    """SDPA restricted to the allowed (query, key) pairs."""
+def masked_attention(allowed: Bool[Tensor, "*rows q k"]) -> Attend:
+    """SDPA restricted to the allowed (query, key) pairs; [B, 1, q or 1, k] tells rows apart."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return dot_product_attention(query, key, value, attn_mask=allowed)

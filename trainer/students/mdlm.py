@@ -12,7 +12,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 from shards.errors import UsageError
 from trainer.batch import Batch
 from trainer.diffusion import Corruption, corrupt, masked_log_probs, substituted_log_probs
-from trainer.students.attention import full_attention
+from trainer.students.attention import KeyValueCache, full_attention, masked_attention
 from trainer.students.base import LossOutput, Student
 from trainer.students.configuration import StudentConfig
 from trainer.students.fused_head import weighted_nll
@@ -176,8 +176,44 @@ class MDLM(Student):
         where: Bool[Tensor, "b l"],
         condition: Float[Tensor, "b l d"] | None = None,
         sigma: Float[Tensor, "b"] | None = None,
+        visible: Bool[Tensor, "b l"] | None = None,
     ) -> Float[Tensor, "n v1"]:
-        """``predict`` at some masked positions (row-major); only those go through the head."""
-        hidden, level = self.sampling_states(tokens, condition, sigma)
+        """``predict`` at some masked positions (row-major); only those go through the head.
+
+        Positions outside ``visible`` are not attended to, as if the row ended before them.
+        """
+        if visible is None:
+            hidden, level = self.sampling_states(tokens, condition, sigma)
+        else:
+            level = self._noise_level(sigma)
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            attend = masked_attention(visible[:, None, None, :])
+            hidden = self.backbone(self.embed(tokens, condition), level, positions, attend)
+        logits = self.backbone.output_layer(self._masked_features(hidden, where, level))
+        return masked_log_probs(logits, self.mask_id)
+
+    def start_cache(self, batch_size: int) -> KeyValueCache:
+        """Empty memory for the keys and values of ``batch_size`` rows."""
+        return self.backbone.start_cache(batch_size, self.config.row_length)
+
+    @torch.no_grad()
+    def predict_behind(
+        self,
+        tokens: Int[Tensor, "b new"],
+        where: Bool[Tensor, "b new"],
+        condition: Float[Tensor, "b new d"] | None,
+        cache: KeyValueCache,
+    ) -> Float[Tensor, "n v1"]:
+        """``predict_at`` for the tokens behind the cached ones, which are not read again.
+
+        Attention has no direction here, so cached keys and values are those of an earlier state of
+        the row: an approximation, exact only with an empty cache. The cache then holds the new
+        tokens too; set its ``length`` back to read some of them again.
+        """
+        level, stop = self._noise_level(None), cache.length + tokens.shape[1]
+        positions = torch.arange(cache.length, stop, device=tokens.device)
+        embeddings = self.embed(tokens, condition)
+        hidden = self.backbone(embeddings, level, positions, full_attention, cache)
+        cache.length = stop
         logits = self.backbone.output_layer(self._masked_features(hidden, where, level))
         return masked_log_probs(logits, self.mask_id)

@@ -1,0 +1,112 @@
+"""A small causal language model that says how likely a draft is."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from shards.errors import UsageError
+from trainer.sampling.loading import load_tokenizer, without_library_bars
+
+
+class Verifier:
+    """Next-token log-probabilities over the student's V tokens, with a cache.
+
+    Args:
+        model: A causal language model of transformers (or our autoregressive student) whose first
+            V logits belong to the student's V tokens.
+        vocab_size: V.
+
+    Raises:
+        UsageError: When the model has fewer tokens than the student.
+    """
+
+    def __init__(self, model: Any, vocab_size: int) -> None:
+        if model.config.vocab_size < vocab_size:
+            raise UsageError(
+                "the verifier knows fewer tokens than the student",
+                where="verifier",
+                got=model.config.vocab_size,
+                expected=f"at least {vocab_size}",
+                remedy="take a model with the student's tokenizer",
+            )
+        self.model, self.vocab_size = model.eval(), vocab_size
+        self.context_length = getattr(model.config, "max_position_embeddings", None)
+        self.cache: DynamicCache | None = None
+
+    def start(self) -> None:
+        """Begin other rows."""
+        self.cache = None
+
+    def select(self, rows: Int[Tensor, "m"]) -> None:
+        """Go on with some of the rows."""
+        if self.cache is not None:
+            self.cache.batch_select_indices(rows)
+
+    @torch.no_grad()
+    def log_probs(self, tokens: Int[Tensor, "b l"], first: int) -> Float[Tensor, "b n v"]:
+        """Log-probabilities, float32, of the tokens at positions ``first`` .. L - 1.
+
+        Tokens before ``first`` must be the same as at the last call, or more of them.
+
+        Args:
+            tokens: The rows as far as they are drafted; every token is known.
+            first: First position scored, at least 1.
+        """
+        known = 0
+        if self.cache is not None:
+            known = min(self.cache.get_seq_length(), first - 1)
+            if self.cache.get_seq_length() > known:
+                self.cache.crop(known - self.cache.get_seq_length())
+        output = self.model(
+            input_ids=tokens[:, known:-1], past_key_values=self.cache, use_cache=True
+        )
+        memory = getattr(output, "past_key_values", None)
+        self.cache = memory if isinstance(memory, DynamicCache) else None
+        logits = output.logits[:, first - 1 - known :, : self.vocab_size]
+        return logits.float().log_softmax(dim=-1)
+
+
+@functools.lru_cache(maxsize=2)
+def load_verifier(path: str, vocab_size: int, device: torch.device) -> Verifier:
+    """Read a verifier from a folder, or from the hub's local cache by its id.
+
+    Raises:
+        UsageError: When there is none, or it does not fit the student.
+    """
+    try:
+        with without_library_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, local_files_only=True
+            )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UsageError("the verifier cannot be loaded", where=path, got=error) from error
+    return Verifier(model.to(device), vocab_size)  # type: ignore[arg-type]
+
+
+def require_same_tokenizer(path: str, tokenizer: Any) -> None:
+    """Refuse a verifier that gives its ids to other words than the student.
+
+    Raises:
+        UsageError: Naming the first word whose id differs.
+    """
+    theirs = load_tokenizer(Path(path)) if Path(path).is_dir() else None
+    if theirs is None or tokenizer is None:
+        return
+    ours, other = tokenizer.get_vocab(), theirs.get_vocab()
+    differing = sorted(word for word in ours.keys() | other if ours.get(word) != other.get(word))
+    if differing:
+        word = differing[0]
+        raise UsageError(
+            "the verifier has another tokenizer than the student",
+            where=path,
+            got=f"{word!r} is {other.get(word, 'absent')}",
+            expected=ours.get(word, "absent"),
+            remedy="take a verifier trained with the student's tokenizer",
+        )
