@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shards.position_keys import Index
+
 
 @dataclass(frozen=True)
 class Entries:
@@ -38,7 +40,7 @@ class Entries:
         low, high = torch.searchsorted(ids, bounds).tolist()
         return rows[low:high], ids[low:high] - start, values[low:high]
 
-    def select(self, index: Int[Tensor, "k"] | Bool[Tensor, "n"] | slice) -> Entries:
+    def select(self, index: Index | slice) -> Entries:
         """The entries of some of the positions."""
         return Entries(self.ids[index], self.values[index], self.used[index])
 

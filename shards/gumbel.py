@@ -15,6 +15,8 @@ Nothing here holds state: draws take a ``torch.Generator`` or the exponentials t
 
 from __future__ import annotations
 
+from typing import no_type_check
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -24,6 +26,7 @@ MIN_ARRIVAL = 2.0**-126
 LARGEST_UNIFORM = 1.0 - 2.0**-24
 
 
+@no_type_check  # part of a compiled kernel, which cannot trace checks of annotations
 def exponential_from_bits(bits: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """Exp(1) variates from 32 random bits each, float32, in [1.2e-10, 16.7].
 
@@ -67,16 +70,18 @@ def posterior_from_exponentials(
         first: E_0, one Exp(1) variate per position.
     """
     waited = log_probs.exp() * first[..., None]
-    arrivals = add_wait(others, waited)
+    arrivals = add_wait_(others.clone(), waited)
     own = (log_probs.gather(-1, tokens[..., None]) + first[..., None].log()).exp()
     arrivals.scatter_(-1, tokens[..., None], own)
     return arrivals.clamp_(min=MIN_ARRIVAL)
 
 
-def add_wait(remaining: Tensor, waited: Tensor) -> Tensor:
-    """E_j + p_j E_0, strictly above p_j E_0 whatever the rounding."""
+def add_wait_(
+    remaining: Float[Tensor, "*shape"], waited: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """E_j + p_j E_0 in place, strictly above p_j E_0 whatever the rounding."""
     margin = 64 * torch.finfo(waited.dtype).eps
-    return torch.maximum(remaining, waited * margin) + waited
+    return torch.maximum(remaining, waited * margin, out=remaining).add_(waited)
 
 
 def posterior_gumbels_from_draws(

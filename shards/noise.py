@@ -12,13 +12,13 @@ from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from shards.entries import Entries
 from shards.gumbel import MIN_ARRIVAL
 from shards.keyed_exponentials import first_arrivals, keyed_exponentials
-from shards.position_keys import PositionKeys
+from shards.position_keys import Index, PositionKeys
 from shards.probabilities import Probabilities
 
 __all__ = [
@@ -54,7 +54,7 @@ class Noise(Protocol):
         """
         ...
 
-    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"] | slice) -> Noise:
+    def select(self, index: Index) -> Noise:
         """The noise of some of the positions."""
         ...
 
@@ -84,7 +84,7 @@ class DenseNoise:
     def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         return self.arrivals[:, start:stop]
 
-    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"] | slice) -> DenseNoise:
+    def select(self, index: Index) -> DenseNoise:
         return DenseNoise(self.arrivals[index])
 
     def to(self, device: torch.device | str) -> DenseNoise:
@@ -109,7 +109,7 @@ class KeyedPrior:
     def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         return keyed_exponentials(self.keys, start, min(stop, self.vocab_size))
 
-    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"] | slice) -> KeyedPrior:
+    def select(self, index: Index) -> KeyedPrior:
         return KeyedPrior(self.keys.select(index), self.vocab_size)
 
     def to(self, device: torch.device | str) -> KeyedPrior:
@@ -164,7 +164,7 @@ class KeyedPosterior:
         arrivals = self.probabilities.add_waits(arrivals, self.first, start, stop)
         return place_tokens(arrivals, self.tokens, self.token_gumbels, start, stop)
 
-    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"] | slice) -> KeyedPosterior:
+    def select(self, index: Index) -> KeyedPosterior:
         return KeyedPosterior(
             self.keys.select(index),
             self.tokens[index],
@@ -219,7 +219,7 @@ class ShiftedNoise:
         arrivals[rows, columns] *= factors
         return place_tokens(arrivals, self.tokens, self.token_gumbels, start, stop)
 
-    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"] | slice) -> ShiftedNoise:
+    def select(self, index: Index) -> ShiftedNoise:
         return ShiftedNoise(
             self.keys.select(index),
             self.tokens[index],
@@ -270,7 +270,7 @@ class SparseNoise:
         columns = torch.where(inside, self.ids - start, width)
         return padded.scatter_(1, columns, self.arrivals)[:, :width]
 
-    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"] | slice) -> SparseNoise:
+    def select(self, index: Index) -> SparseNoise:
         return SparseNoise(
             self.ids[index], self.arrivals[index], self.vocab_size, self.rest_rate[index]
         )

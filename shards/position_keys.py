@@ -8,6 +8,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+Index = Int[Tensor, "m"] | Bool[Tensor, "n"] | slice
+"""Which of n positions: their places, a mask, or a range."""
+
 
 @dataclass(frozen=True)
 class PositionKeys:
@@ -25,7 +28,7 @@ class PositionKeys:
     positions: Int[Tensor, "n"]
     draw: int = 0
 
-    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"] | slice) -> PositionKeys:
+    def select(self, index: Index) -> PositionKeys:
         """The keys of some of the positions."""
         return PositionKeys(self.seed, self.rows[index], self.positions[index], self.draw)
 

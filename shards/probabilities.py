@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from shards.entries import Entries
-from shards.gumbel import add_wait
-
-Index = Int[Tensor, "m"] | Bool[Tensor, "n"] | slice
+from shards.gumbel import add_wait_
+from shards.position_keys import Index
 
 
 @runtime_checkable
@@ -29,7 +28,7 @@ class Probabilities(Protocol):
     def add_waits(
         self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
     ) -> Float[Tensor, "n tile"]:
-        """E_j + p_j E_0 of a tile of E_j, which may be overwritten."""
+        """E_j + p_j E_0 of a tile of E_j, which is overwritten."""
         ...
 
     def select(self, index: Index) -> Probabilities: ...
@@ -53,7 +52,7 @@ class DenseProbabilities:
     def add_waits(
         self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
     ) -> Float[Tensor, "n tile"]:
-        return add_wait(arrivals, self.tile(start, stop) * first[:, None])
+        return add_wait_(arrivals, self.tile(start, stop) * first[:, None])
 
     def select(self, index: Index) -> DenseProbabilities:
         return DenseProbabilities(self.log_probs[index])
@@ -90,7 +89,7 @@ class HeadAndTail:
         self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
     ) -> Float[Tensor, "n tile"]:
         rows, columns, probs = self.head.in_tile(start, stop)
-        known = add_wait(arrivals[rows, columns], probs * first[rows])
+        known = add_wait_(arrivals[rows, columns], probs * first[rows])
         tail = (self.tail_scale * first)[:, None]
         arrivals.addcmul_(tail, self.unigram_probs[None, start:stop])
         arrivals[rows, columns] = known
@@ -140,7 +139,7 @@ class HeadLogits:
     def add_waits(
         self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
     ) -> Float[Tensor, "n tile"]:
-        return add_wait(arrivals, self.tile(start, stop).mul_(first[:, None]))
+        return add_wait_(arrivals, self.tile(start, stop).mul_(first[:, None]))
 
     def select(self, index: Index) -> HeadLogits:
         return HeadLogits(self.hidden[index], self.log_normalizers[index], self.weight, self.bias)

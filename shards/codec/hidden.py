@@ -132,7 +132,7 @@ def _log_sum_exp(rebuilt: HeadLogits) -> Float[Tensor, "n"]:
 def _check_head(
     hidden: Float[Tensor, "n d"], log_probs: Float[Tensor, "n v"], resources: Arrays
 ) -> None:
-    """Refuse a teacher whose logits are not ``hidden @ lm_head.T (+ bias)``: soft-capped, scaled."""
+    """Refuse a teacher whose logits are not ``hidden @ lm_head.T (+ bias)``."""
     head = resources["lm_head"]
     if head.shape != (log_probs.shape[1], hidden.shape[1]):
         expected = f"[{log_probs.shape[1]}, {hidden.shape[1]}]"

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from shards.gumbel import arrivals_from_gumbel
 from shards.noise import place_tokens
+from shards.position_keys import Index
 
 TileDecoder = Callable[[tuple[Tensor, ...], int, int], Tensor]
 
@@ -55,7 +56,7 @@ class StoredNoise:
             self.vocab_size,
         )
 
-    def select(self, index: Int[Tensor, "m"] | Bool[Tensor, "n"] | slice) -> StoredNoise:
+    def select(self, index: Index | slice) -> StoredNoise:
         return self._map(lambda column: column[index])
 
     def to(self, device: torch.device | str) -> StoredNoise:

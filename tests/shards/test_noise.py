@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shutil
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,8 +12,14 @@ from scipy.stats import kstest
 from torch import Tensor
 
 from shards.entries import Entries
+from shards.errors import GdistillError, UsageError
 from shards.gumbel import exponential_from_bits, gumbel_argmax, gumbel_from_arrivals
-from shards.keyed_exponentials import first_arrivals, keyed_exponentials
+from shards.keyed_exponentials import (
+    first_arrivals,
+    keyed_exponentials,
+    noise_kernel,
+    use_noise_kernel,
+)
 from shards.noise import (
     DenseNoise,
     KeyedPosterior,
@@ -84,6 +92,7 @@ def test_any_noise_reads_in_tiles_and_selections(kind: str) -> None:
     assert torch.equal(dense_arrivals(noise.select(index)), whole[index])
     mask = torch.arange(40) % 3 == 0
     assert torch.equal(dense_arrivals(noise.select(mask).to("cpu")), whole[mask])
+    assert torch.equal(dense_arrivals(noise.select(slice(5, 9))), whole[5:9])
     assert dense_arrivals(noise.select(torch.zeros(40, dtype=torch.bool))).shape == (0, 97)
 
 
@@ -102,8 +111,8 @@ def test_blocks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_token_is_the_argmax_of_log_p_plus_xi() -> None:
-    for draw in range(5):
-        noise = dense_posterior(3000, 300, draw=draw)
+    for draw in range(3):
+        noise = dense_posterior(2000, 200, draw=draw)
         assert isinstance(noise.probabilities, DenseProbabilities)
         chosen = gumbel_argmax(noise.probabilities.log_probs, dense_arrivals(noise))
         assert torch.equal(chosen, noise.tokens)
@@ -173,3 +182,38 @@ def test_keyed_prior_is_exponential_and_uncorrelated() -> None:
     assert (
         abs(float(torch.corrcoef(torch.stack([u[1:].flatten(), u[:-1].flatten()]))[0, 1])) < limit
     )
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[None]:
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("no C++ compiler")
+    use_noise_kernel("compiled")
+    yield
+    use_noise_kernel("eager")
+
+
+@pytest.mark.parametrize(("num", "start", "stop"), [(300, 3, 90), (2, 0, 50257), (64, 6, 2055)])
+def test_the_compiled_kernel_gives_the_same_bits(
+    compiled: None, num: int, start: int, stop: int
+) -> None:
+    assert noise_kernel() == "compiled"
+    keys = make_keys(num, seed=99, draw=3)
+    expected = exponential_from_bits(keyed_bits(keys, start, stop))
+    assert torch.equal(keyed_exponentials(keys, start, stop), expected)
+
+
+def test_kernels_are_chosen_by_name_and_a_failure_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(UsageError, match="noise kernel"):
+        use_noise_kernel("fast")
+
+    def broken(*arguments: object, **options: object) -> object:
+        raise RuntimeError("no compiler")
+
+    before = noise_kernel()
+    monkeypatch.setattr(torch, "compile", lambda *a, **k: broken)
+    with pytest.raises(GdistillError, match="no compiler"):
+        use_noise_kernel("compiled")
+    assert noise_kernel() == before
