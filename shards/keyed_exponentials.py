@@ -161,7 +161,7 @@ def _compile() -> Callable[..., Tensor]:
     index = torch.arange(96)
     keys = PositionKeys(0x123456789ABCDEF, index, index + 1, 7)
     rows, columns = _shared_rounds(keys, 0, 1000)
-    kernel = torch.compile(_functional, dynamic=True, fullgraph=True)
+    kernel: Callable[..., Tensor] = torch.compile(_functional, dynamic=True, fullgraph=True)
     try:
         found = kernel(*rows, *columns, _later_keys(keys.seed, index.device))
     except Exception as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -9,6 +11,8 @@ from torch import Tensor
 from shards.codec.protocol import TeacherOutput
 from shards.noise import KeyedPosterior, PositionKeys
 from shards.probabilities import DenseProbabilities
+
+PART_ELEMENTS = 1 << 23
 
 
 def position_keys(output: TeacherOutput, seed: int, draw: int = 0) -> PositionKeys:
@@ -26,6 +30,31 @@ def frozen_posterior(output: TeacherOutput, seed: int) -> KeyedPosterior:
     token_log_probs = log_probs.gather(1, tokens[:, None]).squeeze(1)
     keys = position_keys(output, seed)
     return KeyedPosterior(keys, tokens, token_log_probs, DenseProbabilities(log_probs))
+
+
+def encode_in_parts(
+    output: TeacherOutput, encode: Callable[[slice], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Encode some of the B x T positions at a time; arrays [B, T, ...].
+
+    A codec makes several temporaries as large as the log-probabilities it is given; this keeps
+    them small. The result does not depend on the parts.
+    """
+    step = max(1, PART_ELEMENTS // output.log_probs.shape[-1])
+    num_positions = output.tokens.numel()
+    parts = [encode(slice(first, first + step)) for first in range(0, num_positions, step)]
+    return {
+        name: torch.cat([part[name] for part in parts]).unflatten(0, output.tokens.shape)
+        for name in parts[0]
+    }
+
+
+def encode_draw(
+    output: TeacherOutput, seed: int, encode: Callable[[KeyedPosterior], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Encode the frozen draw, some positions at a time."""
+    noise = frozen_posterior(output, seed)
+    return encode_in_parts(output, lambda part: encode(noise.select(part)))
 
 
 def passes_token(noise: KeyedPosterior, gumbels: Float[Tensor, "n v"]) -> Bool[Tensor, "n v"]:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.codec.draws import frozen_posterior, passes_token
+from shards.codec.draws import encode_draw, passes_token
 from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
 from shards.codec.stored_noise import StoredNoise
 from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys
@@ -38,13 +38,7 @@ class FullCodec:
         }
 
     def encode(self, output: TeacherOutput, seed: int, resources: Arrays) -> dict[str, Tensor]:
-        noise = frozen_posterior(output, seed)
-        gumbels = half_gumbels(noise, noise.tile(0, noise.vocab_size))
-        batch = output.tokens.shape
-        return {
-            "gumbels": gumbels.unflatten(0, batch),
-            "token_gumbels": noise.token_gumbels.unflatten(0, batch),
-        }
+        return encode_draw(output, seed, _encode)
 
     def decode(
         self,
@@ -65,6 +59,11 @@ class FullCodec:
 
 def _tile(columns: tuple[Tensor, ...], start: int, stop: int) -> Float[Tensor, "n tile"]:
     return columns[0][:, start:stop].float()
+
+
+def _encode(noise: KeyedPosterior) -> dict[str, Tensor]:
+    gumbels = half_gumbels(noise, noise.tile(0, noise.vocab_size))
+    return {"gumbels": gumbels, "token_gumbels": noise.token_gumbels}
 
 
 def half_gumbels(noise: KeyedPosterior, arrivals: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shards.codec.draws import encode_in_parts
 from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
 from shards.errors import GdistillError, UsageError
 from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys
@@ -28,8 +29,8 @@ class HiddenCodec:
     """Arrays: ``hidden`` [D] int8 or float16; ``scale`` float16 (int8 only); ``normalizer``
     float16, log-sum-exp of the rebuilt logits less (the token's rebuilt logit - log p_x), near 0.
 
-    The resource ``lm_head`` [V, D] turns hidden states into logits; ``lm_head_bias`` [V] is used
-    where the store has it.
+    The resources ``lm_head`` [V, D] and ``lm_head_bias`` [V] (zero where the teacher has none)
+    turn hidden states into logits.
 
     Attributes:
         dtype: int8, scaled per token by its largest component, or float16.
@@ -40,7 +41,7 @@ class HiddenCodec:
     name: ClassVar[str] = "hidden"
     is_fresh: ClassVar[bool] = True
     needs_hidden: ClassVar[bool] = True
-    resource_names: ClassVar[tuple[str, ...]] = ("unigram_log_probs", "lm_head")
+    resource_names: ClassVar[tuple[str, ...]] = ("lm_head", "lm_head_bias")
 
     def __post_init__(self) -> None:
         if self.dtype not in ("int8", "float16"):
@@ -61,15 +62,25 @@ class HiddenCodec:
     def encode(self, output: TeacherOutput, seed: int, resources: Arrays) -> dict[str, Tensor]:
         if output.hidden is None:
             raise UsageError("codec hidden needs the teacher's hidden states", where="hidden")
-        hidden = output.hidden.flatten(0, 1).float()
-        log_probs, tokens = output.log_probs.flatten(0, 1), output.tokens.flatten()
+        hidden, log_probs = output.hidden.flatten(0, 1).float(), output.log_probs.flatten(0, 1)
+        tokens = output.tokens.flatten()
         _check_head(hidden, log_probs, resources)
-        arrays = self._round(hidden)
-        rebuilt = _head_logits(_unscaled(arrays), torch.zeros_like(log_probs[:, 0]), resources)
         own = log_probs.gather(1, tokens[:, None]).squeeze(1)
-        normalizer = _log_sum_exp(rebuilt) - (rebuilt.logits_at(tokens) - own)
-        arrays["normalizer"] = normalizer.half()
-        return {name: array.unflatten(0, output.tokens.shape) for name, array in arrays.items()}
+        return encode_in_parts(
+            output, lambda part: self._encode(hidden[part], tokens[part], own[part], resources)
+        )
+
+    def _encode(
+        self,
+        hidden: Float[Tensor, "n d"],
+        tokens: Int[Tensor, "n"],
+        token_log_probs: Float[Tensor, "n"],
+        resources: Arrays,
+    ) -> dict[str, Tensor]:
+        arrays = self._round(hidden)
+        rebuilt = _head_logits(_unscaled(arrays), torch.zeros_like(token_log_probs), resources)
+        normalizer = _log_sum_exp(rebuilt) - (rebuilt.logits_at(tokens) - token_log_probs)
+        return {**arrays, "normalizer": normalizer.half()}
 
     def _round(self, hidden: Float[Tensor, "n d"]) -> dict[str, Tensor]:
         if self.dtype == "float16":

@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.codec.byte_planes import from_planes, plane_specs, to_planes
+from shards.codec.draws import encode_in_parts
 from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
 from shards.codec.vocabulary_order import FrequencyOrder
 from shards.entries import Entries
@@ -80,19 +81,27 @@ class PosteriorCodec:
         }
 
     def encode(self, output: TeacherOutput, seed: int, resources: Arrays) -> dict[str, Tensor]:
-        vocab_size = output.log_probs.shape[-1]
-        if self.num_entries >= vocab_size:
+        log_probs, tokens = output.log_probs.flatten(0, 1), output.tokens.flatten()
+        if self.num_entries >= log_probs.shape[1]:
             return {"log_probs": output.log_probs.clamp(min=SMALLEST_HALF).half()}
-        log_probs, ids = output.log_probs.topk(self.num_entries, dim=-1)
-        used = log_probs >= math.log(self.min_probability)
         order = FrequencyOrder.of(resources["unigram_log_probs"])
+        return encode_in_parts(
+            output, lambda part: self._encode(log_probs[part], tokens[part], order)
+        )
+
+    def _encode(
+        self, log_probs: Float[Tensor, "n v"], tokens: Int[Tensor, "n"], order: FrequencyOrder
+    ) -> dict[str, Tensor]:
+        listed, ids = log_probs.topk(self.num_entries, dim=-1)
+        used = listed >= math.log(self.min_probability)
         ranks = torch.where(used, order.rank_of_id[ids] + 1, 0)
-        levels = (-log_probs / self.log_prob_step_nats).round().long().clamp(min=0)
-        steps = levels.diff(dim=-1, prepend=torch.zeros_like(levels[..., :1]))
+        levels = (-listed / self.log_prob_step_nats).round().long().clamp(min=0)
+        steps = levels.diff(dim=-1, prepend=torch.zeros_like(levels[:, :1]))
+        tail = _tail_log_mass(log_probs, tokens, ids, used)
         return {
-            **to_planes("entry_rank", ranks, vocab_size),
+            **to_planes("entry_rank", ranks, log_probs.shape[1]),
             **to_planes("entry_step", torch.where(used, steps, 0), self._max_step),
-            "tail_log_mass": _tail_log_mass(output, ids, used).half(),
+            "tail_log_mass": tail.half(),
         }
 
     def decode(
@@ -118,10 +127,12 @@ class PosteriorCodec:
             own = tokens[:, None]
             log_probs = arrays["log_probs"].float()
             return DenseProbabilities(log_probs.scatter(1, own, token_log_probs[:, None]))
-        unigram_log_probs = resources["unigram_log_probs"].float()
+        unigram_log_probs = resources["unigram_log_probs"]
         listed, used = self._listed(arrays, FrequencyOrder.of(unigram_log_probs))
         tail = arrays["tail_log_mass"].double().exp()
-        return _head_and_tail(listed, used, tail, tokens, token_log_probs, unigram_log_probs.exp())
+        return _head_and_tail(
+            listed, used, tail, tokens, token_log_probs, unigram_log_probs.float().exp()
+        )
 
     def _listed(
         self, arrays: Arrays, order: FrequencyOrder
@@ -141,13 +152,16 @@ class PosteriorCodec:
 
 
 def _tail_log_mass(
-    output: TeacherOutput, ids: Int[Tensor, "b t m"], used: Bool[Tensor, "b t m"]
-) -> Float[Tensor, "b t"]:
+    log_probs: Float[Tensor, "n v"],
+    tokens: Int[Tensor, "n"],
+    ids: Int[Tensor, "n m"],
+    used: Bool[Tensor, "n m"],
+) -> Float[Tensor, "n"]:
     """Log of the probability that is neither listed nor the token's, summed over those entries."""
-    rest = output.log_probs.exp()
-    rest.scatter_(-1, ids, torch.where(used, 0.0, rest.gather(-1, ids)))
-    rest.scatter_(-1, output.tokens[..., None], 0.0)
-    return rest.sum(-1, dtype=torch.float64).clamp(min=1e-30).log().float()
+    rest = log_probs.exp()
+    rest.scatter_(1, ids, torch.where(used, 0.0, rest.gather(1, ids)))
+    rest.scatter_(1, tokens[:, None], 0.0)
+    return rest.sum(1, dtype=torch.float64).clamp(min=1e-30).log().float()
 
 
 def _head_and_tail(

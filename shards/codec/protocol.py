@@ -59,7 +59,11 @@ class Codec(Protocol):
         ...
 
     def encode(self, output: TeacherOutput, seed: int, resources: Arrays) -> dict[str, Tensor]:
-        """Arrays of shape [B, T, *trailing] on the device of ``output``."""
+        """Arrays of shape [B, T, *trailing] on the device of ``output``.
+
+        A codec that stores a draw makes it with the keys (seed, row, position), draw 0; one that
+        does not makes no use of ``seed``.
+        """
         ...
 
     def decode(
@@ -70,5 +74,13 @@ class Codec(Protocol):
         keys: PositionKeys,
         resources: Arrays,
     ) -> Noise:
-        """Noise of n positions from their arrays ([n, *trailing])."""
+        """Noise of n positions from their arrays ([n, *trailing]).
+
+        For a codec that stores a draw, ``keys`` must have the seed that ``encode`` was given; for
+        one that does not, their seed and draw number choose the draw.
+        """
+        ...
+
+    def prior(self, keys: PositionKeys, vocab_size: int) -> Noise:
+        """Noise to sample with: cut off as :meth:`decode` cuts off what the student trains on."""
         ...

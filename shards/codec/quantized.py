@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from shards.codec.draws import frozen_posterior, passes_token
+from shards.codec.draws import encode_draw, passes_token
 from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
 from shards.codec.stored_noise import StoredNoise
 from shards.errors import UsageError
-from shards.noise import KeyedPrior, PositionKeys
+from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ class QuantizedCodec:
         }
 
     def encode(self, output: TeacherOutput, seed: int, resources: Arrays) -> dict[str, Tensor]:
-        noise = frozen_posterior(output, seed)
+        return encode_draw(output, seed, self._encode)
+
+    def _encode(self, noise: KeyedPosterior) -> dict[str, Tensor]:
         gumbels = -noise.tile(0, noise.vocab_size).log()
         own = noise.tokens[:, None]
         lowest = gumbels.scatter(1, own, torch.inf).amin(1)
@@ -62,13 +64,12 @@ class QuantizedCodec:
         levels = scaled.round().clamp(0, 2**self.bits - 1)
         rounded = lowest[:, None] + levels * spacing[:, None]
         levels = torch.where(passes_token(noise, rounded), scaled.floor().clamp(min=0), levels)
-        arrays = {
+        return {
             "levels": _pack(levels.to(torch.uint8), self.bits),
             "lowest": lowest,
             "spacing": spacing,
             "token_gumbels": noise.token_gumbels,
         }
-        return {name: array.unflatten(0, output.tokens.shape) for name, array in arrays.items()}
 
     def decode(
         self,

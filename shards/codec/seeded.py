@@ -21,12 +21,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.codec.byte_planes import from_planes, plane_specs, to_planes
-from shards.codec.draws import frozen_posterior
+from shards.codec.draws import encode_draw
 from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
 from shards.codec.vocabulary_order import FrequencyOrder
 from shards.entries import Entries
 from shards.errors import UsageError
-from shards.noise import KeyedPrior, PositionKeys, ShiftedNoise
+from shards.gumbel import add_wait_
+from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys, ShiftedNoise
 
 LARGEST_SHIFT_NATS = 26.0
 """log(E_0 / E_j) with E_0 <= 16.7 and E_j >= 1.2e-10."""
@@ -114,57 +115,49 @@ class SeededCodec:
         }
 
     def encode(self, output: TeacherOutput, seed: int, resources: Arrays) -> dict[str, Tensor]:
-        noise = frozen_posterior(output, seed)
+        order = FrequencyOrder.of(resources["unigram_log_probs"])
+        return encode_draw(output, seed, lambda noise: self._encode(noise, order))
+
+    def _encode(self, noise: KeyedPosterior, order: FrequencyOrder) -> dict[str, Tensor]:
         vocab_size = noise.vocab_size
         prior = KeyedPrior(noise.keys, vocab_size).tile(0, vocab_size)
-        ratio = noise.tile(0, vocab_size).div_(prior)
-        ratio.scatter_(1, noise.tokens[:, None], 1.0)
-        coarsening = self._coarsening(ratio, self._num_slots(vocab_size))
-        moved = ratio > self._least_ratio(coarsening)[:, None]
-        gaps, codes = self._entries(ratio, moved, coarsening, resources)
-        arrays = {
-            **to_planes("shift_gap", gaps, vocab_size),
-            **to_planes("shift_code", codes, self._scale.max_code),
+        waits = noise.probabilities.tile(0, vocab_size) * noise.first[:, None]
+        waits.scatter_(1, noise.tokens[:, None], 0.0)
+        coarsening = self._coarsening(waits, prior)
+        moved = self._moved(waits, prior, coarsening)
+        rows, ids, slots = _slots(moved, order)
+        ratios = waits[rows, ids] / prior[rows, ids]
+        shifts = add_wait_(torch.ones_like(ratios), ratios).double().log()
+        codes = self._scale.encode(shifts / torch.exp2(coarsening[rows].double())).clamp(min=1)
+        shape = (len(moved), self._num_slots(vocab_size))
+        return {
+            **to_planes("shift_gap", _gaps(shape, rows, slots, order.rank_of_id[ids]), vocab_size),
+            **to_planes("shift_code", _table(shape, rows, slots, codes), self._scale.max_code),
             "coarsening": coarsening.to(torch.uint8),
         }
-        return {name: array.unflatten(0, output.tokens.shape) for name, array in arrays.items()}
 
-    def _least_ratio(self, coarsening: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
-        unit = self._scale.unit * torch.exp2(coarsening.double())
-        return unit.exp().float()
+    def _moved(
+        self,
+        waits: Float[Tensor, "n v"],
+        prior: Float[Tensor, "n v"],
+        coarsening: Int[Tensor, "n"],
+    ) -> Bool[Tensor, "n v"]:
+        """log(1 + p_j E_0 / E_j) > unit * 2^coarsening."""
+        least = torch.expm1(self._scale.unit * torch.exp2(coarsening.double())).float()
+        return waits > prior * least[:, None]
 
-    def _coarsening(self, ratio: Float[Tensor, "n v"], num_slots: int) -> Int[Tensor, "n"]:
+    def _coarsening(
+        self, waits: Float[Tensor, "n v"], prior: Float[Tensor, "n v"]
+    ) -> Int[Tensor, "n"]:
         """The least power of two on eps at which the moved entries fit."""
-        coarsening = torch.zeros(len(ratio), dtype=torch.int64, device=ratio.device)
+        coarsening = torch.zeros(len(waits), dtype=torch.int64, device=waits.device)
+        num_slots = self._num_slots(waits.shape[1])
         for _ in range(MAX_COARSENING):
-            excess = (ratio > self._least_ratio(coarsening)[:, None]).sum(1) > num_slots
+            excess = self._moved(waits, prior, coarsening).sum(1) > num_slots
             if not bool(excess.any()):
                 break
             coarsening += excess
         return coarsening
-
-    def _entries(
-        self,
-        ratio: Float[Tensor, "n v"],
-        moved: Bool[Tensor, "n v"],
-        coarsening: Int[Tensor, "n"],
-        resources: Arrays,
-    ) -> tuple[Int[Tensor, "n m"], Int[Tensor, "n m"]]:
-        """(gaps, codes) with the moved entries of a position in front, by rising frequency rank."""
-        vocab_size = ratio.shape[1]
-        rows, ids = moved.nonzero(as_tuple=True)
-        ranks = FrequencyOrder.of(resources["unigram_log_probs"]).rank_of_id[ids]
-        order = (rows * vocab_size + ranks).argsort()
-        rows, ids, ranks = rows[order], ids[order], ranks[order]
-        counts = moved.sum(1)
-        slots = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-        gaps = ratio.new_zeros(len(ratio), self._num_slots(vocab_size), dtype=torch.int64)
-        codes = gaps.clone()
-        previous = torch.where(slots > 0, ranks.roll(1), -1)
-        gaps[rows, slots] = ranks - previous
-        shifts = ratio[rows, ids].double().log() / torch.exp2(coarsening[rows].double())
-        codes[rows, slots] = self._scale.encode(shifts).clamp(min=1)
-        return gaps, codes
 
     def decode(
         self,
@@ -191,3 +184,37 @@ class SeededCodec:
     def prior(self, keys: PositionKeys, vocab_size: int) -> KeyedPrior:
         """The noise to sample with: the untruncated prior."""
         return KeyedPrior(keys, vocab_size)
+
+
+def _slots(
+    moved: Bool[Tensor, "n v"], order: FrequencyOrder
+) -> tuple[Int[Tensor, "k"], Int[Tensor, "k"], Int[Tensor, "k"]]:
+    """(rows, ids, slots) of the moved entries: by row, then by rising frequency rank."""
+    rows, ids = moved.nonzero(as_tuple=True)
+    order_of_entries = (rows * moved.shape[1] + order.rank_of_id[ids]).argsort()
+    rows, ids = rows[order_of_entries], ids[order_of_entries]
+    counts = moved.sum(1)
+    slots = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+    return rows, ids, slots
+
+
+def _table(
+    shape: tuple[int, int],
+    rows: Int[Tensor, "k"],
+    slots: Int[Tensor, "k"],
+    values: Int[Tensor, "k"],
+) -> Int[Tensor, "n m"]:
+    table = torch.zeros(shape, dtype=torch.int64, device=rows.device)
+    table[rows, slots] = values
+    return table
+
+
+def _gaps(
+    shape: tuple[int, int],
+    rows: Int[Tensor, "k"],
+    slots: Int[Tensor, "k"],
+    ranks: Int[Tensor, "k"],
+) -> Int[Tensor, "n m"]:
+    """Each rank less the one in the slot before; 1 + rank in slot 0."""
+    previous = torch.where(slots > 0, ranks.roll(1), -1)
+    return _table(shape, rows, slots, ranks - previous)

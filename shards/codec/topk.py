@@ -17,12 +17,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shards.codec.byte_planes import from_planes, plane_specs, to_planes
-from shards.codec.draws import frozen_posterior
+from shards.codec.draws import encode_draw
 from shards.codec.full import half_gumbels
 from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
 from shards.errors import UsageError
 from shards.gumbel import arrivals_from_gumbel
-from shards.noise import PositionKeys, SparseNoise
+from shards.noise import KeyedPosterior, PositionKeys, SparseNoise
 from shards.order_statistics import first_arrivals_of
 
 
@@ -58,7 +58,9 @@ class TopKCodec:
         }
 
     def encode(self, output: TeacherOutput, seed: int, resources: Arrays) -> dict[str, Tensor]:
-        noise = frozen_posterior(output, seed)
+        return encode_draw(output, seed, self._encode)
+
+    def _encode(self, noise: KeyedPosterior) -> dict[str, Tensor]:
         vocab_size = noise.vocab_size
         arrivals = noise.tile(0, vocab_size)
         kept = min(self.num_entries, vocab_size)
@@ -66,13 +68,12 @@ class TopKCodec:
         gumbels = half_gumbels(noise, arrivals).gather(1, ids)
         rest = arrivals.reciprocal_().scatter_(1, ids, 0.0).sum(1, dtype=torch.float64)
         gaps = ids.diff(dim=1, prepend=torch.full_like(ids[:, :1], -1))
-        arrays = {
+        return {
             **to_planes("entry_gap", gaps, vocab_size),
             "entry_gumbels": gumbels,
             "rest_log_rate": rest.clamp(min=1e-30).log().float(),
             "token_gumbels": noise.token_gumbels,
         }
-        return {name: array.unflatten(0, output.tokens.shape) for name, array in arrays.items()}
 
     def decode(
         self,

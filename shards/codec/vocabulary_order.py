@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float, Int
@@ -21,10 +22,11 @@ class FrequencyOrder:
     id_of_rank: Int[Tensor, "v"]
     rank_of_id: Int[Tensor, "v"]
 
-    @classmethod
-    def of(cls, unigram_log_probs: Float[Tensor, "v"]) -> FrequencyOrder:
+    @staticmethod
+    @lru_cache(maxsize=8)  # by identity: a store's resource is one tensor, sorted once
+    def of(unigram_log_probs: Float[Tensor, "v"]) -> FrequencyOrder:
         """The order of a store's ``unigram_log_probs``."""
         ids = unigram_log_probs.argsort(descending=True, stable=True)
         ranks = torch.empty_like(ids)
         ranks[ids] = torch.arange(len(ids), device=ids.device)
-        return cls(ids, ranks)
+        return FrequencyOrder(ids, ranks)

@@ -1,10 +1,13 @@
-"""``full``: half-precision rounding and nothing else."""
+"""``full``: half-precision rounding and nothing else; and what holds for every codec."""
 
 from __future__ import annotations
 
+import json
+
+import pytest
 import torch
 
-from shards.codec import make_codec
+from shards.codec import CODECS, Codec, TeacherOutput, codec_parameters, make_codec
 from shards.codec.draws import frozen_posterior
 from shards.codec.full import round_down_to_half
 from shards.gumbel import gumbel_argmax, gumbel_from_arrivals
@@ -35,3 +38,23 @@ def test_round_down_to_half() -> None:
     rounded = round_down_to_half(values).float()
     assert bool((rounded <= values).all())
     assert bool((rounded >= values - values.abs() * 2.0**-10 - 1e-7).all())
+
+
+@pytest.mark.parametrize("name", [name for name in CODECS if name != "hidden"])
+def test_parts_and_batches_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, resources = teacher_output()
+    codec = make_codec(name)
+    whole = codec.encode(output, SEED, resources)
+    monkeypatch.setattr("shards.codec.draws.PART_ELEMENTS", 700)
+    for array, expected in codec.encode(output, SEED, resources).items():
+        assert torch.equal(expected, whole[array])
+    one_row = TeacherOutput(output.log_probs[2:3], output.tokens[2:3], output.rows[2:3])
+    for array, expected in codec.encode(one_row, SEED, resources).items():
+        assert torch.equal(expected[0], whole[array][2])
+
+
+@pytest.mark.parametrize("name", list(CODECS))
+def test_parameters_rebuild_the_codec_through_json(name: str) -> None:
+    codec = make_codec(name)
+    assert make_codec(name, **json.loads(json.dumps(codec_parameters(codec)))) == codec
+    assert isinstance(codec, Codec) and codec.name == name
