@@ -169,10 +169,10 @@ def make_resources(inputs: Inputs, teacher: LazyTeacher) -> dict[str, np.ndarray
         if name == "unigram_log_probs":
             resources[name] = unigram_log_probs(inputs.dataset)
         elif name == "lm_head":
+            resources[name] = teacher.loaded.lm_head[0].numpy()
+        elif name == "lm_head_bias":
             weight, bias = teacher.loaded.lm_head
-            resources[name] = weight.numpy()
-            if bias is not None:
-                resources["lm_head_bias"] = bias.numpy()
+            resources[name] = np.zeros(len(weight), np.float32) if bias is None else bias.numpy()
         else:
             raise GdistillError("the codec wants an unknown resource", got=name)
     return resources
