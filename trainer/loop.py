@@ -91,7 +91,7 @@ class Trainer:
             world_size=self.accelerator.num_processes,
             num_workers=training.num_workers,
         )
-        self.num_steps = training.num_steps or (training.num_epochs or 1) * len(self.stream)
+        self.num_steps = training.steps_over(store.manifest.splits["train"])
         self.module = parallelize(
             TrainingStep(self.student, training.precision), self.accelerator, training.sharding
         )

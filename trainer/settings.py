@@ -69,7 +69,8 @@ class TrainingConfig:
 
     Attributes:
         num_steps: Optimiser steps; give this or ``num_epochs``.
-        num_epochs: Passes over the train split.
+        num_epochs: Passes over the train split, in rows: the run ends with the step that has met
+            ``num_epochs`` times its rows (a pass itself ends with its last full batch).
         global_batch_size: Rows per optimiser step over all processes.
         micro_batch_size: Rows per forward pass of one process; smaller ones accumulate gradients.
             None runs a process's whole share at once.
@@ -119,6 +120,13 @@ class TrainingConfig:
         known = ("tensorboard", "wandb")
         for tracker in self.trackers:
             _require(tracker in known, "training.trackers", tracker, f"one of {known}")
+
+
+    def steps_over(self, num_rows: int) -> int:
+        """Steps of the run on a train split of ``num_rows`` rows."""
+        if self.num_steps is not None:
+            return self.num_steps
+        return -(-(self.num_epochs or 1) * num_rows // self.global_batch_size)
 
 
 @dataclass(frozen=True)

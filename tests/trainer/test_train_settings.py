@@ -63,6 +63,12 @@ def test_an_amount_replaces_the_other_one() -> None:
     assert (config.training.num_steps, config.training.num_epochs) == (None, 2)
 
 
+def test_an_epoch_is_as_many_rows_as_the_split_has() -> None:
+    config = compose_run([read_recipe("maze")])
+    assert config.training.steps_over(2000) == 1563  # 200 x 2000 / 256 = 1562.5
+    assert compose_run([read_recipe("tiny")]).training.steps_over(2000) == 1000
+
+
 def test_both_amounts_at_once_are_refused() -> None:
     with pytest.raises(UsageError, match="num_steps or num_epochs"):
         compose_run([{"training": {"num_steps": 3, "num_epochs": 3}}])

@@ -1,0 +1,196 @@
+"""Students on real text with a real teacher: learning curves, conditional against unconditional.
+
+    python -m benchmarks.stories --corpus 'text:DIR/*.txt' --teacher DIR/stories260K
+
+One store, three students of one size, seed and data order: MDLM, MDLM + Gumbel with the paper's
+conditioner (prior_weight 0) and with the corpus unigram in it (prior_weight 1). Each goes through
+the commands: extraction, training, sampling, scoring. Writes ``stories.json`` and ``stories.png``.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks.measure import machine
+from shards.atomic import write_json_atomic
+from shards.console import run_command
+from shards.errors import GdistillError
+from shards.manifest import MANIFEST_FILE
+
+NFE = (8, 32)
+TRAINING = (
+    "model.hidden_size=96",
+    "model.num_layers=3",
+    "training.precision=bf16",
+    "training.global_batch_size=64",
+    "training.validate_every_steps=50",
+    "training.log_every_steps=10",
+    "training.checkpoint_every_steps=200",
+    "optimization.learning_rate=2e-3",
+    "optimization.warmup_steps=40",
+)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One student of the comparison."""
+
+    name: str
+    conditioning: str
+    prior_weight: float
+
+    @property
+    def folder(self) -> str:
+        return f"mdlm-{self.conditioning}-w{self.prior_weight:g}"
+
+
+CONTESTANTS = (
+    Contestant("MDLM", "none", 0.0),
+    Contestant("MDLM + Gumbel, w = 0", "gumbel", 0.0),
+    Contestant("MDLM + Gumbel, w = 1", "gumbel", 1.0),
+)
+
+
+def call(module: str, *words: object) -> float:
+    """Run one of the project's commands; returns its seconds.
+
+    Raises:
+        GdistillError: When the command fails; it has said why.
+    """
+    start = time.monotonic()
+    command = [sys.executable, "-m", module, *map(str, words)]
+    code = subprocess.run(command, check=False).returncode
+    if code:
+        raise GdistillError("a stage of the benchmark failed", where=module, got=f"exit {code}")
+    return time.monotonic() - start
+
+
+def extract(corpus: str, teacher: str, home: Path) -> float:
+    """The store all students share; 5% of the documents are for validation."""
+    words = ("--corpus", corpus, "--teacher", teacher, "--out", home, "--row-length", 128)
+    return call("pipeline.cli", *words, "--set", "corpus.validation_fraction=0.05")
+
+
+def train(contestant: Contestant, home: Path, num_steps: int, seed: int) -> float:
+    """Train one student from the store."""
+    settings = (
+        *TRAINING,
+        f"training.num_steps={num_steps}",
+        f"model.prior_weight={contestant.prior_weight}",
+        f"seed={seed}",
+    )
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    words = ("--store", home / "store", "--student", "mdlm", "--preset", "tiny")
+    words += ("--conditioning", contestant.conditioning, "--out", home / contestant.folder)
+    return call("trainer.cli", "run", *words, *overrides)
+
+
+def sample_and_score(contestant: Contestant, home: Path, judge: str, seed: int) -> dict[str, Any]:
+    """Generative perplexity under the teacher, and entropy, at every NFE."""
+    out = home / contestant.folder / "samples"
+    nfe = ",".join(map(str, NFE))
+    words: tuple[object, ...] = (home / contestant.folder, "--out", out, "--num", 64)
+    call("trainer.sample_cli", *words, "--nfe", nfe, "--seed", seed)
+    call("evaluation.cli", out, "--judge", judge)
+    return json.loads((out / "results.json").read_text())
+
+
+def curves(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Lines of metrics.jsonl by kind."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {kind: [x for x in lines if x["kind"] == kind] for kind in ("train", "validation")}
+
+
+def draw(results: Mapping[str, Any], path: Path) -> None:
+    """Validation NLL over tokens seen; the teacher's own NLL as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    tokens_per_step = results["tokens_per_step"]
+    for name, student in results["students"].items():
+        points = student["curves"]["validation"]
+        tokens = [line["step"] * tokens_per_step / 1e6 for line in points]
+        axes.plot(tokens, [line["nll_nats"] for line in points], marker="o", ms=3, label=name)
+    teacher = results["teacher_nll_nats"]
+    axes.axhline(teacher, color="grey", ls="--", lw=1, label="teacher, left to right")
+    axes.set_xlabel("training tokens, millions")
+    axes.set_ylabel("validation NLL, nats per token")
+    axes.set_title("Stories: the noise tells the student most of what it cannot know")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def teacher_nll(store: Path) -> float:
+    """Mean -log p of the validation tokens under the teacher, from the store itself."""
+    from shards.store import ShardStore
+
+    reader = ShardStore.open(store).split("validation", ["token_log_probs"])
+    rows = reader.read_rows(0, reader.num_rows)["token_log_probs"]
+    return float(-rows[:, 1:].mean())
+
+
+def summary(results: Mapping[str, Any]) -> Sequence[str]:
+    """One line per student."""
+    lines = [f"teacher              validation NLL {results['teacher_nll_nats']:.3f}"]
+    for name, student in results["students"].items():
+        last = student["curves"]["validation"][-1]
+        kind = "given noise" if last["conditional"] else "bound"
+        lines.append(f"{name:<21}validation NLL {last['nll_nats']:.3f} ({kind})")
+    return lines
+
+
+def run(
+    corpus: Annotated[str, typer.Option(help="Corpus of the teacher's kind.")],
+    teacher: Annotated[str, typer.Option(help="Teacher; also the judge of samples.")],
+    home: Annotated[Path, typer.Option(help="Stores and students.")] = Path("out/stories"),
+    out: Annotated[Path, typer.Option(help="Results.")] = Path("benchmarks/results"),
+    num_steps: Annotated[int, typer.Option(help="Training steps of 64 x 128 tokens.")] = 400,
+    seed: Annotated[int, typer.Option(help="Training and sampling seed.")] = 1,
+) -> None:
+    """Run the comparison; interrupted, the same command goes on."""
+    results: dict[str, Any] = {
+        "machine": machine(torch.device("cpu")),
+        "num_steps": num_steps,
+        "seed": seed,
+        "seconds": {"extract": extract(corpus, teacher, home)},
+        "students": {},
+    }
+    manifest = json.loads((home / "store" / MANIFEST_FILE).read_text())
+    results["tokens_per_step"] = 64 * manifest["row_length"]
+    results["teacher_nll_nats"] = teacher_nll(home / "store")
+    results["store"] = {name: manifest[name] for name in ("codec", "splits", "tokens", "teacher")}
+    for contestant in CONTESTANTS:
+        seconds = train(contestant, home, num_steps, seed)
+        results["seconds"][contestant.name] = seconds
+        results["students"][contestant.name] = {
+            "prior_weight": contestant.prior_weight,
+            "conditioning": contestant.conditioning,
+            "curves": curves(home / contestant.folder),
+            "samples": sample_and_score(contestant, home, teacher, seed),
+        }
+    out.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(out / "stories.json", results)
+    draw(results, out / "stories.png")
+    for line in summary(results):
+        typer.echo(line)
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(run)
+    run_command(app)
