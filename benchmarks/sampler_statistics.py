@@ -12,16 +12,19 @@ python -m benchmarks.sampler_statistics [--golden DIR] [--num 200000] [--out DIR
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+import typer
 from jaxtyping import Float, Int
 from safetensors.torch import load_file
 from scipy import optimize, stats
 from torch import Tensor
 
+from shards.atomic import write_json_atomic
+from shards.console import progress_bar
 from shards.noise import DenseNoise
 from shards.seeding import derive_seed
 from trainer.import_checkpoint import our_parameters
@@ -60,6 +63,14 @@ class ChiSquare:
         """Not rejected at ``LEVEL``."""
         return self.p_value > LEVEL
 
+    def line(self) -> str:
+        """One line of the table."""
+        return (
+            f"{self.case:<44} n {self.num_samples:>7}  cells {self.num_cells:>3}  "
+            f"chi2 {self.statistic:8.1f}  p {self.p_value:8.2g}  w {self.detectable_effect:.3f}  "
+            f"{'pass' if self.passed else 'FAIL'}"
+        )
+
 
 def chi_square(case: str, counts: Tensor, expected_probs: Tensor) -> ChiSquare:
     """Pearson's test with small cells pooled; a sample in an impossible cell fails it outright."""
@@ -80,7 +91,7 @@ def chi_square(case: str, counts: Tensor, expected_probs: Tensor) -> ChiSquare:
     p_value = 0.0 if impossible else 1.0
     if freedom and not impossible:
         p_value = float(stats.chi2.sf(statistic, freedom))
-    effect = detectable_effect(freedom, num) if freedom else float("inf")
+    effect = detectable_effect(freedom, num) if freedom else 1.0
     return ChiSquare(case, int(num), len(expected), statistic, p_value, effect)
 
 
@@ -242,3 +253,49 @@ def run_case(
         ids = torch.arange(first, min(first + BATCH, num_samples))
         counts += count_rows(draw_case(goldens, Case.parse(case), ids, seed), exact.shape[0])
     return chi_square(case, counts, exact)
+
+
+def main(
+    golden: Path = Path("../shared/golden"),
+    out: Path = Path("benchmarks/results"),
+    num: int = 200_000,
+    num_truncation: int = 40_000,
+) -> None:
+    """Test every case, show that float32 draws fail, write sampler_statistics.json."""
+    from benchmarks import float32_truncation as truncation
+
+    goldens = Goldens.read(golden)
+    cases = list(goldens.info["cases"])
+    results = []
+    with progress_bar("chi-square", len(cases) * num, unit="samples") as bar:
+        for case in cases:
+            results.append(run_case(goldens, case, num))
+            bar.advance(num)
+            bar.note(case)
+    num_tail, drawn = 50_256, {}
+    with progress_bar("float32", 2 * num_truncation, unit="samples") as bar:
+        for precision in (truncation.FLOAT64, truncation.FLOAT32):
+            counts = truncation.through_the_sampler(
+                precision, num_tail, num_truncation, bar.advance
+            )
+            name = f"flat tail, {precision.name}, all uniforms drawn"
+            drawn[name] = truncation.judge(name, counts, num_tail)
+            name = f"flat tail, {precision.name}"
+            counts = truncation.simulate(precision, num_tail, num)
+            drawn[name] = truncation.judge(name, counts, num_tail)
+    rows = [*results, *drawn.values()]
+    for row in rows:
+        print(row.line())
+    failed = [row.case for row in results if not row.passed]
+    document = {
+        "level": LEVEL,
+        "power": 0.99,
+        "failed": failed,
+        "tests": [{**asdict(row), "passed": row.passed} for row in rows],
+    }
+    write_json_atomic(out / "sampler_statistics.json", document)
+    print(f"{len(results) - len(failed)} of {len(results)} cases pass; wrote {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

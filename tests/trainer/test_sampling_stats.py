@@ -5,12 +5,25 @@ Small runs of ``benchmarks/sampler_statistics.py``; the table at 200,000 samples
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.sampler_statistics import Goldens, chi_square, run_case
+from benchmarks.float32_truncation import (
+    FLOAT32,
+    FLOAT64,
+    TAIL_PROBABILITY,
+    flat_tail_student,
+    head_probability,
+    judge,
+    simulate,
+    through_the_sampler,
+)
+from benchmarks.sampler_statistics import Goldens, chi_square, count_rows, run_case
+from trainer.sampling import AncestralConfig
+from trainer.sampling.token_rule import TokenRule
 
 NUM = 20_000
 
@@ -27,6 +40,7 @@ def goldens(golden: Path) -> Goldens:
         "mdlm.ancestral_T5.p1.0",
         "mdlm.ancestral_T2.p0.8.noise_removal",
         "mdlm.fixed_k_T2.p1.0",
+        "ar.p0.8",
         "mdlm.first_hitting.p1.0",
         "mdlm_gumbel.ancestral_T2.p1.0",
         "mdlm_gumbel.first_hitting.p0.8",
@@ -61,3 +75,52 @@ def test_pooling_by_hand() -> None:
     assert result.statistic == pytest.approx((55 - 50) ** 2 / 50 + (45 - 50) ** 2 / 50)
     impossible = chi_square("hand", torch.tensor([99, 1]), torch.tensor([1.0, 0.0]))
     assert impossible.p_value == 0
+
+
+def test_float32_draws_fail_the_same_test() -> None:
+    """A flat tail of 50,256 tokens of 2^-25 each: 300 of 200,000 draws are from the tail."""
+    num_tail, num = 50_256, 200_000
+    outcome = {}
+    for precision in (FLOAT64, FLOAT32):
+        counts = simulate(precision, num_tail, num)
+        outcome[precision.name] = judge(precision.name, counts, num_tail)
+        if precision is FLOAT32:
+            share = 2.0**-24 * num_tail / (math.e**2 - 1)
+            assert abs(int(counts[1]) - share * num) < 5 * math.sqrt(share * num)
+    assert outcome["float64"].passed
+    assert not outcome["float32"].passed
+
+
+def test_the_short_cut_is_the_sampler() -> None:
+    """The sampler itself, all uniforms drawn, gives what the simulation gives: few but the same."""
+    num_tail = 4095
+    student = flat_tail_student(num_tail)
+    tokens = torch.tensor([[0, student.mask_id]])
+    with torch.no_grad():
+        probs = TokenRule().probabilities(student.predict_at(tokens, tokens == student.mask_id))
+    assert float(probs[0, 0]) == pytest.approx(head_probability(num_tail), rel=1e-6)
+    assert torch.allclose(probs[0, 1:], torch.tensor(TAIL_PROBABILITY).double(), rtol=1e-4)
+    for precision in (FLOAT64, FLOAT32):
+        counts = through_the_sampler(precision, num_tail, 400, lambda _: None)
+        assert int(counts.sum()) == 400 and int(counts[0]) >= 399
+
+
+def exact_one_step(goldens: Goldens, tau: float) -> torch.Tensor:
+    """T = 1, all positions at once: the product of the marginals at this tau."""
+    student, noise = goldens.student("mdlm_gumbel"), goldens.noise("mdlm_gumbel", 1)
+    assert noise is not None
+    condition = student.embed_noise(noise, tau)[None]
+    with torch.no_grad():
+        p = student.predict(goldens.rows(1), condition)[0, 1:].double().exp()
+    return torch.einsum("i,j,k->ijk", *p)
+
+
+def test_tau_has_its_own_distribution(goldens: Goldens) -> None:
+    num = 20_000
+    student = goldens.student("mdlm_gumbel")
+    sampler = AncestralConfig(nfe=1, tau=0.5, final_argmax=False)
+    tokens, noise = goldens.rows(num), goldens.noise("mdlm_gumbel", num)
+    drawn = sampler.sample(student, tokens, torch.arange(num), noise, 0).tokens
+    counts = count_rows(drawn, 6)
+    assert chi_square("tau 0.5", counts, exact_one_step(goldens, 0.5)).passed
+    assert not chi_square("tau 1", counts, exact_one_step(goldens, 1.0)).passed

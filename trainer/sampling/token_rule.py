@@ -38,7 +38,8 @@ class TokenRule:
 
     def probabilities(self, log_probs: Float[Tensor, "n v1"]) -> Float[Tensor, "n v"]:
         """Truncated float64 probabilities of the V real tokens (the last entry is the mask's)."""
-        probs = log_probs[:, :-1].double().exp()
+        # Normalised again: a float32 log-softmax over 50,000 tokens is off by 1e-5 or so.
+        probs = log_probs[:, :-1].double().softmax(dim=-1)
         return truncate_to_nucleus(probs, self.nucleus_p, self.nucleus_rule)
 
     def choose(self, log_probs: Float[Tensor, "n v1"], keys: PositionKeys) -> Int[Tensor, "n"]:
