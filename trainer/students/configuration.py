@@ -132,6 +132,9 @@ class StudentConfig(PretrainedConfig):
         self.mask_token_id = self.vocab_size
         self._check(self.settings)
 
+    def validate_token_ids(self) -> None:
+        """The mask lies one past the vocabulary by design; transformers would warn about it."""
+
     @classmethod
     def build(
         cls,
