@@ -129,11 +129,9 @@ class StudentConfig(PretrainedConfig):
             if standard in kwargs:
                 setattr(self, ours, kwargs.pop(standard))
         super().__post_init__(**kwargs)
-        self.mask_token_id = self.vocab_size
+        # Not mask_token_id: transformers would warn that it lies past the vocabulary, as it should.
+        self.mask_id = self.vocab_size
         self._check(self.settings)
-
-    def validate_token_ids(self) -> None:
-        """The mask lies one past the vocabulary by design; transformers would warn about it."""
 
     @classmethod
     def build(
