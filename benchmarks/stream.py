@@ -1,0 +1,184 @@
+"""Rows per second in shuffled order: ShardStream beside other loaders, on the same rows.
+
+    python -m benchmarks.stream [--out benchmarks/results] [--repeats 3] [--scale 1.0]
+
+The other loaders need `pip install --no-deps --target .venv/stream-peers -r
+benchmarks/stream_peers.txt`. Every measurement is a process of its own, reads one whole epoch and
+gives batches of tensors; loaders take turns, and each is given its better number of workers (0 or
+the number of cores, at most 4). All files are in the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import stream_data as data
+from benchmarks.stream_loaders import LOADERS, import_peers
+
+SHAPES = {1024: data.Shape(4096, 1024), 128: data.Shape(32768, 128)}
+BATCH_SIZES = {1024: 32, 128: 256}
+FORMATS = {
+    "store": data.write_store,
+    "parquet": data.write_parquet,
+    "mosaic-zstd": lambda folder, shape: data.write_mosaic(folder, shape, "zstd"),
+    "mosaic-raw": lambda folder, shape: data.write_mosaic(folder, shape, None),
+    "litdata-zstd": lambda folder, shape: data.write_litdata(folder, shape, "zstd"),
+    "litdata-raw": lambda folder, shape: data.write_litdata(folder, shape, None),
+}
+FORMAT_OF = dict(
+    zip(
+        LOADERS,
+        [
+            *("store", "store", "parquet", "arrow"),
+            *("mosaic-zstd", "mosaic-raw", "litdata-zstd", "litdata-raw"),
+        ],
+        strict=True,
+    )
+)
+OURS, ZARR = list(LOADERS)[:2]
+
+
+def measure_shape(folder: Path, shape: data.Shape, repeats: int) -> list[dict[str, Any]]:
+    """Write the rows in every format, then measure every loader ``repeats`` times, in turns."""
+    data.write_shape(folder, shape)
+    for name, write in FORMATS.items():
+        write(folder / name, shape)
+        print(f"  wrote {name}", flush=True)
+    workers = (0, min(4, os.cpu_count() or 1))
+    rates: dict[tuple[str, int], list[float]] = {}
+    checksums = set()
+    for repeat in range(repeats + 1):
+        for name in LOADERS:
+            # Round 0 fills the page cache and makes the Arrow copy.
+            for count in workers if repeat else workers[:1]:
+                found = _run(name, folder, count, BATCH_SIZES[shape.row_length])
+                if found["checksum"] is not None:
+                    checksums.add((found["rows"], found["checksum"]))
+                if repeat:
+                    rates.setdefault((name, count), []).append(found["rows_per_second"])
+        print(f"  round {repeat} of {repeats}", flush=True)
+    if len(checksums) != 1:
+        raise SystemExit(f"the loaders read different rows: {checksums}")
+    return [_entry(name, folder, shape, rates) for name in LOADERS]
+
+
+def _run(name: str, folder: Path, workers: int, batch_size: int) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.stream_loaders", name, str(folder)]
+    done = subprocess.run(
+        [*command, str(workers), str(batch_size)], capture_output=True, text=True, timeout=600
+    )
+    if done.returncode:
+        raise SystemExit(f"{name}, {workers} workers failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def _entry(
+    name: str, folder: Path, shape: data.Shape, rates: dict[tuple[str, int], list[float]]
+) -> dict[str, Any]:
+    medians = {w: statistics.median(values) for (n, w), values in rates.items() if n == name}
+    best = max(medians, key=lambda count: medians[count])
+    num_tokens = shape.num_rows * shape.row_length
+    return {
+        "loader": name,
+        "row_length": shape.row_length,
+        "rows_per_second": medians[best],
+        "range": [min(rates[name, best]), max(rates[name, best])],
+        "workers": best,
+        "rows_per_second_by_workers": medians,
+        "bytes_per_token_on_disk": data.folder_bytes(folder / FORMAT_OF[name]) / num_tokens,
+    }
+
+
+def bars(entries: list[dict[str, Any]]) -> dict[str, float]:
+    """Our rate over that of zarr-python's rows, and over the best of the others."""
+    rates = {entry["loader"]: entry["rows_per_second"] for entry in entries}
+    others = [rate for name, rate in rates.items() if name not in (OURS, ZARR)]
+    packed = [rate for name, rate in rates.items() if "zstd" in name or "streamed" in name]
+    return {
+        "over_zarr_python_rows": rates[OURS] / rates[ZARR],
+        "over_best_other": rates[OURS] / max(others),
+        "over_best_other_that_reads_compressed_files": rates[OURS] / max(packed),
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """The numbers as a Markdown table."""
+    lines = [
+        "| loader | B/token on disk | " + " | ".join(f"rows/s, L = {n}" for n in SHAPES) + " |",
+        "|---|---|" + "---|" * len(SHAPES),
+    ]
+    by_length = results["loaders"]
+    for entries in zip(*by_length.values(), strict=True):
+        cells = [
+            f"{e['rows_per_second']:,.0f} ({e['range'][0]:,.0f} to {e['range'][1]:,.0f})"
+            for e in entries
+        ]
+        size = " / ".join(f"{e['bytes_per_token_on_disk']:.0f}" for e in entries)
+        lines.append(f"| {entries[0]['loader']} | {size} | {' | '.join(cells)} |")
+    for length, values in results["bars"].items():
+        parts = ", ".join(
+            f"{name.replace('_', ' ')} {value:.2f}x" for name, value in values.items()
+        )
+        lines.append(f"\nL = {length}: ShardStream {parts}.")
+    return "\n".join(lines) + "\n"
+
+
+def figure(results: dict[str, Any], path: Path) -> None:
+    """Bars of rows per second, one panel per row length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = results["loaders"]
+    _, axes = plt.subplots(1, len(panels), figsize=(11, 3.6), sharey=True)
+    for axis, (length, entries) in zip(axes, panels.items(), strict=True):
+        names = [entry["loader"] for entry in entries][::-1]
+        rates = [entry["rows_per_second"] for entry in entries][::-1]
+        colours = ["#d1495b" if name == OURS else "#8d99ae" for name in names]
+        axis.barh(names, rates, color=colours, height=0.7)
+        for place, rate in enumerate(rates):
+            axis.text(rate, place, f" {rate:,.0f}", va="center", fontsize=8)
+        axis.set_title(f"rows of {length} tokens", fontsize=10, loc="left")
+        axis.set_xlabel("rows per second, shuffled")
+        axis.set_xlim(0, max(rates) * 1.18)
+        axis.spines[["top", "right"]].set_visible(False)
+    plt.tight_layout()
+    plt.savefig(path, dpi=160)
+    plt.close()
+
+
+def main() -> None:
+    """Measure, check the bars, write JSON, table and figure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the rows")
+    parser.add_argument("--work", type=Path, help="where to put the data for the run")
+    options = parser.parse_args()
+    import_peers()
+    results: dict[str, Any] = {"cores": os.cpu_count(), "loaders": {}, "bars": {}}
+    for length, shape in SHAPES.items():
+        print(f"rows of {length} tokens", flush=True)
+        scaled = data.Shape(max(512, int(shape.num_rows * options.scale)), length)
+        with tempfile.TemporaryDirectory(dir=options.work) as folder:
+            entries = measure_shape(Path(folder), scaled, options.repeats)
+        results["loaders"][str(length)] = entries
+        results["bars"][str(length)] = bars(entries)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "stream.json").write_text(json.dumps(results, indent=2) + "\n")
+    (options.out / "stream.md").write_text(table(results))
+    figure(results, options.out / "stream.png")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()
