@@ -1,4 +1,4 @@
-"""Files that are either absent or whole: write to a temporary name, fsync, rename, fsync the folder."""
+"""Files that are either absent or whole: temporary name, fsync, rename, fsync of the folder."""
 
 from __future__ import annotations
 
