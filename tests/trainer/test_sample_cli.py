@@ -342,3 +342,11 @@ def test_model_that_is_not_ours(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert command(tmp_path, "--out", tmp_path / "out") == 2
     error = capsys.readouterr().err.strip()
     assert "\n" not in error and str(tmp_path) in error
+
+
+def test_unfinished_training_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints" / "step-00000050").mkdir(parents=True)
+    (tmp_path / "config.json").write_text('{"student": "mdlm"}')  # of the run, not of a model
+    assert command(tmp_path, "--out", tmp_path / "samples") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "unfinished training run" in error

@@ -63,17 +63,25 @@ def model_folder(path: Path) -> Path:
         UsageError: When there is no model in either place.
     """
     for candidate in (path / "model", path):
-        if (candidate / "config.json").is_file():
+        if _is_model(candidate):
             return candidate
     unfinished = path.is_dir() and any((path / "checkpoints").glob("*"))
     raise UsageError(
         "no model there",
         where=path,
-        got="an unfinished training run" if unfinished else "no config.json",
+        got="an unfinished training run" if unfinished else "no config.json of a model",
         remedy="finish the run with the same gdistill-train command"
         if unfinished
         else "give a training run's --out folder or the model/ folder in it",
     )
+
+
+def _is_model(directory: Path) -> bool:
+    """True for a model's config.json; that of a training run names no model type."""
+    try:
+        return "model_type" in json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
 
 
 def load_student(path: Path, device: torch.device | str = "cpu") -> LoadedStudent:
