@@ -6,14 +6,18 @@ VENV    ?= .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 
-CORPUS  ?= maze:k4
+# `make extract` leaves out/latest pointing at its folder; train and sample go on there unless told
+# otherwise by CORPUS, OUT, SHARDS or MODEL.
+ifdef CORPUS
+OUT     ?= out/$(subst /,_,$(subst :,_,$(notdir $(CORPUS))))
+else
+OUT     ?= out/latest
+endif
 TEACHER ?=
 CODEC   ?= posterior
 STUDENT ?= mdlm
 PRESET  ?= tiny
 CONDITIONING ?= gumbel
-NAME    := $(subst /,_,$(subst :,_,$(notdir $(CORPUS))))
-OUT     ?= out/$(NAME)
 SHARDS  ?= $(OUT)/store
 MODEL   ?= $(OUT)/$(STUDENT)-$(CONDITIONING)
 SAMPLES ?= samples
@@ -46,8 +50,10 @@ maze: $(STAMP) ## the paper's full maze protocol, three seeds
 	$(BIN)/python -m evaluation.maze_walk --config configs/maze-full.toml --out out/maze-full $(ARGS)
 
 extract: $(STAMP) ## stage 1 and 2: make extract CORPUS=owt TEACHER=gpt2-large CODEC=posterior
+	@test -n '$(CORPUS)' || { echo "error: no corpus; make extract CORPUS=maze:k4 | owt | text:FILE [TEACHER=...]"; exit 2; }
 	$(BIN)/gdistill-extract --corpus '$(CORPUS)' $(if $(TEACHER),--teacher '$(TEACHER)') \
 	  --codec $(CODEC) --out '$(OUT)' $(ARGS)
+	@mkdir -p out && ln -sfn "$$(realpath '$(OUT)')" out/latest
 
 train: $(STAMP) ## train a student from shards: make train STUDENT=bd3lm SHARDS=out/owt/store
 	$(BIN)/gdistill-train run --store '$(SHARDS)' --student $(STUDENT) --preset $(PRESET) \
