@@ -2,7 +2,7 @@
 
 On a file system a claim is an flock on a small file. The kernel drops it when the process ends,
 however it ends, so no claim can be stale; the file itself is removed on release and, after a kill,
-by the next process that takes it or sweeps.
+by the next process that takes it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,14 @@ from pathlib import Path
 def _lock(path: Path, wait: bool) -> int | None:
     """The descriptor of the locked file at ``path``, None if another process holds it."""
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except FileNotFoundError:  # a sweeper removed the folder in between
+        except FileNotFoundError:  # another release removed the folder in between
+            continue
+        except FileExistsError:  # ... or between mkdir's refusal and its look at what is there
+            if path.parent.is_file():
+                raise
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -57,10 +61,3 @@ def file_claim(path: Path, wait: bool) -> Iterator[bool]:
     finally:
         if descriptor is not None:
             _unlock(path, descriptor)
-
-
-def sweep_claims(directory: Path) -> None:
-    """Remove claim files that no living process holds."""
-    for path in sorted(directory.glob("*")):
-        with file_claim(path, wait=False):
-            pass

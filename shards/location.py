@@ -55,6 +55,10 @@ class Location(Protocol):
         """Hold ``name`` against every other process while the context lasts; False if taken."""
         ...
 
+    def claims(self) -> list[str]:
+        """Names held now, or left behind by a process that was killed."""
+        ...
+
     def zarr_store(self) -> Store:
         """The place as a read-only Zarr store."""
         ...
@@ -146,6 +150,9 @@ class LocalLocation:
             with self._explained(f"{CLAIMS}/{name}", "lock"):
                 mine = stack.enter_context(file_claim(self.root / CLAIMS / name, wait))
             yield mine
+
+    def claims(self) -> list[str]:
+        return sorted(path.name for path in (self.root / CLAIMS).glob("*"))
 
     def zarr_store(self) -> Store:
         return LocalStore(self.root, read_only=True)

@@ -57,7 +57,22 @@ class ShardWriter:
         whole = manifest.with_files(records)
         with place.claim("create", wait=True):
             _create(place, whole, content)
-        return cls(place, whole)
+        writer = cls(place, whole)
+        writer._release_dead_claims()
+        return writer
+
+    def _release_dead_claims(self) -> None:
+        """Remove what a writer left that was killed between a ledger record and its release.
+
+        Only claims of finished shards: taking another one, however briefly, could make a living
+        writer skip a shard that is still to be done.
+        """
+        left = set(self.location.claims())
+        for split in self.manifest.splits if left else ():
+            for shard in self.shards(split):
+                if _claim_name(shard) in left and self._is_done(shard, None):
+                    with self.location.claim(_claim_name(shard), wait=False):
+                        pass
 
     def shards(self, split: str) -> list[ShardRange]:
         """All shards of a split, finished or not."""

@@ -58,7 +58,7 @@ def make_arrays(manifest: Manifest, shard: ShardRange) -> dict[str, np.ndarray]:
         "tokens": rng.integers(0, manifest.vocab_size, shape).astype(np.int32),
         "token_log_probs": -rng.exponential(size=shape).astype(np.float32),
     }
-    for name, spec in manifest.arrays.items():
+    for name, spec in sorted(manifest.arrays.items()):  # a manifest read back has them sorted
         size = (*shape, *spec.trailing_shape)
         arrays[name] = rng.integers(0, manifest.vocab_size, size).astype(spec.dtype)
     for name, values in arrays.items():
