@@ -49,7 +49,7 @@ class PosteriorCodec:
 
     num_entries: int = 64
     min_probability: float = 3e-4
-    log_prob_step_nats: float = 1 / 32
+    log_prob_step_nats: float = 1 / 64
 
     name: ClassVar[str] = "posterior"
     is_fresh: ClassVar[bool] = True
