@@ -18,6 +18,7 @@ from zarr.storage import LocalStore
 from shards.atomic import fsync_directory
 from shards.claims import file_claim
 from shards.errors import GdistillError, UsageError
+from shards.manifest import FileRecord
 
 CLAIMS = ".claims"
 
@@ -51,6 +52,10 @@ class Location(Protocol):
         """Every file below ``prefix`` (a folder; "" for all) with its size; claims left out."""
         ...
 
+    def local_file(self, name: str, record: FileRecord) -> Path:
+        """A local file with the content that ``record`` describes: the file itself, or a copy."""
+        ...
+
     def claim(self, name: str, *, wait: bool) -> AbstractContextManager[bool]:
         """Hold ``name`` against every other process while the context lasts; False if taken."""
         ...
@@ -76,7 +81,9 @@ def open_location(location: str | Path) -> Location:
         return LocalLocation(Path(text))
     if scheme in ("file", "local"):
         return LocalLocation(Path(rest))
-    raise UsageError("unknown kind of store location", where=text, expected="a path or file://")
+    from shards.remote import RemoteLocation  # fsspec's clients are slow to import
+
+    return RemoteLocation(text)
 
 
 def as_location(location: str | Path | Location) -> Location:
@@ -140,6 +147,9 @@ class LocalLocation:
                 path = Path(folder, name)
                 found[path.relative_to(self.root).as_posix()] = path.lstat().st_size
         return found
+
+    def local_file(self, name: str, record: FileRecord) -> Path:
+        return self.path(name)  # checked by its reader, chunk by chunk
 
     def claim(self, name: str, *, wait: bool) -> AbstractContextManager[bool]:
         return self._claim(name, wait)

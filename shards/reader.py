@@ -2,8 +2,9 @@
 
 Before a shard is read, its ledger record must be there and sound and its files must exist with the
 recorded size; the bytes themselves are covered by the crc32c of every inner chunk and of the
-shard index. Local shards stored as this project stores them are decoded by
-:mod:`shards.native`; any other location or codec chain goes through zarr-python.
+shard index, and a remote file's by its hash when it is copied into the cache. Shards stored as this
+project stores them are decoded by :mod:`shards.native`; another codec chain goes through
+zarr-python.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from zarr.storage import WrapperStore
 from shards.errors import GdistillError, IntegrityError
 from shards.layout import ShardRange, shard_file, shard_ranges
 from shards.ledger import ShardRecord, read_record
-from shards.location import LocalLocation, Location
-from shards.manifest import Manifest
+from shards.location import Location
+from shards.manifest import FileRecord, Manifest
 from shards.native import NativeArray, NativeShards, read_file_range
 
 REWRITE = "run the extraction again: it writes this shard anew and keeps the others"
@@ -83,21 +84,26 @@ class SplitReader:
                 "array metadata was altered", where=f"{self.location.url}/{metadata}"
             )
         native = NativeArray.open(data)
-        if native is None or not isinstance(self.location, LocalLocation):
+        if native is None:
             return zarr.open_array(store, path=path, mode="r")
-        return self._native(self.location, native, name)
+        return self._native(native, name)
 
-    def _native(self, location: LocalLocation, array: NativeArray, name: str) -> NativeShards:
+    def _native(self, array: NativeArray, name: str) -> NativeShards:
         files = [shard_file(self.manifest, self.split, name, s.index) for s in self._shards]
-        paths = [str(location.path(file)) for file in files]
 
-        def num_bytes(shard: int) -> int:
-            return self._records[shard].files[files[shard]].num_bytes
+        def record(shard: int) -> FileRecord:
+            return self._records[shard].files[files[shard]]
 
         def read_range(shard: int, start: int, length: int) -> bytes:
-            return read_file_range(paths[shard], start, length, num_bytes(shard))
+            num_bytes = record(shard).num_bytes
+            path = self.location.local_file(files[shard], record(shard))
+            try:
+                return read_file_range(str(path), start, length, num_bytes)
+            except FileNotFoundError:  # a copy may be evicted by another process just now
+                path = self.location.local_file(files[shard], record(shard))
+                return read_file_range(str(path), start, length, num_bytes)
 
-        return NativeShards(array, read_range, num_bytes)
+        return NativeShards(array, read_range, lambda shard: record(shard).num_bytes)
 
     def read_chunk(self, index: int) -> dict[str, np.ndarray]:
         """The rows of one inner chunk: array name -> [rows, L, *trailing].

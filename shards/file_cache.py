@@ -1,0 +1,109 @@
+"""Local copies of remote files, named by the hash of their content.
+
+A copy is made, checked and only then given its name, so what is in the cache is right; a name says
+nothing of where the content came from, so stores share it. Only copies are ever removed: the
+cache writes and deletes nothing but files of its own form in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+from shards.errors import GdistillError, UsageError
+from shards.manifest import FileRecord
+
+FOLDER_VARIABLE, SIZE_VARIABLE = "GDISTILL_CACHE", "GDISTILL_CACHE_BYTES"
+_COPY = re.compile(r"[0-9a-f]{64}")
+
+
+class DamagedCopy(ValueError):
+    """What was downloaded is not what the store's record says."""
+
+
+@dataclass(frozen=True)
+class FileCache:
+    """A folder of checked copies.
+
+    Attributes:
+        folder: Where the copies lie; may be shared by any number of processes.
+        max_bytes: The least recently used copies go when there are more bytes; None keeps all.
+    """
+
+    folder: Path
+    max_bytes: int | None = None
+
+    @classmethod
+    def default(cls) -> FileCache:
+        """The cache named by ``GDISTILL_CACHE`` (``~/.cache/gdistill``), ``GDISTILL_CACHE_BYTES``.
+
+        Raises:
+            UsageError: If the size is not a number of bytes.
+        """
+        folder = Path(os.environ.get(FOLDER_VARIABLE, "~/.cache/gdistill")).expanduser()
+        size = os.environ.get(SIZE_VARIABLE)
+        if size is not None and not size.isdigit():
+            raise UsageError("bad cache size", where=SIZE_VARIABLE, got=size, expected="bytes")
+        return cls(folder, int(size) if size else None)
+
+    def fetch(self, record: FileRecord, download: Callable[[], bytes]) -> Path:
+        """The path of a copy of the file, downloaded if need be.
+
+        Raises:
+            DamagedCopy: If the download has another size or hash than ``record``.
+            GdistillError: If the cache cannot be written.
+        """
+        path = self.folder / record.sha256
+        with suppress(OSError):
+            if path.stat().st_size == record.num_bytes:
+                os.utime(path)  # used now; eviction goes by this
+                return path
+        data = download()
+        if not record.matches(data):
+            raise DamagedCopy(
+                f"{len(data)} bytes of another hash, expected {record.num_bytes} bytes"
+            )
+        try:
+            self._keep(path, data)
+        except OSError as error:
+            raise GdistillError(
+                "cannot write the cache of remote files",
+                where=self.folder,
+                got=error.strerror or error,
+                remedy=f"free space, or set {FOLDER_VARIABLE} or {SIZE_VARIABLE}",
+            ) from error
+        return path
+
+    def _keep(self, path: Path, data: bytes) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._make_room(len(data))
+        with NamedTemporaryFile(dir=self.folder, suffix=".tmp", delete=False) as file:
+            try:
+                file.write(data)
+                file.flush()
+                os.replace(file.name, path)
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove the least recently used copies until ``num_bytes`` more fit."""
+        if self.max_bytes is None:
+            return
+        copies = []
+        for path in self.folder.iterdir():
+            if _COPY.fullmatch(path.name):
+                with suppress(FileNotFoundError):  # another process removed it
+                    status = path.stat()
+                    copies.append((status.st_mtime_ns, status.st_size, path))
+        excess = sum(size for _, size, _ in copies) + num_bytes - self.max_bytes
+        for _, size, path in sorted(copies):
+            if excess <= 0:
+                return
+            path.unlink(missing_ok=True)
+            excess -= size

@@ -1,0 +1,231 @@
+"""A store at an fsspec URL (``s3://``, ``gs://``, ``memory://`` ...), read through a local cache.
+
+Object stores replace a file atomically but have neither rename nor locks. A claim is therefore an
+object that its holder renews; one that is no longer renewed is void. Should two writers ever hold
+one claim (a clock far off), they write the same bytes: a shard is a function of its inputs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec
+from fsspec.asyn import AsyncFileSystem
+from zarr.abc.store import Store
+from zarr.storage import FsspecStore
+
+from shards.errors import GdistillError, UsageError
+from shards.file_cache import FileCache
+from shards.manifest import FileRecord
+
+CLAIMS = ".claims"
+LEASE_SECONDS = 120.0
+POLL_SECONDS = 0.5
+
+
+class RemoteLocation:
+    """A place that fsspec can reach.
+
+    Credentials and endpoints come from the scheme's usual environment variables (for S3
+    ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL`` ...) or from ``storage_options``.
+
+    Attributes:
+        url: The place, without a closing slash.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        cache: FileCache | None = None,
+        lease_seconds: float = LEASE_SECONDS,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.cache = cache or FileCache.default()
+        self._lease_seconds = lease_seconds
+        self._options = {"use_listings_cache": False, **(storage_options or {})}
+        scheme = self.url.partition("://")[0]
+        try:
+            self._files, self._root = fsspec.url_to_fs(self.url, **self._options)
+        except ImportError as error:
+            raise UsageError(
+                f"stores at {scheme}:// need another package",
+                where=self.url,
+                got=error,
+                remedy="pip install 'gdistill[remote]' for S3, or fsspec's package for the scheme",
+            ) from error
+        except ValueError as error:
+            raise UsageError("unknown kind of store location", where=url, got=error) from error
+
+    def _path(self, name: str) -> str:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise UsageError("a file name leaves the store", where=name)
+        return f"{self._root}/{name}" if name else self._root
+
+    def read(self, name: str) -> bytes:
+        """The whole file; FileNotFoundError if there is none."""
+        with self._explained(name, "read"):
+            return self._files.cat_file(self._path(name))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace the file; readers see the old content or all of the new one."""
+        path = self._path(name)
+        with self._explained(name, "write"):
+            self._make_folder(path)
+            self._files.pipe_file(path, data)
+
+    def _make_folder(self, path: str) -> None:
+        """The folder of a file, where there are folders: an object store would make a bucket."""
+        if not isinstance(self._files, AsyncFileSystem):
+            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+    def delete(self, name: str) -> None:
+        """Remove the file if it is there."""
+        with self._explained(name, "delete"), suppress(FileNotFoundError):
+            self._files.rm_file(self._path(name))
+
+    def size(self, name: str) -> int | None:
+        """Bytes of the file, None if there is none."""
+        with self._explained(name, "look at"):
+            try:
+                return int(self._files.info(self._path(name))["size"])
+            except FileNotFoundError:
+                return None
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Every file below ``prefix`` with its size; claims left out."""
+        with self._explained(prefix, "list"):
+            self._files.invalidate_cache()
+            try:
+                found = self._files.find(self._path(prefix), detail=True)
+            except FileNotFoundError:
+                return {}
+        start = len(self._root.rstrip("/")) + 1
+        names = {path[start:]: int(info["size"]) for path, info in found.items()}
+        return {name: size for name, size in names.items() if not name.startswith(f"{CLAIMS}/")}
+
+    def local_file(self, name: str, record: FileRecord) -> Path:
+        """A local copy of the file, checked against its record.
+
+        Raises:
+            DamagedCopy: If the file at the URL is not what the record says.
+            FileNotFoundError: If there is none.
+        """
+        return self.cache.fetch(record, lambda: self.read(name))
+
+    def claims(self) -> list[str]:
+        """Names held now, or left behind by a process that was killed."""
+        with self._explained(CLAIMS, "list"):
+            self._files.invalidate_cache()
+            try:
+                return sorted(
+                    path.rpartition("/")[2] for path in self._files.find(self._path(CLAIMS))
+                )
+            except FileNotFoundError:
+                return []
+        return sorted(path.rpartition("/")[2] for path in found)
+
+    def claim(self, name: str, *, wait: bool) -> AbstractContextManager[bool]:
+        """Hold ``name`` against every other process while the context lasts; False if taken."""
+        return self._claim(f"{CLAIMS}/{name}", wait)
+
+    @contextmanager
+    def _claim(self, name: str, wait: bool) -> Iterator[bool]:
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "id": uuid.uuid4().hex}
+        while not (mine := self._take(name, owner)) and wait:
+            time.sleep(POLL_SECONDS)
+        if not mine:
+            yield False
+            return
+        released = threading.Event()
+        renewal = threading.Thread(target=self._renew, args=(name, owner, released), daemon=True)
+        renewal.start()
+        try:
+            yield True
+        finally:
+            released.set()
+            renewal.join()
+            self.delete(name)
+
+    def _take(self, name: str, owner: Mapping[str, Any]) -> bool:
+        """Create the claim object, clearing away one that is void."""
+        with self._explained(name, "claim"):
+            path = self._path(name)
+            self._make_folder(path)
+            for _ in range(2):
+                try:
+                    self._files.pipe_file(path, _claim_bytes(owner), mode="create")
+                    return True
+                except FileExistsError:
+                    if not self._is_void(name):
+                        return False
+                    self.delete(name)
+        return False
+
+    def _is_void(self, name: str) -> bool:
+        """Whether a claim's holder has died here, or has stopped renewing it elsewhere."""
+        try:
+            held = json.loads(self.read(name))
+            if held["host"] == socket.gethostname() and not _is_alive(int(held["pid"])):
+                return True
+            return time.time() - held["renewed"] > self._lease_seconds
+        except FileNotFoundError:
+            return True
+        except (ValueError, KeyError, TypeError):  # not a claim that any version of ours wrote
+            return True
+
+    def _renew(self, name: str, owner: Mapping[str, Any], released: threading.Event) -> None:
+        while not released.wait(self._lease_seconds / 4):
+            # A renewal that fails is tried again; only if all fail does the claim run out.
+            with suppress(Exception):
+                self._files.pipe_file(self._path(name), _claim_bytes(owner))
+
+    def zarr_store(self) -> Store:
+        """The place as a read-only Zarr store."""
+        return FsspecStore.from_url(self.url, storage_options=self._options, read_only=True)
+
+    @contextmanager
+    def _explained(self, name: str, verb: str) -> Iterator[None]:
+        """Whatever the storage client raises as one line; absence stays FileNotFoundError."""
+        try:
+            yield
+        except (FileExistsError, GdistillError):
+            raise
+        except FileNotFoundError as error:
+            if verb == "read":
+                raise FileNotFoundError(name) from error
+            raise self._failed(name, verb, error) from error
+        except Exception as error:  # every storage client has exceptions of its own
+            raise self._failed(name, verb, error) from error
+
+    def _failed(self, name: str, verb: str, error: Exception) -> GdistillError:
+        return GdistillError(
+            f"cannot {verb} the remote store",
+            where=f"{self.url}/{name}".rstrip("/"),
+            got=" ".join(f"{type(error).__name__}: {error}".split()),
+            remedy="check bucket, credentials, endpoint and network, then run the same again",
+        )
+
+
+def _claim_bytes(owner: Mapping[str, Any]) -> bytes:
+    return json.dumps({**owner, "renewed": time.time()}).encode()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

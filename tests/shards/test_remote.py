@@ -1,0 +1,247 @@
+"""Stores at URLs: a real S3 server on loopback, claims, the local cache, clear errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing import get_context
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from moto.server import ThreadedMotoServer
+
+from shards.errors import GdistillError, IntegrityError, UsageError
+from shards.file_cache import FileCache
+from shards.layout import ShardRange
+from shards.location import Location, open_location
+from shards.manifest import FileRecord
+from shards.remote import RemoteLocation
+from shards.store import ShardStore, verify
+from shards.stream import ShardStream
+from tests.shards.store_cases import (
+    file_bytes,
+    make_arrays,
+    make_manifest,
+    open_writer,
+    write_store,
+)
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of an empty bucket of an S3 server that lives as long as this module's tests."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_ACCESS_KEY_ID", "key")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("GDISTILL_CACHE", str(tmp_path_factory.mktemp("cache")))
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield "s3://bucket"
+    server.stop()
+
+
+@pytest.fixture(params=["s3", "memory"])
+def url(request: pytest.FixtureRequest, bucket: str) -> str:
+    """A fresh folder at an S3 server, or in fsspec's memory."""
+    name = f"{request.node.name}-{time.monotonic_ns()}".replace("[", "-").replace("]", "")
+    return f"{bucket}/{name}" if request.param == "s3" else f"memory://{name}"
+
+
+def remote_bytes(url: str) -> dict[str, bytes]:
+    place = open_location(url)
+    return {name: place.read(name) for name in place.sizes()}
+
+
+def test_it_is_a_location(url: str) -> None:
+    place = open_location(url)
+    assert isinstance(place, Location)
+    assert place.sizes() == {} and place.size("a/b") is None and place.claims() == []
+    place.write("a/b", b"one")
+    place.write("a/b", b"other")
+    assert place.read("a/b") == b"other" and place.size("a/b") == 5
+    assert place.sizes("a") == {"a/b": 5}
+    place.delete("a/b")
+    place.delete("a/b")
+    with pytest.raises(FileNotFoundError):
+        place.read("a/b")
+    with pytest.raises(UsageError, match="leaves the store"):
+        place.read("../a")
+
+
+def test_the_bytes_are_those_of_a_local_store(url: str, tmp_path: Path) -> None:
+    writer = write_store(url)
+    write_store(tmp_path / "store")
+    assert remote_bytes(url) == file_bytes(tmp_path / "store")
+    assert writer.is_complete() and verify(url) == []
+
+
+def test_it_is_read_and_streamed_as_a_local_store(url: str, tmp_path: Path) -> None:
+    write_store(url)
+    write_store(tmp_path / "store")
+    here, there = (ShardStore.open(place) for place in (tmp_path / "store", url))
+    for index in range(here.split("train").num_chunks):
+        expected = here.split("train").read_chunk(index)
+        found = there.split("train").read_chunk(index)
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    streams = [
+        ShardStream(store.split("train"), seed=1, global_batch_size=4, num_workers=1)
+        for store in (here, there)
+    ]
+    for ours, theirs, _ in zip(*streams, range(10), strict=False):
+        assert ours.row_ids.tolist() == theirs.row_ids.tolist()
+        assert ours.arrays["tokens"].equal(theirs.arrays["tokens"])
+
+
+def test_an_interrupted_write_is_resumed(url: str, tmp_path: Path) -> None:
+    writer = open_writer(url)
+    first, second = writer.pending("train")[:2]
+    writer.write(first, make_arrays(writer.manifest, first))
+    assert second in writer.pending("train") and first not in writer.pending("train")
+    with pytest.raises(IntegrityError, match="not complete"):
+        ShardStore.open(url)
+    write_store(url)
+    write_store(tmp_path / "store")
+    assert remote_bytes(url) == file_bytes(tmp_path / "store")
+    with pytest.raises(UsageError, match="seed"):
+        open_writer(url, seed=8)
+
+
+def test_a_claim_excludes_others_until_released(url: str) -> None:
+    ours, theirs = open_location(url), open_location(url)
+    with ours.claim("train-000000", wait=False) as mine:
+        assert mine and theirs.claims() == ["train-000000"] and theirs.sizes() == {}
+        with theirs.claim("train-000000", wait=False) as also_mine:
+            assert not also_mine
+    with theirs.claim("train-000000", wait=False) as mine:
+        assert mine
+    assert ours.claims() == []
+
+
+def test_a_claim_no_longer_renewed_is_void(url: str) -> None:
+    place = RemoteLocation(url, lease_seconds=0.4)
+    elsewhere = {"host": "another.example", "pid": 1, "id": "x", "renewed": time.time()}
+    place.write(".claims/train-000000", json.dumps(elsewhere).encode())
+    with place.claim("train-000000", wait=False) as mine:
+        assert not mine
+    elsewhere["renewed"] = time.time() - 1
+    place.write(".claims/train-000000", json.dumps(elsewhere).encode())
+    with place.claim("train-000000", wait=True) as mine:
+        assert mine
+        time.sleep(0.8)  # two leases: only renewal keeps the claim
+        with RemoteLocation(url, lease_seconds=0.4).claim("train-000000", wait=False) as also_mine:
+            assert not also_mine
+
+
+def _hold(url: str, held: str) -> None:
+    with open_location(url).claim("train-000001", wait=False):
+        Path(held).touch()
+        time.sleep(60)
+
+
+def test_the_claim_of_a_killed_process_is_void(bucket: str, tmp_path: Path) -> None:
+    url = f"{bucket}/killed"
+    process = get_context("spawn").Process(target=_hold, args=(url, str(tmp_path / "held")))
+    process.start()
+    while not (tmp_path / "held").exists():
+        assert process.is_alive()
+        time.sleep(0.05)
+    with open_location(url).claim("train-000001", wait=False) as mine:
+        assert not mine
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    with open_location(url).claim("train-000001", wait=False) as mine:
+        assert mine
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
+def test_damage_at_the_url_is_never_read(url: str, damage: str) -> None:
+    write_store(url)
+    place = open_location(url)
+    name = "train/values/c/1/0/0"
+    data = bytearray(place.read(name))
+    data[len(data) // 2] ^= 1
+    if damage == "missing":
+        place.delete(name)
+    else:
+        place.write(name, bytes(data) if damage == "flipped" else bytes(data[:-1]))
+    cache = FileCache(Path(os.environ["GDISTILL_CACHE"]) / f"{time.monotonic_ns()}")
+    reader = ShardStore.open(RemoteLocation(url, cache=cache)).split("train")
+    reader.read_rows(0, 8)
+    with pytest.raises(IntegrityError, match=r"train shard 1 \(rows 8 to 15\)"):
+        reader.read_rows(8, 16)
+    assert [problem.file for problem in verify(url)] == [name]
+    writer = open_writer(url)
+    shard = ShardRange("train", 1, 8, 16)
+    writer.location.delete("ledger/train/000001.json")  # what a re-run does for a bad shard
+    writer.write(shard, make_arrays(make_manifest(), shard))
+    assert verify(url) == [] and reader.read_rows(8, 16)["tokens"].shape == (8, 6)
+
+
+def test_the_cache_serves_what_it_has(url: str, tmp_path: Path) -> None:
+    write_store(url)
+    place = RemoteLocation(url, cache=FileCache(tmp_path / "cache"))
+    before = ShardStore.open(place).split("train").read_rows(0, 28)
+    for name in place.sizes("train"):
+        if "/c/" in name:
+            place.delete(name)
+    after = ShardStore.open(place).split("train").read_rows(0, 28)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_eviction_keeps_to_its_size_and_to_its_own_copies(url: str, tmp_path: Path) -> None:
+    write_store(url)
+    whole = remote_bytes(url)
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "the only copy.txt").write_text("of something else")
+    place = RemoteLocation(url, cache=FileCache(folder, max_bytes=400))
+    rows = ShardStore.open(place).split("train").read_rows(0, 28)
+    write_store(tmp_path / "store")
+    expected = ShardStore.open(tmp_path / "store").split("train").read_rows(0, 28)
+    assert all(np.array_equal(rows[name], expected[name]) for name in expected)
+    copies = [path for path in folder.iterdir() if path.suffix != ".txt"]
+    assert 0 < sum(path.stat().st_size for path in copies) <= 400
+    assert (folder / "the only copy.txt").read_text() == "of something else"
+    assert remote_bytes(url) == whole
+
+
+def test_the_cache_refuses_another_content(tmp_path: Path) -> None:
+    cache = FileCache(tmp_path)
+    with pytest.raises(ValueError, match="another hash"):
+        cache.fetch(FileRecord.of(b"right"), lambda: b"wrong")
+    assert list(tmp_path.iterdir()) == []
+    assert cache.fetch(FileRecord.of(b"right"), lambda: b"right").read_bytes() == b"right"
+
+
+def test_the_cache_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GDISTILL_CACHE", str(tmp_path))
+    monkeypatch.setenv("GDISTILL_CACHE_BYTES", "1000")
+    assert FileCache.default() == FileCache(tmp_path, 1000)
+    monkeypatch.setenv("GDISTILL_CACHE_BYTES", "1 GB")
+    with pytest.raises(UsageError, match="GDISTILL_CACHE_BYTES"):
+        FileCache.default()
+
+
+def test_mistakes_are_named(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="no store there"):
+        ShardStore.open(f"{bucket}/nothing")
+    with pytest.raises(GdistillError, match=r"cannot \w+ the remote store"):
+        open_writer("s3://no-such-bucket/store")
+    with pytest.raises(UsageError, match="unknown kind"):
+        open_location("nonsense://store")
+    # A client of its own, or fsspec would hand out the one that knows the server.
+    closed = {
+        "endpoint_url": "http://127.0.0.1:9",
+        "config_kwargs": {"retries": {"max_attempts": 1}},
+    }
+    with pytest.raises(GdistillError, match="cannot read the remote store"):
+        RemoteLocation("s3://bucket/store", storage_options=closed).read("manifest.json")
