@@ -167,7 +167,7 @@ def _panel(axes: Any, results: list[dict[str, Any]], height: Any, label: str) ->
                 (left, top),
                 xytext=(4, 4) if codec == "peer" else (0, 5) if level else (-2, -4),
                 textcoords="offset points",
-                rotation=60 if level else 0 if codec == "peer" else -45,
+                rotation=60 if level else 35 if codec == "peer" else -45,
                 ha="left",
                 va="bottom" if level or codec == "peer" else "top",
                 rotation_mode="anchor",
