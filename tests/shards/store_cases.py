@@ -19,7 +19,7 @@ FILES = {"tokenizer/tokenizer.json": b'{"a": 1}', "corpus/maze.json": b"[1, 2]"}
 def make_manifest(**changes: Any) -> Manifest:
     """A manifest of 2 splits: 4 shards (the last one short) and 1 shard."""
     fields: dict[str, Any] = {
-        "codec": {"name": "topk", "parameters": {"k": KEPT}},
+        "codec": {"name": "topk", "parameters": {"num_entries": KEPT}},
         "arrays": {
             "ids": ArraySpec("uint16", (KEPT,)),
             "values": ArraySpec("float16", (KEPT,)),

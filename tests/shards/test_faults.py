@@ -136,7 +136,10 @@ def test_a_damaged_shard_is_written_again_and_the_others_are_kept(tmp_path: Path
         ),
         ({"tokenizer": {"id": "tiny", "sha256": "00"}}, "tokenizer.sha256"),
         ({"tokens": {"fingerprint": "00", "corpus": {}}}, "tokens"),
-        ({"codec": {"name": "topk", "parameters": {"k": 4}}}, "codec.parameters.k"),
+        (
+            {"codec": {"name": "topk", "parameters": {"num_entries": 4}}},
+            "codec.parameters.num_entries",
+        ),
         ({"versions": {"gdistill": "0.2.0"}}, r"versions\.gdistill.*0\.2\.0.*0\.1\.0"),
         ({"versions": {"gdistill": "0.1.0", "torch": "2"}}, "versions.torch.*expected 'absent'"),
         ({"rows_per_chunk": 2}, "rows_per_chunk"),

@@ -1,0 +1,171 @@
+"""``gdistill-shards``: look at stores, check them, and make new ones from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shards.atomic import write_bytes_atomic
+from shards.codec import make_codec
+from shards.configuration import parse_override
+from shards.console import progress_bar, run_command
+from shards.description import Description
+from shards.errors import IntegrityError, UsageError
+from shards.store import ShardStore, ShardWriter, verify
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="Look at stores of Gumbel posteriors, check them, make new ones from them.",
+)
+Store = Annotated[str, typer.Argument(help="A store: folder or URL.")]
+Out = Annotated[str, typer.Option("--out", help="Where the new store goes: folder or URL.")]
+
+
+@app.command()
+def info(
+    store: Store,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """What a store is, from which teacher and corpus, how large and how complete."""
+    description = Description.of(ShardStore.open(store, allow_incomplete=True))
+    typer.echo(json.dumps(description.to_json(), indent=2) if as_json else description.to_text())
+
+
+@app.command(name="verify")
+def verify_command(store: Store) -> None:
+    """Hash every byte again; name every bad file and what to run. Exit code 1 if any is bad."""
+    place = ShardStore.open(store, allow_incomplete=True)
+    with progress_bar("verify", sum(place.location.sizes().values()), unit="B") as bar:
+        problems = verify(place.location, bar.advance)
+    for problem in problems:
+        typer.echo(str(problem))
+    if problems:
+        raise IntegrityError("the store is not sound", where=store, got=f"{len(problems)} problems")
+    typer.echo(f"sound: {Description.of(place).num_finished} shards, every hash as recorded")
+
+
+@app.command()
+def show(
+    store: Store,
+    row: Annotated[int, typer.Option(help="Row of the split, from 0.")] = 0,
+    split: Annotated[str, typer.Option(help="Split.")] = "train",
+    draw: Annotated[int, typer.Option(help="Which draw, for codecs that draw anew.")] = 0,
+    out: Annotated[Path, typer.Option(help="Page to write; a .png lies beside it.")] = Path(
+        "row.html"
+    ),
+) -> None:
+    """One row made visible: each token's probability, its noise and rank, the alternatives."""
+    from shards.row_view import (
+        row_figure,
+        row_page,
+        view_row,
+    )  # matplotlib and tokenizers load slowly
+
+    first, views = view_row(ShardStore.open(store, allow_incomplete=True), split, row, draw)
+    title = f"{split} row {row} of {store}"
+    figure = row_figure(views, title)
+    write_bytes_atomic(out.with_suffix(".png"), figure)
+    write_bytes_atomic(out, row_page(first, views, title, figure).encode())
+    typer.echo(f"wrote {out} and {out.with_suffix('.png')}")
+
+
+@app.command()
+def convert(
+    store: Store,
+    out: Out,
+    codec: Annotated[str, typer.Option(help="seeded, topk, quantized or full.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Codec parameter, key=value.")
+    ] = None,
+) -> None:
+    """Turn stored distributions into one frozen draw of them. Resumes when interrupted."""
+    from shards.rewriting import convert as run
+
+    source = ShardStore.open(store)
+    parameters = {".".join(path): value for path, value in map(parse_override, overrides or [])}
+    target = make_codec(codec, **parameters)
+    _require_other(store, out)
+    with progress_bar("convert", _num_tokens(source)) as bar:
+        writer = run(source, out, target, bar)
+    _finish(writer, out)
+
+
+@app.command()
+def subset(
+    store: Store,
+    out: Out,
+    rows: Annotated[int | None, typer.Option(help="First rows of train to keep (all).")] = None,
+    validation_rows: Annotated[
+        int | None, typer.Option(help="First rows of validation to keep (all); 0 drops it.")
+    ] = None,
+) -> None:
+    """Keep the first rows: a row's number names its noise, so rows keep their places."""
+    from shards.rewriting import subset as run
+
+    source = ShardStore.open(store)
+    wanted = {"train": rows, "validation": validation_rows}
+    splits = {
+        name: num_rows if wanted.get(name) is None else wanted[name]
+        for name, num_rows in source.manifest.splits.items()
+    }
+    kept = {name: num_rows for name, num_rows in splits.items() if num_rows}
+    _require_other(store, out)
+    with progress_bar("subset", sum(kept.values()) * source.manifest.row_length) as bar:
+        writer = run(source, out, kept, bar)
+    _finish(writer, out)
+
+
+@app.command()
+def merge(
+    stores: Annotated[list[str], typer.Argument(help="Stores of one extraction.")], out: Out
+) -> None:
+    """Gather the finished shards of several stores of one identity into one, byte for byte."""
+    from shards.merge import merge as run
+
+    opened = [ShardStore.open(store, allow_incomplete=True) for store in stores]
+    for store in stores:
+        _require_other(store, out)
+    with progress_bar("merge", _num_tokens(opened[0])) as bar:
+        missing = run(opened, out, bar)
+    if missing:
+        raise IntegrityError(
+            "the merged store is not complete",
+            where=out,
+            got=f"{len(missing)} shards in none of the stores, the first is {missing[0]}",
+            remedy="finish the extraction, or merge again with the store that has them",
+        )
+    typer.echo(Description.of(ShardStore.open(out)).to_text())
+
+
+def _num_tokens(store: ShardStore) -> int:
+    return sum(store.manifest.splits.values()) * store.manifest.row_length
+
+
+def _require_other(store: str, out: str) -> None:
+    if Path(store).resolve() == Path(out).resolve():
+        raise UsageError("a store cannot be its own source", where="--out", got=out)
+
+
+def _finish(writer: ShardWriter, out: str) -> None:
+    if not writer.is_complete():
+        raise IntegrityError(
+            "shards are held by another process",
+            where=out,
+            remedy="run the same again when it ends",
+        )
+    typer.echo(Description.of(ShardStore.open(out)).to_text())
+
+
+def main() -> None:
+    """Entry point."""
+    run_command(app)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""``gdistill-shards``: what it says, what it makes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shards import cli
+from shards.codec import Codec, TeacherOutput, codec_parameters, make_codec
+from shards.errors import UsageError
+from shards.manifest import Manifest
+from shards.noise import dense_arrivals
+from shards.rewriting import stored_noise
+from shards.row_view import view_row
+from shards.store import ShardStore, ShardWriter
+from tests.shards.store_cases import file_bytes, open_writer, write_store
+
+VOCAB, LENGTH, SEED = 23, 6, 5
+SPLITS = {"train": 20, "validation": 3}
+Run = Callable[..., tuple[int, str]]
+
+
+def teacher_output(split: str, start: int, stop: int) -> TeacherOutput:
+    """A teacher of made-up distributions, a pure function of the rows."""
+    generator = torch.Generator().manual_seed(sorted(SPLITS).index(split))
+    logits = 2 * torch.randn(SPLITS[split], LENGTH - 1, VOCAB, generator=generator)
+    log_probs = logits.log_softmax(-1)
+    tokens = torch.multinomial(log_probs.exp().flatten(0, 1), 1, generator=generator)
+    tokens = tokens.reshape(logits.shape[:2])
+    return TeacherOutput(log_probs[start:stop], tokens[start:stop], torch.arange(start, stop))
+
+
+def write_encoded(location: Path, codec: Codec) -> ShardStore:
+    """A store as extraction with ``codec`` writes it."""
+    manifest = Manifest(
+        codec={"name": codec.name, "parameters": codec_parameters(codec)},
+        arrays=codec.array_specs(VOCAB, None),
+        vocab_size=VOCAB,
+        row_length=LENGTH,
+        splits=SPLITS,
+        rows_per_shard=8,
+        rows_per_chunk=4,
+        teacher={"id": "made up", "weights_sha256": "ab" * 32},
+        tokenizer={"id": "none", "sha256": "cd" * 32},
+        tokens={"fingerprint": "ef" * 32, "corpus": "text:a.txt"},
+        seed=SEED,
+        versions={},
+    )
+    unigram = np.full(VOCAB, -math.log(VOCAB), dtype=np.float32)
+    resources = {"unigram_log_probs": unigram}
+    writer = ShardWriter.create_or_resume(location, manifest, resources)
+    tensors = {name: torch.from_numpy(value) for name, value in resources.items()}
+    for split in SPLITS:
+        for shard in writer.pending(split):
+            output = teacher_output(split, shard.start, shard.stop)
+            encoded: dict[str, Any] = dict(codec.encode(output, SEED, tensors))
+            own = output.log_probs.gather(-1, output.tokens[..., None]).squeeze(-1)
+            arrays = {
+                name: np.zeros((shard.num_rows, LENGTH, *spec.trailing_shape), spec.dtype)
+                for name, spec in manifest.all_arrays.items()
+            }
+            for name, value in {**encoded, "token_log_probs": own, "tokens": output.tokens}.items():
+                arrays[name][:, 1:] = value.numpy()
+            writer.write(shard, arrays)
+    return ShardStore.open(location)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Exit code and output of one call."""
+
+    def call(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["gdistill-shards", *map(str, arguments)])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as done:
+            code = int(done.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def posterior(tmp_path_factory: pytest.TempPathFactory) -> ShardStore:
+    """A store with every probability (num_entries = V)."""
+    folder = tmp_path_factory.mktemp("posterior") / "store"
+    return write_encoded(folder, make_codec("posterior", num_entries=VOCAB))
+
+
+def test_info_says_what_is_there(run: Run, tmp_path: Path) -> None:
+    writer = open_writer(tmp_path)
+    code, text = run("info", tmp_path)
+    assert code == 0 and "0 of 5 shards" in text
+    write_store(tmp_path)
+    code, text = run("info", tmp_path, "--json")
+    value = json.loads(text)
+    assert code == 0 and value["num_tokens"] == (28 + 5) * 6
+    assert value["manifest_sha256"] == writer.manifest.sha256
+    sizes = {n: len(data) for n, data in file_bytes(tmp_path).items()}
+    assert value["num_bytes"] == sum(sizes.values())
+    shards = sum(size for name, size in sizes.items() if name.startswith(("train/", "validation/")))
+    assert value["bytes_per_token"] == pytest.approx(shards / value["num_tokens"])
+    assert value["fp16_vector_bytes_per_token"] == 100
+
+
+def test_verify_names_bad_files(run: Run, tmp_path: Path) -> None:
+    write_store(tmp_path)
+    assert run("verify", tmp_path)[0] == 0
+    file = tmp_path / "train" / "values" / "c" / "1" / "0" / "0"
+    data = bytearray(file.read_bytes())
+    data[3] ^= 4
+    file.write_bytes(bytes(data))
+    code, text = run("verify", tmp_path)
+    assert code == 1 and "train/values/c/1/0/0 of train shard 1" in text
+    assert "run the extraction again" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "max_error_nats"),
+    [
+        ("full", (), 0.02),
+        ("seeded", ("tolerance_nats=0.01",), 0.03),
+        ("quantized", ("bits=8",), 0.2),
+    ],
+)
+def test_a_converted_store_holds_the_draw_of_its_source(
+    run: Run,
+    posterior: ShardStore,
+    tmp_path: Path,
+    name: str,
+    settings: tuple[str, ...],
+    max_error_nats: float,
+) -> None:
+    options = [word for setting in settings for word in ("--set", setting)]
+    arguments = ("convert", posterior.location.url, "--codec", name, "--out", tmp_path / "out")
+    code, text = run(*arguments, *options)
+    assert code == 0, text
+    made = ShardStore.open(tmp_path / "out")
+    assert made.codec.name == name and not made.codec.is_fresh
+    assert made.manifest.teacher["converted_from"]["store"] == posterior.manifest.sha256
+    for split, rows in SPLITS.items():
+        before, after = (s.split(split).read_rows(0, rows) for s in (posterior, made))
+        assert np.array_equal(before["tokens"], after["tokens"])
+        assert np.array_equal(before["token_log_probs"], after["token_log_probs"])
+        ours = dense_arrivals(stored_noise(posterior, 0, before)).log()
+        theirs = dense_arrivals(stored_noise(made, 0, after)).log()
+        assert float((ours - theirs).abs().max()) < max_error_nats
+    digest = made.manifest.sha256
+    assert run(*arguments, *options)[0] == 0, "a second run finds it finished"
+    assert ShardStore.open(tmp_path / "out").manifest.sha256 == digest
+
+
+def test_a_topk_conversion_keeps_the_largest(
+    run: Run, posterior: ShardStore, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    arguments = ("convert", posterior.location.url, "--codec", "topk", "--set", "num_entries=3")
+    assert run(*arguments, "--out", out)[0] == 0
+    rows = posterior.split("train").read_rows(0, 4)
+    dense = dense_arrivals(stored_noise(posterior, 0, rows))
+    kept = dense_arrivals(
+        stored_noise(ShardStore.open(out), 0, ShardStore.open(out).split("train").read_rows(0, 4))
+    )
+    for ours, theirs in zip(dense, kept, strict=True):
+        largest = set(ours.topk(3, largest=False).indices.tolist())
+        assert largest <= set(theirs.isfinite().nonzero().flatten().tolist())
+
+
+def test_conversion_goes_one_way_and_says_why(
+    run: Run, posterior: ShardStore, tmp_path: Path
+) -> None:
+    frozen = write_encoded(tmp_path / "frozen", make_codec("full"))
+    code, text = run("convert", frozen.location.url, "--codec", "topk", "--out", tmp_path / "x")
+    assert code == 2 and "does not tell the distribution" in text
+    code, text = run(
+        "convert", posterior.location.url, "--codec", "hidden", "--out", tmp_path / "x"
+    )
+    assert code == 2 and "a frozen draw" in text
+    code, text = run("convert", posterior.location.url, "--codec", "seedd", "--out", tmp_path / "x")
+    assert code == 2 and "did you mean 'seeded'" in text
+    url = posterior.location.url
+    code, text = run("convert", url, "--codec", "seeded", "--out", url)
+    assert code == 2 and "its own source" in text
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_subset_has_the_first_rows(run: Run, posterior: ShardStore, tmp_path: Path) -> None:
+    options = ("--rows", 11, "--validation-rows", 0, "--out", tmp_path / "out")
+    assert run("subset", posterior.location.url, *options)[0] == 0
+    made = ShardStore.open(tmp_path / "out")
+    assert dict(made.manifest.splits) == {"train": 11}
+    before, after = (s.split("train").read_rows(0, 11) for s in (posterior, made))
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    code, text = run("subset", posterior.location.url, "--rows", 99, "--out", tmp_path / "x")
+    assert code == 2 and "cannot keep so many rows" in text
+
+
+def test_merged_parts_are_the_whole(run: Run, tmp_path: Path) -> None:
+    write_store(tmp_path / "whole")
+    for part, keep in (("a", {0, 2}), ("b", {1, 2, 3})):
+        writer = write_store(tmp_path / part)
+        for shard in writer.shards("train"):
+            if shard.index not in keep:
+                writer.location.delete(f"ledger/train/{shard.index:06d}.json")
+    a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "out"
+    code, text = run("merge", a, "--out", out)
+    assert code == 1 and "2 shards in none of the stores, the first is train shard 1" in text
+    assert run("merge", a, b, "--out", out)[0] == 0
+    assert file_bytes(out) == file_bytes(tmp_path / "whole")
+
+
+def test_strangers_are_not_merged(run: Run, tmp_path: Path) -> None:
+    write_store(tmp_path / "a")
+    write_store(tmp_path / "b", seed=8)
+    code, text = run("merge", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "out")
+    assert code == 2 and "b: seed]; got 8; expected 7" in text
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_part_is_not_merged_unless_another_has_it(run: Run, tmp_path: Path) -> None:
+    write_store(tmp_path / "a")
+    write_store(tmp_path / "b")
+    (tmp_path / "a/train/values/c/1/0/0").write_bytes(b"damaged")
+    code, text = run("merge", tmp_path / "a", "--out", tmp_path / "out")
+    assert code == 1 and "train/values/c/1/0/0: train shard 1" in text
+    assert run("merge", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "out")[0] == 0
+    assert file_bytes(tmp_path / "out") == file_bytes(tmp_path / "b")
+
+
+def test_the_view_of_a_row(posterior: ShardStore) -> None:
+    _, views = view_row(posterior, "train", 9)
+    output = teacher_output("train", 9, 10)
+    for view, log_probs, token in zip(views, output.log_probs[0], output.tokens[0], strict=True):
+        probs = log_probs.exp()
+        assert view.text == f"#{int(token)}"
+        assert view.probability == pytest.approx(float(probs[token]), rel=1e-5)
+        others = [a.probability for a in view.alternatives]
+        expected = sorted((float(p) for i, p in enumerate(probs) if i != token), reverse=True)[:4]
+        assert others == pytest.approx(expected, rel=2e-3)
+        # The token wins the race: no alternative has the larger logit + xi.
+        won = math.log(view.probability) + view.gumbel
+        assert all(math.log(a.probability or 0) + a.gumbel <= won + 1e-3 for a in view.alternatives)
+    with pytest.raises(UsageError, match="no such row"):
+        view_row(posterior, "train", 20)
+
+
+def test_show_writes_a_page_and_a_picture(run: Run, posterior: ShardStore, tmp_path: Path) -> None:
+    out = tmp_path / "row.html"
+    assert run("show", posterior.location.url, "--row", 2, "--out", out)[0] == 0
+    assert out.read_text().count("<tr><td>") == LENGTH - 1
+    assert (tmp_path / "row.png").read_bytes().startswith(b"\x89PNG")
