@@ -1,0 +1,297 @@
+"""Tokens per second of every sampler; weights and rows are random, shapes true.
+
+    python -m benchmarks.sampling [--shape auto|paper|scaled|toy] [--device auto] [--out DIR]
+
+``paper`` is the paper's student (12 x 768, V 50257, rows of 1024) for a GPU; ``scaled`` keeps its
+proportions for a CPU; ``toy`` ends in seconds and measures nothing. Each measurement fills the last
+``num_filled`` positions of full-length rows: a forward pass costs what it costs in a whole sample,
+and one-token-per-pass samplers end. The cached and the uncached block sampler draw the same tokens,
+which is checked.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.measure import interleaved_seconds, machine, median
+from shards.atomic import write_json_atomic
+from shards.errors import UsageError
+from trainer.sampling import (
+    AdaptiveConfig,
+    AncestralConfig,
+    BlockConfig,
+    FirstHittingConfig,
+    Sampler,
+    SampleResult,
+    SequentialConfig,
+    sampling_noise,
+)
+from trainer.sampling.loading import without_library_bars
+from trainer.students import STUDENTS, Student, StudentSettings, read_preset
+
+BLOCK_SIZE = 4
+LARGE_BATCH = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is measured at.
+
+    Attributes:
+        settings: Architecture of the students.
+        vocab_size: V.
+        row_length: L.
+        num_filled: Positions filled per row.
+        batch_size: Rows, where not stated otherwise.
+        nfe: Budgets of the ancestral sampler.
+        repeats: Timed repetitions.
+    """
+
+    settings: StudentSettings
+    vocab_size: int
+    row_length: int
+    num_filled: int
+    batch_size: int
+    nfe: tuple[int, ...]
+    repeats: int = 3
+
+
+SHAPES = {
+    "paper": Shape(
+        StudentSettings(**{**read_preset("small"), "conditioning": "none"}),
+        vocab_size=50257,
+        row_length=1024,
+        num_filled=256,
+        batch_size=16,
+        nfe=(8, 32, 128),
+    ),
+    "scaled": Shape(
+        StudentSettings(hidden_size=192, num_layers=4, num_heads=3),
+        vocab_size=2048,
+        row_length=1024,
+        num_filled=64,
+        batch_size=4,
+        nfe=(8, 32),
+    ),
+    "toy": Shape(
+        StudentSettings(hidden_size=16, num_layers=1, num_heads=1, condition_size=8),
+        vocab_size=31,
+        row_length=16,
+        num_filled=8,
+        batch_size=2,
+        nfe=(2,),
+        repeats=1,
+    ),
+}
+
+
+@dataclass
+class Trial:
+    """One sampler on one student.
+
+    Attributes:
+        name: Row of the table.
+        student: The student.
+        sampler: The sampler.
+        batch_size: Rows per call.
+        results: What the calls returned.
+    """
+
+    name: str
+    student: Student
+    sampler: Sampler
+    batch_size: int
+    shape: Shape
+    precision: torch.dtype
+    results: list[SampleResult] = field(default_factory=list)
+
+    def rows(self) -> Tensor:
+        """Rows whose last positions are to be filled."""
+        shape, generator = self.shape, torch.Generator().manual_seed(0)
+        rows = torch.randint(
+            shape.vocab_size, (self.batch_size, shape.row_length), generator=generator
+        )
+        rows[:, -shape.num_filled :] = self.student.mask_id
+        return rows.to(self.student.device)
+
+    def __call__(self) -> None:
+        """Draw the samples once."""
+        tokens, device = self.rows(), self.student.device
+        ids = torch.arange(self.batch_size, device=device)
+        enabled = self.precision != torch.float32
+        with torch.autocast(device.type, self.precision, enabled=enabled):
+            noise = None
+            if self.student.is_conditioned:
+                noise = sampling_noise(0, ids, self.shape.row_length, self.shape.vocab_size)
+            self.results.append(self.sampler.sample(self.student, tokens, ids, noise, 0))
+
+
+def make_student(kind: str, shape: Shape, device: torch.device, **changes: Any) -> Student:
+    """A student whose output layer is random too, so that it does not predict uniformly."""
+    settings = replace(shape.settings, **changes)
+    student_class = STUDENTS[kind]
+    config = student_class.config_class.build(
+        settings, vocab_size=shape.vocab_size, row_length=shape.row_length
+    )
+    torch.manual_seed(0)
+    student = student_class(config).eval()
+    torch.nn.init.normal_(student.backbone.output_layer.linear.weight, std=0.05)
+    return student.to(device)  # type: ignore[arg-type]
+
+
+def save_verifier(folder: Path, shape: Shape) -> str:
+    """A causal model of about a quarter of the student's layers."""
+    settings = shape.settings
+    config = LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=settings.hidden_size,
+        intermediate_size=2 * settings.hidden_size,
+        num_hidden_layers=max(1, settings.num_layers // 4),
+        num_attention_heads=settings.num_heads,
+        max_position_embeddings=shape.row_length,
+    )
+    torch.manual_seed(0)
+    with without_library_bars():
+        LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+def make_trials(
+    shape: Shape, device: torch.device, precision: torch.dtype, verifier: str
+) -> list[Trial]:
+    """Everything that is measured."""
+    mdlm = make_student("mdlm", shape, device)
+    gumbel = make_student("mdlm", shape, device, conditioning="gumbel")
+    blocks = make_student("bd3lm", shape, device, block_size=BLOCK_SIZE)
+    sequential = make_student("ar", shape, device)
+
+    def trial(name: str, student: Student, sampler: Sampler, batch: int | None = None) -> Trial:
+        return Trial(name, student, sampler, batch or shape.batch_size, shape, precision)
+
+    trials = [trial(f"ancestral, NFE {n}", mdlm, AncestralConfig(nfe=n)) for n in shape.nfe]
+    least = shape.nfe[0]
+    apd = AdaptiveConfig(verifier=verifier, mixture_weight=0.9, max_lookahead=16)
+    return [
+        *trials,
+        trial(
+            f"ancestral, NFE {least}, nucleus 0.9", mdlm, AncestralConfig(nfe=least, nucleus_p=0.9)
+        ),
+        trial(f"ancestral + Gumbel, NFE {least}", gumbel, AncestralConfig(nfe=least)),
+        trial("first-hitting, batch 1", mdlm, FirstHittingConfig(), 1),
+        trial(f"first-hitting, batch {LARGE_BATCH}", mdlm, FirstHittingConfig(), LARGE_BATCH),
+        trial("block 4, cache", blocks, BlockConfig()),
+        trial("block 4, no cache", blocks, BlockConfig(use_cache=False)),
+        trial("block 4, first-hitting, cache", blocks, BlockConfig(inner="first_hitting")),
+        trial("APD, R 0.9, lookahead 16", mdlm, apd),
+        trial("APD, the same with kv_window 16", mdlm, replace(apd, kv_window=16)),
+        trial("sequential (AR)", sequential, SequentialConfig()),
+    ]
+
+
+def summarise(trial: Trial, seconds: list[float]) -> dict[str, Any]:
+    """One row of the table."""
+    filled = trial.batch_size * trial.shape.num_filled
+    result = trial.results[-1]
+    return {
+        "name": trial.name,
+        "batch_size": trial.batch_size,
+        "nfe_mean": float(result.nfe.double().mean()),
+        "seconds": seconds,
+        "tokens_per_second": filled / median(seconds),
+        "details": {name: float(v.double().mean()) for name, v in result.details.items()},
+    }
+
+
+def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """The figures that have a target."""
+
+    def speed(name: str) -> float:
+        return rows[name]["tokens_per_second"]
+
+    return {
+        "block_cache_over_no_cache": speed("block 4, cache") / speed("block 4, no cache"),
+        "first_hitting_batch_16_over_1": speed(f"first-hitting, batch {LARGE_BATCH}")
+        / speed("first-hitting, batch 1"),
+    }
+
+
+def check_same_tokens(trials: list[Trial], precision: torch.dtype) -> float:
+    """Share of tokens on which cached and uncached block sampling agree.
+
+    Raises:
+        RuntimeError: In float32, when it is below 99%: rounding may turn a near tie, no more.
+    """
+    by_name = {trial.name: trial.results[-1].tokens for trial in trials}
+    agreement = (by_name["block 4, cache"] == by_name["block 4, no cache"]).double().mean().item()
+    if precision == torch.float32 and agreement < 0.99:
+        raise RuntimeError(f"cached and uncached block sampling agree on {agreement:.2%} only")
+    return agreement
+
+
+def run_benchmark(shape: Shape, device: torch.device, precision: torch.dtype) -> dict[str, Any]:
+    """Measure every sampler in turns."""
+    with tempfile.TemporaryDirectory() as folder:
+        trials = make_trials(shape, device, precision, save_verifier(Path(folder), shape))
+        work: dict[str, Callable[[], object]] = {trial.name: trial for trial in trials}
+        seconds = interleaved_seconds(work, device, repeats=shape.repeats)
+    rows = {trial.name: summarise(trial, seconds[trial.name]) for trial in trials}
+    return {
+        "machine": machine(device),
+        "precision": str(precision).removeprefix("torch."),
+        "shape": asdict(shape),
+        "parameters": trials[0].student.num_parameters(),
+        "samplers": list(rows.values()),
+        "ratios": ratios(rows),
+        "cache_token_agreement": check_same_tokens(trials, precision),
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report as text."""
+    lines = [f"{'sampler':<36} {'batch':>5} {'NFE':>7} {'tokens/s':>10}"]
+    for row in report["samplers"]:
+        lines.append(
+            f"{row['name']:<36} {row['batch_size']:>5} {row['nfe_mean']:>7.1f} "
+            f"{row['tokens_per_second']:>10.1f}"
+        )
+    lines += [f"{name}: {value:.2f}" for name, value in report["ratios"].items()]
+    return "\n".join(lines)
+
+
+def main(
+    shape: Annotated[str, typer.Option(help="auto, paper, scaled or toy.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    precision: Annotated[str, typer.Option(help="fp32, bf16; auto is bf16 on CUDA.")] = "auto",
+    num_filled: Annotated[int | None, typer.Option(help="Positions filled per row.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for sampling-DEVICE-SHAPE.json.")] = Path(
+        "benchmarks/results"
+    ),
+) -> None:
+    """Measure, print the table, write the JSON."""
+    where = torch.device(
+        ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    )
+    on_gpu = where.type == "cuda"
+    name = ("paper" if on_gpu else "scaled") if shape == "auto" else shape
+    if name not in SHAPES:
+        raise UsageError("unknown shape", where=name, expected=f"one of {sorted(SHAPES)}")
+    chosen = SHAPES[name]
+    if num_filled is not None:
+        chosen = replace(chosen, num_filled=num_filled)
+    is_bf16 = precision == "bf16" or (precision == "auto" and on_gpu)
+    report = run_benchmark(chosen, where, torch.bfloat16 if is_bf16 else torch.float32)
+    print(table(report))
+    write_json_atomic(out / f"sampling-{where.type}-{name}.json", report)
+
+
+if __name__ == "__main__":
+    typer.run(main)
