@@ -30,7 +30,8 @@ export TOKENIZERS_PARALLELISM ?= true
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo maze extract train sample eval test lint bench \
-        bench-codecs bench-stream bench-sampling clean
+        bench-codecs bench-stream bench-sampling bench-extract bench-training \
+        bench-faults clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -73,17 +74,27 @@ lint: $(STAMP) ## ruff and pyright
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-bench: bench-codecs bench-stream bench-sampling ## all benchmarks that need no GPU
+bench: bench-codecs bench-stream bench-sampling bench-extract bench-training bench-faults ## all benchmarks that need no GPU
 
 bench-codecs: $(STAMP) ## bytes per token against fidelity, for every codec
 	$(BIN)/python -m benchmarks.codecs --out benchmarks/results $(ARGS)
 
 bench-stream: $(STAMP) ## rows per second against other loaders
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,benchmarks]'
+	test -d $(VENV)/stream-peers || $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  --no-deps --target $(VENV)/stream-peers -r benchmarks/stream_peers.txt
 	$(BIN)/python -m benchmarks.stream --out benchmarks/results $(ARGS)
 
 bench-sampling: $(STAMP) ## tokens per second of every sampler
 	$(BIN)/python -m benchmarks.sampling --out benchmarks/results $(ARGS)
+
+bench-extract: $(STAMP) ## extraction against the bare teacher forward
+	$(BIN)/python -m benchmarks.extract --teacher gpt2-small --out benchmarks/results $(ARGS)
+
+bench-training: $(STAMP) ## a training step against a dense one and against an online teacher
+	$(BIN)/python -m benchmarks.training_step --out benchmarks/results $(ARGS)
+
+bench-faults: $(STAMP) ## kills, bit flips, lost files: the full counts
+	$(BIN)/python -m benchmarks.faults --out benchmarks/results $(ARGS)
 
 clean: ## remove outputs (never the shards elsewhere)
 	rm -rf out samples

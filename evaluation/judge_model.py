@@ -61,4 +61,5 @@ def load_judge(name: str, device: str = "cpu", trust_remote_code: bool = False) 
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else eos
     if eos is None:
         raise GdistillError("the judge's tokenizer has no end-of-text token", where=name)
-    return JudgeModel(name, model.to(device).eval(), tokenizer, context, eos, start)
+    model = model.to(device).eval()  # type: ignore[arg-type]
+    return JudgeModel(name, model, tokenizer, context, eos, start)

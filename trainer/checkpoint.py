@@ -70,7 +70,9 @@ class Trainee:
             value.copy_(scatter_like(weights[name], value))
 
     def _restore_moments(self, moments: dict[str, Tensor]) -> None:
-        names = {parameter: name for name, parameter in self.student.named_parameters()}
+        names: dict[Tensor, str] = {
+            parameter: name for name, parameter in self.student.named_parameters()
+        }
         document = self.optimizer.state_dict()
         for index, parameter in enumerate(_parameters_of(self.optimizer)):
             prefix = f"{names[parameter]}/"

@@ -54,7 +54,7 @@ def model_card(record: Mapping[str, Any], student: Student) -> str:
         student: The model.
     """
     run, store = record["run"]["config"], record["run"]["store"]
-    name = run["student"]
+    name = str(run["student"])
     conditioned = student.is_conditioned
     title = NAMES.get(name, name) + (" + Gumbel" if conditioned else "")
     return TEMPLATE.format(
