@@ -121,7 +121,6 @@ class TrainingConfig:
         for tracker in self.trackers:
             _require(tracker in known, "training.trackers", tracker, f"one of {known}")
 
-
     def steps_over(self, num_rows: int) -> int:
         """Steps of the run on a train split of ``num_rows`` rows."""
         if self.num_steps is not None:
