@@ -15,7 +15,7 @@ from evaluation.score import Score
 from shards.console import run_command
 from shards.errors import UsageError
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 Scorer = Callable[[SampleSet], list[Score]]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from shards.errors import GdistillError, UsageError
 
@@ -45,6 +46,7 @@ def load_judge(name: str, device: str = "cpu", trust_remote_code: bool = False) 
             "the judge folder holds no model", where=local, expected="a config.json in it"
         )
     try:
+        transformers_logging.disable_progress_bar()  # one bar per stage, and it is ours
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(
             name, dtype=torch.float32, trust_remote_code=trust_remote_code

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from trainer.sampling.noise import sampling_noise
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from evaluation.factorized_optimum import optimal_success, rows_of_paths
 from evaluation.maze_success import BOS, Maze, Path_, maze_success, moves_of_words
@@ -20,6 +20,7 @@ from evaluation.samples import SampleSet, read_samples
 from evaluation.score import Score, wilson_interval
 from evaluation.teacher_decode import teacher_agreement, teacher_decode
 from shards.errors import GdistillError
+from trainer.sampling.noise import sampling_noise
 
 NATURAL_RULE = {"none": "categorical", "gumbel": "argmax"}
 """The plain model draws from its prediction; given the noise the map is deterministic."""
@@ -52,6 +53,7 @@ def load_task(home: Path, nfe: Sequence[int]) -> MazeTask:
     words = read_words(home / "store" / "tokenizer")
     ids = {word: index for index, word in enumerate(words)}
     row_length = maze.max_moves + 2
+    transformers_logging.disable_progress_bar()  # one bar per stage, and it is ours
     teacher = AutoModelForCausalLM.from_pretrained(home / "teacher", dtype=torch.float32).eval()
     rows = rows_of_paths(maze.paths, row_length - 1, ids)
     uniform = np.full(len(rows), 1 / len(rows))

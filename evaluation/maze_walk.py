@@ -35,7 +35,7 @@ from shards.configuration import read_toml, resolve, to_mapping
 from shards.console import run_command
 from shards.errors import UsageError
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 CONDITIONINGS = ("none", "gumbel")
 RULES = ("categorical", "argmax")
 Panels = dict[str, dict[str, tuple[Maze, Sequence[Path_ | None]]]]

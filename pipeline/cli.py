@@ -14,7 +14,7 @@ from pipeline.settings import resolve_request
 from pipeline.workers import Worker
 from shards.console import run_command
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @app.command()

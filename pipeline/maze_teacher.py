@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from pipeline.maze import NUM_TRAINING_DOCUMENTS, TOKENS, Maze, draw_documents, maze_tokenizer
 from shards.atomic import fsync_directory, write_json_atomic
@@ -124,6 +125,7 @@ def train_maze_teacher(
     model, report = _train(maze, config)
     temporary = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
+    transformers_logging.disable_progress_bar()  # one bar per stage, and it is ours
     model.save_pretrained(temporary)
     maze_tokenizer(maze.row_length).save_pretrained(temporary)
     artifact = {**maze.artifact(), "seed": config.seed}

@@ -6,7 +6,7 @@ import contextlib
 import json
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -111,6 +111,7 @@ def train_own_teacher(request: ExtractRequest) -> Path:
     config = MazeTeacherConfig()
     if request.settings.teacher.preset == "demo":
         config = demo_teacher_config()
+    config = replace(config, seed=request.corpus.seed)
     out = request.out / "teacher"
     with file_claim(request.out / ".teacher.lock", wait=True):
         train_maze_teacher(load_maze(layout or "k4"), out, config)

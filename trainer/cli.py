@@ -14,7 +14,11 @@ from shards.console import run_command
 from shards.errors import UsageError
 
 app = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True, help=__doc__
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="Train students, import the authors' checkpoints, count added weights.",
 )
 
 

@@ -10,7 +10,7 @@ import typer
 from shards.console import run_command
 from shards.errors import UsageError
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 @app.command()
