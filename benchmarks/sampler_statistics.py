@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from scipy import optimize, stats
 from torch import Tensor
 
+from benchmarks.measure import machine
 from shards.atomic import write_json_atomic
 from shards.console import progress_bar
 from shards.noise import DenseNoise
@@ -44,6 +45,7 @@ from trainer.students import STUDENTS, Student, StudentSettings
 LEVEL = 1e-4
 """Significance of one case: about 1 false alarm in 250 runs of the whole table, were seeds free."""
 MIN_EXPECTATION = 5.0
+TAUS = (0.5, 0.85)
 BATCH = 20_000
 
 
@@ -255,6 +257,30 @@ def run_case(
     return chi_square(case, counts, exact)
 
 
+def exact_one_step(goldens: Goldens, tau: float) -> Float[Tensor, "v v v"]:
+    """T = 1, all positions at once: the product of the marginals at this tau."""
+    student, noise = goldens.student("mdlm_gumbel"), goldens.noise("mdlm_gumbel", 1)
+    assert noise is not None
+    condition = student.embed_noise(noise, tau)[None]
+    with torch.no_grad():
+        p = student.predict(goldens.rows(1), condition)[0, 1:].double().exp()
+    return torch.einsum("i,j,k->ijk", *p)
+
+
+def run_tau(goldens: Goldens, tau: float, num_samples: int, *, judged_by: float) -> ChiSquare:
+    """One ancestral step at ``tau`` against the exact distribution at ``judged_by``."""
+    sampler = AncestralConfig(nfe=1, tau=tau, final_argmax=False)
+    student, exact = goldens.student("mdlm_gumbel"), exact_one_step(goldens, judged_by)
+    seed, counts = derive_seed("sampler statistics", "tau"), torch.zeros(exact.shape)
+    for first in range(0, num_samples, BATCH):
+        ids = torch.arange(first, min(first + BATCH, num_samples))
+        tokens, noise = goldens.rows(len(ids)), goldens.noise("mdlm_gumbel", len(ids))
+        drawn = sampler.sample(student, tokens, ids, noise, seed).tokens
+        counts += count_rows(drawn, exact.shape[0])
+    name = f"mdlm_gumbel, T 1, tau {tau}, judged at {judged_by}"
+    return chi_square(name, counts, exact)
+
+
 def main(
     golden: Path = Path("../shared/golden"),
     out: Path = Path("benchmarks/results"),
@@ -283,6 +309,9 @@ def main(
             name = f"flat tail, {precision.name}"
             counts = truncation.simulate(precision, num_tail, num)
             drawn[name] = truncation.judge(name, counts, num_tail)
+    taus = [run_tau(goldens, tau, num, judged_by=tau) for tau in TAUS]
+    results += taus
+    drawn["tau 0.85 judged at 1"] = run_tau(goldens, 0.85, num, judged_by=1.0)
     rows = [*results, *drawn.values()]
     for row in rows:
         print(row.line())
@@ -290,6 +319,8 @@ def main(
     document = {
         "level": LEVEL,
         "power": 0.99,
+        "seed": "derive_seed('sampler statistics', case); sample ids 0, 1, ...",
+        "machine": machine(torch.device("cpu")),
         "failed": failed,
         "tests": [{**asdict(row), "passed": row.passed} for row in rows],
     }

@@ -22,6 +22,7 @@ import typer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.cache_equality import open_gates
 from benchmarks.measure import interleaved_seconds, machine, median
 from shards.atomic import write_json_atomic
 from shards.errors import UsageError
@@ -78,7 +79,7 @@ SHAPES = {
         StudentSettings(hidden_size=192, num_layers=4, num_heads=3),
         vocab_size=2048,
         row_length=1024,
-        num_filled=64,
+        num_filled=32,
         batch_size=4,
         nfe=(8, 32),
     ),
@@ -136,7 +137,7 @@ class Trial:
 
 
 def make_student(kind: str, shape: Shape, device: torch.device, **changes: Any) -> Student:
-    """A student whose output layer is random too, so that it does not predict uniformly."""
+    """A student whose gates and output layer are random too, so that tokens hang on context."""
     settings = replace(shape.settings, **changes)
     student_class = STUDENTS[kind]
     config = student_class.config_class.build(
@@ -144,7 +145,7 @@ def make_student(kind: str, shape: Shape, device: torch.device, **changes: Any) 
     )
     torch.manual_seed(0)
     student = student_class(config).eval()
-    torch.nn.init.normal_(student.backbone.output_layer.linear.weight, std=0.05)
+    open_gates(student)
     return student.to(device)  # type: ignore[arg-type]
 
 

@@ -76,7 +76,8 @@ def resolve(
 def from_mapping(config_class: type[Config], values: Mapping[str, Any], where: str = "") -> Config:
     """Build one (nested) config dataclass from a mapping; see :func:`resolve` for the errors."""
     hints = get_type_hints(config_class)
-    known = {field.name for field in dataclasses.fields(config_class) if field.init}  # type: ignore[arg-type]
+    fields = dataclasses.fields(config_class)  # type: ignore[arg-type]
+    known = {field.name for field in fields if field.init}
     arguments: dict[str, Any] = {}
     for key, value in values.items():
         place = f"{where}.{key}" if where else key
@@ -85,12 +86,24 @@ def from_mapping(config_class: type[Config], values: Mapping[str, Any], where: s
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {sorted(known)}"
             raise UsageError("unknown config key", where=place, remedy=hint)
         arguments[key] = _convert(hints[key], value, place)
+    missing = [field.name for field in fields if _is_missing(field, arguments)]
+    if missing:
+        raise UsageError(
+            "incomplete config",
+            where=where or config_class.__name__,
+            got=f"no {', '.join(missing)}",
+        )
     try:
         return config_class(**arguments)
     except TypeError as error:
         raise UsageError(
             "incomplete config", where=where or config_class.__name__, got=error
         ) from error
+
+
+def _is_missing(field: dataclasses.Field[Any], given: Mapping[str, Any]) -> bool:
+    no_default = field.default is field.default_factory is dataclasses.MISSING
+    return field.init and no_default and field.name not in given
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:

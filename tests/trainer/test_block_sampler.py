@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.cache_equality import TOLERANCE, Shape
+from benchmarks.cache_equality import run_case as run_case_with_and_without
 from benchmarks.sampler_statistics import Goldens, run_case
 from shards.errors import UsageError
 from tests.trainer.sampling_cases import LENGTH, VOCAB, draw, noise_for, open_rows, tiny_student
 from trainer.sampling import AncestralConfig, BlockConfig, FirstHittingConfig, StopRule
 from trainer.sampling.block_state import BlockState, Window
 from trainer.sampling.stopping import unigram_entropy_nats
-from trainer.students import Student
+from trainer.students import Student, StudentSettings
 
 IDS = torch.tensor([4, 0, 11])
 
@@ -58,6 +60,16 @@ def test_cache_changes_nothing(
     assert len(logs[True]) == len(logs[False]) >= (length - 1) // block_size
     for cached, plain in zip(logs[True], logs[False], strict=True):
         assert torch.allclose(cached, plain, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_cache_table_at_toy_shape(block_size: int) -> None:
+    """Both passes from one state agree; with other finished blocks they would not."""
+    settings = StudentSettings(hidden_size=16, num_layers=2, num_heads=2, condition_size=8)
+    shape = Shape(row_length=8, vocab_size=VOCAB, settings=settings)
+    row = run_case_with_and_without(shape, block_size, "gumbel", 16, "ancestral")
+    assert row["num_passes"] >= 16 // block_size - 1 and row["masks_left"] == 0
+    assert row["largest_difference"] <= TOLERANCE < 1e-2 < row["context_effect"]
 
 
 @pytest.mark.parametrize("slide", [2, 4, 10])

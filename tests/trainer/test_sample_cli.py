@@ -235,6 +235,11 @@ def test_longer_than_trained(models_folder: Path, tmp_path: Path) -> None:
         ("mdlm", ["--length", "24"], "longer than the student's"),
         ("plain", ["--tau", "0.85"], "takes no noise"),
         ("mdlm", ["--tau", "0"], "tau"),
+        ("mdlm", ["--tau", "inf"], "tau"),
+        ("mdlm", ["--nfe", "99999999999999"], "too many forward passes"),
+        ("mdlm", ["--min-entropy", "inf"], "min_entropy"),
+        ("mdlm", ["--sampler", "apd"], "no verifier"),
+        ("mdlm", ["--sampler", "apd", "--verifier", "absent"], "neither a model's folder"),
         ("mdlm", ["--nucleus-p", "0"], "nucleus_p"),
         ("mdlm", ["--decision", "beam"], "decision"),
         ("mdlm", ["--set", "finalargmax=false"], "did you mean 'final_argmax'"),
@@ -262,6 +267,31 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ") and message in error and "\n" not in error
     assert not (tmp_path / "out").exists()
+
+
+def test_unwritable_folder_is_one_line(
+    models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert command(models_folder / "mdlm", "--out", tmp_path / "file" / "out") == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: cannot write there") and "\n" not in error
+
+
+def test_verifiers_that_cannot_be_judged_are_refused(
+    models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No causal model, one without a tokenizer; a training run's folder is as good as its model."""
+    arguments = (models_folder / "mdlm", "--sampler", "apd", "--num", 2, "--verifier")
+    assert command(*arguments, models_folder / "mdlm", "--out", tmp_path / "a") == 2
+    assert "no causal language model" in capsys.readouterr().err
+    bare = save(tmp_path / "run" / "model", "ar", "none")
+    assert command(*arguments, tmp_path / "run", "--out", tmp_path / "b") == 0
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    capsys.readouterr()
+    assert command(*arguments, bare, "--out", tmp_path / "c") == 2
+    assert "no tokenizer to compare" in capsys.readouterr().err
 
 
 def test_adaptive_parallel_decoding(

@@ -21,8 +21,7 @@ from benchmarks.float32_truncation import (
     simulate,
     through_the_sampler,
 )
-from benchmarks.sampler_statistics import Goldens, chi_square, count_rows, run_case
-from trainer.sampling import AncestralConfig
+from benchmarks.sampler_statistics import Goldens, chi_square, run_case, run_tau
 from trainer.sampling.token_rule import TokenRule
 
 NUM = 20_000
@@ -105,22 +104,6 @@ def test_the_short_cut_is_the_sampler() -> None:
         assert int(counts.sum()) == 400 and int(counts[0]) >= 399
 
 
-def exact_one_step(goldens: Goldens, tau: float) -> torch.Tensor:
-    """T = 1, all positions at once: the product of the marginals at this tau."""
-    student, noise = goldens.student("mdlm_gumbel"), goldens.noise("mdlm_gumbel", 1)
-    assert noise is not None
-    condition = student.embed_noise(noise, tau)[None]
-    with torch.no_grad():
-        p = student.predict(goldens.rows(1), condition)[0, 1:].double().exp()
-    return torch.einsum("i,j,k->ijk", *p)
-
-
 def test_tau_has_its_own_distribution(goldens: Goldens) -> None:
-    num = 20_000
-    student = goldens.student("mdlm_gumbel")
-    sampler = AncestralConfig(nfe=1, tau=0.5, final_argmax=False)
-    tokens, noise = goldens.rows(num), goldens.noise("mdlm_gumbel", num)
-    drawn = sampler.sample(student, tokens, torch.arange(num), noise, 0).tokens
-    counts = count_rows(drawn, 6)
-    assert chi_square("tau 0.5", counts, exact_one_step(goldens, 0.5)).passed
-    assert not chi_square("tau 1", counts, exact_one_step(goldens, 1.0)).passed
+    assert run_tau(goldens, 0.5, NUM, judged_by=0.5).passed
+    assert not run_tau(goldens, 0.5, NUM, judged_by=1.0).passed

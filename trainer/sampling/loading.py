@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from shards.atomic import sha256_file
 from shards.codec import Codec, make_codec
 from shards.errors import GdistillError, UsageError
-from trainer.students import Student
+from trainer.students import Student, StudentConfig
 
 STUDENT_FILE = "student.json"
 WEIGHTS_PATTERN = "*.safetensors"
@@ -63,7 +63,7 @@ def model_folder(path: Path) -> Path:
         UsageError: When there is no model in either place.
     """
     for candidate in (path / "model", path):
-        if _is_model(candidate):
+        if is_model(candidate):
             return candidate
     unfinished = path.is_dir() and any((path / "checkpoints").glob("*"))
     raise UsageError(
@@ -76,7 +76,7 @@ def model_folder(path: Path) -> Path:
     )
 
 
-def _is_model(directory: Path) -> bool:
+def is_model(directory: Path) -> bool:
     """True for a model's config.json; that of a training run names no model type."""
     try:
         return "model_type" in json.loads((directory / "config.json").read_text(encoding="utf-8"))
@@ -92,6 +92,9 @@ def load_student(path: Path, device: torch.device | str = "cpu") -> LoadedStuden
     """
     directory = model_folder(path)
     try:
+        found = AutoConfig.from_pretrained(directory, local_files_only=True)
+        if not isinstance(found, StudentConfig):
+            raise _not_ours(directory, found.model_type)
         with without_library_bars():
             student = AutoModel.from_pretrained(
                 directory, local_files_only=True, dtype=torch.float32
@@ -99,14 +102,18 @@ def load_student(path: Path, device: torch.device | str = "cpu") -> LoadedStuden
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UsageError("the model cannot be loaded", where=directory, got=error) from error
     if not isinstance(student, Student):
-        raise UsageError(
-            "not a gdistill student",
-            where=directory,
-            got=type(student).__name__,
-            remedy="train one with gdistill-train, or convert with gdistill-train import",
-        )
+        raise _not_ours(directory, type(student).__name__)
     student = student.to(device).eval()  # type: ignore[arg-type]
     return LoadedStudent(directory, student, load_tokenizer(directory), _read_record(directory))
+
+
+def _not_ours(directory: Path, kind: str) -> UsageError:
+    return UsageError(
+        "not a gdistill student",
+        where=directory,
+        got=kind,
+        remedy="train one with gdistill-train, or convert with gdistill-train import",
+    )
 
 
 @contextmanager

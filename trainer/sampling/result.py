@@ -15,8 +15,8 @@ class SampleResult:
 
     Attributes:
         tokens: [B, L] int64; no mask id is left.
-        nfe: [B] int64, forward passes of the student that each sample took part in. Keeping the
-            key/value cache of a block sampler up to date is counted in ``details``, not here.
+        nfe: [B] int64, forward passes of the student that each sample took part in. Keeping a
+            key/value cache up to date costs none of its own; a verifier's are in ``details``.
         lengths: [B] int64, tokens that belong to the sample (all L, unless it stopped early).
         details: Further numbers per sample, each [B] (``accepted`` of the adaptive sampler, ...).
     """

@@ -64,15 +64,24 @@ class SampleFile:
         return records
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Add samples; they survive a power cut when this returns."""
+        """Add samples; they survive a power cut when this returns.
+
+        Raises:
+            GdistillError: When they cannot be written; a run begun again goes on from there.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.is_file():  # a finished run that is asked for more samples
             os.replace(self.path, self.partial)
         lines = "".join(json.dumps(record) + "\n" for record in records)
-        with open(self.partial, "ab") as file:
-            file.write(lines.encode())
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with open(self.partial, "ab") as file:
+                file.write(lines.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise GdistillError(
+                "samples cannot be written", where=self.partial, got=error.strerror
+            ) from error
 
     def finish(self) -> None:
         """Sort the lines by index and give the file its name."""

@@ -100,8 +100,6 @@ class Request:
                 value = {key: value}
             settings = merge(settings, value)
         sampler = with_default_tau(make_sampler(name, **settings), loaded.student)
-        if isinstance(sampler, AdaptiveConfig):
-            require_same_tokenizer(sampler.verifier, loaded.tokenizer)
         budgets = [with_nfe(name, sampler, nfe) for nfe in self.budgets] or [sampler]
         files = [f"samples-nfe{nfe}.jsonl" for nfe in self.budgets]
         given = self._given(loaded)
@@ -119,6 +117,8 @@ class Request:
         )
         for budget in budgets:
             budget.check(loaded.student, given.tokens([0], loaded.student.device))
+        if isinstance(sampler, AdaptiveConfig):
+            require_same_tokenizer(sampler.verifier, loaded.tokenizer)
         return run
 
     def _device(self) -> torch.device:

@@ -105,9 +105,13 @@ class SampleRun:
         """Draw what is missing; the finished files.
 
         Raises:
-            UsageError: When the folder holds samples of another run.
+            UsageError: When the folder holds samples of another run, or cannot be made.
         """
         settings = self.settings()
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError("cannot write there", where=self.out, got=error.strerror) from error
         settings["files"] = {**self._require_same_run(settings), **settings["files"]}
         files = [SampleFile(self.out / name) for name in self.files]
         missing = [self._missing(file) for file in files]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,8 +38,10 @@ class StopRule:
             if value < 1:
                 raise UsageError("a count below 1", where=f"stop.{name}", got=value)
         least = self.min_entropy_nats
-        if least is not None and not least > 0:
-            raise UsageError("bad entropy", where="stop.min_entropy_nats", got=least)
+        if least is not None and not 0 < least < math.inf:
+            raise UsageError(
+                "bad entropy", where="stop.min_entropy_nats", got=least, expected="above 0, finite"
+            )
 
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> None:
         """Refuse an end of text that cannot be found, or that would cut off given tokens.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,6 +15,8 @@ from trainer.sampling.draws import draw_tokens
 from trainer.sampling.nucleus import NucleusRule, truncate_to_nucleus
 
 Decision = Literal["categorical", "argmax"]
+MOST_STEPS = 1 << 20
+"""More steps than any row has tokens; the times of so many still fit in memory."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,10 @@ def check_settings(nucleus_p: float, tau: float | None, nfe: int = 1) -> None:
     """
     if nfe < 1:
         raise UsageError("too few forward passes", where="nfe", got=nfe, expected="at least 1")
-    if tau is not None and not tau > 0:
-        raise UsageError("bad noise scale", where="tau", got=tau, expected="above 0")
+    if nfe > MOST_STEPS:
+        expected = f"at most {MOST_STEPS}"
+        raise UsageError("too many forward passes", where="nfe", got=nfe, expected=expected)
+    if tau is not None and not (tau > 0 and math.isfinite(tau)):
+        raise UsageError("bad noise scale", where="tau", got=tau, expected="above 0, finite")
     if not 0 < nucleus_p <= 1:
         raise UsageError("bad nucleus p", where="nucleus_p", got=nucleus_p, expected="in (0, 1]")

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from shards.errors import UsageError
-from trainer.sampling.loading import load_tokenizer, without_library_bars
+from trainer.sampling.loading import is_model, load_tokenizer, without_library_bars
 
 
 class Verifier:
@@ -73,6 +73,12 @@ class Verifier:
         return logits.float().log_softmax(dim=-1)
 
 
+def verifier_place(path: str) -> str:
+    """The ``model/`` folder when ``path`` is the output of a training run, else ``path``."""
+    inner = Path(path, "model")
+    return str(inner) if is_model(inner) else path
+
+
 @functools.lru_cache(maxsize=2)
 def load_verifier(path: str, vocab_size: int, device: torch.device) -> Verifier:
     """Read a verifier from a folder, or from the hub's local cache by its id.
@@ -80,25 +86,44 @@ def load_verifier(path: str, vocab_size: int, device: torch.device) -> Verifier:
     Raises:
         UsageError: When there is none, or it does not fit the student.
     """
+    place = verifier_place(path)
     try:
+        config = AutoConfig.from_pretrained(place, local_files_only=True)
+        if type(config) not in AutoModelForCausalLM._model_mapping:
+            raise UsageError(
+                "the verifier is no causal language model", where=place, got=config.model_type
+            )
         with without_library_bars():
             model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, local_files_only=True
+                place, dtype=torch.float32, local_files_only=True
             )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UsageError("the verifier cannot be loaded", where=path, got=error) from error
+        absent = "neither a model's folder nor a model in the hub's local cache"
+        raise UsageError(
+            "the verifier cannot be loaded",
+            where=path,
+            got=error if Path(place).exists() else absent,
+        ) from error
     return Verifier(model.to(device), vocab_size)  # type: ignore[arg-type]
 
 
 def require_same_tokenizer(path: str, tokenizer: Any) -> None:
     """Refuse a verifier that gives its ids to other words than the student.
 
+    A student without a tokenizer has only ids, whose number the verifier checks.
+
     Raises:
-        UsageError: Naming the first word whose id differs.
+        UsageError: Naming the first word whose id differs, or when the verifier has no tokenizer.
     """
-    theirs = load_tokenizer(Path(path)) if Path(path).is_dir() else None
-    if theirs is None or tokenizer is None:
+    if tokenizer is None:
         return
+    theirs = _tokenizer_at(verifier_place(path))
+    if theirs is None:
+        raise UsageError(
+            "the verifier has no tokenizer to compare with the student's",
+            where=path,
+            remedy="save the tokenizer it was trained with beside it",
+        )
     ours, other = tokenizer.get_vocab(), theirs.get_vocab()
     differing = sorted(word for word in ours.keys() | other if ours.get(word) != other.get(word))
     if differing:
@@ -110,3 +135,12 @@ def require_same_tokenizer(path: str, tokenizer: Any) -> None:
             expected=ours.get(word, "absent"),
             remedy="take a verifier trained with the student's tokenizer",
         )
+
+
+def _tokenizer_at(place: str) -> Any:
+    if Path(place).is_dir():
+        return load_tokenizer(Path(place))
+    try:
+        return AutoTokenizer.from_pretrained(place, local_files_only=True)
+    except (OSError, ValueError, KeyError):
+        return None
