@@ -27,6 +27,8 @@ NUM     ?= 64
 ARGS    ?=
 
 export TOKENIZERS_PARALLELISM ?= true
+# Threads that spin at a barrier starve each other wherever another process wants the core too.
+export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo maze extract train sample eval test lint bench \
