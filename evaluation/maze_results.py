@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class MazeTask:
         teacher: The teacher, a causal language model.
         path_probabilities: The teacher's probability of each path.
         optimum: NFE -> success of the exact Bayes-optimal unconditioned model.
+        decodes: The teacher's rows found so far, by sampling seed, indices and first tokens.
     """
 
     maze: Maze
@@ -45,6 +46,7 @@ class MazeTask:
     teacher: Any
     path_probabilities: Mapping[Path_, float]
     optimum: Mapping[int, float]
+    decodes: dict[Any, Tensor] = field(default_factory=dict)
 
 
 def load_task(home: Path, nfe: Sequence[int]) -> MazeTask:
@@ -95,12 +97,21 @@ def moves_of(words: Sequence[str], samples: SampleSet) -> list[Path_ | None]:
 def score_samples(task: MazeTask, samples: SampleSet) -> tuple[Score, Score]:
     """Success, and agreement with the teacher's own decode of the same noise."""
     success = maze_success(task.maze, moves_of(task.words, samples), task.path_probabilities)
-    noise = sampling_noise(
-        samples.seed, torch.tensor(samples.indices), task.row_length, len(task.words)
-    )
-    first = torch.tensor([row[0] for row in samples.tokens])
-    decoded = teacher_decode(task.teacher, first, noise, task.row_length)
+    decoded = _teacher_rows(task, samples)
     return success, teacher_agreement(samples.tokens, decoded)
+
+
+def _teacher_rows(task: MazeTask, samples: SampleSet) -> Int[Tensor, "n l"]:
+    """The teacher's decode of the samples' noise; the same for every model, NFE and rule."""
+    first = tuple(row[0] for row in samples.tokens)
+    key = (samples.seed, tuple(samples.indices), first)
+    if key not in task.decodes:
+        indices = torch.tensor(samples.indices)
+        noise = sampling_noise(samples.seed, indices, task.row_length, len(task.words))
+        task.decodes[key] = teacher_decode(
+            task.teacher, torch.tensor(first), noise, task.row_length
+        )
+    return task.decodes[key]
 
 
 def pool(scores: Sequence[Score], agreements: Sequence[Score]) -> dict[str, Any]:
