@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from shards.configuration import parse_override
 from shards.console import progress_bar, run_command
 from shards.description import Description
 from shards.errors import IntegrityError, UsageError
+from shards.location import open_location
 from shards.store import ShardStore, ShardWriter, verify
 
 app = typer.Typer(
@@ -56,9 +58,9 @@ def show(
     row: Annotated[int, typer.Option(help="Row of the split, from 0.")] = 0,
     split: Annotated[str, typer.Option(help="Split.")] = "train",
     draw: Annotated[int, typer.Option(help="Which draw, for codecs that draw anew.")] = 0,
-    out: Annotated[Path, typer.Option(help="Page to write; a .png lies beside it.")] = Path(
-        "row.html"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="What to write: a page, .html, and its picture, .png, beside it.")
+    ] = Path("row.html"),
 ) -> None:
     """One row made visible: each token's probability, its noise and rank, the alternatives."""
     from shards.row_view import (
@@ -70,9 +72,16 @@ def show(
     first, views = view_row(ShardStore.open(store, allow_incomplete=True), split, row, draw)
     title = f"{split} row {row} of {store}"
     figure = row_figure(views, title)
-    write_bytes_atomic(out.with_suffix(".png"), figure)
-    write_bytes_atomic(out, row_page(first, views, title, figure).encode())
-    typer.echo(f"wrote {out} and {out.with_suffix('.png')}")
+    page, picture = _beside(out)
+    write_bytes_atomic(picture, figure)
+    write_bytes_atomic(page, row_page(first, views, title, figure).encode())
+    typer.echo(f"wrote {page} and {picture}")
+
+
+def _beside(out: Path) -> tuple[Path, Path]:
+    """A page and a picture of one stem, whichever of the two was named."""
+    stem = out.with_suffix("") if out.suffix in (".html", ".htm", ".png") else out
+    return stem.with_name(f"{stem.name}.html"), stem.with_name(f"{stem.name}.png")
 
 
 @app.command()
@@ -104,21 +113,49 @@ def subset(
     validation_rows: Annotated[
         int | None, typer.Option(help="First rows of validation to keep (all); 0 drops it.")
     ] = None,
+    splits: Annotated[
+        str | None, typer.Option(help="Splits to keep (all), with commas between.")
+    ] = None,
 ) -> None:
     """Keep the first rows: a row's number names its noise, so rows keep their places."""
     from shards.rewriting import subset as run
 
     source = ShardStore.open(store)
-    wanted = {"train": rows, "validation": validation_rows}
-    splits = {
-        name: num_rows if wanted.get(name) is None else wanted[name]
-        for name, num_rows in source.manifest.splits.items()
-    }
-    kept = {name: num_rows for name, num_rows in splits.items() if num_rows}
+    kept = _kept_rows(
+        source.manifest.splits,
+        splits.split(",") if splits else list(source.manifest.splits),
+        {"train": (rows, "--rows"), "validation": (validation_rows, "--validation-rows")},
+    )
     _require_other(store, out)
     with progress_bar("subset", sum(kept.values()) * source.manifest.row_length) as bar:
         writer = run(source, out, kept, bar)
     _finish(writer, out)
+
+
+def _kept_rows(
+    available: Mapping[str, int],
+    names: Sequence[str],
+    wanted: Mapping[str, tuple[int | None, str]],
+) -> dict[str, int]:
+    """Rows to keep of each split to keep, from the options."""
+    for name in names:
+        if name not in available:
+            raise UsageError(
+                "no such split", where="--splits", got=name, expected=", ".join(available)
+            )
+    kept = {name: available[name] for name in available if name in names}
+    for name, (num_rows, option) in wanted.items():
+        if num_rows is None:
+            continue
+        if name not in kept:
+            raise UsageError(
+                "rows of a split that is not kept", where=option, got=name, expected=", ".join(kept)
+            )
+        kept[name] = num_rows
+    kept = {name: num_rows for name, num_rows in kept.items() if num_rows}
+    if not kept:
+        raise UsageError("there would be no rows left", where="subset")
+    return kept
 
 
 @app.command()
@@ -148,7 +185,7 @@ def _num_tokens(store: ShardStore) -> int:
 
 
 def _require_other(store: str, out: str) -> None:
-    if Path(store).resolve() == Path(out).resolve():
+    if open_location(store).url == open_location(out).url:
         raise UsageError("a store cannot be its own source", where="--out", got=out)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shards.layout import shard_ranges
+from shards.layout import shard_files, shard_ranges
 from shards.store import ShardStore
 
 FP16_BYTES = 2
@@ -39,8 +39,8 @@ class Description:
         finished = [shard for shard in shards if shard not in unfinished]
         sizes = store.location.sizes()
         rows = sum(shard.num_rows for shard in finished)
-        chunks = tuple(f"{split}/" for split in manifest.splits)
-        shard_bytes = sum(n for name, n in sizes.items() if name.startswith(chunks))
+        files = (name for shard in finished for name in shard_files(manifest, shard).values())
+        shard_bytes = sum(sizes.get(name, 0) for name in files)
         return cls(
             store,
             len(shards),

@@ -79,6 +79,15 @@ class FileCache:
             ) from error
         return path
 
+    def discard_altered(self, record: FileRecord) -> bool:
+        """Remove the copy of a file if its content has changed since; whether it had."""
+        path = self.folder / record.sha256
+        with suppress(OSError):
+            if not record.matches(path.read_bytes()):
+                path.unlink(missing_ok=True)
+                return True
+        return False
+
     def _keep(self, path: Path, data: bytes) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._make_room(len(data))

@@ -56,6 +56,10 @@ class Location(Protocol):
         """A local file with the content that ``record`` describes: the file itself, or a copy."""
         ...
 
+    def discard_altered_copy(self, record: FileRecord) -> bool:
+        """Drop the local copy of a file if it is not what ``record`` says; whether it was so."""
+        ...
+
     def claim(self, name: str, *, wait: bool) -> AbstractContextManager[bool]:
         """Hold ``name`` against every other process while the context lasts; False if taken."""
         ...
@@ -95,7 +99,7 @@ class LocalLocation:
     """A folder on a file system with atomic rename and flock."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root.expanduser().absolute()
+        self.root = root.expanduser().resolve()
 
     @property
     def url(self) -> str:
@@ -150,6 +154,9 @@ class LocalLocation:
 
     def local_file(self, name: str, record: FileRecord) -> Path:
         return self.path(name)  # checked by its reader, chunk by chunk
+
+    def discard_altered_copy(self, record: FileRecord) -> bool:
+        return False  # the file itself is no copy
 
     def claim(self, name: str, *, wait: bool) -> AbstractContextManager[bool]:
         return self._claim(name, wait)

@@ -22,7 +22,7 @@ from shards.layout import ShardRange, shard_file, shard_ranges
 from shards.ledger import ShardRecord, read_record
 from shards.location import Location
 from shards.manifest import FileRecord, Manifest
-from shards.native import NativeArray, NativeShards, read_file_range
+from shards.native import DamagedShard, NativeArray, NativeShards, read_file_range
 
 REWRITE = "run the extraction again: it writes this shard anew and keeps the others"
 
@@ -167,12 +167,23 @@ class SplitReader:
                 remedy=REWRITE,
             )
 
+    def _read_native(self, array: NativeShards, record: FileRecord, start: int) -> np.ndarray:
+        """A chunk; where a disk has spoilt the copy of a remote file, from a new copy."""
+        index = start // self.rows_per_chunk
+        try:
+            return array.read_chunk(index)
+        except DamagedShard:
+            if not self.location.discard_altered_copy(record):
+                raise
+            return array.read_chunk(index)
+
     def _read(self, shard: ShardRange, name: str, start: int, stop: int) -> np.ndarray:
         array = self._arrays[name]
         file = shard_file(self.manifest, self.split, name, shard.index)
         try:
             if isinstance(array, NativeShards):
-                return array.read_chunk(start // self.rows_per_chunk)[: stop - start]
+                record = self._records[shard.index].files[file]
+                return self._read_native(array, record, start)[: stop - start]
             self._check_size(shard, file)
             return np.asarray(array[start:stop])
         except GdistillError:

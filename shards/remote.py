@@ -27,9 +27,11 @@ from shards.errors import GdistillError, UsageError
 from shards.file_cache import FileCache
 from shards.manifest import FileRecord
 
-CLAIMS = ".claims"
+CLAIMS, TAKEOVER = ".claims", "~"
 LEASE_SECONDS = 120.0
 POLL_SECONDS = 0.5
+NO_BUCKET = "bucket does not exist"
+"""How the absence of the whole place differs, in a client's words, from that of a file."""
 
 
 class RemoteLocation:
@@ -123,17 +125,20 @@ class RemoteLocation:
         """
         return self.cache.fetch(record, lambda: self.read(name))
 
+    def discard_altered_copy(self, record: FileRecord) -> bool:
+        """Drop the cached copy of a file if it is not what ``record`` says; whether it was so."""
+        return self.cache.discard_altered(record)
+
     def claims(self) -> list[str]:
         """Names held now, or left behind by a process that was killed."""
         with self._explained(CLAIMS, "list"):
             self._files.invalidate_cache()
             try:
-                return sorted(
-                    path.rpartition("/")[2] for path in self._files.find(self._path(CLAIMS))
-                )
+                found = self._files.find(self._path(CLAIMS))
             except FileNotFoundError:
                 return []
-        return sorted(path.rpartition("/")[2] for path in found)
+        names = (path.rpartition("/")[2] for path in found)
+        return sorted(name for name in names if TAKEOVER not in name)
 
     def claim(self, name: str, *, wait: bool) -> AbstractContextManager[bool]:
         """Hold ``name`` against every other process while the context lasts; False if taken."""
@@ -155,32 +160,56 @@ class RemoteLocation:
         finally:
             released.set()
             renewal.join()
-            self.delete(name)
+            if self._holder(name) == owner["id"]:
+                self.delete(name)
 
     def _take(self, name: str, owner: Mapping[str, Any]) -> bool:
-        """Create the claim object, clearing away one that is void."""
+        """Create the claim object, or take over one that is void."""
         with self._explained(name, "claim"):
             path = self._path(name)
             self._make_folder(path)
-            for _ in range(2):
-                try:
-                    self._files.pipe_file(path, _claim_bytes(owner), mode="create")
-                    return True
-                except FileExistsError:
-                    if not self._is_void(name):
-                        return False
-                    self.delete(name)
-        return False
+            try:
+                self._files.pipe_file(path, _claim_bytes(owner), mode="create")
+                return True
+            except FileExistsError:
+                held = self._held(name)
+                return self._is_void(held) and self._take_over(name, held, owner)
 
-    def _is_void(self, name: str) -> bool:
+    def _take_over(self, name: str, void: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
+        """Put our claim in a void one's place; of several processes that try, one does.
+
+        Whoever may do it holds a claim on the void claim's id, and looks again before writing: by
+        then another may have taken over and let go of that second claim. One left by a process
+        killed in between becomes void itself.
+        """
+        takeover = f"{name}{TAKEOVER}{void.get('id', '')}"
+        if not self._take(takeover, owner):
+            return False
+        try:
+            if self._holder(name) != void.get("id"):
+                return False
+            self._files.pipe_file(self._path(name), _claim_bytes(owner))
+            return True
+        finally:
+            self.delete(takeover)
+
+    def _held(self, name: str) -> dict[str, Any]:
+        """What a claim says; nothing if it is gone, or no claim of ours."""
+        try:
+            value = json.loads(self.read(name))
+        except (FileNotFoundError, ValueError):
+            return {}
+        return value if isinstance(value, dict) else {}
+
+    def _holder(self, name: str) -> str | None:
+        return self._held(name).get("id")
+
+    def _is_void(self, held: Mapping[str, Any]) -> bool:
         """Whether a claim's holder has died here, or has stopped renewing it elsewhere."""
         try:
-            held = json.loads(self.read(name))
             if held["host"] == socket.gethostname() and not _is_alive(int(held["pid"])):
                 return True
             return time.time() - held["renewed"] > self._lease_seconds
-        except FileNotFoundError:
-            return True
         except (ValueError, KeyError, TypeError):  # not a claim that any version of ours wrote
             return True
 
@@ -188,6 +217,8 @@ class RemoteLocation:
         while not released.wait(self._lease_seconds / 4):
             # A renewal that fails is tried again; only if all fail does the claim run out.
             with suppress(Exception):
+                if self._holder(name) != owner["id"]:  # we were too slow; it is another's now
+                    return
                 self._files.pipe_file(self._path(name), _claim_bytes(owner))
 
     def zarr_store(self) -> Store:
@@ -202,7 +233,7 @@ class RemoteLocation:
         except (FileExistsError, GdistillError):
             raise
         except FileNotFoundError as error:
-            if verb == "read":
+            if verb == "read" and NO_BUCKET not in str(error):
                 raise FileNotFoundError(name) from error
             raise self._failed(name, verb, error) from error
         except Exception as error:  # every storage client has exceptions of its own

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shards.errors import GdistillError
+from shards.errors import GdistillError, IntegrityError
 from shards.layout import ShardRange, shard_files, shard_ranges
 from shards.ledger import read_record, record_file
 from shards.location import Location, as_location
@@ -41,36 +41,47 @@ def verify(location: str | Path | Location, advance: Progress | None = None) -> 
 
     Args:
         location: A folder or URL.
-        advance: Called with the number of bytes of every file checked.
+        advance: Called with the bytes of every file there is, once it has been looked at.
+
+    Raises:
+        GdistillError: If the place cannot be read at all.
     """
     place = as_location(location)
     try:
-        manifest = Manifest.from_bytes(place.read(MANIFEST_FILE), f"{place.url}/{MANIFEST_FILE}")
+        data = place.read(MANIFEST_FILE)
     except FileNotFoundError:
         return [Problem(MANIFEST_FILE, "missing", "restore it from a copy: there is no store here")]
-    except GdistillError as error:
+    try:
+        manifest = Manifest.from_bytes(data, f"{place.url}/{MANIFEST_FILE}")
+    except IntegrityError as error:
         return [Problem(MANIFEST_FILE, str(error), "restore it from a copy")]
+    except GdistillError as error:
+        return [Problem(MANIFEST_FILE, str(error), "nothing else was checked")]
     return list(_problems(place, manifest, advance or (lambda _: None)))
 
 
 def _problems(place: Location, manifest: Manifest, advance: Progress) -> Iterator[Problem]:
     known = {MANIFEST_FILE, *manifest.files}
     again = "run the command that wrote the store again"
+    sizes = place.sizes()
+    advance(sizes.get(MANIFEST_FILE, 0))
     for name, record in manifest.files.items():
-        what = _check(place, name, record, advance)
+        what = _check(place, name, record)
+        advance(sizes.get(name, 0))
         if what:
             yield Problem(name, what, again)
     for split in manifest.splits:
         for shard in shard_ranges(manifest, split):
-            known |= {record_file(shard), *shard_files(manifest, shard).values()}
-            yield from _shard_problems(place, manifest, shard, advance)
-    for name in sorted(set(place.sizes()) - known):
+            files = {record_file(shard), *shard_files(manifest, shard).values()}
+            known |= files
+            yield from _shard_problems(place, manifest, shard)
+            advance(sum(sizes.get(name, 0) for name in files))
+    for name in sorted(set(sizes) - known):
+        advance(sizes[name])
         yield Problem(name, "not a file of this store", "remove it")
 
 
-def _shard_problems(
-    place: Location, manifest: Manifest, shard: ShardRange, advance: Progress
-) -> Iterator[Problem]:
+def _shard_problems(place: Location, manifest: Manifest, shard: ShardRange) -> Iterator[Problem]:
     again = "run the extraction again: it writes this shard anew"
     try:
         record = read_record(place, manifest, shard)
@@ -81,19 +92,18 @@ def _shard_problems(
         yield Problem(record_file(shard), "the shard is not finished", again, shard)
         return
     for name, entry in record.files.items():
-        what = _check(place, name, entry, advance)
+        what = _check(place, name, entry)
         if what:
             yield Problem(name, what, again, shard)
 
 
-def _check(place: Location, name: str, expected: FileRecord, advance: Progress) -> str:
+def _check(place: Location, name: str, expected: FileRecord) -> str:
     try:
         data = place.read(name)
     except FileNotFoundError:
         return "missing"
     except GdistillError as error:
         return str(error)
-    advance(len(data))
     if len(data) != expected.num_bytes:
         return f"{len(data)} bytes, expected {expected.num_bytes}"
     return "" if expected.matches(data) else "altered: its hash is not the recorded one"

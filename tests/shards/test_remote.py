@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
+from threading import Barrier, Thread
 
 import fsspec
 import numpy as np
@@ -141,6 +142,51 @@ def test_a_claim_no_longer_renewed_is_void(url: str) -> None:
             assert not also_mine
 
 
+def _count_holders(place: RemoteLocation, start: Barrier, holders: list[int]) -> None:
+    start.wait()
+    with place.claim("train-000000", wait=False) as mine:
+        if mine:
+            holders.append(1)
+            time.sleep(0.3)
+
+
+def test_one_process_takes_over_a_void_claim(url: str) -> None:
+    elsewhere = {"host": "another.example", "pid": 1, "renewed": time.time() - 1e6}
+    for round_ in range(5):
+        place = RemoteLocation(url)
+        place.write(".claims/train-000000", json.dumps({**elsewhere, "id": str(round_)}).encode())
+        start, holders = Barrier(6), list[int]()
+        threads = [
+            Thread(target=_count_holders, args=(RemoteLocation(url), start, holders))
+            for _ in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert holders == [1]
+        assert place.claims() == [] and place.sizes(".claims") == {}
+
+
+def test_a_takeover_cut_short_does_not_block(url: str) -> None:
+    place = RemoteLocation(url)
+    void = {"host": "another.example", "pid": 1, "id": "x", "renewed": time.time() - 1e6}
+    place.write(".claims/train-000000", json.dumps(void).encode())
+    place.write(".claims/train-000000~x", json.dumps({**void, "id": "y"}).encode())
+    with place.claim("train-000000", wait=False) as mine:
+        assert mine and place.claims() == ["train-000000"]
+    assert place.claims() == []
+
+
+def test_who_was_too_slow_leaves_the_claim_to_its_new_holder(url: str) -> None:
+    place = RemoteLocation(url)
+    other = {"host": "another.example", "pid": 1, "id": "x", "renewed": time.time()}
+    with place.claim("train-000000", wait=False) as mine:
+        assert mine
+        place.write(".claims/train-000000", json.dumps(other).encode())
+    assert place.claims() == ["train-000000"]
+
+
 def _hold(url: str, held: str) -> None:
     with open_location(url).claim("train-000001", wait=False):
         Path(held).touch()
@@ -197,6 +243,19 @@ def test_the_cache_serves_what_it_has(url: str, tmp_path: Path) -> None:
     assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
+def test_a_spoilt_copy_is_fetched_again(url: str, tmp_path: Path) -> None:
+    write_store(url)
+    reader = ShardStore.open(RemoteLocation(url, cache=FileCache(tmp_path))).split("train")
+    expected = reader.read_rows(0, 28)
+    for copy in tmp_path.iterdir():
+        data = bytearray(copy.read_bytes())
+        data[len(data) // 3] ^= 1
+        copy.write_bytes(data)
+    again = ShardStore.open(RemoteLocation(url, cache=FileCache(tmp_path))).split("train")
+    found = again.read_rows(0, 28)
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
 def test_eviction_keeps_to_its_size_and_to_its_own_copies(url: str, tmp_path: Path) -> None:
     write_store(url)
     whole = remote_bytes(url)
@@ -234,8 +293,9 @@ def test_the_cache_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 def test_mistakes_are_named(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="no store there"):
         ShardStore.open(f"{bucket}/nothing")
-    with pytest.raises(GdistillError, match=r"cannot \w+ the remote store"):
-        open_writer("s3://no-such-bucket/store")
+    for act in (open_writer, ShardStore.open, verify):
+        with pytest.raises(GdistillError, match=r"cannot \w+ the remote store.*check bucket"):
+            act("s3://no-such-bucket/store")
     with pytest.raises(UsageError, match="unknown kind"):
         open_location("nonsense://store")
     # A client of its own, or fsspec would hand out the one that knows the server.

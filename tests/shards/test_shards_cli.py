@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -108,7 +110,8 @@ def test_info_says_what_is_there(run: Run, tmp_path: Path) -> None:
     assert value["manifest_sha256"] == writer.manifest.sha256
     sizes = {n: len(data) for n, data in file_bytes(tmp_path).items()}
     assert value["num_bytes"] == sum(sizes.values())
-    shards = sum(size for name, size in sizes.items() if name.startswith(("train/", "validation/")))
+    files = [name for name in sizes if name.startswith(("train/", "validation/")) and "/c/" in name]
+    shards = sum(sizes[name] for name in files)
     assert value["bytes_per_token"] == pytest.approx(shards / value["num_tokens"])
     assert value["fp16_vector_bytes_per_token"] == 100
 
@@ -259,3 +262,70 @@ def test_show_writes_a_page_and_a_picture(run: Run, posterior: ShardStore, tmp_p
     assert run("show", posterior.location.url, "--row", 2, "--out", out)[0] == 0
     assert out.read_text().count("<tr><td>") == LENGTH - 1
     assert (tmp_path / "row.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_half_written_shards_do_not_count(run: Run, tmp_path: Path) -> None:
+    write_store(tmp_path)
+    whole = json.loads(run("info", tmp_path, "--json")[1])
+    (tmp_path / "ledger" / "train" / "000000.json").unlink()
+    part = json.loads(run("info", tmp_path, "--json")[1])
+    assert part["num_tokens"] == whole["num_tokens"] - 8 * 6
+    files = [tmp_path / "train" / name / "c" for name in ("values", "ids", "mass")]
+    files += [tmp_path / "train" / name / "c" for name in ("tokens", "token_log_probs")]
+    dropped = sum(f.stat().st_size for c in files for f in (c / "0").rglob("*") if f.is_file())
+    dropped += sum((c / "0").stat().st_size for c in files if (c / "0").is_file())
+    before = whole["bytes_per_token"] * whole["num_tokens"]
+    assert dropped > 0
+    assert part["bytes_per_token"] * part["num_tokens"] == pytest.approx(before - dropped)
+
+
+def test_a_subset_of_some_splits(run: Run, posterior: ShardStore, tmp_path: Path) -> None:
+    url, out = posterior.location.url, tmp_path / "out"
+    assert run("subset", url, "--splits", "validation", "--out", out)[0] == 0
+    assert dict(ShardStore.open(out).manifest.splits) == {"validation": 3}
+    code, text = run("subset", url, "--splits", "train,tset", "--out", tmp_path / "x")
+    assert code == 2 and "tset" in text and "validation" in text
+    code, text = run("subset", url, "--splits", "validation", "--rows", 2, "--out", tmp_path / "x")
+    assert code == 2 and "--rows" in text
+
+
+def test_an_empty_subset_is_refused(run: Run, posterior: ShardStore, tmp_path: Path) -> None:
+    options = ("--rows", 0, "--validation-rows", 0, "--out", tmp_path / "x")
+    code, text = run("subset", posterior.location.url, *options)
+    assert code == 2 and "no rows" in text
+    assert not (tmp_path / "x").exists()
+
+
+def test_another_name_of_a_store_is_still_its_source(run: Run, tmp_path: Path) -> None:
+    write_store(tmp_path / "a")
+    for other in (f"file://{tmp_path}/a", tmp_path / "b" / ".." / "a"):
+        code, text = run("merge", tmp_path / "a", "--out", other)
+        assert code == 2 and "its own source" in text
+
+
+@pytest.mark.parametrize("name", ["row.png", "row.html", "row"])
+def test_the_page_and_the_picture_never_share_a_name(
+    run: Run, posterior: ShardStore, tmp_path: Path, name: str
+) -> None:
+    code, text = run("show", posterior.location.url, "--out", tmp_path / name)
+    assert code == 0, text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["row.html", "row.png"]
+    assert (tmp_path / "row.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "row.html").read_text().startswith("<!doctype html>")
+
+
+def test_verify_counts_every_byte_it_will_read(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_store(tmp_path)
+    read: list[int] = []
+    totals: list[int] = []
+
+    @contextmanager
+    def counted(_: str, total: int, **__: object) -> Iterator[Any]:
+        totals.append(total)
+        yield SimpleNamespace(advance=read.append)
+
+    monkeypatch.setattr(cli, "progress_bar", counted)
+    assert run("verify", tmp_path)[0] == 0
+    assert totals == [sum(read)]
