@@ -91,17 +91,18 @@ class SplitReader:
     def _native(self, array: NativeArray, name: str) -> NativeShards:
         files = [shard_file(self.manifest, self.split, name, s.index) for s in self._shards]
 
+        paths: dict[int, str] = {}
+
         def record(shard: int) -> FileRecord:
             return self._records[shard].files[files[shard]]
 
         def read_range(shard: int, start: int, length: int) -> bytes:
             num_bytes = record(shard).num_bytes
-            path = self.location.local_file(files[shard], record(shard))
             try:
-                return read_file_range(str(path), start, length, num_bytes)
-            except FileNotFoundError:  # a copy may be evicted by another process just now
-                path = self.location.local_file(files[shard], record(shard))
-                return read_file_range(str(path), start, length, num_bytes)
+                return read_file_range(paths[shard], start, length, num_bytes)
+            except (KeyError, FileNotFoundError):  # not asked for yet, or a copy since evicted
+                paths[shard] = str(self.location.local_file(files[shard], record(shard)))
+                return read_file_range(paths[shard], start, length, num_bytes)
 
         return NativeShards(array, read_range, lambda shard: record(shard).num_bytes)
 
