@@ -25,6 +25,7 @@ from benchmarks.steps import finish_step, online_batch, tiled_loss, update
 from benchmarks.synthetic import make_student, make_teacher, random_batch
 from shards.atomic import write_json_atomic
 from shards.errors import GdistillError
+from shards.keyed_exponentials import noise_kernel, use_noise_kernel
 from trainer.batch import Batch
 from trainer.optimization import make_optimizer
 from trainer.settings import OptimizationConfig
@@ -172,6 +173,8 @@ def run_suite(shape: SuiteShape, device: torch.device) -> dict[str, Any]:
         GdistillError: When a check fails; nothing is timed then.
     """
     start, found = time.monotonic(), {}
+    obstacle = use_noise_kernel("auto", device)
+    found["noise_kernel"] = noise_kernel() + (f": {obstacle}" if obstacle else "")
     found["checks"] = check_everything(shape.vocab_size, device)
     wrong = [name for name, check in found["checks"].items() if not check["passed"]]
     if wrong:

@@ -14,6 +14,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -30,15 +31,21 @@ from benchmarks.stream_data import ARRAYS, Shape, read_shape
 
 PEERS = Path(sys.prefix) / "stream-peers"
 MAX_SECONDS = 15
+MODULES = {
+    "ShardStream": "shards.store",
+    "zarr-python": "zarr",
+    "datasets": "datasets",
+    "mosaicml-streaming": "streaming",
+    "litdata": "litdata",
+}
+"""What each loader imports, by the first word of its name."""
 Batches = Iterable[dict[str, Tensor]]
 
 
 def import_modules(name: str) -> None:
     """Import what a loader needs, so that its clock does not run during imports."""
     import_peers()
-    modules = {"Shard": "shards.store", "zarr": "zarr", "datas": "datasets"}
-    modules |= {"mosai": "streaming", "litda": "litdata"}
-    importlib.import_module(modules[name[:5]])
+    importlib.import_module(MODULES[re.split(r"[ ,]", name)[0]])
 
 
 def import_peers() -> None:

@@ -21,6 +21,7 @@ from benchmarks.measure import best, interleaved_seconds, machine
 from benchmarks.steps import dense_gumbels, dense_loss, finish_step, online_batch, tiled_loss
 from benchmarks.synthetic import make_student, make_teacher, read_batch, write_store
 from shards.atomic import write_json_atomic
+from shards.keyed_exponentials import use_noise_kernel
 from shards.store import ShardStore
 from trainer.batch import Batch
 from trainer.optimization import make_optimizer
@@ -109,9 +110,11 @@ def main(
         str, typer.Option(help="layers,width,heads; empty for none.")
     ] = "36,1280,20",
     device: str = "cpu",
+    noise_kernel: Annotated[str, typer.Option(help="eager or compiled, on all sides.")] = "eager",
 ) -> None:
     """Measure every preset and codec, write the JSON, print the ratios."""
     target, results = torch.device(device), {}
+    use_noise_kernel(noise_kernel, target)
     shape = tuple(int(part) for part in teacher.split(",")) if teacher else None
     for codec in codecs.split(","):
         with tempfile.TemporaryDirectory() as folder:
@@ -135,7 +138,12 @@ def main(
                     keys = ("ratio_to_dense", "ratio_to_dense_given_xi", "decoupling_gain")
                     shown = "; ".join(f"{k} {found[k]:.3f}" for k in keys if k in found)
                     print(f"{name}: {shown}", flush=True)
-    size = {"batch_size": batch_size, "row_length": row_length, "vocab_size": vocab_size}
+    size = {
+        "noise_kernel": noise_kernel,
+        "batch_size": batch_size,
+        "row_length": row_length,
+        "vocab_size": vocab_size,
+    }
     record = {"machine": machine(target), "shape": size, "teacher": teacher, "steps": results}
     write_json_atomic(out, {**record, "bars": {"ratio_to_dense": 0.6}})
 

@@ -11,7 +11,7 @@ changes nothing but the rounding of the teacher's float arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -33,6 +33,7 @@ from shards.store import ShardRange, ShardWriter
 Process = Callable[[TeacherOutput], TeacherOutput]
 LIVE_BATCHES_CPU, LIVE_BATCHES_GPU = 2, 3
 LIVE_SHARDS = 2
+CPU_PART_ELEMENTS = 1 << 19
 
 
 def unchanged(output: TeacherOutput) -> TeacherOutput:
@@ -163,7 +164,8 @@ class Extractor:
                 check_output(output, arrays.shard.split)
             arrays.fill(first + part.start, encoded)
 
-        in_halves(work, slice(0, len(raw.tokens)))
+        for part in encoding_parts(raw.logits):
+            in_halves(work, part)
         bar.advance(raw.tokens.shape[0] * (raw.tokens.shape[1] + 1))
 
     def _hand_over(self, arrays: ShardArrays, storage: Background) -> None:
@@ -174,6 +176,13 @@ class Extractor:
         self.writer.write(arrays.shard, arrays.arrays)
         self.num_extracted_tokens += self._num_tokens(arrays.shard)
         self._claims.pop(arrays.shard).close()
+
+
+def encoding_parts(logits: Tensor) -> Iterator[slice]:
+    """Rows to encode at once: on a CPU few enough for their temporaries to stay in its cache."""
+    num_rows, row_elements = len(logits), logits[0].numel()
+    rows = num_rows if logits.is_cuda else max(1, CPU_PART_ELEMENTS // row_elements)
+    return BatchSize(rows).parts(num_rows)
 
 
 def token_log_probs(output: TeacherOutput) -> Tensor:

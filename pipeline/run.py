@@ -26,6 +26,7 @@ from pipeline.settings import ExtractRequest
 from pipeline.stage1 import prepare_tokens
 from pipeline.summary import StoreSummary, corpus_lines
 from pipeline.teacher import Teacher, check_row_length, check_vocabulary, resolve_device
+from pipeline.tokenization import load_tokenizer
 from pipeline.tokens import TokenDataset
 from pipeline.workers import Stopped, StopRequest, Worker
 from shards.atomic import write_json_atomic
@@ -86,9 +87,10 @@ def prepare(request: ExtractRequest, worker: Worker) -> Inputs:
     request = request.with_row_length(files.context_length)
     assert request.corpus.row_length is not None
     check_row_length(files, request.corpus.row_length)
-    tokenizer = request.settings.teacher.tokenizer or files.folder
+    place = request.settings.teacher.tokenizer or files.folder
+    tokenizer = load_tokenizer(place)
+    check_vocabulary(files.num_logits, len(tokenizer), f"{place} and {files.name}")
     dataset = prepare_tokens(request.corpus, tokenizer, request.out, main_process=worker.is_main)
-    check_vocabulary(files.num_logits, dataset.vocab_size, f"{tokenizer} and {files.name}")
     if dataset.max_token_id >= dataset.vocab_size:
         raise UsageError(
             "token id outside the vocabulary",

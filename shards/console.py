@@ -9,11 +9,15 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from shards.errors import GdistillError
 
 stderr = Console(stderr=True, highlight=False)
+DESCRIPTION_WIDTH = 18
+FIGURES_WIDTH = 58
+"""Of description, counts, rate and time together."""
 
 
 def run_command(app: Callable[[], object]) -> None:
@@ -50,6 +54,23 @@ def _si(value: float | int) -> str:
             return f"{value:.0f}{prefix}" if prefix == "" else f"{value:.1f}{prefix}"
         value /= 1000
     return f"{value:.1f}T"
+
+
+def _columns(width: int) -> list[ProgressColumn]:
+    """What fits one line of a terminal; a bar that wraps is no bar."""
+
+    def column(at_most: int | None = None) -> Column:
+        return Column(no_wrap=True, overflow="ellipsis", max_width=at_most)
+
+    name = TextColumn("{task.description}", table_column=column(DESCRIPTION_WIDTH))
+    rate = _Rate(table_column=column())
+    left = TimeRemainingColumn(elapsed_when_finished=True, table_column=column())
+    bar_width = min(24, (width - FIGURES_WIDTH) // 2)
+    if bar_width < 4:
+        return [name, rate, left]
+    note_width = max(1, width - FIGURES_WIDTH - bar_width)
+    note = TextColumn("{task.fields[note]}", table_column=column(note_width))
+    return [name, BarColumn(bar_width), rate, left, note]
 
 
 class Bar:
@@ -90,13 +111,6 @@ def progress_bar(
     if not main_process:
         yield Bar()
         return
-    columns = (
-        TextColumn("{task.description:<22}"),
-        BarColumn(bar_width=24),
-        _Rate(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        TextColumn("{task.fields[note]}"),
-    )
-    with Progress(*columns, console=stderr, refresh_per_second=4) as progress:
+    with Progress(*_columns(stderr.width), console=stderr, refresh_per_second=4) as progress:
         task = progress.add_task(description, total=total, completed=done, unit=unit, note="")
         yield Bar(progress, task)

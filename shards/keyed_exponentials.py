@@ -11,7 +11,7 @@ Philox call serves four vocabulary ids, its first two rounds are shared along ro
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, no_type_check
+from typing import Literal, get_args, no_type_check
 
 import torch
 from jaxtyping import Float
@@ -29,7 +29,7 @@ from shards.philox import (
 )
 from shards.position_keys import PositionKeys
 
-NoiseKernel = Literal["eager", "compiled"]
+NoiseKernel = Literal["auto", "eager", "compiled"]
 Words = list[Tensor]
 
 SHARED_ROUNDS = 2
@@ -41,23 +41,41 @@ SMALLEST_COMPILED = 1 << 12
 _compiled: Callable[..., Tensor] | None = None
 
 
-def use_noise_kernel(kernel: str) -> None:
+def use_noise_kernel(kernel: str, device: torch.device | str = "cpu") -> str:
     """Choose the kernel of this process; ``eager`` until told otherwise.
 
-    ``compiled`` compiles at once (some seconds) and is compared with ``eager`` bit for bit.
+    ``compiled`` compiles at once (some seconds) and is compared with ``eager`` bit for bit on the
+    device. ``auto`` does so on CUDA, where the eager one is bound by memory traffic, and stays with
+    ``eager`` elsewhere, or where it cannot be compiled.
+
+    Returns:
+        Why ``auto`` went without the compiled kernel on a CUDA device; else empty.
 
     Raises:
         UsageError: For an unknown name.
-        GdistillError: If it cannot be compiled here, or differs; the kernel is then unchanged.
+        GdistillError: If ``compiled`` cannot be compiled, or differs; the kernel is then unchanged.
     """
     global _compiled
-    if kernel not in ("eager", "compiled"):
-        raise UsageError("unknown noise kernel", got=kernel, expected="eager or compiled")
-    _compiled = _compile() if kernel == "compiled" else None
+    if kernel not in get_args(NoiseKernel):
+        raise UsageError(
+            "unknown noise kernel", got=kernel, expected="one of auto, eager, compiled"
+        )
+    device = torch.device(device)
+    if kernel == "eager" or (kernel == "auto" and device.type != "cuda"):
+        _compiled = None
+        return ""
+    try:
+        _compiled = _compile(device)
+    except GdistillError as error:
+        if kernel == "compiled":
+            raise
+        _compiled = None
+        return str(error)
+    return ""
 
 
-def noise_kernel() -> NoiseKernel:
-    """The kernel in use."""
+def noise_kernel() -> str:
+    """The kernel in use, ``eager`` or ``compiled``."""
     return "compiled" if _compiled is not None else "eager"
 
 
@@ -157,8 +175,8 @@ def _functional(
     return torch.stack([exponential_from_bits(words) for words in lanes], dim=-1)
 
 
-def _compile() -> Callable[..., Tensor]:
-    index = torch.arange(96)
+def _compile(device: torch.device) -> Callable[..., Tensor]:
+    index = torch.arange(96, device=device)
     keys = PositionKeys(0x123456789ABCDEF, index, index + 1, 7)
     rows, columns = _shared_rounds(keys, 0, 1000)
     kernel: Callable[..., Tensor] = torch.compile(_functional, dynamic=True, fullgraph=True)

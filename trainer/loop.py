@@ -19,7 +19,8 @@ import torch
 
 from shards.atomic import write_json_atomic
 from shards.configuration import to_mapping
-from shards.console import Bar, progress_bar
+from shards.console import Bar, progress_bar, stderr
+from shards.keyed_exponentials import use_noise_kernel
 from shards.seeding import derive_seed
 from shards.store import ShardStore
 from shards.stream import RowBatch, ShardStream
@@ -79,6 +80,9 @@ class Trainer:
         self.config, self.store, self.out = config, store, out
         training = config.training
         self.accelerator = open_accelerator(training, out / "tensorboard")
+        obstacle = use_noise_kernel(training.noise_kernel, self.accelerator.device)
+        if obstacle and self.accelerator.is_main_process:
+            stderr.print(f"noise kernel: eager; {obstacle}", markup=False)
         self.identity = run_identity(config, store.manifest, init_from)
         self.student = build_student(config, store, init_from)
         with_noise = self.student.is_conditioned

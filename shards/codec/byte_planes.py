@@ -29,7 +29,7 @@ def to_planes(
 ) -> dict[str, UInt8[Tensor, "*shape"]]:
     """The arrays of some integers in 0..max_value."""
     planes = plane_names(name, max_value)
-    return {plane: (values >> 8 * i & 0xFF).to(torch.uint8) for i, plane in enumerate(planes)}
+    return {plane: (values >> 8 * i).to(torch.uint8) for i, plane in enumerate(planes)}
 
 
 def from_planes(name: str, arrays: Arrays, max_value: int) -> Int[Tensor, "*shape"]:

@@ -12,7 +12,8 @@ from shards.codec.protocol import TeacherOutput
 from shards.noise import KeyedPosterior, PositionKeys
 from shards.probabilities import DenseProbabilities
 
-PART_ELEMENTS = 1 << 23
+PART_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 23}
+"""Temporaries should stay in a core's cache, and should fill a GPU."""
 
 
 def position_keys(output: TeacherOutput, seed: int, draw: int = 0) -> PositionKeys:
@@ -40,7 +41,8 @@ def encode_in_parts(
     A codec makes several temporaries as large as the log-probabilities it is given; this keeps
     them small. The result does not depend on the parts.
     """
-    step = max(1, PART_ELEMENTS // output.log_probs.shape[-1])
+    device = output.log_probs.device.type
+    step = max(1, PART_ELEMENTS.get(device, 1 << 20) // output.log_probs.shape[-1])
     num_positions = output.tokens.numel()
     parts = [encode(slice(first, first + step)) for first in range(0, num_positions, step)]
     return {

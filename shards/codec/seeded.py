@@ -29,6 +29,7 @@ from shards.errors import UsageError
 from shards.gumbel import add_wait_
 from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys, ShiftedNoise
 
+LARGEST_EXPONENTIAL = 16.7
 LARGEST_SHIFT_NATS = 26.0
 """log(E_0 / E_j) with E_0 <= 16.7 and E_j >= 1.2e-10."""
 MAX_COARSENING = 24
@@ -71,14 +72,15 @@ class SeededCodec:
     """Arrays: ``shift_gap`` [M] in byte planes, frequency rank less that of the stored entry before
     (the first plus 1), 0 where unused; ``shift_code`` [M] in byte planes; ``coarsening`` uint8.
 
-    A position with more shifts above eps than M slots is stored at eps * 2^coarsening, the least
-    that fits, so its error may pass eps. With the default M that takes a distribution near the
-    bound above *and* E_0 of about 5 or more: of 2,560 uniform distributions over 50,257 entries 22
-    were stored at 2 eps. ``max_entries`` of 20 times the bound leaves no such position.
+    Given E_0 the number of shifts above eps is a sum of independent events with a mean of at most
+    E_0 / (e^eps - 1), and the generator gives no E_0 above 16.7: the default M is that mean plus
+    six standard deviations, which no distribution fills. Unused slots cost next to nothing once
+    compressed. Where ``max_entries`` is set lower, a position with more shifts than slots is stored
+    at eps * 2^coarsening, the least that fits, and its error may pass eps.
 
     Attributes:
         tolerance_nats: eps, the largest error of any xi where ``coarsening`` is 0.
-        max_entries: M; None for 5.2 times the bound on the expected number, at most V.
+        max_entries: M; None for as many as any distribution takes, at most V.
     """
 
     tolerance_nats: float = 0.01
@@ -104,7 +106,8 @@ class SeededCodec:
         return ShiftScale(self.tolerance_nats)
 
     def _num_slots(self, vocab_size: int) -> int:
-        wanted = self.max_entries or math.ceil(5.2 / math.expm1(self.tolerance_nats))
+        most = LARGEST_EXPONENTIAL / math.expm1(self.tolerance_nats)
+        wanted = self.max_entries or math.ceil(most + 6 * math.sqrt(most))
         return min(wanted, vocab_size)
 
     def array_specs(self, vocab_size: int, hidden_size: int | None) -> dict[str, ArraySpec]:

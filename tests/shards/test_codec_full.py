@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shards.codec import CODECS, Codec, TeacherOutput, codec_parameters, make_codec
-from shards.codec.draws import frozen_posterior
+from shards.codec.draws import PART_ELEMENTS, frozen_posterior
 from shards.codec.full import round_down_to_half
 from shards.gumbel import gumbel_argmax, gumbel_from_arrivals
 from shards.noise import dense_arrivals
@@ -45,7 +45,7 @@ def test_parts_and_batches_do_not_show(name: str, monkeypatch: pytest.MonkeyPatc
     output, resources = teacher_output()
     codec = make_codec(name)
     whole = codec.encode(output, SEED, resources)
-    monkeypatch.setattr("shards.codec.draws.PART_ELEMENTS", 700)
+    monkeypatch.setitem(PART_ELEMENTS, "cpu", 700)
     for array, expected in codec.encode(output, SEED, resources).items():
         assert torch.equal(expected, whole[array])
     one_row = TeacherOutput(output.log_probs[2:3], output.tokens[2:3], output.rows[2:3])

@@ -61,6 +61,21 @@ def test_too_few_slots_coarsen_the_tolerance_where_needed() -> None:
     assert bool(((decoded - exact).abs().amax(1) <= allowed).all())
 
 
+def test_the_default_slots_hold_every_distribution() -> None:
+    # Uniform is the worst case; of 4,000 positions one has E_0 near 8. Five times the expected
+    # number of entries, 1 / (e^eps - 1), would overflow at about one position in 150.
+    tolerance, vocab_size = 0.1, 4000
+    codec = SeededCodec(tolerance_nats=tolerance)
+    output, resources = teacher_output(40, 101, vocab_size, spread=0.0)
+    arrays = codec.encode(output, SEED, resources)
+    stored = (from_planes("shift_gap", arrays, vocab_size) > 0).sum(-1)
+    assert int((stored > 5.2 / math.expm1(tolerance)).sum()) > 10
+    assert int(arrays["coarsening"].max()) == 0
+    assert (
+        int(stored.max()) < codec.array_specs(vocab_size, None)["shift_gap_byte0"].trailing_shape[0]
+    )
+
+
 def test_the_visit_does_not_matter() -> None:
     output, resources = teacher_output()
     codec = SeededCodec()

@@ -217,3 +217,17 @@ def test_kernels_are_chosen_by_name_and_a_failure_changes_nothing(
     with pytest.raises(GdistillError, match="no compiler"):
         use_noise_kernel("compiled")
     assert noise_kernel() == before
+
+
+def test_auto_compiles_on_cuda_alone_and_tells_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[torch.device] = []
+
+    def fails(device: torch.device) -> None:
+        calls.append(device)
+        raise GdistillError("cannot compile the noise kernel", got="no Triton")
+
+    monkeypatch.setattr("shards.keyed_exponentials._compile", fails)
+    monkeypatch.setattr("shards.keyed_exponentials._compiled", None)
+    assert use_noise_kernel("auto", "cpu") == "" and not calls
+    assert "no Triton" in use_noise_kernel("auto", "cuda") and calls == [torch.device("cuda")]
+    assert noise_kernel() == "eager"

@@ -11,6 +11,7 @@ import torch
 
 from shards.configuration import merge, parse_override
 from shards.errors import UsageError
+from shards.keyed_exponentials import use_noise_kernel
 from trainer.sampling import AdaptiveConfig, make_sampler
 from trainer.sampling.given_rows import (
     GivenRows,
@@ -91,7 +92,9 @@ class Request:
         Raises:
             UsageError: For any part of the request that cannot be met.
         """
-        loaded = load_student(self.checkpoint, self._device())
+        device = self._device()
+        use_noise_kernel("auto", device)
+        loaded = load_student(self.checkpoint, device)
         name = self.sampler or loaded.student.default_sampler
         settings = dict(self.settings)
         for text in self.overrides:
