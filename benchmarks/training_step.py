@@ -101,7 +101,7 @@ def main(
     ),
     presets: Annotated[str, typer.Option(help="Student presets, comma-separated.")] = "tiny,small",
     codecs: Annotated[str, typer.Option(help="Codecs, comma-separated.")] = "posterior,full",
-    batch_size: int = 8,
+    batch_size: int = 16,
     row_length: int = 128,
     vocab_size: int = 50257,
     repeats: int = 3,

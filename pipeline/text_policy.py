@@ -88,7 +88,7 @@ def _tolerated(
             "the text is not UTF-8",
             where=source.place(raw, byte),
             got=found,
-            remedy='convert it, or set on_bad_utf8 to "replace" or "skip"',
+            remedy="convert it, or --set corpus.on_bad_utf8=replace (or skip)",
         )
     tally.num_bad_utf8 += 1
     return on_bad_utf8 == "replace"
