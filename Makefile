@@ -85,12 +85,13 @@ bench-stream: $(STAMP) ## rows per second against other loaders
 	test -d $(VENV)/stream-peers || $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	  --no-deps --target $(VENV)/stream-peers -r benchmarks/stream_peers.txt
 	$(BIN)/python -m benchmarks.stream --out benchmarks/results $(ARGS)
+	$(BIN)/python -m benchmarks.order_quality --out benchmarks/results
 
 bench-sampling: $(STAMP) ## tokens per second of every sampler
 	$(BIN)/python -m benchmarks.sampling --out benchmarks/results $(ARGS)
 
 bench-extract: $(STAMP) ## extraction against the bare teacher forward
-	$(BIN)/python -m benchmarks.extract --teacher gpt2-small --out benchmarks/results $(ARGS)
+	$(BIN)/python -m benchmarks.extract --teacher gpt2-small --rows 24 --threads 1 --out benchmarks/results $(ARGS)
 
 bench-training: $(STAMP) ## a training step against a dense one and against an online teacher
 	$(BIN)/python -m benchmarks.training_step --out benchmarks/results $(ARGS)

@@ -1,7 +1,7 @@
 """Stage 2 against the bare teacher: how much longer than its forward passes does extraction take?
 
-    python -m benchmarks.extract --teacher stories260K --out benchmarks/results
-    python -m benchmarks.extract --teacher gpt2-small --rows 8 --row-length 256
+    python -m benchmarks.extract --teacher stories260K --rows 512 --row-length 512 --threads 1
+    python -m benchmarks.extract --teacher gpt2-small --rows 24 --row-length 256 --threads 1
     python -m benchmarks.extract --teacher gpt2-large --dtype bfloat16 --device cuda --rows 256
 
 Both sides see the same batches in the same process, in turns; the fastest of each counts, for
@@ -9,6 +9,10 @@ whatever else the machine does only slows. The bare side is transformers' own mo
 computed and dropped. Ours is all of stage 2: forward pass, log-softmax, codec, compression, files
 on disk with fsync, ledger. Shaped teachers have random weights, their output scaled so that the
 entropy is a language model's.
+
+``--threads`` are those of the forward pass, on both sides. Give it one less than there are cores to
+see what overlaps, as on a machine whose GPU does the forward pass; without it the bare side keeps
+every core busy and encoding must take its time from the forward pass.
 
 The CPU seconds of both sides are given too. Where the machine is busy with other things, the ratio
 of wall times says little; the ratio of CPU seconds is what extraction costs when nothing overlaps

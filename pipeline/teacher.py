@@ -113,10 +113,19 @@ class RawLogits:
         hidden = None if self.hidden is None else self.hidden[part]
         return RawLogits(self.logits[part], self.tokens[part], self.row_ids[part], hidden)
 
-    def normalise(self, vocab_size: int) -> TeacherOutput:
-        """Log-softmax over the V real tokens, in float32 on centred logits (max 0)."""
+    def normalise(self, vocab_size: int, buffer: Tensor | None = None) -> TeacherOutput:
+        """Log-softmax over the V real tokens, in float32 on centred logits (max 0).
+
+        Args:
+            vocab_size: V.
+            buffer: Float32 memory for the result, of at least as many elements; new if not given.
+        """
         real = self.logits[..., :vocab_size]
-        log_probs = real.log_softmax(-1, dtype=torch.float32)
+        if buffer is None:
+            log_probs = real.log_softmax(-1, dtype=torch.float32)
+        else:
+            place = buffer[: real.numel()].view(real.shape)
+            log_probs = torch.log_softmax(real, -1, dtype=torch.float32, out=place)
         return TeacherOutput(log_probs, self.tokens, self.row_ids, self.hidden)
 
 

@@ -27,7 +27,7 @@ from shards.codec.protocol import ArraySpec
 from shards.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest
 
 RESOURCES = "resources"
-ZSTD_LEVEL = 3
+ZSTD_LEVEL = 1
 MAX_RESOURCE_CHUNK_BYTES = 64 << 20
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from pipeline.batching import BatchSize, automatic_batch_size
 from pipeline.extract import Extractor
@@ -183,10 +184,10 @@ def test_encoding_that_runs_out_of_memory_goes_on_in_halves(
 ) -> None:
     normalise = RawLogits.normalise
 
-    def cramped(self: RawLogits, vocab_size: int) -> object:
+    def cramped(self: RawLogits, vocab_size: int, buffer: Tensor | None = None) -> object:
         if len(self.tokens) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-        return normalise(self, vocab_size)
+        return normalise(self, vocab_size, buffer)
 
     monkeypatch.setattr(RawLogits, "normalise", cramped)
     run(tmp_path, options(teacher, corpus))
