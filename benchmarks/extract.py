@@ -45,7 +45,8 @@ from pipeline.identity import rows_per_unit
 from pipeline.pretrained import find_pretrained
 from pipeline.settings import StoreSettings
 from pipeline.stage1 import prepare_tokens
-from pipeline.teacher import Teacher, resolve_device, rows_tensor
+from pipeline.teacher import Teacher, resolve_device
+from pipeline.teacher_output import rows_tensor
 from pipeline.workers import StopRequest, Worker
 from shards.atomic import write_json_atomic
 from shards.codec import CODECS, codec_parameters, make_codec

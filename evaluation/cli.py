@@ -139,3 +139,7 @@ def _maze_scorer(file: Path) -> Scorer:
 def main() -> None:
     """Entry point."""
     run_command(app)
+
+
+if __name__ == "__main__":
+    main()

@@ -22,7 +22,8 @@ from torch import Tensor
 from pipeline.background import Background
 from pipeline.batching import BatchSize, in_halves, is_out_of_memory
 from pipeline.rows import RowSource
-from pipeline.teacher import RawLogits, Teacher, check_output, rows_tensor
+from pipeline.teacher import Teacher
+from pipeline.teacher_output import RawLogits, check_output, rows_tensor
 from pipeline.transfer import to_host
 from pipeline.workers import StopRequest, Worker
 from shards.codec.protocol import Codec, TeacherOutput

@@ -24,7 +24,8 @@ from torch import Tensor
 from pipeline.batching import BatchSize, in_halves
 from pipeline.rows import Note
 from pipeline.settings import SequentialSettings
-from pipeline.teacher import Teacher, with_log_probs
+from pipeline.teacher import Teacher
+from pipeline.teacher_output import with_log_probs
 from pipeline.tokens import TokenDataset
 from shards.codec.protocol import TeacherOutput
 from shards.gumbel import gumbel_argmax

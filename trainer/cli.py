@@ -68,7 +68,12 @@ def import_(
     from trainer.import_checkpoint import import_checkpoint
 
     made = import_checkpoint(checkpoint, out, ema, row_length=row_length, block_size=block_size)
-    typer.echo(f"wrote {out}: {made}", err=True)
+    steps = "" if made.global_step is None else f" after {made.global_step:,} steps"
+    typer.echo(
+        f"wrote {out}: {made.student}, {made.num_parameters:,} parameters, "
+        f"{made.weights} weights{steps}",
+        err=True,
+    )
 
 
 @app.command()

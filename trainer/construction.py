@@ -12,6 +12,7 @@ from shards.errors import UsageError
 from shards.manifest import Manifest
 from shards.seeding import derive_seed
 from shards.store import ShardStore
+from trainer.library_bars import without_library_bars
 from trainer.settings import RunConfig
 from trainer.students import STUDENTS, Student, StudentConfig
 
@@ -69,7 +70,8 @@ def load_initial_weights(student: Student, directory: Path, manifest: Manifest) 
         remedy = "give the model/ folder of a finished run"
         raise UsageError("no model there", where=f"--init-from {directory}", remedy=remedy)
     try:
-        source = AutoModel.from_pretrained(directory, local_files_only=True)
+        with without_library_bars():
+            source = AutoModel.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
         raise UsageError(
             "not a gdistill student", where=f"--init-from {directory}", got=error

@@ -11,32 +11,19 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers.utils import logging as transformers_logging
 
 from shards.atomic import fsync_directory, write_json_atomic
 from shards.store import ShardStore
+from trainer.library_bars import without_library_bars
 from trainer.model_card import model_card
 from trainer.students import Student
 
 STUDENT_FILE = "student.json"
-
-
-@contextmanager
-def _no_transformers_bar() -> Iterator[None]:
-    """One progress bar per stage, and this stage has its own."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def export_model(
@@ -60,7 +47,7 @@ def export_model(
     temporary.mkdir(parents=True)
     whole = type(student)(student.config)
     whole.load_state_dict(dict(weights))
-    with _no_transformers_bar():
+    with without_library_bars():
         whole.save_pretrained(temporary)
     store.copy_files("tokenizer", temporary)
     store.copy_files("corpus", temporary / "corpus")

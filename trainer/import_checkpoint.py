@@ -18,6 +18,7 @@ from torch import Tensor
 from shards.atomic import sha256_file, write_json_atomic
 from shards.errors import GdistillError, UsageError
 from trainer.inert_pickle import plain_config, read_checkpoint
+from trainer.library_bars import without_library_bars
 from trainer.students import STUDENTS, Student, StudentSettings
 
 NOISE_WEIGHT = "gumbel_noise_embed.linear.weight"
@@ -245,7 +246,8 @@ def import_checkpoint(
         raise UsageError("the output folder is taken", where=out, remedy="name a new one")
     checkpoint = read_checkpoint(ckpt)
     name, student = build_student(checkpoint, ema=ema, row_length=row_length, block_size=block_size)
-    student.save_pretrained(out)
+    with without_library_bars():
+        student.save_pretrained(out)
     step = checkpoint.get("global_step")
     weights = "ema" if ema else "raw"
     source = {"file": ckpt.name, "sha256": sha256_file(ckpt), "weights": weights}

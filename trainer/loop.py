@@ -211,7 +211,7 @@ class Trainer:
             values["num_tokens"] = self.step * num_tokens
             values["epoch"] = epoch
             self.metrics.write("train", self.step, self.num_steps, values)
-            bar.note(f"step {self.step} loss {values['loss']:.3f}")
+            bar.note(f"loss {values['loss']:.3f}")
         if self.validator is not None and self._is_due(training.validate_every_steps):
             paused_at = self.window.pause()
             self._validate(self.validator)

@@ -15,7 +15,8 @@ import torch
 
 from pipeline.run import run_extraction
 from pipeline.settings import resolve_request
-from pipeline.teacher import RawLogits, Teacher
+from pipeline.teacher import Teacher
+from pipeline.teacher_output import RawLogits
 from pipeline.workers import Worker
 from shards.errors import GdistillError
 

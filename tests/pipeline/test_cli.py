@@ -12,7 +12,8 @@ import torch
 from pipeline.cli import app
 from pipeline.maze_teacher import MazeTeacherConfig
 from pipeline.settings import resolve_request
-from pipeline.teacher import RawLogits, Teacher
+from pipeline.teacher import Teacher
+from pipeline.teacher_output import RawLogits
 from shards.console import run_command
 from shards.errors import UsageError
 from shards.store import ShardStore

@@ -11,7 +11,8 @@ from pipeline.batching import BatchSize, automatic_batch_size
 from pipeline.extract import Extractor
 from pipeline.identity import rows_per_unit, unigram_log_probs
 from pipeline.settings import StoreSettings
-from pipeline.teacher import RawLogits, Teacher
+from pipeline.teacher import Teacher
+from pipeline.teacher_output import RawLogits
 from pipeline.tokens import TokenDataset
 from pipeline.workers import Worker
 from shards.codec import make_codec

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModel, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from shards.atomic import sha256_file
 from shards.codec import Codec, make_codec
 from shards.errors import GdistillError, UsageError
+from trainer.library_bars import without_library_bars
 from trainer.students import Student, StudentConfig
 
 STUDENT_FILE = "student.json"
@@ -114,18 +113,6 @@ def _not_ours(directory: Path, kind: str) -> UsageError:
         got=kind,
         remedy="train one with gdistill-train, or convert with gdistill-train import",
     )
-
-
-@contextmanager
-def without_library_bars() -> Iterator[None]:
-    """One progress bar per stage: transformers shows none of its own."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def load_tokenizer(directory: Path) -> Any:

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from shards.errors import UsageError
-from trainer.sampling.loading import is_model, load_tokenizer, without_library_bars
+from trainer.library_bars import without_library_bars
+from trainer.sampling.loading import is_model, load_tokenizer
 
 
 class Verifier:
