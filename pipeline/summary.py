@@ -7,9 +7,8 @@ from typing import Any
 
 from pipeline.text_policy import Tally
 from pipeline.tokens import TokenDataset
+from shards.description import Description
 from shards.store import ShardStore
-
-FP16_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -18,30 +17,33 @@ class StoreSummary:
 
     Attributes:
         num_tokens: Tokens of all splits, position 0 included.
-        num_bytes: All files of the store.
+        num_bytes: All files of the store, and of them
+        shard_bytes: those that grow with the corpus.
         fp16_bytes_per_token: What the noise as fp16 vectors would take: 2 V.
     """
 
     num_rows: int
     num_tokens: int
     num_bytes: int
+    shard_bytes: int
     fp16_bytes_per_token: int
 
     @classmethod
     def of(cls, store: ShardStore) -> StoreSummary:
         """The numbers of an open store."""
-        manifest = store.manifest
-        rows = sum(manifest.splits.values())
+        description = Description.of(store)
         return cls(
-            num_rows=rows,
-            num_tokens=rows * manifest.row_length,
-            num_bytes=sum(store.location.sizes().values()),
-            fp16_bytes_per_token=FP16_BYTES * manifest.vocab_size,
+            num_rows=sum(store.manifest.splits.values()),
+            num_tokens=description.num_tokens,
+            num_bytes=description.num_bytes,
+            shard_bytes=description.shard_bytes,
+            fp16_bytes_per_token=description.fp16_vector_bytes_per_token,
         )
 
     @property
     def bytes_per_token(self) -> float:
-        return self.num_bytes / self.num_tokens
+        """Of the shards alone: tokenizer, unigram and metadata do not grow with the corpus."""
+        return self.shard_bytes / self.num_tokens
 
     def lines(self) -> list[str]:
         """For people."""
