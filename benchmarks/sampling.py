@@ -26,6 +26,7 @@ from benchmarks.cache_equality import open_gates
 from benchmarks.measure import interleaved_seconds, machine, median
 from shards.atomic import write_json_atomic
 from shards.errors import UsageError
+from trainer.library_bars import without_library_bars
 from trainer.sampling import (
     AdaptiveConfig,
     AncestralConfig,
@@ -36,7 +37,6 @@ from trainer.sampling import (
     SequentialConfig,
     sampling_noise,
 )
-from trainer.sampling.loading import without_library_bars
 from trainer.students import STUDENTS, Student, StudentSettings, read_preset
 
 BLOCK_SIZE = 4

@@ -30,6 +30,9 @@ def extract(
     tokenizer: Annotated[
         str | None, typer.Option(help="Tokenizer, if it does not lie beside the teacher.")
     ] = None,
+    store: Annotated[
+        str | None, typer.Option(help="Where the shards go: folder or URL [OUT/store].")
+    ] = None,
     codec: Annotated[str | None, typer.Option(help="What a shard stores [posterior].")] = None,
     mode: Annotated[
         str | None,
@@ -64,9 +67,9 @@ def extract(
 ) -> None:
     """Run the teacher once over a corpus and store what students learn from.
 
-    Stage 1 writes token rows to OUT/tokens, stage 2 the store to OUT/store. Both resume: run the
-    same command again after any interruption. Start it under `accelerate launch`, or as
-    `--worker i --workers n`, for many processes.
+    Stage 1 writes token rows to OUT/tokens, stage 2 the store to OUT/store or --store. Both
+    resume: run the same command again after any interruption. Start it under `accelerate launch`,
+    or as `--worker i --workers n`, for many processes.
     """
     options: dict[str, Any] = {
         "mode": mode,
@@ -82,7 +85,7 @@ def extract(
             "compiled": compile,
             "preset": teacher_preset,
         },
-        "store": {"rows": rows},
+        "store": {"rows": rows, "location": store},
     }
     request = resolve_request(out, options, overrides or [], config)
     process = Worker.from_environment(worker, workers)

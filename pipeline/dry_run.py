@@ -11,6 +11,7 @@ from pipeline.teacher import check_row_length, resolve_device
 from pipeline.tokens import RECORD, TokenDataset
 from pipeline.workers import Worker
 from shards.errors import UsageError
+from shards.location import open_location
 from shards.manifest import MANIFEST_FILE
 from shards.store import ShardStore
 
@@ -63,7 +64,7 @@ def _stage1(request: ExtractRequest) -> str:
 
 
 def _stage2(request: ExtractRequest) -> str:
-    if not (request.store / MANIFEST_FILE).is_file():
+    if open_location(request.store).size(MANIFEST_FILE) is None:
         return f"would write {request.store}"
     store = ShardStore.open(request.store, allow_incomplete=True)
     left = len(store.unfinished())

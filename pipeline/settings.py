@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -64,12 +65,14 @@ class StoreSettings:
     """How much is stored, and in what portions.
 
     Attributes:
+        location: Folder or URL of the store; OUT/store unless told.
         rows: Only this many first rows of each split.
         validation_rows: The same for validation alone.
         rows_per_shard: Rows of a shard, the unit of work and of resume; by size unless told.
         rows_per_chunk: Rows of an inner chunk, the unit of reading; by size unless told.
     """
 
+    location: str | None = None
     rows: int | None = None
     validation_rows: int | None = None
     rows_per_shard: int | None = None
@@ -138,9 +141,9 @@ class ExtractRequest:
     codec: Codec
 
     @property
-    def store(self) -> Path:
-        """Where the store goes."""
-        return self.out / "store"
+    def store(self) -> str:
+        """Where the store goes: a folder or a URL."""
+        return self.settings.store.location or str(self.out / "store")
 
     def with_row_length(self, context_length: int | None) -> ExtractRequest:
         """A row length for a corpus that sets none: the teacher's context, at most 1024."""
@@ -168,8 +171,12 @@ def resolve_request(
     """Merge the file, the options (without their None values) and the overrides; later wins.
 
     Raises:
-        UsageError: For an unknown key, a value of another type or out of range, or no corpus.
+        UsageError: For an unknown key, a value of another type or out of range, no corpus, or a
+            URL for the run's own folder.
     """
+    if re.match(r"[a-z][a-z0-9+]+:/", str(out)):
+        remedy = "token rows are kept locally; --store takes a URL for the shards"
+        raise UsageError("the folder of a run is local", where="--out", got=out, remedy=remedy)
     values = read_toml(config_file) if config_file else {}
     values = merge(values, _without_none(options))
     for text in overrides:

@@ -16,6 +16,7 @@ from pipeline.teacher import Teacher
 from pipeline.teacher_output import RawLogits
 from shards.console import run_command
 from shards.errors import UsageError
+from shards.location import open_location
 from shards.store import ShardStore
 from tests.pipeline.extract_cases import (
     CONTEXT_LENGTH,
@@ -86,6 +87,28 @@ def test_a_run_ends_with_its_figures(command, tmp_path: Path, teacher: Path, cor
         assert words in out
     code, out, _ = command(*good(teacher, corpus, tmp_path))
     assert code == 0 and "nothing was left to do" in out
+
+
+def test_a_store_at_a_url_holds_the_same_bytes(
+    command, tmp_path: Path, teacher: Path, corpus: Path
+) -> None:
+    url = f"memory://{tmp_path.name}/store"
+    assert command(*good(teacher, corpus, tmp_path / "here"))[0] == 0
+    words = (*good(teacher, corpus, tmp_path / "there"), "--store", url)
+    assert "would write" in command(*words, "--dry-run")[1]
+    code, out, _ = command(*words)
+    assert code == 0 and url in out
+    assert not (tmp_path / "there" / "store").exists()
+    place = open_location(url)
+    remote = {name: place.read(name) for name in place.sizes()}
+    assert remote == contents(tmp_path / "here" / "store")
+    code, out, _ = command(*words, "--dry-run")
+    assert code == 0 and "stage 2   done" in out
+
+
+def test_the_folder_of_a_run_is_local(command, teacher: Path, corpus: Path) -> None:
+    code, _, err = command(*good(teacher, corpus, Path("s3://bucket/run")))
+    assert code == 2 and "--store" in error_line(err)
 
 
 def test_dry_run_touches_nothing(command, tmp_path: Path, teacher: Path, corpus: Path) -> None:
