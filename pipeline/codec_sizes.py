@@ -38,8 +38,8 @@ def measured_bytes_per_token(
     encoded = codec.encode(output, 0, resources)
     encoded["token_log_probs"] = output.log_probs.gather(-1, output.tokens[..., None]).squeeze(-1)
     encoded["tokens"] = output.tokens.int()
-    manifest = _manifest(codec, rows, length, vocab_size, hidden_size)
-    arrays = {name: _with_position_0(tensor) for name, tensor in encoded.items()}
+    manifest = one_shard_manifest(codec, rows, length, vocab_size, hidden_size)
+    arrays = {name: with_position_0(tensor) for name, tensor in encoded.items()}
     files = encode_shard(manifest, shard_ranges(manifest, "train")[0], arrays)
     return sum(map(len, files.values())) / (rows * (length - 1))
 
@@ -66,14 +66,16 @@ def _synthetic(
     return output, resources
 
 
-def _with_position_0(tensor: Tensor) -> np.ndarray:
+def with_position_0(tensor: Tensor) -> np.ndarray:
+    """Arrays [B, L - 1, ...] of a codec as a store holds them, [B, L, ...], position 0 zero."""
     array = tensor.numpy()
     return np.concatenate([np.zeros_like(array[:, :1]), array], axis=1)
 
 
-def _manifest(
-    codec: Codec, rows: int, row_length: int, vocab_size: int, hidden_size: int
+def one_shard_manifest(
+    codec: Codec, rows: int, row_length: int, vocab_size: int, hidden_size: int | None
 ) -> Manifest:
+    """A store of one shard of one chunk, to see what a codec's arrays take."""
     return Manifest(
         codec={"name": codec.name, "parameters": codec_parameters(codec)},
         arrays=codec.array_specs(vocab_size, hidden_size),
