@@ -28,16 +28,17 @@ from shards.errors import GdistillError
 from shards.manifest import MANIFEST_FILE
 
 NFE = (8, 32)
+BATCH_ROWS = 16
 TRAINING = (
-    "model.hidden_size=96",
-    "model.num_layers=3",
-    "training.precision=bf16",
-    "training.global_batch_size=64",
-    "training.validate_every_steps=50",
-    "training.log_every_steps=10",
-    "training.checkpoint_every_steps=200",
-    "optimization.learning_rate=2e-3",
-    "optimization.warmup_steps=40",
+    "model.hidden_size=128",
+    "model.num_layers=4",
+    "training.precision=fp32",
+    f"training.global_batch_size={BATCH_ROWS}",
+    "training.validate_every_steps=200",
+    "training.log_every_steps=100",
+    "training.checkpoint_every_steps=2000",
+    "optimization.learning_rate=1e-3",
+    "optimization.warmup_steps=100",
 )
 
 
@@ -159,8 +160,8 @@ def run(
     teacher: Annotated[str, typer.Option(help="Teacher; also the judge of samples.")],
     home: Annotated[Path, typer.Option(help="Stores and students.")] = Path("out/stories"),
     out: Annotated[Path, typer.Option(help="Results.")] = Path("benchmarks/results"),
-    num_steps: Annotated[int, typer.Option(help="Training steps of 64 x 128 tokens.")] = 400,
-    seed: Annotated[int, typer.Option(help="Training and sampling seed.")] = 1,
+    num_steps: Annotated[int, typer.Option(help="Training steps of 16 x 128 tokens.")] = 5000,
+    seed: Annotated[int, typer.Option(help="Training and sampling seed.")] = 0,
 ) -> None:
     """Run the comparison; interrupted, the same command goes on."""
     results: dict[str, Any] = {
@@ -171,7 +172,7 @@ def run(
         "students": {},
     }
     manifest = json.loads((home / "store" / MANIFEST_FILE).read_text())
-    results["tokens_per_step"] = 64 * manifest["row_length"]
+    results["tokens_per_step"] = BATCH_ROWS * manifest["row_length"]
     results["teacher_nll_nats"] = teacher_nll(home / "store")
     results["store"] = {name: manifest[name] for name in ("codec", "splits", "tokens", "teacher")}
     for contestant in CONTESTANTS:

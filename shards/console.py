@@ -42,6 +42,8 @@ class _Rate(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         unit = str(task.fields.get("unit", "tok"))
+        if unit == "%":  # parts of several pieces of work whose units differ
+            return Text(f"{100 * task.completed / (task.total or 1):.0f}%")
         done, speed = _si(task.completed), task.speed
         total = f"/{_si(task.total)}" if task.total is not None else ""
         rate = f" {_si(speed)} {unit}/s" if speed else ""
