@@ -103,7 +103,17 @@ def sample_and_score(contestant: Contestant, home: Path, judge: str, seed: int) 
     words: tuple[object, ...] = (home / contestant.folder, "--out", out, "--num", 64)
     call("trainer.sample_cli", *words, "--nfe", nfe, "--seed", seed)
     call("evaluation.cli", out, "--judge", judge)
-    return json.loads((out / "results.json").read_text())
+    scored = json.loads((out / "results.json").read_text())
+    return {Path(file).name: _figures(part) for file, part in scored.items()}
+
+
+def _figures(scored: Mapping[str, Any]) -> dict[str, Any]:
+    """Value and interval of every score."""
+    values = {
+        score["name"]: {"value": score["value"], "interval_95": score["interval_95"]}
+        for score in scored["scores"]
+    }
+    return {"nfe_mean": scored["nfe_mean"], **values}
 
 
 def curves(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -129,7 +139,7 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     axes.axhline(teacher, color="grey", ls="--", lw=1, label="teacher, left to right")
     axes.set_xlabel("training tokens, millions")
     axes.set_ylabel("validation NLL, nats per token")
-    axes.set_title("Stories: the noise tells the student most of what it cannot know")
+    axes.set_title("Stories: three students of one store, one seed, cosine schedule")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
@@ -174,7 +184,8 @@ def run(
     manifest = json.loads((home / "store" / MANIFEST_FILE).read_text())
     results["tokens_per_step"] = BATCH_ROWS * manifest["row_length"]
     results["teacher_nll_nats"] = teacher_nll(home / "store")
-    results["store"] = {name: manifest[name] for name in ("codec", "splits", "tokens", "teacher")}
+    results["store"] = {name: manifest[name] for name in ("codec", "splits", "teacher")}
+    results["store"]["tokens_fingerprint"] = manifest["tokens"]["fingerprint"]
     for contestant in CONTESTANTS:
         seconds = train(contestant, home, num_steps, seed)
         results["seconds"][contestant.name] = seconds
