@@ -20,7 +20,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks import stream_data as data
+from benchmarks.measure import machine
 from benchmarks.stream_loaders import LOADERS, import_peers
 
 SHAPES = {1024: data.Shape(4096, 1024), 128: data.Shape(32768, 128)}
@@ -165,7 +168,12 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="where to put the data for the run")
     options = parser.parse_args()
     import_peers()
-    results: dict[str, Any] = {"cores": os.cpu_count(), "loaders": {}, "bars": {}}
+    results: dict[str, Any] = {
+        "machine": machine(torch.device("cpu")),
+        "scale": options.scale,
+        "loaders": {},
+        "bars": {},
+    }
     for length, shape in SHAPES.items():
         print(f"rows of {length} tokens", flush=True)
         scaled = data.Shape(max(512, int(shape.num_rows * options.scale)), length)
