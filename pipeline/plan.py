@@ -232,14 +232,23 @@ def _estimated_tokens(request: ExtractRequest, files: PretrainedFiles | None) ->
 
 
 def planned_rate(request: ExtractRequest, shape: TeacherShape, given: float | None) -> Rate:
-    """Given, measured by an earlier run in this folder, or a share of the peak of a GPU."""
+    """Given, measured by an earlier run in this folder, or a share of the peak of a GPU.
+
+    Raises:
+        GdistillError: If an earlier run's figures are there and cannot be read.
+    """
     if given is not None:
         return Rate(given, "as given")
-    try:
-        summary = json.loads((request.out / "summary.json").read_text(encoding="utf-8"))
-        return Rate(float(summary["tokens_per_second"]), f"measured by the run in {request.out}")
-    except (OSError, ValueError, KeyError):
-        pass
+    file = request.out / "summary.json"
+    if file.exists():
+        try:
+            rate = float(json.loads(file.read_text(encoding="utf-8"))["tokens_per_second"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            remedy = "remove the file, or give --rate"
+            raise GdistillError(
+                "cannot read an earlier run's rate", where=file, got=error, remedy=remedy
+            ) from error
+        return Rate(rate, f"measured by the run in {request.out}")
     rate = REFERENCE_UTILISATION * REFERENCE_FLOPS / (2 * shape.num_parameters)
     share = f"{REFERENCE_UTILISATION:.0%} of the peak of one {REFERENCE_GPU}"
     return Rate(rate, f"assumed: {share}, {2 * shape.num_parameters / 1e9:,.2g} GFLOP per token")

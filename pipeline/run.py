@@ -137,8 +137,7 @@ def require_writable(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise UsageError(
             "cannot write to the output folder", where=folder, got=error.strerror or error

@@ -173,6 +173,8 @@ class RemoteLocation:
                 return True
             except FileExistsError:
                 held = self._held(name)
+                if held is None:  # let go of just now: overwriting could hit the next holder's
+                    return False
                 return self._is_void(held) and self._take_over(name, held, owner)
 
     def _take_over(self, name: str, void: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
@@ -186,23 +188,25 @@ class RemoteLocation:
         if not self._take(takeover, owner):
             return False
         try:
-            if self._holder(name) != void.get("id"):
+            if self._held(name) != void:
                 return False
             self._files.pipe_file(self._path(name), _claim_bytes(owner))
             return True
         finally:
             self.delete(takeover)
 
-    def _held(self, name: str) -> dict[str, Any]:
-        """What a claim says; nothing if it is gone, or no claim of ours."""
+    def _held(self, name: str) -> dict[str, Any] | None:
+        """What a claim says, empty if it is no claim of ours; None if it is gone."""
         try:
             value = json.loads(self.read(name))
-        except (FileNotFoundError, ValueError):
+        except FileNotFoundError:
+            return None
+        except ValueError:
             return {}
         return value if isinstance(value, dict) else {}
 
     def _holder(self, name: str) -> str | None:
-        return self._held(name).get("id")
+        return (self._held(name) or {}).get("id")
 
     def _is_void(self, held: Mapping[str, Any]) -> bool:
         """Whether a claim's holder has died here, or has stopped renewing it elsewhere."""

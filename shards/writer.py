@@ -72,7 +72,7 @@ class ShardWriter:
             for shard in self.shards(split):
                 if _claim_name(shard) in left and self._is_done(shard, None):
                     with self.location.claim(_claim_name(shard), wait=False):
-                        pass
+                        pass  # taking a dead claim and letting go removes it
 
     def shards(self, split: str) -> list[ShardRange]:
         """All shards of a split, finished or not."""

@@ -10,7 +10,7 @@ from pipeline.plan import human_bytes, make_plan
 from pipeline.settings import resolve_request
 from pipeline.teacher import Teacher
 from shards.codec import CODECS, make_codec
-from shards.errors import UsageError
+from shards.errors import GdistillError, UsageError
 from tests.pipeline.extract_cases import (
     CONTEXT_LENGTH,
     ROW_LENGTH,
@@ -30,6 +30,13 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.txt")
+
+
+def test_an_unreadable_rate_is_not_passed_over(tmp_path: Path, teacher: Path, corpus: Path) -> None:
+    for text in ("{", "[]", '{"tokens_per_second": null}'):
+        (tmp_path / "summary.json").write_text(text)
+        with pytest.raises(GdistillError, match="--rate"):
+            make_plan(resolve_request(tmp_path, options(teacher, corpus)))
 
 
 def test_plan_runs_no_teacher_and_writes_nothing(

@@ -168,6 +168,17 @@ def test_one_process_takes_over_a_void_claim(url: str) -> None:
         assert place.claims() == [] and place.sizes(".claims") == {}
 
 
+def test_a_claim_let_go_of_in_between_is_not_overwritten(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, other = RemoteLocation(url), RemoteLocation(url)
+    with other.claim("train-000000", wait=False):
+        monkeypatch.setattr(place, "_held", lambda _: None)  # gone when looked at, then retaken
+        with place.claim("train-000000", wait=False) as mine:
+            assert not mine
+    assert other.claims() == []
+
+
 def test_a_takeover_cut_short_does_not_block(url: str) -> None:
     place = RemoteLocation(url)
     void = {"host": "another.example", "pid": 1, "id": "x", "renewed": time.time() - 1e6}
