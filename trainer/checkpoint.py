@@ -77,7 +77,9 @@ class Trainee:
         for index, parameter in enumerate(_parameters_of(self.optimizer)):
             prefix = f"{names[parameter]}/"
             entry = {k.removeprefix(prefix): v for k, v in moments.items() if k.startswith(prefix)}
-            for key in entry.keys() - {"step"}:
+            # Scattering is collective: every process must go through the keys in the same order,
+            # which that of a set, different in every process, is not.
+            for key in sorted(entry.keys() - {"step"}):
                 entry[key] = scatter_like(entry[key], parameter)
             if entry:
                 document["state"][index] = entry
