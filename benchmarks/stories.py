@@ -32,10 +32,11 @@ BATCH_ROWS = 16
 TRAINING = (
     "model.hidden_size=128",
     "model.num_layers=4",
-    "training.precision=fp32",
+    "training.precision=bf16",
+    "training.noise_kernel=compiled",
     f"training.global_batch_size={BATCH_ROWS}",
-    "training.validate_every_steps=200",
-    "training.log_every_steps=100",
+    "training.validate_every_steps=400",
+    "training.log_every_steps=200",
     "training.checkpoint_every_steps=2000",
     "optimization.learning_rate=1e-3",
     "optimization.warmup_steps=100",
@@ -170,7 +171,7 @@ def run(
     teacher: Annotated[str, typer.Option(help="Teacher; also the judge of samples.")],
     home: Annotated[Path, typer.Option(help="Stores and students.")] = Path("out/stories"),
     out: Annotated[Path, typer.Option(help="Results.")] = Path("benchmarks/results"),
-    num_steps: Annotated[int, typer.Option(help="Training steps of 16 x 128 tokens.")] = 5000,
+    num_steps: Annotated[int, typer.Option(help="Training steps of 16 x 128 tokens.")] = 16_000,
     seed: Annotated[int, typer.Option(help="Training and sampling seed.")] = 0,
 ) -> None:
     """Run the comparison; interrupted, the same command goes on."""

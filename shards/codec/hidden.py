@@ -14,9 +14,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shards.codec.draws import encode_in_parts
+from shards.codec.fresh import FreshDraws
 from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
 from shards.errors import GdistillError, UsageError
-from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys
 from shards.probabilities import HeadLogits
 
 LARGEST_LEVEL = 127
@@ -25,7 +25,7 @@ VOCABULARY_TILE = 8192
 
 
 @dataclass(frozen=True)
-class HiddenCodec:
+class HiddenCodec(FreshDraws):
     """Arrays: ``hidden`` [D] int8 or float16; ``scale`` float16 (int8 only); ``normalizer``
     float16, log-sum-exp of the rebuilt logits less (the token's rebuilt logit - log p_x), near 0.
 
@@ -39,7 +39,6 @@ class HiddenCodec:
     dtype: Literal["int8", "float16"] = "int8"
 
     name: ClassVar[str] = "hidden"
-    is_fresh: ClassVar[bool] = True
     needs_hidden: ClassVar[bool] = True
     resource_names: ClassVar[tuple[str, ...]] = ("lm_head", "lm_head_bias")
 
@@ -89,17 +88,6 @@ class HiddenCodec:
         levels = (hidden / scale[:, None].float()).round().clamp(-LARGEST_LEVEL, LARGEST_LEVEL)
         return {"hidden": levels.to(torch.int8), "scale": scale}
 
-    def decode(
-        self,
-        arrays: Arrays,
-        tokens: Int[Tensor, "n"],
-        token_log_probs: Float[Tensor, "n"],
-        keys: PositionKeys,
-        resources: Arrays,
-    ) -> KeyedPosterior:
-        distribution = self.distribution(arrays, tokens, token_log_probs, resources)
-        return KeyedPosterior(keys, tokens, token_log_probs, distribution)
-
     def distribution(
         self,
         arrays: Arrays,
@@ -111,10 +99,6 @@ class HiddenCodec:
         unnormalised = _head_logits(_unscaled(arrays), torch.zeros_like(token_log_probs), resources)
         lse = unnormalised.logits_at(tokens) - token_log_probs + arrays["normalizer"].float()
         return _head_logits(unnormalised.hidden, lse, resources)
-
-    def prior(self, keys: PositionKeys, vocab_size: int) -> KeyedPrior:
-        """The noise to sample with: the untruncated prior."""
-        return KeyedPrior(keys, vocab_size)
 
 
 def _unscaled(arrays: Arrays) -> Float[Tensor, "n d"]:

@@ -22,19 +22,19 @@ from torch import Tensor
 
 from shards.codec.byte_planes import from_planes, plane_specs, to_planes
 from shards.codec.draws import encode_in_parts
+from shards.codec.fresh import FreshDraws
 from shards.codec.likeliest import likeliest_tokens
 from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
 from shards.codec.vocabulary_order import FrequencyOrder
 from shards.entries import Entries
 from shards.errors import UsageError
-from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys
 from shards.probabilities import DenseProbabilities, HeadAndTail, Probabilities
 
 SMALLEST_HALF = -65504.0
 
 
 @dataclass(frozen=True)
-class PosteriorCodec:
+class PosteriorCodec(FreshDraws):
     """Head, tail mass, and the exact p_x that every store keeps.
 
     Arrays for M < V: ``entry_rank`` [M] in byte planes, 1 + frequency rank, 0 where unused;
@@ -53,7 +53,6 @@ class PosteriorCodec:
     log_prob_step_nats: float = 1 / 64
 
     name: ClassVar[str] = "posterior"
-    is_fresh: ClassVar[bool] = True
     needs_hidden: ClassVar[bool] = False
     resource_names: ClassVar[tuple[str, ...]] = ("unigram_log_probs",)
 
@@ -111,17 +110,6 @@ class PosteriorCodec:
         levels = (-listed / self.log_prob_step_nats).round_()
         return levels.clamp_(0, self._max_step).int()
 
-    def decode(
-        self,
-        arrays: Arrays,
-        tokens: Int[Tensor, "n"],
-        token_log_probs: Float[Tensor, "n"],
-        keys: PositionKeys,
-        resources: Arrays,
-    ) -> KeyedPosterior:
-        distribution = self.distribution(arrays, tokens, token_log_probs, resources)
-        return KeyedPosterior(keys, tokens, token_log_probs, distribution)
-
     def distribution(
         self,
         arrays: Arrays,
@@ -152,10 +140,6 @@ class PosteriorCodec:
         probs = (-self.log_prob_step_nats * steps.cumsum(1).float()).exp()
         ids = order.id_of_rank[(ranks[:, :width] - 1).clamp(min=0)]
         return (ids, probs), used[:, :width]
-
-    def prior(self, keys: PositionKeys, vocab_size: int) -> KeyedPrior:
-        """The noise to sample with: the untruncated prior."""
-        return KeyedPrior(keys, vocab_size)
 
 
 def _tail_log_mass(

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline import token_writer, tokenization, tokens
 from pipeline.corpus import CorpusConfig
+from tests.pipeline.extract_cases import save_teacher, write_corpus
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat,", "and", "then;", "Quick!", "old's"]
 
@@ -41,7 +42,7 @@ def bpe_tokenizer(sentences: list[str]) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def corpus(tmp_path: Path, sentences: list[str]) -> CorpusConfig:
+def sentence_corpus(tmp_path: Path, sentences: list[str]) -> CorpusConfig:
     """500 sentences, one per line, the last 50 held out, in rows of 16."""
     path = tmp_path / "corpus.txt"
     path.write_text("\n".join(sentences) + "\n")
@@ -56,3 +57,15 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_writer, "PART_TOKENS", 800)
     monkeypatch.setattr(tokens, "ROW_GROUP_TOKENS", 160)
     monkeypatch.setattr(tokenization, "BATCH_DOCUMENTS", 40)
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a small teacher with its tokenizer; not to be written to."""
+    return save_teacher(tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text file in the teacher's words; not to be written to."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.txt")

@@ -23,20 +23,8 @@ from tests.pipeline.extract_cases import (
     ROW_LENGTH,
     WORDS,
     contents,
-    save_teacher,
     save_tokenizer,
-    write_corpus,
 )
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_teacher(tmp_path_factory.mktemp("teacher"))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.txt")
 
 
 @pytest.fixture

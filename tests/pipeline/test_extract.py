@@ -33,16 +33,6 @@ from tests.pipeline.extract_cases import (
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_teacher(tmp_path_factory.mktemp("teacher"))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.txt")
-
-
-@pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, teacher: Path, corpus: Path) -> Path:
     out = tmp_path_factory.mktemp("run")
     run(out, options(teacher, corpus))

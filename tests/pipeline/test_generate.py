@@ -22,7 +22,6 @@ from tests.pipeline.extract_cases import (
     options,
     run,
     save_teacher,
-    write_corpus,
 )
 
 PLAIN = SequentialSettings()
@@ -36,11 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def teacher(folder: Path) -> Teacher:
     return Teacher.load(folder, device="cpu")
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.txt")
 
 
 def stored_noise(store: ShardStore, split: str) -> tuple[Noise, torch.Tensor]:

@@ -15,22 +15,10 @@ from tests.pipeline.extract_cases import (
     contents,
     options,
     run,
-    save_teacher,
-    write_corpus,
 )
 from tests.pipeline.parallel_trials import end, run_all, start, terminate, wait_for_shards
 
 PAUSE_SECONDS = 0.15
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_teacher(tmp_path_factory.mktemp("teacher"))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.txt")
 
 
 @pytest.fixture(scope="module")

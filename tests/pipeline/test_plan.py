@@ -17,19 +17,7 @@ from tests.pipeline.extract_cases import (
     VOCAB_SIZE,
     options,
     run,
-    save_teacher,
-    write_corpus,
 )
-
-
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_teacher(tmp_path_factory.mktemp("teacher"))
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.txt")
 
 
 def test_an_unreadable_rate_is_not_passed_over(tmp_path: Path, teacher: Path, corpus: Path) -> None:

@@ -38,11 +38,11 @@ def all_rows(dataset: TokenDataset, split: str) -> np.ndarray:
 @pytest.mark.usefixtures("small_parts")
 def test_rows_on_disk(
     tmp_path: Path,
-    corpus: CorpusConfig,
+    sentence_corpus: CorpusConfig,
     bpe_tokenizer: PreTrainedTokenizerFast,
     sentences: list[str],
 ) -> None:
-    dataset = prepare_tokens(corpus, bpe_tokenizer, tmp_path / "run")
+    dataset = prepare_tokens(sentence_corpus, bpe_tokenizer, tmp_path / "run")
     for split, texts in (("train", sentences[:450]), ("validation", sentences[450:])):
         expected = streamed(bpe_tokenizer, texts, 16)
         assert np.array_equal(all_rows(dataset, split), expected)
@@ -66,11 +66,11 @@ def test_rows_on_disk(
 @pytest.mark.usefixtures("small_parts")
 def test_other_readers_open_the_parquet_files(
     tmp_path: Path,
-    corpus: CorpusConfig,
+    sentence_corpus: CorpusConfig,
     bpe_tokenizer: PreTrainedTokenizerFast,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    dataset = prepare_tokens(corpus, bpe_tokenizer, tmp_path / "run")
+    dataset = prepare_tokens(sentence_corpus, bpe_tokenizer, tmp_path / "run")
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     files = {split: str(dataset.path / split / "*.parquet") for split in dataset.splits}
     loaded = datasets.load_dataset("parquet", data_files=files).with_format("numpy")
@@ -82,21 +82,24 @@ def test_other_readers_open_the_parquet_files(
 
 
 def test_a_finished_stage_is_left_alone(
-    tmp_path: Path, corpus: CorpusConfig, bpe_tokenizer: PreTrainedTokenizerFast
+    tmp_path: Path, sentence_corpus: CorpusConfig, bpe_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    first = prepare_tokens(corpus, bpe_tokenizer, tmp_path / "run")
+    first = prepare_tokens(sentence_corpus, bpe_tokenizer, tmp_path / "run")
     before = {path: path.stat().st_mtime_ns for path in first.path.rglob("*")}
-    again = prepare_tokens(corpus, bpe_tokenizer, tmp_path / "run")
+    again = prepare_tokens(sentence_corpus, bpe_tokenizer, tmp_path / "run")
     assert again.fingerprint == first.fingerprint
     assert {path: path.stat().st_mtime_ns for path in first.path.rglob("*")} == before
     # The same content elsewhere, and a file merely touched, are the same corpus.
     moved = tmp_path / "moved.txt"
-    shutil.copy(corpus.source.removeprefix("text:"), moved)
-    elsewhere = CorpusConfig(**{**vars(corpus), "source": f"text:{moved}"})
+    shutil.copy(sentence_corpus.source.removeprefix("text:"), moved)
+    elsewhere = CorpusConfig(**{**vars(sentence_corpus), "source": f"text:{moved}"})
     prepare_tokens(elsewhere, bpe_tokenizer, tmp_path / "run")
-    os.utime(corpus.source.removeprefix("text:"), (1, 1))
-    prepare_tokens(corpus, bpe_tokenizer, tmp_path / "run")
-    assert prepare_tokens(corpus, bpe_tokenizer, tmp_path / "b").fingerprint == first.fingerprint
+    os.utime(sentence_corpus.source.removeprefix("text:"), (1, 1))
+    prepare_tokens(sentence_corpus, bpe_tokenizer, tmp_path / "run")
+    assert (
+        prepare_tokens(sentence_corpus, bpe_tokenizer, tmp_path / "b").fingerprint
+        == first.fingerprint
+    )
 
 
 def test_the_record_counts_what_the_policy_met(
@@ -119,12 +122,12 @@ def test_the_record_counts_what_the_policy_met(
 
 
 def test_other_settings_are_refused_by_name(
-    tmp_path: Path, corpus: CorpusConfig, bpe_tokenizer: PreTrainedTokenizerFast
+    tmp_path: Path, sentence_corpus: CorpusConfig, bpe_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    prepare_tokens(corpus, bpe_tokenizer, tmp_path)
+    prepare_tokens(sentence_corpus, bpe_tokenizer, tmp_path)
     changes = {"row_length": 8, "packing": "wrap", "validation_documents": 3, "separator_id": 4}
     for name, value in changes.items():
-        changed = CorpusConfig(**{**vars(corpus), name: value})
+        changed = CorpusConfig(**{**vars(sentence_corpus), name: value})
         with pytest.raises(UsageError, match=rf"corpus\.{name}\]; got .*; expected {value}"):
             prepare_tokens(changed, bpe_tokenizer, tmp_path)
     larger = PreTrainedTokenizerFast(
@@ -132,41 +135,41 @@ def test_other_settings_are_refused_by_name(
     )
     larger.add_tokens(["xyzzy"])
     with pytest.raises(UsageError, match=r"tokenizer\.(sha256|vocab_size)"):
-        prepare_tokens(corpus, larger, tmp_path)
+        prepare_tokens(sentence_corpus, larger, tmp_path)
 
 
 def test_a_changed_corpus_is_refused_by_name(
-    tmp_path: Path, corpus: CorpusConfig, bpe_tokenizer: PreTrainedTokenizerFast
+    tmp_path: Path, sentence_corpus: CorpusConfig, bpe_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    prepare_tokens(corpus, bpe_tokenizer, tmp_path / "run")
-    path = Path(corpus.source.removeprefix("text:"))
+    prepare_tokens(sentence_corpus, bpe_tokenizer, tmp_path / "run")
+    path = Path(sentence_corpus.source.removeprefix("text:"))
     path.write_text(path.read_text().replace("dog", "god", 1))
     with pytest.raises(GdistillError, match=r"not the one that was tokenized.*corpus\.txt"):
-        prepare_tokens(corpus, bpe_tokenizer, tmp_path / "run")
+        prepare_tokens(sentence_corpus, bpe_tokenizer, tmp_path / "run")
 
 
 def test_a_corpus_that_changes_while_it_is_read(
     tmp_path: Path,
-    corpus: CorpusConfig,
+    sentence_corpus: CorpusConfig,
     bpe_tokenizer: PreTrainedTokenizerFast,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encode = tokenization.encode
 
     def meddle(*arguments: object) -> list[np.ndarray]:
-        os.utime(corpus.source.removeprefix("text:"), (1, 1))
+        os.utime(sentence_corpus.source.removeprefix("text:"), (1, 1))
         return encode(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(tokenization, "encode", meddle)
     with pytest.raises(GdistillError, match="changed while it was read"):
-        prepare_tokens(corpus, bpe_tokenizer, tmp_path / "run")
+        prepare_tokens(sentence_corpus, bpe_tokenizer, tmp_path / "run")
     assert not (tmp_path / "run/tokens").exists()
 
 
 def test_damage_is_found(
-    tmp_path: Path, corpus: CorpusConfig, bpe_tokenizer: PreTrainedTokenizerFast
+    tmp_path: Path, sentence_corpus: CorpusConfig, bpe_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    dataset = prepare_tokens(corpus, bpe_tokenizer, tmp_path)
+    dataset = prepare_tokens(sentence_corpus, bpe_tokenizer, tmp_path)
     part = dataset.path / "train" / dataset.parts("train")[0].name
     whole = part.read_bytes()
     for position in range(200, len(whole) // 2, 997):
@@ -181,7 +184,7 @@ def test_damage_is_found(
         TokenDataset.open(tmp_path / "tokens")
     part.unlink()
     with pytest.raises(IntegrityError, match="missing"):
-        prepare_tokens(corpus, bpe_tokenizer, tmp_path)
+        prepare_tokens(sentence_corpus, bpe_tokenizer, tmp_path)
     (tmp_path / "tokens/tokens.json").write_text('{"format_version": 99}')
     with pytest.raises(UsageError, match="format version"):
         TokenDataset.open(tmp_path / "tokens")
@@ -277,18 +280,18 @@ def test_special_ids(shared: Path, bpe_tokenizer: PreTrainedTokenizerFast) -> No
 
 
 def test_requests_that_cannot_be_met(
-    tmp_path: Path, corpus: CorpusConfig, bpe_tokenizer: PreTrainedTokenizerFast
+    tmp_path: Path, sentence_corpus: CorpusConfig, bpe_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     with pytest.raises(UsageError, match="cannot load a tokenizer"):
-        prepare_tokens(corpus, tmp_path / "nowhere", tmp_path / "run")
-    long = CorpusConfig(**{**vars(corpus), "row_length": 100_000})
+        prepare_tokens(sentence_corpus, tmp_path / "nowhere", tmp_path / "run")
+    long = CorpusConfig(**{**vars(sentence_corpus), "row_length": 100_000})
     with pytest.raises(GdistillError, match=r"does not fill one row.*expected at least 100000"):
         prepare_tokens(long, bpe_tokenizer, tmp_path / "long")
     with pytest.raises(GdistillError, match=r"cannot encode the text.*this corpus"):
-        prepare_tokens(corpus, maze_tokenizer(), tmp_path / "words")
+        prepare_tokens(sentence_corpus, maze_tokenizer(), tmp_path / "words")
     (tmp_path / "file").write_text("")
     with pytest.raises(GdistillError, match=r"cannot write the token rows.*file"):
-        prepare_tokens(corpus, bpe_tokenizer, tmp_path / "file/run")
+        prepare_tokens(sentence_corpus, bpe_tokenizer, tmp_path / "file/run")
     assert not list(tmp_path.glob("*/tokens"))
 
 

@@ -28,7 +28,7 @@ def content(folder: Path) -> dict[str, str]:
 
 def test_processes_that_ask_at_the_same_time_share_one_run(
     tmp_path: Path,
-    corpus: CorpusConfig,
+    sentence_corpus: CorpusConfig,
     bpe_tokenizer: PreTrainedTokenizerFast,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -41,7 +41,9 @@ def test_processes_that_ask_at_the_same_time_share_one_run(
 
     monkeypatch.setattr(stage1, "_build", counted)
     with ThreadPoolExecutor(3) as pool:
-        asked = [pool.submit(prepare_tokens, corpus, bpe_tokenizer, tmp_path) for _ in range(3)]
+        asked = [
+            pool.submit(prepare_tokens, sentence_corpus, bpe_tokenizer, tmp_path) for _ in range(3)
+        ]
         assert len({one.result().fingerprint for one in asked}) == 1
     assert len(built) == 1
 
@@ -51,13 +53,13 @@ def test_processes_that_ask_at_the_same_time_share_one_run(
 @pytest.mark.parametrize("num_batches", [1, 4, 9, 12])
 def test_an_interrupted_stage_goes_on_to_the_same_bytes(
     tmp_path: Path,
-    corpus: CorpusConfig,
+    sentence_corpus: CorpusConfig,
     bpe_tokenizer: PreTrainedTokenizerFast,
     monkeypatch: pytest.MonkeyPatch,
     packing: str,
     num_batches: int,
 ) -> None:
-    corpus = CorpusConfig(**{**vars(corpus), "packing": packing})
+    corpus = CorpusConfig(**{**vars(sentence_corpus), "packing": packing})
     whole = prepare_tokens(corpus, bpe_tokenizer, tmp_path / "whole")
     encoded = stage1.encoded
     read: list[int] = []
@@ -100,30 +102,30 @@ stage1.prepare_tokens(config, sys.argv[2], Path(sys.argv[3]))
 
 def test_a_killed_process_loses_no_finished_part(
     tmp_path: Path,
-    corpus: CorpusConfig,
+    sentence_corpus: CorpusConfig,
     bpe_tokenizer: PreTrainedTokenizerFast,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(token_writer, "PART_TOKENS", 800)
     monkeypatch.setattr(tokenization, "BATCH_DOCUMENTS", 40)
     bpe_tokenizer.save_pretrained(tmp_path / "tokenizer")
-    source = corpus.source.removeprefix("text:")
+    source = sentence_corpus.source.removeprefix("text:")
     command = [sys.executable, "-c", KILLED, source, str(tmp_path / "tokenizer"), str(tmp_path)]
     assert subprocess.run(command, capture_output=True).returncode == -9
     parts = sorted((tmp_path / ".tokens.partial/train").glob("part-*.parquet"))
     written = {path.name: path.stat().st_mtime_ns for path in parts}
     assert len(written) == 3 and not (tmp_path / "tokens").exists()
-    resumed = prepare_tokens(corpus, tmp_path / "tokenizer", tmp_path)
+    resumed = prepare_tokens(sentence_corpus, tmp_path / "tokenizer", tmp_path)
     kept = {name: (resumed.path / "train" / name).stat().st_mtime_ns for name in written}
     assert kept == written
-    whole = prepare_tokens(corpus, tmp_path / "tokenizer", tmp_path / "whole")
+    whole = prepare_tokens(sentence_corpus, tmp_path / "tokenizer", tmp_path / "whole")
     assert content(resumed.path) == content(whole.path)
 
 
 @pytest.mark.usefixtures("small_parts")
 def test_an_interrupted_stage_of_other_settings_is_refused(
     tmp_path: Path,
-    corpus: CorpusConfig,
+    sentence_corpus: CorpusConfig,
     bpe_tokenizer: PreTrainedTokenizerFast,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -132,7 +134,7 @@ def test_an_interrupted_stage_of_other_settings_is_refused(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(stage1, "_finish", fail)
-        prepare_tokens(corpus, bpe_tokenizer, tmp_path / "run")
-    changed = CorpusConfig(**{**vars(corpus), "row_length": 8})
+        prepare_tokens(sentence_corpus, bpe_tokenizer, tmp_path / "run")
+    changed = CorpusConfig(**{**vars(sentence_corpus), "row_length": 8})
     with pytest.raises(UsageError, match=r"row_length.*remove .*tokens\.partial"):
         prepare_tokens(changed, bpe_tokenizer, tmp_path / "run")

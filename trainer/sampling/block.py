@@ -30,7 +30,7 @@ from trainer.sampling.nucleus import NucleusRule
 from trainer.sampling.order import LAST_TIME, ancestral_times, fixed_count_steps
 from trainer.sampling.result import SampleResult
 from trainer.sampling.reveal import inference
-from trainer.sampling.stopping import StopRule, draw_until_kept
+from trainer.sampling.stopping import StopRule
 from trainer.sampling.token_rule import Decision, TokenRule, check_settings
 from trainer.sampling.whole_row import NoiseUse, check_noise_settings, check_tokens
 from trainer.students import BD3LM, Student
@@ -161,9 +161,7 @@ class BlockConfig:
             return self._fill(blocks, tokens[rows], use.of(rows, attempt), keys)
 
         with inference(student):
-            if self.stop.min_entropy_nats is None:
-                return draw(torch.arange(len(tokens), device=tokens.device), 0)
-            return draw_until_kept(draw, len(tokens), tokens.device, self.stop.max_tries)
+            return self.stop.draw(draw, len(tokens), tokens.device)
 
     def _fill(
         self, student: BD3LM, tokens: Int[Tensor, "b l"], use: NoiseUse, keys: SampleKeys

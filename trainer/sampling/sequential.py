@@ -15,7 +15,7 @@ from trainer.sampling.draws import SampleKeys
 from trainer.sampling.nucleus import NucleusRule
 from trainer.sampling.result import SampleResult
 from trainer.sampling.reveal import inference
-from trainer.sampling.stopping import StopRule, draw_until_kept
+from trainer.sampling.stopping import StopRule
 from trainer.sampling.token_rule import Decision, TokenRule, check_settings
 from trainer.sampling.whole_row import check_rows
 from trainer.students import AR, Student
@@ -85,9 +85,7 @@ class SequentialConfig:
             return self._fill(model, tokens[rows], SampleKeys(seed, sample_ids[rows], attempt))
 
         with inference(student):
-            if self.stop.min_entropy_nats is None:
-                return draw(torch.arange(len(tokens), device=tokens.device), 0)
-            return draw_until_kept(draw, len(tokens), tokens.device, self.stop.max_tries)
+            return self.stop.draw(draw, len(tokens), tokens.device)
 
     def _fill(self, student: AR, tokens: Int[Tensor, "b l"], keys: SampleKeys) -> SampleResult:
         tokens, masked = tokens.clone(), tokens == student.mask_id

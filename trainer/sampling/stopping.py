@@ -83,6 +83,41 @@ class StopRule:
         entropy = unigram_entropy_nats(tokens.gather(1, index))
         return (lengths >= self.entropy_window) & (entropy < self.min_entropy_nats)
 
+    def draw(
+        self,
+        draw: Callable[[Int[Tensor, "m"], int], SampleResult],
+        num_rows: int,
+        device: torch.device,
+    ) -> SampleResult:
+        """Draw rows, and those flagged ``low_entropy`` anew with fresh randomness.
+
+        Args:
+            draw: (rows, attempt) -> their result; with ``low_entropy`` in its details when this
+                rule has a ``min_entropy_nats``.
+            num_rows: Rows in the batch.
+            device: Of the rows.
+
+        Returns:
+            The last draw of each row. With a ``min_entropy_nats`` its NFE is summed over all draws,
+            and ``attempt`` is in the details.
+        """
+        result = draw(torch.arange(num_rows, device=device), 0)
+        if self.min_entropy_nats is None:
+            return result
+        tokens, nfe, lengths = result.tokens.clone(), result.nfe.clone(), result.lengths.clone()
+        details = {name: values.clone() for name, values in result.details.items()}
+        attempts = torch.zeros_like(nfe)
+        for attempt in range(1, self.max_tries):
+            rows = details["low_entropy"].nonzero()[:, 0]
+            if not len(rows):
+                break
+            again = draw(rows, attempt)
+            tokens[rows], lengths[rows], attempts[rows] = again.tokens, again.lengths, attempt
+            nfe[rows] += again.nfe
+            for name, values in again.details.items():
+                details[name][rows] = values
+        return SampleResult(tokens, nfe, lengths, {**details, "attempt": attempts})
+
 
 def unigram_entropy_nats(tokens: Int[Tensor, "b w"]) -> Float[Tensor, "b"]:
     """Entropy of the empirical token distribution of each row, nats, float64."""
@@ -90,39 +125,3 @@ def unigram_entropy_nats(tokens: Int[Tensor, "b w"]) -> Float[Tensor, "b"]:
     counts = torch.searchsorted(ordered, ordered, right=True) - torch.searchsorted(ordered, ordered)
     # Each of a token's c occurrences contributes -(1/w) log(c/w): together -(c/w) log(c/w).
     return -(counts.double() / tokens.shape[1]).log().mean(dim=1)
-
-
-def draw_until_kept(
-    draw: Callable[[Int[Tensor, "m"], int], SampleResult],
-    num_rows: int,
-    device: torch.device,
-    max_tries: int,
-    first_attempt: int = 0,
-) -> SampleResult:
-    """Draw rows, and those flagged ``low_entropy`` anew with fresh randomness.
-
-    Args:
-        draw: (rows, attempt) -> their result, with ``low_entropy`` in its details.
-        num_rows: Rows in the batch.
-        device: Of the rows.
-        max_tries: See :class:`StopRule`.
-        first_attempt: Attempt number to begin with.
-
-    Returns:
-        The last draw of each row, its NFE summed over all draws, and ``attempt`` in the details.
-    """
-    rows = torch.arange(num_rows, device=device)
-    result = draw(rows, first_attempt)
-    tokens, nfe, lengths = result.tokens.clone(), result.nfe.clone(), result.lengths.clone()
-    details = {name: values.clone() for name, values in result.details.items()}
-    attempts = torch.full_like(nfe, first_attempt)
-    for attempt in range(first_attempt + 1, first_attempt + max_tries):
-        rows = details["low_entropy"].nonzero()[:, 0]
-        if not len(rows):
-            break
-        again = draw(rows, attempt)
-        tokens[rows], lengths[rows], attempts[rows] = again.tokens, again.lengths, attempt
-        nfe[rows] += again.nfe
-        for name, values in again.details.items():
-            details[name][rows] = values
-    return SampleResult(tokens, nfe, lengths, {**details, "attempt": attempts})

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from trainer.sampling.draws import SampleKeys
 from trainer.sampling.nucleus import NucleusRule
 from trainer.sampling.result import SampleResult
 from trainer.sampling.reveal import inference, reveal
-from trainer.sampling.stopping import StopRule, draw_until_kept
+from trainer.sampling.stopping import StopRule
 from trainer.sampling.token_rule import Decision, TokenRule, check_settings
 from trainer.sampling.whole_row import (
     NoiseUse,
@@ -115,9 +114,7 @@ class WholeRowSampler:
             return self._fill(whole, tokens[rows], use.of(rows, attempt), keys)
 
         with inference(student):
-            if self.stop.min_entropy_nats is None:
-                return draw(torch.arange(len(tokens), device=tokens.device), 0)
-            return draw_until_kept(draw, len(tokens), tokens.device, self.stop.max_tries)
+            return self.stop.draw(draw, len(tokens), tokens.device)
 
     def _fill(
         self, student: MDLM, tokens: Int[Tensor, "b l"], use: NoiseUse, keys: SampleKeys
