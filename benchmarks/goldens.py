@@ -61,6 +61,10 @@ class ArrivalRows:
         """Noise of the masked positions."""
         return DenseNoise(self.arrivals[mask])
 
+    def rows(self, part: slice) -> ArrivalRows:
+        """The noise of some of the rows."""
+        return ArrivalRows(self.arrivals[part])
+
 
 def row_noise(gumbel: Tensor, length: int) -> ArrivalRows:
     """xi [B, n-1 or n-2, V] -> arrivals [B, L, V]; vector i belongs to position i + 1."""

@@ -80,6 +80,10 @@ class OnlineNoise:
         keys = PositionKeys(3, self.row_ids[rows], positions)
         return KeyedPosterior(keys, tokens, chosen, DenseProbabilities(log_probs))
 
+    def rows(self, part: slice) -> OnlineNoise:
+        """The noise of some of the rows."""
+        return OnlineNoise(self.log_probs[part], self.tokens[part], self.row_ids[part])
+
 
 @torch.no_grad()
 def online_batch(teacher: GPT2LMHeadModel, batch: Batch) -> Batch:

@@ -158,9 +158,8 @@ class Extractor:
         def work(part: slice) -> None:
             rows = raw.rows(part)
             output = self.process(rows.normalise(self.teacher.vocab_size, self._memory(rows)))
-            encoded: dict[str, Tensor] = dict(
-                self.codec.encode(output, self.writer.manifest.seed, self.resources)
-            )
+            seed = self.writer.manifest.noise_seed(arrays.shard.split)
+            encoded: dict[str, Tensor] = dict(self.codec.encode(output, seed, self.resources))
             encoded["token_log_probs"] = token_log_probs(output)
             encoded = to_host(encoded)
             if not torch.isfinite(encoded["token_log_probs"]).all():

@@ -32,7 +32,7 @@ from pipeline.tokenization import (
     tokenizer_sha256,
 )
 from pipeline.tokens import FORMAT_VERSION, RECORD, Part, TokenDataset, fingerprint
-from shards.atomic import fsync_directory, write_json_atomic
+from shards.atomic import fsync_path, write_json_atomic
 from shards.configuration import to_mapping
 from shards.console import Bar, progress_bar
 from shards.errors import GdistillError
@@ -126,7 +126,7 @@ def _build(
         )
     _finish(config, tokenizer, work, identity, progress)
     work.rename(out / "tokens")
-    fsync_directory(out)
+    fsync_path(out)
     return TokenDataset.open(out / "tokens")
 
 

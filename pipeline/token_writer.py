@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from pipeline.tokens import Part, rows_per_group, rows_schema, rows_table
-from shards.atomic import fsync_directory
+from shards.atomic import fsync_path
 
 PART_TOKENS = 1 << 24
 """A part is closed at the first batch border behind so many tokens."""
@@ -95,7 +95,7 @@ class PartWriter:
             os.fsync(file.fileno())
         path = self.folder / self.name
         os.replace(self._temporary, path)
-        fsync_directory(self.folder)
+        fsync_path(self.folder)
         part = Part(
             name=self.name,
             num_rows=self.num_rows,

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 
-def fsync_directory(directory: Path) -> None:
-    """Make renames inside ``directory`` survive a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
+def fsync_path(path: Path) -> None:
+    """Make a file's content, or the renames inside a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -30,7 +30,7 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    fsync_directory(path.parent)
+    fsync_path(path.parent)
 
 
 def canonical_json(value: Any) -> bytes:

@@ -145,7 +145,10 @@ def _eager(rows: Words, columns: Words, seed: int) -> Float[Tensor, "n blocks 4"
 def _fill(out: Tensor, rows: Words, columns: Words, seed: int) -> None:
     """Run the remaining rounds for [rows, blocks] counters and write [rows, blocks, 4] variates."""
     c0, c2 = rows[0] ^ columns[0], rows[1] ^ columns[2]
-    c1, c3 = columns[1].expand_as(c0).contiguous(), rows[2].expand_as(c0).contiguous()
+    given = columns[1], rows[2]
+    # Copies even where nothing is expanded: the rounds write over c1 and c3, and the columns
+    # belong to every block of rows.
+    c1, c3 = (word.expand_as(c0).clone(memory_format=torch.contiguous_format) for word in given)
     p0, p1 = torch.empty_like(c0), torch.empty_like(c0)
     for k0, k1 in round_keys(seed)[SHARED_ROUNDS:]:
         torch.mul(c0, MULTIPLIERS[0], out=p0)

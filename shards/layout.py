@@ -24,7 +24,7 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 from zarr.storage import MemoryStore
 
 from shards.codec.protocol import ArraySpec
-from shards.manifest import FORMAT_VERSION, MANIFEST_FILE, Manifest
+from shards.manifest import MANIFEST_FILE, Manifest
 
 RESOURCES = "resources"
 ZSTD_LEVEL = 1
@@ -73,7 +73,11 @@ def shard_files(manifest: Manifest, shard: ShardRange) -> dict[str, str]:
 def static_files(manifest: Manifest, resources: Mapping[str, np.ndarray]) -> dict[str, bytes]:
     """Every file that is written once: group and array metadata, and the resources."""
     store = MemoryStore()
-    note = {"format": "gdistill", "format_version": FORMAT_VERSION, "manifest": MANIFEST_FILE}
+    note = {
+        "format": "gdistill",
+        "format_version": manifest.format_version,
+        "manifest": MANIFEST_FILE,
+    }
     root = zarr.create_group(store, attributes={"gdistill": note})
     for split in manifest.splits:
         group = root.create_group(split)

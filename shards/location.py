@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 from zarr.abc.store import Store
 from zarr.storage import LocalStore
 
-from shards.atomic import fsync_directory
+from shards.atomic import fsync_path
 from shards.claims import file_claim
 from shards.errors import GdistillError, UsageError
 from shards.manifest import FileRecord
@@ -130,7 +130,7 @@ class LocalLocation:
             except BaseException:
                 temporary.unlink(missing_ok=True)
                 raise
-            fsync_directory(path.parent)
+            fsync_path(path.parent)
 
     def delete(self, name: str) -> None:
         with self._explained(name, "delete"):

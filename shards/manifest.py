@@ -17,8 +17,10 @@ from typing import Any
 from shards.codec.protocol import ArraySpec
 from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.sealed import digest, parse, seal, unseal
+from shards.seeding import derive_seed
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Since 2 the frozen draws of different splits have seeds of their own; 1 is still read."""
 MANIFEST_FILE = "manifest.json"
 STORE_ARRAYS = {"tokens": ArraySpec("int32"), "token_log_probs": ArraySpec("float32")}
 """Arrays of every store, beside the codec's own."""
@@ -99,6 +101,13 @@ class Manifest:
     def mask_id(self) -> int:
         """The student's mask token: one past the teacher's vocabulary."""
         return self.vocab_size
+
+    def noise_seed(self, split: str) -> int:
+        """Seed of the position keys of a split's frozen draws.
+
+        In format 1 row r of every split had the same prior draw.
+        """
+        return self.seed if self.format_version == 1 else derive_seed(self.seed, "noise", split)
 
     @property
     def all_arrays(self) -> dict[str, ArraySpec]:

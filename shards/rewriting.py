@@ -141,16 +141,18 @@ def _encode(store: ShardStore, codec: Codec, shard: ShardRange, rows: Rows) -> R
     step = max(1, POSITIONS_AT_ONCE // (manifest.vocab_size * manifest.row_length))
     for start in range(0, shard.num_rows, step):
         part = slice(start, min(start + step, shard.num_rows))
-        output = _teacher_output(store, shard.start + start, {n: a[part] for n, a in rows.items()})
-        for name, value in codec.encode(output, manifest.seed, store.resources).items():
+        here = {name: array[part] for name, array in rows.items()}
+        output = _teacher_output(store, shard.split, shard.start + start, here)
+        seed = manifest.noise_seed(shard.split)
+        for name, value in codec.encode(output, seed, store.resources).items():
             result[name][part, 1:] = value.numpy()
     return result
 
 
-def _teacher_output(store: ShardStore, first_row: int, rows: Rows) -> TeacherOutput:
+def _teacher_output(store: ShardStore, split: str, first_row: int, rows: Rows) -> TeacherOutput:
     """The teacher's distribution as the store approximates it, p of the token exact."""
     num_rows, length = rows["tokens"].shape
-    posterior = stored_posterior(store, first_row, rows)
+    posterior = stored_posterior(store, split, first_row, rows)
     probabilities = posterior.probabilities.tile(0, store.manifest.vocab_size).double()
     log_probs = (probabilities / probabilities.sum(1, keepdim=True)).log().float()
     shape = (num_rows, length - 1)
@@ -162,16 +164,18 @@ def _teacher_output(store: ShardStore, first_row: int, rows: Rows) -> TeacherOut
 
 
 def stored_posterior(
-    store: ShardStore, first_row: int, rows: Mapping[str, Any], draw: int = 0
+    store: ShardStore, split: str, first_row: int, rows: Mapping[str, Any], draw: int = 0
 ) -> KeyedPosterior:
     """The posterior noise of positions 1..L-1 of consecutive rows, row-major."""
-    noise = stored_noise(store, first_row, rows, draw)
+    noise = stored_noise(store, split, first_row, rows, draw)
     if not isinstance(noise, KeyedPosterior):
         raise GdistillError("the codec keeps no distribution", where=store.codec.name)
     return noise
 
 
-def stored_noise(store: ShardStore, first_row: int, rows: Mapping[str, Any], draw: int = 0) -> Any:
+def stored_noise(
+    store: ShardStore, split: str, first_row: int, rows: Mapping[str, Any], draw: int = 0
+) -> Any:
     """The noise of positions 1..L-1 of consecutive rows, row-major, as the codec decodes it."""
     num_rows, length = rows["tokens"].shape
     tensors = {
@@ -180,7 +184,7 @@ def stored_noise(store: ShardStore, first_row: int, rows: Mapping[str, Any], dra
     }
     ids = torch.arange(first_row, first_row + num_rows).repeat_interleave(length - 1)
     positions = torch.arange(1, length).repeat(num_rows)
-    keys = PositionKeys(store.manifest.seed, ids, positions, draw)
+    keys = PositionKeys(store.manifest.noise_seed(split), ids, positions, draw)
     tokens = tensors.pop("tokens").long()
     log_probs = tensors.pop("token_log_probs")
     return store.codec.decode(tensors, tokens, log_probs, keys, store.resources)

@@ -66,7 +66,7 @@ def view_row(store: ShardStore, split: str, row: int, draw: int = 0) -> tuple[st
         expected = f"0 to {reader.num_rows - 1}"
         raise UsageError("no such row", where=f"split {split}", got=row, expected=expected)
     arrays = reader.read_rows(row, row + 1)
-    noise = stored_noise(store, row, arrays, draw)
+    noise = stored_noise(store, split, row, arrays, draw)
     words = _Words(store)
     gumbels = gumbel_from_arrivals(noise.tile(0, store.manifest.vocab_size))
     probabilities = None

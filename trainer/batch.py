@@ -31,6 +31,10 @@ class RowNoise(Protocol):
         """Noise of the masked positions in row-major order; column 0 is never masked."""
         ...
 
+    def rows(self, part: slice) -> RowNoise:
+        """The noise of some of the rows."""
+        ...
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -73,16 +77,18 @@ class Batch:
             yield self
             return
         for start in range(0, self.num_rows, size):
-            rows = slice(start, start + size)
-            noise = self.noise.rows(rows) if isinstance(self.noise, StoredRowNoise) else self.noise
-            yield replace(
-                self,
-                tokens=self.tokens[rows],
-                token_log_probs=self.token_log_probs[rows],
-                row_ids=self.row_ids[rows],
-                slots=self.slots[rows],
-                noise=noise,
-            )
+            yield self.rows(slice(start, start + size))
+
+    def rows(self, part: slice) -> Batch:
+        """Some of the rows, with their times, masks and noise."""
+        return replace(
+            self,
+            tokens=self.tokens[part],
+            token_log_probs=self.token_log_probs[part],
+            row_ids=self.row_ids[part],
+            slots=self.slots[part],
+            noise=None if self.noise is None else self.noise.rows(part),
+        )
 
 
 @dataclass(frozen=True)
@@ -141,12 +147,14 @@ class BatchMaker:
 
     Attributes:
         store: Where the rows come from.
+        split: Which of its splits.
         seed: Run seed.
         device: Where batches go.
         with_noise: Whether the student looks at noise.
     """
 
     store: ShardStore
+    split: str
     seed: int
     device: torch.device
     with_noise: bool
@@ -186,7 +194,7 @@ class BatchMaker:
             tokens=batch.tokens,
             token_log_probs=batch.token_log_probs,
             row_ids=batch.row_ids,
-            seed=fresh if codec.is_fresh else self.store.manifest.seed,
+            seed=fresh if codec.is_fresh else self.store.manifest.noise_seed(self.split),
             draw=batch.epoch if codec.is_fresh else 0,
             resources=self._resources,
         )

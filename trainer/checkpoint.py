@@ -24,10 +24,10 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from shards.atomic import fsync_directory, sha256_file, write_json_atomic
+from shards.atomic import fsync_path, sha256_file, write_json_atomic
 from shards.errors import IntegrityError
 from trainer.ema import ExponentialMovingAverage
-from trainer.parallel import gather_full, scatter_like
+from trainer.parallel import gather_full, on_main_process, scatter_like
 
 FORMAT_VERSION = 1
 STATE_FILE = "state.json"
@@ -106,7 +106,8 @@ class CheckpointFolder:
     def steps(self) -> list[int]:
         """Steps of all whole checkpoints, ascending."""
         found = self.directory.glob(f"{PREFIX}*/{STATE_FILE}")
-        return sorted(int(path.parent.name.removeprefix(PREFIX)) for path in found)
+        numbers = (path.parent.name.removeprefix(PREFIX) for path in found)
+        return sorted(int(number) for number in numbers if number.isdigit())
 
     def path(self, step: int) -> Path:
         """Folder of the checkpoint after ``step`` steps."""
@@ -115,12 +116,18 @@ class CheckpointFolder:
     def save(
         self, step: int, trainee: Trainee, state: dict[str, Any], accelerator: Accelerator
     ) -> None:
-        """Write a checkpoint and prune older ones; every process must call it."""
+        """Write a checkpoint and prune older ones; every process must call it.
+
+        Raises:
+            GdistillError: On every process, when the files cannot be written.
+        """
         tensors = trainee.gather()
-        if accelerator.is_main_process:
+
+        def write() -> None:
             self._write(step, tensors, {**state, "ema_num_updates": trainee.ema.num_updates})
             self._prune()
-        accelerator.wait_for_everyone()
+
+        on_main_process(write, accelerator)
 
     def _write(
         self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]
@@ -131,7 +138,7 @@ class CheckpointFolder:
         files = {}
         for name, content in tensors.items():
             save_file(content, temporary / name)
-            _sync_file(temporary / name)
+            fsync_path(temporary / name)
             files[name] = sha256_file(temporary / name)
         document = {"format_version": FORMAT_VERSION, "step": step, "files": files, **state}
         write_json_atomic(temporary / STATE_FILE, document)
@@ -139,7 +146,7 @@ class CheckpointFolder:
         if replaced.exists():
             shutil.rmtree(replaced)
         os.replace(temporary, replaced)
-        fsync_directory(self.directory)
+        fsync_path(self.directory)
 
     def _prune(self) -> None:
         steps = self.steps()
@@ -150,6 +157,10 @@ class CheckpointFolder:
             # The state file goes first: a folder without it does not count as a checkpoint.
             (self.path(step) / STATE_FILE).unlink()
             shutil.rmtree(self.path(step))
+
+    def seal(self, step: int) -> str:
+        """What tells this checkpoint from any other: the hash of its state file."""
+        return sha256_file(self.path(step) / STATE_FILE)
 
     def read_state(self, step: int) -> dict[str, Any]:
         """The state of a checkpoint whose files are all as written.
@@ -179,11 +190,3 @@ class CheckpointFolder:
                 what = "a file of the checkpoint is missing or altered"
                 raise IntegrityError(what, where=path, remedy=remedy)
         return state
-
-
-def _sync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

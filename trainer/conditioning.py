@@ -109,7 +109,8 @@ def product_dtype(weight: Tensor) -> torch.dtype:
 class TiledProjection(torch.autograd.Function):
     """(walk, W [V, D], product dtype) -> [n, D] float32; gradient for W only.
 
-    Sums of weights and of products are kept in float32 whatever the products' precision.
+    Sums of weights, and of tiles' products, are kept in float32; a tile's own product has the
+    precision of the product dtype.
     """
 
     @staticmethod

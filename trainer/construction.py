@@ -6,15 +6,15 @@ import difflib
 from pathlib import Path
 
 import torch
-from transformers import AutoModel
 
 from shards.errors import UsageError
 from shards.manifest import Manifest
 from shards.seeding import derive_seed
 from shards.store import ShardStore
-from trainer.library_bars import without_library_bars
+from trainer.model_folder import read_model
 from trainer.settings import RunConfig
 from trainer.students import STUDENTS, Student, StudentConfig
+from trainer.students.configuration import StudentSettings
 
 STORE_BUFFERS = ("time_bounds", "conditioner.unigram_log_probs")
 """Buffers that the run and its store decide, not the model that weights come from."""
@@ -37,6 +37,7 @@ def build_student(config: RunConfig, store: ShardStore, init_from: Path | None) 
     """The student at step 0; initial weights depend on the run seed alone."""
     manifest = store.manifest
     kind = student_class(config.student)
+    _refuse_foreign_settings(config, kind)
     torch.manual_seed(derive_seed(config.seed, "initial weights"))
     student = kind(
         kind.config_class.build(
@@ -54,6 +55,18 @@ def build_student(config: RunConfig, store: ShardStore, init_from: Path | None) 
     return student
 
 
+def _refuse_foreign_settings(config: RunConfig, kind: type[Student]) -> None:
+    for name in kind.foreign_settings:
+        value = getattr(config.model, name)
+        if value != getattr(StudentSettings(), name):
+            raise UsageError(
+                "a setting of another student",
+                where=f"model.{name}",
+                got=f"{value} for student {config.student}",
+                remedy="leave it out, or choose the student it belongs to",
+            )
+
+
 def load_initial_weights(student: Student, directory: Path, manifest: Manifest) -> None:
     """Start from a trained student of the same shape (its block size may differ).
 
@@ -69,13 +82,7 @@ def load_initial_weights(student: Student, directory: Path, manifest: Manifest) 
     if not (directory / "config.json").is_file():
         remedy = "give the model/ folder of a finished run"
         raise UsageError("no model there", where=f"--init-from {directory}", remedy=remedy)
-    try:
-        with without_library_bars():
-            source = AutoModel.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            "not a gdistill student", where=f"--init-from {directory}", got=error
-        ) from error
+    source = read_model(directory)
     require_same_shape(source.config, manifest, f"--init-from {directory}")
     weights = source.state_dict()
     target = student.state_dict()

@@ -85,7 +85,7 @@ def _redraw(
 ) -> Tensor:
     block_size = mask.shape[1] // num_blocks
     require_reachable(bounds, block_size)
-    low = bounds[0] if bounds[0] > OPEN_BOUND else 0.0
+    low = _enforced_low(bounds)
     for round_number in range(1, 10_000):
         fraction = masked_fraction(mask, num_blocks)
         outside = (fraction < low) | (fraction > bounds[1])
@@ -101,13 +101,17 @@ def _redraw(
     )
 
 
+def _enforced_low(bounds: tuple[float, float]) -> float:
+    return bounds[0] if bounds[0] > OPEN_BOUND else 0.0
+
+
 def require_reachable(bounds: tuple[float, float], block_size: int) -> None:
     """Refuse clips that no number of masked tokens in a block can satisfy.
 
     Raises:
         UsageError: When no integer count / block_size lies within the enforced bounds.
     """
-    low = bounds[0] if bounds[0] > OPEN_BOUND else 0.0
+    low = _enforced_low(bounds)
     if math.floor(bounds[1] * block_size + 1e-9) < math.ceil(low * block_size - 1e-9):
         raise UsageError(
             "no masked fraction of a block lies within the clips",

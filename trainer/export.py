@@ -9,6 +9,7 @@ model/
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shards.atomic import fsync_directory, write_json_atomic
+from shards.atomic import fsync_path, write_json_atomic
 from shards.store import ShardStore
 from trainer.library_bars import without_library_bars
 from trainer.model_card import model_card
@@ -37,7 +38,8 @@ def export_model(
 
     Args:
         directory: Where the model goes.
-        student: Gives class and config; its weights are not looked at.
+        student: Gives class and config, to which the store's codec is added where noise is
+            taken; its weights are not looked at.
         weights: State dict to write, whole tensors.
         record: Content of ``student.json``.
         store: Gives tokenizer and corpus files.
@@ -45,7 +47,10 @@ def export_model(
     temporary = directory.with_name(f".writing-{directory.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    whole = type(student)(student.config)
+    config = copy.deepcopy(student.config)
+    if student.is_conditioned:
+        config.codec = dict(store.manifest.codec)
+    whole = type(student)(config)
     whole.load_state_dict(dict(weights))
     with without_library_bars():
         whole.save_pretrained(temporary)
@@ -53,7 +58,9 @@ def export_model(
     store.copy_files("corpus", temporary / "corpus")
     write_json_atomic(temporary / STUDENT_FILE, record)
     (temporary / "README.md").write_text(model_card(record, whole), encoding="utf-8")
+    for path in temporary.rglob("*"):
+        fsync_path(path)
     if directory.exists():
         shutil.rmtree(directory)
     os.replace(temporary, directory)
-    fsync_directory(directory.parent)
+    fsync_path(directory.parent)

@@ -173,8 +173,9 @@ def build_student(
     backbone, unexpected = backbone_of(state)
     hyper_parameters = plain_config(checkpoint.get("hyper_parameters")) or {}
     config = _lookup(hyper_parameters, "config", {})
-    bounds = tuple(float(state.get(f"sampling_eps_{k}", d)) for k, d in (("min", 1e-3), ("max", 1)))
-    settings = settings_from(backbone, config, (bounds[0], bounds[1]))
+    low, high = (float(state.get(f"sampling_eps_{k}", d)) for k, d in (("min", 1e-3), ("max", 1)))
+    # The clips as they were before float32 rounded them: 1e-3 is open, 1.00000005e-3 is not.
+    settings = settings_from(backbone, config, (round(low, 6), round(high, 6)))
     name = student_name(backbone, config, "sampling_eps_min" in state)
     length = row_length or _lookup(config, "model.length", None)
     if length is None:

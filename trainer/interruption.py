@@ -49,15 +49,12 @@ class StopRequest:
 
 
 @contextmanager
-def exclusive(directory: Path, main_process: bool) -> Iterator[None]:
+def exclusive(directory: Path) -> Iterator[None]:
     """Hold ``directory`` for one run.
 
     Raises:
         UsageError: When another process holds it.
     """
-    if not main_process:
-        yield
-        return
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / ".lock", "w") as file:
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from shards.atomic import write_json_atomic
 from shards.configuration import to_mapping
 from shards.console import Bar, progress_bar, stderr
+from shards.errors import UsageError
 from shards.keyed_exponentials import use_noise_kernel
 from shards.seeding import derive_seed
 from shards.store import ShardStore
@@ -37,8 +39,10 @@ from trainer.optimization import clip_gradients, learning_rate, make_optimizer, 
 from trainer.parallel import (
     TrainingStep,
     gather_full,
+    on_main_process,
     open_accelerator,
     parallelize,
+    require_agreement,
     sum_over_processes,
     without_sync,
 )
@@ -67,7 +71,10 @@ def train(
         KeyboardInterrupt: After a Ctrl-C, when the checkpoint is saved.
     """
     trainer = Trainer(config, ShardStore.open(store), Path(out), init_from)
-    with exclusive(trainer.out, trainer.accelerator.is_main_process):
+    with ExitStack() as stack:
+        # The lock is the main process's; where it is taken, all of them must hear of it.
+        lock = exclusive(trainer.out)
+        on_main_process(lambda: stack.enter_context(lock), trainer.accelerator)
         return trainer.run()
 
 
@@ -84,9 +91,14 @@ class Trainer:
         if obstacle and self.accelerator.is_main_process:
             stderr.print(f"noise kernel: eager; {obstacle}", markup=False)
         self.identity = run_identity(config, store.manifest, init_from)
-        self.student = build_student(config, store, init_from)
+        self.checkpoints = CheckpointFolder(
+            out / "checkpoints", training.keep_last, training.keep_every_steps
+        )
+        begun = bool(self.checkpoints.steps())  # then the first weights need not be there any more
+        self.student = build_student(config, store, None if begun else init_from)
         with_noise = self.student.is_conditioned
-        self.make_batch = BatchMaker(store, config.seed, self.accelerator.device, with_noise)
+        device = self.accelerator.device
+        self.make_batch = BatchMaker(store, "train", config.seed, device, with_noise)
         self.stream = ShardStream(
             store.split("train", self.make_batch.arrays),
             seed=config.seed,
@@ -106,31 +118,38 @@ class Trainer:
         self.validator = None
         if has_validation_rows(store.manifest.splits):
             self.validator = Validator(config, store, self.accelerator, with_noise)
-        self.checkpoints = CheckpointFolder(
-            out / "checkpoints", training.keep_last, training.keep_every_steps
-        )
+        elif config.model.search_schedule:
+            raise UsageError(
+                "the search for clips needs validation rows",
+                where="model.search_schedule",
+                got="a store without a validation split",
+                remedy="extract one, or set model.min_time and model.max_time",
+            )
         self.window = StepWindow()
         self.stop = StopRequest()
         self.step, self.saved_step = 0, -1
         self.validation: dict[str, Any] | None = None
-        peak = peak_flops_per_second(self.accelerator.device, self.accelerator.num_processes)
-        self.peak_flops = training.peak_flops_per_second or peak
+        self.peak_flops = peak_flops_per_second(
+            training.peak_flops_per_second, self.accelerator.device, self.accelerator.num_processes
+        )
 
     def run(self) -> bool:
         """Resume if there is something to resume, train, export; see :func:`train`."""
         self._resume()
-        if self.accelerator.is_main_process:
-            write_json_atomic(self.out / "config.json", to_mapping(self.config))
+        config = to_mapping(self.config)
+        on_main_process(
+            lambda: write_json_atomic(self.out / "config.json", config), self.accelerator
+        )
         self.metrics = MetricsLog(self.out / "metrics.jsonl", self.accelerator, self.step)
         try:
             with self.stop.listening():
                 finished = self._loop()
         finally:
             self.metrics.close()
-        if self.stop.signal_number == signal.SIGINT:
-            raise KeyboardInterrupt
         if finished:
             self._export()
+        elif self.stop.signal_number == signal.SIGINT:
+            raise KeyboardInterrupt
         return finished
 
     def _loop(self) -> bool:
@@ -246,6 +265,14 @@ class Trainer:
 
     def _resume(self) -> None:
         steps = self.checkpoints.steps()
+        seal = self.checkpoints.seal(steps[-1]) if steps else "none"
+        alike = UsageError(
+            "the processes do not see the same checkpoint",
+            where=self.checkpoints.directory,
+            got=f"step {steps[-1]} here" if steps else "none here",
+            remedy="give an --out on storage that all of them share",
+        )
+        require_agreement(seal, self.accelerator, alike)
         if not steps:
             return
         state = self.checkpoints.read_state(steps[-1])
@@ -260,12 +287,13 @@ class Trainer:
         """Write the averaged weights, with the buffers as they are."""
         weights = {name: gather_full(value) for name, value in self.student.state_dict().items()}
         weights |= {name: gather_full(value) for name, value in self.ema.shadows.items()}
-        if self.accelerator.is_main_process:
-            record = {
-                "format_version": 1,
-                "step": self.step,
-                "run": self.identity,
-                "validation": self.validation,
-            }
-            export_model(self.out / "model", self.student, weights, record, self.store)
-        self.accelerator.wait_for_everyone()
+        record = {
+            "format_version": 1,
+            "step": self.step,
+            "run": self.identity,
+            "validation": self.validation,
+        }
+        on_main_process(
+            lambda: export_model(self.out / "model", self.student, weights, record, self.store),
+            self.accelerator,
+        )

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 
 from shards.atomic import write_bytes_atomic
 from shards.errors import IntegrityError
+from trainer.parallel import on_main_process
 
 TIMING_FIELDS = ("seconds", "tokens_per_second", "flops_per_second", "mfu")
 
@@ -35,8 +36,8 @@ class MetricsLog:
     def __init__(self, path: Path, accelerator: Accelerator, last_step: int) -> None:
         self._accelerator = accelerator
         self._file = None
+        on_main_process(lambda: keep_lines_until(path, last_step), accelerator)
         if accelerator.is_main_process:
-            keep_lines_until(path, last_step)
             self._file = open(path, "ab")  # noqa: SIM115 (closed by close)
         purge = {"purge_step": last_step + 1}
         accelerator.init_trackers("gdistill", init_kwargs={"tensorboard": purge})

@@ -7,6 +7,8 @@ weights, optimiser and moving average into one piece per process instead.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -20,12 +22,14 @@ from accelerate.utils import (
     DistributedType,
     InitProcessGroupKwargs,
     ProjectConfiguration,
+    broadcast_object_list,
+    gather_object,
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shards.errors import UsageError
+from shards.errors import GdistillError, UsageError
 from trainer.settings import TrainingConfig
 from trainer.students import LossOutput, Student
 
@@ -99,7 +103,10 @@ def parallelize(step: TrainingStep, accelerator: Accelerator, sharding: str) -> 
     if sharding == "fsdp" or accelerator.distributed_type == DistributedType.FSDP:
         shard_student(step, accelerator)
         return step
-    return accelerator.prepare_model(step)  # type: ignore[no-any-return]
+    with warnings.catch_warnings():
+        # Accelerate passes broadcast_buffers on; torch has a new name for it.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        return accelerator.prepare_model(step)  # type: ignore[no-any-return]
 
 
 def without_sync(module: nn.Module, accelerator: Accelerator, last: bool) -> AbstractContextManager:
@@ -132,6 +139,43 @@ def sum_over_processes(values: list[float], accelerator: Accelerator) -> list[fl
     total = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
     torch.distributed.all_reduce(total)
     return total.tolist()
+
+
+def on_main_process(work: Callable[[], None], accelerator: Accelerator) -> None:
+    """Work of the main process that the others wait for; its failure is everyone's.
+
+    Without that a full disk would leave the others in a barrier until it times out.
+
+    Raises:
+        GdistillError: On every process, when ``work`` raised one or an ``OSError``.
+    """
+    failure: GdistillError | None = None
+    if accelerator.is_main_process:
+        try:
+            work()
+        except GdistillError as error:
+            failure = error
+        except OSError as error:
+            failure = GdistillError(
+                "cannot write", where=error.filename or "", got=error.strerror or error
+            )
+    if accelerator.num_processes > 1:
+        told = None if failure is None else (type(failure), vars(failure))
+        told = broadcast_object_list([told])[0]
+        if failure is None and told is not None:
+            failure = _retold(*told)
+    if failure is not None:
+        raise failure
+
+
+def _retold(kind: type[GdistillError], parts: dict[str, str]) -> GdistillError:
+    return kind(parts.pop("what"), **parts)
+
+
+def require_agreement(value: object, accelerator: Accelerator, error: GdistillError) -> None:
+    """Raise ``error`` on every process unless all of them came with the same value."""
+    if accelerator.num_processes > 1 and len(set(map(str, gather_object([value])))) > 1:
+        raise error
 
 
 def leave() -> None:

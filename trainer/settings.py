@@ -7,6 +7,7 @@ A run is composed from a recipe (``presets/NAME.toml`` or a file), command-line 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,13 +56,14 @@ class OptimizationConfig:
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps", "max_grad_norm"):
-            _require(getattr(self, name) > 0, f"optimization.{name}", getattr(self, name), "> 0")
+            value = getattr(self, name)
+            _require(0 < value < math.inf, f"optimization.{name}", value, "above 0 and finite")
         for name in ("beta1", "beta2", "ema_decay"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"optimization.{name}", value, "in [0, 1)")
         for name in ("weight_decay", "warmup_steps", "final_learning_rate_ratio"):
             value = getattr(self, name)
-            _require(value >= 0, f"optimization.{name}", value, "0 or more")
+            _require(0 <= value < math.inf, f"optimization.{name}", value, "0 or more, finite")
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,6 @@ OPERATIONAL = (
     "training.device",
     "training.keep_every_steps",
     "training.keep_last",
-    "training.micro_batch_size",
     "training.noise_kernel",
     "training.num_workers",
     "training.peak_flops_per_second",
@@ -168,10 +169,18 @@ OPERATIONAL = (
 
 
 def operational_fields(config: RunConfig) -> set[str]:
-    """Fields a resumed run may change; with a constant schedule a run may also be prolonged."""
-    prolongable = config.optimization.schedule == "constant"
-    amounts = ("training.num_steps", "training.num_epochs") if prolongable else ()
-    return {*OPERATIONAL, *amounts}
+    """Fields a resumed run may change.
+
+    Without dropout, whose draws follow the micro-batches, their size is one. A run may also be
+    prolonged unless its end decides what comes before: by a cosine down to it, or by the search
+    for clips that the last validation makes.
+    """
+    fields: set[str] = {*OPERATIONAL}
+    if not config.model.dropout:
+        fields.add("training.micro_batch_size")
+    if config.optimization.schedule == "constant" and not config.model.search_schedule:
+        fields |= {"training.num_steps", "training.num_epochs"}
+    return fields
 
 
 def read_recipe(name: str) -> dict[str, Any]:

@@ -21,9 +21,8 @@ PEAK_BF16_FLOPS = {
 def training_flops(student: Student, num_rows: int, num_masked: int) -> float:
     """FLOPs of one forward and backward pass, as the model needs them (no recomputation).
 
-    6 per weight of the blocks and token, 12 D per layer and attended pair of positions; the head
-    (6 D V) and the noise projection (4 D V: noise has no gradient) for masked rows only. A block
-    model reads [x_t ; x_0], twice the tokens, and attends about half the pairs.
+    6 per weight of the blocks and token read, 12 D per layer and attended pair of positions; the
+    head (6 D V) and the noise projection (4 D V: noise has no gradient) for masked rows only.
 
     Args:
         student: What is trained.
@@ -31,19 +30,30 @@ def training_flops(student: Student, num_rows: int, num_masked: int) -> float:
         num_masked: Positions that met the head.
     """
     settings, config = student.settings, student.config
-    length, width = config.row_length, settings.hidden_size
-    halves = 2 if getattr(student, "num_blocks", 1) > 1 else 1
-    matrices = (4 + 2 * settings.mlp_ratio) * width * width * settings.num_layers
-    pairs = length * length * (2 if halves == 2 else 1)
-    body = num_rows * (6 * matrices * halves * length + 12 * width * settings.num_layers * pairs)
+    width, layers = settings.hidden_size, settings.num_layers
+    matrices = (4 + 2 * settings.mlp_ratio) * width * width * layers
+    per_row = 6 * matrices * student.num_read_tokens
+    per_row += 12 * width * layers * student.num_attended_pairs
     per_masked = (6 + 4 * student.is_conditioned) * width * (config.vocab_size + 1)
-    return float(body + num_masked * per_masked)
+    return float(num_rows * per_row + num_masked * per_masked)
 
 
-def peak_flops_per_second(device: torch.device, num_devices: int) -> float | None:
-    """Peak of all devices together; None where it is unknown (every CPU, for one)."""
+def peak_flops_per_second(
+    configured: float | None, device: torch.device, num_devices: int
+) -> float | None:
+    """Peak of all devices together; None where it is unknown (every CPU, for one).
+
+    Args:
+        configured: Peak of one device, FLOP/s; None looks the device up.
+        device: The kind of device.
+        num_devices: How many there are.
+    """
+    peak = configured or _known_peak(device)
+    return None if peak is None else peak * num_devices
+
+
+def _known_peak(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    peaks = [peak for part, peak in PEAK_BF16_FLOPS.items() if part in name]
-    return max(peaks) * num_devices if peaks else None
+    return max((peak for part, peak in PEAK_BF16_FLOPS.items() if part in name), default=None)

@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shards.errors import UsageError
+from shards.errors import GdistillError, UsageError
 from shards.reader import SplitReader
 from shards.seeding import derive_seed
 from shards.store import ShardStore
@@ -63,7 +63,7 @@ class Validator:
     ) -> None:
         self._config, self._accelerator = config.training, accelerator
         seed = derive_seed(config.seed, "validation")
-        self._make_batch = BatchMaker(store, seed, accelerator.device, with_noise)
+        self._make_batch = BatchMaker(store, SPLIT, seed, accelerator.device, with_noise)
         reader = store.split(SPLIT, self._make_batch.arrays)
         num_rows = min(reader.num_rows, self._config.num_validation_rows or reader.num_rows)
         if num_rows < accelerator.num_processes:
@@ -93,6 +93,13 @@ class Validator:
                 num_tokens += output.num_tokens
         total, count = sum_over_processes([nll_sum, float(num_tokens)], self._accelerator)
         nll = total / count
+        if not math.isfinite(nll):
+            raise GdistillError(
+                "the validation loss is not finite",
+                where=SPLIT,
+                got=f"{nll} nats per token",
+                remedy="lower the learning rate and go on from the last good checkpoint",
+            )
         return {
             "nll_nats": nll,
             "perplexity": math.exp(min(nll, 700.0)),
@@ -118,11 +125,21 @@ class Validator:
             yield self._make_batch(rows, rows.step)
 
     def _outputs(self, module: nn.Module, batch: Batch, clips: Clips) -> list[LossOutput]:
-        parts = batch.micro_batches(self._config.micro_batch_size)
-        outputs = [module(part, clips) for part in parts]
+        outputs = [module(part, clips) for part in self._parts(batch)]
         if isinstance(module, FSDPModule):
             module.reshard()  # else the next forward would reuse these gathered weights
         return outputs
+
+    def _parts(self, batch: Batch) -> list[Batch]:
+        """Micro-batches, as many on every process: a sharded forward pass is collective.
+
+        A process's share of the last batch may be a row short, or empty.
+        """
+        size = self._config.micro_batch_size
+        parts = list(batch.micro_batches(size))
+        largest_share = -(-batch.global_batch_size // self._accelerator.num_processes)
+        wanted = 1 if size is None else -(-largest_share // size)
+        return parts + [batch.rows(slice(0))] * (wanted - len(parts))
 
     def _gather_blocks(self, outputs: list[LossOutput]) -> Tensor:
         local = torch.cat([output.block_nlls.float().cpu() for output in outputs])

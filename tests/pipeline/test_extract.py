@@ -69,7 +69,7 @@ def test_frozen_noise_reproduces_every_token(tmp_path: Path, teacher: Path, corp
         {name: torch.from_numpy(arrays[name])[rows, positions] for name in store.manifest.arrays},
         tokens[rows, positions],
         torch.from_numpy(arrays["token_log_probs"])[rows, positions],
-        PositionKeys(store.manifest.seed, rows, positions),
+        PositionKeys(store.manifest.noise_seed("train"), rows, positions),
         store.resources,
     )
     log_probs = Teacher.load(teacher, device="cpu").log_probs(tokens).flatten(0, 1)

@@ -47,7 +47,7 @@ def stored_noise(store: ShardStore, split: str) -> tuple[Noise, torch.Tensor]:
         {name: torch.from_numpy(arrays[name])[rows, positions] for name in store.manifest.arrays},
         tokens[rows, positions],
         torch.from_numpy(arrays["token_log_probs"])[rows, positions],
-        PositionKeys(store.manifest.seed, rows, positions),
+        PositionKeys(store.manifest.noise_seed(split), rows, positions),
         store.resources,
     )
     return noise, tokens

@@ -14,7 +14,13 @@ from shards.sealed import seal
 from shards.store import ShardStore, verify
 from shards.verify import forget
 from tests.shards import fault_trials as trials
-from tests.shards.store_cases import file_bytes, open_writer, write_pending, write_store
+from tests.shards.store_cases import (
+    file_bytes,
+    make_manifest,
+    open_writer,
+    write_pending,
+    write_store,
+)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +97,13 @@ def test_a_manifest_edited_and_sealed_again_does_not_fit_the_ledger(root: Path) 
         with pytest.raises(IntegrityError, match="another manifest"):
             ShardStore.open(root).split("train").read_chunk(0)
         assert len(verify(root)) == 3
+
+
+def test_a_store_of_format_1_keeps_its_one_noise_seed() -> None:
+    old = make_manifest(format_version=1)
+    assert Manifest.from_bytes(old.to_bytes(), "manifest.json").noise_seed("validation") == old.seed
+    seeds = [make_manifest().noise_seed(split) for split in ("train", "validation")]
+    assert len({*seeds, old.seed}) == 3
 
 
 def test_a_newer_format_is_refused_by_reader_writer_and_verify(root: Path) -> None:

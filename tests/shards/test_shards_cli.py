@@ -155,8 +155,8 @@ def test_a_converted_store_holds_the_draw_of_its_source(
         before, after = (s.split(split).read_rows(0, rows) for s in (posterior, made))
         assert np.array_equal(before["tokens"], after["tokens"])
         assert np.array_equal(before["token_log_probs"], after["token_log_probs"])
-        ours = dense_arrivals(stored_noise(posterior, 0, before)).log()
-        theirs = dense_arrivals(stored_noise(made, 0, after)).log()
+        ours = dense_arrivals(stored_noise(posterior, split, 0, before)).log()
+        theirs = dense_arrivals(stored_noise(made, split, 0, after)).log()
         assert float((ours - theirs).abs().max()) < max_error_nats
     digest = made.manifest.sha256
     assert run(*arguments, *options)[0] == 0, "a second run finds it finished"
@@ -170,10 +170,9 @@ def test_a_topk_conversion_keeps_the_largest(
     arguments = ("convert", posterior.location.url, "--codec", "topk", "--set", "num_entries=3")
     assert run(*arguments, "--out", out)[0] == 0
     rows = posterior.split("train").read_rows(0, 4)
-    dense = dense_arrivals(stored_noise(posterior, 0, rows))
-    kept = dense_arrivals(
-        stored_noise(ShardStore.open(out), 0, ShardStore.open(out).split("train").read_rows(0, 4))
-    )
+    dense = dense_arrivals(stored_noise(posterior, "train", 0, rows))
+    made = ShardStore.open(out)
+    kept = dense_arrivals(stored_noise(made, "train", 0, made.split("train").read_rows(0, 4)))
     for ours, theirs in zip(dense, kept, strict=True):
         largest = set(ours.topk(3, largest=False).indices.tolist())
         assert largest <= set(theirs.isfinite().nonzero().flatten().tolist())

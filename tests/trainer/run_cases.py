@@ -53,7 +53,7 @@ def write_store(path: Path, codec_name: str = "posterior", **changes: Any) -> Pa
     for split in manifest.splits:
         for shard in writer.pending(split):
             rows = torch.arange(shard.start, shard.stop)
-            arrays = encode_rows(codec, rows, vocab, length, split)
+            arrays = encode_rows(codec, rows, vocab, length, split, manifest.noise_seed(split))
             with writer.claim(shard) as mine:
                 assert mine
                 writer.write(shard, arrays)
@@ -61,7 +61,7 @@ def write_store(path: Path, codec_name: str = "posterior", **changes: Any) -> Pa
 
 
 def encode_rows(
-    codec: Any, rows: torch.Tensor, vocab: int, length: int, split: str
+    codec: Any, rows: torch.Tensor, vocab: int, length: int, split: str, seed: int
 ) -> dict[str, np.ndarray]:
     """Stored arrays of some rows: tokens drawn from the teacher that is then encoded."""
     generator = torch.Generator().manual_seed(int(rows[0]) + 1000 * len(split))
@@ -73,7 +73,7 @@ def encode_rows(
     log_probs = table[tokens[:, :-1]].log_softmax(-1)
     output = TeacherOutput(log_probs, tokens[:, 1:], rows)
     unigram = torch.full((vocab,), -np.log(vocab))
-    coded = codec.encode(output, SEED, {"unigram_log_probs": unigram})
+    coded = codec.encode(output, seed, {"unigram_log_probs": unigram})
     token_log_probs = log_probs.gather(-1, tokens[:, 1:, None])[..., 0]
     arrays = {"token_log_probs": token_log_probs, **coded}
     padded = {}

@@ -155,3 +155,25 @@ def test_round_trip(tmp_path: Path) -> None:
     assert torch.equal(loaded.time_bounds, torch.tensor([0.3, 0.8]))
     batch = make_batch()
     assert torch.equal(loaded.eval().loss(batch).loss, student.loss(batch).loss)
+
+
+def test_open_clips_redraw_nothing() -> None:
+    # The clips come from a float32 buffer, in which 1e-3 is a little more than 1e-3.
+    free, batch = make_student(), make_batch(64)
+    redrawn = make_student(dataclasses.replace(TINY, resample=True))
+    mask = redrawn.corrupt(batch).mask
+    assert torch.equal(mask, free.corrupt(batch).mask)
+    assert bool((~mask.unflatten(1, (-1, BLOCK)).any(dim=-1)).any())
+
+
+def test_clips_are_enforced_when_they_close() -> None:
+    student = make_student(dataclasses.replace(TINY, resample=True, min_time=0.5, max_time=0.5))
+    counts = student.corrupt(make_batch(16)).mask[:, BLOCK:].unflatten(1, (-1, BLOCK)).sum(-1)
+    assert bool((counts == BLOCK // 2).all())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex"])
+def test_no_rows_cost_nothing(attention: str) -> None:
+    student = make_student(dataclasses.replace(TINY, attention=attention))
+    output = student.loss(make_batch(2).rows(slice(0)))
+    assert output.nll_sum == 0.0 and output.num_tokens == output.num_masked == 0

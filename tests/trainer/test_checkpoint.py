@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
 
-from shards.errors import IntegrityError
+from shards.errors import GdistillError, IntegrityError
 from trainer.checkpoint import CheckpointFolder, Trainee
 from trainer.ema import ExponentialMovingAverage
 from trainer.optimization import make_optimizer
@@ -98,7 +98,7 @@ def test_a_write_that_dies_leaves_nothing_that_looks_finished(
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", power_cut)
-    with pytest.raises(OSError, match="power cut"):
+    with pytest.raises(GdistillError, match="power cut"):
         save(folder, make_trainee(2), 2)
     monkeypatch.undo()
     assert folder.steps() == [1]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from shards.errors import GdistillError, UsageError
@@ -164,6 +165,69 @@ def test_clips_are_searched_at_validation(store: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(saved, torch.tensor(chosen))
 
 
+def test_a_search_without_validation_rows_is_refused(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "store", splits={"train": 40})
+    config = tiny_run(student="bd3lm", model__block_size=4, model__search_schedule="true")
+    with pytest.raises(UsageError, match=r"needs validation rows.*search_schedule"):
+        train(config, path, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("student", "name", "value"),
+    [("mdlm", "block_size", 4), ("ar", "search_schedule", "true"), ("ar", "block_size", 2)],
+)
+def test_settings_of_another_student_are_refused(
+    store: Path, student: str, name: str, value: object
+) -> None:
+    changes = {f"model__{name}": value, "model__conditioning": "none"}
+    with pytest.raises(UsageError, match=rf"another student \[model\.{name}\]"):
+        build_student(tiny_run(student=student, **changes), ShardStore.open(store), None)
+
+
+def test_a_validation_that_is_not_finite_ends_the_run(store: Path, tmp_path: Path) -> None:
+    config = tiny_run(training__num_steps=2, training__validate_every_steps=2)
+    trainer = Trainer(config, ShardStore.open(store), tmp_path / "run")
+    report = trainer._report
+
+    def spoil(*arguments: Any) -> None:
+        if trainer.step == 2:
+            for shadow in trainer.ema.shadows.values():
+                shadow.fill_(math.nan)
+        report(*arguments)
+
+    trainer._report = spoil  # type: ignore[assignment]
+    with pytest.raises(GdistillError, match=r"validation loss is not finite.*nan nats"):
+        trainer.run()
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_a_resumed_run_does_without_its_first_weights(
+    store: Path, finished: Path, tmp_path: Path
+) -> None:
+    first = shutil.copytree(finished / "model", tmp_path / "first")
+    config = tiny_run(optimization__schedule="constant", training__num_steps=2)
+    assert train(config, store, tmp_path / "run", init_from=first)
+    shutil.rmtree(first)
+    longer = tiny_run(optimization__schedule="constant", training__num_steps=3)
+    assert train(longer, store, tmp_path / "run", init_from=first)
+
+
+@pytest.mark.parametrize("spoil", ["missing", "truncated"])
+def test_a_model_lacking_a_weight_is_refused(
+    store: Path, finished: Path, tmp_path: Path, spoil: str
+) -> None:
+    model = shutil.copytree(finished / "model", tmp_path / "model")
+    path = model / "model.safetensors"
+    if spoil == "missing":
+        weights = load_file(path)
+        del weights["backbone.blocks.0.attn_out.weight"]
+        save_file(weights, path, metadata={"format": "pt"})
+    else:
+        path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UsageError, match=r"do not fit.*attn_out|cannot be loaded"):
+        build_student(tiny_run(), ShardStore.open(store), model)
+
+
 def test_init_from_takes_the_weights_to_another_block_size(store: Path, finished: Path) -> None:
     config = tiny_run(student="bd3lm", model__block_size=2)
     student = build_student(config, ShardStore.open(store), finished)
@@ -220,5 +284,5 @@ def test_nan_loss_names_its_rows_and_keeps_the_last_checkpoint(store: Path, tmp_
 def test_a_folder_takes_one_run_at_a_time(store: Path, tmp_path: Path) -> None:
     from trainer.interruption import exclusive
 
-    with exclusive(tmp_path / "run", True), pytest.raises(UsageError, match="another run"):
+    with exclusive(tmp_path / "run"), pytest.raises(UsageError, match="another run"):
         train(tiny_run(), store, tmp_path / "run")

@@ -106,7 +106,7 @@ def test_split_batch_gives_the_same_loss() -> None:
             token_log_probs=batch.token_log_probs[rows],
             row_ids=batch.row_ids[rows],
             slots=batch.slots[rows],
-            noise=ArrivalRows(batch.noise.arrivals[rows]),
+            noise=batch.noise.rows(rows),
         )
         parts.append(student.loss(part))
     token_nlls = torch.cat([part.token_nlls for part in parts])

@@ -13,6 +13,7 @@ from shards.store import ShardStore
 from tests.trainer.run_cases import tiny_run
 from trainer.construction import build_student
 from trainer.metrics import TIMING_FIELDS, StepWindow, keep_lines_until
+from trainer.students.attention import training_mask
 from trainer.throughput import peak_flops_per_second, training_flops
 
 
@@ -89,9 +90,18 @@ def test_a_block_student_reads_two_halves(store: Path) -> None:
     opened = ShardStore.open(store)
     whole = build_student(tiny_run(), opened, None)
     blocks = build_student(tiny_run(student="bd3lm", model__block_size=4), opened, None)
-    ratio = training_flops(blocks, 4, 0) / training_flops(whole, 4, 0)
-    assert ratio == pytest.approx(2.0)
+    pairs = int(training_mask(8, 4, torch.device("cpu")).sum())
+    matrices = (training_flops(whole, 4, 0) - 4 * 12 * 16 * 8 * 8) * 2
+    assert training_flops(blocks, 4, 0) == matrices + 4 * 12 * 16 * pairs
+
+
+def test_an_autoregressive_student_attends_half_the_pairs(store: Path) -> None:
+    student = build_student(
+        tiny_run(student="ar", model__conditioning="none"), ShardStore.open(store), None
+    )
+    assert student.num_attended_pairs == sum(range(1, 8)) and student.num_read_tokens == 7
 
 
 def test_no_peak_is_made_up_for_a_cpu() -> None:
-    assert peak_flops_per_second(torch.device("cpu"), 4) is None
+    assert peak_flops_per_second(None, torch.device("cpu"), 4) is None
+    assert peak_flops_per_second(1e12, torch.device("cpu"), 4) == 4e12

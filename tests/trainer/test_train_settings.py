@@ -97,6 +97,19 @@ def test_only_operational_fields_may_change_between_runs() -> None:
         require_same_run(before, {"config": to_mapping(config)}, operational_fields(config))
 
 
+def test_what_a_change_would_alter_is_not_operational() -> None:
+    micro, steps = "training.micro_batch_size", "training.num_steps"
+    assert {micro, steps} <= operational_fields(tiny_run())
+    assert micro not in operational_fields(tiny_run(model__dropout=0.1))
+    assert steps not in operational_fields(tiny_run(model__search_schedule="true"))
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "0"])
+def test_a_learning_rate_is_a_positive_number(value: str) -> None:
+    with pytest.raises(UsageError, match=r"optimization\.learning_rate"):
+        tiny_run(optimization__learning_rate=value)
+
+
 def test_a_field_of_an_older_version_is_named() -> None:
     config = tiny_run()
     before = {"config": {**to_mapping(config), "retired": 1}}

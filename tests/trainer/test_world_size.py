@@ -94,3 +94,27 @@ def test_a_batch_that_does_not_divide_is_refused(runs: Path) -> None:
     for rank in (0, 1):
         message = (runs / f"odd-{rank}.txt").read_text()
         assert "global_batch_size" in message and "multiple of the world size 2" in message
+
+
+@pytest.mark.parametrize("rows", [7, 9])
+def test_uneven_validation_scores_every_row_once(runs: Path, store: Path, rows: int) -> None:
+    config = tiny_run(training__num_steps=1, training__num_validation_rows=rows)
+    assert Trainer(config, ShardStore.open(store), runs / f"uneven-{rows}").run()
+    expected = metrics_without_timing(runs / f"uneven-{rows}")[-1]
+    for sharding in ("ddp", "fsdp"):
+        found = metrics_without_timing(runs / f"uneven-{rows}-{sharding}")[-1]
+        assert found["num_tokens"] == expected["num_tokens"] == rows * 7
+        assert found["nll_nats"] == pytest.approx(expected["nll_nats"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("apart", "do not see the same checkpoint"), ("taken", "cannot write")]
+)
+def test_what_one_process_meets_is_told_to_all(runs: Path, name: str, expected: str) -> None:
+    for rank in (0, 1):
+        assert expected in (runs / f"{name}-{rank}.txt").read_text()
+
+
+def test_an_interrupt_after_the_last_step_leaves_nobody_waiting(runs: Path) -> None:
+    assert [(runs / f"finished-{rank}.txt").read_text() for rank in (0, 1)] == ["True", "True"]
+    assert (runs / "late" / "model" / "model.safetensors").is_file()

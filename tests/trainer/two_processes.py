@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from shards.errors import UsageError
+from shards.errors import GdistillError
 from shards.store import ShardStore
 from tests.trainer.run_cases import tiny_run
 from trainer.loop import Trainer, train
@@ -45,10 +47,51 @@ def main(store: Path, out: Path) -> None:
     sharded = {"training__sharding": "fsdp", "training__micro_batch_size": 3}
     assert not interrupted(sharded, store, out)
     assert train(tiny_run(**sharded), store, out / "fsdp")
+    refused(lambda: train(tiny_run(training__global_batch_size=7), store, out / "odd"), "odd", out)
+    validate_unevenly(store, out)
+    resume_apart(store, out)
+    (out / f"taken-{rank}").touch()
+    refused(lambda: train(tiny_run(), store, out / "taken-0"), "taken", out)
+    (out / f"finished-{rank}.txt").write_text(str(finish_interrupted(store, out / "late")))
+
+
+def refused(run: Callable[[], object], name: str, out: Path) -> None:
+    """Write the error that this process meets to ``NAME-RANK.txt``."""
     try:
-        train(tiny_run(training__global_batch_size=7), store, out / "odd")
-    except UsageError as error:
-        (out / f"odd-{rank}.txt").write_text(str(error))
+        run()
+    except GdistillError as error:
+        (out / f"{name}-{os.environ['RANK']}.txt").write_text(str(error))
+
+
+def validate_unevenly(store: Path, out: Path) -> None:
+    """Last validation batches of which a process gets a row fewer, or none at all."""
+    for rows in (7, 9):
+        for sharding in ("ddp", "fsdp"):
+            changes = {"training__sharding": sharding, "training__micro_batch_size": 3}
+            config = tiny_run(training__num_steps=1, training__num_validation_rows=rows, **changes)
+            train(config, store, out / f"uneven-{rows}-{sharding}")
+
+
+def resume_apart(store: Path, out: Path) -> None:
+    """The processes write to, and read from, disks of their own."""
+    own = out / f"apart-{os.environ['RANK']}"
+    train(tiny_run(training__num_steps=2, optimization__schedule="constant"), store, own)
+    longer = tiny_run(training__num_steps=4, optimization__schedule="constant")
+    refused(lambda: train(longer, store, own), "apart", out)
+
+
+def finish_interrupted(store: Path, out: Path) -> bool:
+    """A Ctrl-C reaches one process when the last step is done."""
+    trainer = Trainer(tiny_run(training__num_steps=2), ShardStore.open(store), out)
+    report = trainer._report
+
+    def report_and_interrupt(*arguments):
+        if os.environ["RANK"] == "1" and trainer.step == 2:
+            trainer.stop.signal_number = signal.SIGINT
+        report(*arguments)
+
+    trainer._report = report_and_interrupt
+    return trainer.run()
 
 
 def interrupted(settings: dict[str, object], store: Path, out: Path) -> bool:

@@ -3,7 +3,7 @@
 Each is a frozen dataclass of settings with one method::
 
     config = make_sampler("ancestral", nfe=16, nucleus_p=0.9)
-    noise = sampling_noise(seed, sample_ids, row_length, vocab_size)
+    noise = sampling_noise(seed, sample_ids, row_length, vocab_size, codec=student.codec)
     result = config.sample(student, tokens, sample_ids, noise, seed)
 
 All randomness is named by (seed, sample id, position), so samples depend neither on the batch they

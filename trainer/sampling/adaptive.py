@@ -23,7 +23,7 @@ from torch import Tensor
 from shards.errors import UsageError
 from shards.noise import Noise
 from shards.position_keys import PositionKeys
-from trainer.sampling.draws import SampleKeys
+from trainer.sampling.draws import SampleKeys, position_chunks
 from trainer.sampling.nucleus import NucleusRule
 from trainer.sampling.result import SampleResult
 from trainer.sampling.reveal import inference
@@ -233,8 +233,7 @@ class Rows:
             known = draft.masked_fill(draft == self.student.mask_id, 0)
             begin = int(first.min())
             verdict = self.verifier.log_probs(known, begin)[where[:, begin:]]
-            target = mixture(log_probs, verdict, self.config.mixture_weight)
-            agrees[where] = self.config.rule.choose(target, names) == draft[where]
+            agrees[where] = self._choose_target(log_probs, verdict, names) == draft[where]
             agrees.scatter_(1, first[:, None], True)
             self.verifier_nfe[self.active] += to_verify
         kept = where & agrees.cummin(dim=1).values
@@ -246,6 +245,16 @@ class Rows:
         self.drafted[self.active] += where.sum(dim=1)
         self.accepted[self.active] += kept.sum(dim=1)
         self.advance = int(kept[0].nonzero().max()) + 1 - int(first[0])
+
+    def _choose_target(
+        self, log_probs: Float[Tensor, "n v1"], verdict: Float[Tensor, "n v"], names: PositionKeys
+    ) -> Int[Tensor, "n"]:
+        weight, rule = self.config.mixture_weight, self.config.rule
+        parts = [
+            rule.choose(mixture(log_probs[chunk], verdict[chunk], weight), names.select(chunk))
+            for chunk in position_chunks(*log_probs.shape)
+        ]
+        return torch.cat(parts)
 
     def _draw_names(self, where: Bool[Tensor, "m stop"]) -> PositionKeys:
         """Draft and target of one pass share their draws; every pass has its own."""

@@ -121,7 +121,10 @@ class BlockState:
     def _predict_with_everyone(
         self, rows: Tensor, tokens: Tensor, where: Tensor, condition: Tensor | None
     ) -> Float[Tensor, "n v1"]:
-        """Rows that have nothing to reveal come along: the cache holds all rows or none."""
+        """Rows that have nothing to reveal come along: the cache holds all rows or none.
+
+        Their NFE does not grow: alone they would read the finished block with the next one.
+        """
         assert self.cache is not None
         known = self.window_start + self.cache.length
         everyone = self.tokens_here
@@ -133,10 +136,6 @@ class BlockState:
             spread[rows] = condition
             condition = spread
         finished = self.tokens[self.active, known : self.start]
-        if finished.shape[1]:  # their cache grows, so for them too this pass is a real one
-            others = torch.ones_like(self.active, dtype=torch.bool)
-            others[rows] = False
-            self.nfe[self.active[others]] += 1
         return self.student.predict_after(finished, everyone, where_all, condition, self.cache)
 
     def _predict_from_window(

@@ -8,6 +8,7 @@ temperature (Zheng et al., arXiv 2409.02908).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from shards.seeding import derive_seed
 
 RACE_EPS = 1e-10
 ELEMENTS_PER_CHUNK = 1 << 22
+"""Most float64 probabilities at a time: 32 MiB, of which a draw holds a dozen copies."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,15 @@ def race(probs: Float[Tensor, "n v"], uniform: Float[Tensor, "n v"]) -> Int[Tens
 
 
 def draw_tokens(probs: Float[Tensor, "n v"], keys: PositionKeys) -> Int[Tensor, "n"]:
-    """One token per position from float64 probabilities, by the race, a few positions at a time."""
-    size = probs.shape[-1]
+    """One token per position from float64 probabilities, by the race."""
+    return race(probs, uniforms(keys, 0, probs.shape[-1]))
+
+
+def position_chunks(num_positions: int, size: int) -> Iterator[slice]:
+    """Groups of positions whose float64 probabilities of ``size`` tokens fit in memory.
+
+    There is always one, which is empty where there are no positions.
+    """
     step = max(1, ELEMENTS_PER_CHUNK // size)
-    parts = []
-    for first in range(0, len(probs), step):
-        chunk = slice(first, first + step)
-        parts.append(race(probs[chunk], uniforms(keys.select(chunk), 0, size)))
-    return torch.cat(parts) if parts else probs.new_zeros(0, dtype=torch.int64)
+    for first in range(0, max(1, num_positions), step):
+        yield slice(first, first + step)

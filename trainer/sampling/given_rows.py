@@ -108,10 +108,15 @@ def encode(text: str, tokenizer: Tokenizer | None, config: StudentConfig, where:
     """Token ids of a text.
 
     Raises:
-        UsageError: Without a tokenizer, or for an id outside the student's vocabulary.
+        UsageError: Without a tokenizer, for an id outside the student's vocabulary, or when the
+            text holds half a surrogate pair.
     """
     if tokenizer is None:
         raise UsageError("the model folder has no tokenizer", where=where)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError("not UTF-8 text", where=where, got=error.reason) from error
     ids = tokenizer.encode(text, add_special_tokens=False)
     if any(token >= config.vocab_size for token in ids):
         raise UsageError(
@@ -170,7 +175,7 @@ def _parse_infill(
 ) -> tuple[int, ...]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError("not JSON", where=where, got=error) from error
     expected = 'an object with "tokens" or "text"'
     if not isinstance(record, Mapping) or not record.keys() & {"tokens", "text"}:
@@ -186,8 +191,11 @@ def _row_of(
     record: Mapping[str, Any], where: str, tokenizer: Tokenizer | None, config: StudentConfig
 ) -> list[int]:
     if "tokens" not in record:
+        text = record["text"]
+        if not isinstance(text, str):
+            raise UsageError("text is no string", where=where, got=type(text).__name__)
         bos = [] if config.bos_token_id is None else [config.bos_token_id]
-        return bos + encode(str(record["text"]), tokenizer, config, where)
+        return bos + encode(text, tokenizer, config, where)
     tokens = record["tokens"]
     if not isinstance(tokens, list):
         raise UsageError("tokens is no list", where=where, got=type(tokens).__name__)

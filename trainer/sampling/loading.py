@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoTokenizer
 
 from shards.atomic import sha256_file
-from shards.codec import Codec, make_codec
 from shards.errors import GdistillError, UsageError
-from trainer.library_bars import without_library_bars
-from trainer.students import Student, StudentConfig
+from trainer.model_folder import read_model
+from trainer.students import Student
 
 STUDENT_FILE = "student.json"
 WEIGHTS_PATTERN = "*.safetensors"
@@ -41,12 +40,6 @@ class LoadedStudent:
     def store(self) -> Mapping[str, Any]:
         """What the model remembers of the store it was trained on."""
         return self.record.get("run", {}).get("store", {})
-
-    @property
-    def codec(self) -> Codec | None:
-        """The store's codec, which knows how its noise is truncated."""
-        codec = self.store.get("codec")
-        return make_codec(codec["name"], **codec["parameters"]) if codec else None
 
     @property
     def weights_sha256(self) -> str:
@@ -88,31 +81,17 @@ def load_student(path: Path, device: torch.device | str = "cpu") -> LoadedStuden
 
     Raises:
         UsageError: When the folder holds no student of ours, or a broken one.
+        GdistillError: When its tokenizer or its record is damaged.
     """
     directory = model_folder(path)
-    try:
-        found = AutoConfig.from_pretrained(directory, local_files_only=True)
-        if not isinstance(found, StudentConfig):
-            raise _not_ours(directory, found.model_type)
-        with without_library_bars():
-            student = AutoModel.from_pretrained(
-                directory, local_files_only=True, dtype=torch.float32
-            )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UsageError("the model cannot be loaded", where=directory, got=error) from error
-    if not isinstance(student, Student):
-        raise _not_ours(directory, type(student).__name__)
+    student = read_model(directory)
     student = student.to(device).eval()  # type: ignore[arg-type]
-    return LoadedStudent(directory, student, load_tokenizer(directory), _read_record(directory))
-
-
-def _not_ours(directory: Path, kind: str) -> UsageError:
-    return UsageError(
-        "not a gdistill student",
-        where=directory,
-        got=kind,
-        remedy="train one with gdistill-train, or convert with gdistill-train import",
-    )
+    loaded = LoadedStudent(directory, student, load_tokenizer(directory), _read_record(directory))
+    if student.is_conditioned and student.config.codec is None:
+        # Models exported before the config named the codec have it in their record.
+        student.config.codec = loaded.store.get("codec")
+    _ = student.codec  # a bad one is found here, not in the first batch
+    return loaded
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -132,6 +111,12 @@ def _read_record(directory: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        record = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise GdistillError("not JSON", where=file, got=error) from error
+    store: Any = record
+    for name in ("run", "store"):
+        store = store.get(name, {}) if isinstance(store, Mapping) else None
+    if not isinstance(store, Mapping):
+        raise GdistillError("damaged record", where=file, expected="an object with run.store")
+    return record

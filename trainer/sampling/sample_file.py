@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shards.atomic import fsync_directory, write_bytes_atomic
+from shards.atomic import fsync_path, write_bytes_atomic
 from shards.errors import GdistillError
 
 
@@ -31,7 +31,7 @@ class SampleFile:
         """Indices of the samples that are safely written; repairs a torn last line.
 
         Raises:
-            GdistillError: When a line in the middle is not a sample.
+            GdistillError: When a line in the middle is not a sample, or one of its own.
         """
         if self.path.is_file():
             return {record["index"] for record in self.read()}
@@ -48,20 +48,18 @@ class SampleFile:
         return self._records(self.path.read_bytes())
 
     def _records(self, data: bytes) -> list[dict[str, Any]]:
-        records = []
+        records: dict[int, dict[str, Any]] = {}
         for number, line in enumerate(data.splitlines(), start=1):
+            where = f"{self.path}:{number}"
             try:
                 record = json.loads(line)
-                record["index"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise GdistillError(
-                    "a sample line is damaged",
-                    where=f"{self.path}:{number}",
-                    got=error,
-                    remedy="delete the file and sample again",
-                ) from error
-            records.append(record)
-        return records
+                index = record["index"]
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise _damaged(where, error) from error
+            if type(index) is not int or index in records:
+                raise _damaged(where, f"index {index!r}, no number or a second time")
+            records[index] = record
+        return list(records.values())
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Add samples; they survive a power cut when this returns.
@@ -92,4 +90,9 @@ class SampleFile:
         lines = "".join(json.dumps(record) + "\n" for record in records)
         write_bytes_atomic(self.path, lines.encode())
         self.partial.unlink()
-        fsync_directory(self.path.parent)
+        fsync_path(self.path.parent)
+
+
+def _damaged(where: str, got: object) -> GdistillError:
+    remedy = "delete the file and sample again"
+    return GdistillError("a sample line is damaged", where=where, got=got, remedy=remedy)

@@ -85,6 +85,12 @@ class Request:
         named = [name for name, value in given.items() if value is not None]
         if len(named) > 1:
             raise UsageError("these exclude each other", where=", ".join(named))
+        if self.infill is not None and self.length is not None:
+            raise UsageError(
+                "these exclude each other",
+                where="--infill, --length",
+                remedy="leave --length out: a row to infill has its own",
+            )
 
     def resolve(self) -> SampleRun:
         """Load the student and settle everything else.
@@ -95,7 +101,7 @@ class Request:
         device = self._device()
         use_noise_kernel("auto", device)
         loaded = load_student(self.checkpoint, device)
-        name = self.sampler or loaded.student.default_sampler
+        name = loaded.student.default_sampler if self.sampler is None else self.sampler
         settings = dict(self.settings)
         for text in self.overrides:
             path, value = parse_override(text)
@@ -118,8 +124,7 @@ class Request:
             precision=self.precision,
             out=self.out,
         )
-        for budget in budgets:
-            budget.check(loaded.student, given.tokens([0], loaded.student.device))
+        check_given(run)
         if isinstance(sampler, AdaptiveConfig):
             require_same_tokenizer(sampler.verifier, loaded.tokenizer)
         return run
@@ -129,8 +134,8 @@ class Request:
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             device = torch.device(self.device)
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
+            torch.zeros(1, device=device).item()  # the meta device holds no values
+        except (RuntimeError, AssertionError, ImportError) as error:
             raise UsageError("no such device", where="--device", got=self.device) from error
         return device
 
@@ -150,3 +155,26 @@ class Request:
     def _default_num(self, given: GivenRows) -> int:
         many = self.infill is not None or self.prompt_file is not None
         return len(given.rows) if many else DEFAULT_NUM
+
+
+def check_given(run: SampleRun) -> None:
+    """Ask every sampler about every row that is to be filled.
+
+    Raises:
+        UsageError: For the first row that cannot be filled.
+    """
+    student = run.loaded.student
+    for sampler in run.samplers:
+        for index in range(min(run.num_samples, len(run.given.rows))):
+            try:
+                sampler.check(student, run.given.tokens([index], student.device))
+            except UsageError as error:
+                raise error if index == 0 else _of_row(index, error) from error
+
+
+def _of_row(index: int, error: UsageError) -> UsageError:
+    """The same mistake with the row that makes it, where those before it do not."""
+    where = f"row {index} (the first is 0): {error.where}"
+    return UsageError(
+        error.what, where=where, got=error.got, expected=error.expected, remedy=error.remedy
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,14 +18,15 @@ from torch import Tensor
 from shards.atomic import canonical_json, write_json_atomic
 from shards.configuration import to_mapping
 from shards.console import Bar, progress_bar
-from shards.errors import GdistillError, UsageError
-from trainer.identity import flatten
+from shards.errors import UsageError
+from trainer.interruption import exclusive
 from trainer.sampling import Sampler
 from trainer.sampling.given_rows import GivenRows
 from trainer.sampling.loading import LoadedStudent
 from trainer.sampling.noise import sampling_noise
 from trainer.sampling.result import SampleResult
 from trainer.sampling.sample_file import SampleFile
+from trainer.sampling.sample_identity import files_of_same_run, student_identity, verifier_sha256
 from trainer.students import Student
 
 SETTINGS_FILE = "settings.json"
@@ -67,7 +67,8 @@ class SampleRun:
             sampler.pop("nfe")  # each file of a curve has its own
         rows = hashlib.sha256(canonical_json([list(row) for row in self.given.rows])).hexdigest()
         return {
-            "weights_sha256": self.loaded.weights_sha256,
+            **student_identity(self.loaded),
+            "verifier_sha256": verifier_sha256(self.samplers[0], self.loaded.student),
             "sampler": {"name": self.sampler_name, **sampler},
             "seed": self.seed,
             "given_rows_sha256": rows,
@@ -105,14 +106,20 @@ class SampleRun:
         """Draw what is missing; the finished files.
 
         Raises:
-            UsageError: When the folder holds samples of another run, or cannot be made.
+            UsageError: When the folder holds samples of another run, is being filled by another
+                process, or cannot be made.
         """
         settings = self.settings()
         try:
-            self.out.mkdir(parents=True, exist_ok=True)
+            with exclusive(self.out):
+                return self._draw_missing(settings)
         except OSError as error:
-            raise UsageError("cannot write there", where=self.out, got=error.strerror) from error
-        settings["files"] = {**self._require_same_run(settings), **settings["files"]}
+            where, got = error.filename or self.out, error.strerror
+            raise UsageError("cannot write there", where=where, got=got) from error
+
+    def _draw_missing(self, settings: dict[str, Any]) -> list[Path]:
+        before = files_of_same_run(self.out / SETTINGS_FILE, settings["identity"])
+        settings["files"] = {**before, **settings["files"]}
         files = [SampleFile(self.out / name) for name in self.files]
         missing = [self._missing(file) for file in files]
         write_json_atomic(self.out / SETTINGS_FILE, settings)
@@ -130,38 +137,17 @@ class SampleRun:
     def num_flagged(self) -> int:
         """Samples that were kept although their entropy stayed too low."""
         files = [SampleFile(self.out / name) for name in self.files]
-        return sum(record.get("low_entropy", False) for file in files for record in file.read())
-
-    def _require_same_run(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The files that earlier runs of this identity left in the folder."""
-        file = self.out / SETTINGS_FILE
-        if not file.is_file():
-            return {}
-        try:
-            before = json.loads(file.read_text(encoding="utf-8"))
-            saved, files = flatten(before["identity"]), dict(before["files"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise GdistillError("damaged settings", where=file, got=error) from error
-        ours = flatten(settings["identity"])
-        for name in sorted(saved.keys() | ours.keys()):
-            if saved.get(name, "absent") != ours.get(name, "absent"):
-                raise UsageError(
-                    "the folder holds samples of another run",
-                    where=f"{self.out}: {name}",
-                    got=ours.get(name, "absent"),
-                    expected=f"{saved.get(name, 'absent')} as there",
-                    remedy="give another --out",
-                )
-        return files
+        return sum(record.get("low_entropy") is True for file in files for record in file.read())
 
     def _missing(self, file: SampleFile) -> list[int]:
         finished = file.finished_indices()
-        if len(finished) > self.num_samples:
+        needed = max(finished, default=-1) + 1
+        if needed > self.num_samples:
             raise UsageError(
                 "the file holds more samples than asked for",
                 where=file.path,
                 got=f"--num {self.num_samples}",
-                expected=f"at least {len(finished)}",
+                expected=f"at least {needed}",
             )
         return [index for index in range(self.num_samples) if index not in finished]
 
@@ -203,7 +189,7 @@ class SampleRun:
         if not student.is_conditioned:
             return None
         vocab_size = student.config.vocab_size
-        return sampling_noise(self.seed, ids, length, vocab_size, codec=self.loaded.codec)
+        return sampling_noise(self.seed, ids, length, vocab_size, codec=student.codec)
 
     def _record(self, result: SampleResult, slot: int, index: int) -> dict[str, Any]:
         tokens = result.tokens[slot, : int(result.lengths[slot])].tolist()

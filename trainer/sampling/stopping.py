@@ -23,7 +23,8 @@ class StopRule:
         at_eos: A sample ends with the first eos token that was filled in.
         min_entropy_nats: A sample is drawn anew when the unigram entropy of its last
             ``entropy_window`` tokens falls below this (the authors use 4 nats); None never.
-        entropy_window: Tokens looked at; shorter samples are not judged.
+        entropy_window: Tokens looked at; samples that end sooner are not judged, and rows that
+            cannot be so long are refused.
         max_tries: Draws of one sample before the last one is kept, flagged ``low_entropy``.
     """
 
@@ -47,8 +48,10 @@ class StopRule:
         """Refuse an end of text that cannot be found, or that would cut off given tokens.
 
         Raises:
-            UsageError: When there is no eos token, or given tokens follow positions to fill.
+            UsageError: When there is no eos token, given tokens follow positions to fill, or the
+                rows are too short for their entropy to be judged.
         """
+        self._check_window(tokens.shape[1])
         if not self.at_eos:
             return
         if student.config.eos_token_id is None:
@@ -60,6 +63,16 @@ class StopRule:
                 where="stop.at_eos",
                 remedy="an infilled row cannot end early",
             )
+
+    def _check_window(self, row_length: int) -> None:
+        if self.min_entropy_nats is None or row_length >= self.entropy_window:
+            return
+        raise UsageError(
+            "the entropy of so short rows is never looked at",
+            where="stop.entropy_window",
+            got=f"{self.entropy_window} tokens for rows of {row_length}",
+            remedy=f"--set stop.entropy_window={row_length}, or fewer; or no --min-entropy",
+        )
 
     def ends(
         self, tokens: Int[Tensor, "b l"], filled: Bool[Tensor, "b l"], eos_id: int | None

@@ -6,12 +6,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from shards.errors import UsageError
 from shards.position_keys import PositionKeys
-from trainer.sampling.draws import draw_tokens
+from trainer.sampling.draws import draw_tokens, position_chunks
 from trainer.sampling.nucleus import NucleusRule, truncate_to_nucleus
 
 Decision = Literal["categorical", "argmax"]
@@ -46,10 +47,17 @@ class TokenRule:
         return truncate_to_nucleus(probs, self.nucleus_p, self.nucleus_rule)
 
     def choose(self, log_probs: Float[Tensor, "n v1"], keys: PositionKeys) -> Int[Tensor, "n"]:
-        """One token for each of n positions; ``keys`` name the draws."""
+        """One token for each of n positions; ``keys`` name the draws.
+
+        A few positions at a time: the float64 copies of all would outgrow the student.
+        """
         if self.decision == "argmax":
             return log_probs[:, :-1].argmax(dim=-1)
-        return draw_tokens(self.probabilities(log_probs), keys)
+        parts = [
+            draw_tokens(self.probabilities(log_probs[chunk]), keys.select(chunk))
+            for chunk in position_chunks(*log_probs.shape)
+        ]
+        return torch.cat(parts)
 
 
 def check_settings(nucleus_p: float, tau: float | None, nfe: int = 1) -> None:

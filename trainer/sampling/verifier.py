@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -40,38 +41,62 @@ class Verifier:
         self.model, self.vocab_size = model.eval(), vocab_size
         self.context_length = getattr(model.config, "max_position_embeddings", None)
         self.cache: DynamicCache | None = None
+        self.read: Tensor | None = None
+
+    @functools.cached_property
+    def weights_sha256(self) -> str:
+        """Hash of names and values of all weights, whatever files they lie in."""
+        total = hashlib.sha256()
+        for name, value in sorted(self.model.state_dict().items()):
+            total.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+            total.update(value.contiguous().flatten().view(torch.uint8).cpu().numpy().data)
+        return total.hexdigest()
 
     def start(self) -> None:
         """Begin other rows."""
-        self.cache = None
+        self.cache = self.read = None
 
     def select(self, rows: Int[Tensor, "m"]) -> None:
         """Go on with some of the rows."""
-        if self.cache is not None:
+        if self.cache is not None and self.read is not None:
             self.cache.batch_select_indices(rows)
+            self.read = self.read[rows]
 
     @torch.no_grad()
     def log_probs(self, tokens: Int[Tensor, "b l"], first: int) -> Float[Tensor, "b n v"]:
         """Log-probabilities, float32, of the tokens at positions ``first`` .. L - 1.
 
-        Tokens before ``first`` must be the same as at the last call, or more of them.
+        Tokens that all rows have kept since the last call are not read again.
 
         Args:
             tokens: The rows as far as they are drafted; every token is known.
             first: First position scored, at least 1.
         """
-        known = 0
-        if self.cache is not None:
-            known = min(self.cache.get_seq_length(), first - 1)
-            if self.cache.get_seq_length() > known:
-                self.cache.crop(known - self.cache.get_seq_length())
+        known = min(self._unchanged(tokens), first - 1)
+        self._crop(known)
         output = self.model(
             input_ids=tokens[:, known:-1], past_key_values=self.cache, use_cache=True
         )
         memory = getattr(output, "past_key_values", None)
         self.cache = memory if isinstance(memory, DynamicCache) else None
+        self.read = tokens[:, :-1].clone()
         logits = output.logits[:, first - 1 - known :, : self.vocab_size]
         return logits.float().log_softmax(dim=-1)
+
+    def _unchanged(self, tokens: Int[Tensor, "b l"]) -> int:
+        """Positions from the row's beginning whose keys and values are those of these tokens.
+
+        A rejected draft was read too, and another token may stand in its place by now.
+        """
+        if self.cache is None or self.read is None:
+            return 0
+        width = min(self.cache.get_seq_length(), tokens.shape[1])
+        same = (self.read[:, :width] == tokens[:, :width]).all(dim=0)
+        return int(same.int().cumprod(dim=0).sum())
+
+    def _crop(self, length: int) -> None:
+        if self.cache is not None and self.cache.get_seq_length() > length:
+            self.cache.crop(length - self.cache.get_seq_length())
 
 
 def verifier_place(path: str) -> str:

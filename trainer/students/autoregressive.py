@@ -34,6 +34,7 @@ class AR(Student):
     config_class = ARConfig
     uses_noise_level = False
     default_sampler = "sequential"
+    foreign_settings = ("block_size", "resample", "search_schedule")
 
     def __init__(self, config: StudentConfig) -> None:
         if config.settings.conditioning != "none":
@@ -44,6 +45,17 @@ class AR(Student):
                 expected="none",
             )
         super().__init__(config)
+
+    @property
+    def num_attended_pairs(self) -> int:
+        """Every position itself and those before it."""
+        length = self.config.row_length - 1
+        return length * (length + 1) // 2
+
+    @property
+    def num_read_tokens(self) -> int:
+        """All but the last, after which there is nothing to predict."""
+        return self.config.row_length - 1
 
     def loss(
         self,

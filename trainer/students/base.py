@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from shards.codec import Codec, make_codec
 from shards.errors import UsageError
 from shards.noise import Noise
 from trainer.batch import Batch
@@ -64,6 +65,8 @@ class Student(PreTrainedModel):
     _no_split_modules = ["Block"]  # noqa: RUF012
     uses_noise_level = True
     default_sampler = "ancestral"
+    foreign_settings: ClassVar[tuple[str, ...]] = ("block_size",)
+    """Settings of other students, refused here: left unsaid they would be left undone."""
 
     def __init__(self, config: StudentConfig) -> None:
         super().__init__(config)
@@ -93,6 +96,22 @@ class Student(PreTrainedModel):
             reset()
 
     @property
+    def clips(self) -> tuple[float, float]:
+        """Clips of t, as they were before float32 rounded them: 1e-3 is open, 1.00000005e-3 not."""
+        minimum, maximum = (round(bound, 6) for bound in self.time_bounds.tolist())
+        return minimum, maximum
+
+    @property
+    def num_read_tokens(self) -> int:
+        """Tokens that go through the blocks in one training pass over a row."""
+        return self.config.row_length
+
+    @property
+    def num_attended_pairs(self) -> int:
+        """Pairs of positions that attend to each other in one training pass over a row."""
+        return self.config.row_length**2
+
+    @property
     def mask_id(self) -> int:
         """Id of the mask: V, one past the teacher's vocabulary."""
         return self.config.vocab_size
@@ -101,6 +120,21 @@ class Student(PreTrainedModel):
     def is_conditioned(self) -> bool:
         """Whether masked positions take Gumbel noise."""
         return self.conditioner is not None
+
+    @property
+    def codec(self) -> Codec | None:
+        """Knows how to truncate the noise of sampling; None where the student takes it whole.
+
+        Raises:
+            UsageError: When the config names none of ours.
+        """
+        codec = self.config.codec
+        if codec is None:
+            return None
+        if not isinstance(codec, dict) or codec.keys() != {"name", "parameters"}:
+            expected = "an object with name and parameters"
+            raise UsageError("bad codec", where="config.json: codec", got=codec, expected=expected)
+        return make_codec(codec["name"], **codec["parameters"])
 
     def loss(self, batch: Batch, *, time_bounds: tuple[float, float] | None = None) -> LossOutput:
         """The training loss of a batch; see the subclass."""
@@ -156,7 +190,8 @@ class Student(PreTrainedModel):
             num_samples: Rows, when ``tokens`` is None.
             sampler: Registry name; None takes the one that suits the student.
             seed: With the row's index it names all randomness, the noise included.
-            noise: Noise over B * L positions; None draws prior noise for a conditioned student.
+            noise: Noise over B * L positions; None draws prior noise for a conditioned student,
+                truncated as the noise that it was trained on.
             **sampler_settings: ``nfe``, ``nucleus_p``, ``tau``, ...
 
         Raises:
@@ -168,7 +203,8 @@ class Student(PreTrainedModel):
         rows = self._open_rows(num_samples) if tokens is None else tokens.to(self.device)
         sample_ids = torch.arange(len(rows), device=rows.device)
         if noise is None and self.is_conditioned:
-            noise = sampling_noise(seed, sample_ids, rows.shape[1], self.config.vocab_size)
+            size = self.config.vocab_size
+            noise = sampling_noise(seed, sample_ids, rows.shape[1], size, codec=self.codec)
         config = make_sampler(sampler or self.default_sampler, **sampler_settings)
         return config.sample(self, rows, sample_ids, noise, seed).tokens
 

@@ -107,6 +107,8 @@ class StudentConfig(PretrainedConfig):
         row_length: Tokens per row L.
         bos_token_id: First token of a sample; None when rows do not begin with one.
         eos_token_id: End of a document; None when the tokenizer has none.
+        codec: ``{"name": ..., "parameters": {...}}`` of the store whose noise the student has
+            learnt to read; None for the untruncated prior.
     """
 
     # transformers builds __init__ (and its **kwargs) itself, which jaxtyping's wrapper cannot bind.
@@ -120,6 +122,7 @@ class StudentConfig(PretrainedConfig):
     row_length: int = 1024
     bos_token_id: int | None = None
     eos_token_id: int | None = None
+    codec: dict[str, Any] | None = None
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:

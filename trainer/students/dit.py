@@ -148,12 +148,13 @@ class Block(nn.Module):
         self, x: Tensor, rotary: Rotary, attend: Attend, cache: KeyValueCache | None
     ) -> Float[Tensor, "b l d"]:
         batch, length, width = x.shape
-        packed = self.attn_qkv(x).view(batch, length, 3, self.num_heads, -1)
+        packed = self.attn_qkv(x).view(batch, length, 3, self.num_heads, width // self.num_heads)
         query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
         query, key = rotary.rotate(query), rotary.rotate(key)
         if cache is not None:
             key, value = cache.write(self.layer, key, value)
-        attended = attend(query, key, value)
+        # A rank's share of a last batch may be empty, which attention kernels of GPUs do not take.
+        attended = attend(query, key, value) if batch else value
         return self.attn_out(attended.transpose(1, 2).reshape(batch, length, width))
 
 

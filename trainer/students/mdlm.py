@@ -49,8 +49,7 @@ class MDLM(Student):
 
     def corrupt(self, batch: Batch, time_bounds: tuple[float, float] | None = None) -> Corruption:
         """Times, mask and loss weights of a batch."""
-        minimum, maximum = self.time_bounds.tolist()
-        return corrupt(batch, self.settings, self.num_blocks, time_bounds or (minimum, maximum))
+        return corrupt(batch, self.settings, self.num_blocks, time_bounds or self.clips)
 
     def corrupted_loss(self, batch: Batch, corruption: Corruption) -> LossOutput:
         """The loss of given times and masks."""
