@@ -24,7 +24,8 @@ class StudentSettings:
         num_heads: Attention heads; must divide ``hidden_size`` into even head widths.
         condition_size: Width of the noise-level vector behind adaLN.
         mlp_ratio: Hidden width of the MLP over ``hidden_size``.
-        dropout: Residual dropout probability.
+        dropout: Residual dropout probability. Its draws are keyed by step and process and follow
+            the micro-batches, so with it runs of different world sizes differ in these draws.
         conditioning: Whether masked positions see Gumbel noise.
         injection: Noise embedding in place of the mask embedding, or added to it.
         noise_transform: Marginal of the noise fed to softmax: the Gumbel draw itself, or the same
