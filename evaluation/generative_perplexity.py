@@ -10,7 +10,6 @@ authors' number; ``per_sample`` is the mean of each text's perplexity. Both are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from evaluation.judge_model import JudgeModel
 from evaluation.score import Score
 from shards.console import progress_bar
-from shards.errors import GdistillError
+from shards.errors import GdistillError, UsageError
 
 
 def window_starts(length: int, context: int, stride: int) -> list[tuple[int, int]]:
@@ -72,12 +71,43 @@ def counted_positions(
     return counted if attention_mask is None else counted & attention_mask.bool()
 
 
+def reading_limits(
+    judge: JudgeModel, stride: int | None, max_tokens: int | None
+) -> tuple[int, int]:
+    """(stride, longest text) in tokens: half the judge's context and its context unless told.
+
+    Raises:
+        UsageError: When no text could be read that way.
+    """
+    context = judge.context_length
+    if stride is None:
+        stride = max(1, context // 2)
+    if not 1 <= stride <= context:
+        raise UsageError(
+            "the windows would leave tokens out" if stride > context else "no such stride",
+            where="--stride",
+            got=stride,
+            expected=f"1..{context}, the context of {judge.name}",
+            remedy="leave it out for half the context",
+        )
+    if max_tokens is not None and max_tokens < 2:
+        raise UsageError(
+            "nothing would be scored",
+            where="--max-tokens",
+            got=max_tokens,
+            expected="at least 2: the token in front of a text counts",
+            remedy="leave it out to read texts whole, up to the context",
+        )
+    return stride, context if max_tokens is None else max_tokens
+
+
 def generative_perplexity(
     judge: JudgeModel,
     texts: Sequence[str],
     *,
     stride: int | None = None,
     max_tokens: int | None = None,
+    where: object = "",
 ) -> Score:
     """Score texts under a judge, after retokenizing them with the judge's tokenizer.
 
@@ -85,28 +115,29 @@ def generative_perplexity(
         judge: The model and its tokenizer.
         texts: Decoded samples; an empty one is left out and counted in the details.
         stride: Distance between windows in tokens; half the context unless told.
-        max_tokens: Texts are truncated to this many tokens; the context unless told.
+        max_tokens: Texts are truncated to this many tokens, the one in front included; the
+            context unless told.
+        where: Where the texts come from, for messages.
 
     Raises:
-        GdistillError: When no text has a token that counts.
+        UsageError: For a stride or limit of no use.
+        GdistillError: When no text has a token that counts, or the judge gives no finite number.
     """
-    stride = stride or max(1, judge.context_length // 2)
-    limit = max_tokens or judge.context_length
+    stride, limit = reading_limits(judge, stride, max_tokens)
+    rows = [_judge_ids(judge, text, limit) for text in texts]
     sums, counts = [], []
-    device = judge.model.device
-    with progress_bar("generative perplexity", None) as bar:
-        for text in texts:
-            encoded = judge.tokenizer.encode(text, add_special_tokens=False)
-            ids = torch.tensor([judge.document_start_id, *encoded])[None, :limit].to(device)
-            counted = counted_positions(ids.cpu(), judge.eos_id)
+    with progress_bar("perplexity", sum(row.shape[1] for row in rows)) as bar:
+        for ids in rows:
+            bar.advance(ids.shape[1])
+            counted = counted_positions(ids, judge.eos_id)
             if not counted.any():
                 continue
-            nll = token_nll_nats(judge.model, ids, judge.context_length, stride)
+            nll = token_nll_nats(
+                judge.model, ids.to(judge.model.device), judge.context_length, stride
+            )
             sums.append(float(nll[counted].double().sum()))
             counts.append(int(counted.sum()))
-            bar.advance(counts[-1])
-    if not counts:
-        raise GdistillError("no sample has a token to score", got=f"{len(texts)} empty texts")
+    _check_sums(judge, sums, len(texts), where)
     settings = {
         "judge": judge.name,
         "context_tokens": judge.context_length,
@@ -118,6 +149,30 @@ def generative_perplexity(
     return _summarise(np.array(sums), np.array(counts), len(texts), settings)
 
 
+def _judge_ids(judge: JudgeModel, text: str, limit: int) -> Int[Tensor, "1 l"]:
+    # verbose=False: the tokenizer would warn of a text longer than the context; windows read it.
+    encoded = judge.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return torch.tensor([judge.document_start_id, *encoded])[None, :limit]
+
+
+def _check_sums(judge: JudgeModel, sums: Sequence[float], num_texts: int, where: object) -> None:
+    if not sums:
+        raise GdistillError(
+            "no sample has a token to score",
+            where=where,
+            got=f"{num_texts} texts without a token besides end-of-text",
+            remedy="look at the samples' text fields",
+        )
+    if not np.isfinite(sums).all():
+        raise GdistillError(
+            "the judge gives a likelihood that is no number",
+            where=judge.name,
+            got=f"{int((~np.isfinite(sums)).sum())} of {len(sums)} texts",
+            expected="finite weights and logits",
+            remedy="check the judge's weights",
+        )
+
+
 def _summarise(
     sums: np.ndarray, counts: np.ndarray, num_texts: int, settings: dict[str, Any]
 ) -> Score:
@@ -127,7 +182,7 @@ def _summarise(
     low, high = np.quantile(bootstrap, [0.025, 0.975])
     return Score(
         name="generative_perplexity",
-        value=math.exp(sums.sum() / counts.sum()),
+        value=float(np.exp(sums.sum() / counts.sum())),
         num_samples=len(sums),
         interval=(float(low), float(high)) if len(sums) > 1 else None,
         settings=settings,

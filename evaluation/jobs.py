@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shards.console import progress_bar
-from shards.errors import GdistillError
+from shards.errors import GdistillError, UsageError
 
 POLL_SECONDS = 0.5
 
@@ -36,8 +36,36 @@ class Job:
 
 
 def script(name: str) -> str:
-    """The console script installed beside the running interpreter."""
-    return str(Path(sys.executable).with_name(name))
+    """The console script installed beside the running interpreter.
+
+    Raises:
+        UsageError: When the project is not installed there.
+    """
+    path = Path(sys.executable).with_name(name)
+    if not path.is_file():
+        raise UsageError(
+            "a command of the project is not installed",
+            where=path,
+            got="no such file",
+            remedy="install the project into this environment (make setup)",
+        )
+    return str(path)
+
+
+def check_parallel(num_parallel: int) -> None:
+    """Refuse to run no job at a time.
+
+    Raises:
+        UsageError: Below one.
+    """
+    if num_parallel < 1:
+        raise UsageError(
+            "no job could run",
+            where="--parallel",
+            got=num_parallel,
+            expected="at least 1",
+            remedy="give the number of jobs that may run side by side",
+        )
 
 
 def run_visibly(name: str, command: Sequence[str]) -> None:
@@ -55,9 +83,11 @@ def run_jobs(description: str, jobs: Sequence[Job], num_parallel: int, unit: str
     """Run jobs, ``num_parallel`` at a time on as many threads each as the machine affords.
 
     Raises:
+        UsageError: For fewer than one job at a time.
         GdistillError: When a job fails: its name, its log and the last line it printed. The others
             are ended; what they finished stays, and the same call resumes.
     """
+    check_parallel(num_parallel)
     threads = max(1, (os.cpu_count() or 1) // num_parallel)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     waiting, running = list(jobs), {}

@@ -96,7 +96,8 @@ def moves_of(words: Sequence[str], samples: SampleSet) -> list[Path_ | None]:
 
 def score_samples(task: MazeTask, samples: SampleSet) -> tuple[Score, Score]:
     """Success, and agreement with the teacher's own decode of the same noise."""
-    success = maze_success(task.maze, moves_of(task.words, samples), task.path_probabilities)
+    moves = moves_of(task.words, samples)
+    success = maze_success(task.maze, moves, task.path_probabilities, "teacher")
     decoded = _teacher_rows(task, samples)
     return success, teacher_agreement(samples.tokens, decoded)
 
@@ -136,11 +137,17 @@ def pool(scores: Sequence[Score], agreements: Sequence[Score]) -> dict[str, Any]
 
 
 def sample_file(directory: Path, nfe: int) -> Path:
-    """The jsonl file that gdistill-sample wrote for one NFE."""
-    file = directory / f"samples-nfe{nfe}.jsonl"
-    if not file.is_file():
+    """The jsonl file that gdistill-sample wrote for one NFE.
+
+    Raises:
+        GdistillError: When there is none.
+    """
+    file, only = directory / f"samples-nfe{nfe}.jsonl", directory / "samples.jsonl"
+    if file.is_file():
+        return file
+    if not only.is_file():  # the sampler's name when one budget was asked for
         raise GdistillError("samples are missing", where=file, remedy="run the walk again")
-    return file
+    return only
 
 
 def score_cell(task: MazeTask, files: Sequence[Path]) -> dict[str, Any]:

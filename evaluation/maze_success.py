@@ -1,8 +1,8 @@
-"""Do sampled moves walk from start to target, how many ways, and as often as the teacher would?
+"""Do sampled moves walk from start to target, how many ways, and how often each?
 
 Success alone is gameable: a model that always draws one valid path scores 100%. So the number of
-distinct valid paths and the total-variation distance to the teacher's path distribution stand
-beside it.
+distinct valid paths and the total-variation distance to a given path distribution (the teacher's,
+or the uniform one the corpus is drawn from) stand beside it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.score import Score, wilson_interval
-from shards.errors import GdistillError
+from shards.errors import GdistillError, UsageError
 
 Path_ = tuple[str, ...]
 BOS, EOS = "<bos>", "<eos>"
@@ -32,6 +32,9 @@ class Maze:
         target: (row, column).
         paths: Every path of the language, as tuples of move names.
         max_moves: Longest path in moves.
+
+    Raises:
+        ValueError: For a map, cells or paths that do not fit each other.
     """
 
     rows: tuple[str, ...]
@@ -40,9 +43,23 @@ class Maze:
     paths: tuple[Path_, ...]
     max_moves: int
 
+    def __post_init__(self) -> None:
+        if not self.rows or {len(row) for row in self.rows} != {len(self.rows[0])}:
+            raise ValueError("rows of unequal length")
+        for name, (row, column) in (("start", self.start), ("target", self.target)):
+            if not (0 <= row < len(self.rows) and 0 <= column < len(self.rows[0])):
+                raise ValueError(f"a {name} off the map")
+        if not self.paths or any(move not in STEPS for path in self.paths for move in path):
+            raise ValueError(f"paths that are not made of {', '.join(STEPS)}")
+
     @classmethod
     def read(cls, path: Path) -> Maze:
-        """Read ``maze.json``; raises :class:`GdistillError` when it is not one."""
+        """Read ``maze.json``.
+
+        Raises:
+            UsageError: When the file cannot be read.
+            GdistillError: When it is no maze, with what is wrong in it.
+        """
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
             return cls(
@@ -52,13 +69,12 @@ class Maze:
                 paths=tuple(tuple(moves) for moves in value["paths"]),
                 max_moves=int(value["max_moves"]),
             )
-        except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
-            raise GdistillError(
-                "cannot read the maze",
-                where=path,
-                got=repr(error),
-                expected="maze.json of a corpus",
-            ) from error
+        except OSError as error:
+            raise _unreadable(UsageError, path, error.strerror) from error
+        except KeyError as error:
+            raise _unreadable(GdistillError, path, f"no {error} in it") from error
+        except (ValueError, TypeError, IndexError) as error:
+            raise _unreadable(GdistillError, path, error) from error
 
     def walk(self, moves: Sequence[str]) -> list[tuple[int, int]] | None:
         """The cells visited, or None where a move leaves the map or hits a wall."""
@@ -77,6 +93,16 @@ class Maze:
             return False
         cells = self.walk(moves)
         return cells is not None and cells[-1] == self.target and len(set(cells)) == len(cells)
+
+
+def _unreadable(kind: type[GdistillError], path: Path, got: object) -> GdistillError:
+    return kind(
+        "cannot read the maze",
+        where=path,
+        got=got,
+        expected="maze.json of a corpus",
+        remedy="give STORE/corpus/maze.json of the extraction",
+    )
 
 
 def moves_of_words(row: Sequence[str]) -> Path_ | None:
@@ -101,14 +127,18 @@ def total_variation(counts: Mapping[Any, int], reference: Mapping[Any, float]) -
 
 
 def maze_success(
-    maze: Maze, samples: Sequence[Path_ | None], reference: Mapping[Path_, float]
+    maze: Maze,
+    samples: Sequence[Path_ | None],
+    reference: Mapping[Path_, float],
+    reference_name: str,
 ) -> Score:
     """Share of samples that are valid paths, with coverage and total variation in the details.
 
     Args:
         maze: The maze.
         samples: Moves of each sample; None for a malformed one.
-        reference: The teacher's probability of each path.
+        reference: Probability of each path in the distribution to compare with.
+        reference_name: Whose it is: the details hold ``total_variation_to_NAME``.
     """
     outcomes = Counter(moves if maze.is_success(moves) else None for moves in samples)
     num_success = len(samples) - outcomes[None]
@@ -122,7 +152,7 @@ def maze_success(
             "num_success": num_success,
             "num_distinct_paths": len(valid),
             "num_paths_in_language": len(maze.paths),
-            "total_variation_to_teacher": total_variation(outcomes, dict(reference)),
+            f"total_variation_to_{reference_name}": total_variation(outcomes, reference),
             "most_common_path_share": max(valid.values(), default=0) / len(samples),
         },
     )

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from evaluation.jobs import Job, run_jobs, run_visibly
+from evaluation.jobs import Job, check_parallel, run_jobs, run_visibly
 from evaluation.maze_report import NAMES, write_maze_report
 from evaluation.maze_results import (
     NATURAL_RULE,
@@ -29,6 +29,7 @@ from evaluation.maze_results import (
     score_cell,
 )
 from evaluation.maze_success import Maze, Path_
+from evaluation.report import open_folder
 from evaluation.samples import read_samples
 from shards.atomic import write_json_atomic
 from shards.configuration import read_toml, resolve, to_mapping
@@ -52,7 +53,6 @@ class WalkConfig:
         sample_seeds: Sampling seeds.
         num_samples: Samples per sampling seed.
         nfe: NFE budgets.
-        num_path_draws: Paths in the training corpus.
         training: Layout -> ``key=value`` settings of the trainer.
     """
 
@@ -204,8 +204,10 @@ def walk(
     parallel: Annotated[int, typer.Option(help="Students trained side by side.")] = 2,
 ) -> None:
     """Run the maze: paths, teacher, shards, students, samples, scores, report."""
+    check_parallel(parallel)  # before hours of work that its mistake would end
     started = time.monotonic()
     settings = resolve(WalkConfig, read_toml(config), overrides=overrides or [])
+    open_folder(out)
     write_json_atomic(out / "config.json", to_mapping(settings))
     runs = [
         StudentRun(layout, conditioning, seed, out)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import html
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shards.atomic import write_bytes_atomic, write_json_atomic
+from shards.errors import UsageError
 
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem;color:#222}
@@ -66,6 +68,29 @@ class Table:
         )
         notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in self.notes)
         return f"<h2>{html.escape(self.title)}</h2><table><tr>{head}</tr>{body}</table>{notes}"
+
+
+def open_folder(directory: Path) -> None:
+    """Make sure that results can be written there, before the work that leads to them.
+
+    Raises:
+        UsageError: When it is no folder, or nothing can be written into it.
+    """
+    got = ""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        got = error.strerror or repr(error)
+    if not got and not os.access(directory, os.W_OK):
+        got = "no right to write"
+    if got:
+        raise UsageError(
+            "cannot write the results there",
+            where=directory,
+            got=got,
+            expected="a folder, or a name for one",
+            remedy="give another --out",
+        )
 
 
 def write_report(

@@ -32,12 +32,16 @@ class Score:
         """The score as JSON-ready values; a non-finite value becomes null."""
         return {
             "name": self.name,
-            "value": self.value if math.isfinite(self.value) else None,
+            "value": _finite(self.value),
             "num_samples": self.num_samples,
-            "interval_95": list(self.interval) if self.interval else None,
+            "interval_95": [_finite(bound) for bound in self.interval] if self.interval else None,
             "settings": dict(self.settings),
-            "details": dict(self.details),
+            "details": {key: _finite(value) for key, value in self.details.items()},
         }
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def wilson_interval(num_successes: int, num_trials: int) -> tuple[float, float]:

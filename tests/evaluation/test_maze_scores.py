@@ -10,7 +10,7 @@ import pytest
 
 from evaluation.factorized_optimum import optimal_success, rows_of_paths, step_probabilities
 from evaluation.maze_success import Maze, maze_success, moves_of_words, total_variation
-from shards.errors import GdistillError
+from shards.errors import GdistillError, UsageError
 
 MAZE = Maze(
     rows=("...", "S#T"),
@@ -55,7 +55,7 @@ def test_total_variation_counts_invalid_mass() -> None:
 def test_always_drawing_one_path_scores_full_success_and_bad_variation() -> None:
     other = ("up", "right", "down", "right")
     maze = Maze(("...", "S.T"), (1, 0), (1, 2), (PATH, other), 4)
-    score = maze_success(maze, [PATH] * 100, {PATH: 0.5, other: 0.5})
+    score = maze_success(maze, [PATH] * 100, {PATH: 0.5, other: 0.5}, "teacher")
     assert score.value == 1.0
     assert score.details["num_distinct_paths"] == 1
     assert score.details["total_variation_to_teacher"] == pytest.approx(0.5)
@@ -67,6 +67,41 @@ def test_maze_file_errors_name_the_file(tmp_path: Path) -> None:
     file.write_text(json.dumps({"rows": ["."]}))
     with pytest.raises(GdistillError, match=r"cannot read the maze.*maze\.json"):
         Maze.read(file)
+
+
+VALID_MAZE = {
+    "rows": ["...", "S#T"],
+    "start": [1, 0],
+    "target": [1, 2],
+    "paths": [PATH],
+    "max_moves": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": ["...", "S#"]}, "unequal length"),
+        ({"rows": []}, "unequal length"),
+        ({"target": [1, 7]}, "target off the map"),
+        ({"paths": []}, "not made of up, down"),
+        ({"paths": [["north"]]}, "not made of up, down"),
+    ],
+)
+def test_a_maze_that_does_not_fit_itself_is_refused(
+    tmp_path: Path, change: dict, message: str
+) -> None:
+    file = tmp_path / "maze.json"
+    file.write_text(json.dumps(VALID_MAZE))
+    assert Maze.read(file) == MAZE
+    file.write_text(json.dumps(VALID_MAZE | change))
+    with pytest.raises(GdistillError, match=message):
+        Maze.read(file)
+
+
+def test_a_missing_maze_is_a_wrong_request(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        Maze.read(tmp_path / "maze.json")
 
 
 def test_optimum_by_hand() -> None:

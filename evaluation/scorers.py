@@ -1,0 +1,144 @@
+"""From the options of ``gdistill-eval`` to functions that score one file of samples each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from evaluation.diversity import entropy_score
+from evaluation.maze_success import Maze, maze_success, moves_of_words
+from evaluation.references import read_references
+from evaluation.samples import SampleSet
+from evaluation.score import Score
+from shards.errors import UsageError
+
+if TYPE_CHECKING:
+    from evaluation.judge_model import JudgeModel
+
+Scorer = Callable[[SampleSet], list[Score]]
+DEFAULT_MAX_TOKENS = 1024
+"""Tokens of a text that are read: the length of the paper's samples."""
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """What to score by.
+
+    Attributes:
+        judge: Causal language model for perplexity and MAUVE features: hub id or folder.
+        reference: Reference texts for MAUVE.
+        maze: ``maze.json`` of a corpus.
+        max_tokens: Texts are truncated to this many judge tokens; None for
+            :data:`DEFAULT_MAX_TOKENS` and, unless a stride is given, at most the judge's context.
+        stride: Tokens between windows; None for half a window.
+        device: Of the judge.
+    """
+
+    judge: str | None = None
+    reference: Path | None = None
+    maze: Path | None = None
+    max_tokens: int | None = None
+    stride: int | None = None
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.judge is not None:
+            return
+        for name in ("reference", "max_tokens", "stride"):
+            if getattr(self, name) is not None:
+                raise UsageError(
+                    "an option that needs a judge",
+                    where=f"--{name.replace('_', '-')}",
+                    got="no --judge",
+                    remedy="add --judge (MAUVE takes its features from it)",
+                )
+
+
+def make_scorers(options: ScoreOptions, sets: Sequence[SampleSet]) -> list[Scorer]:
+    """Entropy, and what the options ask for.
+
+    Files and models are read here, and every set is looked at, so that a last file's fault does
+    not end the work that the others took.
+
+    Args:
+        options: What to score by.
+        sets: All samples that will be scored.
+
+    Raises:
+        UsageError: For a model, device, file or limit that cannot be used.
+        GdistillError: For a reference or maze file with something else in it, or samples without
+            text where text is scored.
+    """
+    scorers: list[Scorer] = [lambda samples: [entropy_score(samples.tokens)]]
+    if options.judge is not None or options.maze is not None:
+        for samples in sets:
+            samples.require_texts()
+    if options.maze is not None:
+        scorers.append(_maze_scorer(options.maze))
+    if options.judge is not None:
+        scorers += _judge_scorers(options, options.judge, sets)
+    return scorers
+
+
+def _maze_scorer(file: Path) -> Scorer:
+    maze = Maze.read(file)
+    uniform = {path: 1 / len(maze.paths) for path in maze.paths}
+
+    def score(samples: SampleSet) -> list[Score]:
+        moves = [moves_of_words(text.split()) for text in samples.require_texts()]
+        success = maze_success(maze, moves, uniform, "uniform")
+        # Beside the success in the table, because success alone does not show a lost mode.
+        variation = Score(
+            name="total_variation_to_uniform",
+            value=success.details["total_variation_to_uniform"],
+            num_samples=success.num_samples,
+            settings={"uniform over": f"the {len(maze.paths)} paths of the maze"},
+        )
+        return [success, variation]
+
+    return score
+
+
+def _judge_scorers(options: ScoreOptions, name: str, sets: Sequence[SampleSet]) -> list[Scorer]:
+    # Imported here, so that scores without a model do not wait for transformers.
+    from evaluation.generative_perplexity import generative_perplexity, reading_limits
+    from evaluation.judge_model import load_judge
+
+    references = _references(options.reference, sets)
+    judge = load_judge(name, options.device)
+    limit, stride = options.max_tokens, options.stride
+    if limit is None:
+        within = judge.context_length if stride is None else DEFAULT_MAX_TOKENS
+        limit = min(DEFAULT_MAX_TOKENS, within)
+    reading_limits(judge, stride, limit)  # refused here, before the first file is scored
+
+    def perplexity(samples: SampleSet) -> list[Score]:
+        texts, where = samples.require_texts(), samples.source
+        return [generative_perplexity(judge, texts, stride=stride, max_tokens=limit, where=where)]
+
+    if references is None:
+        return [perplexity]
+    return [perplexity, _mauve_scorer(judge, references, min(limit, judge.context_length))]
+
+
+def _references(file: Path | None, sets: Sequence[SampleSet]) -> list[str] | None:
+    """The reference texts, if any are asked for and every set can be compared with them."""
+    from evaluation.mauve_score import check_counts
+
+    if file is None:
+        return None
+    references = read_references(file)
+    for samples in sets:
+        check_counts(len(samples.texts), len(references), samples.source)
+    return references
+
+
+def _mauve_scorer(judge: JudgeModel, references: Sequence[str], max_tokens: int) -> Scorer:
+    from evaluation.mauve_score import last_hidden_features, mauve_score
+
+    features = last_hidden_features(judge, references, max_tokens)
+    return lambda samples: [
+        mauve_score(judge, samples.require_texts(), features, max_tokens=max_tokens)
+    ]

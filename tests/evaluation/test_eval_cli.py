@@ -1,0 +1,209 @@
+"""``gdistill-eval`` as it is called: what it writes, and that every mistake is told in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from evaluation import mauve_score
+from evaluation.cli import app
+from evaluation.generative_perplexity import generative_perplexity
+from evaluation.judge_model import JudgeModel, load_judge
+from shards.errors import GdistillError, UsageError
+
+MAZE = {
+    "rows": ["...", "S.T"],
+    "start": [1, 0],
+    "target": [1, 2],
+    "paths": [["right", "right"], ["up", "right", "right", "down"]],
+    "max_moves": 4,
+}
+
+
+def evaluate(*arguments: object) -> str:
+    """Output of the command; what it raises is raised."""
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if done.exception:
+        raise done.exception
+    return done.output
+
+
+def write_samples(file: Path, *texts: str | None) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    records = ({"tokens": [0, 1, 0], "text": text, "nfe": 2} for text in texts)
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> Path:
+    return write_samples(tmp_path / "samples.jsonl", "a b a b a b", "b a a").parent
+
+
+@pytest.fixture(scope="module")
+def judge(judge_folder: Path) -> JudgeModel:
+    return load_judge(str(judge_folder))
+
+
+def results(folder: Path) -> dict:
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_perplexity_and_entropy_of_a_folder(samples: Path, judge_folder: Path) -> None:
+    table = evaluate(samples, "--judge", judge_folder, "--stride", 4, "--max-tokens", 6)
+    assert "generative_perplexity" in table and "entropy_nats" in table
+    (part,) = results(samples).values()
+    assert part["nfe_mean"] == 2.0
+    score = next(s for s in part["scores"] if s["name"] == "generative_perplexity")
+    assert score["settings"]["stride_tokens"] == 4 and score["settings"]["max_tokens"] == 6
+    assert score["details"]["num_tokens"] == 5 + 3  # the token in front does not count
+
+
+@pytest.mark.parametrize("words", [8, 40])
+def test_a_limit_that_is_given_is_kept(tmp_path: Path, judge_folder: Path, words: int) -> None:
+    """Beyond the judge's context too: that is what windows are for."""
+    write_samples(tmp_path / "samples.jsonl", "a " * 60)
+    evaluate(tmp_path, "--judge", judge_folder, "--max-tokens", words)
+    (part,) = results(tmp_path).values()
+    assert part["scores"][1]["details"]["num_tokens"] == words - 1
+
+
+def test_nested_folders_give_rows_that_differ(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_samples(tmp_path / name / "samples.jsonl", "a")
+    table = evaluate(tmp_path)
+    assert "one/samples" in table and "two/samples" in table
+    assert "one/samples" not in evaluate(tmp_path / "one")
+
+
+def test_the_maze_is_compared_with_what_its_name_says(tmp_path: Path) -> None:
+    write_samples(tmp_path / "samples.jsonl", *["<bos> right right <eos>"] * 4)
+    maze = tmp_path / "maze.json"
+    maze.write_text(json.dumps(MAZE))
+    table = evaluate(tmp_path, "--maze", maze)
+    assert "total_variation_to_uniform" in table and "teacher" not in table
+    (part,) = results(tmp_path).values()
+    scores = {score["name"]: score for score in part["scores"]}
+    assert scores["maze_success"]["value"] == 1.0
+    assert scores["maze_success"]["details"]["total_variation_to_uniform"] == 0.5
+    assert scores["total_variation_to_uniform"]["value"] == 0.5
+    assert "teacher" not in json.dumps(part)
+
+
+@pytest.mark.parametrize("option", ["--judge", "--maze"])
+def test_samples_without_text_are_named(tmp_path: Path, judge_folder: Path, option: str) -> None:
+    """As the sampler writes them for a student without a tokenizer."""
+    file = write_samples(tmp_path / "samples.jsonl", "a", None)
+    maze = tmp_path / "maze.json"
+    maze.write_text(json.dumps(MAZE))
+    with pytest.raises(GdistillError, match=r"no text \[.*samples\.jsonl:2\]"):
+        evaluate(file, option, {"--judge": judge_folder, "--maze": maze}[option])
+    assert "entropy_nats" in evaluate(file)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--stride", 0), ("--stride", -2), ("--stride", 64)]
+    + [("--max-tokens", value) for value in (-3, 0, 1)]
+    + [("--device", "nonsense"), ("--device", "meta"), ("--device", "cuda:99")],
+)
+def test_values_of_no_use_are_refused(
+    samples: Path, judge_folder: Path, option: str, value: object
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        evaluate(samples, "--judge", judge_folder, option, value)
+    error = caught.value
+    assert option in error.where and error.got and error.expected and error.remedy
+    assert not (samples / "results.json").exists()
+
+
+@pytest.mark.parametrize("option", ["--reference", "--stride", "--max-tokens"])
+def test_options_of_the_judge_need_one(samples: Path, option: str) -> None:
+    with pytest.raises(UsageError, match=rf"needs a judge \[{option}\]"):
+        evaluate(samples, option, 8)
+
+
+def test_zero_is_not_the_default_in_the_library_either(judge: JudgeModel) -> None:
+    for options in ({"stride": 0}, {"max_tokens": 0}, {"max_tokens": -3}):
+        with pytest.raises(UsageError):
+            generative_perplexity(judge, ["a b a b"], **options)
+
+
+def test_references_are_read_by_a_reader_of_their_own(
+    samples: Path, tmp_path: Path, judge_folder: Path
+) -> None:
+    """Text alone passes the reader; what stops the command is the number of texts."""
+    file = tmp_path / "elsewhere" / "reference.json"
+    file.parent.mkdir()
+    file.write_text('{"text": "a b"}\n' * 30)
+    with pytest.raises(UsageError, match=r"too few texts.*2 samples, 30 references"):
+        evaluate(samples, "--judge", judge_folder, "--reference", file)
+    with pytest.raises(UsageError, match=r"cannot read the reference file.*none\.jsonl"):
+        evaluate(samples, "--judge", judge_folder, "--reference", tmp_path / "none.jsonl")
+
+
+def test_mauve_of_two_files_reads_the_references_once(
+    tmp_path: Path, judge_folder: Path, judge: JudgeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = ["a " * (1 + number % 3) for number in range(20)]
+    far = ["b " * (4 + number % 5) for number in range(20)]
+    references = write_samples(tmp_path / "reference.jsonl", *near)
+    write_samples(tmp_path / "samples" / "far.jsonl", *far)
+    write_samples(tmp_path / "samples" / "near.jsonl", *near)
+    read: list[int] = []
+    features = mauve_score.last_hidden_features
+
+    def counted(judge: JudgeModel, texts: list[str], max_tokens: int) -> np.ndarray:
+        read.append(len(texts))
+        return features(judge, texts, max_tokens)
+
+    monkeypatch.setattr(mauve_score, "last_hidden_features", counted)
+    evaluate(tmp_path / "samples", "--judge", judge_folder, "--reference", references)
+    assert read == [20, 20, 20]
+    values = [part["scores"][2] for part in results(tmp_path / "samples").values()]
+    assert [value["name"] for value in values] == ["mauve", "mauve"]
+    assert values[1]["value"] == pytest.approx(1.0, abs=1e-3)
+    assert values[0]["value"] < 0.9
+    assert values[0]["settings"]["max_tokens"] == judge.context_length  # what was read
+
+
+def test_texts_without_tokens_name_their_file(tmp_path: Path, judge_folder: Path) -> None:
+    file = write_samples(tmp_path / "samples.jsonl", "", "<eos>")
+    with pytest.raises(GdistillError, match=r"no sample has a token to score \[.*samples\.jsonl"):
+        evaluate(file, "--judge", judge_folder)
+
+
+def test_a_judge_of_broken_weights_is_refused(tmp_path: Path, judge_folder: Path) -> None:
+    judge = load_judge(str(judge_folder))
+    torch.nn.init.constant_(judge.model.lm_head.weight, float("nan"))
+    with pytest.raises(GdistillError, match="a likelihood that is no number"):
+        generative_perplexity(judge, ["a b"])
+
+
+def test_a_damaged_judge_is_refused(tmp_path: Path, judge_folder: Path) -> None:
+    for file in judge_folder.iterdir():
+        data = file.read_bytes()
+        cut = -40 if file.suffix == ".safetensors" else len(data)
+        (tmp_path / file.name).write_bytes(data[:cut])
+    with pytest.raises(UsageError, match="cannot load the judge"):
+        load_judge(str(tmp_path))
+
+
+def test_an_out_that_is_no_folder_is_refused_before_the_work(samples: Path) -> None:
+    taken = samples / "taken"
+    taken.write_text("")
+    with pytest.raises(UsageError, match=r"cannot write the results there \[.*taken\]"):
+        evaluate(samples, "--out", taken)
+
+
+def test_unknown_nfe_is_a_dash(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").write_text('{"tokens": [1, 2]}\n')
+    row = next(line for line in evaluate(tmp_path).splitlines() if line.startswith("samples  1"))
+    assert row.split()[2] == "-"
+    (part,) = results(tmp_path).values()
+    assert part["nfe_mean"] is None
