@@ -89,7 +89,7 @@ def sample(
     for path in run.run():
         typer.echo(f"wrote {path}", err=True)
     if run.num_flagged:
-        kept = f"{run.num_flagged} samples stayed below {min_entropy} nats in every try"
+        kept = f"{run.num_flagged} samples stayed below the least entropy in every try"
         typer.echo(f"warning: {kept}; they are flagged low_entropy", err=True)
 
 
@@ -103,7 +103,10 @@ def parse_budgets(text: str | None) -> tuple[int, ...]:
         return ()
     expected = "positive integers such as 16 or 8,16,32"
     parts: list[Any] = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and int(part) >= 1 for part in parts):
+    # Python reads no integer of thousands of digits.
+    if not all(part.isascii() and part.isdigit() and len(part) < 20 for part in parts):
+        raise UsageError("bad NFE", where="--nfe", got=text[:40], expected=expected)
+    if not all(int(part) >= 1 for part in parts):
         raise UsageError("bad NFE", where="--nfe", got=text, expected=expected)
     budgets = tuple(int(part) for part in parts)
     if len(set(budgets)) < len(budgets):

@@ -187,6 +187,40 @@ def test_verifier_cache_changes_nothing() -> None:
             model.select(torch.tensor([2, 0]))
 
 
+def test_a_replaced_token_is_read_again() -> None:
+    """A rejected draft stays in the cache; another token before ``first`` ends its use."""
+    model = Verifier(tiny_llama(), VOCAB)
+    rows = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCAB
+    model.log_probs(rows, 1)
+    rows[1, 3] = 9
+    cached = model.log_probs(rows, 6)
+    model.start()
+    assert torch.allclose(cached, model.log_probs(rows, 6), atol=1e-5)
+
+
+@pytest.mark.parametrize("lookahead", [None, 4])
+def test_infilled_rows_are_verified_as_without_a_cache(
+    verifier: str, lookahead: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a rejection one draft may stand alone before given tokens: no verifier sees it."""
+    student, ids = tiny_student(conditioning="none"), torch.arange(64)
+    tokens = (torch.arange(LENGTH) % VOCAB).repeat(len(ids), 1)
+    tokens[:, [2, 3, 8, 9]] = student.mask_id
+    sampler = AdaptiveConfig(verifier=verifier, mixture_weight=0.3, max_lookahead=lookahead)
+    alone = [draw(student, sampler, ids[i : i + 1], tokens[:1]).tokens for i in range(len(ids))]
+    together = draw(student, sampler, ids, tokens).tokens
+    cached = Verifier.log_probs
+
+    def from_scratch(self: Verifier, draft: Tensor, first: int) -> Tensor:
+        self.start()
+        return cached(self, draft, first)
+
+    monkeypatch.setattr(Verifier, "log_probs", from_scratch)
+    expected = draw(student, sampler, ids, tokens).tokens
+    assert torch.equal(together, expected)
+    assert torch.equal(torch.cat(alone), expected)
+
+
 def test_our_autoregressive_student_verifies(tmp_path: Path) -> None:
     tiny_student("ar", "none").save_pretrained(tmp_path)
     student = tiny_student()

@@ -144,6 +144,19 @@ def test_nfe_is_the_number_of_calls_of_the_backbone(monkeypatch: pytest.MonkeyPa
     assert len(calls) == int(result.nfe[0])
 
 
+def test_nfe_does_not_depend_on_the_batch() -> None:
+    """A row with blocks given takes part in nothing while others fill theirs."""
+    student, ids = tiny_student("bd3lm", "none", block_size=4), torch.arange(3)
+    tokens = open_rows(student, len(ids))
+    tokens[0, :8] = 5
+    tokens[2, 4:9] = 7
+    for sampler in (BlockConfig(), BlockConfig(inner="first_hitting")):
+        together = draw(student, sampler, ids, tokens)
+        alone = [draw(student, sampler, ids[i : i + 1], tokens[i : i + 1]) for i in range(3)]
+        assert together.nfe.tolist() == [int(result.nfe[0]) for result in alone]
+        assert torch.equal(together.tokens, torch.cat([result.tokens for result in alone]))
+
+
 def test_samples_do_not_depend_on_the_batch() -> None:
     student = tiny_student("bd3lm", block_size=3)
     for sampler in (BlockConfig(nfe=6, nucleus_p=0.9), BlockConfig(redraw_noise=True)):
@@ -226,6 +239,8 @@ def test_mistakes_are_named() -> None:
         draw(student, BlockConfig(slide=3), IDS)
     with pytest.raises(UsageError, match="take no NFE"):
         BlockConfig(inner="first_hitting", nfe=4)
+    with pytest.raises(UsageError, match=r"entropy_window.*256 tokens for rows of 12"):
+        draw(student, BlockConfig(stop=StopRule(min_entropy_nats=1.0)), IDS)
     with pytest.raises(UsageError, match="cannot end early"):
         holed = tokens.clone()
         holed[:, 8] = 3

@@ -54,3 +54,36 @@ def test_large_vocabularies_agree_with_a_full_sort(rule: str, scale: float) -> N
     expected = torch.zeros_like(probs).scatter_(1, ids, ordered * kept)
     expected /= expected.sum(-1, keepdim=True)
     assert torch.allclose(truncate_to_nucleus(probs, 0.9, rule), expected)
+
+
+def tied_probs(num_rows: int, size: int, scale: float) -> torch.Tensor:
+    """What bf16 autocast hands over: many tokens of equal probability."""
+    generator = torch.Generator().manual_seed(size)
+    logits = scale * torch.randn(num_rows, size, generator=generator)
+    return logits.bfloat16().double().softmax(-1)
+
+
+@pytest.mark.parametrize("rule", ["strict", "crossing"])
+def test_a_nucleus_depends_on_no_other_row(rule: str) -> None:
+    """A flat row needs a full sort; beside it the others keep their sets, ties and all."""
+    probs = tied_probs(20, 16 * FIRST_CANDIDATES, 3.0)
+    flat = torch.full_like(probs[:1], 1 / probs.shape[1])
+    together = truncate_to_nucleus(torch.cat((probs, flat)), 0.8, rule)[:-1]
+    alone = torch.cat([truncate_to_nucleus(row, 0.8, rule) for row in probs.split(1)])
+    assert torch.equal(together > 0, alone > 0)
+    assert torch.allclose(together, alone, rtol=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["strict", "crossing"])
+@pytest.mark.parametrize("num_above", [0, FIRST_CANDIDATES // 2, 2 * FIRST_CANDIDATES])
+def test_ties_are_broken_by_id(rule: str, num_above: int) -> None:
+    """Equal tokens across the edge of the first look: the smallest ids are kept."""
+    size, p = 8 * FIRST_CANDIDATES, 0.6
+    probs = torch.ones(1, size, dtype=torch.float64)
+    probs[0, size - num_above :] = 3.0
+    probs /= probs.sum()
+    found = (truncate_to_nucleus(probs, p, rule) > 0)[0].nonzero()[:, 0]
+    left = p - float(probs[0, size - num_above :].sum())
+    num_ties = int(left / float(probs[0, 0])) + (rule == "crossing")
+    expected = [*range(num_ties), *range(size - num_above, size)]
+    assert found.tolist() == expected

@@ -1,4 +1,4 @@
-"""``gdistill-sample``: files, resume, the same samples whatever the batch, mistakes in one line."""
+"""``gdistill-sample``: files, resume, the same samples whatever the batch."""
 
 from __future__ import annotations
 
@@ -13,54 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
+from tests.trainer.sample_cli_cases import WORDS, command, read, save, save_models, without_seconds
 from tests.trainer.sampling_cases import LENGTH, VOCAB, tiny_student
-from trainer import sample_cli
 from trainer.sampling.noise import sampling_noise
 from trainer.sampling.sample_file import SampleFile
-
-WORDS = ["<bos>", "<eos>", "up", "down", "left", "right", "a", "b", "c", "d", "e"]
-
-
-def save(directory: Path, kind: str = "mdlm", conditioning: str = "gumbel", **options: Any) -> Path:
-    tiny_student(kind, conditioning, **options).save_pretrained(directory)
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "a"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(directory)
-    return directory
 
 
 @pytest.fixture(scope="module")
 def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models")
-    save(folder / "mdlm")
-    save(folder / "plain", conditioning="none")
-    save(folder / "bd3lm", "bd3lm", block_size=4)
-    save(folder / "ar", "ar", "none")
-    return folder
-
-
-def command(*arguments: object) -> int:
-    """Exit code of one call, in this process."""
-    before = sys.argv
-    sys.argv = ["gdistill-sample", *map(str, arguments)]
-    try:
-        sample_cli.main()
-    except SystemExit as done:
-        return int(done.code or 0)
-    finally:
-        sys.argv = before
-    return 0
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
-def without_seconds(file: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in record.items() if k != "seconds"} for record in read(file)]
+    return save_models(tmp_path_factory.mktemp("models"))
 
 
 def test_files_and_records(models_folder: Path, tmp_path: Path) -> None:
@@ -214,84 +176,21 @@ def test_variable_length(models_folder: Path, tmp_path: Path) -> None:
         assert len(lengths) > 1
 
 
+def test_monotonous_samples_are_flagged(
+    models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """More entropy than eight tokens can have, so that no draw will do."""
+    least = ("--min-entropy", 3, "--set", "stop.entropy_window=8", "--set", "stop.max_tries=2")
+    assert command(models_folder / "plain", "--num", 3, *least, "--out", tmp_path) == 0
+    assert "3 samples stayed below the least entropy" in capsys.readouterr().err
+    records = read(tmp_path / "samples.jsonl")
+    assert [(record["low_entropy"], record["attempt"]) for record in records] == [(True, 1)] * 3
+
+
 def test_longer_than_trained(models_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "long"
     assert command(models_folder / "bd3lm", "--length", 28, "--num", 2, "--out", out) == 0
     assert all(len(record["tokens"]) == 28 for record in read(out / "samples.jsonl"))
-
-
-@pytest.mark.parametrize(
-    ("model", "arguments", "message"),
-    [
-        ("mdlm", ["--nfe", "0"], "bad NFE"),
-        ("mdlm", ["--nfe", "4,x"], "bad NFE"),
-        ("mdlm", ["--nfe", "4,4"], "named twice"),
-        ("mdlm", ["--sampler", "first_hitting", "--nfe", "4"], "takes no NFE"),
-        ("mdlm", ["--sampler", "ancestrel"], "did you mean 'ancestral'"),
-        ("mdlm", ["--sampler", "block"], "an MDLM"),
-        ("bd3lm", ["--sampler", "ancestral"], "--sampler block"),
-        ("bd3lm", ["--length", "10"], "block size does not divide"),
-        ("bd3lm", ["--nfe", "2"], "fewer forward passes than blocks"),
-        ("mdlm", ["--length", "24"], "longer than the student's"),
-        ("plain", ["--tau", "0.85"], "takes no noise"),
-        ("mdlm", ["--tau", "0"], "tau"),
-        ("mdlm", ["--tau", "inf"], "tau"),
-        ("mdlm", ["--nfe", "99999999999999"], "too many forward passes"),
-        ("mdlm", ["--min-entropy", "inf"], "min_entropy"),
-        ("mdlm", ["--sampler", "apd"], "no verifier"),
-        ("mdlm", ["--sampler", "apd", "--verifier", "absent"], "neither a model's folder"),
-        ("mdlm", ["--nucleus-p", "0"], "nucleus_p"),
-        ("mdlm", ["--decision", "beam"], "decision"),
-        ("mdlm", ["--set", "finalargmax=false"], "did you mean 'final_argmax'"),
-        ("mdlm", ["--prompt", "up " * LENGTH], "longer than the row"),
-        ("mdlm", ["--prompt", "up", "--prompt-file", "x"], "exclude each other"),
-        ("mdlm", ["--prompt-file", "absent.txt"], "cannot read"),
-        ("mdlm", ["--infill", "absent.jsonl"], "cannot read"),
-        ("mdlm", ["--num", "0"], "--num"),
-        ("mdlm", ["--batch-size", "0"], "--batch-size"),
-        ("mdlm", ["--seed", "-1"], "bad seed"),
-        ("mdlm", ["--device", "abacus"], "no such device"),
-        ("mdlm", ["--precision", "int3"], "unknown precision"),
-        ("absent", [], "no model there"),
-    ],
-)
-def test_mistakes_are_one_line(
-    model: str,
-    arguments: list[str],
-    message: str,
-    models_folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert command(models_folder / model, *arguments, "--out", tmp_path / "out") == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("error: ") and message in error and "\n" not in error
-    assert not (tmp_path / "out").exists()
-
-
-def test_unwritable_folder_is_one_line(
-    models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("")
-    assert command(models_folder / "mdlm", "--out", tmp_path / "file" / "out") == 2
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("error: cannot write there") and "\n" not in error
-
-
-def test_verifiers_that_cannot_be_judged_are_refused(
-    models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """No causal model, one without a tokenizer; a training run's folder is as good as its model."""
-    arguments = (models_folder / "mdlm", "--sampler", "apd", "--num", 2, "--verifier")
-    assert command(*arguments, models_folder / "mdlm", "--out", tmp_path / "a") == 2
-    assert "no causal language model" in capsys.readouterr().err
-    bare = save(tmp_path / "run" / "model", "ar", "none")
-    assert command(*arguments, tmp_path / "run", "--out", tmp_path / "b") == 0
-    for file in bare.glob("tokenizer*"):
-        file.unlink()
-    capsys.readouterr()
-    assert command(*arguments, bare, "--out", tmp_path / "c") == 2
-    assert "no tokenizer to compare" in capsys.readouterr().err
 
 
 def test_adaptive_parallel_decoding(
@@ -313,70 +212,3 @@ def test_adaptive_parallel_decoding(
     assert command(*arguments, "--verifier", other, "--out", tmp_path / "out") == 2
     error = capsys.readouterr().err
     assert "another tokenizer" in error and "'down' is 2; expected 3" in error
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"tokens": [0, 99]}', "position 1"),
-        ('{"tokens": [0, 3, 4]}', "nothing to fill"),
-        ('{"tokens": [null, 3, 4]}', "position 0"),
-        ('{"tokens": [0, 3], "masked": [7]}', "bad positions"),
-        ('{"words": []}', "not a row to fill"),
-        ("[1, 2", "not JSON"),
-        (json.dumps({"tokens": [0] * 40, "masked": [3]}), "cannot be filled"),
-    ],
-)
-def test_bad_infill_lines_are_named(
-    line: str,
-    message: str,
-    models_folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"tokens": [0, null]}\n' + line + "\n")
-    assert command(models_folder / "mdlm", "--infill", rows, "--out", tmp_path / "out") == 2
-    error = capsys.readouterr().err
-    assert message in error and f"{rows}:2" in error
-
-
-def test_other_settings_in_the_same_folder_are_refused(
-    models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = (models_folder / "mdlm", "--num", 2, "--nfe", 2, "--out", tmp_path)
-    assert command(*arguments) == 0
-    before = (tmp_path / "samples.jsonl").read_bytes()
-    assert command(*arguments, "--seed", 1) == 2
-    assert "seed]; got 1; expected 0 as there" in capsys.readouterr().err
-    assert command(*arguments[:-2], "--tau", 0.5, "--out", tmp_path) == 2
-    assert "sampler.tau" in capsys.readouterr().err
-    assert (tmp_path / "samples.jsonl").read_bytes() == before
-
-
-def test_damaged_files_fail_without_loss(
-    models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = (models_folder / "mdlm", "--num", 3, "--nfe", 2, "--out", tmp_path)
-    assert command(*arguments) == 0
-    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
-    damaged = "\n".join([lines[0], lines[1][:40], lines[2]]) + "\n"
-    (tmp_path / "samples.jsonl").write_text(damaged)
-    assert command(*arguments) == 1
-    assert "samples.jsonl:2" in capsys.readouterr().err
-    assert (tmp_path / "samples.jsonl").read_text() == damaged
-
-
-def test_model_that_is_not_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert command(tmp_path, "--out", tmp_path / "out") == 2
-    error = capsys.readouterr().err.strip()
-    assert "\n" not in error and str(tmp_path) in error
-
-
-def test_unfinished_training_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "checkpoints" / "step-00000050").mkdir(parents=True)
-    (tmp_path / "config.json").write_text('{"student": "mdlm"}')  # of the run, not of a model
-    assert command(tmp_path, "--out", tmp_path / "samples") == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "unfinished training run" in error

@@ -62,13 +62,14 @@ class SampleRun:
 
     def identity(self) -> dict[str, Any]:
         """What decides the samples, as JSON; two runs of one identity give the same samples."""
-        sampler = to_mapping(self.samplers[0])
+        first = self.samplers[0]
+        sampler = to_mapping(first)
         if len(self.samplers) > 1:
             sampler.pop("nfe")  # each file of a curve has its own
         rows = hashlib.sha256(canonical_json([list(row) for row in self.given.rows])).hexdigest()
         return {
             **student_identity(self.loaded),
-            "verifier_sha256": verifier_sha256(self.samplers[0], self.loaded.student),
+            "verifier_sha256": verifier_sha256(first, self.loaded.student),
             "sampler": {"name": self.sampler_name, **sampler},
             "seed": self.seed,
             "given_rows_sha256": rows,
