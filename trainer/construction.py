@@ -50,6 +50,8 @@ def build_student(config: RunConfig, store: ShardStore, init_from: Path | None) 
     )
     if init_from is not None:
         load_initial_weights(student, init_from, manifest)
+    if student.is_conditioned:
+        student.config.codec = dict(manifest.codec)
     if student.conditioner is not None and student.settings.prior_weight:
         student.conditioner.set_unigram(_unigram(store))
     return student

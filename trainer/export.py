@@ -9,7 +9,6 @@ model/
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 from collections.abc import Mapping
@@ -38,8 +37,7 @@ def export_model(
 
     Args:
         directory: Where the model goes.
-        student: Gives class and config, to which the store's codec is added where noise is
-            taken; its weights are not looked at.
+        student: Gives class and config; its weights are not looked at.
         weights: State dict to write, whole tensors.
         record: Content of ``student.json``.
         store: Gives tokenizer and corpus files.
@@ -47,10 +45,7 @@ def export_model(
     temporary = directory.with_name(f".writing-{directory.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    config = copy.deepcopy(student.config)
-    if student.is_conditioned:
-        config.codec = dict(store.manifest.codec)
-    whole = type(student)(config)
+    whole = type(student)(student.config)
     whole.load_state_dict(dict(weights))
     with without_library_bars():
         whole.save_pretrained(temporary)

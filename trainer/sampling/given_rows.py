@@ -161,7 +161,7 @@ def read_infill(path: Path, tokenizer: Tokenizer | None, config: StudentConfig) 
 
 def _read_lines(path: Path, option: str) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except OSError as error:
         raise UsageError(
             f"cannot read the {option} file", where=path, got=error.strerror
