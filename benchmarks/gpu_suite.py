@@ -1,5 +1,9 @@
 """Every GPU figure in one run: correctness first, then time, one JSON. No network, weights or data.
 
+The JSON is written after the checks and again after each part, so a session that ends early keeps
+what it has. A part or check that fails is recorded as an error and the rest goes on; the exit code
+is 1 then, and figures beside a failed check are to be read with it.
+
     python -m benchmarks.gpu_suite [--shape paper|toy] [--device cuda] [--out ...]
 
 Shapes are true (V 50257, student 12 x 768, teacher 36 x 1280), weights and rows random. The paper
@@ -9,6 +13,8 @@ and says in the JSON what it left out for want of time. ``toy`` runs anywhere in
 
 from __future__ import annotations
 
+import gc
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,12 +25,14 @@ import torch
 import typer
 
 from benchmarks.conditioner import run_benchmark
-from benchmarks.gpu_checks import check_everything
+from benchmarks.gpu_checks import check_everything, describe
 from benchmarks.measure import interleaved_seconds, machine, median
 from benchmarks.steps import finish_step, online_batch, tiled_loss, update
 from benchmarks.synthetic import make_student, make_teacher, random_batch
+from pipeline.teacher import resolve_device
 from shards.atomic import write_json_atomic
-from shards.errors import GdistillError
+from shards.console import run_command
+from shards.errors import GdistillError, UsageError
 from shards.keyed_exponentials import noise_kernel, use_noise_kernel
 from trainer.batch import Batch
 from trainer.optimization import make_optimizer
@@ -166,29 +174,19 @@ def _block_step(
     return step
 
 
-def run_suite(shape: SuiteShape, device: torch.device) -> dict[str, Any]:
-    """Checks, then each part while there is time.
+Found = dict[str, Any]
 
-    Raises:
-        GdistillError: When a check fails; nothing is timed then.
-    """
-    start, found = time.monotonic(), {}
-    obstacle = use_noise_kernel("auto", device)
-    found["noise_kernel"] = noise_kernel() + (f": {obstacle}" if obstacle else "")
-    found["checks"] = check_everything(shape.vocab_size, device)
-    wrong = [name for name, check in found["checks"].items() if not check["passed"]]
-    if wrong:
-        raise GdistillError(
-            "the suite's checks failed", where=", ".join(wrong), got=found["checks"]
-        )
+
+def suite_parts(shape: SuiteShape, device: torch.device) -> dict[str, Callable[[], Found]]:
+    """What is timed, by name, in the order of its worth."""
     width, masked = shape.conditioner
 
-    def conditioner(dtype: torch.dtype) -> Callable[[], Any]:
+    def conditioner(dtype: torch.dtype) -> Callable[[], Found]:
         return lambda: run_benchmark(
             shape.vocab_size, width, masked, device=device, repeats=shape.repeats, dtype=dtype
         )
 
-    parts: dict[str, Callable[[], Any]] = {"conditioner float32": conditioner(torch.float32)}
+    parts = {"conditioner float32": conditioner(torch.float32)}
     if shape.dtype != torch.float32:
         parts["conditioner autocast"] = conditioner(shape.dtype)
     for rows in shape.rows:
@@ -196,36 +194,82 @@ def run_suite(shape: SuiteShape, device: torch.device) -> dict[str, Any]:
             shape, *rows, device
         )
     parts["block training"] = lambda: block_training(shape, device)
-    left_out = []
-    for name, part in parts.items():
+    return parts
+
+
+def run_suite(
+    shape: SuiteShape, device: torch.device, keep: Callable[[Found], None] = lambda _: None
+) -> Found:
+    """Checks, then each part while there is time; what fails is recorded, and the rest goes on.
+
+    Args:
+        keep: Given everything found so far, after the checks and after each part.
+    """
+    start = time.monotonic()
+    obstacle = use_noise_kernel("auto", device)
+    kernel = noise_kernel() + (f": {obstacle}" if obstacle else "")
+    checks = check_everything(shape.vocab_size, device)
+    found: Found = {"noise_kernel": kernel, "checks": checks, "left_out_for_time": []}
+    keep(found)
+    for name, part in suite_parts(shape, device).items():
+        _free_memory(device)
         if time.monotonic() - start > TIME_LIMIT_SECONDS:
-            left_out.append(name)
+            found["left_out_for_time"].append(name)
             continue
-        found[name] = part()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        print(f"{name}: done after {time.monotonic() - start:.0f} s", flush=True)
-    found["left_out_for_time"] = left_out
-    found["seconds"] = time.monotonic() - start
+        found[name] = attempt(part)
+        found["seconds"] = time.monotonic() - start
+        verdict = found[name].get("error", "done")
+        print(f"{name}: {verdict} after {found['seconds']:.0f} s", flush=True)
+        keep(found)
+    keep(found)
     return found
 
 
-def bars_of(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def attempt(part: Callable[[], Found]) -> Found:
+    """What a part finds, or ``{"error": ...}``."""
+    try:
+        return part()
+    except Exception as error:  # the other parts are worth their while
+        return {"error": describe(error)}
+
+
+def _free_memory(device: torch.device) -> None:
+    """Room for the next part; after a fault that leaves the device unusable, that will tell."""
+    gc.collect()
+    if device.type == "cuda":
+        attempt(lambda: {"freed": torch.cuda.empty_cache()})
+
+
+def failures(found: Found) -> list[str]:
+    """Checks that did not pass and parts that ended in an error."""
+    wrong = [name for name, check in found["checks"].items() if not check["passed"]]
+    parts = [name for name, part in found.items() if isinstance(part, dict) and "error" in part]
+    return [f"check {name}" for name in wrong] + parts
+
+
+def bars_of(found: Found) -> dict[str, Found]:
     """The bars set for a GPU, the figure found for each, and whether it is met."""
-    bars: dict[str, dict[str, Any]] = {}
-
-    def note(name: str, figure: float | None, met: bool | None) -> None:
-        bars[name] = {"figure": figure, "met": met}
-
-    for name in ("conditioner float32", "conditioner autocast"):
-        if name in found:
-            ratio = found[name]["noise in memory"]["time_ratio"]
-            note(f"{name}: time <= 0.5x dense", ratio, ratio <= 0.5)
+    bars: dict[str, Found] = {}
     for name, part in found.items():
+        if not isinstance(part, dict) or "error" in part:
+            continue
+        if name.startswith("conditioner "):
+            ratio = part["noise in memory"]["time_ratio"]
+            bars[f"{name}: time <= 0.5x dense"] = {"figure": ratio, "met": ratio <= 0.5}
         if name.startswith("training, "):
             gain = part["decoupling_gain"]
-            note(f"{name}: >= 2.5x tokens per second of online", gain, gain >= 2.5)
+            bar = f"{name}: >= 2.5x tokens per second of online"
+            bars[bar] = {"figure": gain, "met": gain >= 2.5}
     return bars
+
+
+def plain(value: Any) -> Any:
+    """JSON-ready form: numbers that are not finite become texts, which JSON can hold."""
+    if isinstance(value, dict):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry) for entry in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def main(
@@ -235,17 +279,23 @@ def main(
         "benchmarks/results/gpu_suite.json"
     ),
 ) -> None:
-    """Run the suite and write its JSON."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("no CUDA device here; --device cpu --shape toy runs anywhere")
-    target = torch.device(device)
+    """Run the suite and write its JSON; exit code 1 if a check or a part failed."""
+    if shape not in SHAPES:
+        raise UsageError("unknown shape", where="--shape", got=shape, expected=" or ".join(SHAPES))
+    target = resolve_device(device)
     torch.backends.cuda.matmul.allow_tf32 = False
-    found = run_suite(SHAPES[shape], target)
-    record = {"machine": machine(target), "shape": shape, "bars": bars_of(found), **found}
-    write_json_atomic(out, record)
-    for name, bar in record["bars"].items():
+    about = {"machine": machine(target), "shape": shape}
+
+    def keep(found: Found) -> None:
+        record = {**about, "failures": failures(found), "bars": bars_of(found), **found}
+        write_json_atomic(out, plain(record))
+
+    found = run_suite(SHAPES[shape], target, keep)
+    for name, bar in bars_of(found).items():
         print(f"{name}: {bar['figure']:.3g} ({'met' if bar['met'] else 'not met'})")
+    if wrong := failures(found):
+        raise GdistillError("parts of the suite failed", where=out, got=", ".join(wrong))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(lambda: typer.run(main))

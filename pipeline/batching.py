@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
+from pipeline.pretrained import first_line
 from shards.console import stderr
 from shards.errors import GdistillError
 
@@ -64,13 +65,18 @@ class BatchSize:
             GdistillError: If a single row does not fit.
         """
         if self.rows == 1:
-            raise GdistillError(
-                "out of memory with a batch of one row",
-                got=str(error).splitlines()[0],
-                remedy="use shorter rows, --dtype bfloat16 or a larger device",
-            ) from error
+            raise one_row_too_many(error) from error
         self.rows //= 2
         stderr.print(f"out of memory: batches of {self.rows} rows from here on")
+
+
+def one_row_too_many(error: BaseException) -> GdistillError:
+    """What to tell when there is nothing left to halve."""
+    return GdistillError(
+        "out of memory with a batch of one row",
+        got=first_line(error),
+        remedy="use shorter rows, --dtype bfloat16 or a larger device",
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -81,16 +87,34 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def in_halves(work: Callable[[slice], None], part: slice) -> None:
-    """Do ``work`` on a range of rows; where memory runs out, on one half after the other."""
+    """Do ``work`` on a range of rows; where memory runs out, on one half after the other.
+
+    Raises:
+        GdistillError: If a single row does not fit.
+    """
+    if _fits(work, part):
+        return
+    middle = (part.start + part.stop) // 2
+    _free_cache()
+    in_halves(work, slice(part.start, middle))
+    in_halves(work, slice(middle, part.stop))
+
+
+def _fits(work: Callable[[slice], None], part: slice) -> bool:
+    """Do ``work``; False where memory runs out.
+
+    The retry must not happen while the error is handled: its traceback holds every tensor of the
+    attempt that failed.
+    """
     try:
         work(part)
     except Exception as error:
-        if not is_out_of_memory(error) or part.stop - part.start < 2:
+        if not is_out_of_memory(error):
             raise
-        middle = (part.start + part.stop) // 2
-        _free_cache()
-        in_halves(work, slice(part.start, middle))
-        in_halves(work, slice(middle, part.stop))
+        if part.stop - part.start < 2:
+            raise one_row_too_many(error) from error
+        return False
+    return True
 
 
 def _free_cache() -> None:

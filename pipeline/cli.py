@@ -42,7 +42,9 @@ def extract(
     rows: Annotated[int | None, typer.Option(help="Only so many rows of each split.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows of a forward pass [auto].")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 [default] or bfloat16.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto [default], cpu, cuda, cuda:N.")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="auto [default], cpu, cuda; cuda:N chooses a GPU.")
+    ] = None,
     compile: Annotated[bool | None, typer.Option(help="Use torch.compile.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything drawn [0].")] = None,
     teacher_preset: Annotated[
@@ -69,7 +71,10 @@ def extract(
 
     Stage 1 writes token rows to OUT/tokens, stage 2 the store to OUT/store or --store. Both
     resume: run the same command again after any interruption. Start it under `accelerate launch`,
-    or as `--worker i --workers n`, for many processes.
+    or as `--worker i --workers n`, for many processes. Each ends when the store is complete; one
+    that has nothing left waits for shards in work elsewhere, and takes over those of a process
+    that dies. On a machine with several GPUs a process uses the one of its number there
+    (LOCAL_RANK, SLURM_LOCALID); where nothing tells the number, give each its --device cuda:N.
     """
     options: dict[str, Any] = {
         "mode": mode,
@@ -90,7 +95,7 @@ def extract(
     request = resolve_request(out, options, overrides or [], config)
     process = Worker.from_environment(worker, workers)
     if plan:
-        lines = make_plan(request, rate, None if tokens is None else int(tokens), price).lines()
+        lines = make_plan(request, rate, tokens, price).lines()
     elif dry_run:
         lines = what_would_be_done(request, process)
     else:

@@ -7,6 +7,8 @@
 A shard is encoded whole, then written at once. Where a batch begins and ends is fixed within a
 shard, so the bytes do not depend on who computes it or what was interrupted. Another batch size
 changes nothing but the rounding of the teacher's float arithmetic.
+
+Shards that other processes hold come last: see :mod:`pipeline.workers`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from pipeline.teacher_output import RawLogits, check_output, rows_tensor
 from pipeline.transfer import to_host
 from pipeline.workers import StopRequest, Worker
 from shards.codec.protocol import Codec, TeacherOutput
-from shards.console import Bar
+from shards.console import Bar, stderr
+from shards.errors import IntegrityError
+from shards.ledger import read_record
 from shards.manifest import Manifest
 from shards.store import ShardRange, ShardWriter
 
@@ -35,6 +39,7 @@ Process = Callable[[TeacherOutput], TeacherOutput]
 LIVE_BATCHES_CPU, LIVE_BATCHES_GPU = 2, 3
 LIVE_SHARDS = 2
 CPU_PART_ELEMENTS = 1 << 19
+POLL_SECONDS = 1.0
 
 
 def unchanged(output: TeacherOutput) -> TeacherOutput:
@@ -67,6 +72,7 @@ class Extractor:
 
     Attributes:
         process: Applied to the teacher's distribution before it is stored (temperature, nucleus).
+        seconds_waiting: Time spent with nothing to do but wait for other processes.
     """
 
     teacher: Teacher
@@ -78,11 +84,14 @@ class Extractor:
     stop: StopRequest
     process: Process = unchanged
     num_extracted_tokens: int = 0
+    seconds_waiting: float = 0.0
     _claims: dict[ShardRange, ExitStack] = field(default_factory=dict)
     _buffer: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def run(self, shards: list[ShardRange], worker: Worker, bar: Bar) -> None:
-        """Extract every shard that no other process holds, in this worker's order.
+        """Extract every shard that no other process finishes; free ones in this worker's order.
+
+        Returns when all shards are done, whoever did them.
 
         Raises:
             Stopped: If the process was asked to end; shards not in the ledger are not begun.
@@ -92,12 +101,13 @@ class Extractor:
             with Background("store", LIVE_SHARDS) as storage:
                 live = LIVE_BATCHES_GPU if self._on_gpu else LIVE_BATCHES_CPU
                 with Background("encode", live) as encoder:
-                    for shard in worker.order(shards):
-                        self.stop.check()
-                        if self._take(shard):
-                            self._extract(shard, encoder, storage, bar)
-                        else:
-                            bar.advance(self._num_tokens(shard))
+                    held = self._extract_free(worker.order(shards), encoder, storage, bar)
+                    while held := self._extract_free(held, encoder, storage, bar):
+                        # What failed here must end this process before it waits: others may be
+                        # waiting for the shards that it holds.
+                        encoder.wait()
+                        storage.wait()
+                        self._wait(held, bar)
         finally:
             for claim in self._claims.values():
                 claim.close()
@@ -106,6 +116,33 @@ class Extractor:
     @property
     def _on_gpu(self) -> bool:
         return self.teacher.device.type == "cuda"
+
+    def _extract_free(
+        self, shards: list[ShardRange], encoder: Background, storage: Background, bar: Bar
+    ) -> list[ShardRange]:
+        """Extract what is free; returns what other processes hold."""
+        held = []
+        for shard in shards:
+            self.stop.check()
+            if self._take(shard):
+                self._extract(shard, encoder, storage, bar)
+            elif is_finished(self.writer, shard):
+                bar.advance(self._num_tokens(shard))
+            else:
+                held.append(shard)
+        return held
+
+    def _wait(self, held: list[ShardRange], bar: Bar) -> None:
+        """Let other processes get on with their shards for a moment, and say so."""
+        shards = str(held[0]) + (f" and {len(held) - 1} more" if len(held) > 1 else "")
+        bar.note(f"waiting for {shards}")
+        if not self.seconds_waiting:  # workers without a bar say it too, once
+            stderr.print(
+                f"waiting for {shards}: another process is at it; "
+                "if it dies, the shard is done here; stop this process whenever you like"
+            )
+        self.stop.pause(POLL_SECONDS)
+        self.seconds_waiting += POLL_SECONDS
 
     def _num_tokens(self, shard: ShardRange) -> int:
         return shard.num_rows * self.writer.manifest.row_length
@@ -189,6 +226,18 @@ class Extractor:
         self.writer.write(arrays.shard, arrays.arrays)
         self.num_extracted_tokens += self._num_tokens(arrays.shard)
         self._claims.pop(arrays.shard).close()
+
+
+def is_finished(writer: ShardWriter, shard: ShardRange) -> bool:
+    """Whether the shard is in the ledger with all its files."""
+    place = writer.location
+    try:
+        record = read_record(place, writer.manifest, shard)
+    except IntegrityError:  # to be written again, by whoever gets hold of the shard
+        return False
+    return record is not None and all(
+        place.size(name) == file.num_bytes for name, file in record.files.items()
+    )
 
 
 def encoding_parts(logits: Tensor) -> Iterator[slice]:

@@ -32,7 +32,8 @@ from shards.gumbel import gumbel_argmax
 from shards.noise import KeyedPrior, PositionKeys
 from shards.seeding import derive_seed
 
-CPU_ROWS, GPU_ROWS = 32, 512
+LEAST_CPU_ROWS, CPU_ROWS, GPU_ROWS = 32, 128, 512
+CPU_CACHE_BYTES = 4 << 30
 Check = Callable[[], None]
 
 
@@ -110,6 +111,22 @@ def generate_rows(
     return tokens
 
 
+def rows_at_once(teacher: Teacher, row_length: int) -> int:
+    """Rows written side by side. The same on every machine with the same kind of device.
+
+    A step costs a small model more for being a step than for its rows: on one core stories260K
+    writes 1.7 times as many rows per second at 128 rows as at 32, and hardly more at 512. The keys
+    and values of a large model's rows are what takes memory: fewer rows there.
+    """
+    if teacher.device.type == "cuda":
+        return GPU_ROWS
+    config = teacher.files.config.get_text_config()
+    layers = int(getattr(config, "num_hidden_layers", 1))
+    element_bytes = next(teacher.model.parameters()).element_size()
+    row_bytes = 2 * layers * teacher.hidden_size * element_bytes * row_length
+    return max(LEAST_CPU_ROWS, min(CPU_ROWS, CPU_CACHE_BYTES // row_bytes))
+
+
 @dataclass(frozen=True)
 class GeneratedRows:
     """Rows that the teacher writes, begun with the first tokens of the corpus."""
@@ -137,7 +154,7 @@ class GeneratedRows:
                 self.check,
             ).cpu()
 
-        default = GPU_ROWS if self.teacher.device.type == "cuda" else CPU_ROWS
+        default = rows_at_once(self.teacher, self.dataset.row_length)
         for part in BatchSize(self.settings.batch_size or default).parts(stop - start):
             in_halves(work, part)
         return rows.numpy().astype(np.int32)

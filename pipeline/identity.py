@@ -145,12 +145,16 @@ def _tokens_identity(request: ExtractRequest, dataset: TokenDataset) -> dict[str
 
 
 def package_versions() -> dict[str, str]:
-    """The packages whose version can change a byte of a store."""
+    """The packages whose version can change a byte of a store.
+
+    The arithmetic (torch, numpy), the model (transformers), the tokenizer's files (tokenizers,
+    transformers), the metadata (zarr) and the compressor (numcodecs).
+    """
+    others = ("gdistill", "numcodecs", "numpy", "tokenizers", "zarr")
     return {
-        "gdistill": importlib.metadata.version("gdistill"),
+        **{name: importlib.metadata.version(name) for name in others},
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "zarr": importlib.metadata.version("zarr"),
     }
 
 

@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from pipeline.maze import NUM_TRAINING_DOCUMENTS, TOKENS, Maze, draw_documents, maze_tokenizer
-from shards.atomic import fsync_path, write_json_atomic
+from pipeline.publishing import publish
+from shards.atomic import write_json_atomic
 from shards.configuration import to_mapping
 from shards.console import progress_bar
 from shards.errors import UsageError
@@ -132,8 +133,7 @@ def train_maze_teacher(
     artifact["teacher_probabilities"] = list(report.path_probabilities)
     write_json_atomic(temporary / "maze.json", artifact)
     write_json_atomic(temporary / RECORD, {**settings, "report": to_mapping(report)})
-    temporary.rename(out)
-    fsync_path(out.parent)
+    publish(temporary, out)
     return report
 
 

@@ -8,6 +8,7 @@ Hours follow from a rate: given, measured by an earlier run here, or a share of 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.codec_sizes import measured_bytes_per_token
 from pipeline.corpus import plan_spans, read_span, scheme_of
 from pipeline.maze_teacher import MazeTeacherConfig, demo_teacher_config
-from pipeline.pretrained import PretrainedFiles, find_pretrained
+from pipeline.pretrained import PretrainedFiles, find_pretrained, not_causal_lm
 from pipeline.settings import ExtractRequest
 from pipeline.teacher import check_row_length, tokenizer_size
 from pipeline.text_policy import Tally
@@ -26,7 +27,7 @@ from pipeline.tokenization import encode, load_tokenizer
 from pipeline.tokens import RECORD, TokenDataset
 from shards.codec import CODECS, make_codec
 from shards.codec.protocol import Codec
-from shards.errors import GdistillError
+from shards.errors import GdistillError, UsageError
 
 REFERENCE_TOKENS = {"OpenWebText": 9_000_000_000, "FineWeb scale": 10_000_000_000_000}
 REFERENCE_GPU, REFERENCE_FLOPS, REFERENCE_UTILISATION = "H100 SXM, bf16 dense", 989e12, 0.4
@@ -114,7 +115,7 @@ class Plan:
 def make_plan(
     request: ExtractRequest,
     rate: float | None = None,
-    num_tokens: int | None = None,
+    num_tokens: int | float | None = None,
     price_per_hour: float | None = None,
 ) -> Plan:
     """Gather the figures.
@@ -124,14 +125,17 @@ def make_plan(
         num_tokens: Tokens of the corpus, if known.
 
     Raises:
-        UsageError: If the teacher cannot be found or does not fit.
+        UsageError: If the teacher cannot be found or does not fit, or a figure is out of range.
     """
+    for option, value in (("--rate", rate), ("--tokens", num_tokens), ("--price", price_per_hour)):
+        _require_positive(option, value)
     shape, files = teacher_shape(request)
     request = request.with_row_length(files.context_length if files else None)
     row_length = request.corpus.row_length or 0
     if files:
         check_row_length(files, row_length)
-    tokens, origin = corpus_tokens(request, files, num_tokens)
+    given = None if num_tokens is None else round(num_tokens)
+    tokens, origin = corpus_tokens(request, files, given)
     corpora = {"this corpus": tokens} if tokens is not None else {}
     sizes = {
         codec.name: measured_bytes_per_token(codec, shape.vocab_size, shape.hidden_size, row_length)
@@ -147,6 +151,11 @@ def make_plan(
         rate=planned_rate(request, shape, rate),
         price_per_hour=price_per_hour,
     )
+
+
+def _require_positive(option: str, value: int | float | None) -> None:
+    if value is not None and not 0 < value < math.inf:
+        raise UsageError("out of range", where=option, got=value, expected="a number above 0")
 
 
 def all_codecs(chosen: Codec) -> list[Codec]:
@@ -185,11 +194,19 @@ def _maze_shape(preset: str) -> TeacherShape:
 
 
 def _parameters(files: PretrainedFiles) -> int:
-    """Counted on a model without storage."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            files.config, trust_remote_code=files.trust_remote_code
-        )
+    """Counted on a model without storage.
+
+    Raises:
+        UsageError: If it is no causal language model.
+        GdistillError: If it cannot be made, for another reason of its own.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                files.config, trust_remote_code=files.trust_remote_code
+            )
+    except Exception as error:  # transformers lets errors of many libraries through
+        raise not_causal_lm(files, error) from error
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -243,7 +260,8 @@ def planned_rate(request: ExtractRequest, shape: TeacherShape, given: float | No
     if file.exists():
         try:
             rate = float(json.loads(file.read_text(encoding="utf-8"))["tokens_per_second"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            _require_positive("tokens_per_second", rate)
+        except (OSError, ValueError, KeyError, TypeError, UsageError) as error:
             remedy = "remove the file, or give --rate"
             raise GdistillError(
                 "cannot read an earlier run's rate", where=file, got=error, remedy=remedy

@@ -1,13 +1,15 @@
 """The files of a causal language model: where they are, what they are, before anything is loaded.
 
 Everything that can be wrong with a teacher and be told from its configuration is told here, so
-that a run fails in its first second and a finished run never loads the weights again.
+that a run fails in its first second. A finished run never loads the model again; it reads the
+weights to hash them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,12 +54,23 @@ class PretrainedFiles:
     @property
     def num_logits(self) -> int:
         """Width of the model's output; often padded beyond the tokenizer."""
-        return int(self.config.get_text_config().vocab_size)
+        return self._size("vocab_size")
 
     @property
     def hidden_size(self) -> int:
         """Width of the last hidden state."""
-        return int(self.config.get_text_config().hidden_size)
+        return self._size("hidden_size")
+
+    def _size(self, field: str) -> int:
+        value = getattr(self.config.get_text_config(), field, None)
+        if not isinstance(value, int):
+            raise UsageError(
+                "the teacher is no language model",
+                where=self.folder / "config.json",
+                got=f"a {self.config.model_type} without {field}",
+                expected="a causal language model of transformers",
+            )
+        return value
 
     @property
     def weight_files(self) -> list[Path]:
@@ -184,7 +197,7 @@ def find_pretrained(
     """The files of a local model directory or, downloaded if need be, of a hub id.
 
     Args:
-        location: Directory or hub id.
+        location: Directory (``~`` is the home directory) or hub id.
         revision: Branch, tag or commit of a hub model.
         trust_remote_code: Whether the model's own code may run.
         weights: Whether to download the weights too.
@@ -192,7 +205,7 @@ def find_pretrained(
     Raises:
         UsageError: If there is no such folder or hub model, or it has no configuration.
     """
-    path = Path(location)
+    path = Path(os.path.expanduser(location))
     if path.exists() or looks_local(str(location)):
         folder, name = path, path.resolve().name
     else:
@@ -239,6 +252,17 @@ def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
             got=first_line(error),
             expected="a local folder, or the id of a model on the hub",
         ) from error
+
+
+def not_causal_lm(files: PretrainedFiles, error: BaseException) -> GdistillError:
+    """A model that transformers cannot load, as one line."""
+    kind = UsageError if "Unrecognized configuration class" in str(error) else GdistillError
+    return kind(
+        "cannot load the teacher",
+        where=files.folder,
+        got=first_line(error),
+        expected="a causal language model of transformers",
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -65,15 +65,16 @@ def run_extraction(request: ExtractRequest, worker: Worker) -> list[str]:
     inputs = prepare(request, worker)
     manifest = build_manifest(inputs.request, inputs.teacher, inputs.dataset)
     lazy = LazyTeacher(inputs, device)
-    resources = make_resources(inputs, lazy)
+    resources = kept_resources(request.store, manifest) or make_resources(inputs, lazy)
     files = side_files(inputs.request.corpus, inputs.dataset, inputs.teacher.folder)
     writer = ShardWriter.create_or_resume(request.store, manifest, resources, files)
     write_config(request.out / "config.json", inputs.request)
     pending = [shard for split in manifest.splits for shard in writer.pending(split)]
-    num_tokens = 0
+    num_tokens, waiting = 0, 0.0
     if pending:
-        num_tokens = extract(inputs, lazy.loaded, writer, resources, pending, worker)
-    return report(inputs, writer, worker, num_tokens, time.monotonic() - started)
+        done = extract(inputs, lazy.loaded, writer, resources, pending, worker)
+        num_tokens, waiting = done.num_extracted_tokens, done.seconds_waiting
+    return report(inputs, writer, num_tokens, time.monotonic() - started - waiting)
 
 
 def prepare(request: ExtractRequest, worker: Worker) -> Inputs:
@@ -164,6 +165,20 @@ class LazyTeacher:
         )
 
 
+def kept_resources(location: str, manifest: Manifest) -> dict[str, np.ndarray] | None:
+    """The resources of a store of this identity that is already there, if they are intact.
+
+    Making them anew may take the teacher, which a finished store does not need.
+    """
+    try:
+        store = ShardStore.open(location, allow_incomplete=True)
+        if store.manifest.difference(manifest.with_files(store.manifest.files)) is not None:
+            return None
+        return {name: tensor.numpy() for name, tensor in store.resources.items()}
+    except GdistillError:  # no store, or a damaged one: made and judged by the writer
+        return None
+
+
 def make_resources(inputs: Inputs, teacher: LazyTeacher) -> dict[str, np.ndarray]:
     """The arrays that the codec wants once per store."""
     resources: dict[str, np.ndarray] = {}
@@ -187,8 +202,8 @@ def extract(
     resources: dict[str, np.ndarray],
     pending: list[ShardRange],
     worker: Worker,
-) -> int:
-    """Stage 2 of this process; the number of tokens it extracted.
+) -> Extractor:
+    """Stage 2 of this process; what it did, when all shards are done.
 
     Raises:
         Stopped: With what remains.
@@ -221,7 +236,7 @@ def extract(
                 got=f"{remaining} shards still to do",
                 remedy="run the same command again to finish",
             ) from error
-    return extractor.num_extracted_tokens
+    return extractor
 
 
 def row_source(inputs: Inputs, teacher: Teacher, stop: StopRequest) -> tuple[RowSource, Process]:
@@ -243,22 +258,26 @@ def batch_rows(request: ExtractRequest, teacher: Teacher, manifest: Manifest) ->
     )
 
 
-def report(
-    inputs: Inputs, writer: ShardWriter, worker: Worker, num_tokens: int, seconds: float
-) -> list[str]:
-    """The store in numbers if it is complete, else that others are still at it."""
+def report(inputs: Inputs, writer: ShardWriter, num_tokens: int, seconds: float) -> list[str]:
+    """The store in numbers.
+
+    Args:
+        num_tokens: Those that this process extracted.
+        seconds: The time that took it.
+
+    Raises:
+        GdistillError: If files of finished shards went missing meanwhile.
+    """
     request = inputs.request
     if not writer.is_complete():
-        return [f"worker {worker.index} is done; other processes are still writing shards"]
+        raise GdistillError(
+            "finished shards went missing while the run was on",
+            where=request.store,
+            remedy="run the same command again",
+        )
     summary = StoreSummary.of(ShardStore.open(request.store))
     if num_tokens:
-        record = {
-            **summary.to_json(),
-            "seconds": seconds,
-            "num_tokens_of_this_process": num_tokens,
-            "tokens_per_second": num_tokens / seconds,
-        }
-        write_json_atomic(request.out / "summary.json", record)
+        write_summary(request.out, summary, num_tokens, seconds)
     done = f"{num_tokens / seconds:,.0f} tokens/s" if num_tokens else "nothing was left to do"
     return [
         "corpus",
@@ -267,3 +286,19 @@ def report(
         *summary.lines(),
         f"  seconds        {seconds:.1f} ({done})",
     ]
+
+
+def write_summary(out: Path, summary: StoreSummary, num_tokens: int, seconds: float) -> None:
+    """Keep the figures beside the store.
+
+    All workers end at once; one that finds another at it leaves it to that one.
+    """
+    record = {
+        **summary.to_json(),
+        "seconds": seconds,
+        "num_tokens_of_this_process": num_tokens,
+        "tokens_per_second": num_tokens / seconds,
+    }
+    with file_claim(out / ".summary.lock", wait=False) as mine:
+        if mine:
+            write_json_atomic(out / "summary.json", record)

@@ -91,7 +91,8 @@ class SequentialSettings:
     Attributes:
         temperature: Divides the logits.
         nucleus_p: Keeps the likeliest tokens that together reach this probability.
-        batch_size: Rows written side by side; by memory unless told.
+        batch_size: Rows written side by side; see :func:`pipeline.generate.rows_at_once` unless
+            told.
     """
 
     temperature: float = 1.0

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from pipeline.corpus import SPLITS, CorpusConfig, Span, plan_spans, read_span
 from pipeline.corpus_identity import check_identity, corpus_identity, sources_unchanged
 from pipeline.packing import make_packer
+from pipeline.publishing import publish
 from pipeline.text_policy import Tally
 from pipeline.token_writer import PartWriter
 from pipeline.tokenization import (
@@ -32,7 +33,7 @@ from pipeline.tokenization import (
     tokenizer_sha256,
 )
 from pipeline.tokens import FORMAT_VERSION, RECORD, Part, TokenDataset, fingerprint
-from shards.atomic import fsync_path, write_json_atomic
+from shards.atomic import write_json_atomic
 from shards.configuration import to_mapping
 from shards.console import Bar, progress_bar
 from shards.errors import GdistillError
@@ -125,8 +126,7 @@ def _build(
             remedy=f"remove {work} and run again",
         )
     _finish(config, tokenizer, work, identity, progress)
-    work.rename(out / "tokens")
-    fsync_path(out)
+    publish(work, out / "tokens")
     return TokenDataset.open(out / "tokens")
 
 

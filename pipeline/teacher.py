@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from pipeline.lm_head import Float32Head
-from pipeline.pretrained import PretrainedFiles, find_pretrained, first_line
+from pipeline.pretrained import PretrainedFiles, find_pretrained, not_causal_lm
 from pipeline.teacher_output import RawLogits, check_output
+from pipeline.teacher_probe import check_teacher
 from pipeline.tokenization import load_tokenizer
 from shards.codec.protocol import TeacherOutput
 from shards.errors import GdistillError, UsageError
@@ -36,16 +37,17 @@ def resolve_device(name: str) -> torch.device:
     """``auto``, ``cpu``, ``cuda`` or ``cuda:N`` as a device that exists.
 
     Raises:
-        UsageError: If a GPU is asked for and there is none.
+        UsageError: If there is no such device here, or it is of another type.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    expected = "auto, cpu, cuda or cuda:N"
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise UsageError(
-            "unknown device", where="--device", got=name, expected="auto, cpu or cuda"
-        ) from error
+        raise UsageError("unknown device", where="--device", got=name, expected=expected) from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError("device not supported", where="--device", got=name, expected=expected)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(
             "no such GPU",
@@ -136,8 +138,8 @@ class Teacher:
             compiled: Run the model through ``torch.compile``.
 
         Raises:
-            UsageError: If it is no causal LM, lacks weights, or does not fit the tokenizer, or
-                the device does not exist.
+            UsageError: If it is no causal LM, lacks weights, or does not fit the tokenizer; if
+                its logits cannot be had in float32; or if the device does not exist.
             GdistillError: If the weights are damaged or incomplete.
         """
         files = source if isinstance(source, PretrainedFiles) else find_pretrained(source)
@@ -147,6 +149,7 @@ class Teacher:
         check_vocabulary(files.num_logits, vocab_size, files.name)
         model = _load_model(files, dtype, attention).to(place)
         teacher = cls(files, model, vocab_size, dtype, place)
+        check_teacher(teacher)
         if compiled:
             teacher.scorer = torch.compile(model, dynamic=False)
         return teacher
@@ -207,10 +210,11 @@ class Teacher:
         check_row_length(self.files, rows.shape[1])
         self._check_ids(rows, row_ids)
         rows = rows.to(self.device)
-        logits = self.scorer(input_ids=rows[:, :-1], use_cache=False).logits
-        hidden = self._hidden(logits) if need_hidden else None
-        if self.head is not None:
-            self.head.forget()
+        try:
+            logits = self.scorer(input_ids=rows[:, :-1], use_cache=False).logits
+            hidden = self._hidden(logits) if need_hidden else None
+        finally:  # a smaller batch needs the memory of one that did not fit
+            self._forget()
         return RawLogits(logits, rows[:, 1:], row_ids.to(self.device), hidden)
 
     @torch.inference_mode()
@@ -226,14 +230,15 @@ class Teacher:
         Raises:
             UsageError: If the model keeps no key-value cache.
         """
-        output = self.model(
-            input_ids=tokens.to(self.device),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        if self.head is not None:
-            self.head.forget()
+        try:
+            output = self.model(
+                input_ids=tokens.to(self.device),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        finally:
+            self._forget()
         cache = getattr(output, "past_key_values", None)
         if cache is None:
             raise UsageError(
@@ -243,6 +248,10 @@ class Teacher:
             )
         logits = output.logits[:, -1, : self.vocab_size]
         return logits.log_softmax(-1, dtype=torch.float32), cache
+
+    def _forget(self) -> None:
+        if self.head is not None:
+            self.head.forget()
 
     def _check_ids(self, rows: Tensor, row_ids: Tensor) -> None:
         bad = (rows < 0) | (rows >= self.vocab_size)
@@ -302,13 +311,7 @@ def _load_model(files: PretrainedFiles, dtype: DtypeName, attention: str | None)
         )
         model, report = loaded
     except Exception as error:  # transformers lets errors of many libraries through
-        kind = UsageError if "Unrecognized configuration class" in str(error) else GdistillError
-        raise kind(
-            "cannot load the teacher",
-            where=files.folder,
-            got=first_line(error),
-            expected="a causal language model of transformers",
-        ) from error
+        raise not_causal_lm(files, error) from error
     missing = sorted(report["missing_keys"])
     if missing:
         raise GdistillError(

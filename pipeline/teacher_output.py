@@ -18,7 +18,7 @@ class RawLogits:
     """What one forward pass leaves on the device, not yet normalised.
 
     Attributes:
-        logits: [B, T, >= V], in float32 but for a model whose head could not be replaced.
+        logits: [B, T, >= V], float32.
         tokens: [B, T] the scored tokens.
         row_ids: [B].
         hidden: [B, T, D] input of the LM head, if asked for.

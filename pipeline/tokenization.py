@@ -38,7 +38,7 @@ def load_tokenizer(location: str | Path) -> PreTrainedTokenizerBase:
         UsageError: If there is none, or it has no fast (``tokenizers``) form.
     """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(location))
+        tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(location))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             "cannot load a tokenizer",

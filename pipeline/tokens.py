@@ -32,6 +32,11 @@ FORMAT_VERSION = 1
 RECORD = "tokens.json"
 COLUMN = "input_ids"
 ROW_GROUP_TOKENS = 1 << 20
+FIELDS = (
+    "fingerprint", "identity", "corpus", "row_length", "vocab_size", "bos_id", "eos_id",
+    "tokenizer", "splits",
+)  # fmt: skip
+"""What ``tokens.json`` must hold beside its format version."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ class TokenDataset:
 
         Raises:
             UsageError: If there is no finished token data set.
-            IntegrityError: If a part is missing or truncated.
+            IntegrityError: If the record lacks a field, or a part is missing or truncated.
         """
         path = Path(path)
         try:
@@ -115,8 +120,11 @@ class TokenDataset:
             raise UsageError(
                 "no finished token data set", where=path, expected=f"a {RECORD} in it"
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise IntegrityError("damaged file", where=path / RECORD, got=error) from error
+        if not isinstance(record, dict):
+            got = type(record).__name__
+            raise IntegrityError("damaged file", where=path / RECORD, got=got, expected="an object")
         if (version := record.get("format_version")) != FORMAT_VERSION:
             raise UsageError(
                 "token data set of another format version",
@@ -126,6 +134,7 @@ class TokenDataset:
                 remedy="run stage 1 again into a new folder",
             )
         dataset = cls(path, record)
+        dataset._check_fields()
         dataset._check_sizes()
         return dataset
 
@@ -220,6 +229,21 @@ class TokenDataset:
                 "damaged token rows", where=f"{path}, row group {group}", got=error
             ) from error
         return column.flatten().to_numpy(zero_copy_only=False).reshape(-1, self.row_length)
+
+    def _check_fields(self) -> None:
+        """Refuse a record that stage 1 did not write: all others rely on these fields."""
+        where = self.path / RECORD
+        remedy = f"remove {self.path} and run stage 1 again"
+        missing = [name for name in FIELDS if name not in self.record]
+        if missing:
+            raise IntegrityError("a field is missing", where=where, got=missing[0], remedy=remedy)
+        try:
+            for split in self.splits:
+                self.parts(split)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise IntegrityError(
+                "malformed list of parts", where=where, got=repr(error), remedy=remedy
+            ) from error
 
     def _check_sizes(self) -> None:
         for split in self.splits:

@@ -1,8 +1,10 @@
 """Many processes on one store: who does which shard first, and how a process is asked to stop.
 
 There is no coordination but the ledger and the claims of shards. Every process begins with its
-own share, then takes up what nobody is working on, so a killed or late worker leaves no gap; the
-bytes of a shard do not depend on who writes it.
+own share, then takes up what nobody is working on. What others hold it comes back to at the end,
+and stays until each such shard is finished or, its holder dead, can be taken over: a process that
+ends without an error leaves a complete store. That wait is for the last few shards only, those in
+work by then. The bytes of a shard do not depend on who writes it.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +28,9 @@ RANKS = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
 """What torchrun, Open MPI and MPICH call a process's number; ``accelerate launch`` uses these."""
+LOCAL_RANKS = (*(local for _, _, local in RANKS), "SLURM_LOCALID")
+"""Where a process of a job array may find its number on its machine."""
+STOP_CHECK_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -57,16 +63,18 @@ class Worker:
         """The options if given, else what the launcher (accelerate, torchrun, mpirun) tells.
 
         Raises:
-            UsageError: If only one of the two options is given, or they do not fit.
+            UsageError: If only one of the two options is given, they do not fit, or a variable
+                of the launcher is no number.
         """
         if (index is None) != (count is None):
             raise UsageError("--worker and --workers belong together")
         if index is not None and count is not None:
-            return cls(index, count)
+            local = next((name for name in LOCAL_RANKS if name in environment), None)
+            return cls(index, count, None if local is None else _number(environment, local))
         for rank, size, local_rank in RANKS:
             if rank in environment and size in environment:
-                local = environment.get(local_rank, environment[rank])
-                return cls(int(environment[rank]), int(environment[size]), int(local))
+                local = local_rank if local_rank in environment else rank
+                return cls(*(_number(environment, name) for name in (rank, size, local)))
         return cls()
 
     @property
@@ -93,6 +101,18 @@ class Worker:
         ]
 
 
+def _number(environment: Mapping[str, str], name: str) -> int:
+    try:
+        return int(environment[name])
+    except ValueError as error:
+        raise UsageError(
+            "a launcher's variable is no number",
+            where=f"environment variable {name}",
+            got=repr(environment[name]),
+            remedy="unset it, or give --worker and --workers",
+        ) from error
+
+
 class Stopped(GdistillError):
     """The process was asked to end before the work was done; its exit code is 128 + 15."""
 
@@ -109,6 +129,18 @@ class StopRequest:
         """Raise :class:`Stopped` if the process was asked to end."""
         if self._event.is_set():
             raise Stopped("stopped by SIGTERM")
+
+    def pause(self, seconds: float) -> None:
+        """Sleep; raises :class:`Stopped` as soon as the process is asked to end.
+
+        In short sleeps: waiting for the event itself could meet the handler, in the same thread,
+        inside the event's lock.
+        """
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self.check()
+            time.sleep(min(left, STOP_CHECK_SECONDS))
+        self.check()
 
     @contextmanager
     def listening(self) -> Iterator[StopRequest]:

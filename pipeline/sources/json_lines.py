@@ -44,7 +44,7 @@ class JsonLines:
         where = self.place(raw, 0)
         try:
             record = json.loads(decoded)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise GdistillError("malformed JSON line", where=where, got=error) from error
         if not isinstance(record, dict):
             raise GdistillError(

@@ -132,6 +132,7 @@ BAD = {
     "dtype": (["--dtype", "float8"], 2, "'float8'"),
     "GPU": (["--device", f"cuda:{torch.cuda.device_count()}"], 2, "no such GPU"),
     "device": (["--device", "tpu9"], 2, "unknown device"),
+    "meta device": (["--device", "meta"], 2, "device not supported"),
     "worker": (["--worker", 2], 2, "belong together"),
     "worker number": (["--worker", 2, "--workers", 2], 2, "no such worker"),
     "batch size": (["--batch-size", 0], 2, "batch_size"),
@@ -179,6 +180,32 @@ def test_bad_corpora_are_one_line_and_leave_nothing_finished(
     assert code == 1
     assert text in error_line(err)
     assert not (out / "tokens").exists() and not (out / "store").exists()
+
+
+def test_a_deeply_nested_json_line(command, tmp_path: Path, teacher: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"text": "w1 w2"}\n' + "[" * 100_000 + "\n")
+    words = good(teacher, corpus, tmp_path / "out")
+    words[1] = f"jsonl:{corpus}"
+    code, _, err = command(*words)
+    assert code == 1 and "malformed JSON line" in error_line(err)
+
+
+def test_figures_of_a_plan_out_of_range(
+    command, tmp_path: Path, teacher: Path, corpus: Path
+) -> None:
+    for option, value in (("--rate", "0"), ("--tokens", "inf"), ("--tokens", "nan")):
+        code, _, err = command(*good(teacher, corpus, tmp_path / "out"), "--plan", option, value)
+        assert code == 2 and option in error_line(err)
+
+
+def test_a_launcher_that_counts_in_words(
+    command, tmp_path: Path, teacher: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    code, _, err = command(*good(teacher, corpus, tmp_path / "out"))
+    assert code == 2 and "WORLD_SIZE" in error_line(err)
 
 
 def test_teacher_folder_without_config(command, tmp_path: Path, corpus: Path) -> None:

@@ -16,6 +16,7 @@ from pipeline.teacher_output import RawLogits
 from pipeline.tokens import TokenDataset
 from pipeline.workers import Worker
 from shards.codec import make_codec
+from shards.codec.posterior import PosteriorCodec
 from shards.errors import GdistillError, UsageError
 from shards.gumbel import gumbel_argmax
 from shards.noise import PositionKeys, dense_arrivals
@@ -87,6 +88,28 @@ def test_rerun_of_a_finished_store_changes_nothing_and_loads_no_weights(
     monkeypatch.setattr(Teacher, "load", lambda *_, **__: pytest.fail("the teacher was loaded"))
     run(finished, options(teacher, corpus))
     assert times() == before
+
+
+def test_rerun_takes_the_head_from_the_store_and_repairs_a_damaged_one(
+    tmp_path: Path, teacher: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = options(teacher, corpus, codec={"name": "hidden", "num_entries": None})
+    run(tmp_path, given)
+    before = contents(tmp_path / "store")
+    with monkeypatch.context() as patch:
+        patch.setattr(Teacher, "load", lambda *_, **__: pytest.fail("the teacher was loaded"))
+        run(tmp_path, given)
+    assert contents(tmp_path / "store") == before
+    head = next(name for name in before if name.startswith("resources/lm_head/c/"))
+    (tmp_path / "store" / head).write_bytes(b"damaged")
+    run(tmp_path, given)
+    assert contents(tmp_path / "store") == before
+
+
+def test_the_identity_names_every_package_that_decides_bytes(finished: Path) -> None:
+    versions = ShardStore.open(finished / "store").manifest.versions
+    packages = {"gdistill", "numcodecs", "numpy", "tokenizers", "torch", "transformers", "zarr"}
+    assert set(versions) == packages and all(versions.values())
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 4])
@@ -183,6 +206,17 @@ def test_encoding_that_runs_out_of_memory_goes_on_in_halves(
     monkeypatch.setattr(RawLogits, "normalise", cramped)
     run(tmp_path, options(teacher, corpus))
     assert contents(tmp_path / "store") == contents(finished / "store")
+
+
+def test_a_codec_that_runs_out_of_memory_at_one_row_is_one_error(
+    tmp_path: Path, teacher: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cramped(*_: object) -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    monkeypatch.setattr(PosteriorCodec, "encode", cramped)
+    with pytest.raises(GdistillError, match="batch of one row"):
+        run(tmp_path, options(teacher, corpus))
 
 
 @pytest.mark.parametrize("where", ["encode", "write"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from pipeline.generate import GeneratedRows, generate_rows, nucleus, processed
+from pipeline.generate import GeneratedRows, generate_rows, nucleus, processed, rows_at_once
 from pipeline.settings import SequentialSettings
 from pipeline.teacher import Teacher
 from pipeline.tokens import TokenDataset
@@ -160,6 +160,13 @@ def test_rows_begin_with_first_tokens_of_the_corpus_and_go_beyond_it(
     rows = store.split("train").read_rows(0, 130)["tokens"]
     assert np.array_equal(rows[:, 0], first[np.arange(130) % available])
     assert len(np.unique(rows, axis=0)) == 130, "rows with equal first tokens differ"
+
+
+def test_rows_at_once_are_many_for_small_models_and_bounded_in_memory(teacher: Teacher) -> None:
+    assert rows_at_once(teacher, ROW_LENGTH) == 128
+    # Keys and values of 2 layers of width 16 in float32: 256 bytes a token.
+    assert rows_at_once(teacher, (4 << 30) // 256 // 50) == 50
+    assert rows_at_once(teacher, (4 << 30) // 256) == 32
 
 
 def test_mode_and_sampling_are_part_of_the_identity(

@@ -117,7 +117,9 @@ def test_workers_know_their_number_from_the_launcher() -> None:
     assert Worker.from_environment(None, None, torchrun) == Worker(9, 16, 1)
     mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     assert Worker.from_environment(None, None, mpi) == Worker(1, 2, 1)
-    assert Worker.from_environment(2, 3, torchrun) == Worker(2, 3)
+    assert Worker.from_environment(2, 3, {}) == Worker(2, 3)
+    assert Worker.from_environment(2, 3, torchrun) == Worker(2, 3, 1)
+    assert Worker.from_environment(2, 3, {"SLURM_LOCALID": "3"}) == Worker(2, 3, 3)
     assert Worker.from_environment(None, None, {}) == Worker()
     assert Worker(9, 16, 1).device("cpu") == "cpu"
     assert Worker(9, 16, 1).device("cuda").startswith("cuda:")
@@ -125,6 +127,9 @@ def test_workers_know_their_number_from_the_launcher() -> None:
         Worker.from_environment(1, None, {})
     with pytest.raises(UsageError, match="no such worker"):
         Worker.from_environment(3, 3, {})
+    for name in torchrun:
+        with pytest.raises(UsageError, match=rf"variable {name}\]; got 'two'.*--workers"):
+            Worker.from_environment(None, None, {**torchrun, name: "two"})
 
 
 def test_stop_request_leaves_other_handlers_as_they_were() -> None:

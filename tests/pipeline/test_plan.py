@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import CLIPConfig, PreTrainedConfig, T5Config
 
 from pipeline.codec_sizes import measured_bytes_per_token
 from pipeline.plan import human_bytes, make_plan
@@ -17,6 +18,7 @@ from tests.pipeline.extract_cases import (
     VOCAB_SIZE,
     options,
     run,
+    save_tokenizer,
 )
 
 
@@ -25,6 +27,31 @@ def test_an_unreadable_rate_is_not_passed_over(tmp_path: Path, teacher: Path, co
         (tmp_path / "summary.json").write_text(text)
         with pytest.raises(GdistillError, match="--rate"):
             make_plan(resolve_request(tmp_path, options(teacher, corpus)))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_figures_out_of_range_are_refused_by_name(
+    tmp_path: Path, teacher: Path, corpus: Path, value: float
+) -> None:
+    request = resolve_request(tmp_path, options(teacher, corpus))
+    arguments = {"rate": "--rate", "num_tokens": "--tokens", "price_per_hour": "--price"}
+    for argument, option in arguments.items():
+        with pytest.raises(UsageError, match=rf"out of range \[{option}\]"):
+            make_plan(request, **{argument: value})
+    (tmp_path / "summary.json").write_text(json.dumps({"tokens_per_second": value}))
+    with pytest.raises(GdistillError, match=r"cannot read an earlier run's rate.*--rate"):
+        make_plan(request)
+
+
+@pytest.mark.parametrize("config", [T5Config(vocab_size=VOCAB_SIZE), CLIPConfig()], ids=type)
+def test_a_model_that_writes_no_text_is_refused(
+    tmp_path: Path, corpus: Path, config: PreTrainedConfig
+) -> None:
+    config.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    request = resolve_request(tmp_path / "out", options(tmp_path / "model", corpus))
+    with pytest.raises(UsageError, match="causal language model"):
+        make_plan(request)
 
 
 def test_plan_runs_no_teacher_and_writes_nothing(

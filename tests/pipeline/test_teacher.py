@@ -7,10 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+)
 
 from pipeline.pretrained import find_pretrained
 from pipeline.teacher import Teacher, check_vocabulary, resolve_device
+from pipeline.tokenization import load_tokenizer
 from shards.errors import GdistillError, UsageError
 from tests.pipeline.extract_cases import CONTEXT_LENGTH, VOCAB_SIZE, WORDS, save_teacher
 
@@ -205,12 +212,49 @@ def test_damaged_weights_are_refused(tmp_path: Path, folder: Path) -> None:
         Teacher.load(tmp_path)
 
 
+def test_a_head_that_runs_out_of_memory_keeps_nothing(folder: Path) -> None:
+    teacher = Teacher.load(folder, device="cpu")
+    head = teacher.head
+    assert head is not None
+
+    def cramped(hidden: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    head._logits = cramped  # type: ignore[method-assign]
+    rows = random_rows(2, 6)
+    for attempt in (
+        lambda: teacher.forward(rows, torch.arange(2)),
+        lambda: teacher.next_log_probs(rows[:, :1]),
+    ):
+        with pytest.raises(torch.OutOfMemoryError):
+            attempt()
+        assert head.last_hidden is None
+
+
+def test_a_home_directory_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    written = f"~/{folder.name}"
+    assert find_pretrained(written).weights_sha256 == find_pretrained(folder).weights_sha256
+    assert len(load_tokenizer(written)) == VOCAB_SIZE
+    with pytest.raises(UsageError, match="no such teacher folder"):
+        find_pretrained("~no-such-user/model")
+
+
+def test_a_configuration_of_another_kind_of_model_is_refused(tmp_path: Path) -> None:
+    ViTConfig().save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"no language model.*vit without vocab_size"):
+        _ = find_pretrained(tmp_path).num_logits
+
+
 def test_a_gpu_that_is_not_there_is_refused() -> None:
     missing = torch.cuda.device_count()
     with pytest.raises(UsageError, match="no such GPU"):
         resolve_device(f"cuda:{missing}")
     with pytest.raises(UsageError, match="unknown device"):
         resolve_device("abacus")
+    for other in ("meta", "mps"):
+        with pytest.raises(UsageError, match=r"device not supported.*cuda:N"):
+            resolve_device(other)
 
 
 def test_a_model_that_scales_its_logits_has_no_hidden_form(tmp_path: Path) -> None:

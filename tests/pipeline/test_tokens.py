@@ -185,6 +185,16 @@ def test_damage_is_found(
     part.unlink()
     with pytest.raises(IntegrityError, match="missing"):
         prepare_tokens(sentence_corpus, bpe_tokenizer, tmp_path)
+    record = json.loads((tmp_path / "tokens/tokens.json").read_text())
+    for name in sorted(set(record) - {"format_version", "versions"}):
+        less = {key: value for key, value in record.items() if key != name}
+        (tmp_path / "tokens/tokens.json").write_text(json.dumps(less))
+        with pytest.raises(IntegrityError, match=rf"a field is missing.*got {name};.*stage 1"):
+            TokenDataset.open(tmp_path / "tokens")
+    for text in ("[]", "[" * 100_000, json.dumps({**record, "splits": {"train": {}}})):
+        (tmp_path / "tokens/tokens.json").write_text(text)
+        with pytest.raises(IntegrityError, match=r"damaged file|malformed list of parts"):
+            TokenDataset.open(tmp_path / "tokens")
     (tmp_path / "tokens/tokens.json").write_text('{"format_version": 99}')
     with pytest.raises(UsageError, match="format version"):
         TokenDataset.open(tmp_path / "tokens")
