@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,29 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_folders(folder: Path) -> None:
+    """Create a folder and those above it that are missing; each survives a power cut.
+
+    A folder's name lies in its parent, so it is the parent of each created one that is synced.
+    """
+    if folder.is_dir():
+        return
+    make_folders(folder.parent)
+    folder.mkdir(exist_ok=True)
+    with suppress(PermissionError):  # a parent that may be written to but not read
+        fsync_path(folder.parent)
+
+
 def write_bytes_atomic(path: Path, data: bytes) -> None:
-    """Write ``data`` so that ``path`` never holds a part of it, whatever kills the process."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Write ``data`` so that ``path`` never holds a part of it, whatever kills the process.
+
+    The temporary name is one that no other process has, on any machine that shares the folder. A
+    killed process leaves it behind, ``.NAME.<32 hex digits>.tmp``: never read, safe to delete.
+    """
+    make_folders(path.parent)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

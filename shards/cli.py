@@ -17,6 +17,7 @@ from shards.description import Description
 from shards.errors import IntegrityError, UsageError
 from shards.location import open_location
 from shards.store import ShardStore, ShardWriter, verify
+from shards.verify import forget as forget_shards
 
 app = typer.Typer(
     add_completion=False,
@@ -40,15 +41,34 @@ def info(
 
 
 @app.command(name="verify")
-def verify_command(store: Store) -> None:
+def verify_command(
+    store: Store,
+    forget: Annotated[
+        bool,
+        typer.Option(
+            "--forget",
+            help="Count bad shards as unfinished, so that the command that wrote the store writes"
+            " them anew; until then the store is incomplete.",
+        ),
+    ] = False,
+) -> None:
     """Hash every byte again; name every bad file and what to run. Exit code 1 if any is bad."""
     place = ShardStore.open(store, allow_incomplete=True)
     with progress_bar("verify", sum(place.location.sizes().values()), unit="B") as bar:
         problems = verify(place.location, bar.advance)
     for problem in problems:
         typer.echo(str(problem))
+    for shard in forget_shards(place.location, problems) if forget else []:
+        typer.echo(f"forgotten: {shard}")
     if problems:
-        raise IntegrityError("the store is not sound", where=store, got=f"{len(problems)} problems")
+        raise IntegrityError(
+            "the store is not sound",
+            where=store,
+            got=f"{len(problems)} problems",
+            remedy="run the command that wrote the store again"
+            if forget
+            else "each line above says what to do",
+        )
     typer.echo(f"sound: {Description.of(place).num_finished} shards, every hash as recorded")
 
 
@@ -169,7 +189,7 @@ def merge(
     for store in stores:
         _require_other(store, out)
     with progress_bar("merge", _num_tokens(opened[0])) as bar:
-        missing = run(opened, out, bar)
+        writer, missing = run(opened, out, bar)
     if missing:
         raise IntegrityError(
             "the merged store is not complete",
@@ -177,7 +197,7 @@ def merge(
             got=f"{len(missing)} shards in none of the stores, the first is {missing[0]}",
             remedy="finish the extraction, or merge again with the store that has them",
         )
-    typer.echo(Description.of(ShardStore.open(out)).to_text())
+    _finish(writer, out)
 
 
 def _num_tokens(store: ShardStore) -> int:

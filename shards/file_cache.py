@@ -19,6 +19,7 @@ from shards.errors import GdistillError, UsageError
 from shards.manifest import FileRecord
 
 FOLDER_VARIABLE, SIZE_VARIABLE = "GDISTILL_CACHE", "GDISTILL_CACHE_BYTES"
+MAX_SIZE_DIGITS = 18
 _COPY = re.compile(r"[0-9a-f]{64}")
 
 
@@ -47,7 +48,8 @@ class FileCache:
         """
         folder = Path(os.environ.get(FOLDER_VARIABLE, "~/.cache/gdistill")).expanduser()
         size = os.environ.get(SIZE_VARIABLE)
-        if size is not None and not size.isdigit():
+        # Not isdigit, which takes superscripts that int refuses, as it does thousands of digits.
+        if size is not None and not (size.isdecimal() and len(size) <= MAX_SIZE_DIGITS):
             raise UsageError("bad cache size", where=SIZE_VARIABLE, got=size, expected="bytes")
         return cls(folder, int(size) if size else None)
 

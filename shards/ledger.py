@@ -6,6 +6,7 @@ Done means "in the ledger"; that a file exists says nothing.
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,22 @@ def record_file(shard: ShardRange) -> str:
     return f"{LEDGER}/{shard.split}/{shard.index:06d}.json"
 
 
+def claim_name(shard: ShardRange) -> str:
+    """The name under which processes claim a shard."""
+    return f"{shard.split}-{shard.index:06d}"
+
+
+def rewrite_remedy(url: str) -> str:
+    """How to get a damaged shard of the store at ``url`` written anew.
+
+    A writer trusts the ledger and looks at sizes only, so the record has to go first.
+    """
+    return (
+        f"run `gdistill-shards verify {shlex.quote(url)} --forget`, then run the command that wrote"
+        " the store again: it writes this shard anew and keeps the others"
+    )
+
+
 def read_record(location: Location, manifest: Manifest, shard: ShardRange) -> ShardRecord | None:
     """The checked record of a shard, None if the shard is not finished.
 
@@ -94,7 +111,7 @@ def read_record(location: Location, manifest: Manifest, shard: ShardRange) -> Sh
             where=where,
             got=problem,
             expected=f"the record of {shard}",
-            remedy="run the extraction again to write this shard anew",
+            remedy="run the command that wrote the store again: it writes this shard anew",
         )
     return record
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Protocol, runtime_checkable
 
 from zarr.abc.store import Store
 from zarr.storage import LocalStore
 
-from shards.atomic import fsync_path
+from shards.atomic import fsync_path, make_folders
 from shards.claims import file_claim
 from shards.errors import GdistillError, UsageError
 from shards.manifest import FileRecord
@@ -41,7 +41,7 @@ class Location(Protocol):
         ...
 
     def delete(self, name: str) -> None:
-        """Remove the file if it is there."""
+        """Remove the file, durably, if it is there."""
         ...
 
     def size(self, name: str) -> int | None:
@@ -120,7 +120,7 @@ class LocalLocation:
         # One fixed temporary name: what a killed writer left behind, its successor overwrites.
         temporary = path.with_name(f".{path.name}.tmp")
         with self._explained(name, "write"):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(path.parent)
             try:
                 with open(temporary, "wb") as file:
                     file.write(data)
@@ -133,8 +133,10 @@ class LocalLocation:
             fsync_path(path.parent)
 
     def delete(self, name: str) -> None:
-        with self._explained(name, "delete"):
-            self.path(name).unlink(missing_ok=True)
+        path = self.path(name)
+        with self._explained(name, "delete"), suppress(FileNotFoundError):
+            path.unlink()
+            fsync_path(path.parent)  # or a power cut could bring a dropped ledger record back
 
     def size(self, name: str) -> int | None:
         try:

@@ -18,6 +18,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import google_crc32c
@@ -29,6 +30,8 @@ ABSENT = 2**64 - 1
 """Offset and length, in the index, of a chunk that was never written."""
 CRC_BYTES = 4
 INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+INDEX_MEMORY_BYTES, INDEX_OVERHEAD_BYTES = 8 << 20, 512
+"""Of all indices kept of an array (5,000 of 64 chunks each), and of one beside its numbers."""
 INDIFFERENT = ("fill_value", "attributes", "dimension_names")
 """Metadata that say nothing of a chunk's bytes."""
 
@@ -141,7 +144,9 @@ class NativeShards:
         num_bytes: Callable[[int], int],
     ) -> None:
         self.array, self._read_range, self._num_bytes = array, read_range, num_bytes
-        self._indices: dict[int, list[list[int]]] = {}
+        kept = INDEX_MEMORY_BYTES // (array.index_bytes + INDEX_OVERHEAD_BYTES)
+        # An epoch meets every shard in random order: what is kept must not grow with the corpus.
+        self._index = lru_cache(max(1, kept))(self._read_index)
 
     def read_chunk(self, index: int) -> np.ndarray:
         """All stored rows of an inner chunk (counted over the whole array), padding included.
@@ -158,20 +163,19 @@ class NativeShards:
         return self.array.decode_chunk(data)
 
     def _find(self, shard: int, chunk: int) -> tuple[int, int]:
-        """Where a chunk lies; a shard's index is read and checked once."""
-        end = self._num_bytes(shard) - self.array.index_bytes
-        index = self._indices.get(shard)
-        if index is None:
-            if end < 0:
-                raise DamagedShard("the file is too short for an index")
-            data = self._read_range(shard, end, self.array.index_bytes)
-            index = self._indices[shard] = self.array.parse_index(data).tolist()
-        offset, length = index[chunk]
+        """Where a chunk lies: offset and length in bytes."""
+        offset, length = self._index(shard)[chunk].tolist()
         if offset == length == ABSENT:
             raise DamagedShard(f"inner chunk {chunk} is absent")
-        if offset + length > end:
+        if offset + length > self._num_bytes(shard) - self.array.index_bytes:
             raise DamagedShard(f"inner chunk {chunk} lies outside the file")
         return offset, length
+
+    def _read_index(self, shard: int) -> UInt64[np.ndarray, "chunks 2"]:
+        end = self._num_bytes(shard) - self.array.index_bytes
+        if end < 0:
+            raise DamagedShard("the file is too short for an index")
+        return self.array.parse_index(self._read_range(shard, end, self.array.index_bytes))
 
 
 def read_file_range(path: str, start: int, length: int, expected_size: int) -> bytes:

@@ -13,29 +13,42 @@ from collections.abc import Collection
 
 import numpy as np
 import zarr
-from zarr.abc.store import ByteRequest
+from zarr.abc.store import ByteRequest, Store
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import WrapperStore
 
 from shards.errors import GdistillError, IntegrityError
-from shards.layout import ShardRange, shard_file, shard_ranges
-from shards.ledger import ShardRecord, read_record
+from shards.known_files import KnownFiles
+from shards.layout import ShardRange, shard_file, shard_files, shard_ranges
+from shards.ledger import read_record, rewrite_remedy
 from shards.location import Location
-from shards.manifest import FileRecord, Manifest
+from shards.manifest import Manifest
 from shards.native import DamagedShard, NativeArray, NativeShards, read_file_range
 
-REWRITE = "run the extraction again: it writes this shard anew and keeps the others"
+MAX_PATHS = 4096
+"""Local paths that are remembered of an array; working one out again is cheap."""
 
 
 class _StrictStore(WrapperStore):  # type: ignore[type-arg]
     """A Zarr store in which an absent chunk is an error; Zarr itself would read fill values."""
+
+    def __init__(self, store: Store, url: str = "") -> None:
+        super().__init__(store)
+        self._url = url
+
+    def _with_store(self, store: Store) -> _StrictStore:
+        return type(self)(store, self._url)
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
         value = await self._store.get(key, prototype, byte_range)
         if "/c/" in key and (value is None or len(value) == 0):
-            raise IntegrityError("a shard file is missing or empty", where=key, remedy=REWRITE)
+            raise IntegrityError(
+                "a shard file is missing or empty",
+                where=f"{self._url}/{key}",
+                remedy=rewrite_remedy(self._url),
+            )
         return value
 
 
@@ -61,9 +74,10 @@ class SplitReader:
         self.rows_per_chunk = manifest.rows_per_chunk
         self.num_chunks = -(-self.num_rows // self.rows_per_chunk)
         self._shards = shard_ranges(manifest, split)
-        self._records: dict[int, ShardRecord] = {}
-        store = _StrictStore(location.zarr_store())
-        self._arrays = {name: self._open(store, name) for name in arrays or manifest.all_arrays}
+        names = list(dict.fromkeys(arrays or manifest.all_arrays))
+        self._known = KnownFiles(len(self._shards), names)
+        store = _StrictStore(location.zarr_store(), location.url)
+        self._arrays = {name: self._open(store, name) for name in names}
 
     @property
     def fingerprint(self) -> str:
@@ -89,22 +103,24 @@ class SplitReader:
         return self._native(native, name)
 
     def _native(self, array: NativeArray, name: str) -> NativeShards:
-        files = [shard_file(self.manifest, self.split, name, s.index) for s in self._shards]
-
         paths: dict[int, str] = {}
 
-        def record(shard: int) -> FileRecord:
-            return self._records[shard].files[files[shard]]
-
         def read_range(shard: int, start: int, length: int) -> bytes:
-            num_bytes = record(shard).num_bytes
+            num_bytes = self._known.num_bytes(shard, name)
+            path = paths.get(shard)
             try:
-                return read_file_range(paths[shard], start, length, num_bytes)
-            except (KeyError, FileNotFoundError):  # not asked for yet, or a copy since evicted
-                paths[shard] = str(self.location.local_file(files[shard], record(shard)))
-                return read_file_range(paths[shard], start, length, num_bytes)
+                if path is not None:
+                    return read_file_range(path, start, length, num_bytes)
+            except FileNotFoundError:  # a copy since evicted
+                pass
+            file = shard_file(self.manifest, self.split, name, shard)
+            path = str(self.location.local_file(file, self._known.record(shard, name)))
+            if len(paths) >= MAX_PATHS:
+                paths.clear()
+            paths[shard] = path
+            return read_file_range(path, start, length, num_bytes)
 
-        return NativeShards(array, read_range, lambda shard: record(shard).num_bytes)
+        return NativeShards(array, read_range, lambda shard: self._known.num_bytes(shard, name))
 
     def read_chunk(self, index: int) -> dict[str, np.ndarray]:
         """The rows of one inner chunk: array name -> [rows, L, *trailing].
@@ -117,7 +133,7 @@ class SplitReader:
         start = index * self.rows_per_chunk
         stop = min(start + self.rows_per_chunk, self.num_rows)
         shard = self.shard_of(start)
-        self._record(shard)
+        self._know(shard)
         return {name: self._read(shard, name, start, stop) for name in self._arrays}
 
     def read_rows(self, start: int, stop: int) -> dict[str, np.ndarray]:
@@ -141,23 +157,24 @@ class SplitReader:
         """The shard that holds a row."""
         return self._shards[row // self.manifest.rows_per_shard]
 
-    def _record(self, shard: ShardRange) -> ShardRecord:
-        """The ledger's record of a shard, read once; refuses a shard that is unfinished."""
-        record = self._records.get(shard.index)
+    def _know(self, shard: ShardRange) -> None:
+        """Read a shard's ledger record, once; refuses a shard that is unfinished."""
+        if shard.index in self._known:
+            return
+        record = read_record(self.location, self.manifest, shard)
         if record is None:
-            record = read_record(self.location, self.manifest, shard)
-            if record is None:
-                raise IntegrityError(
-                    "the shard is not finished",
-                    where=f"{self.location.url}: {shard}",
-                    remedy=REWRITE,
-                )
-            self._records[shard.index] = record
-        return record
+            raise IntegrityError(
+                "the shard is not finished",
+                where=f"{self.location.url}: {shard}",
+                remedy="run the command that wrote the store again: it finishes it",
+            )
+        names = shard_files(self.manifest, shard)
+        self._known.add(shard.index, {name: record.files[file] for name, file in names.items()})
 
-    def _check_size(self, shard: ShardRange, file: str) -> None:
+    def _check_size(self, shard: ShardRange, name: str) -> None:
         """Refuse a file that is missing or of another size than the ledger says."""
-        expected = self._records[shard.index].files[file].num_bytes
+        file = shard_file(self.manifest, self.split, name, shard.index)
+        expected = self._known.num_bytes(shard.index, name)
         size = self.location.size(file)
         if size != expected:
             raise IntegrityError(
@@ -165,35 +182,35 @@ class SplitReader:
                 where=f"{self.location.url}/{file}: {shard}",
                 got="no file" if size is None else f"{size} bytes",
                 expected=f"{expected} bytes",
-                remedy=REWRITE,
+                remedy=rewrite_remedy(self.location.url),
             )
 
-    def _read_native(self, array: NativeShards, record: FileRecord, start: int) -> np.ndarray:
+    def _read_native(self, array: NativeShards, name: str, start: int) -> np.ndarray:
         """A chunk; where a disk has spoilt the copy of a remote file, from a new copy."""
         index = start // self.rows_per_chunk
         try:
             return array.read_chunk(index)
         except DamagedShard:
+            record = self._known.record(self.shard_of(start).index, name)
             if not self.location.discard_altered_copy(record):
                 raise
             return array.read_chunk(index)
 
     def _read(self, shard: ShardRange, name: str, start: int, stop: int) -> np.ndarray:
         array = self._arrays[name]
-        file = shard_file(self.manifest, self.split, name, shard.index)
         try:
             if isinstance(array, NativeShards):
-                record = self._records[shard.index].files[file]
-                return self._read_native(array, record, start)[: stop - start]
-            self._check_size(shard, file)
+                return self._read_native(array, name, start)[: stop - start]
+            self._check_size(shard, name)
             return np.asarray(array[start:stop])
         except GdistillError:
             raise
         except Exception as error:  # each Zarr codec raises a type of its own
-            self._check_size(shard, file)
+            self._check_size(shard, name)
+            file = shard_file(self.manifest, self.split, name, shard.index)
             raise IntegrityError(
                 "a shard file was altered",
                 where=f"{self.location.url}/{file}: {shard}",
                 got=error,
-                remedy=REWRITE,
+                remedy=rewrite_remedy(self.location.url),
             ) from error

@@ -1,15 +1,21 @@
 """A store at an fsspec URL (``s3://``, ``gs://``, ``memory://`` ...), read through a local cache.
 
 Object stores replace a file atomically but have neither rename nor locks. A claim is therefore an
-object that its holder renews; one that is no longer renewed is void. Should two writers ever hold
-one claim (a clock far off), they write the same bytes: a shard is a function of its inputs.
+object that its holder renews; one that is no longer renewed, or whose holder has ended on this
+machine, is void. Should two writers ever hold one claim (a clock far off), they write the same
+bytes: a shard is a function of its inputs.
+
+What is guaranteed where: S3 and fsspec's memory create a file only if there is none, in one step,
+so exactly one process gets a claim (an S3 server that ignores ``If-None-Match`` lets two have it
+that look within a request of each other). Elsewhere (webhdfs, hdfs, ftp) a client can only look
+first and then write: there a claim is read back after a pause, and who was overwritten has lost it.
+Two hold it only if one was held up between look and write for longer than the pause. Nor is
+replacing a file atomic there: a reader may meet a part of one, which no record vouches for.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import socket
 import threading
 import time
 import uuid
@@ -26,10 +32,15 @@ from zarr.storage import FsspecStore
 from shards.errors import GdistillError, UsageError
 from shards.file_cache import FileCache
 from shards.manifest import FileRecord
+from shards.process_identity import has_ended, this_process
 
 CLAIMS, TAKEOVER = ".claims", "~"
 LEASE_SECONDS = 120.0
 POLL_SECONDS = 0.5
+EXCLUSIVE_CREATION = {"s3", "s3a", "memory"}
+"""Protocols whose clients create a file only if there is none, whoever else tries."""
+SETTLE_SECONDS = 1.0
+"""Before a claim is read back, elsewhere: what looking and writing take at most, in general."""
 NO_BUCKET = "bucket does not exist"
 """How the absence of the whole place differs, in a client's words, from that of a file."""
 
@@ -80,7 +91,7 @@ class RemoteLocation:
             return self._files.cat_file(self._path(name))
 
     def write(self, name: str, data: bytes) -> None:
-        """Replace the file; readers see the old content or all of the new one."""
+        """Replace the file; in an object store readers see the old content or all of the new."""
         path = self._path(name)
         with self._explained(name, "write"):
             self._make_folder(path)
@@ -146,7 +157,7 @@ class RemoteLocation:
 
     @contextmanager
     def _claim(self, name: str, wait: bool) -> Iterator[bool]:
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "id": uuid.uuid4().hex}
+        owner = {**this_process(), "id": uuid.uuid4().hex}
         while not (mine := self._take(name, owner)) and wait:
             time.sleep(POLL_SECONDS)
         if not mine:
@@ -168,14 +179,23 @@ class RemoteLocation:
         with self._explained(name, "claim"):
             path = self._path(name)
             self._make_folder(path)
+            # Looked at first, as some clients would overwrite a claim that is there.
+            held = self._held(name)
+            if held is not None:
+                return self._is_void(held) and self._take_over(name, held, owner)
             try:
                 self._files.pipe_file(path, _claim_bytes(owner), mode="create")
-                return True
             except FileExistsError:
-                held = self._held(name)
-                if held is None:  # let go of just now: overwriting could hit the next holder's
-                    return False
-                return self._is_void(held) and self._take_over(name, held, owner)
+                return False
+            return self._was_first(name, owner)
+
+    def _was_first(self, name: str, owner: Mapping[str, Any]) -> bool:
+        """Whether the claim just written is ours and stays so; see the top of this module."""
+        protocol = self._files.protocol
+        if EXCLUSIVE_CREATION & {*([protocol] if isinstance(protocol, str) else protocol)}:
+            return True
+        time.sleep(SETTLE_SECONDS)
+        return self._holder(name) == owner["id"]
 
     def _take_over(self, name: str, void: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
         """Put our claim in a void one's place; of several processes that try, one does.
@@ -211,7 +231,7 @@ class RemoteLocation:
     def _is_void(self, held: Mapping[str, Any]) -> bool:
         """Whether a claim's holder has died here, or has stopped renewing it elsewhere."""
         try:
-            if held["host"] == socket.gethostname() and not _is_alive(int(held["pid"])):
+            if has_ended(held):
                 return True
             return time.time() - held["renewed"] > self._lease_seconds
         except (ValueError, KeyError, TypeError):  # not a claim that any version of ours wrote
@@ -254,13 +274,3 @@ class RemoteLocation:
 
 def _claim_bytes(owner: Mapping[str, Any]) -> bytes:
     return json.dumps({**owner, "renewed": time.time()}).encode()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

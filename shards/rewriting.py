@@ -20,6 +20,7 @@ from shards.manifest import STORE_ARRAYS, Manifest
 from shards.noise import KeyedPosterior
 from shards.position_keys import PositionKeys
 from shards.store import ShardStore, ShardWriter
+from shards.unigram import count_unigram
 
 Rows = dict[str, np.ndarray]
 POSITIONS_AT_ONCE = 1 << 22
@@ -30,7 +31,8 @@ def convert(store: ShardStore, out: str | Location, codec: Codec, bar: Bar) -> S
     """Write a store's rows with another codec: a posterior becomes one frozen draw of it.
 
     The draw is the one that extraction with ``codec`` would have stored, but for what the source
-    codec rounds off: same seed, same rows, same generator.
+    codec rounds off: same seed, same rows, same generator. A ``hidden`` store has no unigram;
+    where ``codec`` needs one, that of the store's own tokens is kept.
 
     Raises:
         UsageError: If the source holds a frozen draw, or ``codec`` would hold a distribution.
@@ -44,11 +46,10 @@ def convert(store: ShardStore, out: str | Location, codec: Codec, bar: Bar) -> S
         arrays=codec.array_specs(source.vocab_size, None),
         teacher=teacher,
     )
-    kept = {*codec.resource_names, "unigram_log_probs"}
-    resources = {name: value for name, value in store.resources.items() if name in kept}
+    resources = _resources(store, codec)
 
     def transform(shard: ShardRange, rows: Rows) -> Rows:
-        return _encode(store, codec, shard, rows)
+        return _encode(store, codec, resources, shard, rows)
 
     return _rewrite(store, out, manifest, resources, transform, bar)
 
@@ -128,7 +129,27 @@ def _refuse_backwards(source: Codec, target: Codec) -> None:
         )
 
 
-def _encode(store: ShardStore, codec: Codec, shard: ShardRange, rows: Rows) -> Rows:
+def _resources(store: ShardStore, codec: Codec) -> dict[str, Tensor]:
+    """What ``codec`` decodes with; the unigram stays even if only a student's prior wants it."""
+    kept = {*codec.resource_names, "unigram_log_probs"}
+    resources = {name: value for name, value in store.resources.items() if name in kept}
+    missing = sorted(set(codec.resource_names) - set(resources))
+    if missing == ["unigram_log_probs"]:
+        resources["unigram_log_probs"] = torch.from_numpy(count_unigram(store))
+    elif missing:
+        raise UsageError(
+            "the store lacks what the codec needs", where=f"codec {codec.name}", expected=missing
+        )
+    return resources
+
+
+def _encode(
+    store: ShardStore,
+    codec: Codec,
+    resources: Mapping[str, Tensor],
+    shard: ShardRange,
+    rows: Rows,
+) -> Rows:
     manifest = store.manifest
     specs = {**STORE_ARRAYS, **codec.array_specs(manifest.vocab_size, None)}
     shape = (shard.num_rows, manifest.row_length)
@@ -144,7 +165,7 @@ def _encode(store: ShardStore, codec: Codec, shard: ShardRange, rows: Rows) -> R
         here = {name: array[part] for name, array in rows.items()}
         output = _teacher_output(store, shard.split, shard.start + start, here)
         seed = manifest.noise_seed(shard.split)
-        for name, value in codec.encode(output, seed, store.resources).items():
+        for name, value in codec.encode(output, seed, resources).items():
             result[name][part, 1:] = value.numpy()
     return result
 
@@ -155,6 +176,8 @@ def _teacher_output(store: ShardStore, split: str, first_row: int, rows: Rows) -
     posterior = stored_posterior(store, split, first_row, rows)
     probabilities = posterior.probabilities.tile(0, store.manifest.vocab_size).double()
     log_probs = (probabilities / probabilities.sum(1, keepdim=True)).log().float()
+    # Probabilities below e^-103 are 0 in float32; the token's must stay what the store has.
+    log_probs.scatter_(1, posterior.tokens[:, None], posterior.token_log_probs[:, None])
     shape = (num_rows, length - 1)
     return TeacherOutput(
         log_probs=log_probs.reshape(*shape, -1),

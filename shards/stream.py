@@ -36,7 +36,8 @@ class RowBatch:
         slots: Index in the global batch, [b] int64.
         num_global_rows: Rows of the global batch over all ranks.
         epoch: Which pass over the data.
-        step: Global batches handed out before this one, earlier epochs included.
+        step: Global batches handed out before this one, earlier epochs included, of whatever
+            sizes they were.
     """
 
     arrays: dict[str, Tensor]
@@ -92,7 +93,7 @@ class ShardStream:
         )
         num_chunks = -(-reader.num_rows // reader.rows_per_chunk)
         self._mixing = mixing or Shuffle.for_chunks(num_chunks)
-        self._epoch, self._rows_consumed = 0, 0
+        self._epoch, self._rows_consumed, self._step = 0, 0, 0
         self._running: object = None
 
     def __len__(self) -> int:
@@ -117,6 +118,7 @@ class ShardStream:
             "fingerprint": self.fingerprint,
             "epoch": self._epoch,
             "rows_consumed": self._rows_consumed,
+            "step": self._step,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -126,6 +128,8 @@ class ShardStream:
             GdistillError: If the state belongs to another store, split, seed or mixing.
         """
         epoch, rows_consumed = _checked_state(state, self.fingerprint, self._reader.num_rows)
+        # Older states do not count the batches: then all were of this size.
+        self._step = state.get("step", epoch * len(self) + rows_consumed // self._batch_size)
         self._move_to(epoch, rows_consumed)
         self._running = None
 
@@ -136,16 +140,17 @@ class ShardStream:
 
     def one_pass(self, epoch: int = 0) -> Iterator[RowBatch]:
         """All batches of an epoch; leaves the stream's own place alone."""
-        return self._batches(epoch, 0)
+        return self._batches(epoch, 0, epoch * len(self))
 
     def _run(self, token: object) -> Iterator[RowBatch]:
-        for batch in self._batches(self._epoch, self._rows_consumed):
+        for batch in self._batches(self._epoch, self._rows_consumed, self._step):
             if self._running is not token:
                 raise GdistillError(
                     "the stream was repositioned, or iterated anew, during an iteration",
                     where="ShardStream",
                     remedy="call iter() on the stream again",
                 )
+            self._step = batch.step + 1
             self._move_to(batch.epoch, self._rows_consumed + batch.num_global_rows)
             yield batch
 
@@ -161,14 +166,15 @@ class ShardStream:
         num_rows = self._reader.num_rows
         return num_rows - (num_rows - start) % self._batch_size if self._drop_last else num_rows
 
-    def _batches(self, epoch: int, start: int) -> Iterator[RowBatch]:
+    def _batches(self, epoch: int, start: int, step: int) -> Iterator[RowBatch]:
+        """The batches of an epoch from position ``start`` on, the first of them number ``step``."""
         size, end = self._batch_size, self._end_of_epoch(start)
         bounds = ((first, min(first + size, end)) for first in range(start, end, size))
         slices = locate_slices(bounds, self._order(epoch), self._rank, self._world_size)
-        for gathered in gather(self._reader, slices, self._num_workers):
-            yield self._batch(gathered, epoch)
+        for index, gathered in enumerate(gather(self._reader, slices, self._num_workers)):
+            yield self._batch(gathered, epoch, step + index)
 
-    def _batch(self, gathered: Gathered, epoch: int) -> RowBatch:
+    def _batch(self, gathered: Gathered, epoch: int, step: int) -> RowBatch:
         part = gathered.slice
         return RowBatch(
             arrays=gathered.arrays,
@@ -176,7 +182,7 @@ class ShardStream:
             slots=from_numpy(part.positions - part.start),
             num_global_rows=part.stop - part.start,
             epoch=epoch,
-            step=epoch * len(self) + part.start // self._batch_size,
+            step=step,
         )
 
     def _order(self, epoch: int) -> Order:
@@ -220,17 +226,18 @@ def _checked_state(state: Mapping[str, Any], fingerprint: str, num_rows: int) ->
             expected=fingerprint,
             remedy="resume with the store, split and seed that the run began with",
         )
-    epoch, rows_consumed = state.get("epoch"), state.get("rows_consumed")
+    epoch, rows_consumed, step = (state.get(key) for key in ("epoch", "rows_consumed", "step"))
     if not (
         isinstance(epoch, int)
         and isinstance(rows_consumed, int)
         and epoch >= 0
         and 0 <= rows_consumed <= num_rows
+        and ("step" not in state or (isinstance(step, int) and step >= 0))
     ):
         raise GdistillError(
             "the saved data order is damaged",
             where="stream state",
-            got=f"epoch {epoch}, rows_consumed {rows_consumed}",
-            expected=f"epoch >= 0, rows_consumed in 0..{num_rows}",
+            got=f"epoch {epoch}, rows_consumed {rows_consumed}, step {step}",
+            expected=f"epoch >= 0, rows_consumed in 0..{num_rows}, step >= 0 if there is one",
         )
     return epoch, rows_consumed

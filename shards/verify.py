@@ -8,11 +8,12 @@ from pathlib import Path
 
 from shards.errors import GdistillError, IntegrityError
 from shards.layout import ShardRange, shard_files, shard_ranges
-from shards.ledger import read_record, record_file
+from shards.ledger import claim_name, read_record, record_file, rewrite_remedy
 from shards.location import Location, as_location
 from shards.manifest import MANIFEST_FILE, FileRecord, Manifest
 
 Progress = Callable[[int], object]
+UNFINISHED = "the shard is not finished"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def verify(location: str | Path | Location, advance: Progress | None = None) -> 
 
 def _problems(place: Location, manifest: Manifest, advance: Progress) -> Iterator[Problem]:
     known = {MANIFEST_FILE, *manifest.files}
-    again = "run the command that wrote the store again"
+    again = "run the command that wrote the store again: it writes this file anew"
     sizes = place.sizes()
     advance(sizes.get(MANIFEST_FILE, 0))
     for name, record in manifest.files.items():
@@ -82,14 +83,15 @@ def _problems(place: Location, manifest: Manifest, advance: Progress) -> Iterato
 
 
 def _shard_problems(place: Location, manifest: Manifest, shard: ShardRange) -> Iterator[Problem]:
-    again = "run the extraction again: it writes this shard anew"
+    again = rewrite_remedy(place.url)
     try:
         record = read_record(place, manifest, shard)
     except GdistillError as error:
         yield Problem(record_file(shard), str(error), again, shard)
         return
     if record is None:
-        yield Problem(record_file(shard), "the shard is not finished", again, shard)
+        finish = "run the command that wrote the store again: it finishes it"
+        yield Problem(record_file(shard), UNFINISHED, finish, shard)
         return
     for name, entry in record.files.items():
         what = _check(place, name, entry)
@@ -110,9 +112,31 @@ def _check(place: Location, name: str, expected: FileRecord) -> str:
 
 
 def forget(location: str | Path | Location, problems: list[Problem]) -> list[ShardRange]:
-    """Drop the ledger records of damaged shards, so that the next extraction writes them anew."""
+    """Drop the ledger records of damaged shards, so that they count as unfinished.
+
+    The command that wrote the store, run again, then writes them anew. Each shard is claimed and
+    looked at again first: one that a process is writing, or has written meanwhile, is left alone.
+
+    Returns:
+        The shards that were forgotten.
+
+    Raises:
+        GdistillError: If the place cannot be written.
+    """
     place = as_location(location)
     shards = sorted({p.shard for p in problems if p.shard}, key=lambda s: (s.split, s.index))
-    for shard in shards:
+    if not shards:
+        return []
+    manifest = Manifest.from_bytes(place.read(MANIFEST_FILE), f"{place.url}/{MANIFEST_FILE}")
+    return [shard for shard in shards if _forget(place, manifest, shard)]
+
+
+def _forget(place: Location, manifest: Manifest, shard: ShardRange) -> bool:
+    with place.claim(claim_name(shard), wait=False) as mine:
+        if not mine:
+            return False
+        problems = list(_shard_problems(place, manifest, shard))
+        if not problems or problems[0].what == UNFINISHED:
+            return False
         place.delete(record_file(shard))
-    return shards
+        return True

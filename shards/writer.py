@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from shards.array_checks import check_arrays
 from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.layout import ShardRange, encode_shard, shard_ranges, static_files
-from shards.ledger import ShardRecord, read_record, record_file, tokens_sha256
+from shards.ledger import ShardRecord, claim_name, read_record, record_file, tokens_sha256
 from shards.location import Location, as_location
 from shards.manifest import MANIFEST_FILE, FileRecord, Manifest
 
@@ -54,10 +55,26 @@ class ShardWriter:
             raise UsageError("a side file has the name of a store file", where=clash[0])
         content.update(files or {})
         records = {name: FileRecord.of(content[name]) for name in sorted(content)}
-        whole = manifest.with_files(records)
+        return cls.create_copy(place, manifest.with_files(records), content)
+
+    @classmethod
+    def create_copy(
+        cls, location: str | Path | Location, manifest: Manifest, content: Mapping[str, bytes]
+    ) -> ShardWriter:
+        """Create or resume a store of exactly this identity, with files made before.
+
+        Args:
+            location: A folder or URL.
+            manifest: The identity, its ``files`` filled in.
+            content: What ``manifest.files`` describes, by name.
+
+        Raises:
+            UsageError: If a store of another identity is there; names the first differing field.
+        """
+        place = as_location(location)
         with place.claim("create", wait=True):
-            _create(place, whole, content)
-        writer = cls(place, whole)
+            _create(place, manifest, content)
+        writer = cls(place, manifest)
         writer._release_dead_claims()
         return writer
 
@@ -70,8 +87,8 @@ class ShardWriter:
         left = set(self.location.claims())
         for split in self.manifest.splits if left else ():
             for shard in self.shards(split):
-                if _claim_name(shard) in left and self._is_done(shard, None):
-                    with self.location.claim(_claim_name(shard), wait=False):
+                if claim_name(shard) in left and self._is_done(shard, None):
+                    with self.location.claim(claim_name(shard), wait=False):
                         pass  # taking a dead claim and letting go removes it
 
     def shards(self, split: str) -> list[ShardRange]:
@@ -93,7 +110,7 @@ class ShardWriter:
 
         Gives False if another process holds it or has finished it meanwhile: then skip it.
         """
-        with self.location.claim(_claim_name(shard), wait=False) as mine:
+        with self.location.claim(claim_name(shard), wait=False) as mine:
             if not mine or self._is_done(shard, None):
                 yield False
                 return
@@ -121,9 +138,19 @@ class ShardWriter:
         if shard in self._held:
             self._put(shard, encoded, tokens_sha256(arrays["tokens"]))
             return
-        with self.location.claim(_claim_name(shard), wait=True):
+        with self.location.claim(claim_name(shard), wait=True):
             if not self._is_done(shard, None):
                 self._put(shard, encoded, tokens_sha256(arrays["tokens"]))
+
+    def write_copy(self, record: ShardRecord, files: Mapping[str, bytes]) -> None:
+        """Put a shard of another store of this identity here, byte for byte.
+
+        Args:
+            record: What the ledger there says of the shard, which must be claimed here.
+            files: Its files by name, as ``record`` describes them.
+        """
+        assert record.shard in self._held and record.manifest_sha256 == self.manifest.sha256
+        self._put(record.shard, files, record.tokens_sha256)
 
     def _put(self, shard: ShardRange, encoded: Mapping[str, bytes], tokens_hash: str) -> None:
         self.location.delete(record_file(shard))
@@ -142,10 +169,6 @@ class ShardWriter:
             return False
         size = self.location.size if sizes is None else sizes.get
         return all(size(name) == entry.num_bytes for name, entry in record.files.items())
-
-
-def _claim_name(shard: ShardRange) -> str:
-    return f"{shard.split}-{shard.index:06d}"
 
 
 def _create(place: Location, manifest: Manifest, content: Mapping[str, bytes]) -> None:
@@ -189,37 +212,4 @@ def _refuse_occupied(place: Location) -> None:
             got=foreign[0],
             expected="an empty or absent folder, or a store",
             remedy="choose another output folder",
-        )
-
-
-def check_arrays(manifest: Manifest, shard: ShardRange, arrays: Mapping[str, np.ndarray]) -> None:
-    """Refuse arrays that do not fit the manifest or hold values that cannot be right."""
-    specs = manifest.all_arrays
-    if set(arrays) != set(specs):
-        raise UsageError("wrong arrays", where=shard, got=sorted(arrays), expected=sorted(specs))
-    for name, spec in specs.items():
-        expected = (shard.num_rows, manifest.row_length, *spec.trailing_shape)
-        found = arrays[name]
-        if found.shape != expected or found.dtype != np.dtype(spec.dtype):
-            raise UsageError(
-                "an array does not fit the manifest",
-                where=f"{shard}: {name}",
-                got=f"{found.dtype} {found.shape}",
-                expected=f"{spec.dtype} {expected}",
-            )
-    tokens, log_probs = arrays["tokens"], arrays["token_log_probs"]
-    _refuse_where((tokens < 0) | (tokens >= manifest.vocab_size), shard, "tokens", tokens)
-    # A rounding above 0 is a probability of 1; anything more is not a log-probability.
-    bad = ~np.isfinite(log_probs) | (log_probs > 1e-3)
-    bad[:, 0] |= log_probs[:, 0] != 0
-    _refuse_where(bad, shard, "token_log_probs", log_probs)
-
-
-def _refuse_where(bad: np.ndarray, shard: ShardRange, name: str, values: np.ndarray) -> None:
-    if bad.any():
-        row, position = (int(index) for index in np.argwhere(bad)[0])
-        raise GdistillError(
-            f"{name} out of range",
-            where=f"{shard.split} row {shard.start + row}, position {position}",
-            got=values[row, position],
         )

@@ -47,7 +47,7 @@ CODECS: dict[str, type[Any]] = {
 }
 
 
-def make_codec(name: str, **parameters: Any) -> Codec:
+def make_codec(name: str, /, **parameters: Any) -> Codec:
     """The codec of that name.
 
     Raises:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,7 +11,9 @@ from shards.codec import TeacherOutput, make_codec
 from shards.errors import GdistillError, UsageError
 from shards.gumbel import gumbel_argmax
 from shards.noise import KeyedPosterior, dense_arrivals
+from shards.store import ShardWriter
 from tests.shards.codec_cases import SEED, decode, flat_log_probs, teacher_output
+from tests.shards.store_cases import make_arrays, make_manifest
 
 
 @pytest.mark.parametrize(("dtype", "variation"), [("int8", 0.02), ("float16", 1e-3)])
@@ -47,6 +51,22 @@ def test_a_head_that_is_not_linear_is_refused() -> None:
         make_codec("hidden").encode(wrong, SEED, resources)
     with pytest.raises(GdistillError, match="does not fit"):
         make_codec("hidden").encode(output, SEED, {**resources, "lm_head": torch.ones(80, 8)})
+
+
+def test_a_hidden_state_too_large_for_half_precision_is_not_stored(tmp_path: Path) -> None:
+    codec = make_codec("hidden", dtype="float16")
+    manifest = make_manifest(
+        codec={"name": "hidden", "parameters": {"dtype": "float16"}},
+        arrays=codec.array_specs(50, 4),
+    )
+    writer = ShardWriter.create_or_resume(tmp_path / "store", manifest, {})
+    shard = writer.shards("train")[1]
+    arrays = make_arrays(manifest, shard)
+    hidden = torch.zeros(shard.num_rows, manifest.row_length, 4)
+    hidden[2, 3, 1] = 1e5
+    arrays["hidden"] = codec._round(hidden.flatten(0, 1))["hidden"].view(hidden.shape).numpy()
+    with pytest.raises(GdistillError, match=r"hidden.*train row 10, position 3.*inf.*dtype"):
+        writer.write(shard, arrays)
 
 
 def test_hidden_states_are_needed() -> None:

@@ -155,7 +155,21 @@ def test_what_verify_finds_can_be_forgotten_and_written_again(tmp_path: Path) ->
     path.write_bytes(trials.flipped(path.read_bytes(), 77))
     problems = verify(root)
     assert [str(shard)[:13] for shard in forget(root, problems)] == ["train shard 2"]
+    assert forget(root, problems) == [], "forgotten already"
     writer = open_writer(root)
     assert [shard.index for shard in writer.pending("train")] == [2]
     write_pending(writer)
     assert file_bytes(root) == reference and verify(root) == []
+
+
+def test_a_shard_written_anew_or_at_work_is_not_forgotten(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    writer = write_store(root)
+    path = root / "train/mass/c/2/0"
+    sound = path.read_bytes()
+    path.write_bytes(trials.flipped(sound, 77))
+    problems = verify(root)
+    with writer.location.claim("train-000002", wait=False):
+        assert forget(root, problems) == []
+    path.write_bytes(sound)
+    assert forget(root, problems) == [] and verify(root) == []

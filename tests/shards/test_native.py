@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,13 @@ from zarr.codecs import (
 )
 from zarr.storage import MemoryStore
 
-from shards.native import ABSENT, DamagedShard, NativeArray, NativeShards
+from shards.native import (
+    ABSENT,
+    INDEX_OVERHEAD_BYTES,
+    DamagedShard,
+    NativeArray,
+    NativeShards,
+)
 from shards.store import ShardStore
 from tests.shards.store_cases import write_store
 
@@ -215,3 +223,42 @@ def test_stores_are_read_natively_and_as_zarr_reads_them(
         for name, rows in mine.items():
             assert rows.dtype == theirs[name].dtype and rows.shape == theirs[name].shape
             assert rows.tobytes() == theirs[name].tobytes()
+
+
+def test_what_is_kept_of_shards_is_bounded(sound, monkeypatch: pytest.MonkeyPatch) -> None:
+    content, array = sound
+    monkeypatch.setattr("shards.native.INDEX_MEMORY_BYTES", 2 * (52 + INDEX_OVERHEAD_BYTES))
+    shards = shards_of(content, array)
+    reads = []
+    read_range = shards._read_range
+    monkeypatch.setattr(shards, "_read_range", lambda *a: reads.append(a) or read_range(*a))
+    expected = read_all(content, array)
+    for _ in range(2):
+        assert [shards.read_chunk(index).tobytes() for index in range(8)] == expected
+        assert shards._index.cache_info().currsize == 2
+    assert len([length for *_, length in reads if length == 52]) == 6, "3 shards, met in turn"
+
+
+def test_a_few_thousand_indices_are_kept() -> None:
+    array = NativeArray(np.dtype("uint8"), (1024, 64), 4, 64)
+    shards = NativeShards(array, lambda *_: b"", lambda _: 0)
+    assert 4000 < (shards._index.cache_info().maxsize or 0) < 10_000
+
+
+def test_a_reader_remembers_little_of_each_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shards.reader.MAX_PATHS", 1)
+    monkeypatch.setattr("shards.native.INDEX_MEMORY_BYTES", 0)
+    write_store(tmp_path / "store", splits={"train": 800}, rows_per_shard=4, rows_per_chunk=4)
+    reader = ShardStore.open(tmp_path / "store").split("train")
+    reader.read_chunk(0)
+    gc.collect()
+    tracemalloc.start()
+    for index in range(reader.num_chunks):
+        reader.read_chunk(index)
+    gc.collect()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # A ledger record takes some 600 bytes a file, and an index as many: 5 files are 6,000.
+    assert kept / reader.num_chunks < 500

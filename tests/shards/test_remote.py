@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Barrier, Thread
+from typing import ClassVar
 
 import fsspec
 import numpy as np
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from moto.server import ThreadedMotoServer
 
 from shards.errors import GdistillError, IntegrityError, UsageError
@@ -21,6 +23,7 @@ from shards.file_cache import FileCache
 from shards.layout import ShardRange
 from shards.location import Location, open_location
 from shards.manifest import FileRecord
+from shards.process_identity import this_process
 from shards.remote import RemoteLocation
 from shards.store import ShardStore, verify
 from shards.stream import ShardStream
@@ -179,6 +182,40 @@ def test_a_claim_let_go_of_in_between_is_not_overwritten(
     assert other.claims() == []
 
 
+class LookThenWrite(MemoryFileSystem):
+    """A client that can only look whether a file is there, and write then, as webhdfs and ftp."""
+
+    protocol = "lookthenwrite"
+    looked: ClassVar[Barrier]
+
+    def pipe_file(self, path, value, mode="overwrite", **kwargs) -> None:
+        if mode == "create":
+            there = self.exists(path)
+            self.looked.wait()
+            if there:
+                raise FileExistsError(path)
+        super().pipe_file(path, value)
+
+
+def test_one_process_gets_a_claim_even_where_creation_is_not_exclusive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_processes = 4
+    LookThenWrite.looked = Barrier(num_processes)
+    monkeypatch.setattr("shards.remote.SETTLE_SECONDS", 0.3)
+    start, holders, threads = Barrier(num_processes), list[int](), list[Thread]()
+    for _ in range(num_processes):
+        place = RemoteLocation("memory://look-then-write")
+        place._files = LookThenWrite()
+        threads.append(Thread(target=_count_holders, args=(place, start, holders)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert holders == [1]
+    assert open_location("memory://look-then-write").claims() == []
+
+
 def test_a_takeover_cut_short_does_not_block(url: str) -> None:
     place = RemoteLocation(url)
     void = {"host": "another.example", "pid": 1, "id": "x", "renewed": time.time() - 1e6}
@@ -216,6 +253,30 @@ def test_the_claim_of_a_killed_process_is_void(bucket: str, tmp_path: Path) -> N
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
     with open_location(url).claim("train-000001", wait=False) as mine:
+        assert mine
+
+
+def test_the_claim_of_another_container_of_this_host_name_is_not_void(url: str) -> None:
+    ended = get_context("spawn").Process()
+    ended.start()
+    ended.join()
+    elsewhere = {**this_process(), "pid": ended.pid, "id": "x", "renewed": time.time()}
+    place = RemoteLocation(url)
+    for space in ("another boot pid:[1]", None):
+        claim = {**elsewhere, "pid_space": space}
+        place.write(".claims/train-000000", json.dumps(claim).encode())
+        with place.claim("train-000000", wait=False) as mine:
+            assert not mine
+
+
+def test_a_process_id_given_anew_holds_no_claim(url: str) -> None:
+    place = RemoteLocation(url)
+    before = {**this_process(), "id": "x", "renewed": time.time()}
+    place.write(".claims/train-000000", json.dumps(before).encode())
+    with place.claim("train-000000", wait=False) as mine:
+        assert not mine
+    place.write(".claims/train-000000", json.dumps({**before, "started": "1"}).encode())
+    with place.claim("train-000000", wait=False) as mine:
         assert mine
 
 
@@ -296,9 +357,10 @@ def test_the_cache_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("GDISTILL_CACHE", str(tmp_path))
     monkeypatch.setenv("GDISTILL_CACHE_BYTES", "1000")
     assert FileCache.default() == FileCache(tmp_path, 1000)
-    monkeypatch.setenv("GDISTILL_CACHE_BYTES", "1 GB")
-    with pytest.raises(UsageError, match="GDISTILL_CACHE_BYTES"):
-        FileCache.default()
+    for wrong in ("1 GB", "\N{SUPERSCRIPT TWO}", "-1", "", "9" * 5000):
+        monkeypatch.setenv("GDISTILL_CACHE_BYTES", wrong)
+        with pytest.raises(UsageError, match="GDISTILL_CACHE_BYTES"):
+            FileCache.default()
 
 
 def test_mistakes_are_named(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,12 +19,13 @@ import torch
 
 from shards import cli
 from shards.codec import Codec, TeacherOutput, codec_parameters, make_codec
-from shards.errors import UsageError
+from shards.errors import IntegrityError, UsageError
 from shards.manifest import Manifest
 from shards.noise import dense_arrivals
 from shards.rewriting import stored_noise
 from shards.row_view import view_row
 from shards.store import ShardStore, ShardWriter
+from tests.shards.fault_trials import flipped
 from tests.shards.store_cases import file_bytes, open_writer, write_store
 
 VOCAB, LENGTH, SEED = 23, 6, 5
@@ -125,7 +128,34 @@ def test_verify_names_bad_files(run: Run, tmp_path: Path) -> None:
     file.write_bytes(bytes(data))
     code, text = run("verify", tmp_path)
     assert code == 1 and "train/values/c/1/0/0 of train shard 1" in text
-    assert "run the extraction again" in text
+    assert f"run `gdistill-shards verify {tmp_path} --forget`" in text
+
+
+def remedy_in(text: str) -> list[str]:
+    """The arguments of the one command that a message says to run."""
+    commands = set(re.findall("`gdistill-shards ([^`]*)`", text))
+    assert len(commands) == 1, text
+    return shlex.split(commands.pop())
+
+
+def test_the_printed_remedy_heals_a_store(run: Run, tmp_path: Path) -> None:
+    root = tmp_path / "a store"
+    write_store(root)
+    reference = file_bytes(root)
+    for name in ("train/values/c/1/0/0", "tokenizer/tokenizer.json"):
+        (root / name).write_bytes(flipped((root / name).read_bytes(), 20))
+    assert open_writer(tmp_path / "a store").pending("train") == [], "sizes alone tell nothing"
+    (root / "tokenizer/tokenizer.json").write_bytes(b"altered")
+    code, text = run("verify", root)
+    assert code == 1 and "2 problems" in text
+    with pytest.raises(IntegrityError) as caught:
+        ShardStore.open(root).split("train").read_rows(8, 16)
+    assert remedy_in(str(caught.value)) == remedy_in(text)
+    code, text = run(*remedy_in(text))
+    assert code == 1 and "forgotten: train shard 1" in text
+    write_store(root)
+    assert file_bytes(root) == reference
+    assert run("verify", root)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -191,6 +221,9 @@ def test_conversion_goes_one_way_and_says_why(
     code, text = run("convert", posterior.location.url, "--codec", "seedd", "--out", tmp_path / "x")
     assert code == 2 and "did you mean 'seeded'" in text
     url = posterior.location.url
+    arguments = ("convert", url, "--codec", "seeded", "--set", "name=x", "--out", tmp_path / "x")
+    code, text = run(*arguments)
+    assert code == 2 and "unknown config key [codec seeded.name]" in text
     code, text = run("convert", url, "--codec", "seeded", "--out", url)
     assert code == 2 and "its own source" in text
     assert not (tmp_path / "x").exists()
@@ -219,6 +252,36 @@ def test_merged_parts_are_the_whole(run: Run, tmp_path: Path) -> None:
     assert code == 1 and "2 shards in none of the stores, the first is train shard 1" in text
     assert run("merge", a, b, "--out", out)[0] == 0
     assert file_bytes(out) == file_bytes(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("damage", ["shard missing", "record damaged", "record missing"])
+def test_merging_mends_what_is_there(run: Run, tmp_path: Path, damage: str) -> None:
+    write_store(tmp_path / "a")
+    out = tmp_path / "out"
+    assert run("merge", tmp_path / "a", "--out", out)[0] == 0
+    record = out / "ledger/train/000001.json"
+    if damage == "shard missing":
+        (out / "train/values/c/1/0/0").unlink()
+    elif damage == "record damaged":
+        record.write_bytes(b"{}")
+    else:
+        record.unlink()
+    code, text = run("merge", tmp_path / "a", "--out", out)
+    assert code == 0, text
+    assert file_bytes(out) == file_bytes(tmp_path / "a")
+
+
+def test_merging_leaves_a_claimed_shard_alone(run: Run, tmp_path: Path) -> None:
+    write_store(tmp_path / "a")
+    out = tmp_path / "out"
+    writer = open_writer(out)
+    with writer.claim(writer.pending("train")[1]) as mine:
+        assert mine
+        code, text = run("merge", tmp_path / "a", "--out", out)
+        assert code == 1 and "held by another process" in text
+        assert not (out / "train/values/c/1").exists()
+    assert run("merge", tmp_path / "a", "--out", out)[0] == 0
+    assert file_bytes(out) == file_bytes(tmp_path / "a")
 
 
 def test_strangers_are_not_merged(run: Run, tmp_path: Path) -> None:

@@ -151,6 +151,8 @@ def test_foreign_folders_and_unknown_urls_are_left_alone(tmp_path: Path) -> None
         (lambda a: a["token_log_probs"].__setitem__((1, 4), -np.inf), "got -inf"),
         (lambda a: a["token_log_probs"].__setitem__((1, 4), 0.5), r"got 0\.5"),
         (lambda a: a["token_log_probs"].__setitem__((1, 0), -0.5), r"position 0.*got -0\.5"),
+        (lambda a: a["values"].__setitem__((2, 3, 1), np.inf), "values.*row 10, position 3.*inf"),
+        (lambda a: a["values"].__setitem__((5, 4, 2), np.nan), "values.*row 13, position 4.*nan"),
     ],
 )
 def test_arrays_that_cannot_be_right_are_refused(tmp_path: Path, change, message: str) -> None:

@@ -187,9 +187,23 @@ def test_a_changed_batch_size_continues_with_the_next_row() -> None:
     iterator = iter(one)
     rows = [next(iterator).row_ids for _ in range(3)]
     other.load_state_dict(one.state_dict())
-    rest = [b.row_ids for b in other]
+    rest_of_epoch = list(other)
+    assert [b.step for b in rest_of_epoch] == [*range(3, 19)]
+    assert next(iter(other)).step == 19
+    rest = [b.row_ids for b in rest_of_epoch]
     whole = torch.cat([b.row_ids for b in stream(CountingReader(200)).one_pass()])
     assert torch.equal(torch.cat(rows + rest)[:192], whole[:192])
+
+
+def test_a_state_that_does_not_count_batches_is_taken() -> None:
+    one = stream(CountingReader(50))
+    list(one)
+    next(iter(one))
+    state = one.state_dict()
+    assert state.pop("step") == 5
+    resumed = stream(CountingReader(50))
+    resumed.load_state_dict(state)
+    assert next(iter(resumed)).step == 5
 
 
 def test_another_store_is_refused_by_name() -> None:
@@ -204,7 +218,9 @@ def test_another_store_is_refused_by_name() -> None:
         assert other.fingerprint in str(caught.value)
 
 
-@pytest.mark.parametrize("change", [{"epoch": -1}, {"rows_consumed": 51}, {"rows_consumed": None}])
+@pytest.mark.parametrize(
+    "change", [{"epoch": -1}, {"rows_consumed": 51}, {"rows_consumed": None}, {"step": -1}]
+)
 def test_a_damaged_state_is_refused(change: dict) -> None:
     one = stream(CountingReader(50))
     with pytest.raises(GdistillError, match="damaged"):
