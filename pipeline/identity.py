@@ -19,31 +19,22 @@ from pipeline.tokens import TokenDataset, rows_per_group
 from shards.codec import codec_parameters
 from shards.codec.protocol import ArraySpec
 from shards.manifest import STORE_ARRAYS, Manifest
+from shards.unigram import unigram_log_probs
 
-UNIGRAM_TOKENS = 1 << 26
-UNIGRAM_SMOOTHING = 0.5
 CHUNK_TOKENS, CHUNK_BYTES = 1 << 12, 32 << 20
 SHARD_TOKENS, SHARD_BYTES = 1 << 18, 256 << 20
 
 
-def unigram_log_probs(dataset: TokenDataset) -> np.ndarray:
-    """Log-probability of each token in the training rows; [V] float32, nats.
-
-    (count + 1/2) / (N + V/2): additive smoothing (Krichevsky and Trofimov, 1981), so that no token
-    is impossible. At most 2^26 tokens are counted, in blocks spread evenly over the rows.
-    """
+def corpus_unigram(dataset: TokenDataset) -> np.ndarray:
+    """Log-probability of each token in the training rows; [V] float32, nats."""
     split = "train" if dataset.num_rows("train") else dataset.splits[-1]
-    num_rows, block = dataset.num_rows(split), rows_per_group(dataset.row_length)
-    starts = np.arange(0, num_rows, block)
-    most = max(1, UNIGRAM_TOKENS // (block * dataset.row_length))
-    if len(starts) > most:
-        starts = starts[np.linspace(0, len(starts) - 1, most).round().astype(int)]
-    counts = np.zeros(dataset.vocab_size, np.int64)
-    for start in starts.tolist():
-        rows = dataset.read_rows(split, start, min(start + block, num_rows))
-        counts += np.bincount(rows[:, 1:].reshape(-1), minlength=dataset.vocab_size)
-    smooth = counts + UNIGRAM_SMOOTHING
-    return np.log(smooth / smooth.sum()).astype(np.float32)
+    return unigram_log_probs(
+        lambda start, stop: dataset.read_rows(split, start, stop),
+        dataset.num_rows(split),
+        dataset.row_length,
+        dataset.vocab_size,
+        rows_per_group(dataset.row_length),
+    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pipeline.batching import BatchSize, automatic_batch_size
 from pipeline.corpus import scheme_of
 from pipeline.extract import Extractor, Process, resources_on, unchanged
 from pipeline.generate import GeneratedRows, ProcessOutput
-from pipeline.identity import build_manifest, side_files, unigram_log_probs
+from pipeline.identity import build_manifest, corpus_unigram, side_files
 from pipeline.maze import load_maze
 from pipeline.maze_teacher import MazeTeacherConfig, demo_teacher_config, train_maze_teacher
 from pipeline.pretrained import PretrainedFiles, find_pretrained
@@ -184,7 +184,7 @@ def make_resources(inputs: Inputs, teacher: LazyTeacher) -> dict[str, np.ndarray
     resources: dict[str, np.ndarray] = {}
     for name in inputs.request.codec.resource_names:
         if name == "unigram_log_probs":
-            resources[name] = unigram_log_probs(inputs.dataset)
+            resources[name] = corpus_unigram(inputs.dataset)
         elif name == "lm_head":
             resources[name] = teacher.loaded.lm_head[0].numpy()
         elif name == "lm_head_bias":

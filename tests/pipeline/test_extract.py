@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipeline.batching import BatchSize, automatic_batch_size
 from pipeline.extract import Extractor
-from pipeline.identity import rows_per_unit, unigram_log_probs
+from pipeline.identity import corpus_unigram, rows_per_unit
 from pipeline.settings import StoreSettings
 from pipeline.teacher import Teacher
 from pipeline.teacher_output import RawLogits
@@ -291,7 +291,7 @@ def test_unigram_is_the_smoothed_count(finished: Path) -> None:
     rows = dataset.read_rows("train", 0, dataset.num_rows("train"))[:, 1:]
     counts = np.array([(rows == token).sum() for token in range(VOCAB_SIZE)])
     expected = np.log((counts + 0.5) / (rows.size + VOCAB_SIZE / 2))
-    assert np.allclose(unigram_log_probs(dataset), expected, atol=1e-6)
+    assert np.allclose(corpus_unigram(dataset), expected, atol=1e-6)
     assert counts[0] == 0, "an unseen token is smoothed, not impossible"
 
 
