@@ -43,13 +43,24 @@ TRAINING = (
 )
 
 
+CATEGORICAL: tuple[object, ...] = ()
+NUCLEUS = ("--nucleus-p", 0.7)
+ARGMAX = ("--decision", "argmax", "--tau", 1.0)
+
+
 @dataclass(frozen=True)
 class Contestant:
-    """One student of the comparison."""
+    """One student of the comparison.
+
+    ``sampling`` names ways to sample: plain draws, and one that trades entropy for perplexity. A
+    student that sees noise can be decoded by argmax; nucleus p 0.7 brings a plain one to about the
+    entropy of that, so that the two can be compared.
+    """
 
     name: str
     conditioning: str
     prior_weight: float
+    sampling: Mapping[str, tuple[object, ...]]
 
     @property
     def folder(self) -> str:
@@ -57,9 +68,16 @@ class Contestant:
 
 
 CONTESTANTS = (
-    Contestant("MDLM", "none", 0.0),
-    Contestant("MDLM + Gumbel, w = 0", "gumbel", 0.0),
-    Contestant("MDLM + Gumbel, w = 1", "gumbel", 1.0),
+    Contestant("MDLM", "none", 0.0, {"categorical": CATEGORICAL, "nucleus": NUCLEUS}),
+    *(
+        Contestant(
+            f"MDLM + Gumbel, w = {weight:g}",
+            "gumbel",
+            weight,
+            {"categorical": CATEGORICAL, "argmax": ARGMAX},
+        )
+        for weight in (0.0, 1.0)
+    ),
 )
 
 
@@ -98,14 +116,17 @@ def train(contestant: Contestant, home: Path, num_steps: int, seed: int) -> floa
 
 
 def sample_and_score(contestant: Contestant, home: Path, judge: str, seed: int) -> dict[str, Any]:
-    """Generative perplexity under the teacher, and entropy, at every NFE."""
-    out = home / contestant.folder / "samples"
-    nfe = ",".join(map(str, NFE))
-    words: tuple[object, ...] = (home / contestant.folder, "--out", out, "--num", 64)
-    call("trainer.sample_cli", *words, "--nfe", nfe, "--seed", seed)
-    call("evaluation.cli", out, "--judge", judge)
-    scored = json.loads((out / "results.json").read_text())
-    return {Path(file).name: _figures(part) for file, part in scored.items()}
+    """Way of sampling -> file -> generative perplexity under the teacher, and entropy."""
+    figures = {}
+    for way, options in contestant.sampling.items():
+        out = home / contestant.folder / f"samples-{way}"
+        nfe = ",".join(map(str, NFE))
+        words = (home / contestant.folder, "--out", out, "--num", 64, "--nfe", nfe, *options)
+        call("trainer.sample_cli", *words, "--seed", seed)
+        call("evaluation.cli", out, "--judge", judge)
+        scored = json.loads((out / "results.json").read_text())
+        figures[way] = {Path(file).name: _figures(part) for file, part in scored.items()}
+    return figures
 
 
 def _figures(scored: Mapping[str, Any]) -> dict[str, Any]:
