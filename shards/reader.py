@@ -10,6 +10,7 @@ zarr-python.
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 
 import numpy as np
 import zarr
@@ -108,11 +109,9 @@ class SplitReader:
         def read_range(shard: int, start: int, length: int) -> bytes:
             num_bytes = self._known.num_bytes(shard, name)
             path = paths.get(shard)
-            try:
-                if path is not None:
+            if path is not None:
+                with suppress(FileNotFoundError):  # a cached copy, since evicted: fetched below
                     return read_file_range(path, start, length, num_bytes)
-            except FileNotFoundError:  # a copy since evicted
-                pass
             file = shard_file(self.manifest, self.split, name, shard)
             path = str(self.location.local_file(file, self._known.record(shard, name)))
             if len(paths) >= MAX_PATHS:

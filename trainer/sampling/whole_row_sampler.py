@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,7 +27,7 @@ from trainer.students import MDLM, Student
 
 
 @dataclass(frozen=True, kw_only=True)
-class WholeRowSampler:
+class WholeRowSampler(ABC):
     """Base of the samplers that fill whole rows; subclasses say which step reveals what.
 
     Attributes:
@@ -60,6 +61,7 @@ class WholeRowSampler:
         """Time at the start of each step, and the last time; None when steps have no time."""
         return None
 
+    @abstractmethod
     def steps(
         self, student: Student, masked: Bool[Tensor, "b l"], keys: SampleKeys, first: int = 0
     ) -> tuple[Int[Tensor, "b l"], Int[Tensor, "b l"]]:
@@ -73,7 +75,6 @@ class WholeRowSampler:
             keys: Names of the draws.
             first: Row position of column 0.
         """
-        raise NotImplementedError
 
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> MDLM:
         """The student, if it can fill these rows by this sampler.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -53,7 +54,7 @@ class LossOutput:
         return self.token_nlls.unflatten(1, (self.num_blocks, -1)).mean(dim=-1)
 
 
-class Student(PreTrainedModel):
+class Student(PreTrainedModel, ABC):
     """Base of the students; subclasses say what they predict and what they minimise."""
 
     config: StudentConfig
@@ -136,9 +137,9 @@ class Student(PreTrainedModel):
             raise UsageError("bad codec", where="config.json: codec", got=codec, expected=expected)
         return make_codec(codec["name"], **codec["parameters"])
 
+    @abstractmethod
     def loss(self, batch: Batch, *, time_bounds: tuple[float, float] | None = None) -> LossOutput:
         """The training loss of a batch; see the subclass."""
-        raise NotImplementedError
 
     def embed_noise(self, noise: Noise, tau: float = 1.0) -> Float[Tensor, "n d"]:
         """Embeddings of n noise vectors for ``predict``.
@@ -218,6 +219,6 @@ class Student(PreTrainedModel):
         rows[:, 0] = first
         return rows
 
+    @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See the subclass."""
-        raise NotImplementedError
