@@ -30,8 +30,6 @@ from pipeline.transfer import to_host
 from pipeline.workers import StopRequest, Worker
 from shards.codec.protocol import Codec, TeacherOutput
 from shards.console import Bar, stderr
-from shards.errors import IntegrityError
-from shards.ledger import read_record
 from shards.manifest import Manifest
 from shards.store import ShardRange, ShardWriter
 
@@ -126,7 +124,7 @@ class Extractor:
             self.stop.check()
             if self._take(shard):
                 self._extract(shard, encoder, storage, bar)
-            elif is_finished(self.writer, shard):
+            elif self.writer.is_done(shard):
                 bar.advance(self._num_tokens(shard))
             else:
                 held.append(shard)
@@ -226,18 +224,6 @@ class Extractor:
         self.writer.write(arrays.shard, arrays.arrays)
         self.num_extracted_tokens += self._num_tokens(arrays.shard)
         self._claims.pop(arrays.shard).close()
-
-
-def is_finished(writer: ShardWriter, shard: ShardRange) -> bool:
-    """Whether the shard is in the ledger with all its files."""
-    place = writer.location
-    try:
-        record = read_record(place, writer.manifest, shard)
-    except IntegrityError:  # to be written again, by whoever gets hold of the shard
-        return False
-    return record is not None and all(
-        place.size(name) == file.num_bytes for name, file in record.files.items()
-    )
 
 
 def encoding_parts(logits: Tensor) -> Iterator[slice]:

@@ -87,7 +87,7 @@ class ShardWriter:
         left = set(self.location.claims())
         for split in self.manifest.splits if left else ():
             for shard in self.shards(split):
-                if claim_name(shard) in left and self._is_done(shard, None):
+                if claim_name(shard) in left and self.is_done(shard):
                     with self.location.claim(claim_name(shard), wait=False):
                         pass  # taking a dead claim and letting go removes it
 
@@ -98,7 +98,23 @@ class ShardWriter:
     def pending(self, split: str) -> list[ShardRange]:
         """Shards not in the ledger, or whose files are missing or of another size, in order."""
         sizes = self.location.sizes(split) if self.shards(split) else {}
-        return [shard for shard in self.shards(split) if not self._is_done(shard, sizes)]
+        return [shard for shard in self.shards(split) if not self.is_done(shard, sizes)]
+
+    def is_done(self, shard: ShardRange, sizes: Mapping[str, int] | None = None) -> bool:
+        """Whether the ledger has the shard and its files are there with their sizes.
+
+        Args:
+            shard: One of :meth:`shards`.
+            sizes: Bytes of the split's files by name, when known; None asks for each file.
+        """
+        try:
+            record = read_record(self.location, self.manifest, shard)
+        except IntegrityError:  # a damaged record vouches for nothing: write the shard again
+            return False
+        if record is None:
+            return False
+        size = self.location.size if sizes is None else sizes.get
+        return all(size(name) == entry.num_bytes for name, entry in record.files.items())
 
     def is_complete(self) -> bool:
         """Whether every shard of every split is done."""
@@ -111,7 +127,7 @@ class ShardWriter:
         Gives False if another process holds it or has finished it meanwhile: then skip it.
         """
         with self.location.claim(claim_name(shard), wait=False) as mine:
-            if not mine or self._is_done(shard, None):
+            if not mine or self.is_done(shard):
                 yield False
                 return
             self._held.add(shard)
@@ -139,7 +155,7 @@ class ShardWriter:
             self._put(shard, encoded, tokens_sha256(arrays["tokens"]))
             return
         with self.location.claim(claim_name(shard), wait=True):
-            if not self._is_done(shard, None):
+            if not self.is_done(shard):
                 self._put(shard, encoded, tokens_sha256(arrays["tokens"]))
 
     def write_copy(self, record: ShardRecord, files: Mapping[str, bytes]) -> None:
@@ -159,16 +175,6 @@ class ShardWriter:
         files = {name: FileRecord.of(data) for name, data in encoded.items()}
         record = ShardRecord(shard, self.manifest.sha256, files, tokens_hash)
         self.location.write(record_file(shard), record.to_bytes())
-
-    def _is_done(self, shard: ShardRange, sizes: Mapping[str, int] | None) -> bool:
-        try:
-            record = read_record(self.location, self.manifest, shard)
-        except IntegrityError:  # a damaged record vouches for nothing: write the shard again
-            return False
-        if record is None:
-            return False
-        size = self.location.size if sizes is None else sizes.get
-        return all(size(name) == entry.num_bytes for name, entry in record.files.items())
 
 
 def _create(place: Location, manifest: Manifest, content: Mapping[str, bytes]) -> None:
