@@ -57,7 +57,7 @@ def run_all(out: Path, given: dict[str, Any], count: int) -> list[int | None]:
 
 def end(process: BaseProcess) -> int | None:
     """Wait for a worker; its exit code."""
-    process.join(120)
+    process.join()
     return process.exitcode
 
 

@@ -55,7 +55,7 @@ def test_accelerate_launch_writes_the_bytes_of_one(
         "store.rows_per_chunk=8",
     ):
         command += ["--set", setting]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert contents(tmp_path / "store") == reference
 

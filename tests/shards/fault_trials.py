@@ -47,7 +47,7 @@ def start(target: Callable[..., None], *arguments: object) -> BaseProcess:
 def finish(processes: list[BaseProcess]) -> None:
     """Wait for children and insist that they succeeded."""
     for process in processes:
-        process.join(60)
+        process.join()
         assert process.exitcode == 0, f"a writer ended with {process.exitcode}"
 
 
@@ -139,7 +139,7 @@ def crash_worker(root: Path, after: int) -> None:
 def crash_trial(root: Path, reference: dict[str, bytes], after: int) -> bool | None:
     """Die at one exact point of a write and resume; None once the point lies past the end."""
     process = start(crash_worker, root, after)
-    process.join(60)
+    process.join()
     survived = process.exitcode == 0
     write_store(root)
     identical = file_bytes(root) == reference

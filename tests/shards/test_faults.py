@@ -88,7 +88,7 @@ def seed_worker(root: Path, seed: int) -> None:
 def test_of_rival_identities_exactly_one_gets_the_folder(tmp_path: Path) -> None:
     rivals = [trials.start(seed_worker, tmp_path / "store", seed) for seed in (1, 2, 3, 4)]
     for rival in rivals:
-        rival.join(60)
+        rival.join()
     assert sorted(rival.exitcode for rival in rivals) == [0, 1, 1, 1]
     assert verify(tmp_path / "store") == []
 

@@ -132,7 +132,7 @@ def test_a_claim_excludes_others_until_released(url: str) -> None:
 
 def test_a_claim_no_longer_renewed_is_void(url: str) -> None:
     place = RemoteLocation(url, lease_seconds=0.4)
-    elsewhere = {"host": "another.example", "pid": 1, "id": "x", "renewed": time.time()}
+    elsewhere = {"host": "another.example", "pid": 1, "id": "x", "renewed": time.time() + 3600}
     place.write(".claims/train-000000", json.dumps(elsewhere).encode())
     with place.claim("train-000000", wait=False) as mine:
         assert not mine
@@ -140,17 +140,24 @@ def test_a_claim_no_longer_renewed_is_void(url: str) -> None:
     place.write(".claims/train-000000", json.dumps(elsewhere).encode())
     with place.claim("train-000000", wait=True) as mine:
         assert mine
-        time.sleep(0.8)  # two leases: only renewal keeps the claim
-        with RemoteLocation(url, lease_seconds=0.4).claim("train-000000", wait=False) as also_mine:
+        renewals = {_renewed(place)}
+        while len(renewals) < 3:
+            time.sleep(0.02)
+            renewals.add(_renewed(place))
+        with RemoteLocation(url).claim("train-000000", wait=False) as also_mine:
             assert not also_mine
 
 
-def _count_holders(place: RemoteLocation, start: Barrier, holders: list[int]) -> None:
-    start.wait()
+def _renewed(place: RemoteLocation) -> float:
+    return json.loads(place.read(".claims/train-000000"))["renewed"]
+
+
+def _count_holders(place: RemoteLocation, together: Barrier, holders: list[int]) -> None:
+    together.wait()
     with place.claim("train-000000", wait=False) as mine:
         if mine:
             holders.append(1)
-            time.sleep(0.3)
+        together.wait()  # nobody lets go before all have tried
 
 
 def test_one_process_takes_over_a_void_claim(url: str) -> None:
@@ -158,9 +165,9 @@ def test_one_process_takes_over_a_void_claim(url: str) -> None:
     for round_ in range(5):
         place = RemoteLocation(url)
         place.write(".claims/train-000000", json.dumps({**elsewhere, "id": str(round_)}).encode())
-        start, holders = Barrier(6), list[int]()
+        together, holders = Barrier(6), list[int]()
         threads = [
-            Thread(target=_count_holders, args=(RemoteLocation(url), start, holders))
+            Thread(target=_count_holders, args=(RemoteLocation(url), together, holders))
             for _ in range(6)
         ]
         for thread in threads:

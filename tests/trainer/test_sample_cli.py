@@ -89,11 +89,29 @@ def test_interrupted_run_resumes(
     assert without_seconds(tmp_path / "torn" / "samples.jsonl") == expected
 
 
+BLOCKED_AT_THE_FOURTH = """
+import time
+from trainer.sample_cli import main
+from trainer.sampling.sample_file import SampleFile
+
+append, calls = SampleFile.append, []
+
+def append_three(self, records):
+    calls.append(1)
+    if len(calls) == 4:
+        time.sleep(1e6)  # until the kill, however late it comes
+    append(self, records)
+
+SampleFile.append = append_three
+main()
+"""
+
+
 def test_killed_run_resumes(models_folder: Path, tmp_path: Path) -> None:
     arguments = [models_folder / "mdlm", "--num", 60, "--nfe", 11, "--batch-size", 1]
     partial = tmp_path / "killed" / "samples.jsonl.partial"
-    code = "from trainer.sample_cli import main; main()"
-    words = [sys.executable, "-c", code, *map(str, arguments), "--out", str(partial.parent)]
+    words = [sys.executable, "-c", BLOCKED_AT_THE_FOURTH, *map(str, arguments)]
+    words += ["--out", str(partial.parent)]
     process = subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"})
     while process.poll() is None and not (partial.is_file() and partial.stat().st_size):
         time.sleep(0.005)

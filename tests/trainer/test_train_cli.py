@@ -191,9 +191,10 @@ def start(store: Path, config: Path, out: Path) -> subprocess.Popen[bytes]:
 
 
 def wait_for_step(process: subprocess.Popen[bytes], out: Path, step: int) -> None:
-    """Until metrics.jsonl has a line of ``step`` or a later one."""
+    """Until metrics.jsonl has a whole line of ``step`` or a later one."""
+    metrics = out / "metrics.jsonl"
     while process.poll() is None:
-        lines = (out / "metrics.jsonl").read_bytes().splitlines() if out.exists() else []
+        lines = metrics.read_bytes().split(b"\n")[:-1] if metrics.exists() else []
         if lines and json.loads(lines[-1])["step"] >= step:
             return
         time.sleep(0.02)
