@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import re
+import time
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 from shards.errors import GdistillError, UsageError
 from shards.manifest import FileRecord
@@ -21,6 +22,8 @@ from shards.manifest import FileRecord
 FOLDER_VARIABLE, SIZE_VARIABLE = "GDISTILL_CACHE", "GDISTILL_CACHE_BYTES"
 MAX_SIZE_DIGITS = 18
 _COPY = re.compile(r"[0-9a-f]{64}")
+_UNFINISHED = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{32}\.tmp")
+_ABANDONED_SECONDS = 24 * 3600
 
 
 class DamagedCopy(ValueError):
@@ -93,28 +96,36 @@ class FileCache:
     def _keep(self, path: Path, data: bytes) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._make_room(len(data))
-        with NamedTemporaryFile(dir=self.folder, suffix=".tmp", delete=False) as file:
-            try:
-                file.write(data)
-                file.flush()
-                os.replace(file.name, path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            temporary.write_bytes(data)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
     def _make_room(self, num_bytes: int) -> None:
-        """Remove the least recently used copies until ``num_bytes`` more fit."""
+        """Remove the least recently used copies until ``num_bytes`` more fit.
+
+        What a killed download left behind goes too, once no download can be that old.
+        """
         if self.max_bytes is None:
             return
         copies = []
         for path in self.folder.iterdir():
-            if _COPY.fullmatch(path.name):
-                with suppress(FileNotFoundError):  # another process removed it
+            with suppress(FileNotFoundError):  # another process removed it
+                if _COPY.fullmatch(path.name):
                     status = path.stat()
                     copies.append((status.st_mtime_ns, status.st_size, path))
+                elif _UNFINISHED.fullmatch(path.name) and _is_abandoned(path):
+                    path.unlink()
         excess = sum(size for _, size, _ in copies) + num_bytes - self.max_bytes
         for _, size, path in sorted(copies):
             if excess <= 0:
                 return
             path.unlink(missing_ok=True)
             excess -= size
+
+
+def _is_abandoned(path: Path) -> bool:
+    return time.time() - path.stat().st_mtime > _ABANDONED_SECONDS

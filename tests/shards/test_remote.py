@@ -22,7 +22,6 @@ from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.file_cache import FileCache
 from shards.layout import ShardRange
 from shards.location import Location, open_location
-from shards.manifest import FileRecord
 from shards.process_identity import this_process
 from shards.remote import RemoteLocation
 from shards.store import ShardStore, verify
@@ -309,65 +308,6 @@ def test_damage_at_the_url_is_never_read(url: str, damage: str) -> None:
     writer.location.delete("ledger/train/000001.json")  # what a re-run does for a bad shard
     writer.write(shard, make_arrays(make_manifest(), shard))
     assert verify(url) == [] and reader.read_rows(8, 16)["tokens"].shape == (8, 6)
-
-
-def test_the_cache_serves_what_it_has(url: str, tmp_path: Path) -> None:
-    write_store(url)
-    place = RemoteLocation(url, cache=FileCache(tmp_path / "cache"))
-    before = ShardStore.open(place).split("train").read_rows(0, 28)
-    for name in place.sizes("train"):
-        if "/c/" in name:
-            place.delete(name)
-    after = ShardStore.open(place).split("train").read_rows(0, 28)
-    assert all(np.array_equal(before[name], after[name]) for name in before)
-
-
-def test_a_spoilt_copy_is_fetched_again(url: str, tmp_path: Path) -> None:
-    write_store(url)
-    reader = ShardStore.open(RemoteLocation(url, cache=FileCache(tmp_path))).split("train")
-    expected = reader.read_rows(0, 28)
-    for copy in tmp_path.iterdir():
-        data = bytearray(copy.read_bytes())
-        data[len(data) // 3] ^= 1
-        copy.write_bytes(data)
-    again = ShardStore.open(RemoteLocation(url, cache=FileCache(tmp_path))).split("train")
-    found = again.read_rows(0, 28)
-    assert all(np.array_equal(found[name], expected[name]) for name in expected)
-
-
-def test_eviction_keeps_to_its_size_and_to_its_own_copies(url: str, tmp_path: Path) -> None:
-    write_store(url)
-    whole = remote_bytes(url)
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    (folder / "the only copy.txt").write_text("of something else")
-    place = RemoteLocation(url, cache=FileCache(folder, max_bytes=400))
-    rows = ShardStore.open(place).split("train").read_rows(0, 28)
-    write_store(tmp_path / "store")
-    expected = ShardStore.open(tmp_path / "store").split("train").read_rows(0, 28)
-    assert all(np.array_equal(rows[name], expected[name]) for name in expected)
-    copies = [path for path in folder.iterdir() if path.suffix != ".txt"]
-    assert 0 < sum(path.stat().st_size for path in copies) <= 400
-    assert (folder / "the only copy.txt").read_text() == "of something else"
-    assert remote_bytes(url) == whole
-
-
-def test_the_cache_refuses_another_content(tmp_path: Path) -> None:
-    cache = FileCache(tmp_path)
-    with pytest.raises(ValueError, match="another hash"):
-        cache.fetch(FileRecord.of(b"right"), lambda: b"wrong")
-    assert list(tmp_path.iterdir()) == []
-    assert cache.fetch(FileRecord.of(b"right"), lambda: b"right").read_bytes() == b"right"
-
-
-def test_the_cache_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("GDISTILL_CACHE", str(tmp_path))
-    monkeypatch.setenv("GDISTILL_CACHE_BYTES", "1000")
-    assert FileCache.default() == FileCache(tmp_path, 1000)
-    for wrong in ("1 GB", "\N{SUPERSCRIPT TWO}", "-1", "", "9" * 5000):
-        monkeypatch.setenv("GDISTILL_CACHE_BYTES", wrong)
-        with pytest.raises(UsageError, match="GDISTILL_CACHE_BYTES"):
-            FileCache.default()
 
 
 def test_mistakes_are_named(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
