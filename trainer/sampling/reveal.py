@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
@@ -12,6 +12,10 @@ from torch import Tensor
 
 from trainer.sampling.draws import SampleKeys
 from trainer.sampling.token_rule import TokenRule
+
+POSITIONS_AT_A_TIME = 8192
+"""Most positions whose log-probabilities are held: 1.6 GB at V = 50,257. With few passes a whole
+batch would be revealed at once, and its logits would outgrow the student."""
 
 
 @runtime_checkable
@@ -68,9 +72,24 @@ def reveal(
         where = passes == number
         rows = where.any(dim=1).nonzero()[:, 0]
         now = torch.where(where[rows], steps[rows], 0).amax(dim=1)
-        log_probs = predict(rows, tokens[rows], where[rows], now)
-        tokens[where] = rule.choose(log_probs, keys.at("sampling tokens", where, first_position))
+        for group in row_groups(where[rows].sum(dim=1).tolist()):
+            chosen, here = rows[group], torch.zeros_like(where)
+            here[chosen] = where[chosen]
+            log_probs = predict(chosen, tokens[chosen], where[chosen], now[group])
+            names = keys.at("sampling tokens", here, first_position)
+            tokens[here] = rule.choose(log_probs, names)
     return tokens, passes.amax(dim=1)
+
+
+def row_groups(num_positions: Sequence[int]) -> Iterator[slice]:
+    """Consecutive rows with at most ``POSITIONS_AT_A_TIME`` positions in all; at least one row."""
+    start, total = 0, 0
+    for row, count in enumerate(num_positions):
+        total += count
+        if total > POSITIONS_AT_A_TIME and row > start:
+            yield slice(start, row)
+            start, total = row, count
+    yield slice(start, len(num_positions))
 
 
 def dense_ranks(steps: Int[Tensor, "b l"]) -> Int[Tensor, "b l"]:
