@@ -4,7 +4,11 @@
 
 One store, three students of one size, seed and data order: MDLM, MDLM + Gumbel with the paper's
 conditioner (prior_weight 0) and with the corpus unigram in it (prior_weight 1). Each goes through
-the commands: extraction, training, sampling, scoring. Writes ``stories.json`` and ``stories.png``.
+the commands: extraction, training, sampling, scoring. Writes ``stories-SHAPE.json`` and ``.png``.
+
+The noise reaches a student as softmax(xi) W, D numbers for V arrival times. In a ``wide`` student
+(D = V) the rows of W can be orthogonal and every xi read; in a ``narrow`` one (D = V / 4) a token's
+weight drowns among the others' unless its xi is among the very largest.
 """
 
 from __future__ import annotations
@@ -24,37 +28,64 @@ import typer
 from benchmarks.measure import machine
 from shards.atomic import write_json_atomic
 from shards.console import run_command
-from shards.errors import GdistillError
+from shards.errors import GdistillError, UsageError
 from shards.manifest import MANIFEST_FILE
 
 NFE = (8, 32)
 BATCH_ROWS = 16
 TRAINING = (
-    "model.hidden_size=128",
-    "model.num_layers=4",
     "training.precision=bf16",
     "training.noise_kernel=compiled",
     f"training.global_batch_size={BATCH_ROWS}",
     "training.validate_every_steps=400",
     "training.log_every_steps=200",
-    "training.checkpoint_every_steps=2000",
-    "optimization.learning_rate=1e-3",
-    "optimization.warmup_steps=100",
+    "training.checkpoint_every_steps=1000",
 )
 
 
-CATEGORICAL: tuple[object, ...] = ()
-NUCLEUS = ("--nucleus-p", 0.7)
-ARGMAX = ("--decision", "argmax", "--tau", 1.0)
+@dataclass(frozen=True)
+class Shape:
+    """A size of student with the learning rate that suits it and a default number of steps."""
+
+    settings: tuple[str, ...]
+    num_steps: int
+
+
+SHAPES = {
+    "wide": Shape(
+        (
+            "model.hidden_size=512",
+            "model.num_layers=2",
+            "model.num_heads=8",
+            "optimization.learning_rate=5e-4",
+            "optimization.warmup_steps=200",
+        ),
+        num_steps=8_000,
+    ),
+    "narrow": Shape(
+        (
+            "model.hidden_size=128",
+            "model.num_layers=4",
+            "model.num_heads=4",
+            "optimization.learning_rate=1e-3",
+            "optimization.warmup_steps=100",
+        ),
+        num_steps=16_000,
+    ),
+}
+
+
+DRAWS = {f"nucleus-{p:g}": ("--nucleus-p", p) for p in (1.0, 0.9, 0.8, 0.7, 0.6)}
+ARGMAX = {f"argmax-{tau:g}": ("--decision", "argmax", "--tau", tau) for tau in (1.0, 0.85)}
 
 
 @dataclass(frozen=True)
 class Contestant:
     """One student of the comparison.
 
-    ``sampling`` names ways to sample: plain draws, and one that trades entropy for perplexity. A
-    student that sees noise can be decoded by argmax; nucleus p 0.7 brings a plain one to about the
-    entropy of that, so that the two can be compared.
+    ``sampling`` names ways to sample. Each trades entropy for generative perplexity, so students
+    are to be compared where their entropies are equal. Those that see noise can also be decoded by
+    argmax.
     """
 
     name: str
@@ -68,14 +99,9 @@ class Contestant:
 
 
 CONTESTANTS = (
-    Contestant("MDLM", "none", 0.0, {"categorical": CATEGORICAL, "nucleus": NUCLEUS}),
+    Contestant("MDLM", "none", 0.0, DRAWS),
     *(
-        Contestant(
-            f"MDLM + Gumbel, w = {weight:g}",
-            "gumbel",
-            weight,
-            {"categorical": CATEGORICAL, "argmax": ARGMAX},
-        )
+        Contestant(f"MDLM + Gumbel, w = {weight:g}", "gumbel", weight, DRAWS | ARGMAX)
         for weight in (0.0, 1.0)
     ),
 )
@@ -101,10 +127,13 @@ def extract(corpus: str, teacher: str, home: Path) -> float:
     return call("pipeline.cli", *words, "--set", "corpus.validation_fraction=0.05")
 
 
-def train(contestant: Contestant, home: Path, num_steps: int, seed: int) -> float:
+def train(
+    contestant: Contestant, home: Path, shape: Sequence[str], num_steps: int, seed: int
+) -> float:
     """Train one student from the store."""
     settings = (
         *TRAINING,
+        *shape,
         f"training.num_steps={num_steps}",
         f"model.prior_weight={contestant.prior_weight}",
         f"seed={seed}",
@@ -145,27 +174,63 @@ def curves(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
-    """Validation NLL over tokens seen; the teacher's own NLL as a line."""
+    """Validation NLL over tokens seen, and generative perplexity over entropy."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    tokens_per_step = results["tokens_per_step"]
+    figure, (learning, sampling) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    _draw_curves(learning, results)
+    _draw_samples(sampling, results["students"])
+    for axes in (learning, sampling):
+        axes.legend(frameon=False, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"Stories: three {results['shape']} students of one store, one seed")
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _draw_curves(axes: Any, results: Mapping[str, Any]) -> None:
+    """The teacher's own NLL is a line."""
     for name, student in results["students"].items():
         points = student["curves"]["validation"]
-        tokens = [line["step"] * tokens_per_step / 1e6 for line in points]
+        tokens = [line["step"] * results["tokens_per_step"] / 1e6 for line in points]
         axes.plot(tokens, [line["nll_nats"] for line in points], marker="o", ms=3, label=name)
     teacher = results["teacher_nll_nats"]
     axes.axhline(teacher, color="grey", ls="--", lw=1, label="teacher, left to right")
     axes.set_xlabel("training tokens, millions")
     axes.set_ylabel("validation NLL, nats per token")
-    axes.set_title("Stories: three students of one store, one seed, cosine schedule")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+
+
+def _draw_samples(axes: Any, students: Mapping[str, Any]) -> None:
+    """Draws as a line per NFE, decoding by argmax as stars."""
+    for number, (name, student) in enumerate(students.items()):
+        for nfe, style in zip(NFE, ("--", "-"), strict=True):
+            draws = _points(student["samples"], nfe, is_argmax=False)
+            label = f"{name}, NFE {nfe}"
+            axes.plot(*zip(*draws, strict=True), f"o{style}", color=f"C{number}", ms=3, label=label)
+            for point in _points(student["samples"], nfe, is_argmax=True):
+                axes.plot(
+                    *point, "*", color=f"C{number}", ms=10, mfc="none" if nfe < NFE[-1] else None
+                )
+    axes.set_yscale("log")
+    axes.set_xlabel("entropy, nats (right is more varied)")
+    axes.set_ylabel("generative perplexity (lower is better)")
+    axes.set_title("nucleus p from 0.6 to 1; stars: argmax", fontsize=9)
+
+
+def _points(samples: Mapping[str, Any], nfe: int, is_argmax: bool) -> list[tuple[float, float]]:
+    """(entropy, generative perplexity) of the ways to sample, in the order of entropy."""
+    chosen = [
+        figures[f"samples-nfe{nfe}.jsonl"]
+        for way, figures in samples.items()
+        if way.startswith("argmax") == is_argmax
+    ]
+    return sorted(
+        (figures["entropy_nats"]["value"], figures["generative_perplexity"]["value"])
+        for figures in chosen
+    )
 
 
 def teacher_nll(store: Path) -> float:
@@ -192,12 +257,20 @@ def run(
     teacher: Annotated[str, typer.Option(help="Teacher; also the judge of samples.")],
     home: Annotated[Path, typer.Option(help="Stores and students.")] = Path("out/stories"),
     out: Annotated[Path, typer.Option(help="Results.")] = Path("benchmarks/results"),
-    num_steps: Annotated[int, typer.Option(help="Training steps of 16 x 128 tokens.")] = 16_000,
+    shape: Annotated[str, typer.Option(help="wide or narrow.")] = "wide",
+    num_steps: Annotated[
+        int | None, typer.Option(help="Training steps of 16 x 128 tokens; the shape's.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Training and sampling seed.")] = 0,
 ) -> None:
     """Run the comparison; interrupted, the same command goes on."""
+    if shape not in SHAPES:
+        raise UsageError("unknown shape", where=shape, expected=f"one of {sorted(SHAPES)}")
+    num_steps = num_steps or SHAPES[shape].num_steps
     results: dict[str, Any] = {
         "machine": machine(torch.device("cpu")),
+        "shape": shape,
+        "settings": [*TRAINING, *SHAPES[shape].settings],
         "num_steps": num_steps,
         "seed": seed,
         "seconds": {"extract": extract(corpus, teacher, home)},
@@ -209,7 +282,7 @@ def run(
     results["store"] = {name: manifest[name] for name in ("codec", "splits", "teacher")}
     results["store"]["tokens_fingerprint"] = manifest["tokens"]["fingerprint"]
     for contestant in CONTESTANTS:
-        seconds = train(contestant, home, num_steps, seed)
+        seconds = train(contestant, home, SHAPES[shape].settings, num_steps, seed)
         results["seconds"][contestant.name] = seconds
         results["students"][contestant.name] = {
             "prior_weight": contestant.prior_weight,
@@ -218,8 +291,8 @@ def run(
             "samples": sample_and_score(contestant, home, teacher, seed),
         }
     out.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(out / "stories.json", results)
-    draw(results, out / "stories.png")
+    write_json_atomic(out / f"stories-{shape}.json", results)
+    draw(results, out / f"stories-{shape}.png")
     for line in summary(results):
         typer.echo(line)
 
