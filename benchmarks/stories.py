@@ -183,8 +183,8 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     figure, (learning, sampling) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     _draw_curves(learning, results)
     _draw_samples(sampling, results["students"])
-    for axes in (learning, sampling):
-        axes.legend(frameon=False, fontsize=8)
+    for axes, corner in ((learning, "upper right"), (sampling, "lower right")):
+        axes.legend(frameon=False, fontsize=7, loc=corner)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"Stories: three {results['shape']} students of one store, one seed")
     figure.savefig(path, dpi=150)
