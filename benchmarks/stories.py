@@ -180,11 +180,13 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (learning, sampling) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (learning, sampling) = pyplot.subplots(1, 2, figsize=(13, 4.2), layout="constrained")
     _draw_curves(learning, results)
     _draw_samples(sampling, results["students"])
-    for axes, corner in ((learning, "upper right"), (sampling, "lower right")):
-        axes.legend(frameon=False, fontsize=7, loc=corner)
+    learning.legend(frameon=False, fontsize=8)
+    beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    sampling.legend(frameon=False, fontsize=8, handlelength=3, **beside)
+    for axes in (learning, sampling):
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"Stories: three {results['shape']} students of one store, one seed")
     figure.savefig(path, dpi=150)
@@ -217,7 +219,7 @@ def _draw_samples(axes: Any, students: Mapping[str, Any]) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("entropy, nats (right is more varied)")
     axes.set_ylabel("generative perplexity (lower is better)")
-    axes.set_title("nucleus p from 0.6 to 1; stars: argmax", fontsize=9)
+    axes.set_title("lines: draws, with and without nucleus truncation; stars: argmax", fontsize=9)
 
 
 def _points(samples: Mapping[str, Any], nfe: int, is_argmax: bool) -> list[tuple[float, float]]:
