@@ -47,10 +47,10 @@ $(STAMP): pyproject.toml constraints.txt
 setup: $(STAMP) ## create .venv with everything pinned
 
 demo: $(STAMP) ## the main job in about ten minutes: both mazes, teacher to table, report and figure
-	$(BIN)/python -m evaluation.maze_walk --config configs/maze-demo.toml --out out/maze-demo $(ARGS)
+	$(BIN)/python -m evaluation.maze.walk --config configs/maze-demo.toml --out out/maze-demo $(ARGS)
 
 maze: $(STAMP) ## the paper's full maze protocol, three seeds
-	$(BIN)/python -m evaluation.maze_walk --config configs/maze-full.toml --out out/maze-full $(ARGS)
+	$(BIN)/python -m evaluation.maze.walk --config configs/maze-full.toml --out out/maze-full $(ARGS)
 
 extract: $(STAMP) ## stage 1 and 2: make extract CORPUS=owt TEACHER=gpt2-large CODEC=posterior
 	@test -n '$(CORPUS)' || { echo "error: no corpus; make extract CORPUS=maze:k4 | owt | text:FILE [TEACHER=...]"; exit 2; }

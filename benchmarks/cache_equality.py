@@ -23,10 +23,8 @@ import typer
 from torch import Tensor
 
 from benchmarks.measure import machine
-from shards.atomic import write_json_atomic
-from shards.console import progress_bar
-from trainer.sampling import BlockConfig, sampling_noise
-from trainer.sampling.block_state import BlockState
+from shards.base import progress_bar, write_json_atomic
+from trainer.sampling import BlockConfig, BlockState, sampling_noise
 from trainer.students import BD3LM, StudentSettings
 
 TOLERANCE = 1e-5

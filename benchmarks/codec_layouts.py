@@ -11,11 +11,8 @@ import zstandard
 from torch import Tensor
 
 from benchmarks.codec_peers import id_bits, pack_bits
-from shards.codec import Arrays
-from shards.codec.byte_planes import from_planes
-from shards.codec.posterior import PosteriorCodec
-from shards.codec.vocabulary_order import FrequencyOrder
-from shards.layout import ZSTD_LEVEL
+from shards.codec import Arrays, FrequencyOrder, PosteriorCodec, from_planes
+from shards.store import ZSTD_LEVEL
 
 
 def compressed_bytes(*arrays: np.ndarray) -> int:

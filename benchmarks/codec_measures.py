@@ -10,9 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shards.codec import Arrays, Codec, TeacherOutput
-from shards.codec.draws import frozen_posterior
-from shards.codec.topk import TopKCodec
+from shards.codec import Arrays, Codec, TeacherOutput, TopKCodec, frozen_posterior
 from shards.noise import KeyedPosterior, Noise, SparseNoise
 
 SEED = 20_260

@@ -14,10 +14,8 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
-from shards.entries import Entries
-from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys
-from shards.probabilities import HeadAndTail
+from shards.codec import Arrays, ArraySpec, TeacherOutput
+from shards.noise import Entries, HeadAndTail, KeyedPosterior, KeyedPrior, PositionKeys
 
 
 def id_bits(vocab_size: int) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeline.codec_sizes import one_shard_manifest, with_position_0
+from pipeline.plan import one_shard_manifest, with_position_0
 from shards.codec import Codec, TeacherOutput
-from shards.layout import encode_shard, shard_file, shard_ranges
+from shards.store import encode_shard, shard_file, shard_ranges
 
 
 def stored_bytes_per_token(

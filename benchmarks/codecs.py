@@ -29,11 +29,9 @@ from benchmarks.codec_peers import DISTILLKIT_BUDGET, DISTILLKIT_RECOMMENDED, ME
 from benchmarks.codec_report import draw_figure, markdown_table
 from benchmarks.codec_storage import stored_bytes_per_token
 from benchmarks.codec_teachers import SyntheticTeacher, TrainedTeacher
-from shards.atomic import write_bytes_atomic, write_json_atomic
-from shards.codec import TeacherOutput, make_codec
-from shards.codec.posterior import PosteriorCodec
-from shards.console import progress_bar
-from shards.keyed_exponentials import use_noise_kernel
+from shards.base import progress_bar, write_bytes_atomic, write_json_atomic
+from shards.codec import PosteriorCodec, TeacherOutput, make_codec
+from shards.noise import use_noise_kernel
 
 Teacher = SyntheticTeacher | TrainedTeacher
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -23,10 +23,9 @@ import typer
 from torch import Tensor
 
 from benchmarks.measure import interleaved_seconds, machine, median, peak_extra_bytes
-from shards.atomic import write_json_atomic
-from shards.noise import DenseNoise, KeyedPrior, Noise, dense_arrivals
-from shards.position_keys import PositionKeys
-from trainer.conditioning import GumbelConditioner
+from shards.base import write_json_atomic
+from shards.noise import DenseNoise, KeyedPrior, Noise, PositionKeys, dense_arrivals
+from trainer.students import GumbelConditioner
 
 BARS = {"memory_ratio": 0.1, "time_ratio": 1.1, "gradient_relative_error": 1e-5}
 

@@ -38,22 +38,22 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.measure import best, interleaved_seconds, machine
-from pipeline.batching import BatchSize, automatic_batch_size
 from pipeline.corpus import corpus_config
-from pipeline.extract import Extractor, resources_on
-from pipeline.identity import rows_per_unit
-from pipeline.pretrained import find_pretrained
+from pipeline.extract import Extractor, resources_on, rows_per_unit
 from pipeline.settings import StoreSettings
-from pipeline.stage1 import prepare_tokens
-from pipeline.teacher import Teacher, resolve_device
-from pipeline.teacher_output import rows_tensor
+from pipeline.teacher import (
+    BatchSize,
+    Teacher,
+    automatic_batch_size,
+    find_pretrained,
+    resolve_device,
+    rows_tensor,
+)
+from pipeline.tokens import prepare_tokens
 from pipeline.workers import StopRequest, Worker
-from shards.atomic import write_json_atomic
-from shards.codec import CODECS, codec_parameters, make_codec
-from shards.codec.protocol import Codec
-from shards.console import Bar
-from shards.manifest import Manifest
-from shards.store import ShardWriter
+from shards.base import Bar, write_json_atomic
+from shards.codec import CODECS, Codec, codec_parameters, make_codec
+from shards.store import Manifest, ShardWriter
 
 SHAPES = {
     "gpt2-small": {"n_layer": 12, "n_head": 12, "n_embd": 768},

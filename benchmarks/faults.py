@@ -20,8 +20,7 @@ import torch
 import zarr
 
 from benchmarks.measure import machine
-from shards.atomic import write_json_atomic
-from shards.console import progress_bar
+from shards.base import progress_bar, write_json_atomic
 from tests.shards import fault_trials as trials
 from tests.shards.store_cases import file_bytes, write_store
 

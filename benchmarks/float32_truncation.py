@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.sampler_statistics import ChiSquare, chi_square
-from shards.philox import keyed_bits
-from shards.position_keys import PositionKeys
-from shards.seeding import derive_seed
-from trainer.sampling import draws
-from trainer.sampling.ancestral import AncestralConfig
+from shards.base import derive_seed
+from shards.noise import PositionKeys, keyed_bits
+from trainer.sampling import AncestralConfig
+from trainer.sampling.registry import draws
 from trainer.students import MDLM, StudentSettings
 
 SEED = derive_seed("float32 truncation")

@@ -10,11 +10,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shards.gumbel import posterior_gumbels_from_draws
-from shards.noise import DenseNoise, Noise
-from trainer.batch import Batch
-from trainer.diffusion import Corruption, corruption_from_uniforms
-from trainer.import_checkpoint import our_parameters
+from shards.noise import DenseNoise, Noise, posterior_gumbels_from_draws
+from trainer.importing import our_parameters
+from trainer.objective import Batch, Corruption, corruption_from_uniforms
 from trainer.students import STUDENTS, Student, StudentSettings
 
 

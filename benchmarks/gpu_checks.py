@@ -13,9 +13,14 @@ from benchmarks.conditioner import dense_pass, keyed_noise, tiled_pass
 from benchmarks.steps import dense_gumbels, dense_loss, tiled_loss
 from benchmarks.synthetic import make_student, random_batch
 from shards.noise import dense_arrivals
-from trainer.conditioning import GumbelConditioner
-from trainer.students import MDLM, StudentSettings
-from trainer.students.attention import flex_training_attention, masked_attention, training_mask
+from trainer.students import (
+    MDLM,
+    GumbelConditioner,
+    StudentSettings,
+    flex_training_attention,
+    masked_attention,
+    training_mask,
+)
 
 Checks = dict[str, dict[str, Any]]
 SETTINGS = StudentSettings(

@@ -30,14 +30,11 @@ from benchmarks.measure import interleaved_seconds, machine, median
 from benchmarks.steps import finish_step, online_batch, tiled_loss, update
 from benchmarks.synthetic import make_student, make_teacher, random_batch
 from pipeline.teacher import resolve_device
-from shards.atomic import write_json_atomic
-from shards.console import run_command
-from shards.errors import GdistillError, UsageError
-from shards.keyed_exponentials import noise_kernel, use_noise_kernel
-from trainer.batch import Batch
-from trainer.optimization import make_optimizer
-from trainer.settings import OptimizationConfig
+from shards.base import GdistillError, UsageError, run_command, write_json_atomic
+from shards.noise import noise_kernel, use_noise_kernel
+from trainer.objective import Batch
 from trainer.students import BD3LM, MDLM, BD3LMConfig, StudentSettings
+from trainer.training import OptimizationConfig, make_optimizer
 
 TIME_LIMIT_SECONDS = 450
 H200_BF16_FLOPS = 989e12

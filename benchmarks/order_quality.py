@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from shards.atomic import write_json_atomic
-from shards.order import Shuffle, ShuffledOrder
-from shards.stream import ShardStream
+from shards.base import write_json_atomic
+from shards.stream import ShardStream, Shuffle, ShuffledOrder
 
 SPLITS = {"1,024 tokens a row": (65_536, 4), "128 tokens a row": (524_288, 32)}
 """Rows and rows per chunk, as stores of 67 million tokens have them."""

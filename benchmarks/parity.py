@@ -27,17 +27,25 @@ from benchmarks.goldens import (
     row_noise,
     student_of,
 )
-from shards.atomic import write_json_atomic
-from trainer.batch import Batch
-from trainer.diffusion import Corruption, stratified_times, substituted_log_probs
-from trainer.ema import ExponentialMovingAverage
-from trainer.import_checkpoint import our_parameters
-from trainer.optimization import clip_gradients, make_optimizer
-from trainer.schedules import SCHEDULES, noise_level, rate_noise, total_noise
-from trainer.settings import OptimizationConfig
-from trainer.students import AR, BD3LM, Student
-from trainer.students.attention import Rotary, training_mask
-from trainer.students.dit import noise_level_features
+from shards.base import write_json_atomic
+from trainer.importing import our_parameters
+from trainer.objective import (
+    SCHEDULES,
+    Batch,
+    Corruption,
+    noise_level,
+    rate_noise,
+    stratified_times,
+    substituted_log_probs,
+    total_noise,
+)
+from trainer.students import AR, BD3LM, Rotary, Student, noise_level_features, training_mask
+from trainer.training import (
+    ExponentialMovingAverage,
+    OptimizationConfig,
+    clip_gradients,
+    make_optimizer,
+)
 
 
 def diffusion_case(folder: Path, name: str) -> list[Comparison]:

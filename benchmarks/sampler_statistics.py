@@ -24,22 +24,22 @@ from scipy import optimize, stats
 from torch import Tensor
 
 from benchmarks.measure import machine
-from shards.atomic import write_json_atomic
-from shards.console import progress_bar
+from shards.base import derive_seed, progress_bar, write_json_atomic
 from shards.noise import DenseNoise
-from shards.seeding import derive_seed
-from trainer.import_checkpoint import our_parameters
+from trainer.importing import our_parameters
 from trainer.sampling import (
     AncestralConfig,
     BlockConfig,
     FirstHittingConfig,
     FixedCountConfig,
+    NoiseUse,
+    SampleKeys,
     Sampler,
     SequentialConfig,
+    WholeRow,
+    inference,
 )
-from trainer.sampling.draws import SampleKeys
-from trainer.sampling.reveal import inference, reveal
-from trainer.sampling.whole_row import NoiseUse, WholeRow
+from trainer.sampling.reveal import reveal
 from trainer.students import STUDENTS, Student, StudentSettings
 
 LEVEL = 1e-4

@@ -24,9 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.cache_equality import open_gates
 from benchmarks.measure import interleaved_seconds, machine, median
-from shards.atomic import write_json_atomic
-from shards.errors import UsageError
-from trainer.library_bars import without_library_bars
+from shards.base import UsageError, write_json_atomic
+from trainer.importing import without_library_bars
 from trainer.sampling import (
     AdaptiveConfig,
     AncestralConfig,

@@ -29,9 +29,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.corpus import CorpusConfig, corpus_config, read_documents
-from pipeline.stage1 import prepare_tokens
-from pipeline.tokenization import backend, load_tokenizer
-from shards.atomic import write_json_atomic
+from pipeline.tokens import backend, load_tokenizer, prepare_tokens
+from shards.base import write_json_atomic
 
 SMALL_BYTES, LARGE_BYTES = 10_000_000, 72_000_000
 SEPARATOR = "<|endoftext|>"

@@ -11,13 +11,10 @@ import torch
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from shards.noise import KeyedPosterior, Noise, dense_arrivals
-from shards.position_keys import PositionKeys
-from shards.probabilities import DenseProbabilities
-from trainer.batch import Batch
-from trainer.diffusion import substituted_log_probs
-from trainer.optimization import clip_gradients
+from shards.noise import DenseProbabilities, KeyedPosterior, Noise, PositionKeys, dense_arrivals
+from trainer.objective import Batch, substituted_log_probs
 from trainer.students import MDLM
+from trainer.training import clip_gradients
 
 
 def update(student: MDLM, optimizer: torch.optim.Optimizer) -> None:

@@ -26,10 +26,8 @@ import torch
 import typer
 
 from benchmarks.measure import machine
-from shards.atomic import write_json_atomic
-from shards.console import run_command
-from shards.errors import GdistillError, UsageError
-from shards.manifest import MANIFEST_FILE
+from shards.base import GdistillError, UsageError, run_command, write_json_atomic
+from shards.store import MANIFEST_FILE
 
 NFE = (8, 32)
 BATCH_ROWS = 16

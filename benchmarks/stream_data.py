@@ -18,8 +18,7 @@ import torch
 
 from benchmarks.codec_teachers import SyntheticTeacher
 from shards.codec import ArraySpec, codec_parameters, make_codec
-from shards.manifest import Manifest
-from shards.store import ShardWriter
+from shards.store import Manifest, ShardWriter
 
 VOCAB_SIZE, POOL_TOKENS = 8192, 1 << 17
 CODEC = make_codec("posterior")

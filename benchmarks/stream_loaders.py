@@ -32,7 +32,7 @@ from benchmarks.stream_data import ARRAYS, Shape, read_shape
 PEERS = Path(sys.prefix) / "stream-peers"
 MAX_SECONDS = 15
 MODULES = {
-    "ShardStream": "shards.store",
+    "ShardStream": "shards.store.store",
     "zarr-python": "zarr",
     "datasets": "datasets",
     "mosaicml-streaming": "streaming",

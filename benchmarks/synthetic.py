@@ -10,11 +10,9 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from shards.codec import TeacherOutput, codec_parameters, make_codec
-from shards.manifest import Manifest
-from shards.store import ShardStore
+from shards.store import Manifest, ShardStore, ShardWriter
 from shards.stream import RowBatch
-from shards.writer import ShardWriter
-from trainer.batch import Batch, BatchMaker, StoredRowNoise
+from trainer.objective import Batch, BatchMaker, StoredRowNoise
 from trainer.students import MDLM, MDLMConfig, StudentSettings
 
 ROWS_AT_ONCE = 8

@@ -20,13 +20,12 @@ from torch import Tensor
 from benchmarks.measure import best, interleaved_seconds, machine
 from benchmarks.steps import dense_gumbels, dense_loss, finish_step, online_batch, tiled_loss
 from benchmarks.synthetic import make_student, make_teacher, read_batch, write_store
-from shards.atomic import write_json_atomic
-from shards.keyed_exponentials import use_noise_kernel
+from shards.base import write_json_atomic
+from shards.noise import use_noise_kernel
 from shards.store import ShardStore
-from trainer.batch import Batch
-from trainer.optimization import make_optimizer
-from trainer.settings import OptimizationConfig
+from trainer.objective import Batch
 from trainer.students import StudentSettings, read_preset
+from trainer.training import OptimizationConfig, make_optimizer
 
 LOSS_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 

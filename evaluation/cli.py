@@ -12,7 +12,7 @@ from evaluation.report import Table, open_folder, write_report
 from evaluation.samples import SampleSet, find_sample_files, read_samples
 from evaluation.score import Score
 from evaluation.scorers import ScoreOptions, make_scorers
-from shards.console import run_command
+from shards.base import run_command
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 Scored = Sequence[tuple[SampleSet, Sequence[Score]]]

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shards.atomic import write_bytes_atomic, write_json_atomic
-from shards.errors import UsageError
+from shards.base import UsageError, write_bytes_atomic, write_json_atomic
 
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem;color:#222}

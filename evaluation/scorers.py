@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evaluation.diversity import entropy_score
-from evaluation.maze_success import Maze, maze_success, moves_of_words
-from evaluation.references import read_references
-from evaluation.samples import SampleSet
+from evaluation.maze import Maze, maze_success, moves_of_words
+from evaluation.samples import SampleSet, read_references
 from evaluation.score import Score
-from shards.errors import UsageError
+from evaluation.text import entropy_score
+from shards.base import UsageError
 
 if TYPE_CHECKING:
-    from evaluation.judge_model import JudgeModel
+    from evaluation.text import JudgeModel
 
 Scorer = Callable[[SampleSet], list[Score]]
 DEFAULT_MAX_TOKENS = 1024
@@ -103,8 +102,8 @@ def _maze_scorer(file: Path) -> Scorer:
 
 def _judge_scorers(options: ScoreOptions, name: str, sets: Sequence[SampleSet]) -> list[Scorer]:
     # Imported here, so that scores without a model do not wait for transformers.
-    from evaluation.generative_perplexity import generative_perplexity, reading_limits
-    from evaluation.judge_model import load_judge
+    from evaluation.text import load_judge, reading_limits
+    from evaluation.text.generative_perplexity import generative_perplexity
 
     references = _references(options.reference, sets)
     judge = load_judge(name, options.device)
@@ -125,7 +124,7 @@ def _judge_scorers(options: ScoreOptions, name: str, sets: Sequence[SampleSet]) 
 
 def _references(file: Path | None, sets: Sequence[SampleSet]) -> list[str] | None:
     """The reference texts, if any are asked for and every set can be compared with them."""
-    from evaluation.mauve_score import check_counts
+    from evaluation.text import check_counts
 
     if file is None:
         return None
@@ -136,7 +135,8 @@ def _references(file: Path | None, sets: Sequence[SampleSet]) -> list[str] | Non
 
 
 def _mauve_scorer(judge: JudgeModel, references: Sequence[str], max_tokens: int) -> Scorer:
-    from evaluation.mauve_score import last_hidden_features, mauve_score
+    from evaluation.text import last_hidden_features
+    from evaluation.text.mauve_score import mauve_score
 
     features = last_hidden_features(judge, references, max_tokens)
     return lambda samples: [

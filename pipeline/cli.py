@@ -7,12 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from pipeline.dry_run import what_would_be_done
-from pipeline.plan import make_plan
+from pipeline.plan import make_plan, what_would_be_done
 from pipeline.run import run_extraction
 from pipeline.settings import resolve_request
 from pipeline.workers import Worker
-from shards.console import run_command
+from shards.base import run_command
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 

@@ -13,28 +13,38 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline.batching import BatchSize, automatic_batch_size
 from pipeline.corpus import scheme_of
-from pipeline.extract import Extractor, Process, resources_on, unchanged
-from pipeline.generate import GeneratedRows, ProcessOutput
-from pipeline.identity import build_manifest, corpus_unigram, side_files
-from pipeline.maze import load_maze
-from pipeline.maze_teacher import MazeTeacherConfig, demo_teacher_config, train_maze_teacher
-from pipeline.pretrained import PretrainedFiles, find_pretrained
-from pipeline.rows import CorpusRows, RowSource
+from pipeline.extract import (
+    CorpusRows,
+    Extractor,
+    Process,
+    RowSource,
+    build_manifest,
+    corpus_unigram,
+    resources_on,
+    side_files,
+    unchanged,
+)
+from pipeline.maze import MazeTeacherConfig, demo_teacher_config, load_maze, train_maze_teacher
 from pipeline.settings import ExtractRequest
-from pipeline.stage1 import prepare_tokens
 from pipeline.summary import StoreSummary, corpus_lines
-from pipeline.teacher import Teacher, check_row_length, check_vocabulary, resolve_device
-from pipeline.tokenization import load_tokenizer
-from pipeline.tokens import TokenDataset
+from pipeline.teacher import (
+    BatchSize,
+    GeneratedRows,
+    PretrainedFiles,
+    ProcessOutput,
+    Teacher,
+    automatic_batch_size,
+    check_row_length,
+    check_vocabulary,
+    find_pretrained,
+    resolve_device,
+)
+from pipeline.tokens import TokenDataset, load_tokenizer, prepare_tokens
 from pipeline.workers import Stopped, StopRequest, Worker
-from shards.atomic import write_json_atomic
-from shards.claims import file_claim
-from shards.console import progress_bar
-from shards.errors import GdistillError, UsageError
-from shards.manifest import Manifest
-from shards.store import ShardRange, ShardStore, ShardWriter
+from shards.base import GdistillError, UsageError, progress_bar, write_json_atomic
+from shards.storage import file_claim
+from shards.store import Manifest, ShardRange, ShardStore, ShardWriter
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,8 @@ from typing import Any, Literal
 
 from pipeline.corpus import CorpusConfig, corpus_config
 from pipeline.teacher import DtypeName
-from shards.codec import codec_parameters, make_codec
-from shards.codec.protocol import Codec
-from shards.configuration import merge, parse_override, read_toml, resolve, to_mapping
-from shards.errors import UsageError
+from shards.base import UsageError, merge, parse_override, read_toml, resolve, to_mapping
+from shards.codec import Codec, codec_parameters, make_codec
 
 DEFAULT_CODEC = "posterior"
 LONGEST_DEFAULT_ROW = 1024
@@ -91,8 +89,7 @@ class SequentialSettings:
     Attributes:
         temperature: Divides the logits.
         nucleus_p: Keeps the likeliest tokens that together reach this probability.
-        batch_size: Rows written side by side; see :func:`pipeline.generate.rows_at_once` unless
-            told.
+        batch_size: Rows written side by side; found by trial unless told.
     """
 
     temperature: float = 1.0

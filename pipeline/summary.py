@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.text_policy import Tally
+from pipeline.corpus import Tally
 from pipeline.tokens import TokenDataset
-from shards.description import Description
 from shards.store import ShardStore
+from shards.tools import Description
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,20 @@ from typing import Annotated
 
 import typer
 
-from shards.atomic import write_bytes_atomic
+from shards.base import (
+    IntegrityError,
+    UsageError,
+    parse_override,
+    progress_bar,
+    run_command,
+    write_bytes_atomic,
+)
 from shards.codec import make_codec
-from shards.configuration import parse_override
-from shards.console import progress_bar, run_command
-from shards.description import Description
-from shards.errors import IntegrityError, UsageError
-from shards.location import open_location
-from shards.store import ShardStore, ShardWriter, verify
-from shards.verify import forget as forget_shards
+from shards.storage import open_location
+from shards.store import ShardStore, ShardWriter
+from shards.store import forget as forget_shards
+from shards.store.store import verify
+from shards.tools import Description
 
 app = typer.Typer(
     add_completion=False,
@@ -83,11 +88,7 @@ def show(
     ] = Path("row.html"),
 ) -> None:
     """One row made visible: each token's probability, its noise and rank, the alternatives."""
-    from shards.row_view import (
-        row_figure,
-        row_page,
-        view_row,
-    )  # matplotlib and tokenizers load slowly
+    from shards.tools import row_figure, row_page, view_row
 
     first, views = view_row(ShardStore.open(store, allow_incomplete=True), split, row, draw)
     title = f"{split} row {row} of {store}"
@@ -114,7 +115,7 @@ def convert(
     ] = None,
 ) -> None:
     """Turn stored distributions into one frozen draw of them. Resumes when interrupted."""
-    from shards.rewriting import convert as run
+    from shards.tools import convert as run
 
     source = ShardStore.open(store)
     parameters = {".".join(path): value for path, value in map(parse_override, overrides or [])}
@@ -138,7 +139,7 @@ def subset(
     ] = None,
 ) -> None:
     """Keep the first rows: a row's number names its noise, so rows keep their places."""
-    from shards.rewriting import subset as run
+    from shards.tools import subset as run
 
     source = ShardStore.open(store)
     kept = _kept_rows(
@@ -183,7 +184,7 @@ def merge(
     stores: Annotated[list[str], typer.Argument(help="Stores of one extraction.")], out: Out
 ) -> None:
     """Gather the finished shards of several stores of one identity into one, byte for byte."""
-    from shards.merge import merge as run
+    from shards.tools.merge import merge as run
 
     opened = [ShardStore.open(store, allow_incomplete=True) for store in stores]
     for store in stores:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shards.store import ShardStore
+from shards.store.store import ShardStore
 
 BLOCKER = """
 import sys

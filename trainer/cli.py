@@ -9,9 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shards.configuration import read_toml
-from shards.console import run_command
-from shards.errors import UsageError
+from shards.base import UsageError, read_toml, run_command
 
 app = typer.Typer(
     add_completion=False,
@@ -38,9 +36,7 @@ def run(
     ] = None,
 ) -> None:
     """Train a student from a store; no teacher is needed."""
-    from trainer.loop import train
-    from trainer.parallel import leave
-    from trainer.settings import compose_run, read_recipe
+    from trainer.training import compose_run, leave, read_recipe, train
 
     sources: list[dict[str, Any]] = []
     if preset is not None:
@@ -65,7 +61,7 @@ def import_(
     block_size: Annotated[int | None, typer.Option(help="Tokens per block (BD3-LM).")] = None,
 ) -> None:
     """Convert one of the authors' released checkpoints."""
-    from trainer.import_checkpoint import import_checkpoint
+    from trainer.importing import import_checkpoint
 
     made = import_checkpoint(checkpoint, out, ema, row_length=row_length, block_size=block_size)
     steps = "" if made.global_step is None else f" after {made.global_step:,} steps"

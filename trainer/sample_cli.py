@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shards.console import run_command
-from shards.errors import UsageError
+from shards.base import UsageError, run_command
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -57,7 +56,7 @@ def sample(
     ] = None,
 ) -> None:
     """Draw samples. The same command resumes an interrupted run."""
-    from trainer.sampling.sample_request import Request
+    from trainer.sampling.command import Request
 
     named: dict[str, Any] = {
         "nucleus_p": nucleus_p,

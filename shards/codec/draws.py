@@ -9,8 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from shards.codec.protocol import TeacherOutput
-from shards.noise import KeyedPosterior, PositionKeys
-from shards.probabilities import DenseProbabilities
+from shards.noise import DenseProbabilities, KeyedPosterior, PositionKeys
 
 PART_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 23}
 """Temporaries should stay in a core's cache, and should fill a GPU."""

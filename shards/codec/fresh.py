@@ -9,8 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shards.codec.protocol import Arrays
-from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys
-from shards.probabilities import Probabilities
+from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys, Probabilities
 
 
 class FreshDraws(ABC):

@@ -13,11 +13,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shards.base import GdistillError, UsageError
 from shards.codec.draws import encode_in_parts
 from shards.codec.fresh import FreshDraws
 from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
-from shards.errors import GdistillError, UsageError
-from shards.probabilities import HeadLogits
+from shards.noise import HeadLogits
 
 LARGEST_LEVEL = 127
 HEAD_TOLERANCE_NATS = 0.1

@@ -20,15 +20,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shards.base import UsageError
 from shards.codec.byte_planes import from_planes, plane_specs, to_planes
 from shards.codec.draws import encode_in_parts
 from shards.codec.fresh import FreshDraws
 from shards.codec.likeliest import likeliest_tokens
 from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
 from shards.codec.vocabulary_order import FrequencyOrder
-from shards.entries import Entries
-from shards.errors import UsageError
-from shards.probabilities import DenseProbabilities, HeadAndTail, Probabilities
+from shards.noise import DenseProbabilities, Entries, HeadAndTail, Probabilities
 
 SMALLEST_HALF = -65504.0
 

@@ -13,10 +13,10 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
+from shards.base import UsageError
 from shards.codec.draws import encode_draw, passes_token
 from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
 from shards.codec.stored_noise import StoredNoise
-from shards.errors import UsageError
 from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys
 
 

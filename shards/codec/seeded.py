@@ -20,14 +20,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shards.base import UsageError
 from shards.codec.byte_planes import from_planes, plane_specs, to_planes
 from shards.codec.draws import encode_draw
 from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
 from shards.codec.vocabulary_order import FrequencyOrder
-from shards.entries import Entries
-from shards.errors import UsageError
-from shards.gumbel import add_wait_
-from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys, ShiftedNoise
+from shards.noise import Entries, KeyedPosterior, KeyedPrior, PositionKeys, ShiftedNoise, add_wait_
 
 LARGEST_EXPONENTIAL = 16.7
 LARGEST_SHIFT_NATS = 26.0

@@ -9,9 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.gumbel import arrivals_from_gumbel
-from shards.noise import place_tokens
-from shards.position_keys import Index
+from shards.noise import Index, arrivals_from_gumbel, place_tokens
 
 TileDecoder = Callable[[tuple[Tensor, ...], int, int], Tensor]
 

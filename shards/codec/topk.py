@@ -16,14 +16,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shards.base import UsageError
 from shards.codec.byte_planes import from_planes, plane_specs, to_planes
 from shards.codec.draws import encode_draw
 from shards.codec.full import half_gumbels
 from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
-from shards.errors import UsageError
-from shards.gumbel import arrivals_from_gumbel
-from shards.noise import KeyedPosterior, PositionKeys, SparseNoise
-from shards.order_statistics import first_arrivals_of
+from shards.noise import (
+    KeyedPosterior,
+    PositionKeys,
+    SparseNoise,
+    arrivals_from_gumbel,
+    first_arrivals_of,
+)
 
 
 @dataclass(frozen=True)

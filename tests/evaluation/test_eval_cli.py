@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from evaluation import mauve_score
 from evaluation.cli import app
-from evaluation.generative_perplexity import generative_perplexity
-from evaluation.judge_model import JudgeModel, load_judge
-from shards.errors import GdistillError, UsageError
+from evaluation.text.generative_perplexity import generative_perplexity
+from evaluation.text.judge import JudgeModel, load_judge
+from shards.base.errors import GdistillError, UsageError
 
 MAZE = {
     "rows": ["...", "S.T"],

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pipeline import token_writer, tokenization, tokens
-from pipeline.corpus import CorpusConfig
+from pipeline.corpus.splits import CorpusConfig
 from tests.pipeline.extract_cases import save_teacher, write_corpus
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat,", "and", "then;", "Quick!", "old's"]

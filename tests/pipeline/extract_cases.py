@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from pipeline.run import run_extraction
 from pipeline.settings import resolve_request
 from pipeline.workers import Worker
-from shards.store import ShardStore
+from shards.store.store import ShardStore
 
 WORDS = ["<bos>", "<eos>", *(f"w{i}" for i in range(21))]
 VOCAB_SIZE = len(WORDS)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from pipeline.cli import app
-from pipeline.maze_teacher import MazeTeacherConfig
+from pipeline.maze.teacher import MazeTeacherConfig
 from pipeline.settings import resolve_request
-from pipeline.teacher import Teacher
-from pipeline.teacher_output import RawLogits
-from shards.console import run_command
-from shards.errors import UsageError
-from shards.location import open_location
-from shards.store import ShardStore
+from pipeline.teacher.model import Teacher
+from pipeline.teacher.output import RawLogits
+from shards.base.console import run_command
+from shards.base.errors import UsageError
+from shards.storage.location import open_location
+from shards.store.store import ShardStore
 from tests.pipeline.extract_cases import (
     CONTEXT_LENGTH,
     ROW_LENGTH,

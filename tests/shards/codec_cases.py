@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shards.codec import Codec, TeacherOutput
 from shards.codec.draws import position_keys
-from shards.noise import Noise, PositionKeys
+from shards.codec.registry import Codec, TeacherOutput
+from shards.noise.kinds import Noise, PositionKeys
 
 SEED = 1234
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from shards.codec.protocol import ArraySpec
-from shards.layout import ShardRange
-from shards.manifest import Manifest
-from shards.writer import ShardWriter
+from shards.store.layout import ShardRange
+from shards.store.manifest import Manifest
+from shards.store.writer import ShardWriter
 
 VOCAB, LENGTH, KEPT = 50, 6, 3
 FILES = {"tokenizer/tokenizer.json": b'{"a": 1}', "corpus/maze.json": b"[1, 2]"}

@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from shards import cli
-from shards.codec import Codec, TeacherOutput, codec_parameters, make_codec
-from shards.errors import IntegrityError, UsageError
-from shards.manifest import Manifest
-from shards.noise import dense_arrivals
-from shards.rewriting import stored_noise
-from shards.row_view import view_row
-from shards.store import ShardStore, ShardWriter
-from tests.shards.fault_trials import flipped
+from shards.base.errors import IntegrityError, UsageError
+from shards.codec.registry import Codec, TeacherOutput, codec_parameters, make_codec
+from shards.noise.kinds import dense_arrivals
+from shards.store.manifest import Manifest
+from shards.store.store import ShardStore, ShardWriter
+from shards.tools.rewriting import stored_noise
+from shards.tools.row_view import view_row
+from tests.shards.store.fault_trials import flipped
 from tests.shards.store_cases import file_bytes, open_writer, write_store
 
 VOCAB, LENGTH, SEED = 23, 6, 5

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from shards.codec import codec_parameters, make_codec
 from shards.codec.protocol import TeacherOutput
-from shards.manifest import Manifest
-from shards.store import ShardWriter
-from trainer.metrics import TIMING_FIELDS
-from trainer.settings import RunConfig, compose_run
+from shards.codec.registry import codec_parameters, make_codec
+from shards.store.manifest import Manifest
+from shards.store.store import ShardWriter
+from trainer.training.metrics import TIMING_FIELDS
+from trainer.training.settings import RunConfig, compose_run
 
 VOCAB, LENGTH, SEED = 12, 8, 7
 ROWS = {"train": 40, "validation": 10}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.sampling import SamplingNoise, sampling_noise
-from trainer.students import STUDENTS, Student, StudentSettings
+from trainer.sampling.registry import SamplingNoise, sampling_noise
+from trainer.students.registry import STUDENTS, Student, StudentSettings
 
 VOCAB, LENGTH, BOS = 11, 12, 0
 WIDE, NARROW = 1.5, 0.3

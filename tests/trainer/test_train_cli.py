@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shards.configuration import to_mapping
+from shards.base.configuration import to_mapping
 from tests.trainer.run_cases import LENGTH, assert_same_run, tiny_run, write_store
 from trainer.cli import main
-from trainer.loop import train
+from trainer.training.loop import train
 
 
 @pytest.fixture

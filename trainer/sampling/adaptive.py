@@ -20,9 +20,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shards.errors import UsageError
-from shards.noise import Noise
-from shards.position_keys import PositionKeys
+from shards.base import UsageError
+from shards.noise import Noise, PositionKeys
 from trainer.sampling.draws import SampleKeys, position_chunks
 from trainer.sampling.nucleus import NucleusRule
 from trainer.sampling.result import SampleResult

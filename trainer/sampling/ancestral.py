@@ -9,11 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trainer.diffusion import schedule_of
+from trainer.objective import Schedule, schedule_of
 from trainer.sampling.draws import SampleKeys, position_uniforms
 from trainer.sampling.order import LAST_TIME, ancestral_steps, ancestral_times
 from trainer.sampling.whole_row_sampler import WholeRowSampler
-from trainer.schedules import Schedule
 from trainer.students import Student
 
 

@@ -20,9 +20,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shards.errors import UsageError
+from shards.base import UsageError
 from shards.noise import Noise
-from trainer.diffusion import schedule_of
+from trainer.objective import schedule_of
 from trainer.sampling.ancestral import masked_steps
 from trainer.sampling.block_state import BlockState, Window
 from trainer.sampling.draws import SampleKeys, position_uniforms

@@ -15,9 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shards.philox import keyed_bits
-from shards.position_keys import PositionKeys
-from shards.seeding import derive_seed
+from shards.base import derive_seed
+from shards.noise import PositionKeys, keyed_bits
 
 RACE_EPS = 1e-10
 ELEMENTS_PER_CHUNK = 1 << 22

@@ -10,10 +10,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shards.codec.protocol import Codec
-from shards.noise import KeyedPrior, Noise
-from shards.position_keys import PositionKeys
-from shards.seeding import derive_seed
+from shards.base import derive_seed
+from shards.codec import Codec
+from shards.noise import KeyedPrior, Noise, PositionKeys
 
 
 @runtime_checkable

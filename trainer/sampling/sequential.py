@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from shards.errors import UsageError
+from shards.base import UsageError
 from shards.noise import Noise
 from trainer.sampling.draws import SampleKeys
 from trainer.sampling.nucleus import NucleusRule

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shards.errors import UsageError
+from shards.base import UsageError
 from trainer.sampling.result import SampleResult
 from trainer.students import Student
 

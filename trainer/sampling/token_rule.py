@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.errors import UsageError
-from shards.position_keys import PositionKeys
+from shards.base import UsageError
+from shards.noise import PositionKeys
 from trainer.sampling.draws import draw_tokens, position_chunks
 from trainer.sampling.nucleus import NucleusRule, truncate_to_nucleus
 

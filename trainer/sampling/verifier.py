@@ -12,9 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from shards.errors import UsageError
-from trainer.library_bars import without_library_bars
-from trainer.sampling.loading import is_model, load_tokenizer
+from shards.base import UsageError
+from trainer.importing import without_library_bars
+from trainer.sampling.command import is_model, load_tokenizer
 
 
 class Verifier:

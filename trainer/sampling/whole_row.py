@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shards.errors import UsageError
+from shards.base import UsageError
 from shards.noise import Noise
-from trainer.diffusion import noise_level, schedule_of
+from trainer.objective import noise_level, schedule_of
 from trainer.students import BD3LM, MDLM, Student
 
 DEFAULT_TAU = 0.85

@@ -1,35 +1,34 @@
-"""The students; importing this package registers them with transformers' Auto classes."""
+"""DOOR: trainer.students."""
 
 from __future__ import annotations
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from typing import TYPE_CHECKING
 
-from trainer.students.autoregressive import AR, ARConfig
-from trainer.students.base import LossOutput, Student
-from trainer.students.bd3lm import BD3LM, BD3LMConfig
-from trainer.students.configuration import StudentConfig, StudentSettings, read_preset
-from trainer.students.mdlm import MDLM, MDLMConfig
+from shards.base.door import open_door
 
-STUDENTS: dict[str, type[Student]] = {"mdlm": MDLM, "bd3lm": BD3LM, "ar": AR}
+if TYPE_CHECKING:
+    from trainer.students.attention import (
+        Rotary,
+        flex_training_attention,
+        masked_attention,
+        training_mask,
+    )
+    from trainer.students.conditioning import GumbelConditioner
+    from trainer.students.dit import noise_level_features
+    from trainer.students.export import export_model
+    from trainer.students.model_folder import read_model
+    from trainer.students.registry import (
+        AR,
+        BD3LM,
+        MDLM,
+        STUDENTS,
+        BD3LMConfig,
+        LossOutput,
+        MDLMConfig,
+        Student,
+        StudentConfig,
+        StudentSettings,
+        read_preset,
+    )
 
-for _student in STUDENTS.values():
-    AutoConfig.register(_student.config_class.model_type, _student.config_class, exist_ok=True)
-    AutoModel.register(_student.config_class, _student, exist_ok=True)
-AutoModelForMaskedLM.register(MDLMConfig, MDLM, exist_ok=True)
-AutoModelForMaskedLM.register(BD3LMConfig, BD3LM, exist_ok=True)
-AutoModelForCausalLM.register(ARConfig, AR, exist_ok=True)
-
-__all__ = [
-    "AR",
-    "BD3LM",
-    "MDLM",
-    "STUDENTS",
-    "ARConfig",
-    "BD3LMConfig",
-    "LossOutput",
-    "MDLMConfig",
-    "Student",
-    "StudentConfig",
-    "StudentSettings",
-    "read_preset",
-]
+__getattr__, __dir__ = open_door(__name__, __file__)

@@ -9,9 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
 
-from shards.errors import UsageError
-from trainer.batch import Batch
-from trainer.diffusion import masked_log_probs
+from shards.base import UsageError
+from trainer.objective import Batch, masked_log_probs
 from trainer.students.attention import KeyValueCache, causal_attention, full_attention
 from trainer.students.base import LossOutput, Student
 from trainer.students.configuration import StudentConfig

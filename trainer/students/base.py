@@ -11,11 +11,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from shards.base import UsageError
 from shards.codec import Codec, make_codec
-from shards.errors import UsageError
 from shards.noise import Noise
-from trainer.batch import Batch
-from trainer.conditioning import GumbelConditioner
+from trainer.objective import Batch
+from trainer.students.conditioning import GumbelConditioner
 from trainer.students.configuration import StudentConfig
 from trainer.students.dit import DiT
 

@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shards.errors import UsageError
-from trainer.diffusion import masked_log_probs, substituted_log_probs
+from shards.base import UsageError
+from trainer.objective import masked_log_probs, substituted_log_probs
 from trainer.students.attention import (
     Attend,
     KeyValueCache,

@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from transformers import PretrainedConfig
 
-from shards.configuration import from_mapping, read_toml, to_mapping
-from shards.errors import UsageError
+from shards.base import UsageError, from_mapping, read_toml, to_mapping
 
 PRESETS = Path(__file__).resolve().parent.parent / "presets" / "students"
 

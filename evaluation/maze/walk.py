@@ -1,0 +1,236 @@
+"""The maze from corpus to table: every room of the house, each through its command.
+
+For each layout the teacher is trained and run once; from its shards come, per seed, an MDLM and an
+MDLM + Gumbel; both are sampled at every NFE by both decision rules, and scored against the exact
+optimum of an unconditioned model and against the teacher's own decode of the same noise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from evaluation.maze.jobs import Job, check_parallel, run_jobs, run_visibly
+from evaluation.maze.report import NAMES, write_maze_report
+from evaluation.maze.results import (
+    NATURAL_RULE,
+    load_task,
+    moves_of,
+    read_words,
+    sample_file,
+    sampling_floor,
+    score_cell,
+)
+from evaluation.maze.success import Maze, Path_
+from evaluation.report import open_folder
+from evaluation.samples import read_samples
+from shards.base import UsageError, read_toml, resolve, run_command, to_mapping, write_json_atomic
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+CONDITIONINGS = ("none", "gumbel")
+RULES = ("categorical", "argmax")
+Panels = dict[str, dict[str, tuple[Maze, Sequence[Path_ | None]]]]
+
+
+@dataclass(frozen=True)
+class WalkConfig:
+    """What one walk through the maze does.
+
+    Attributes:
+        layouts: Built-in layouts or layout files.
+        teacher: Preset of the teacher (``demo`` or ``full``).
+        seeds: Training seeds; each trains a pair of students.
+        sample_seeds: Sampling seeds.
+        num_samples: Samples per sampling seed.
+        nfe: NFE budgets.
+        training: Layout -> ``key=value`` settings of the trainer.
+    """
+
+    layouts: tuple[str, ...] = ("k4", "m57")
+    teacher: str = "demo"
+    seeds: tuple[int, ...] = (1,)
+    sample_seeds: tuple[int, ...] = (11, 12)
+    num_samples: int = 1000
+    nfe: tuple[int, ...] = (1, 2, 4, 8, 16)
+    training: Mapping[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("layouts", "seeds", "sample_seeds", "nfe"):
+            if not getattr(self, name):
+                raise UsageError("an empty list in the config", where=name, expected="at least one")
+        if self.num_samples < 1:
+            raise UsageError("too few samples", where="num_samples", got=self.num_samples)
+
+
+@dataclass(frozen=True)
+class StudentRun:
+    """One student of the walk and where its files are."""
+
+    layout: str
+    conditioning: str
+    seed: int
+    home: Path
+
+    @property
+    def store(self) -> Path:
+        return self.home / self.layout / "store"
+
+    @property
+    def directory(self) -> Path:
+        return self.home / self.layout / f"mdlm-{self.conditioning}-seed{self.seed}"
+
+    @property
+    def name(self) -> str:
+        return f"{self.layout} {self.conditioning} seed {self.seed}"
+
+    def samples(self, rule: str, sample_seed: int) -> Path:
+        """Folder of the samples drawn by one decision rule with one seed."""
+        return self.directory / "samples" / f"{rule}-{sample_seed}"
+
+
+def extract(config: WalkConfig, home: Path) -> None:
+    """Paths, teacher, stage 1 and stage 2 of every layout."""
+    for layout in config.layouts:
+        run_visibly(
+            f"extraction of {layout}",
+            (
+                *("gdistill-extract", "--corpus", f"maze:{layout}", "--out", str(home / layout)),
+                *("--teacher-preset", config.teacher),
+            ),
+        )
+
+
+def train(config: WalkConfig, runs: list[StudentRun], num_parallel: int) -> None:
+    """Train every student from the shards."""
+    jobs = []
+    for run in runs:
+        settings = [f"seed={run.seed}", *config.training.get(run.layout, [])]
+        options = [word for setting in settings for word in ("--set", setting)]
+        command = ("gdistill-train", "run", "--store", str(run.store), "--student", "mdlm")
+        command += ("--preset", "maze", "--conditioning", run.conditioning)
+        command += ("--out", str(run.directory), *options)
+        probe = TrainingProgress(run.directory / "metrics.jsonl")
+        jobs.append(Job(run.name, command, run.directory / "train.log", 100, probe))
+    run_jobs("train", jobs, num_parallel, unit="%")
+
+
+@dataclass(frozen=True)
+class TrainingProgress:
+    """Per cent of a training run, from the last line of its metrics."""
+
+    metrics: Path
+
+    def __call__(self) -> int:
+        try:
+            with open(self.metrics, "rb") as file:
+                file.seek(max(0, self.metrics.stat().st_size - 4096))
+                last = json.loads(file.read().splitlines()[-1])
+            return int(100 * last["step"] / last["num_steps"])
+        except (OSError, ValueError, IndexError, KeyError):
+            return 0  # no metrics yet, or a line still being written
+
+
+def sample(config: WalkConfig, runs: list[StudentRun], num_parallel: int) -> None:
+    """Sample every student at every NFE by both rules."""
+    jobs = []
+    for run in runs:
+        for rule in RULES:
+            for seed in config.sample_seeds:
+                out = run.samples(rule, seed)
+                command = ("gdistill-sample", str(run.directory / "model"), "--out", str(out))
+                command += ("--num", str(config.num_samples), "--seed", str(seed))
+                command += ("--nfe", ",".join(map(str, config.nfe)), "--decision", rule)
+                command += ("--tau", "1.0") if run.conditioning == "gumbel" else ()
+                job = Job(f"{run.name} {rule}", command, out / "sample.log", 1, lambda: 0)
+                jobs.append(job)
+    run_jobs("sample", jobs, num_parallel, unit="runs")
+
+
+def collect(config: WalkConfig, runs: list[StudentRun], home: Path) -> dict[str, Any]:
+    """Score everything that was sampled; the numbers behind the tables."""
+    layouts = {}
+    for layout in config.layouts:
+        task = load_task(home / layout, config.nfe)
+        models: dict[str, Any] = {}
+        for conditioning, rule, nfe in itertools.product(CONDITIONINGS, RULES, config.nfe):
+            files = [
+                sample_file(run.samples(rule, seed), nfe)
+                for run in runs
+                if (run.layout, run.conditioning) == (layout, conditioning)
+                for seed in config.sample_seeds
+            ]
+            rules = models.setdefault(conditioning, {}).setdefault(rule, {})
+            rules[str(nfe)] = score_cell(task, files)
+        layouts[layout] = {
+            "num_paths": len(task.maze.paths),
+            "teacher_mass_on_paths": sum(task.path_probabilities.values()),
+            "optimum": {str(nfe): value for nfe, value in task.optimum.items()},
+            "sampling_floor": sampling_floor(task, config.num_samples),
+            "models": models,
+        }
+    return {"config": to_mapping(config), "layouts": layouts}
+
+
+def panels(config: WalkConfig, runs: list[StudentRun], home: Path) -> Panels:
+    """The figure's panels: the first seed of each model at the smallest and a middle NFE."""
+    result: Panels = {}
+    shown = sorted({config.nfe[0], config.nfe[len(config.nfe) // 2]})
+    for layout, conditioning, nfe in itertools.product(config.layouts, CONDITIONINGS, shown):
+        task_maze = Maze.read(home / layout / "store" / "corpus" / "maze.json")
+        words = read_words(home / layout / "store" / "tokenizer")
+        run = next(r for r in runs if (r.layout, r.conditioning) == (layout, conditioning))
+        directory = run.samples(NATURAL_RULE[conditioning], config.sample_seeds[0])
+        samples = read_samples(sample_file(directory, nfe))
+        title = f"{NAMES[conditioning]}, NFE {nfe}"
+        result.setdefault(layout, {})[title] = (task_maze, moves_of(words, samples))
+    return result
+
+
+@app.command()
+def walk(
+    config: Annotated[Path, typer.Option(help="What to run.")] = Path("configs/maze-demo.toml"),
+    out: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("out/maze-demo"),
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value")] = None,
+    parallel: Annotated[int, typer.Option(help="Students trained side by side.")] = 2,
+) -> None:
+    """Run the maze: paths, teacher, shards, students, samples, scores, report."""
+    check_parallel(parallel)  # before hours of work that its mistake would end
+    started = time.monotonic()
+    settings = resolve(WalkConfig, read_toml(config), overrides=overrides or [])
+    open_folder(out)
+    write_json_atomic(out / "config.json", to_mapping(settings))
+    runs = [
+        StudentRun(layout, conditioning, seed, out)
+        for layout in settings.layouts
+        for seed in settings.seeds
+        for conditioning in CONDITIONINGS
+    ]
+    extract(settings, out)
+    train(settings, runs, parallel)
+    sample(settings, runs, parallel)
+    results = collect(settings, runs, out)
+    results["seconds"] = time.monotonic() - started
+    results["summary"] = (
+        f"{len(settings.seeds)} training seed(s) per model, {len(settings.sample_seeds)} sampling "
+        f"seeds of {settings.num_samples} samples each; configuration {config.name}; "
+        f"{results['seconds']:.0f} seconds on this machine."
+    )
+    for table in write_maze_report(results, panels(settings, runs, out), out):
+        typer.echo(table.to_text() + "\n")
+    typer.echo(f"{results['summary']}\nwrote {out / 'report.html'}, results.json and paths.png")
+
+
+def main() -> None:
+    """Entry point."""
+    run_command(app)
+
+
+if __name__ == "__main__":
+    main()

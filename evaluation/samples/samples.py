@@ -1,0 +1,198 @@
+"""Samples on disk: ``samples*.jsonl`` and ``settings.json`` as the sampler leaves them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evaluation.samples.json_lines import Record, is_text, read_records, short
+from shards.base import GdistillError, UsageError
+
+
+@dataclass(frozen=True)
+class SampleSet:
+    """The samples of one file, sorted by sample index.
+
+    Attributes:
+        name: The file's path below the folder that was given, without suffix.
+        tokens: Token ids of each sample, without special treatment.
+        texts: Decoded text of each sample; None where the student had no tokenizer.
+        indices: Sample index: with ``seed`` it names the noise the sample was drawn with.
+        nfe: Forward passes made for each sample; None where the file does not tell.
+        lines: The line of the file that holds each sample, counted from 1.
+        seed: Seed of the run.
+        settings: Everything else the sampler wrote down.
+        source: The jsonl file.
+    """
+
+    name: str
+    tokens: list[list[int]]
+    texts: list[str | None]
+    indices: list[int]
+    nfe: list[int | None]
+    lines: list[int]
+    seed: int
+    settings: dict[str, Any]
+    source: Path
+
+    @property
+    def nfe_mean(self) -> float | None:
+        """Mean number of forward passes; None unless every sample tells its own."""
+        known = [nfe for nfe in self.nfe if nfe is not None]
+        return sum(known) / len(known) if len(known) == len(self.nfe) else None
+
+    def require_texts(self) -> list[str]:
+        """The texts, for scores that read text.
+
+        Raises:
+            GdistillError: For the first sample without a text, naming file and line.
+        """
+        return [
+            _require_text(text, f"{self.source}:{line}")
+            for text, line in zip(self.texts, self.lines, strict=True)
+        ]
+
+
+def find_sample_files(path: Path) -> list[Path]:
+    """The jsonl files at ``path`` (a file or a folder), by name with numbers in their order.
+
+    Raises:
+        UsageError: When there is nothing to score.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise UsageError("no samples", where=path, got="no such file or folder")
+    files = sorted(path.rglob("*.jsonl"), key=_natural_key)
+    if not files:
+        unfinished = next(path.rglob("*.jsonl.partial"), None)
+        raise UsageError(
+            "no samples",
+            where=path,
+            got=f"only an unfinished file, {unfinished.name}" if unfinished else "no .jsonl file",
+            remedy="run the same gdistill-sample command again to finish it"
+            if unfinished
+            else "write some with gdistill-sample",
+        )
+    return files
+
+
+def _natural_key(path: Path) -> list[tuple[int, str]]:
+    """Sorts ``nfe8`` before ``nfe16``, so that a table of budgets reads as a curve."""
+    parts = re.split(r"([0-9]+)", str(path))
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+
+def read_samples(file: Path, folder: Path | None = None) -> SampleSet:
+    """Read one jsonl file and the ``settings.json`` beside it.
+
+    Args:
+        file: The samples.
+        folder: The folder they were found in, which their name leaves out; the file's own unless
+            told.
+
+    Raises:
+        UsageError: When the file cannot be read or is empty.
+        GdistillError: For a line that is not a sample, naming file and line.
+    """
+    records = [_checked(record, file) for record in read_records(file, "sample")]
+    records.sort(key=lambda record: record.values["index"])
+    values = [record.values for record in records]
+    return SampleSet(
+        name=file.relative_to(folder or file.parent).with_suffix("").as_posix(),
+        tokens=[record["tokens"] for record in values],
+        texts=[record["text"] for record in values],
+        indices=[record["index"] for record in values],
+        nfe=[record["nfe"] for record in values],
+        lines=[record.line for record in records],
+        seed=values[0]["seed"],
+        settings=_read_settings(file.with_name("settings.json")),
+        source=file,
+    )
+
+
+def _checked(record: Record, file: Path) -> Record:
+    """The record with every field that is read, of its type; the index is the line's by default."""
+    where = f"{file}:{record.line}"
+    values = record.values
+    tokens, text = values.get("tokens"), values.get("text")
+    if not isinstance(tokens, list) or not all(_is_count(token) for token in tokens):
+        raise GdistillError(
+            "a sample has no token ids",
+            where=where,
+            got="no such field" if tokens is None else short(tokens),
+            expected='{"index": int, "tokens": [int >= 0, ...], "text": str}',
+            remedy="give the folder that gdistill-sample wrote",
+        )
+    if text is not None and not is_text(text):
+        raise _wrong("text", text, where, "a Unicode string or null")
+    defaults = {"index": record.line - 1, "nfe": None, "seed": 0}
+    fields: dict[str, Any] = {"tokens": tokens, "text": text}
+    for name, default in defaults.items():
+        value = values.get(name)
+        if value is not None and not _is_count(value):
+            raise _wrong(name, value, where, "a whole number >= 0")
+        fields[name] = default if value is None else value
+    return Record(record.line, fields)
+
+
+def _is_count(value: object) -> bool:
+    """True for an int >= 0; JSON's true and false are no numbers."""
+    return type(value) is int and value >= 0
+
+
+def _wrong(name: str, value: object, where: str, expected: str) -> GdistillError:
+    return GdistillError(
+        f"a sample's {name} is of the wrong kind",
+        where=where,
+        got=short(value),
+        expected=expected,
+        remedy="write it as gdistill-sample does, or leave it out",
+    )
+
+
+def _require_text(text: str | None, where: str) -> str:
+    if text is None:
+        raise GdistillError(
+            "a sample has no text",
+            where=where,
+            got="null or no such field",
+            expected='{"tokens": [...], "text": "..."}',
+            remedy="sample from a model folder that holds its tokenizer, or score without "
+            "--judge and --maze",
+        )
+    return text
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    """The sampler's record; empty where there is none."""
+    if not file.is_file():
+        return {}
+    expected, remedy = "a JSON object", "restore the file, or remove it to score without it"
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except (OSError, ValueError) as error:
+        raise GdistillError(
+            "the settings beside the samples cannot be read",
+            where=f"{file}:{getattr(error, 'lineno', 1)}",
+            got=error,
+            expected=expected,
+            remedy=remedy,
+        ) from error
+    if not isinstance(value, dict):
+        raise GdistillError(
+            "the settings beside the samples are no object",
+            where=f"{file}:1",
+            got=type(value).__name__,
+            expected=expected,
+            remedy=remedy,
+        )
+    return value
+
+
+def _refuse_constant(name: str) -> Any:
+    """NaN and its kind are no JSON, and the results that repeat the settings must be."""
+    raise ValueError(f"{name}, which is not JSON")

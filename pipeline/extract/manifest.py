@@ -1,0 +1,169 @@
+"""What decides the content of a store, as its manifest; the arrays and files it carries along."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from pipeline.corpus import CorpusConfig, scheme_of
+from pipeline.maze import load_maze
+from pipeline.settings import ExtractRequest, StoreSettings
+from pipeline.teacher import PretrainedFiles, looks_local
+from pipeline.tokens import TokenDataset, rows_per_group
+from shards.codec import ArraySpec, codec_parameters
+from shards.store import STORE_ARRAYS, Manifest
+from shards.tools import unigram_log_probs
+
+CHUNK_TOKENS, CHUNK_BYTES = 1 << 12, 32 << 20
+SHARD_TOKENS, SHARD_BYTES = 1 << 18, 256 << 20
+
+
+def corpus_unigram(dataset: TokenDataset) -> np.ndarray:
+    """Log-probability of each token in the training rows; [V] float32, nats."""
+    split = "train" if dataset.num_rows("train") else dataset.splits[-1]
+    return unigram_log_probs(
+        lambda start, stop: dataset.read_rows(split, start, stop),
+        dataset.num_rows(split),
+        dataset.row_length,
+        dataset.vocab_size,
+        rows_per_group(dataset.row_length),
+    )
+
+
+@dataclass(frozen=True)
+class RowsPerUnit:
+    """Rows of an inner chunk and of a shard."""
+
+    chunk: int
+    shard: int
+
+
+def rows_per_unit(
+    row_length: int, arrays: dict[str, ArraySpec], settings: StoreSettings
+) -> RowsPerUnit:
+    """Chunks of a few thousand tokens and shards of 2^18, both bounded in bytes, unless told."""
+    row_bytes = row_length * bytes_per_token(arrays)
+    chunk = settings.rows_per_chunk or max(
+        1, min(CHUNK_TOKENS // row_length, CHUNK_BYTES // row_bytes)
+    )
+    if settings.rows_per_chunk is None and settings.rows_per_shard is not None:
+        chunk = next(c for c in range(chunk, 0, -1) if settings.rows_per_shard % c == 0)
+    wanted = min(SHARD_TOKENS // row_length, SHARD_BYTES // row_bytes)
+    shard = settings.rows_per_shard or max(1, wanted // chunk) * chunk
+    return RowsPerUnit(chunk, shard)
+
+
+def bytes_per_token(arrays: dict[str, ArraySpec]) -> int:
+    """Bytes of one token before compression, its id and log-probability included."""
+    specs = [*STORE_ARRAYS.values(), *arrays.values()]
+    return sum(
+        np.dtype(spec.dtype).itemsize * int(np.prod(spec.trailing_shape, dtype=np.int64))
+        for spec in specs
+    )
+
+
+def num_rows(dataset: TokenDataset, request: ExtractRequest) -> dict[str, int]:
+    """Rows of each split that is not empty: the first ones of the corpus, as many as asked for.
+
+    A teacher that writes its own rows may write more than the corpus has.
+    """
+    settings, rows = request.settings.store, {}
+    for split in dataset.splits:
+        own = settings.validation_rows if split == "validation" else None
+        available = dataset.num_rows(split)
+        limit = settings.rows if own is None else own
+        limit = available if limit is None else limit
+        asked = split != "validation" or own is not None
+        unlimited = request.settings.mode == "sequential" and asked and available > 0
+        rows[split] = limit if unlimited else min(available, limit)
+    return {split: count for split, count in rows.items() if count}
+
+
+def build_manifest(
+    request: ExtractRequest, teacher: PretrainedFiles, dataset: TokenDataset
+) -> Manifest:
+    """The identity of the store that this request makes."""
+    settings, codec = request.settings, request.codec
+    arrays = codec.array_specs(dataset.vocab_size, teacher.hidden_size)
+    unit = rows_per_unit(dataset.row_length, arrays, settings.store)
+    return Manifest(
+        codec={"name": codec.name, "parameters": codec_parameters(codec)},
+        arrays=arrays,
+        vocab_size=dataset.vocab_size,
+        row_length=dataset.row_length,
+        splits=num_rows(dataset, request),
+        rows_per_shard=unit.shard,
+        rows_per_chunk=unit.chunk,
+        teacher={
+            "id": teacher.name,
+            "weights_sha256": teacher.weights_sha256,
+            "config_sha256": teacher.config_sha256,
+            "dtype": settings.teacher.dtype,
+        },
+        tokenizer=_tokenizer_identity(dataset),
+        tokens=_tokens_identity(request, dataset),
+        seed=settings.seed,
+        versions=package_versions(),
+        bos_id=dataset.bos_id,
+        eos_id=dataset.eos_id,
+    )
+
+
+def _tokenizer_identity(dataset: TokenDataset) -> dict[str, str]:
+    record = dataset.record["tokenizer"]
+    name = Path(record["id"]).name if looks_local(record["id"]) else record["id"]
+    return {"id": name, "sha256": record["sha256"]}
+
+
+def _tokens_identity(request: ExtractRequest, dataset: TokenDataset) -> dict[str, object]:
+    identity: dict[str, object] = {
+        "corpus": dataset.record["corpus"]["source"],
+        "fingerprint": dataset.fingerprint,
+        "mode": request.settings.mode,
+    }
+    if request.settings.mode == "sequential":
+        sampling = request.settings.sequential
+        identity["temperature"] = sampling.temperature
+        identity["nucleus_p"] = sampling.nucleus_p
+    return identity
+
+
+def package_versions() -> dict[str, str]:
+    """The packages whose version can change a byte of a store.
+
+    The arithmetic (torch, numpy), the model (transformers), the tokenizer's files (tokenizers,
+    transformers), the metadata (zarr) and the compressor (numcodecs).
+    """
+    others = ("gdistill", "numcodecs", "numpy", "tokenizers", "zarr")
+    return {
+        **{name: importlib.metadata.version(name) for name in others},
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def side_files(corpus: CorpusConfig, dataset: TokenDataset, teacher: Path) -> dict[str, bytes]:
+    """Files that make the store self-contained: the tokenizer, and what scores need of a corpus."""
+    files = {
+        f"tokenizer/{path.relative_to(dataset.tokenizer_path).as_posix()}": path.read_bytes()
+        for path in sorted(dataset.tokenizer_path.rglob("*"))
+        if path.is_file()
+    }
+    scheme, layout = scheme_of(corpus.source)
+    if scheme == "maze":
+        files["corpus/maze.json"] = _maze_file(layout or "k4", corpus.seed, teacher)
+    return files
+
+
+def _maze_file(layout: str, seed: int, teacher: Path) -> bytes:
+    """The enumerated maze; with the teacher's own path probabilities if it recorded them."""
+    if (teacher / "maze.json").is_file():
+        return (teacher / "maze.json").read_bytes()
+    artifact = {**load_maze(layout).artifact(), "seed": seed}
+    return json.dumps(artifact, indent=2, sort_keys=True).encode() + b"\n"

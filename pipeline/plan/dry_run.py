@@ -1,0 +1,69 @@
+"""What a run would do, found out without writing a byte."""
+
+from __future__ import annotations
+
+import json
+
+from pipeline.corpus import scheme_of
+from pipeline.settings import ExtractRequest
+from pipeline.teacher import check_row_length, find_pretrained, resolve_device
+from pipeline.tokens import RECORD, TokenDataset
+from pipeline.workers import Worker
+from shards.base import UsageError
+from shards.storage import open_location
+from shards.store import MANIFEST_FILE, ShardStore
+
+
+def what_would_be_done(request: ExtractRequest, worker: Worker) -> list[str]:
+    """The resolved settings and the state of every step.
+
+    Raises:
+        UsageError: If the run would be refused at once (teacher, device, row length).
+    """
+    device = resolve_device(worker.device(request.settings.device))
+    teacher = _teacher(request)
+    if teacher is not None:
+        request = teacher
+    return [
+        json.dumps(request.to_mapping(), indent=2, sort_keys=True),
+        f"device    {device}, worker {worker.index} of {worker.count}",
+        f"teacher   {request.settings.teacher.location or 'trained on the spot'}",
+        f"stage 1   {_stage1(request)}",
+        f"stage 2   {_stage2(request)}",
+        "nothing was written",
+    ]
+
+
+def _teacher(request: ExtractRequest) -> ExtractRequest | None:
+    """The request with its row length settled, if the teacher is already there."""
+    settings = request.settings.teacher
+    if settings.location is None:
+        if scheme_of(request.corpus.source)[0] != "maze":
+            raise UsageError("no teacher", where="--teacher", expected="a folder or a hub id")
+        return None
+    files = find_pretrained(
+        settings.location,
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+        weights=False,
+    )
+    request = request.with_row_length(files.context_length)
+    check_row_length(files, request.corpus.row_length or 0)
+    return request
+
+
+def _stage1(request: ExtractRequest) -> str:
+    tokens = request.out / "tokens"
+    if not (tokens / RECORD).is_file():
+        return f"would tokenize {request.corpus.source} into {tokens}"
+    dataset = TokenDataset.open(tokens)
+    rows = ", ".join(f"{dataset.num_rows(split):,} {split}" for split in dataset.splits)
+    return f"done: {rows} rows of {dataset.row_length}"
+
+
+def _stage2(request: ExtractRequest) -> str:
+    if open_location(request.store).size(MANIFEST_FILE) is None:
+        return f"would write {request.store}"
+    store = ShardStore.open(request.store, allow_incomplete=True)
+    left = len(store.unfinished())
+    return "done" if not left else f"would write {left} shards that are not done"

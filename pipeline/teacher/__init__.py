@@ -1,0 +1,28 @@
+"""DOOR: pipeline.teacher."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shards.base.door import open_door
+
+if TYPE_CHECKING:
+    from pipeline.teacher.batching import (
+        BatchSize,
+        automatic_batch_size,
+        in_halves,
+        is_out_of_memory,
+    )
+    from pipeline.teacher.files import PretrainedFiles, find_pretrained, looks_local, not_causal_lm
+    from pipeline.teacher.generate import GeneratedRows, ProcessOutput
+    from pipeline.teacher.model import (
+        DtypeName,
+        Teacher,
+        check_row_length,
+        check_vocabulary,
+        resolve_device,
+        tokenizer_size,
+    )
+    from pipeline.teacher.output import RawLogits, check_output, rows_tensor
+
+__getattr__, __dir__ = open_door(__name__, __file__)

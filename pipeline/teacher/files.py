@@ -1,0 +1,270 @@
+"""The files of a causal language model: where they are, what they are, before anything is loaded.
+
+Everything that can be wrong with a teacher and be told from its configuration is told here, so
+that a run fails in its first second. A finished run never loads the model again; it reads the
+weights to hash them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, PreTrainedConfig
+
+from shards.base import GdistillError, UsageError, canonical_json, sha256_file
+
+SAFE_FILE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
+LEGACY_FILE, LEGACY_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+SMALL_FILES = ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
+NO_PART_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+HASH_BLOCK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class PretrainedFiles:
+    """A model directory, local or downloaded.
+
+    Attributes:
+        name: Hub id, or the last part of a local path: what a store remembers.
+        folder: The directory.
+        config: Its parsed configuration.
+        trust_remote_code: Whether the model's own Python code may run.
+    """
+
+    name: str
+    folder: Path
+    config: PreTrainedConfig
+    trust_remote_code: bool = False
+
+    @property
+    def context_length(self) -> int | None:
+        """Most tokens the model can see; None if its configuration sets no limit."""
+        value = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        return value if isinstance(value, int) and value > 0 else None
+
+    @property
+    def num_logits(self) -> int:
+        """Width of the model's output; often padded beyond the tokenizer."""
+        return self._size("vocab_size")
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the last hidden state."""
+        return self._size("hidden_size")
+
+    def _size(self, field: str) -> int:
+        value = getattr(self.config.get_text_config(), field, None)
+        if not isinstance(value, int):
+            raise UsageError(
+                "the teacher is no language model",
+                where=self.folder / "config.json",
+                got=f"a {self.config.model_type} without {field}",
+                expected="a causal language model of transformers",
+            )
+        return value
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The weights: safetensors if there are any, else pickled tensors.
+
+        Raises:
+            UsageError: If the directory holds no weights.
+        """
+        for single, index in ((SAFE_FILE, SAFE_INDEX), (LEGACY_FILE, LEGACY_INDEX)):
+            if (self.folder / single).is_file():
+                return [self.folder / single]
+            if (self.folder / index).is_file():
+                return self._indexed(self.folder / index)
+        raise UsageError(
+            "the teacher has no weights",
+            where=self.folder,
+            expected=f"{SAFE_FILE} or {SAFE_INDEX}",
+        )
+
+    def _indexed(self, index: Path) -> list[Path]:
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise GdistillError("damaged weight index", where=index, got=error) from error
+        files = [self.folder / name for name in sorted(names)]
+        for file in files:
+            if not file.is_file():
+                raise GdistillError("a file of the teacher's weights is missing", where=file)
+        return files
+
+    @property
+    def has_safetensors(self) -> bool:
+        """Whether the weights are safetensors (else they load with ``weights_only=True``)."""
+        return all(file.suffix == ".safetensors" for file in self.weight_files)
+
+    @cached_property
+    def weights_sha256(self) -> str:
+        """Hash of every tensor's name, type, shape and bytes, in whatever files they lie.
+
+        Of pickled weights, the hash of the files.
+        """
+        if not self.has_safetensors:
+            hashes = [sha256_file(file) for file in self.weight_files]
+            return hashlib.sha256(canonical_json(hashes)).hexdigest()
+        digest = hashlib.sha256()
+        entries = sorted(
+            (entry for file in self.weight_files for entry in _tensors(file)),
+            key=lambda entry: entry.name,
+        )
+        for entry in entries:
+            digest.update(canonical_json([entry.name, entry.dtype, entry.shape]))
+            for block in entry.blocks():
+                digest.update(block)
+        return digest.hexdigest()
+
+    @cached_property
+    def config_sha256(self) -> str:
+        """Hash of the configuration, without the fields that do not change what is computed."""
+        values = {k: v for k, v in self.config.to_dict().items() if k not in NO_PART_OF_THE_MODEL}
+        return hashlib.sha256(canonical_json(_plain(values))).hexdigest()
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    name: str
+    dtype: str
+    shape: list[int]
+    file: Path
+    begin: int
+    end: int
+
+    def blocks(self) -> Iterator[bytes]:
+        with open(self.file, "rb") as file:
+            file.seek(self.begin)
+            left = self.end - self.begin
+            while left:
+                block = file.read(min(left, HASH_BLOCK_BYTES))
+                if not block:
+                    raise GdistillError(
+                        "the teacher's weights are truncated", where=self.file, got=self.name
+                    )
+                left -= len(block)
+                yield block
+
+
+def _tensors(path: Path) -> list[_Tensor]:
+    """The table of contents of a safetensors file: length, JSON header, bytes."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > path.stat().st_size:
+                raise ValueError("the header is longer than the file")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        return [
+            _Tensor(
+                name, entry["dtype"], entry["shape"], path, *(8 + length + at for at in offsets)
+            )
+            for name, entry in header.items()
+            for offsets in [entry["data_offsets"]]
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise GdistillError("damaged safetensors file", where=path, got=error) from error
+
+
+def _plain(value: Any) -> Any:
+    """JSON-ready form of whatever a configuration holds."""
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def find_pretrained(
+    location: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    weights: bool = True,
+) -> PretrainedFiles:
+    """The files of a local model directory or, downloaded if need be, of a hub id.
+
+    Args:
+        location: Directory (``~`` is the home directory) or hub id.
+        revision: Branch, tag or commit of a hub model.
+        trust_remote_code: Whether the model's own code may run.
+        weights: Whether to download the weights too.
+
+    Raises:
+        UsageError: If there is no such folder or hub model, or it has no configuration.
+    """
+    path = Path(os.path.expanduser(location))
+    if path.exists() or looks_local(str(location)):
+        folder, name = path, path.resolve().name
+    else:
+        folder, name = _download(str(location), revision, weights), str(location)
+    if not (folder / "config.json").is_file():
+        raise UsageError(
+            "no language model there" if folder.exists() else "no such teacher folder",
+            where=location,
+            got=f"{folder} without config.json" if folder.exists() else "nothing",
+            expected="a folder that transformers loads, or a hub id",
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            "cannot read the teacher's configuration",
+            where=folder / "config.json",
+            got=first_line(error),
+            expected="a model type that transformers knows",
+        ) from error
+    return PretrainedFiles(name, folder, config, trust_remote_code)
+
+
+def looks_local(location: str) -> bool:
+    """Whether a location is written like a path and not like a hub id."""
+    return location.startswith((".", "/", "~")) or location.count("/") > 1
+
+
+def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
+    """The snapshot of a hub model; of its weights safetensors, or pickles if it has no others."""
+
+    def fetch(*patterns: str) -> Path:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns)))
+
+    try:
+        folder = fetch(*SMALL_FILES, *(["model*.safetensors"] if weights else []))
+        if weights and not list(folder.glob("model*.safetensors")):
+            folder = fetch(*SMALL_FILES, "pytorch_model*.bin")
+        return folder
+    except Exception as error:  # the hub client raises types of several libraries
+        raise UsageError(
+            "cannot find the teacher",
+            where=hub_id,
+            got=first_line(error),
+            expected="a local folder, or the id of a model on the hub",
+        ) from error
+
+
+def not_causal_lm(files: PretrainedFiles, error: BaseException) -> GdistillError:
+    """A model that transformers cannot load, as one line."""
+    kind = UsageError if "Unrecognized configuration class" in str(error) else GdistillError
+    return kind(
+        "cannot load the teacher",
+        where=files.folder,
+        got=first_line(error),
+        expected="a causal language model of transformers",
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or its type if it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,332 @@
+"""The teacher: any causal language model of transformers, asked for log-probabilities of rows.
+
+This is the only home of the shift by one. A model's logits at position i - 1 are the distribution
+of the token at position i; position 0 has none. Everything a :class:`Teacher` returns is aligned
+with the scored tokens, row[:, 1:].
+
+V is the number of real tokens, the tokenizer's. Many models pad their output beyond it to a round
+number; those columns are dropped before the softmax, so that probabilities sum to 1 over tokens
+that exist. (A trained model gives padding no mass worth naming.)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from pipeline.teacher.files import PretrainedFiles, find_pretrained, not_causal_lm
+from pipeline.teacher.head import Float32Head
+from pipeline.teacher.output import RawLogits, check_output
+from pipeline.teacher.probe import check_teacher
+from pipeline.tokens import load_tokenizer
+from shards.base import GdistillError, UsageError
+from shards.codec import TeacherOutput
+
+DtypeName = Literal["float32", "bfloat16"]
+LARGEST_PADDING = 127
+LARGEST_PADDING_SHARE = 0.05
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N`` as a device that exists.
+
+    Raises:
+        UsageError: If there is no such device here, or it is of another type.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    expected = "auto, cpu, cuda or cuda:N"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError("unknown device", where="--device", got=name, expected=expected) from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError("device not supported", where="--device", got=name, expected=expected)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            "no such GPU",
+            where=f"--device {name}",
+            got=f"{torch.cuda.device_count()} GPUs that this PyTorch can use",
+            remedy="use --device cpu, or install a CUDA build of PyTorch",
+        )
+    return device
+
+
+def check_vocabulary(num_logits: int, vocab_size: int, where: object) -> None:
+    """Refuse a tokenizer that cannot be the teacher's.
+
+    The output may be wider than the tokenizer by padding: at most 127 entries or 5%.
+
+    Raises:
+        UsageError: If the output is narrower, or wider than padding explains.
+    """
+    padding = num_logits - vocab_size
+    if padding < 0 or padding > max(LARGEST_PADDING, LARGEST_PADDING_SHARE * num_logits):
+        raise UsageError(
+            "tokenizer and teacher have different vocabularies",
+            where=where,
+            got=f"a tokenizer of {vocab_size} tokens",
+            expected=f"one for the teacher's {num_logits} logits",
+            remedy="give the tokenizer that the teacher was trained with (--tokenizer)",
+        )
+
+
+def check_row_length(files: PretrainedFiles, row_length: int) -> None:
+    """Refuse rows longer than the teacher's context.
+
+    Raises:
+        UsageError: If they are.
+    """
+    limit = files.context_length
+    if limit is not None and row_length > limit:
+        raise UsageError(
+            "rows are longer than the teacher's context",
+            where=f"row_length, teacher {files.name}",
+            got=row_length,
+            expected=f"at most {limit}",
+        )
+
+
+class Teacher:
+    """A loaded causal language model; see :meth:`load`.
+
+    Attributes:
+        files: Where it came from.
+        vocab_size: V.
+        dtype: Precision of the weights.
+        device: Where it runs.
+    """
+
+    def __init__(
+        self,
+        files: PretrainedFiles,
+        model: nn.Module,
+        vocab_size: int,
+        dtype: DtypeName,
+        device: torch.device,
+    ) -> None:
+        self.files, self.model, self.vocab_size = files, model, vocab_size
+        self.dtype, self.device = dtype, device
+        self.scorer: Any = model
+        self.head = _install_head(model)
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path | PretrainedFiles,
+        dtype: DtypeName = "float32",
+        device: str | torch.device = "auto",
+        *,
+        vocab_size: int | None = None,
+        attention: str | None = None,
+        compiled: bool = False,
+    ) -> Teacher:
+        """Load a model for scoring.
+
+        Args:
+            source: Local directory, hub id, or files already found.
+            dtype: Precision of weights and activations; logits are float32 either way.
+            device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+            vocab_size: V; the tokenizer's beside the model unless told, else the output's width.
+            attention: Attention kernel by transformers' name; its own choice unless told.
+            compiled: Run the model through ``torch.compile``.
+
+        Raises:
+            UsageError: If it is no causal LM, lacks weights, or does not fit the tokenizer; if
+                its logits cannot be had in float32; or if the device does not exist.
+            GdistillError: If the weights are damaged or incomplete.
+        """
+        files = source if isinstance(source, PretrainedFiles) else find_pretrained(source)
+        place = resolve_device(device) if isinstance(device, str) else device
+        if vocab_size is None:
+            vocab_size = tokenizer_size(files) or files.num_logits
+        check_vocabulary(files.num_logits, vocab_size, files.name)
+        model = _load_model(files, dtype, attention).to(place)
+        teacher = cls(files, model, vocab_size, dtype, place)
+        check_teacher(teacher)
+        if compiled:
+            teacher.scorer = torch.compile(model, dynamic=False)
+        return teacher
+
+    @property
+    def context_length(self) -> int | None:
+        """Most tokens of a row; None without a limit."""
+        return self.files.context_length
+
+    @property
+    def hidden_size(self) -> int:
+        """Width D of the last hidden state."""
+        return self.files.hidden_size
+
+    @property
+    def weights_sha256(self) -> str:
+        """Identifies the weights; see :class:`PretrainedFiles`."""
+        return self.files.weights_sha256
+
+    @property
+    def lm_head(self) -> tuple[Float[Tensor, "v d"], Float[Tensor, "v"] | None]:
+        """Weight and bias of the output layer for the V real tokens, float32 on the CPU."""
+        head = self._require_head()
+        bias = None if head.bias is None else head.bias[: self.vocab_size].float().cpu()
+        return head.weight[: self.vocab_size].detach().float().cpu(), bias
+
+    def log_probs(self, rows: Int[Tensor, "b l"]) -> Float[Tensor, "b t v"]:
+        """[B, L-1, V] float32: entry i is the distribution of the token at position i + 1, nats."""
+        return self.output(rows, torch.arange(rows.shape[0])).log_probs
+
+    def output(
+        self, rows: Int[Tensor, "b l"], row_ids: Int[Tensor, "b"], need_hidden: bool = False
+    ) -> TeacherOutput:
+        """Score rows; see :meth:`forward` for the errors.
+
+        Raises:
+            GdistillError: If a logit is NaN or a token impossible; names row and position.
+        """
+        output = self.forward(rows, row_ids, need_hidden).normalise(self.vocab_size)
+        check_output(output)
+        return output
+
+    @torch.inference_mode()
+    def forward(
+        self, rows: Int[Tensor, "b l"], row_ids: Int[Tensor, "b"], need_hidden: bool = False
+    ) -> RawLogits:
+        """The forward pass alone; on a GPU it may still be running when this returns.
+
+        Args:
+            rows: Token ids, at least two per row.
+            row_ids: Index of each row in its split.
+            need_hidden: Also keep the input of the LM head.
+
+        Raises:
+            UsageError: If rows are longer than the context, ids outside the vocabulary, or the
+                hidden state is asked for where logits are not a linear function of it.
+        """
+        check_row_length(self.files, rows.shape[1])
+        self._check_ids(rows, row_ids)
+        rows = rows.to(self.device)
+        try:
+            logits = self.scorer(input_ids=rows[:, :-1], use_cache=False).logits
+            hidden = self._hidden(logits) if need_hidden else None
+        finally:  # a smaller batch needs the memory of one that did not fit
+            self._forget()
+        return RawLogits(logits, rows[:, 1:], row_ids.to(self.device), hidden)
+
+    @torch.inference_mode()
+    def next_log_probs(
+        self, tokens: Int[Tensor, "b n"], cache: Any = None
+    ) -> tuple[Float[Tensor, "b v"], Any]:
+        """The distribution of the token after the last one given, float32, nats, and the cache.
+
+        Args:
+            tokens: Tokens that the cache does not hold yet.
+            cache: What the last call returned; None at the beginning.
+
+        Raises:
+            UsageError: If the model keeps no key-value cache.
+        """
+        try:
+            output = self.model(
+                input_ids=tokens.to(self.device),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        finally:
+            self._forget()
+        cache = getattr(output, "past_key_values", None)
+        if cache is None:
+            raise UsageError(
+                "this teacher keeps no key-value cache",
+                where=self.files.name,
+                remedy="use --mode parallel",
+            )
+        logits = output.logits[:, -1, : self.vocab_size]
+        return logits.log_softmax(-1, dtype=torch.float32), cache
+
+    def _forget(self) -> None:
+        if self.head is not None:
+            self.head.forget()
+
+    def _check_ids(self, rows: Tensor, row_ids: Tensor) -> None:
+        bad = (rows < 0) | (rows >= self.vocab_size)
+        if bad.any():
+            row, position = (int(index) for index in bad.nonzero()[0])
+            raise UsageError(
+                "token id outside the teacher's vocabulary",
+                where=f"row {int(row_ids[row])}, position {position}",
+                got=int(rows[row, position]),
+                expected=f"0 to {self.vocab_size - 1}",
+            )
+
+    def _require_head(self) -> Float32Head:
+        if self.head is None:
+            raise UsageError(
+                "this teacher's output layer is not a plain linear layer",
+                where=self.files.name,
+                remedy="choose a codec that needs no LM head",
+            )
+        return self.head
+
+    def _hidden(self, logits: Tensor) -> Tensor:
+        head = self._require_head()
+        assert head.last_hidden is not None and head.last_logits is not None
+        if logits is not head.last_logits and not torch.equal(logits, head.last_logits):
+            raise UsageError(
+                "this teacher changes its logits after the LM head",
+                where=self.files.name,
+                expected="logits that are a linear function of the last hidden state",
+                remedy="choose another codec than hidden",
+            )
+        return head.last_hidden
+
+
+def _install_head(model: nn.Module) -> Float32Head | None:
+    """Put a float32 head in place of the model's linear output layer, if it has one."""
+    linear = model.get_output_embeddings()  # type: ignore[operator]
+    if type(linear) is not nn.Linear:
+        return None
+    head = Float32Head(linear)
+    model.set_output_embeddings(head)  # type: ignore[operator]
+    return head
+
+
+def _load_model(files: PretrainedFiles, dtype: DtypeName, attention: str | None) -> Any:
+    transformers_logging.disable_progress_bar()
+    options: dict[str, Any] = {"use_safetensors": files.has_safetensors}
+    if attention:
+        options["attn_implementation"] = attention
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            files.folder,
+            dtype=getattr(torch, dtype),
+            trust_remote_code=files.trust_remote_code,
+            output_loading_info=True,
+            **options,
+        )
+        model, report = loaded
+    except Exception as error:  # transformers lets errors of many libraries through
+        raise not_causal_lm(files, error) from error
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise GdistillError(
+            "the teacher's weights are incomplete",
+            where=files.folder,
+            got=f"no values for {missing[0]}"
+            + (f" and {len(missing) - 1} more" * (len(missing) > 1)),
+            remedy="transformers would fill them with random numbers",
+        )
+    return model.eval().requires_grad_(False)
+
+
+def tokenizer_size(files: PretrainedFiles) -> int | None:
+    """Entries of the tokenizer beside the model; None if there is none."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+    if not any((files.folder / name).is_file() for name in names):
+        return None
+    return len(load_tokenizer(files.folder))

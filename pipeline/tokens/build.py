@@ -1,0 +1,242 @@
+"""Stage 1: corpus -> token rows on disk. A finished one is left alone, an interrupted one goes on.
+
+Work happens in ``.tokens.partial`` beside the result; after each closed part a journal notes how
+far the corpus was read, so a killed run loses at most one part's work. The finished folder is
+renamed to ``tokens``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from pipeline.corpus import (
+    SPLITS,
+    CorpusConfig,
+    Span,
+    Tally,
+    check_identity,
+    corpus_identity,
+    plan_spans,
+    read_span,
+    sources_unchanged,
+)
+from pipeline.tokens.dataset import FORMAT_VERSION, RECORD, Part, TokenDataset, fingerprint
+from pipeline.tokens.packing import make_packer
+from pipeline.tokens.publishing import publish
+from pipeline.tokens.tokenizer import (
+    batches,
+    encoded,
+    load_tokenizer,
+    special_ids,
+    tokenizer_sha256,
+)
+from pipeline.tokens.writer import PartWriter
+from shards.base import Bar, GdistillError, progress_bar, to_mapping, write_json_atomic
+
+JOURNAL = "journal.json"
+LONGEST_DEFAULT_ROW = 1024
+
+
+@dataclass
+class _Progress:
+    """What the journal holds: how far each split has come."""
+
+    span: int = 0
+    next_document: int | None = None
+    packer: dict[str, Any] | None = None
+    parts: dict[str, list[Part]] = field(default_factory=dict)
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    num_dropped_tokens: dict[str, int] = field(default_factory=dict)
+
+
+def prepare_tokens(
+    config: CorpusConfig,
+    tokenizer: PreTrainedTokenizerBase | str | Path,
+    out: Path,
+    *,
+    main_process: bool = True,
+) -> TokenDataset:
+    """Tokenize and pack a corpus into ``out/tokens``, or open what is already there.
+
+    Processes that call this for one ``out`` at the same time wait for the first of them.
+
+    Args:
+        config: The corpus; without a row length, the tokenizer's own limit or 1024.
+        tokenizer: A fast tokenizer, or where to load it from (a teacher).
+        out: The run's folder.
+        main_process: Whether to show progress.
+
+    Raises:
+        UsageError: For settings that do not fit, or differ from those of the rows already there.
+        GdistillError: If the corpus is unreadable, has no documents, changed since it was
+            tokenized or while it was read, or fills not one row.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        tokenizer = load_tokenizer(tokenizer)
+    if config.row_length is None:
+        length = int(min(tokenizer.model_max_length, LONGEST_DEFAULT_ROW))
+        config = replace(config, row_length=length)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with _alone(out / ".tokens.lock"):
+            if (out / "tokens").exists():
+                return _finished(config, tokenizer, out / "tokens")
+            return _build(config, tokenizer, out, main_process)
+    except OSError as error:
+        raise GdistillError("cannot write the token rows", where=out, got=error) from error
+
+
+def _finished(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase, done: Path) -> TokenDataset:
+    """The rows that are there, if they are the ones asked for."""
+    dataset = TokenDataset.open(done)
+    wanted = corpus_identity(config, tokenizer, dataset.record["identity"])
+    check_identity(dataset.record["identity"], wanted, done)
+    return dataset
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """An advisory lock that the operating system releases when the process dies."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build(
+    config: CorpusConfig, tokenizer: PreTrainedTokenizerBase, out: Path, main_process: bool
+) -> TokenDataset:
+    work = out / ".tokens.partial"
+    spans = plan_spans(config)
+    identity = corpus_identity(config, tokenizer, None)
+    progress = _resume(work, identity)
+    with progress_bar("tokenize", None, main_process=main_process) as bar:
+        for index in range(progress.span, len(spans)):
+            _tokenize_span(spans[index], config, tokenizer, work, identity, progress, bar)
+            progress.span, progress.next_document, progress.packer = index + 1, None, None
+            _save(work, identity, progress)
+    if not sources_unchanged(identity):
+        raise GdistillError(
+            "the corpus changed while it was read",
+            where=config.source,
+            remedy=f"remove {work} and run again",
+        )
+    _finish(config, tokenizer, work, identity, progress)
+    publish(work, out / "tokens")
+    return TokenDataset.open(out / "tokens")
+
+
+def _resume(work: Path, identity: dict[str, Any]) -> _Progress:
+    """Where an interrupted run of the same identity stopped, or the beginning."""
+    try:
+        journal = json.loads((work / JOURNAL).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        return _Progress()
+    check_identity(journal.pop("identity"), identity, work)
+    journal["parts"] = {
+        split: [Part(**part) for part in parts] for split, parts in journal["parts"].items()
+    }
+    journal["tallies"] = {split: Tally(**tally) for split, tally in journal["tallies"].items()}
+    return _Progress(**journal)
+
+
+def _save(work: Path, identity: dict[str, Any], progress: _Progress) -> None:
+    write_json_atomic(work / JOURNAL, {**asdict(progress), "identity": identity})
+
+
+def _tokenize_span(
+    span: Span,
+    config: CorpusConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    work: Path,
+    identity: dict[str, Any],
+    progress: _Progress,
+    bar: Bar,
+) -> None:
+    """Write the parts of one split, noting every closed part in the journal."""
+    assert config.row_length is not None
+    split, parts = span.split, progress.parts.setdefault(span.split, [])
+    ids = special_ids(tokenizer, config, split)
+    packer = make_packer(config.packing, config.row_length, ids, config.group_documents)
+    if progress.packer is not None:
+        packer.restore(progress.packer)
+    writer = PartWriter(work / split, config.row_length, len(parts))
+    tally = progress.tallies.get(split, Tally())
+    texts = batches(read_span(span, config, tally, progress.next_document), tally)
+    for batch, documents in encoded(tokenizer, texts):
+        writer.write(packer.pack(documents))
+        bar.advance(sum(map(len, documents)))
+        bar.note(f"{split} {batch.next_document - span.start}/{span.stop - span.start} documents")
+        progress.tallies[split] = batch.tally
+        if writer.is_full and (part := writer.close()):
+            parts.append(part)
+            progress.next_document, progress.packer = batch.next_document, packer.state()
+            _save(work, identity, progress)
+    packer.finish()
+    if part := writer.close():
+        parts.append(part)
+    progress.tallies[split] = tally
+    progress.num_dropped_tokens[split] = packer.num_dropped_tokens
+
+
+def _finish(
+    config: CorpusConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    work: Path,
+    identity: dict[str, Any],
+    progress: _Progress,
+) -> None:
+    """Write ``tokens.json`` and the tokenizer; refuse a data set without a row."""
+    parts = {split: progress.parts.get(split, []) for split in SPLITS}
+    if not any(parts.values()):
+        raise GdistillError(
+            "the corpus does not fill one row",
+            where=config.source,
+            got=f"{sum(progress.num_dropped_tokens.values())} tokens",
+            expected=f"at least {config.row_length}",
+            remedy="choose a shorter row_length",
+        )
+    ids = special_ids(tokenizer, config)
+    tokenizer.save_pretrained(work / "tokenizer")
+    record = {
+        "format_version": FORMAT_VERSION,
+        "fingerprint": fingerprint(config.row_length or 0, parts),
+        "identity": identity,
+        "corpus": to_mapping(config),
+        "row_length": config.row_length,
+        "vocab_size": len(tokenizer),
+        "bos_id": ids.bos,
+        "eos_id": ids.eos,
+        "tokenizer": {
+            "id": str(tokenizer.name_or_path),
+            "sha256": tokenizer_sha256(tokenizer),
+        },
+        "splits": {split: _split_record(split, parts[split], config, progress) for split in SPLITS},
+        "versions": {"transformers": transformers.__version__},
+    }
+    write_json_atomic(work / RECORD, record)
+    (work / JOURNAL).unlink(missing_ok=True)
+
+
+def _split_record(
+    split: str, parts: list[Part], config: CorpusConfig, progress: _Progress
+) -> dict[str, Any]:
+    num_rows = sum(part.num_rows for part in parts)
+    return {
+        "num_rows": num_rows,
+        "num_tokens": num_rows * (config.row_length or 0),
+        "num_dropped_tokens": progress.num_dropped_tokens.get(split, 0),
+        **asdict(progress.tallies.get(split, Tally())),
+        "parts": [asdict(part) for part in parts],
+    }

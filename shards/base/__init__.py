@@ -1,0 +1,31 @@
+"""DOOR: shards.base."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shards.base.door import open_door
+
+if TYPE_CHECKING:
+    from shards.base.atomic import (
+        canonical_json,
+        fsync_path,
+        make_folders,
+        sha256_file,
+        write_bytes_atomic,
+        write_json_atomic,
+    )
+    from shards.base.configuration import (
+        from_mapping,
+        merge,
+        parse_override,
+        read_toml,
+        resolve,
+        to_mapping,
+    )
+    from shards.base.console import Bar, progress_bar, run_command, stderr
+    from shards.base.errors import GdistillError, IntegrityError, UsageError
+    from shards.base.process_identity import has_ended, this_process
+    from shards.base.seeding import derive_seed, generator
+
+__getattr__, __dir__ = open_door(__name__, __file__)

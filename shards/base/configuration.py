@@ -1,0 +1,164 @@
+"""Frozen dataclasses from TOML files, named presets and ``--set a.b=c`` overrides.
+
+A config is a frozen dataclass whose fields are scalars, tuples, optional values or further
+dataclasses; it validates itself in ``__post_init__`` by raising :class:`UsageError`.
+Later sources win: defaults, then the preset or file, then the overrides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from shards.base.errors import UsageError
+
+Config = TypeVar("Config")
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file; a missing or malformed one is a :class:`UsageError`."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError("cannot read the config file", where=path, got=error.strerror) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError("the config file is not TOML", where=path, got=error) from error
+
+
+def parse_override(text: str) -> tuple[list[str], Any]:
+    """Split ``a.b=value``; the value is read as TOML and, failing that, as a plain string."""
+    key, separator, raw = text.partition("=")
+    if not separator or not key.strip():
+        raise UsageError("malformed override", where="--set", got=text, expected="key.path=value")
+    try:
+        value = tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = raw
+    return key.strip().split("."), value
+
+
+def merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings merged key by key; ``update`` wins."""
+    result = dict(base)
+    for key, value in update.items():
+        old = result.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        result[key] = merge(old, value) if both else value  # type: ignore[arg-type]
+    return result
+
+
+def resolve(
+    config_class: type[Config],
+    *sources: Mapping[str, Any],
+    overrides: Iterable[str] = (),
+) -> Config:
+    """Build a config from mappings (later wins) and override strings.
+
+    Raises:
+        UsageError: For an unknown key (naming the nearest known one) or a value of another type.
+    """
+    values: dict[str, Any] = {}
+    for source in sources:
+        values = merge(values, source)
+    for text in overrides:
+        path, value = parse_override(text)
+        for key in reversed(path):
+            value = {key: value}
+        values = merge(values, value)
+    return from_mapping(config_class, values)
+
+
+def from_mapping(config_class: type[Config], values: Mapping[str, Any], where: str = "") -> Config:
+    """Build one (nested) config dataclass from a mapping; see :func:`resolve` for the errors."""
+    hints = get_type_hints(config_class)
+    fields = dataclasses.fields(config_class)  # type: ignore[arg-type]
+    known = {field.name for field in fields if field.init}
+    arguments: dict[str, Any] = {}
+    for key, value in values.items():
+        place = f"{where}.{key}" if where else key
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {sorted(known)}"
+            raise UsageError("unknown config key", where=place, remedy=hint)
+        arguments[key] = _convert(hints[key], value, place)
+    missing = [field.name for field in fields if _is_missing(field, arguments)]
+    if missing:
+        raise UsageError(
+            "incomplete config",
+            where=where or config_class.__name__,
+            got=f"no {', '.join(missing)}",
+        )
+    try:
+        return config_class(**arguments)
+    except TypeError as error:
+        raise UsageError(
+            "incomplete config", where=where or config_class.__name__, got=error
+        ) from error
+
+
+def _is_missing(field: dataclasses.Field[Any], given: Mapping[str, Any]) -> bool:
+    no_default = field.default is field.default_factory is dataclasses.MISSING
+    return field.init and no_default and field.name not in given
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _convert_union(arguments, value, where)
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        return from_mapping(hint, value, where)  # type: ignore[arg-type]
+    if origin is tuple and isinstance(value, list | tuple):
+        item = arguments[0] if arguments else Any
+        return tuple(_convert(item, entry, where) for entry in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    expected = origin or hint
+    wrong_bool = isinstance(value, bool) and hint is not bool
+    if expected is Any or (
+        isinstance(expected, type) and isinstance(value, expected) and not wrong_bool
+    ):
+        return value
+    if str(origin).endswith("Literal"):
+        if value in arguments:
+            return value
+        raise UsageError(
+            "unknown value", where=where, got=repr(value), expected=f"one of {arguments}"
+        )
+    name = getattr(hint, "__name__", str(hint))
+    raise UsageError("wrong type in config", where=where, got=repr(value), expected=name)
+
+
+def _convert_union(options: tuple[Any, ...], value: Any, where: str) -> Any:
+    if value is None or (value == "none" and type(None) in options):
+        return None
+    last: UsageError | None = None
+    for option in options:
+        if option is type(None):
+            continue
+        try:
+            return _convert(option, value, where)
+        except UsageError as error:
+            last = error
+    raise last or UsageError("wrong type in config", where=where, got=repr(value))
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """The config as JSON-ready nested dicts (paths as strings, tuples as lists)."""
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        if isinstance(value, Mapping):
+            return {str(key): plain(entry) for key, entry in value.items()}
+        if isinstance(value, tuple | list):
+            return [plain(entry) for entry in value]
+        return str(value) if isinstance(value, Path) else value
+
+    return plain(config)

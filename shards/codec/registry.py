@@ -1,0 +1,64 @@
+"""Codecs: what a store keeps of the teacher per token, and the noise it becomes again.
+
+full        xi, every entry, in half precision        one frozen draw
+quantized   xi, every entry, in 8 or 4 bits           one frozen draw
+topk        the k largest xi, the weight of the rest  one frozen draw
+seeded      where xi differs from the generator's     one frozen draw
+posterior   the teacher's distribution, its head      a fresh draw at every visit
+hidden      the teacher's last hidden state           a fresh draw at every visit
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any
+
+from shards.base import UsageError, from_mapping
+from shards.codec.full import FullCodec
+from shards.codec.hidden import HiddenCodec
+from shards.codec.posterior import PosteriorCodec
+from shards.codec.protocol import Arrays, ArraySpec, Codec, TeacherOutput
+from shards.codec.quantized import QuantizedCodec
+from shards.codec.seeded import SeededCodec
+from shards.codec.topk import TopKCodec
+
+__all__ = [
+    "CODECS",
+    "ArraySpec",
+    "Arrays",
+    "Codec",
+    "TeacherOutput",
+    "codec_parameters",
+    "make_codec",
+]
+
+CODECS: dict[str, type[Any]] = {
+    codec.name: codec
+    for codec in (
+        FullCodec,
+        QuantizedCodec,
+        TopKCodec,
+        SeededCodec,
+        PosteriorCodec,
+        HiddenCodec,
+    )
+}
+
+
+def make_codec(name: str, /, **parameters: Any) -> Codec:
+    """The codec of that name.
+
+    Raises:
+        UsageError: For an unknown name or parameter (naming the nearest known one), or a bad value.
+    """
+    if name not in CODECS:
+        near = difflib.get_close_matches(name, CODECS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"known codecs: {sorted(CODECS)}"
+        raise UsageError("unknown codec", got=name, remedy=hint)
+    return from_mapping(CODECS[name], parameters, where=f"codec {name}")
+
+
+def codec_parameters(codec: Codec) -> dict[str, Any]:
+    """JSON-ready parameters from which ``make_codec(name, **parameters)`` rebuilds the codec."""
+    return dataclasses.asdict(codec)  # type: ignore[call-overload]

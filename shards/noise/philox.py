@@ -1,0 +1,96 @@
+"""Philox4x32-10: random bits as a pure function of (seed, row, position, vocabulary id, draw).
+
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). One
+call turns a counter of four 32-bit words and a key of two into four 32-bit words. There is no
+state: the noise of any token is found again on any machine, in any order, in any tile.
+
+A token position and a vocabulary id j name the counter
+
+    (j // 4,  position + 2^20 * (row >> 32),  row mod 2^32,  draw mod 2^32)      lane j mod 4
+
+and the seed names the key (low word, high word). Rows go up to 2^44 and positions up to 2^20.
+Blocks from 2^31 on are no vocabulary ids; they are streams for other draws at the same position.
+
+Words are kept in int64 tensors, since torch has no 32-bit unsigned product. The product of two
+words wraps in int64; its low 64 bits are right, and so are both halves once masked.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from jaxtyping import Int, UInt32
+from torch import Tensor
+
+from shards.noise.position_keys import PositionKeys
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+MASK = 0xFFFFFFFF
+NUM_ROUNDS = 10
+POSITION_BITS = 20
+STREAM_BLOCK = 1 << 31
+STREAM_STRIDE = 1 << 24
+"""Stream s owns the blocks STREAM_BLOCK + s * STREAM_STRIDE onwards."""
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def round_keys(seed: int) -> list[tuple[int, int]]:
+    """The ten key pairs of a 64-bit seed."""
+    low, high = seed & MASK, (seed >> 32) & MASK
+    return [((low + r * WEYL[0]) & MASK, (high + r * WEYL[1]) & MASK) for r in range(NUM_ROUNDS)]
+
+
+def philox4x32(counter: Words, seed: int) -> Words:
+    """Four words per counter.
+
+    Args:
+        counter: Four int64 tensors with values below 2^32, of shapes that broadcast.
+        seed: The key, low word first.
+
+    Returns:
+        Four int64 tensors with values below 2^32.
+    """
+    c0, c1, c2, c3 = counter
+    for k0, k1 in round_keys(seed):
+        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c2 = ((p1 >> 32) ^ c1 ^ k0) & MASK, ((p0 >> 32) ^ c3 ^ k1) & MASK
+        c1, c3 = p1, p0
+    return c0, c1 & MASK, c2, c3 & MASK
+
+
+def philox4x32_numpy(
+    counter: UInt32[np.ndarray, "*batch 4"], seed: int
+) -> UInt32[np.ndarray, "*batch 4"]:
+    """The same function in numpy's unsigned arithmetic, written apart from the torch one."""
+    c0, c1, c2, c3 = np.moveaxis(counter.astype(np.uint64), -1, 0)
+    shift = np.uint64(32)
+    for k0, k1 in round_keys(seed):
+        p0, p1 = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
+        low0, low1 = p0 & np.uint64(MASK), p1 & np.uint64(MASK)
+        c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ np.uint64(k0), low1, (p0 >> shift) ^ c3, low0
+        c2 = c2 ^ np.uint64(k1)
+    return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
+
+
+def position_words(keys: PositionKeys) -> tuple[Int[Tensor, "n 1"], Int[Tensor, "n 1"], int]:
+    """Counter words 1, 2 and 3 of n positions."""
+    c1 = (keys.positions & ((1 << POSITION_BITS) - 1)) | ((keys.rows >> 32) << POSITION_BITS)
+    return (c1 & MASK)[:, None], (keys.rows & MASK)[:, None], keys.draw & MASK
+
+
+def keyed_bits(keys: PositionKeys, start: int, stop: int) -> Int[Tensor, "n tile"]:
+    """32 random bits per position and vocabulary id start..stop-1, as int64."""
+    first = start // 4
+    blocks = torch.arange(first, -(-stop // 4), dtype=torch.int64, device=keys.rows.device)
+    c1, c2, c3 = position_words(keys)
+    draw = torch.full_like(blocks, c3)
+    words = philox4x32((blocks[None], c1, c2, draw[None]), keys.seed)
+    return torch.stack(words, dim=-1).flatten(1)[:, start - 4 * first : stop - 4 * first]
+
+
+def stream_bits(keys: PositionKeys, stream: int, count: int) -> Int[Tensor, "n count"]:
+    """``count`` words per position from stream 0..126, apart from every vocabulary id."""
+    start = 4 * (STREAM_BLOCK + stream * STREAM_STRIDE)
+    return keyed_bits(keys, start, start + count)

@@ -1,0 +1,153 @@
+"""The teacher's probabilities at n positions, read in vocabulary tiles like the noise itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shards.noise.entries import Entries
+from shards.noise.gumbel import add_wait_
+from shards.noise.position_keys import Index
+
+
+@runtime_checkable
+class Probabilities(Protocol):
+    """n positions x V vocabulary entries of (nearly) normalised probabilities, float32."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        """Probabilities of vocabulary ids start..stop-1."""
+        ...
+
+    def add_waits(
+        self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
+    ) -> Float[Tensor, "n tile"]:
+        """E_j + p_j E_0 of a tile of E_j, which is overwritten."""
+        ...
+
+    def select(self, index: Index) -> Probabilities: ...
+
+    def to(self, device: torch.device | str) -> Probabilities: ...
+
+
+@dataclass(frozen=True)
+class DenseProbabilities:
+    """All probabilities in memory, as log-probabilities; [n, V] float32."""
+
+    log_probs: Float[Tensor, "n v"]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.log_probs.shape[1]
+
+    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        return self.log_probs[:, start:stop].exp()
+
+    def add_waits(
+        self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
+    ) -> Float[Tensor, "n tile"]:
+        return add_wait_(arrivals, self.tile(start, stop) * first[:, None])
+
+    def select(self, index: Index) -> DenseProbabilities:
+        return DenseProbabilities(self.log_probs[index])
+
+    def to(self, device: torch.device | str) -> DenseProbabilities:
+        return DenseProbabilities(self.log_probs.to(device))
+
+
+@dataclass(frozen=True)
+class HeadAndTail:
+    """A few known probabilities per position, the rest spread in proportion to the unigram.
+
+    Attributes:
+        head: The known probabilities.
+        tail_scale: [n] float32; an id not listed has probability tail_scale * unigram_probs[id].
+        unigram_probs: [V] float32.
+    """
+
+    head: Entries
+    tail_scale: Float[Tensor, "n"]
+    unigram_probs: Float[Tensor, "v"]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.unigram_probs.shape[0]
+
+    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        rows, columns, probs = self.head.in_tile(start, stop)
+        result = self.tail_scale[:, None] * self.unigram_probs[start:stop]
+        result[rows, columns] = probs
+        return result
+
+    def add_waits(
+        self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
+    ) -> Float[Tensor, "n tile"]:
+        rows, columns, probs = self.head.in_tile(start, stop)
+        known = add_wait_(arrivals[rows, columns], probs * first[rows])
+        tail = (self.tail_scale * first)[:, None]
+        arrivals.addcmul_(tail, self.unigram_probs[None, start:stop])
+        arrivals[rows, columns] = known
+        return arrivals
+
+    def select(self, index: Index) -> HeadAndTail:
+        return HeadAndTail(self.head.select(index), self.tail_scale[index], self.unigram_probs)
+
+    def to(self, device: torch.device | str) -> HeadAndTail:
+        return HeadAndTail(
+            self.head.to(device), self.tail_scale.to(device), self.unigram_probs.to(device)
+        )
+
+
+@dataclass(frozen=True)
+class HeadLogits:
+    """Probabilities rebuilt from hidden states, one matrix product per tile.
+
+    Attributes:
+        hidden: [n, D] float32.
+        log_normalizers: [n] float32, log-sum-exp of the logits.
+        weight: [V, D] float32, the LM head.
+        bias: [V] float32.
+    """
+
+    hidden: Float[Tensor, "n d"]
+    log_normalizers: Float[Tensor, "n"]
+    weight: Float[Tensor, "v d"]
+    bias: Float[Tensor, "v"]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[0]
+
+    def logits_at(self, ids: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
+        """The logit of one id per position."""
+        return (self.hidden * self.weight[ids]).sum(1) + self.bias[ids]
+
+    def log_tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        """Log-probabilities of vocabulary ids start..stop-1."""
+        logits = torch.addmm(self.bias[start:stop], self.hidden, self.weight[start:stop].T)
+        return logits.sub_(self.log_normalizers[:, None])
+
+    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        return self.log_tile(start, stop).exp_()
+
+    def add_waits(
+        self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
+    ) -> Float[Tensor, "n tile"]:
+        return add_wait_(arrivals, self.tile(start, stop).mul_(first[:, None]))
+
+    def select(self, index: Index) -> HeadLogits:
+        return HeadLogits(self.hidden[index], self.log_normalizers[index], self.weight, self.bias)
+
+    def to(self, device: torch.device | str) -> HeadLogits:
+        return HeadLogits(
+            self.hidden.to(device),
+            self.log_normalizers.to(device),
+            self.weight.to(device),
+            self.bias.to(device),
+        )

@@ -1,0 +1,140 @@
+"""The Zarr v3 side of a store: names, metadata and shard bytes, all made by zarr-python in memory.
+
+    <store>/zarr.json                       root group
+            manifest.json                   identity, hashes of all files written once
+            resources/<name>/...            arrays kept once per store
+            tokenizer/*, corpus/*           side files
+            <split>/<array>/zarr.json       [N, L, *trailing], sharding codec
+            <split>/<array>/c/<i>/0/...     shard i: rows [i * rows_per_shard, ...)
+            ledger/<split>/<i>.json         one record per finished shard
+
+Inner chunks are bytes(little) -> zstd -> crc32c. Encoding in memory first lets the writer hash and
+store exactly the bytes it meant, on any kind of storage, in one atomic put per file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zarr
+from zarr.codecs import Crc32cCodec, ZstdCodec
+from zarr.storage import MemoryStore
+
+from shards.codec import ArraySpec
+from shards.store.manifest import MANIFEST_FILE, Manifest
+
+RESOURCES = "resources"
+ZSTD_LEVEL = 1
+MAX_RESOURCE_CHUNK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class ShardRange:
+    """Rows start..stop-1 of a split: what one process writes at once."""
+
+    split: str
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"{self.split} shard {self.index} (rows {self.start} to {self.stop - 1})"
+
+
+def shard_ranges(manifest: Manifest, split: str) -> list[ShardRange]:
+    """All shards of a split in order; the last one may be short."""
+    rows, step = manifest.splits[split], manifest.rows_per_shard
+    return [
+        ShardRange(split, index, start, min(start + step, rows))
+        for index, start in enumerate(range(0, rows, step))
+    ]
+
+
+def shard_file(manifest: Manifest, split: str, array: str, index: int) -> str:
+    """The name of one shard's file."""
+    zeros = 1 + len(manifest.all_arrays[array].trailing_shape)
+    return "/".join([split, array, "c", str(index), *["0"] * zeros])
+
+
+def shard_files(manifest: Manifest, shard: ShardRange) -> dict[str, str]:
+    """array name -> file name, for every array of a shard."""
+    return {
+        name: shard_file(manifest, shard.split, name, shard.index) for name in manifest.all_arrays
+    }
+
+
+def static_files(manifest: Manifest, resources: Mapping[str, np.ndarray]) -> dict[str, bytes]:
+    """Every file that is written once: group and array metadata, and the resources."""
+    store = MemoryStore()
+    note = {
+        "format": "gdistill",
+        "format_version": manifest.format_version,
+        "manifest": MANIFEST_FILE,
+    }
+    root = zarr.create_group(store, attributes={"gdistill": note})
+    for split in manifest.splits:
+        group = root.create_group(split)
+        for name, spec in manifest.all_arrays.items():
+            _create_sharded(group, manifest, split, name, spec)
+    group = root.create_group(RESOURCES)
+    for name, value in resources.items():
+        _create_resource(group, name, value)
+    return _contents(store)
+
+
+def encode_shard(
+    manifest: Manifest, shard: ShardRange, arrays: Mapping[str, np.ndarray]
+) -> dict[str, bytes]:
+    """file name -> bytes for every array of one whole shard."""
+    store = MemoryStore()
+    group = zarr.create_group(store).create_group(shard.split)
+    for name, spec in manifest.all_arrays.items():
+        target = _create_sharded(group, manifest, shard.split, name, spec)
+        target[shard.start : shard.stop] = arrays[name]
+    wanted = set(shard_files(manifest, shard).values())
+    return {name: data for name, data in _contents(store).items() if name in wanted}
+
+
+def _create_sharded(
+    group: zarr.Group, manifest: Manifest, split: str, name: str, spec: ArraySpec
+) -> zarr.Array[Any]:
+    inner = (manifest.row_length, *spec.trailing_shape)
+    return group.create_array(
+        name,
+        shape=(manifest.splits[split], *inner),
+        chunks=(manifest.rows_per_chunk, *inner),
+        shards=(manifest.rows_per_shard, *inner),
+        dtype=spec.dtype,
+        compressors=[ZstdCodec(level=ZSTD_LEVEL), Crc32cCodec()],
+        fill_value=0,
+        dimension_names=("row", "position", *[None] * len(spec.trailing_shape)),
+        config={"write_empty_chunks": True},
+    )
+
+
+def _create_resource(group: zarr.Group, name: str, value: np.ndarray) -> None:
+    row_bytes = max(1, value.nbytes // max(1, len(value)))
+    rows = max(1, min(len(value), MAX_RESOURCE_CHUNK_BYTES // row_bytes))
+    group.create_array(
+        name,
+        data=np.ascontiguousarray(value),
+        chunks=(rows, *value.shape[1:]),
+        compressors=[ZstdCodec(level=ZSTD_LEVEL), Crc32cCodec()],
+        fill_value=0,
+        config={"write_empty_chunks": True},
+    )
+
+
+def _contents(store: MemoryStore) -> dict[str, bytes]:
+    def entries() -> Iterator[tuple[str, bytes]]:
+        for name, buffer in store._store_dict.items():
+            yield name, buffer.to_bytes()
+
+    return dict(sorted(entries()))

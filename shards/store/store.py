@@ -1,0 +1,153 @@
+"""A store on disk or at a URL: what it is (manifest), how to decode it (codec), its rows (splits).
+
+with any number of processes:
+    writer = ShardWriter.create_or_resume(location, manifest, resources, files)
+    for shard in writer.pending("train"):
+        with writer.claim(shard) as mine:
+            if mine:
+                writer.write(shard, compute(shard))
+then:
+    store = ShardStore.open(location)
+    store.split("train").read_chunk(0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+import zarr
+from torch import Tensor
+from zarr.core.buffer import cpu
+from zarr.storage import MemoryStore
+
+from shards.base import IntegrityError, UsageError
+from shards.codec import Codec
+from shards.storage import Location, as_location
+from shards.store.layout import RESOURCES, ShardRange, shard_ranges
+from shards.store.ledger import LEDGER, record_file
+from shards.store.manifest import MANIFEST_FILE, Manifest
+from shards.store.reader import SplitReader
+from shards.store.verify import Problem, verify
+from shards.store.writer import ShardWriter
+
+__all__ = ["Problem", "ShardRange", "ShardStore", "ShardWriter", "SplitReader", "verify"]
+
+
+class ShardStore:
+    """A store open for reading; see :meth:`open`."""
+
+    def __init__(self, location: Location, manifest: Manifest) -> None:
+        self.location, self.manifest = location, manifest
+
+    @classmethod
+    def open(cls, location: str | Path | Location, *, allow_incomplete: bool = False) -> ShardStore:
+        """Open a store and check its manifest and that every shard is in the ledger.
+
+        Args:
+            location: A folder or URL.
+            allow_incomplete: Accept a store whose extraction has not finished.
+
+        Raises:
+            UsageError: If no store is there.
+            GdistillError: If a newer format wrote it.
+            IntegrityError: If the manifest was altered, or shards are missing.
+        """
+        place = as_location(location)
+        where = f"{place.url}/{MANIFEST_FILE}"
+        try:
+            manifest = Manifest.from_bytes(place.read(MANIFEST_FILE), where)
+        except FileNotFoundError as error:
+            raise UsageError(
+                "no store there", where=place.url, expected=MANIFEST_FILE, remedy="check the path"
+            ) from error
+        store = cls(place, manifest)
+        if not allow_incomplete:
+            store._require_complete()
+        return store
+
+    def unfinished(self) -> list[ShardRange]:
+        """Shards without a ledger record."""
+        recorded = self.location.sizes(LEDGER)
+        return [
+            shard
+            for split in self.manifest.splits
+            for shard in shard_ranges(self.manifest, split)
+            if record_file(shard) not in recorded
+        ]
+
+    def _require_complete(self) -> None:
+        missing = self.unfinished()
+        if missing:
+            total = sum(len(shard_ranges(self.manifest, s)) for s in self.manifest.splits)
+            raise IntegrityError(
+                "the store is not complete",
+                where=self.location.url,
+                got=f"{total - len(missing)} of {total} shards; the first missing is {missing[0]}",
+                remedy="run the extraction again to finish it",
+            )
+
+    @cached_property
+    def codec(self) -> Codec:
+        """The codec that decodes this store."""
+        from shards.codec import make_codec
+
+        return make_codec(self.manifest.codec["name"], **self.manifest.codec["parameters"])
+
+    @cached_property
+    def resources(self) -> dict[str, Tensor]:
+        """The arrays kept once per store, on the CPU."""
+        names = [name for name in self.manifest.files if name.startswith(f"{RESOURCES}/")]
+        memory = MemoryStore()
+        for name in names:
+            memory._store_dict[name] = cpu.Buffer.from_bytes(self.file(name))
+        group = zarr.open_group(memory, path=RESOURCES, mode="r")
+        return {name: torch.from_numpy(np.array(array)) for name, array in group.arrays()}
+
+    def split(self, name: str, arrays: Collection[str] | None = None) -> SplitReader:
+        """The rows of one split; ``arrays`` narrows what is read (a plain student needs no noise).
+
+        Raises:
+            UsageError: For an unknown split or array.
+        """
+        unknown = sorted(set(arrays or ()) - set(self.manifest.all_arrays))
+        if unknown:
+            known = f"some of {sorted(self.manifest.all_arrays)}"
+            raise UsageError("the store has no such array", where=unknown[0], expected=known)
+        if name not in self.manifest.splits:
+            raise UsageError(
+                "no such split", where=name, expected=f"one of {sorted(self.manifest.splits)}"
+            )
+        return SplitReader(self.location, self.manifest, name, arrays)
+
+    def file(self, name: str) -> bytes:
+        """The content of one file written once, checked against the manifest."""
+        where = f"{self.location.url}/{name}"
+        if name not in self.manifest.files:
+            raise UsageError("the store has no such file", where=where)
+        try:
+            data = self.location.read(name)
+        except FileNotFoundError as error:
+            raise IntegrityError("a file of the store is missing", where=where) from error
+        if not self.manifest.files[name].matches(data):
+            raise IntegrityError("a file of the store was altered", where=where)
+        return data
+
+    def files(self, folder: str) -> dict[str, bytes]:
+        """All side files of a folder (``tokenizer``, ``corpus``): name inside it -> content."""
+        prefix = folder.rstrip("/") + "/"
+        names = [name for name in self.manifest.files if name.startswith(prefix)]
+        return {name.removeprefix(prefix): self.file(name) for name in names}
+
+    def copy_files(self, folder: str, destination: Path) -> list[Path]:
+        """Write the side files of a folder below ``destination``; empty if there are none."""
+        paths = []
+        for name, data in self.files(folder).items():
+            path = destination / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            paths.append(path)
+        return paths

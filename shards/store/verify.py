@@ -1,0 +1,142 @@
+"""Re-hash a whole store and say what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shards.base import GdistillError, IntegrityError
+from shards.storage import Location, as_location
+from shards.store.layout import ShardRange, shard_files, shard_ranges
+from shards.store.ledger import claim_name, read_record, record_file, rewrite_remedy
+from shards.store.manifest import MANIFEST_FILE, FileRecord, Manifest
+
+Progress = Callable[[int], object]
+UNFINISHED = "the shard is not finished"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a store.
+
+    Attributes:
+        file: The file's name inside the store.
+        what: What is wrong with it.
+        remedy: What to do.
+        shard: The shard to write again, if the file belongs to one.
+    """
+
+    file: str
+    what: str
+    remedy: str
+    shard: ShardRange | None = None
+
+    def __str__(self) -> str:
+        place = f" of {self.shard}" if self.shard else ""
+        return f"{self.file}{place}: {self.what}; {self.remedy}"
+
+
+def verify(location: str | Path | Location, advance: Progress | None = None) -> list[Problem]:
+    """Everything wrong with a store, found by hashing every byte of it; empty if it is sound.
+
+    Args:
+        location: A folder or URL.
+        advance: Called with the bytes of every file there is, once it has been looked at.
+
+    Raises:
+        GdistillError: If the place cannot be read at all.
+    """
+    place = as_location(location)
+    try:
+        data = place.read(MANIFEST_FILE)
+    except FileNotFoundError:
+        return [Problem(MANIFEST_FILE, "missing", "restore it from a copy: there is no store here")]
+    try:
+        manifest = Manifest.from_bytes(data, f"{place.url}/{MANIFEST_FILE}")
+    except IntegrityError as error:
+        return [Problem(MANIFEST_FILE, str(error), "restore it from a copy")]
+    except GdistillError as error:
+        return [Problem(MANIFEST_FILE, str(error), "nothing else was checked")]
+    return list(_problems(place, manifest, advance or (lambda _: None)))
+
+
+def _problems(place: Location, manifest: Manifest, advance: Progress) -> Iterator[Problem]:
+    known = {MANIFEST_FILE, *manifest.files}
+    again = "run the command that wrote the store again: it writes this file anew"
+    sizes = place.sizes()
+    advance(sizes.get(MANIFEST_FILE, 0))
+    for name, record in manifest.files.items():
+        what = _check(place, name, record)
+        advance(sizes.get(name, 0))
+        if what:
+            yield Problem(name, what, again)
+    for split in manifest.splits:
+        for shard in shard_ranges(manifest, split):
+            files = {record_file(shard), *shard_files(manifest, shard).values()}
+            known |= files
+            yield from _shard_problems(place, manifest, shard)
+            advance(sum(sizes.get(name, 0) for name in files))
+    for name in sorted(set(sizes) - known):
+        advance(sizes[name])
+        yield Problem(name, "not a file of this store", "remove it")
+
+
+def _shard_problems(place: Location, manifest: Manifest, shard: ShardRange) -> Iterator[Problem]:
+    again = rewrite_remedy(place.url)
+    try:
+        record = read_record(place, manifest, shard)
+    except GdistillError as error:
+        yield Problem(record_file(shard), str(error), again, shard)
+        return
+    if record is None:
+        finish = "run the command that wrote the store again: it finishes it"
+        yield Problem(record_file(shard), UNFINISHED, finish, shard)
+        return
+    for name, entry in record.files.items():
+        what = _check(place, name, entry)
+        if what:
+            yield Problem(name, what, again, shard)
+
+
+def _check(place: Location, name: str, expected: FileRecord) -> str:
+    try:
+        data = place.read(name)
+    except FileNotFoundError:
+        return "missing"
+    except GdistillError as error:
+        return str(error)
+    if len(data) != expected.num_bytes:
+        return f"{len(data)} bytes, expected {expected.num_bytes}"
+    return "" if expected.matches(data) else "altered: its hash is not the recorded one"
+
+
+def forget(location: str | Path | Location, problems: list[Problem]) -> list[ShardRange]:
+    """Drop the ledger records of damaged shards, so that they count as unfinished.
+
+    The command that wrote the store, run again, then writes them anew. Each shard is claimed and
+    looked at again first: one that a process is writing, or has written meanwhile, is left alone.
+
+    Returns:
+        The shards that were forgotten.
+
+    Raises:
+        GdistillError: If the place cannot be written.
+    """
+    place = as_location(location)
+    shards = sorted({p.shard for p in problems if p.shard}, key=lambda s: (s.split, s.index))
+    if not shards:
+        return []
+    manifest = Manifest.from_bytes(place.read(MANIFEST_FILE), f"{place.url}/{MANIFEST_FILE}")
+    return [shard for shard in shards if _forget(place, manifest, shard)]
+
+
+def _forget(place: Location, manifest: Manifest, shard: ShardRange) -> bool:
+    with place.claim(claim_name(shard), wait=False) as mine:
+        if not mine:
+            return False
+        problems = list(_shard_problems(place, manifest, shard))
+        if not problems or problems[0].what == UNFINISHED:
+            return False
+        place.delete(record_file(shard))
+        return True

@@ -1,0 +1,221 @@
+"""Writing a store: metadata once, whole shards by any number of processes, resumable.
+
+Any process may write any shard. A shard's files are encoded in memory, put atomically one by one,
+and only then named in the ledger; whatever kills the process in between, the shard is simply not
+done. Given the same inputs the bytes of a store depend on nothing else: not on time, process
+count, order or interruptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from shards.base import GdistillError, IntegrityError, UsageError
+from shards.storage import Location, as_location
+from shards.store.array_checks import check_arrays
+from shards.store.layout import ShardRange, encode_shard, shard_ranges, static_files
+from shards.store.ledger import ShardRecord, claim_name, read_record, record_file, tokens_sha256
+from shards.store.manifest import MANIFEST_FILE, FileRecord, Manifest
+
+
+class ShardWriter:
+    """A store open for writing; see :meth:`create_or_resume`."""
+
+    def __init__(self, location: Location, manifest: Manifest) -> None:
+        self.location, self.manifest = location, manifest
+        self._held: set[ShardRange] = set()
+
+    @classmethod
+    def create_or_resume(
+        cls,
+        location: str | Path | Location,
+        manifest: Manifest,
+        resources: Mapping[str, np.ndarray],
+        files: Mapping[str, bytes] | None = None,
+    ) -> ShardWriter:
+        """Create a store, or take up one of the same identity. Several processes may start at once.
+
+        Args:
+            location: A folder or URL.
+            manifest: The identity; its ``files`` are filled in here.
+            resources: Arrays kept once per store.
+            files: Side files by name (``tokenizer/tokenizer.json``, ``corpus/maze.json``).
+
+        Raises:
+            UsageError: If a store of another identity is there; names the first differing field.
+        """
+        place = as_location(location)
+        content = static_files(manifest, resources)
+        clash = sorted(set(content) & set(files or {}))
+        if clash:
+            raise UsageError("a side file has the name of a store file", where=clash[0])
+        content.update(files or {})
+        records = {name: FileRecord.of(content[name]) for name in sorted(content)}
+        return cls.create_copy(place, manifest.with_files(records), content)
+
+    @classmethod
+    def create_copy(
+        cls, location: str | Path | Location, manifest: Manifest, content: Mapping[str, bytes]
+    ) -> ShardWriter:
+        """Create or resume a store of exactly this identity, with files made before.
+
+        Args:
+            location: A folder or URL.
+            manifest: The identity, its ``files`` filled in.
+            content: What ``manifest.files`` describes, by name.
+
+        Raises:
+            UsageError: If a store of another identity is there; names the first differing field.
+        """
+        place = as_location(location)
+        with place.claim("create", wait=True):
+            _create(place, manifest, content)
+        writer = cls(place, manifest)
+        writer._release_dead_claims()
+        return writer
+
+    def _release_dead_claims(self) -> None:
+        """Remove what a writer left that was killed between a ledger record and its release.
+
+        Only claims of finished shards: taking another one, however briefly, could make a living
+        writer skip a shard that is still to be done.
+        """
+        left = set(self.location.claims())
+        for split in self.manifest.splits if left else ():
+            for shard in self.shards(split):
+                if claim_name(shard) in left and self.is_done(shard):
+                    with self.location.claim(claim_name(shard), wait=False):
+                        pass  # taking a dead claim and letting go removes it
+
+    def shards(self, split: str) -> list[ShardRange]:
+        """All shards of a split, finished or not."""
+        return shard_ranges(self.manifest, split)
+
+    def pending(self, split: str) -> list[ShardRange]:
+        """Shards not in the ledger, or whose files are missing or of another size, in order."""
+        sizes = self.location.sizes(split) if self.shards(split) else {}
+        return [shard for shard in self.shards(split) if not self.is_done(shard, sizes)]
+
+    def is_done(self, shard: ShardRange, sizes: Mapping[str, int] | None = None) -> bool:
+        """Whether the ledger has the shard and its files are there with their sizes.
+
+        Args:
+            shard: One of :meth:`shards`.
+            sizes: Bytes of the split's files by name, when known; None asks for each file.
+        """
+        try:
+            record = read_record(self.location, self.manifest, shard)
+        except IntegrityError:  # a damaged record vouches for nothing: write the shard again
+            return False
+        if record is None:
+            return False
+        size = self.location.size if sizes is None else sizes.get
+        return all(size(name) == entry.num_bytes for name, entry in record.files.items())
+
+    def is_complete(self) -> bool:
+        """Whether every shard of every split is done."""
+        return not any(self.pending(split) for split in self.manifest.splits)
+
+    @contextmanager
+    def claim(self, shard: ShardRange) -> Iterator[bool]:
+        """Reserve a shard before the work of computing it.
+
+        Gives False if another process holds it or has finished it meanwhile: then skip it.
+        """
+        with self.location.claim(claim_name(shard), wait=False) as mine:
+            if not mine or self.is_done(shard):
+                yield False
+                return
+            self._held.add(shard)
+            try:
+                yield True
+            finally:
+                self._held.discard(shard)
+
+    def write(self, shard: ShardRange, arrays: Mapping[str, np.ndarray]) -> None:
+        """Write one whole shard; does nothing if another process finished it meanwhile.
+
+        Args:
+            shard: One of :meth:`pending`.
+            arrays: ``tokens`` [rows, L] int32, ``token_log_probs`` [rows, L] float32 and the
+                codec's arrays [rows, L, *trailing], exactly of the manifest's dtypes. Position 0
+                has no teacher distribution and is zero-filled but in ``tokens``.
+
+        Raises:
+            UsageError: If an array is missing, unknown, or of another dtype or shape.
+            GdistillError: If a value cannot be right (names row and position), or storage fails.
+        """
+        check_arrays(self.manifest, shard, arrays)
+        encoded = encode_shard(self.manifest, shard, arrays)
+        if shard in self._held:
+            self._put(shard, encoded, tokens_sha256(arrays["tokens"]))
+            return
+        with self.location.claim(claim_name(shard), wait=True):
+            if not self.is_done(shard):
+                self._put(shard, encoded, tokens_sha256(arrays["tokens"]))
+
+    def write_copy(self, record: ShardRecord, files: Mapping[str, bytes]) -> None:
+        """Put a shard of another store of this identity here, byte for byte.
+
+        Args:
+            record: What the ledger there says of the shard, which must be claimed here.
+            files: Its files by name, as ``record`` describes them.
+        """
+        assert record.shard in self._held and record.manifest_sha256 == self.manifest.sha256
+        self._put(record.shard, files, record.tokens_sha256)
+
+    def _put(self, shard: ShardRange, encoded: Mapping[str, bytes], tokens_hash: str) -> None:
+        self.location.delete(record_file(shard))
+        for name, data in encoded.items():
+            self.location.write(name, data)
+        files = {name: FileRecord.of(data) for name, data in encoded.items()}
+        record = ShardRecord(shard, self.manifest.sha256, files, tokens_hash)
+        self.location.write(record_file(shard), record.to_bytes())
+
+
+def _create(place: Location, manifest: Manifest, content: Mapping[str, bytes]) -> None:
+    """Write the manifest first, then every static file that is absent or altered."""
+    try:
+        _refuse_other(place, manifest)
+    except FileNotFoundError:
+        _refuse_occupied(place)
+        place.write(MANIFEST_FILE, manifest.to_bytes())
+    for name, data in content.items():
+        try:
+            intact = place.read(name) == data
+        except FileNotFoundError:
+            intact = False
+        if not intact:
+            place.write(name, data)
+
+
+def _refuse_other(place: Location, manifest: Manifest) -> None:
+    where = f"{place.url}/{MANIFEST_FILE}"
+    found = Manifest.from_bytes(place.read(MANIFEST_FILE), where)
+    difference = found.difference(manifest)
+    if difference:
+        name, old, new = difference
+        raise UsageError(
+            "the store there was begun with other inputs",
+            where=f"{place.url}: {name}",
+            got=repr(new),
+            expected=repr(old),
+            remedy="use the same inputs to resume, or another output folder",
+        )
+
+
+def _refuse_occupied(place: Location) -> None:
+    """A folder with foreign files is not ours to fill."""
+    foreign = sorted(name for name in place.sizes() if not name.endswith(".tmp"))
+    if foreign:
+        raise GdistillError(
+            "the output folder holds files but no manifest",
+            where=place.url,
+            got=foreign[0],
+            expected="an empty or absent folder, or a store",
+            remedy="choose another output folder",
+        )

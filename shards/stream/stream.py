@@ -1,0 +1,243 @@
+"""Batches from a store in a deterministic, resumable order.
+
+    store --read_chunk--> decoded chunks --order--> global batch b --slice--> this rank's rows
+           (threads)       (kept until their last row)
+
+Global batch b of an epoch is positions b * G .. (b + 1) * G - 1 of the epoch's order
+(:mod:`shards.stream.order`), the same rows for every world size and number of workers. When
+shuffling, an epoch ends with its last full global batch: the ragged rest, other rows in each epoch, is left
+out. Without shuffling the last batch may be smaller, so that every row is met once.
+
+State is counted when a batch is handed out, never when it is prefetched. Workers are threads
+(decompression releases the interpreter lock): there is no shared memory to leave behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Int64
+from torch import Tensor, from_numpy
+
+from shards.base import GdistillError, UsageError
+from shards.stream.order import Order, SequentialOrder, Shuffle, ShuffledOrder
+from shards.stream.prefetch import ChunkReader, Gathered, gather, locate_slices
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """One rank's rows of one global batch.
+
+    Attributes:
+        arrays: The store's arrays by name, [b, L, ...]; b may be 0 in a last, partial batch.
+        row_ids: Row index in the split, [b] int64.
+        slots: Index in the global batch, [b] int64.
+        num_global_rows: Rows of the global batch over all ranks.
+        epoch: Which pass over the data.
+        step: Global batches handed out before this one, earlier epochs included, of whatever
+            sizes they were.
+    """
+
+    arrays: dict[str, Tensor]
+    row_ids: Int64[Tensor, "b"]
+    slots: Int64[Tensor, "b"]
+    num_global_rows: int
+    epoch: int
+    step: int
+
+
+class ShardStream:
+    """Iterates over one rank's part of a split, epoch by epoch.
+
+    Each ``for`` loop runs to the end of the current epoch; the next one starts the next epoch.
+    ``state_dict`` between two batches counts exactly the batches handed out so far, and a stream
+    given that state continues with the batch that would have come next, bit for bit, with any
+    world size, number of workers and global batch size.
+
+    Args:
+        reader: A split of a store.
+        seed: Decides the order together with the epoch.
+        global_batch_size: Rows of a batch over all ranks; a multiple of ``world_size``.
+        rank: This process among the ``world_size`` processes.
+        world_size: Processes that share each batch.
+        num_workers: Threads that read ahead; 0 reads in the caller's thread, on demand.
+        shuffle: False keeps the stored order (for validation).
+        drop_last: Leave out a last batch that is not full; ``shuffle`` unless given.
+        mixing: Lanes and window of the shuffle; derived from the number of chunks unless given.
+
+    Raises:
+        UsageError: If sizes do not fit each other or the split.
+    """
+
+    def __init__(
+        self,
+        reader: ChunkReader,
+        *,
+        seed: int,
+        global_batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        num_workers: int = 0,
+        shuffle: bool = True,
+        drop_last: bool | None = None,
+        mixing: Shuffle | None = None,
+    ) -> None:
+        self._reader, self._seed = reader, seed
+        self._batch_size, self._rank, self._world_size = global_batch_size, rank, world_size
+        self._num_workers, self._shuffle = num_workers, shuffle
+        self._drop_last = shuffle if drop_last is None else drop_last
+        _check_sizes(
+            reader.num_rows, global_batch_size, rank, world_size, num_workers, self._drop_last
+        )
+        num_chunks = -(-reader.num_rows // reader.rows_per_chunk)
+        self._mixing = mixing or Shuffle.for_chunks(num_chunks)
+        self._epoch, self._rows_consumed, self._step = 0, 0, 0
+        self._running: object = None
+
+    def __len__(self) -> int:
+        """Global batches of a whole epoch."""
+        return -(-self._end_of_epoch(0) // self._batch_size)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch."""
+        return self._epoch
+
+    @property
+    def fingerprint(self) -> str:
+        """Names the store, the split and everything that decides the order of its rows."""
+        mixing = f"{self._mixing.num_lanes}x{self._mixing.window_chunks}"
+        order = f"seed {self._seed}, mixing {mixing}" if self._shuffle else "stored order"
+        return f"{self._reader.fingerprint}, {order}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the last batch handed out; a small JSON value."""
+        return {
+            "fingerprint": self.fingerprint,
+            "epoch": self._epoch,
+            "rows_consumed": self._rows_consumed,
+            "step": self._step,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; iterators made before it end with an error.
+
+        Raises:
+            GdistillError: If the state belongs to another store, split, seed or mixing.
+        """
+        epoch, rows_consumed = _checked_state(state, self.fingerprint, self._reader.num_rows)
+        # Older states do not count the batches: then all were of this size.
+        self._step = state.get("step", epoch * len(self) + rows_consumed // self._batch_size)
+        self._move_to(epoch, rows_consumed)
+        self._running = None
+
+    def __iter__(self) -> Iterator[RowBatch]:
+        """The batches from here to the end of the epoch."""
+        self._running = token = object()
+        return self._run(token)
+
+    def one_pass(self, epoch: int = 0) -> Iterator[RowBatch]:
+        """All batches of an epoch; leaves the stream's own place alone."""
+        return self._batches(epoch, 0, epoch * len(self))
+
+    def _run(self, token: object) -> Iterator[RowBatch]:
+        for batch in self._batches(self._epoch, self._rows_consumed, self._step):
+            if self._running is not token:
+                raise GdistillError(
+                    "the stream was repositioned, or iterated anew, during an iteration",
+                    where="ShardStream",
+                    remedy="call iter() on the stream again",
+                )
+            self._step = batch.step + 1
+            self._move_to(batch.epoch, self._rows_consumed + batch.num_global_rows)
+            yield batch
+
+    def _move_to(self, epoch: int, rows_consumed: int) -> None:
+        """Go to a place, which is the next epoch's start if no batch of this one is left."""
+        if rows_consumed < self._end_of_epoch(rows_consumed):
+            self._epoch, self._rows_consumed = epoch, rows_consumed
+        else:
+            self._epoch, self._rows_consumed = epoch + 1, 0
+
+    def _end_of_epoch(self, start: int) -> int:
+        """Where the last batch ends when batches begin at position ``start``."""
+        num_rows = self._reader.num_rows
+        return num_rows - (num_rows - start) % self._batch_size if self._drop_last else num_rows
+
+    def _batches(self, epoch: int, start: int, step: int) -> Iterator[RowBatch]:
+        """The batches of an epoch from position ``start`` on, the first of them number ``step``."""
+        size, end = self._batch_size, self._end_of_epoch(start)
+        bounds = ((first, min(first + size, end)) for first in range(start, end, size))
+        slices = locate_slices(bounds, self._order(epoch), self._rank, self._world_size)
+        for index, gathered in enumerate(gather(self._reader, slices, self._num_workers)):
+            yield self._batch(gathered, epoch, step + index)
+
+    def _batch(self, gathered: Gathered, epoch: int, step: int) -> RowBatch:
+        part = gathered.slice
+        return RowBatch(
+            arrays=gathered.arrays,
+            row_ids=from_numpy(part.rows),
+            slots=from_numpy(part.positions - part.start),
+            num_global_rows=part.stop - part.start,
+            epoch=epoch,
+            step=step,
+        )
+
+    def _order(self, epoch: int) -> Order:
+        num_rows, rows_per_chunk = self._reader.num_rows, self._reader.rows_per_chunk
+        if not self._shuffle:
+            return SequentialOrder(num_rows, rows_per_chunk)
+        return ShuffledOrder(num_rows, rows_per_chunk, self._seed, epoch, self._mixing)
+
+
+def _check_sizes(
+    num_rows: int, batch_size: int, rank: int, world_size: int, num_workers: int, drop_last: bool
+) -> None:
+    def refuse(what: str, where: str, got: object, expected: str, remedy: str = "") -> None:
+        raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy)
+
+    if world_size < 1 or not 0 <= rank < world_size:
+        refuse("rank outside the world", "rank", f"rank {rank} of {world_size}", "0 <= rank < size")
+    if num_workers < 0:
+        refuse("size out of range", "num_workers", num_workers, "at least 0")
+    if batch_size < 1 or batch_size % world_size:
+        multiple = f"a positive multiple of the world size {world_size}"
+        refuse("batch does not divide among ranks", "global_batch_size", batch_size, multiple)
+    if drop_last and num_rows < batch_size:
+        refuse(
+            "the split has fewer rows than one global batch",
+            "global_batch_size",
+            f"{num_rows} rows",
+            f"at least {batch_size}",
+            "lower the batch size or extract more rows",
+        )
+    if num_rows < 1:
+        refuse("the split is empty", "split", "0 rows", "at least 1", "extract some rows for it")
+
+
+def _checked_state(state: Mapping[str, Any], fingerprint: str, num_rows: int) -> tuple[int, int]:
+    if state.get("fingerprint") != fingerprint:
+        raise GdistillError(
+            "the saved data order is of another store or order",
+            where="stream state",
+            got=state.get("fingerprint"),
+            expected=fingerprint,
+            remedy="resume with the store, split and seed that the run began with",
+        )
+    epoch, rows_consumed, step = (state.get(key) for key in ("epoch", "rows_consumed", "step"))
+    if not (
+        isinstance(epoch, int)
+        and isinstance(rows_consumed, int)
+        and epoch >= 0
+        and 0 <= rows_consumed <= num_rows
+        and ("step" not in state or (isinstance(step, int) and step >= 0))
+    ):
+        raise GdistillError(
+            "the saved data order is damaged",
+            where="stream state",
+            got=f"epoch {epoch}, rows_consumed {rows_consumed}, step {step}",
+            expected=f"epoch >= 0, rows_consumed in 0..{num_rows}, step >= 0 if there is one",
+        )
+    return epoch, rows_consumed

@@ -1,0 +1,15 @@
+"""DOOR: shards.tools."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shards.base.door import open_door
+
+if TYPE_CHECKING:
+    from shards.tools.description import Description
+    from shards.tools.rewriting import convert, subset
+    from shards.tools.row_view import row_figure, row_page, view_row
+    from shards.tools.unigram import unigram_log_probs
+
+__getattr__, __dir__ = open_door(__name__, __file__)

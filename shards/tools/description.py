@@ -1,0 +1,125 @@
+"""What a store is, in figures and in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shards.store import ShardStore, shard_files, shard_ranges
+
+FP16_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Description:
+    """A store's figures.
+
+    Attributes:
+        num_shards: Shards there will be, and of them
+        num_finished: finished ones.
+        num_tokens: Tokens in the finished shards.
+        num_bytes: Bytes of all files of the store.
+        shard_bytes: Bytes of the finished shards' files alone.
+    """
+
+    store: ShardStore
+    num_shards: int
+    num_finished: int
+    num_tokens: int
+    num_bytes: int
+    shard_bytes: int
+
+    @classmethod
+    def of(cls, store: ShardStore) -> Description:
+        """Measure a store, finished or not."""
+        manifest = store.manifest
+        shards = [s for split in manifest.splits for s in shard_ranges(manifest, split)]
+        unfinished = set(store.unfinished())
+        finished = [shard for shard in shards if shard not in unfinished]
+        sizes = store.location.sizes()
+        rows = sum(shard.num_rows for shard in finished)
+        files = (name for shard in finished for name in shard_files(manifest, shard).values())
+        shard_bytes = sum(sizes.get(name, 0) for name in files)
+        return cls(
+            store,
+            len(shards),
+            len(finished),
+            rows * manifest.row_length,
+            sum(sizes.values()),
+            shard_bytes,
+        )
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Of the finished shards, noise, tokens and log-probabilities together."""
+        return self.shard_bytes / self.num_tokens if self.num_tokens else None
+
+    @property
+    def fp16_vector_bytes_per_token(self) -> int:
+        """What a dense noise vector in half precision would take."""
+        return FP16_BYTES * self.store.manifest.vocab_size
+
+    def to_json(self) -> dict[str, Any]:
+        """Figures and the manifest's words."""
+        manifest = self.store.manifest
+        return {
+            "location": self.store.location.url,
+            "manifest_sha256": manifest.sha256,
+            "codec": dict(manifest.codec),
+            "teacher": dict(manifest.teacher),
+            "tokenizer": dict(manifest.tokenizer),
+            "tokens": dict(manifest.tokens),
+            "vocab_size": manifest.vocab_size,
+            "row_length": manifest.row_length,
+            "splits": dict(manifest.splits),
+            "num_shards": self.num_shards,
+            "num_finished_shards": self.num_finished,
+            "num_tokens": self.num_tokens,
+            "num_bytes": self.num_bytes,
+            "bytes_per_token": self.bytes_per_token,
+            "fp16_vector_bytes_per_token": self.fp16_vector_bytes_per_token,
+        }
+
+    def to_text(self) -> str:
+        """A few aligned lines."""
+        manifest = self.store.manifest
+        per_token = self.bytes_per_token
+        ratio = self.fp16_vector_bytes_per_token / per_token if per_token else None
+        lines = {
+            "store": self.store.location.url,
+            "identity": manifest.sha256[:16],
+            "codec": f"{manifest.codec['name']} {_settings(manifest.codec.get('parameters', {}))}",
+            "noise": "a fresh draw at every visit" if self.store.codec.is_fresh else "one draw",
+            "teacher": _named(manifest.teacher, "weights_sha256"),
+            "tokenizer": f"{_named(manifest.tokenizer, 'sha256')}, V = {manifest.vocab_size:,}",
+            "corpus": _corpus(manifest.tokens),
+            "rows": ", ".join(f"{name} {rows:,}" for name, rows in manifest.splits.items())
+            + f" of {manifest.row_length} tokens",
+            "complete": f"{self.num_finished} of {self.num_shards} shards, "
+            f"{self.num_tokens:,} tokens",
+            "bytes": f"{self.num_bytes:,}",
+        }
+        if per_token and ratio:
+            lines["bytes/token"] = (
+                f"{per_token:.1f}; fp16 vectors {self.fp16_vector_bytes_per_token:,}: "
+                f"{ratio:,.1f} x this store"
+            )
+        return "\n".join(f"{name:<12} {text}" for name, text in lines.items())
+
+
+def _settings(parameters: Any) -> str:
+    return ", ".join(
+        f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in parameters.items()
+    )
+
+
+def _named(part: Any, hash_name: str) -> str:
+    text = str(part.get("id", "unknown"))
+    return f"{text} (sha256 {str(part[hash_name])[:12]})" if hash_name in part else text
+
+
+def _corpus(tokens: Any) -> str:
+    corpus = tokens.get("corpus")
+    name = corpus.get("source", corpus) if isinstance(corpus, dict) else corpus
+    return f"{name} (fingerprint {str(tokens.get('fingerprint', 'unknown'))[:12]})"

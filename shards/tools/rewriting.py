@@ -1,0 +1,208 @@
+"""A new store from an old one, shard by shard and resumable: another codec, or fewer rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shards.base import Bar, GdistillError, UsageError
+from shards.codec import Codec, TeacherOutput, codec_parameters
+from shards.noise import KeyedPosterior, PositionKeys
+from shards.storage import Location
+from shards.store import RESOURCES, STORE_ARRAYS, Manifest, ShardRange, ShardStore, ShardWriter
+from shards.tools.unigram import count_unigram
+
+Rows = dict[str, np.ndarray]
+POSITIONS_AT_ONCE = 1 << 22
+"""Positions times V decoded at once: 16 MiB of float32 a temporary."""
+
+
+def convert(store: ShardStore, out: str | Location, codec: Codec, bar: Bar) -> ShardWriter:
+    """Write a store's rows with another codec: a posterior becomes one frozen draw of it.
+
+    The draw is the one that extraction with ``codec`` would have stored, but for what the source
+    codec rounds off: same seed, same rows, same generator. A ``hidden`` store has no unigram;
+    where ``codec`` needs one, that of the store's own tokens is kept.
+
+    Raises:
+        UsageError: If the source holds a frozen draw, or ``codec`` would hold a distribution.
+    """
+    _refuse_backwards(store.codec, codec)
+    source = store.manifest
+    teacher = {**source.teacher, "converted_from": {**source.codec, "store": source.sha256}}
+    manifest = replace(
+        source,
+        codec={"name": codec.name, "parameters": codec_parameters(codec)},
+        arrays=codec.array_specs(source.vocab_size, None),
+        teacher=teacher,
+    )
+    resources = _resources(store, codec)
+
+    def transform(shard: ShardRange, rows: Rows) -> Rows:
+        return _encode(store, codec, resources, shard, rows)
+
+    return _rewrite(store, out, manifest, resources, transform, bar)
+
+
+def subset(
+    store: ShardStore, out: str | Location, splits: Mapping[str, int], bar: Bar
+) -> ShardWriter:
+    """Keep the first rows of some splits.
+
+    Only the first: a row's number names its noise, so a row that moved would lose a seeded draw.
+
+    Args:
+        splits: Rows to keep of each split to keep.
+
+    Raises:
+        UsageError: For an unknown split, or more rows than there are.
+    """
+    source = store.manifest
+    for name, rows in splits.items():
+        if not 0 < rows <= source.splits.get(name, 0):
+            raise UsageError(
+                "cannot keep so many rows",
+                where=f"split {name}",
+                got=rows,
+                expected=f"1 to the store's rows {dict(source.splits)}",
+            )
+    tokens = {**source.tokens, "subset_of": source.sha256}
+    manifest = replace(source, splits=dict(splits), tokens=tokens)
+    return _rewrite(store, out, manifest, store.resources, lambda _, rows: rows, bar)
+
+
+def _rewrite(
+    store: ShardStore,
+    out: str | Location,
+    manifest: Manifest,
+    resources: Mapping[str, Tensor],
+    transform: Callable[[ShardRange, Rows], Rows],
+    bar: Bar,
+) -> ShardWriter:
+    arrays = {name: value.numpy() for name, value in resources.items()}
+    writer = ShardWriter.create_or_resume(out, manifest, arrays, side_files(store))
+    for split in manifest.splits:
+        reader = store.split(split)
+        pending = set(writer.pending(split))
+        for shard in writer.shards(split):
+            if shard in pending:
+                with writer.claim(shard) as mine:
+                    if mine:
+                        rows = reader.read_rows(shard.start, shard.stop)
+                        writer.write(shard, transform(shard, rows))
+            bar.advance(shard.num_rows * manifest.row_length)
+    return writer
+
+
+def side_files(store: ShardStore) -> dict[str, bytes]:
+    """Tokenizer and corpus files of a store: what is neither Zarr's nor a resource."""
+    own = (*(f"{split}/" for split in store.manifest.splits), f"{RESOURCES}/")
+    names = [n for n in store.manifest.files if n != "zarr.json" and not n.startswith(own)]
+    return {name: store.file(name) for name in names}
+
+
+def _refuse_backwards(source: Codec, target: Codec) -> None:
+    if not source.is_fresh:
+        raise UsageError(
+            "this store cannot be converted",
+            where=f"codec {source.name}",
+            got="one frozen draw of the noise",
+            expected="the teacher's distribution, as posterior and hidden keep it",
+            remedy="a draw does not tell the distribution it came from: extract again",
+        )
+    if target.is_fresh:
+        raise UsageError(
+            "not a codec to convert to",
+            where=f"codec {target.name}",
+            expected="a frozen draw: seeded, topk, quantized or full",
+            remedy=f"extract again with --codec {target.name}: it needs the teacher itself",
+        )
+
+
+def _resources(store: ShardStore, codec: Codec) -> dict[str, Tensor]:
+    """What ``codec`` decodes with; the unigram stays even if only a student's prior wants it."""
+    kept = {*codec.resource_names, "unigram_log_probs"}
+    resources = {name: value for name, value in store.resources.items() if name in kept}
+    missing = sorted(set(codec.resource_names) - set(resources))
+    if missing == ["unigram_log_probs"]:
+        resources["unigram_log_probs"] = torch.from_numpy(count_unigram(store))
+    elif missing:
+        raise UsageError(
+            "the store lacks what the codec needs", where=f"codec {codec.name}", expected=missing
+        )
+    return resources
+
+
+def _encode(
+    store: ShardStore,
+    codec: Codec,
+    resources: Mapping[str, Tensor],
+    shard: ShardRange,
+    rows: Rows,
+) -> Rows:
+    manifest = store.manifest
+    specs = {**STORE_ARRAYS, **codec.array_specs(manifest.vocab_size, None)}
+    shape = (shard.num_rows, manifest.row_length)
+    result = {
+        name: np.zeros((*shape, *spec.trailing_shape), np.dtype(spec.dtype))
+        for name, spec in specs.items()
+    }
+    for name in STORE_ARRAYS:
+        result[name][:] = rows[name]
+    step = max(1, POSITIONS_AT_ONCE // (manifest.vocab_size * manifest.row_length))
+    for start in range(0, shard.num_rows, step):
+        part = slice(start, min(start + step, shard.num_rows))
+        here = {name: array[part] for name, array in rows.items()}
+        output = _teacher_output(store, shard.split, shard.start + start, here)
+        seed = manifest.noise_seed(shard.split)
+        for name, value in codec.encode(output, seed, resources).items():
+            result[name][part, 1:] = value.numpy()
+    return result
+
+
+def _teacher_output(store: ShardStore, split: str, first_row: int, rows: Rows) -> TeacherOutput:
+    """The teacher's distribution as the store approximates it, p of the token exact."""
+    num_rows, length = rows["tokens"].shape
+    posterior = stored_posterior(store, split, first_row, rows)
+    probabilities = posterior.probabilities.tile(0, store.manifest.vocab_size).double()
+    log_probs = (probabilities / probabilities.sum(1, keepdim=True)).log().float()
+    # Probabilities below e^-103 are 0 in float32; the token's must stay what the store has.
+    log_probs.scatter_(1, posterior.tokens[:, None], posterior.token_log_probs[:, None])
+    shape = (num_rows, length - 1)
+    return TeacherOutput(
+        log_probs=log_probs.reshape(*shape, -1),
+        tokens=posterior.tokens.reshape(shape),
+        rows=torch.arange(first_row, first_row + num_rows),
+    )
+
+
+def stored_posterior(
+    store: ShardStore, split: str, first_row: int, rows: Mapping[str, Any], draw: int = 0
+) -> KeyedPosterior:
+    """The posterior noise of positions 1..L-1 of consecutive rows, row-major."""
+    noise = stored_noise(store, split, first_row, rows, draw)
+    if not isinstance(noise, KeyedPosterior):
+        raise GdistillError("the codec keeps no distribution", where=store.codec.name)
+    return noise
+
+
+def stored_noise(
+    store: ShardStore, split: str, first_row: int, rows: Mapping[str, Any], draw: int = 0
+) -> Any:
+    """The noise of positions 1..L-1 of consecutive rows, row-major, as the codec decodes it."""
+    num_rows, length = rows["tokens"].shape
+    tensors = {
+        name: torch.from_numpy(np.ascontiguousarray(array[:, 1:])).flatten(0, 1)
+        for name, array in rows.items()
+    }
+    ids = torch.arange(first_row, first_row + num_rows).repeat_interleave(length - 1)
+    positions = torch.arange(1, length).repeat(num_rows)
+    keys = PositionKeys(store.manifest.noise_seed(split), ids, positions, draw)
+    tokens = tensors.pop("tokens").long()
+    log_probs = tensors.pop("token_log_probs")
+    return store.codec.decode(tensors, tokens, log_probs, keys, store.resources)

@@ -1,0 +1,198 @@
+"""One stored row made visible: the teacher's view of each token, the noise that chose it."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from shards.base import UsageError
+from shards.noise import KeyedPosterior, gumbel_from_arrivals
+from shards.store import ShardStore
+from shards.tools.rewriting import stored_noise
+
+NUM_ALTERNATIVES = 4
+POSITIONS_IN_FIGURE = 64
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another token that could have stood there; probability None where only a draw is stored."""
+
+    text: str
+    probability: float | None
+    gumbel: float
+
+
+@dataclass(frozen=True)
+class TokenView:
+    """One position of the row.
+
+    Attributes:
+        probability: The teacher's probability of the token.
+        gumbel: xi of the token.
+        gumbel_rank: How many vocabulary entries have at least this xi (1: the largest).
+        alternatives: The likeliest other tokens; where only a draw is stored, those of largest xi.
+    """
+
+    position: int
+    text: str
+    probability: float
+    gumbel: float
+    gumbel_rank: int
+    alternatives: tuple[Alternative, ...]
+
+
+def view_row(store: ShardStore, split: str, row: int, draw: int = 0) -> tuple[str, list[TokenView]]:
+    """The row's first token and what is known of every other one.
+
+    Args:
+        draw: Which draw, where the codec draws anew at every visit.
+
+    Raises:
+        UsageError: If there is no such row.
+    """
+    reader = store.split(split)
+    if not 0 <= row < reader.num_rows:
+        expected = f"0 to {reader.num_rows - 1}"
+        raise UsageError("no such row", where=f"split {split}", got=row, expected=expected)
+    arrays = reader.read_rows(row, row + 1)
+    noise = stored_noise(store, split, row, arrays, draw)
+    words = _Words(store)
+    gumbels = gumbel_from_arrivals(noise.tile(0, store.manifest.vocab_size))
+    probabilities = None
+    if isinstance(noise, KeyedPosterior):
+        probabilities = noise.probabilities.tile(0, store.manifest.vocab_size)
+    log_probs = arrays["token_log_probs"][0, 1:]
+    views = []
+    for index, own in enumerate(arrays["tokens"][0, 1:].tolist()):
+        given = None if probabilities is None else probabilities[index]
+        views.append(
+            TokenView(
+                position=index + 1,
+                text=words[own],
+                probability=float(torch.tensor(log_probs[index]).exp()),
+                gumbel=float(gumbels[index, own]),
+                gumbel_rank=int((gumbels[index] >= gumbels[index, own]).sum()),
+                alternatives=_alternatives(given, gumbels[index], own, words),
+            )
+        )
+    return words[int(arrays["tokens"][0, 0])], views
+
+
+def _alternatives(
+    probabilities: Float[Tensor, "v"] | None, gumbels: Float[Tensor, "v"], own: int, words: _Words
+) -> tuple[Alternative, ...]:
+    """The likeliest by the teacher; by the noise where the distribution is not stored."""
+    order = gumbels if probabilities is None else probabilities
+    best = order.topk(min(NUM_ALTERNATIVES + 1, len(order))).indices.tolist()
+    return tuple(
+        Alternative(
+            words[i],
+            None if probabilities is None else float(probabilities[i]),
+            float(gumbels[i]),
+        )
+        for i in best
+        if i != own
+    )[:NUM_ALTERNATIVES]
+
+
+class _Words:
+    """Token ids as text, from the tokenizer the store carries."""
+
+    def __init__(self, store: ShardStore) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer = None
+        with TemporaryDirectory() as folder:
+            if store.copy_files("tokenizer", Path(folder)):
+                self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def __getitem__(self, token: int) -> str:
+        if self._tokenizer is None:
+            return f"#{token}"
+        piece = self._tokenizer.convert_ids_to_tokens(token) or f"#{token}"
+        begins_word = piece[:1] in ("▁", "Ġ")
+        text = self._tokenizer.convert_tokens_to_string([piece]).strip()
+        return f"␣{text}" if begins_word else text or json.dumps(piece)[1:-1]
+
+
+def row_figure(views: list[TokenView], title: str) -> bytes:
+    """PNG: for each of the first positions p of the token, and its xi among the alternatives'."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    shown = views[:POSITIONS_IN_FIGURE]
+    figure = Figure(figsize=(max(6.0, 0.27 * len(shown) + 1.5), 5.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    top, bottom = figure.subplots(2, 1, sharex=True)
+    places = range(len(shown))
+    top.bar(places, [view.probability for view in shown], color="#4c78a8")
+    top.set(ylabel="teacher's probability", ylim=(0, 1), title=title)
+    for place, view in zip(places, shown, strict=True):
+        others = [other.gumbel for other in view.alternatives]
+        bottom.scatter([place] * len(others), others, s=9, color="#bbbbbb")
+    bottom.scatter(places, [view.gumbel for view in shown], s=26, color="#e45756", zorder=3)
+    bottom.set(ylabel="noise xi (grey: alternatives')")
+    bottom.set_xticks(list(places), [view.text for view in shown], rotation=90, fontsize=8)
+    for axes in (top, bottom):
+        axes.grid(axis="y", color="#eeeeee")
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.01)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    return buffer.getvalue()
+
+
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}
+.row span{border-radius:4px;padding:1px 4px;margin:1px;display:inline-block}
+table{border-collapse:collapse;font-size:13px;margin-top:1.5rem}
+td,th{padding:2px 10px;border-bottom:1px solid #eee;text-align:right}
+td.t,th.t{text-align:left;font-family:ui-monospace,monospace} img{max-width:100%}
+.dim{color:#888}
+"""
+
+
+def row_page(first: str, views: list[TokenView], title: str, figure: bytes) -> str:
+    """A self-contained HTML page of the row."""
+    chips = "".join(
+        f'<span style="background:hsl({int(120 * view.probability)} 75% 85%)" '
+        f'title="p {view.probability:.3g}, xi {view.gumbel:.2f}">{html.escape(view.text)}</span>'
+        for view in views
+    )
+    lines = "".join(_line(view) for view in views)
+    picture = base64.b64encode(figure).decode()
+    return (
+        f'<!doctype html><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f"<style>{STYLE}</style><h1>{html.escape(title)}</h1>"
+        "<p>Green: the teacher expected the token; red: the noise had to be large for it. The noise"
+        " <i>xi</i> is what added to the teacher's logits makes this very row the argmax at every"
+        " position; its rank counts the vocabulary entries with noise at least as large.</p>"
+        f'<p class="row"><span class="dim">{html.escape(first)}</span>{chips}</p>'
+        f'<img alt="probabilities and noise" src="data:image/png;base64,{picture}">'
+        '<table><tr><th>position<th class="t">token<th>p<th>xi<th>rank'
+        f'<th class="t">alternatives: p / xi</tr>{lines}</table>'
+    )
+
+
+def _line(view: TokenView) -> str:
+    others = ", &nbsp; ".join(
+        f"{html.escape(other.text)} <span class='dim'>"
+        + (f"{other.probability:.3g} / " if other.probability is not None else "")
+        + f"{other.gumbel:.2f}</span>"
+        for other in view.alternatives
+    )
+    return (
+        f'<tr><td>{view.position}<td class="t">{html.escape(view.text)}<td>{view.probability:.3g}'
+        f'<td>{view.gumbel:.2f}<td>{view.gumbel_rank}<td class="t">{others}</tr>'
+    )

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import CLIPConfig, PreTrainedConfig, T5Config
+
+from pipeline.plan.codec_sizes import measured_bytes_per_token
+from pipeline.plan.plan import human_bytes, make_plan
+from pipeline.settings import resolve_request
+from pipeline.teacher.model import Teacher
+from shards.base.errors import GdistillError, UsageError
+from shards.codec.registry import CODECS, make_codec
+from tests.pipeline.extract_cases import (
+    CONTEXT_LENGTH,
+    ROW_LENGTH,
+    VOCAB_SIZE,
+    options,
+    run,
+    save_tokenizer,
+)
+
+
+def test_an_unreadable_rate_is_not_passed_over(tmp_path: Path, teacher: Path, corpus: Path) -> None:
+    for text in ("{", "[]", '{"tokens_per_second": null}'):
+        (tmp_path / "summary.json").write_text(text)
+        with pytest.raises(GdistillError, match="--rate"):
+            make_plan(resolve_request(tmp_path, options(teacher, corpus)))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_figures_out_of_range_are_refused_by_name(
+    tmp_path: Path, teacher: Path, corpus: Path, value: float
+) -> None:
+    request = resolve_request(tmp_path, options(teacher, corpus))
+    arguments = {"rate": "--rate", "num_tokens": "--tokens", "price_per_hour": "--price"}
+    for argument, option in arguments.items():
+        with pytest.raises(UsageError, match=rf"out of range \[{option}\]"):
+            make_plan(request, **{argument: value})
+    (tmp_path / "summary.json").write_text(json.dumps({"tokens_per_second": value}))
+    with pytest.raises(GdistillError, match=r"cannot read an earlier run's rate.*--rate"):
+        make_plan(request)
+
+
+@pytest.mark.parametrize("config", [T5Config(vocab_size=VOCAB_SIZE), CLIPConfig()], ids=type)
+def test_a_model_that_writes_no_text_is_refused(
+    tmp_path: Path, corpus: Path, config: PreTrainedConfig
+) -> None:
+    config.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    request = resolve_request(tmp_path / "out", options(tmp_path / "model", corpus))
+    with pytest.raises(UsageError, match="causal language model"):
+        make_plan(request)
+
+
+def test_plan_runs_no_teacher_and_writes_nothing(
+    tmp_path: Path, teacher: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Teacher, "load", lambda *_, **__: pytest.fail("the teacher was loaded"))
+    out = tmp_path / "out"
+    plan = make_plan(resolve_request(out, options(teacher, corpus)))
+    assert not out.exists()
+    assert set(plan.bytes_per_token) == set(CODECS)
+    assert plan.num_tokens["OpenWebText"] == 9_000_000_000
+    assert plan.num_tokens["FineWeb scale"] == 10**13
+    assert plan.teacher.vocab_size == VOCAB_SIZE
+    # GPT-2: embeddings, 2 blocks, final norm; D = 16, head tied.
+    block = (16 * 48 + 48) + (16 * 16 + 16) + (16 * 64 + 64) + (64 * 16 + 16) + 4 * 16
+    assert plan.teacher.num_parameters == (VOCAB_SIZE + CONTEXT_LENGTH) * 16 + 2 * block + 32
+    text = "\n".join(plan.lines())
+    assert "*posterior" in text and "process hours" in text and "assumed: 40%" in text
+
+
+def test_tokens_are_estimated_and_then_counted(tmp_path: Path, teacher: Path, corpus: Path) -> None:
+    request = resolve_request(tmp_path, options(teacher, corpus))
+    estimate = make_plan(request)
+    assert "estimated" in estimate.token_origin
+    run(tmp_path, options(teacher, corpus))
+    counted = make_plan(request)
+    assert "counted" in counted.token_origin
+    exact = counted.num_tokens["this corpus"]
+    assert exact % ROW_LENGTH == 0
+    # All 54 training documents are in the sample; what differs is the remainder of the packing.
+    assert abs(estimate.num_tokens["this corpus"] - exact) < 0.1 * exact
+    assert "measured by the run" in counted.rate.origin
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert counted.rate.tokens_per_second == summary["tokens_per_second"]
+
+
+def test_hours_and_price_follow_from_the_rate(tmp_path: Path, teacher: Path, corpus: Path) -> None:
+    request = resolve_request(tmp_path, options(teacher, corpus))
+    plan = make_plan(request, rate=1000.0, num_tokens=7_200_000, price_per_hour=3.0)
+    rows = {line.split("  ")[0].strip(): line for line in plan.table()}
+    assert rows["process hours"].split() == ["process", "hours", "2", "2,500", "2,777,778"]
+    assert rows["price at 3 per hour"].split()[-3:] == ["6", "7,500", "8,333,333"]
+
+
+def test_a_corpus_out_of_reach_leaves_the_reference_columns(tmp_path: Path, teacher: Path) -> None:
+    given = options(teacher, tmp_path / "absent.txt")
+    plan = make_plan(resolve_request(tmp_path / "out", given))
+    assert list(plan.num_tokens) == ["OpenWebText", "FineWeb scale"]
+    assert "cannot be read here" in plan.token_origin
+
+
+def test_plan_of_the_maze_needs_no_teacher_yet(tmp_path: Path) -> None:
+    request = resolve_request(tmp_path, {"corpus": {"spec": "maze:k4"}})
+    plan = make_plan(request)
+    assert plan.num_tokens["this corpus"] == 2500 * 11
+
+
+def test_rows_that_the_teacher_cannot_see_are_refused(
+    tmp_path: Path, teacher: Path, corpus: Path
+) -> None:
+    given = options(teacher, corpus, corpus={"row_length": CONTEXT_LENGTH + 1})
+    with pytest.raises(UsageError, match="context"):
+        make_plan(resolve_request(tmp_path, given))
+
+
+def test_codec_sizes_are_those_of_real_shards() -> None:
+    full = measured_bytes_per_token(make_codec("full"), 1000, 8, 33)
+    # 2 V bytes that hardly compress, and some bytes for the token itself.
+    assert 0.85 * 2000 < full < 1.05 * 2000 + 20
+    hidden = measured_bytes_per_token(make_codec("hidden"), 50257, 256, 33)
+    assert 230 < hidden < 290
+    few, many = (
+        measured_bytes_per_token(make_codec("posterior", num_entries=n), 1000, 8, 33)
+        for n in (4, 128)
+    )
+    assert few < many
+
+
+def test_human_bytes() -> None:
+    assert human_bytes(999.0) == "999 B"
+    assert human_bytes(1.5e12) == "1.5 TB"
+    assert human_bytes(2e18) == "2 EB"

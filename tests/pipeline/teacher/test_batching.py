@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pipeline.teacher.batching import BatchSize, in_halves
+from shards.base.errors import GdistillError
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is gone must be gone at once: a device out of memory waits for no collection."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_retry_finds_the_memory_of_the_attempts_that_failed() -> None:
+    attempts: list[weakref.ref[torch.Tensor]] = []
+    done: list[int] = []
+
+    def work(part: slice) -> None:
+        assert not any(attempt() is not None for attempt in attempts)
+        big = torch.zeros(1000)
+        attempts.append(weakref.ref(big))
+        if part.stop - part.start > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        done.extend(range(part.start, part.stop))
+
+    in_halves(work, slice(3, 11))
+    assert done == list(range(3, 11))
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])
+def test_one_row_that_does_not_fit_is_one_error(error: BaseException) -> None:
+    def work(part: slice) -> None:
+        raise error
+
+    with pytest.raises(GdistillError, match=r"batch of one row; got \w+.*; use shorter rows"):
+        in_halves(work, slice(0, 4))
+    with pytest.raises(GdistillError, match="batch of one row"):
+        BatchSize(1).halve(error)
+
+
+def test_other_errors_are_not_tried_again() -> None:
+    parts: list[slice] = []
+
+    def work(part: slice) -> None:
+        parts.append(part)
+        raise ValueError("not about memory")
+
+    with pytest.raises(ValueError, match="not about memory"):
+        in_halves(work, slice(0, 4))
+    assert parts == [slice(0, 4)]

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from pipeline.settings import SequentialSettings
+from pipeline.teacher.generate import GeneratedRows, generate_rows, nucleus, processed, rows_at_once
+from pipeline.teacher.model import Teacher
+from pipeline.tokens.dataset import TokenDataset
+from shards.base.errors import UsageError
+from shards.noise.gumbel import gumbel_argmax
+from shards.noise.kinds import KeyedPrior, Noise, PositionKeys, dense_arrivals
+from shards.store.store import ShardStore
+from tests.pipeline.extract_cases import (
+    ROW_LENGTH,
+    VOCAB_SIZE,
+    contents,
+    options,
+    run,
+    save_teacher,
+)
+
+PLAIN = SequentialSettings()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_teacher(tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.fixture(scope="module")
+def teacher(folder: Path) -> Teacher:
+    return Teacher.load(folder, device="cpu")
+
+
+def stored_noise(store: ShardStore, split: str) -> tuple[Noise, torch.Tensor]:
+    """The frozen noise of every scored position of a split, and the rows."""
+    arrays = store.split(split).read_rows(0, store.split(split).num_rows)
+    tokens = torch.from_numpy(arrays["tokens"]).long()
+    rows, positions = torch.ones_like(tokens).bool().nonzero(as_tuple=True)
+    rows, positions = rows[positions > 0], positions[positions > 0]
+    noise = store.codec.decode(
+        {name: torch.from_numpy(arrays[name])[rows, positions] for name in store.manifest.arrays},
+        tokens[rows, positions],
+        torch.from_numpy(arrays["token_log_probs"])[rows, positions],
+        PositionKeys(store.manifest.noise_seed(split), rows, positions),
+        store.resources,
+    )
+    return noise, tokens
+
+
+def test_cached_generation_is_gumbel_max_over_the_full_forward_pass(teacher: Teacher) -> None:
+    first, row_ids = torch.tensor([0, 5, 7]), torch.tensor([10, 11, 12])
+    rows = generate_rows(teacher, first, row_ids, ROW_LENGTH, stream_seed=3)
+    expected = first[:, None]
+    for position in range(1, ROW_LENGTH):
+        padded = torch.cat([expected, torch.zeros(3, 1, dtype=torch.int64)], 1)
+        log_probs = teacher.log_probs(padded)[:, -1]
+        keys = PositionKeys(3, row_ids, torch.full((3,), position))
+        noise = dense_arrivals(KeyedPrior(keys, VOCAB_SIZE))
+        expected = torch.cat([expected, gumbel_argmax(log_probs, noise)[:, None]], 1)
+    assert torch.equal(rows, expected)
+
+
+def test_rows_do_not_depend_on_what_shares_their_batch(teacher: Teacher) -> None:
+    first, row_ids = torch.arange(6), torch.arange(6)
+    together = generate_rows(teacher, first, row_ids, ROW_LENGTH, stream_seed=1)
+    for row in range(6):
+        part = slice(row, row + 1)
+        alone = generate_rows(teacher, first[part], row_ids[part], ROW_LENGTH, stream_seed=1)
+        assert torch.equal(alone[0], together[row])
+
+
+def test_tokens_follow_the_teachers_distribution(teacher: Teacher) -> None:
+    num_rows = 4000
+    first = torch.full((num_rows,), 4)
+    rows = generate_rows(teacher, first, torch.arange(num_rows), 2, stream_seed=9)
+    expected = teacher.log_probs(torch.tensor([[4, 0]]))[0, 0].double().exp() * num_rows
+    counts = torch.bincount(rows[:, 1], minlength=VOCAB_SIZE).double()
+    rare = expected < 5
+    pooled = [torch.cat([v[~rare], v[rare].sum()[None]]) for v in (counts, expected)]
+    pooled = [v[pooled[1] > 0] for v in pooled]
+    assert stats.chisquare(pooled[0], pooled[1] * pooled[0].sum() / pooled[1].sum()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "nucleus_p": 0.8}])
+def test_stored_noise_reproduces_every_token_when_rows_are_scored_again(
+    tmp_path: Path, folder: Path, corpus: Path, teacher: Teacher, sampling: dict
+) -> None:
+    given = options(
+        folder,
+        corpus,
+        mode="sequential",
+        codec={"name": "full", "num_entries": None},
+        sequential=sampling,
+        store={"rows": 40},
+    )
+    noise, tokens = stored_noise(run(tmp_path, given), "train")
+    log_probs = teacher.log_probs(tokens)
+    log_probs = processed(log_probs, SequentialSettings(**sampling), tokens[:, 1:])
+    winners = gumbel_argmax(log_probs.flatten(0, 1), dense_arrivals(noise))
+    assert torch.equal(winners, tokens[:, 1:].flatten())
+
+
+def test_stored_noise_of_generated_rows_is_standard_gumbel(
+    tmp_path: Path, folder: Path, corpus: Path
+) -> None:
+    """Would fail if tokens were chosen by the stream that the codec draws its noise from."""
+    given = options(
+        folder,
+        corpus,
+        mode="sequential",
+        codec={"name": "full", "num_entries": None},
+        store={"rows": 200, "validation_rows": 0},
+    )
+    noise, _ = stored_noise(run(tmp_path, given), "train")
+    gumbels = -dense_arrivals(noise).log()
+    # Entries of one position are independent, and positions too: n = 200 * 11 * V variates.
+    assert stats.kstest(gumbels.flatten().numpy(), "gumbel_r").pvalue > 1e-3
+    assert (
+        stats.kstest(gumbels.max(-1).values.numpy() - np.log(VOCAB_SIZE), "gumbel_r").pvalue > 1e-3
+    )
+
+
+def test_generated_store_is_the_same_in_one_run_and_after_an_interruption(
+    tmp_path: Path, folder: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = options(folder, corpus, mode="sequential", store={"rows": 40, "validation_rows": 4})
+    whole = run(tmp_path / "whole", given)
+    assert whole.manifest.splits == {"train": 40, "validation": 4}
+    read, calls = GeneratedRows.read, []
+
+    def failing(self: GeneratedRows, *arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return read(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(GeneratedRows, "read", failing)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "parts", given)
+    monkeypatch.undo()
+    run(tmp_path / "parts", given)
+    assert contents(tmp_path / "parts" / "store") == contents(tmp_path / "whole" / "store")
+
+
+def test_rows_begin_with_first_tokens_of_the_corpus_and_go_beyond_it(
+    tmp_path: Path, folder: Path, corpus: Path
+) -> None:
+    given = options(folder, corpus, mode="sequential", store={"rows": 130})
+    store = run(tmp_path, given)
+    dataset = TokenDataset.open(tmp_path / "tokens")
+    available = dataset.num_rows("train")
+    assert available < 130 == store.manifest.splits["train"]
+    first = dataset.read_rows("train", 0, available)[:, 0]
+    rows = store.split("train").read_rows(0, 130)["tokens"]
+    assert np.array_equal(rows[:, 0], first[np.arange(130) % available])
+    assert len(np.unique(rows, axis=0)) == 130, "rows with equal first tokens differ"
+
+
+def test_rows_at_once_are_many_for_small_models_and_bounded_in_memory(teacher: Teacher) -> None:
+    assert rows_at_once(teacher, ROW_LENGTH) == 128
+    # Keys and values of 2 layers of width 16 in float32: 256 bytes a token.
+    assert rows_at_once(teacher, (4 << 30) // 256 // 50) == 50
+    assert rows_at_once(teacher, (4 << 30) // 256) == 32
+
+
+def test_mode_and_sampling_are_part_of_the_identity(
+    tmp_path: Path, folder: Path, corpus: Path
+) -> None:
+    small = {"rows": 4, "validation_rows": 0}
+    run(tmp_path, options(folder, corpus, mode="sequential", store=small))
+    with pytest.raises(UsageError, match=r"tokens\.mode"):
+        run(tmp_path, options(folder, corpus, store=small))
+    warm = {"temperature": 0.9}
+    with pytest.raises(UsageError, match=r"tokens\.temperature"):
+        run(tmp_path, options(folder, corpus, mode="sequential", store=small, sequential=warm))
+
+
+def test_nucleus_by_hand() -> None:
+    log_probs = torch.tensor([[0.5, 0.1, 0.3, 0.1], [0.95, 0.05, 1e-9, 1e-9]]).log()
+    assert nucleus(log_probs, 0.85).tolist() == [
+        [True, False, True, False],
+        [True, False, False, False],
+    ]
+    cut = processed(log_probs, SequentialSettings(nucleus_p=0.85))
+    assert cut[0].exp().tolist() == pytest.approx([0.625, 0, 0.375, 0])
+    kept = processed(log_probs, SequentialSettings(nucleus_p=0.85), torch.tensor([1, 3]))
+    assert torch.isfinite(kept[torch.arange(2), torch.tensor([1, 3])]).all()
+    warm = processed(log_probs, SequentialSettings(temperature=2.0))
+    assert warm[0].exp()[0].item() == pytest.approx(
+        0.5**0.5 / sum(p**0.5 for p in (0.5, 0.3, 0.1, 0.1))
+    )
+    assert processed(log_probs, PLAIN) is log_probs

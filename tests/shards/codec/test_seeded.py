@@ -1,0 +1,102 @@
+"""``seeded``: every entry within eps, few entries, the token still first."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from shards.base.errors import UsageError
+from shards.codec.byte_planes import from_planes
+from shards.codec.draws import frozen_posterior
+from shards.codec.registry import make_codec
+from shards.codec.seeded import SeededCodec, ShiftScale
+from shards.noise.gumbel import gumbel_argmax, gumbel_from_arrivals
+from shards.noise.kinds import dense_arrivals
+from tests.shards.codec_cases import SEED, decode, flat_log_probs, teacher_output
+
+
+@pytest.mark.parametrize("tolerance", [0.001, 0.01, 0.1, 0.5])
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+def test_every_entry_is_within_the_tolerance(tolerance: float, spread: float) -> None:
+    output, resources = teacher_output(20, 30, 300, spread=spread)
+    codec = SeededCodec(tolerance_nats=tolerance, max_entries=300)
+    noise = decode(codec, output, resources, draw=5)
+    decoded = gumbel_from_arrivals(dense_arrivals(noise)).double()
+    exact = gumbel_from_arrivals(dense_arrivals(frozen_posterior(output, SEED))).double()
+    assert float((decoded - exact).abs().max()) <= tolerance
+    chosen = gumbel_argmax(flat_log_probs(output), dense_arrivals(noise))
+    assert torch.equal(chosen, output.tokens.flatten())
+
+
+@pytest.mark.parametrize("tolerance", [0.01, 0.1])
+def test_number_of_entries_is_at_or_below_its_bound(tolerance: float) -> None:
+    output, resources = teacher_output(60, 50, 500, spread=2.0)
+    codec = SeededCodec(tolerance_nats=tolerance, max_entries=500)
+    arrays = codec.encode(output, SEED, resources)
+    stored = (from_planes("shift_gap", arrays, 500) > 0).sum(-1).flatten().double()
+    probs = flat_log_probs(output).exp().double()
+    bound = (probs / (probs + math.expm1(tolerance))).sum(1)
+    assert bool((bound <= 1 / math.expm1(tolerance)).all())
+    # Conditional on p the counts are independent: the mean may exceed its expectation by chance.
+    sigma = float((stored - bound).std()) / math.sqrt(len(stored))
+    assert float(stored.mean()) <= float(bound.mean()) + 3 * sigma
+    # The bound is tight but for the token's own entry, which is never stored.
+    own = probs.gather(1, output.tokens.flatten()[:, None]).squeeze(1)
+    expected = bound - own / (own + math.expm1(tolerance))
+    assert abs(float((stored - expected).mean())) < 4.5 * sigma + 2e-3 * float(expected.mean())
+
+
+def test_too_few_slots_coarsen_the_tolerance_where_needed() -> None:
+    output, resources = teacher_output(20, 30, 300, spread=0.1)
+    codec = SeededCodec(tolerance_nats=0.01, max_entries=60)
+    arrays = codec.encode(output, SEED, resources)
+    noise = decode(codec, output, resources, arrays=arrays)
+    coarsening = arrays["coarsening"].flatten()
+    assert 0 < int((coarsening > 0).sum()) < len(coarsening)
+    decoded = gumbel_from_arrivals(dense_arrivals(noise)).double()
+    exact = gumbel_from_arrivals(dense_arrivals(frozen_posterior(output, SEED))).double()
+    allowed = 0.01 * torch.exp2(coarsening.double())
+    assert bool(((decoded - exact).abs().amax(1) <= allowed).all())
+
+
+def test_the_default_slots_hold_every_distribution() -> None:
+    # Uniform is the worst case; of 4,000 positions one has E_0 near 8. Five times the expected
+    # number of entries, 1 / (e^eps - 1), would overflow at about one position in 150.
+    tolerance, vocab_size = 0.1, 4000
+    codec = SeededCodec(tolerance_nats=tolerance)
+    output, resources = teacher_output(40, 101, vocab_size, spread=0.0)
+    arrays = codec.encode(output, SEED, resources)
+    stored = (from_planes("shift_gap", arrays, vocab_size) > 0).sum(-1)
+    assert int((stored > 5.2 / math.expm1(tolerance)).sum()) > 10
+    assert int(arrays["coarsening"].max()) == 0
+    assert (
+        int(stored.max()) < codec.array_specs(vocab_size, None)["shift_gap_byte0"].trailing_shape[0]
+    )
+
+
+def test_the_visit_does_not_matter() -> None:
+    output, resources = teacher_output()
+    codec = SeededCodec()
+    first, second = (dense_arrivals(decode(codec, output, resources, draw)) for draw in (0, 9))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("tolerance", [0.001, 0.01, 0.1, 0.5])
+def test_shift_codes(tolerance: float) -> None:
+    scale = ShiftScale(tolerance)
+    shifts = torch.linspace(0, 25.9, 200_001, dtype=torch.float64)
+    decoded = scale.decode(scale.encode(shifts))
+    assert float((decoded - shifts).abs().max()) <= tolerance
+    # Lowering a shift by d passes the token when d > -log(1 - e^-s).
+    lowered = shifts - decoded
+    assert bool((lowered <= -torch.log(-torch.expm1(-shifts)))[1:].all())
+    assert int(scale.encode(shifts[-1:])) <= scale.max_code
+
+
+def test_bad_parameters() -> None:
+    with pytest.raises(UsageError, match="tolerance_nats"):
+        make_codec("seeded", tolerance_nats=0.9)
+    with pytest.raises(UsageError, match="max_entries"):
+        make_codec("seeded", max_entries=0)

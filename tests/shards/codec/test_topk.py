@@ -1,0 +1,177 @@
+"""``topk``: training noise and sampling noise are cut alike, in O(k)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy.stats import chisquare, expon, gamma, ks_2samp, kstest
+from torch import Tensor
+
+from shards.base.errors import UsageError
+from shards.codec.draws import frozen_posterior
+from shards.codec.registry import make_codec
+from shards.codec.topk import TopKCodec
+from shards.noise.gumbel import exponentials, gumbel_argmax
+from shards.noise.kinds import PositionKeys, SparseNoise, dense_arrivals
+from shards.noise.order_statistics import (
+    distinct_ids,
+    first_arrivals_of,
+    keep_first,
+    mean_rate,
+    rest_weight,
+    upper_gamma,
+)
+from tests.shards.codec_cases import SEED, decode, flat_log_probs, teacher_output
+
+
+def keys(num: int, seed: int = 3) -> PositionKeys:
+    return PositionKeys(seed, torch.arange(num), torch.ones(num, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("kept", [1, 7, 90, 500])
+def test_the_largest_entries_are_kept_and_the_others_weighed(kept: int) -> None:
+    output, resources = teacher_output()
+    noise = decode(TopKCodec(kept), output, resources)
+    assert isinstance(noise, SparseNoise)
+    exact = dense_arrivals(frozen_posterior(output, SEED))
+    expected = keep_first(exact, min(kept, 90))
+    assert torch.equal(noise.ids.sort(1).values, expected.ids.sort(1).values)
+    cut = dense_arrivals(noise)
+    assert bool((torch.isfinite(cut).sum(1) == min(kept, 90)).all())
+    torch.testing.assert_close(cut[cut < torch.inf], exact[cut < torch.inf], rtol=1e-2, atol=0)
+    total = exact.reciprocal().sum(1)
+    known = torch.where(cut < torch.inf, exact.reciprocal(), 0).sum(1)
+    torch.testing.assert_close(noise.rest_rate, total - known, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kept", [1, 7, 90])
+def test_with_its_own_field_the_token_is_the_argmax(kept: int) -> None:
+    output, resources = teacher_output(30, 40, spread=1.0)
+    codec = TopKCodec(kept)
+    arrays = codec.encode(output, SEED, resources)
+    flat = {name: array.flatten(0, 1) for name, array in arrays.items()}
+    tokens = output.tokens.flatten()
+    whole = codec.decode_with_token(flat, tokens, tokens.float(), keys(len(tokens)), resources)
+    assert all(len(set(row)) == len(row) for row in whole.ids.tolist())
+    assert torch.equal(gumbel_argmax(flat_log_probs(output), dense_arrivals(whole)), tokens)
+    cut = codec.decode(flat, tokens, tokens.float(), keys(len(tokens)), resources)
+    shown = (cut.ids == tokens[:, None]).any(1)
+    torch.testing.assert_close(whole.rest_rate[shown], cut.rest_rate[shown], rtol=1e-5, atol=1e-5)
+
+
+def dense_cut(num: int, vocab_size: int, kept: int) -> SparseNoise:
+    arrivals = exponentials((num, vocab_size), torch.Generator().manual_seed(1))
+    return keep_first(arrivals, kept)
+
+
+@pytest.mark.parametrize(("vocab_size", "kept"), [(3000, 5), (3000, 64)])
+def test_order_statistics_have_the_law_of_the_dense_draw(vocab_size: int, kept: int) -> None:
+    num = 3000
+    sparse, dense = first_arrivals_of(keys(num), vocab_size, kept), dense_cut(num, vocab_size, kept)
+    assert bool((sparse.arrivals.diff(dim=1) > 0).all())
+    for rank in {0, 1, kept // 2, kept - 1}:
+        pair = (sparse.arrivals[:, rank].numpy(), dense.arrivals[:, rank].numpy())
+        assert ks_2samp(*pair).pvalue > 1e-4
+    assert ks_2samp(sparse.rest_rate.numpy(), dense.rest_rate.numpy()).pvalue > 1e-4
+    # The rest given the last kept arrival, not only on its own: the ratio to its mean.
+    ratios = [
+        (n.rest_rate.double() / mean_rate(n.arrivals[:, -1].double()) / (vocab_size - kept)).numpy()
+        for n in (sparse, dense)
+    ]
+    assert ks_2samp(*ratios).pvalue > 1e-4
+
+
+def test_gaps_are_exponential_and_independent() -> None:
+    noise = first_arrivals_of(keys(20_000), 5000, 4)
+    arrivals = torch.cat([torch.zeros(20_000, 1), noise.arrivals], dim=1).double()
+    gaps = arrivals.diff(dim=1) * torch.arange(5000, 4996, -1)
+    assert kstest(gaps.flatten().numpy(), expon.cdf).pvalue > 1e-4
+    correlation = torch.corrcoef((-gaps).exp().T)[~torch.eye(4, dtype=torch.bool)]
+    assert float(correlation.abs().max()) < 4.5 / math.sqrt(20_000)
+
+
+def test_ids_are_distinct_and_uniform_in_every_rank() -> None:
+    ids = distinct_ids(keys(40_000), 40, 10)
+    assert bool((ids.sort(1).values.diff(dim=1) > 0).all())
+    for rank in (0, 4, 9):
+        counts = torch.bincount(ids[:, rank], minlength=40).numpy()
+        assert chisquare(counts).pvalue > 1e-4
+    pairs = torch.bincount(ids[:, 0] * 40 + ids[:, 9], minlength=1600).view(40, 40)
+    off_diagonal = pairs[~torch.eye(40, dtype=torch.bool)].numpy()
+    assert int(pairs.diagonal().sum()) == 0 and chisquare(off_diagonal).pvalue > 1e-4
+
+
+@pytest.mark.parametrize(("vocab_size", "kept"), [(6, 3), (6, 9), (5000, 2000), (5000, 16)])
+def test_keyed_per_position_and_not_by_batch(vocab_size: int, kept: int) -> None:
+    whole = TopKCodec(kept).prior(keys(50), vocab_size)
+    part = TopKCodec(kept).prior(keys(50).select(torch.tensor([17])), vocab_size)
+    assert whole.ids.shape == (50, min(kept, vocab_size))
+    assert torch.equal(whole.ids[17:18], part.ids)
+    assert torch.equal(whole.arrivals[17:18], part.arrivals)
+    assert torch.equal(whole.rest_rate[17:18], part.rest_rate)
+
+
+def test_work_does_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    from shards import philox
+
+    plain = philox.philox4x32
+
+    def counting(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> object:
+        words = plain(counter, seed)
+        drawn.append(words[0].numel())
+        return words
+
+    monkeypatch.setattr("shards.noise.philox.philox4x32", counting)
+    totals = []
+    for vocab_size in (50_257, 5_000_000):
+        drawn.clear()
+        first_arrivals_of(keys(8), vocab_size, 32)
+        totals.append(sum(drawn))
+    assert totals[0] == totals[1] < 8 * 64
+
+
+def test_posterior_noise_cut_is_prior_noise_cut() -> None:
+    """Tokens drawn from p: what training shows has the law of what sampling shows."""
+    output, resources = teacher_output(100, 40, 60, spread=2.0)
+    shown = decode(TopKCodec(8), output, resources)
+    drawn = TopKCodec(8).prior(keys(4000), 60)
+    assert isinstance(shown, SparseNoise)
+    assert ks_2samp(shown.rest_rate.numpy(), drawn.rest_rate.numpy()).pvalue > 1e-4
+    ordered = shown.arrivals.sort(1).values
+    for rank in (0, 7):
+        pair = (ordered[:, rank].numpy(), drawn.arrivals[:, rank].numpy())
+        assert ks_2samp(*pair).pvalue > 1e-4
+    counts = torch.bincount(shown.ids.flatten(), minlength=60).numpy()
+    assert chisquare(counts).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("tau", [0.5, 0.85, 1.0, 1.3])
+def test_rest_weight_scales_to_other_temperatures(tau: float) -> None:
+    arrivals = exponentials((500, 5000), torch.Generator().manual_seed(2))
+    noise = keep_first(arrivals, 50)
+    exact = arrivals.pow(-tau).scatter(1, noise.ids, 0.0).sum(1)
+    ratio = rest_weight(noise, tau) / exact
+    # Given f, sum 1/F varies by sqrt(4950 * 93) / (4950 * 4.1) = 3.3%, sum F^-tau in step with it.
+    assert float((ratio - 1).abs().max()) < 4.5 * 0.033
+    assert abs(float(ratio.mean()) - 1) < 4.5 * 0.033 / math.sqrt(500)
+
+
+def test_upper_gamma_and_mean_rate_by_quadrature() -> None:
+    x = torch.tensor([0.01, 0.3, 1.0], dtype=torch.float64)
+    t = torch.linspace(-12, 6, 200_001, dtype=torch.float64).exp()
+    for shape in (0.6, 0.15, -0.3):
+        for value, got in zip(x, upper_gamma(shape, x), strict=True):
+            integrand = (value + t) ** (shape - 1) * (-(value + t)).exp()
+            assert float(torch.trapezoid(integrand, t)) == pytest.approx(float(got), rel=1e-3)
+    for value, got in zip(x, mean_rate(x), strict=True):
+        expected = torch.trapezoid((-t).exp() / (value + t), t)
+        assert float(expected) == pytest.approx(float(got), rel=1e-3)
+    assert gamma(0.6).sf(0.3) * math.gamma(0.6) == pytest.approx(float(upper_gamma(0.6, x)[1]))
+
+
+def test_bad_parameters() -> None:
+    with pytest.raises(UsageError, match="num_entries"):
+        make_codec("topk", num_entries=0)

@@ -1,0 +1,235 @@
+"""Keyed noise: tiles, selection, the invariant and the law, for each kind of probability source."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+from scipy.stats import kstest
+from torch import Tensor
+
+from shards.base.errors import GdistillError, UsageError
+from shards.noise.entries import Entries
+from shards.noise.gumbel import exponential_from_bits, gumbel_argmax, gumbel_from_arrivals
+from shards.noise.keyed_exponentials import (
+    first_arrivals,
+    keyed_exponentials,
+    noise_kernel,
+    use_noise_kernel,
+)
+from shards.noise.kinds import (
+    DenseNoise,
+    KeyedPosterior,
+    KeyedPrior,
+    Noise,
+    PositionKeys,
+    SparseNoise,
+    dense_arrivals,
+)
+from shards.noise.philox import keyed_bits
+from shards.noise.probabilities import DenseProbabilities, HeadAndTail
+
+
+def make_keys(num: int, seed: int = 11, draw: int = 0) -> PositionKeys:
+    index = torch.arange(num)
+    return PositionKeys(seed, index // 16, index % 16 + 1, draw)
+
+
+def dense_posterior(
+    num: int, vocab_size: int, spread: float = 3.0, draw: int = 0
+) -> KeyedPosterior:
+    generator = torch.Generator().manual_seed(num)
+    log_probs = (torch.randn(num, vocab_size, generator=generator) * spread).log_softmax(-1)
+    tokens = torch.multinomial(log_probs.exp(), 1, generator=generator).squeeze(1)
+    token_log_probs = log_probs.gather(1, tokens[:, None]).squeeze(1)
+    keys = make_keys(num, draw=draw)
+    return KeyedPosterior(keys, tokens, token_log_probs, DenseProbabilities(log_probs))
+
+
+def head_and_tail(num: int, vocab_size: int, kept: int) -> tuple[KeyedPosterior, Tensor]:
+    """A posterior whose tail is the unigram, and the same distribution in full."""
+    exact = dense_posterior(num, vocab_size)
+    assert isinstance(exact.probabilities, DenseProbabilities)
+    probs = exact.probabilities.log_probs.exp()
+    unigram = torch.rand(vocab_size, generator=torch.Generator().manual_seed(1)) + 0.1
+    unigram /= unigram.sum()
+    top, ids = probs.topk(kept, dim=1)
+    scale = (1 - top.sum(1)) / (1 - unigram[ids].sum(1))
+    full = (scale[:, None] * unigram).scatter(1, ids, top)
+    head = Entries(ids, top, torch.ones_like(ids, dtype=torch.bool))
+    approximate = HeadAndTail(head, scale, unigram)
+    log_p = full.gather(1, exact.tokens[:, None]).squeeze(1).log()
+    return KeyedPosterior(exact.keys, exact.tokens, log_p, approximate), full
+
+
+def sparse(num: int, vocab_size: int, kept: int) -> SparseNoise:
+    arrivals, ids = dense_arrivals(KeyedPrior(make_keys(num), vocab_size)).topk(kept, largest=False)
+    return SparseNoise(ids, arrivals, vocab_size, torch.ones(num))
+
+
+NOISES = {
+    "dense": lambda: DenseNoise(torch.rand(40, 97)),
+    "prior": lambda: KeyedPrior(make_keys(40), 97),
+    "posterior": lambda: dense_posterior(40, 97),
+    "head_and_tail": lambda: head_and_tail(40, 97, 9)[0],
+    "sparse": lambda: sparse(40, 97, 13),
+}
+
+
+@pytest.mark.parametrize("kind", NOISES)
+def test_any_noise_reads_in_tiles_and_selections(kind: str) -> None:
+    noise = NOISES[kind]()
+    assert isinstance(noise, Noise)
+    whole = dense_arrivals(noise)
+    assert whole.shape == (noise.num_positions, noise.vocab_size) and whole.dtype == torch.float32
+    for width in (1, 7, 32, 97):
+        parts = [noise.tile(i, min(i + width, 97)) for i in range(0, 97, width)]
+        assert torch.equal(torch.cat(parts, dim=1), whole)
+    index = torch.tensor([3, 39, 0, 3])
+    assert torch.equal(dense_arrivals(noise.select(index)), whole[index])
+    mask = torch.arange(40) % 3 == 0
+    assert torch.equal(dense_arrivals(noise.select(mask).to("cpu")), whole[mask])
+    assert torch.equal(dense_arrivals(noise.select(slice(5, 9))), whole[5:9])
+    assert dense_arrivals(noise.select(torch.zeros(40, dtype=torch.bool))).shape == (0, 97)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (3, 90), (5, 5), (50251, 50257)])
+@pytest.mark.parametrize("num", [0, 1, 300])
+def test_fast_exponentials_equal_the_plain_formula(num: int, start: int, stop: int) -> None:
+    keys = make_keys(num, seed=(1 << 63) - 5, draw=7)
+    expected = exponential_from_bits(keyed_bits(keys, start, stop))
+    assert torch.equal(keyed_exponentials(keys, start, stop), expected)
+
+
+@pytest.mark.parametrize("elements", [1, 130, 1 << 20])
+def test_blocks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    monkeypatch.setattr("shards.noise.keyed_exponentials.BLOCK_ELEMENTS", elements)
+    keys = make_keys(50)
+    expected = exponential_from_bits(keyed_bits(keys, 0, 200))
+    assert torch.equal(keyed_exponentials(keys, 0, 200), expected)
+
+
+def test_token_is_the_argmax_of_log_p_plus_xi() -> None:
+    for draw in range(3):
+        noise = dense_posterior(2000, 200, draw=draw)
+        assert isinstance(noise.probabilities, DenseProbabilities)
+        chosen = gumbel_argmax(noise.probabilities.log_probs, dense_arrivals(noise))
+        assert torch.equal(chosen, noise.tokens)
+
+
+def test_head_and_tail_uses_its_own_distribution() -> None:
+    noise, full = head_and_tail(200, 97, 9)
+    torch.testing.assert_close(full.sum(1), torch.ones(200))
+    torch.testing.assert_close(noise.probabilities.tile(0, 97), full)
+    exact = KeyedPosterior(
+        noise.keys, noise.tokens, noise.token_log_probs, DenseProbabilities(full.log())
+    )
+    torch.testing.assert_close(dense_arrivals(noise), dense_arrivals(exact), rtol=1e-5, atol=1e-8)
+
+
+def test_unused_slots_leave_the_tail_alone() -> None:
+    ids, probs = torch.tensor([[2, 0], [1, 0]]), torch.tensor([[0.5, 9.0], [0.5, 0.25]])
+    head = Entries(ids, probs, torch.tensor([[True, False], [True, True]]))
+    source = HeadAndTail(head, torch.tensor([1.0, 0.5]), torch.tensor([0.25, 0.25, 0.5]))
+    expected = torch.tensor([[0.25, 0.25, 0.5], [0.25, 0.5, 0.25]])
+    torch.testing.assert_close(source.tile(0, 3), expected)
+
+
+def test_posterior_moves_the_prior_only_later() -> None:
+    """F_j >= E_j off the token: an entry the posterior does not touch keeps the prior's value."""
+    noise = dense_posterior(500, 60)
+    prior, moved = dense_arrivals(KeyedPrior(noise.keys, 60)), dense_arrivals(noise)
+    off_token = torch.ones_like(moved, dtype=torch.bool).scatter(1, noise.tokens[:, None], False)
+    assert bool((moved >= prior)[off_token].all())
+
+
+def test_draws_are_fresh_and_standard() -> None:
+    """Tokens from p: over positions and draws each entry is a standard Gumbel."""
+    num, p = 40_000, torch.tensor([0.5, 0.3, 0.15, 0.04, 0.01])
+    tokens = torch.multinomial(p, num, True, generator=torch.Generator().manual_seed(2))
+    source = DenseProbabilities(p.log().expand(num, 5))
+    gumbels = []
+    for draw in (1, 2):
+        noise = KeyedPosterior(make_keys(num, draw=draw), tokens, p.log()[tokens], source)
+        gumbels.append(gumbel_from_arrivals(dense_arrivals(noise)).double())
+        for entry in range(5):
+            assert kstest(gumbels[-1][:, entry].numpy(), "gumbel_r").pvalue > 1e-4
+    off_token = tokens != 0
+    pair = torch.stack([draws[off_token, 0] for draws in gumbels]).neg().exp().neg().exp()
+    assert abs(float(torch.corrcoef(pair)[0, 1])) < 4.5 / math.sqrt(int(off_token.sum()))
+
+
+def test_extreme_tokens_stay_finite() -> None:
+    log_probs = torch.tensor([[0.0, -150.0]])
+    noise = KeyedPosterior(
+        make_keys(1), torch.tensor([1]), torch.tensor([-150.0]), DenseProbabilities(log_probs)
+    )
+    rates = dense_arrivals(noise).reciprocal()
+    assert bool(torch.isfinite(rates.sum(1)).all()) and float(rates[0, 1]) > 1e30
+    torch.testing.assert_close(noise.token_gumbels, 150 - first_arrivals(make_keys(1)).log())
+
+
+def test_keyed_prior_is_exponential_and_uncorrelated() -> None:
+    arrivals = dense_arrivals(KeyedPrior(make_keys(2000), 128)).double()
+    assert kstest(arrivals.flatten().numpy(), "expon").pvalue > 1e-4
+    u = (-arrivals).exp()
+    limit = 4.5 / math.sqrt(u.numel())
+    assert (
+        abs(float(torch.corrcoef(torch.stack([u[:, 1:].flatten(), u[:, :-1].flatten()]))[0, 1]))
+        < limit
+    )
+    assert (
+        abs(float(torch.corrcoef(torch.stack([u[1:].flatten(), u[:-1].flatten()]))[0, 1])) < limit
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[None]:
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("no C++ compiler")
+    use_noise_kernel("compiled")
+    yield
+    use_noise_kernel("eager")
+
+
+@pytest.mark.parametrize(("num", "start", "stop"), [(300, 3, 90), (2, 0, 50257), (64, 6, 2055)])
+def test_the_compiled_kernel_gives_the_same_bits(
+    compiled: None, num: int, start: int, stop: int
+) -> None:
+    assert noise_kernel() == "compiled"
+    keys = make_keys(num, seed=99, draw=3)
+    expected = exponential_from_bits(keyed_bits(keys, start, stop))
+    assert torch.equal(keyed_exponentials(keys, start, stop), expected)
+
+
+def test_kernels_are_chosen_by_name_and_a_failure_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(UsageError, match="noise kernel"):
+        use_noise_kernel("fast")
+
+    def broken(*arguments: object, **options: object) -> object:
+        raise RuntimeError("no compiler")
+
+    before = noise_kernel()
+    monkeypatch.setattr(torch, "compile", lambda *a, **k: broken)
+    with pytest.raises(GdistillError, match="no compiler"):
+        use_noise_kernel("compiled")
+    assert noise_kernel() == before
+
+
+def test_auto_compiles_on_cuda_alone_and_tells_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[torch.device] = []
+
+    def fails(device: torch.device) -> None:
+        calls.append(device)
+        raise GdistillError("cannot compile the noise kernel", got="no Triton")
+
+    monkeypatch.setattr("shards.noise.keyed_exponentials._compile", fails)
+    monkeypatch.setattr("shards.noise.keyed_exponentials._compiled", None)
+    assert use_noise_kernel("auto", "cpu") == "" and not calls
+    assert "no Triton" in use_noise_kernel("auto", "cuda") and calls == [torch.device("cuda")]
+    assert noise_kernel() == "eager"

@@ -1,0 +1,118 @@
+"""The local cache of remote files: checked copies, evicted by age, nothing else touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shards.base.errors import UsageError
+from shards.storage.file_cache import FileCache
+from shards.storage.location import open_location
+from shards.storage.remote import RemoteLocation
+from shards.store.manifest import FileRecord
+from shards.store.store import ShardStore
+from tests.shards.store_cases import write_store
+
+
+@pytest.fixture
+def url() -> str:
+    """A fresh folder in fsspec's memory."""
+    return f"memory://cache-{time.monotonic_ns()}"
+
+
+def test_the_cache_serves_what_it_has(url: str, tmp_path: Path) -> None:
+    write_store(url)
+    place = RemoteLocation(url, cache=FileCache(tmp_path / "cache"))
+    before = ShardStore.open(place).split("train").read_rows(0, 28)
+    for name in place.sizes("train"):
+        if "/c/" in name:
+            place.delete(name)
+    after = ShardStore.open(place).split("train").read_rows(0, 28)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_a_spoilt_copy_is_fetched_again(url: str, tmp_path: Path) -> None:
+    write_store(url)
+    reader = ShardStore.open(RemoteLocation(url, cache=FileCache(tmp_path))).split("train")
+    expected = reader.read_rows(0, 28)
+    for copy in tmp_path.iterdir():
+        data = bytearray(copy.read_bytes())
+        data[len(data) // 3] ^= 1
+        copy.write_bytes(data)
+    again = ShardStore.open(RemoteLocation(url, cache=FileCache(tmp_path))).split("train")
+    found = again.read_rows(0, 28)
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_eviction_keeps_to_its_size_and_to_its_own_copies(url: str, tmp_path: Path) -> None:
+    write_store(url)
+    before = open_location(url).sizes()
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "the only copy.txt").write_text("of something else")
+    place = RemoteLocation(url, cache=FileCache(folder, max_bytes=400))
+    rows = ShardStore.open(place).split("train").read_rows(0, 28)
+    write_store(tmp_path / "store")
+    expected = ShardStore.open(tmp_path / "store").split("train").read_rows(0, 28)
+    assert all(np.array_equal(rows[name], expected[name]) for name in expected)
+    copies = [path for path in folder.iterdir() if path.suffix != ".txt"]
+    assert 0 < sum(path.stat().st_size for path in copies) <= 400
+    assert (folder / "the only copy.txt").read_text() == "of something else"
+    assert open_location(url).sizes() == before
+
+
+def test_the_cache_refuses_another_content(tmp_path: Path) -> None:
+    cache = FileCache(tmp_path)
+    with pytest.raises(ValueError, match="another hash"):
+        cache.fetch(FileRecord.of(b"right"), lambda: b"wrong")
+    assert list(tmp_path.iterdir()) == []
+    assert cache.fetch(FileRecord.of(b"right"), lambda: b"right").read_bytes() == b"right"
+
+
+def test_the_cache_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GDISTILL_CACHE", str(tmp_path))
+    monkeypatch.setenv("GDISTILL_CACHE_BYTES", "1000")
+    assert FileCache.default() == FileCache(tmp_path, 1000)
+    for wrong in ("1 GB", "\N{SUPERSCRIPT TWO}", "-1", "", "9" * 5000):
+        monkeypatch.setenv("GDISTILL_CACHE_BYTES", wrong)
+        with pytest.raises(UsageError, match="GDISTILL_CACHE_BYTES"):
+            FileCache.default()
+
+
+def test_what_a_killed_download_left_is_removed_when_old(tmp_path: Path) -> None:
+    cache = FileCache(tmp_path, max_bytes=100)
+    died, running, strange = (
+        tmp_path / f".{'0' * 64}.{'1' * 32}.tmp",
+        tmp_path / f".{'2' * 64}.{'3' * 32}.tmp",
+        tmp_path / "notes.tmp",
+    )
+    for path in (died, running, strange):
+        path.write_bytes(bytes(90))
+    for path in (died, strange):
+        os.utime(path, (0, 0))
+    first = cache.fetch(FileRecord.of(b"first"), lambda: b"first")
+    assert set(tmp_path.iterdir()) == {running, strange, first}
+
+
+def test_a_download_killed_on_the_way_is_never_taken_for_a_copy(tmp_path: Path) -> None:
+    record = FileRecord.of(b"content")
+    code = f"""
+import os
+from pathlib import Path
+from shards.storage.file_cache import FileCache
+from shards.store.manifest import FileRecord
+os.replace = lambda *_: os.kill(os.getpid(), 9)
+FileCache(Path({str(tmp_path)!r})).fetch(FileRecord.of(b"content"), lambda: b"content")
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    (left,) = tmp_path.iterdir()
+    os.utime(left, (0, 0))
+    cache = FileCache(tmp_path, max_bytes=10)
+    copy = cache.fetch(record, lambda: b"content")
+    assert copy.read_bytes() == b"content" and list(tmp_path.iterdir()) == [copy]

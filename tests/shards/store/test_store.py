@@ -1,0 +1,165 @@
+"""Write a store, read it back, with our reader and with plain zarr."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+from shards.base.errors import GdistillError, IntegrityError, UsageError
+from shards.store.layout import shard_ranges
+from shards.store.store import ShardStore, ShardWriter, verify
+from tests.shards.store_cases import (
+    FILES,
+    LENGTH,
+    VOCAB,
+    file_bytes,
+    make_arrays,
+    make_manifest,
+    make_resources,
+    open_writer,
+    write_pending,
+    write_store,
+)
+
+
+def expected_rows(split: str) -> dict[str, np.ndarray]:
+    manifest = make_manifest()
+    parts = [make_arrays(manifest, shard) for shard in shard_ranges(manifest, split)]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def test_rows_come_back_as_written(tmp_path: Path) -> None:
+    write_store(tmp_path / "store")
+    store = ShardStore.open(tmp_path / "store")
+    for split, num_rows in {"train": 28, "validation": 5}.items():
+        reader, expected = store.split(split), expected_rows(split)
+        assert (reader.num_rows, reader.rows_per_chunk) == (num_rows, 4)
+        chunks = [reader.read_chunk(index) for index in range(reader.num_chunks)]
+        for name, values in expected.items():
+            got = np.concatenate([chunk[name] for chunk in chunks])
+            assert got.dtype == values.dtype
+            np.testing.assert_array_equal(got, values)
+
+
+@pytest.mark.parametrize("window", [(0, 28), (3, 4), (3, 17), (27, 28), (8, 8), (28, 28)])
+def test_row_windows_cross_chunks_and_shards(tmp_path: Path, window: tuple[int, int]) -> None:
+    write_store(tmp_path / "store")
+    rows = ShardStore.open(tmp_path / "store").split("train").read_rows(*window)
+    for name, values in expected_rows("train").items():
+        np.testing.assert_array_equal(rows[name], values[slice(*window)])
+
+
+def test_any_zarr_reader_reads_the_store(tmp_path: Path) -> None:
+    write_store(tmp_path / "store")
+    group = zarr.open_group(tmp_path / "store", mode="r")
+    array = group["train/ids"]
+    assert array.shape == (28, LENGTH, 3)
+    assert array.shards == (8, LENGTH, 3) and array.chunks == (4, LENGTH, 3)
+    assert array.metadata.dimension_names == ("row", "position", None)
+    np.testing.assert_array_equal(array[:], expected_rows("train")["ids"])
+
+
+def test_zero_chunks_are_stored(tmp_path: Path) -> None:
+    writer = open_writer(tmp_path / "store")
+    for split in writer.manifest.splits:
+        for shard in writer.pending(split):
+            arrays = make_arrays(writer.manifest, shard)
+            writer.write(shard, {name: np.zeros_like(value) for name, value in arrays.items()})
+    assert verify(tmp_path / "store") == []
+    rows = ShardStore.open(tmp_path / "store").split("train").read_rows(0, 28)
+    assert not any(value.any() for value in rows.values())
+
+
+def test_resources_and_side_files(tmp_path: Path) -> None:
+    write_store(tmp_path / "store")
+    store = ShardStore.open(tmp_path / "store")
+    assert set(store.resources) == set(make_resources())
+    for name, value in make_resources().items():
+        assert torch.equal(store.resources[name], torch.from_numpy(value))
+    assert store.files("corpus") == {"maze.json": FILES["corpus/maze.json"]}
+    paths = store.copy_files("tokenizer", tmp_path / "copy")
+    assert paths[0].read_bytes() == FILES["tokenizer/tokenizer.json"]
+    with pytest.raises(UsageError, match="no such file"):
+        store.file("corpus/absent.json")
+
+
+def test_an_empty_split_and_no_resources(tmp_path: Path) -> None:
+    manifest = make_manifest(splits={"train": 8, "validation": 0})
+    write_pending(ShardWriter.create_or_resume(tmp_path / "store", manifest, {}))
+    store = ShardStore.open(tmp_path / "store")
+    assert store.resources == {} and store.split("validation").num_chunks == 0
+    assert verify(tmp_path / "store") == []
+
+
+def test_an_incomplete_store_is_refused_unless_asked(tmp_path: Path) -> None:
+    writer = open_writer(tmp_path / "store")
+    first, *_ = writer.pending("train")
+    writer.write(first, make_arrays(writer.manifest, first))
+    assert not writer.is_complete()
+    with pytest.raises(IntegrityError, match=r"1 of 5 shards; the first missing is train shard 1"):
+        ShardStore.open(tmp_path / "store")
+    store = ShardStore.open(tmp_path / "store", allow_incomplete=True)
+    assert len(store.unfinished()) == 4
+    assert store.split("train").read_chunk(1)["tokens"].shape == (4, LENGTH)
+    with pytest.raises(IntegrityError, match=r"not finished.*train shard 1"):
+        store.split("train").read_chunk(2)
+
+
+def test_a_finished_store_has_nothing_pending_and_does_not_change(tmp_path: Path) -> None:
+    write_store(tmp_path / "store")
+    before = file_bytes(tmp_path / "store")
+    writer = open_writer(tmp_path / "store")
+    assert writer.is_complete() and writer.pending("train") == []
+    shard = shard_ranges(writer.manifest, "train")[0]
+    writer.write(shard, make_arrays(writer.manifest, shard))
+    with writer.claim(shard) as mine:
+        assert not mine
+    assert file_bytes(tmp_path / "store") == before
+
+
+def test_no_store_and_unknown_split(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no store there"):
+        ShardStore.open(tmp_path / "absent")
+    write_store(tmp_path / "store")
+    with pytest.raises(UsageError, match="no such split"):
+        ShardStore.open(tmp_path / "store").split("test")
+
+
+def test_foreign_folders_and_unknown_urls_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(GdistillError, match=r"no manifest.*thesis\.txt"):
+        open_writer(tmp_path)
+    assert set(file_bytes(tmp_path)) == {"thesis.txt"}
+    with pytest.raises(UsageError, match="unknown kind of store location"):
+        open_writer("nosuchscheme://bucket/store")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a.pop("mass"), "wrong arrays"),
+        (lambda a: a.update(extra=a["mass"]), "wrong arrays"),
+        (lambda a: a.update(ids=a["ids"].astype("int32")), "does not fit"),
+        (lambda a: a.update(tokens=a["tokens"][:-1]), "does not fit"),
+        (lambda a: a["tokens"].__setitem__((2, 3), VOCAB), "train row 10, position 3.*got 50"),
+        (lambda a: a["tokens"].__setitem__((2, 3), -1), "train row 10, position 3"),
+        (lambda a: a["token_log_probs"].__setitem__((1, 4), np.nan), "row 9, position 4.*got nan"),
+        (lambda a: a["token_log_probs"].__setitem__((1, 4), -np.inf), "got -inf"),
+        (lambda a: a["token_log_probs"].__setitem__((1, 4), 0.5), r"got 0\.5"),
+        (lambda a: a["token_log_probs"].__setitem__((1, 0), -0.5), r"position 0.*got -0\.5"),
+        (lambda a: a["values"].__setitem__((2, 3, 1), np.inf), "values.*row 10, position 3.*inf"),
+        (lambda a: a["values"].__setitem__((5, 4, 2), np.nan), "values.*row 13, position 4.*nan"),
+    ],
+)
+def test_arrays_that_cannot_be_right_are_refused(tmp_path: Path, change, message: str) -> None:
+    writer = open_writer(tmp_path / "store")
+    shard = writer.pending("train")[1]
+    arrays = make_arrays(writer.manifest, shard)
+    change(arrays)
+    with pytest.raises(GdistillError, match=message):
+        writer.write(shard, arrays)
+    assert shard in writer.pending("train")

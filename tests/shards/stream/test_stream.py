@@ -1,0 +1,294 @@
+"""ShardStream: the same batches for everyone, exact resume, little reading, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shards.base.errors import GdistillError, UsageError
+from shards.stream.order import Shuffle
+from shards.stream.stream import RowBatch, ShardStream
+
+
+class CountingReader:
+    """A split in memory that counts which chunks were read."""
+
+    def __init__(self, num_rows: int, rows_per_chunk: int = 4, name: str = "store") -> None:
+        self.num_rows, self.rows_per_chunk, self.fingerprint = num_rows, rows_per_chunk, name
+        self.reads: Counter[int] = Counter()
+        self._lock = threading.Lock()
+
+    def read_chunk(self, index: int) -> dict[str, np.ndarray]:
+        start = index * self.rows_per_chunk
+        rows = np.arange(start, min(start + self.rows_per_chunk, self.num_rows))
+        assert len(rows)
+        with self._lock:
+            self.reads[index] += 1
+        tokens = (rows[:, None] * 10 + np.arange(3)).astype(np.int32)
+        return {"tokens": tokens, "ids": (tokens[..., None] % 251).astype(np.uint16)}
+
+
+def stream(reader: CountingReader, **options) -> ShardStream:
+    return ShardStream(reader, **{"seed": 3, "global_batch_size": 12, **options})
+
+
+def assert_same(left: RowBatch, right: RowBatch) -> None:
+    assert torch.equal(left.row_ids, right.row_ids) and torch.equal(left.slots, right.slots)
+    assert (left.epoch, left.step) == (right.epoch, right.step)
+    assert left.arrays.keys() == right.arrays.keys()
+    for name, array in left.arrays.items():
+        assert torch.equal(array.long(), right.arrays[name].long())
+
+
+def global_batches(num_rows: int, world_size: int, num_workers: int, **options) -> list[list[int]]:
+    """Row ids of every global batch, put together from all ranks by their slots."""
+    ranks = [
+        list(
+            stream(
+                CountingReader(num_rows),
+                rank=rank,
+                world_size=world_size,
+                num_workers=num_workers,
+                **options,
+            )
+        )
+        for rank in range(world_size)
+    ]
+    result = []
+    for parts in zip(*ranks, strict=True):
+        merged = {
+            s: r
+            for part in parts
+            for s, r in zip(part.slots.tolist(), part.row_ids.tolist(), strict=True)
+        }
+        assert sorted(merged) == list(range(parts[0].num_global_rows))
+        result.append([merged[slot] for slot in sorted(merged)])
+    return result
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("num_rows", [50, 601])
+def test_global_batches_depend_on_nothing_but_the_seed(num_rows: int, shuffle: bool) -> None:
+    expected = global_batches(num_rows, 1, 0, shuffle=shuffle)
+    assert len({row for batch in expected for row in batch}) == sum(map(len, expected))
+    for world_size in (1, 2, 4):
+        for num_workers in (0, 1, 3):
+            got = global_batches(num_rows, world_size, num_workers, shuffle=shuffle)
+            assert got == expected, (world_size, num_workers)
+
+
+def test_arrays_belong_to_their_rows() -> None:
+    for batch in stream(CountingReader(101), num_workers=2):
+        expected = batch.row_ids[:, None] * 10 + torch.arange(3)
+        assert torch.equal(batch.arrays["tokens"], expected.int())
+        assert batch.arrays["ids"].dtype == torch.uint16
+        assert torch.equal(batch.arrays["ids"].long()[..., 0], expected % 251)
+
+
+def test_epochs_drop_the_ragged_end_and_differ() -> None:
+    one = stream(CountingReader(50))
+    epochs = [list(one) for _ in range(3)]
+    assert [len(epoch) for epoch in epochs] == [4, 4, 4] == [len(one)] * 3
+    assert [b.step for epoch in epochs for b in epoch] == list(range(12))
+    assert [b.epoch for epoch in epochs for b in epoch] == [0] * 4 + [1] * 4 + [2] * 4
+    dropped = [set(range(50)) - {r for b in e for r in b.row_ids.tolist()} for e in epochs]
+    assert all(len(rows) == 2 for rows in dropped) and dropped[0] != dropped[1]
+
+
+def test_validation_keeps_order_and_the_last_partial_batch() -> None:
+    batches = list(stream(CountingReader(50), shuffle=False))
+    assert [b.num_global_rows for b in batches] == [12, 12, 12, 12, 2]
+    assert [r for b in batches for r in b.row_ids.tolist()] == list(range(50))
+
+
+def test_a_rank_without_rows_in_the_last_batch_still_steps() -> None:
+    for rank in range(4):
+        one = stream(CountingReader(37), shuffle=False, rank=rank, world_size=4, num_workers=1)
+        last = list(one)[-1]
+        assert last.num_global_rows == 1
+        assert last.arrays["tokens"].shape == (int(rank == 3), 3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_rows=st.integers(24, 300),
+    first=st.integers(0, 30),
+    second=st.integers(0, 30),
+    worlds=st.lists(st.sampled_from([1, 2, 3, 4]), min_size=3, max_size=3),
+    workers=st.sampled_from([0, 1, 3]),
+)
+def test_resume_twice_with_other_world_sizes(
+    num_rows: int, first: int, second: int, worlds: list[int], workers: int
+) -> None:
+    whole = endless(stream(CountingReader(num_rows)))
+    expected = [next(whole) for _ in range(first + second + 5)]
+    state, step = None, 0
+    for world_size, count in zip(worlds, (first, second, 5), strict=True):
+        ranks = [
+            stream(CountingReader(num_rows), rank=r, world_size=world_size, num_workers=workers)
+            for r in range(world_size)
+        ]
+        for rank in ranks:
+            if state is not None:
+                rank.load_state_dict(json.loads(json.dumps(state)))
+        iterators = [endless(rank) for rank in ranks]
+        for _ in range(count):
+            parts = [next(iterator) for iterator in iterators]
+            got = torch.cat([p.row_ids for p in parts])[
+                torch.cat([p.slots for p in parts]).argsort()
+            ]
+            assert torch.equal(got, expected[step].row_ids)
+            assert parts[0].step == expected[step].step == step
+            step += 1
+        states = [rank.state_dict() for rank in ranks]
+        assert all(s == states[0] for s in states)
+        state = states[0]
+        assert len(json.dumps(state)) < 200
+
+
+def endless(one: ShardStream):
+    while True:
+        yield from one
+
+
+def test_state_counts_consumed_batches_not_prefetched_ones() -> None:
+    one = stream(CountingReader(400), num_workers=3)
+    iterator = iter(one)
+    for step in range(1, 6):
+        next(iterator)
+        assert one.state_dict()["rows_consumed"] == 12 * step
+    resumed = stream(CountingReader(400))
+    resumed.load_state_dict(one.state_dict())
+    assert_same(next(iter(resumed)), next(iterator))
+
+
+def test_the_state_after_the_last_batch_begins_the_next_epoch() -> None:
+    one = stream(CountingReader(50))
+    list(one)
+    assert (one.state_dict()["epoch"], one.state_dict()["rows_consumed"]) == (1, 0)
+
+
+def test_one_pass_leaves_the_place_alone() -> None:
+    one = stream(CountingReader(50))
+    next(iter(one))
+    before = one.state_dict()
+    assert len(list(one.one_pass())) == 4 and one.state_dict() == before
+
+
+def test_a_changed_batch_size_continues_with_the_next_row() -> None:
+    one, other = stream(CountingReader(200)), stream(CountingReader(200), global_batch_size=10)
+    iterator = iter(one)
+    rows = [next(iterator).row_ids for _ in range(3)]
+    other.load_state_dict(one.state_dict())
+    rest_of_epoch = list(other)
+    assert [b.step for b in rest_of_epoch] == [*range(3, 19)]
+    assert next(iter(other)).step == 19
+    rest = [b.row_ids for b in rest_of_epoch]
+    whole = torch.cat([b.row_ids for b in stream(CountingReader(200)).one_pass()])
+    assert torch.equal(torch.cat(rows + rest)[:192], whole[:192])
+
+
+def test_a_state_that_does_not_count_batches_is_taken() -> None:
+    one = stream(CountingReader(50))
+    list(one)
+    next(iter(one))
+    state = one.state_dict()
+    assert state.pop("step") == 5
+    resumed = stream(CountingReader(50))
+    resumed.load_state_dict(state)
+    assert next(iter(resumed)).step == 5
+
+
+def test_another_store_is_refused_by_name() -> None:
+    state = stream(CountingReader(50, name="abc train")).state_dict()
+    for other in (
+        stream(CountingReader(50, name="def train")),
+        stream(CountingReader(50, name="abc train"), seed=4),
+        stream(CountingReader(50, name="abc train"), mixing=Shuffle(4)),
+    ):
+        with pytest.raises(GdistillError, match=r"got abc train, seed 3.*expected") as caught:
+            other.load_state_dict(state)
+        assert other.fingerprint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change", [{"epoch": -1}, {"rows_consumed": 51}, {"rows_consumed": None}, {"step": -1}]
+)
+def test_a_damaged_state_is_refused(change: dict) -> None:
+    one = stream(CountingReader(50))
+    with pytest.raises(GdistillError, match="damaged"):
+        one.load_state_dict({**one.state_dict(), **change})
+
+
+def test_two_iterations_at_once_are_refused() -> None:
+    one = stream(CountingReader(50))
+    old = iter(one)
+    next(old)
+    next(iter(one))
+    with pytest.raises(GdistillError, match="iterated anew"):
+        next(old)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"global_batch_size": 64}, "50 rows.*at least 64.*lower the batch"),
+        ({"global_batch_size": 10, "world_size": 4}, "multiple of the world size 4"),
+        ({"global_batch_size": 0}, "multiple"),
+        ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
+        ({"num_workers": -1}, "num_workers"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(options: dict, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        stream(CountingReader(50), **options)
+
+
+def test_an_empty_validation_split_is_refused() -> None:
+    with pytest.raises(UsageError, match="empty"):
+        stream(CountingReader(0), shuffle=False)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_chunks", [40, 200, 900])
+def test_chunks_are_read_about_once_over_all_ranks(num_chunks: int, world_size: int) -> None:
+    readers = [CountingReader(num_chunks * 4 - 1) for _ in range(world_size)]
+    for rank, reader in enumerate(readers):
+        list(
+            stream(
+                reader, rank=rank, world_size=world_size, global_batch_size=24, num_workers=rank % 2
+            )
+        )
+    total = sum(sum(reader.reads.values()) for reader in readers) / num_chunks
+    lanes = Shuffle.for_chunks(num_chunks).num_lanes
+    if lanes % world_size == 0:
+        assert total <= 1.3
+    assert sum(map(len, (reader.reads for reader in readers))) >= num_chunks - 6
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_failing_read_reaches_the_consumer(num_workers: int) -> None:
+    class Failing(CountingReader):
+        def read_chunk(self, index: int) -> dict[str, np.ndarray]:
+            if index == 5:
+                raise GdistillError("cannot read", where="shard 5")
+            return super().read_chunk(index)
+
+    with pytest.raises(GdistillError, match="shard 5"):
+        list(stream(Failing(100), num_workers=num_workers))
+
+
+def test_leaving_early_stops_the_threads() -> None:
+    before = threading.active_count()
+    reader = CountingReader(4000)
+    for _ in stream(reader, num_workers=3):
+        break
+    assert threading.active_count() == before
+    assert sum(reader.reads.values()) < 200

@@ -1,0 +1,158 @@
+"""The authors' checkpoints in our layout: logits equal, and nothing of theirs is executed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModel
+
+from benchmarks.goldens import absolute, condition_of
+from shards.base.errors import GdistillError, UsageError
+from trainer.importing.inert_pickle import Inert, plain_config, read_checkpoint
+from trainer.importing.lightning import backbone_of, build_student, import_checkpoint, with_ema
+from trainer.students.registry import AR, BD3LM, Student
+
+NAMES = ["mdlm-tiny", "mdlm-gumbel-tiny", "bd3lms-tiny", "bd3lms-gumbel-tiny", "ar-tiny"]
+
+
+def logits_of(student: Student, expected: dict[str, torch.Tensor]) -> torch.Tensor:
+    tokens = expected["x_input"]
+    if isinstance(student, AR):
+        return student(tokens).logits
+    noised, clean = tokens, tokens
+    if isinstance(student, BD3LM):
+        noised, clean = tokens.chunk(2, dim=1)
+    condition = None
+    if "gumbel" in expected:
+        condition = condition_of(student, expected["gumbel"], noised)
+    return student.denoise(noised, clean, condition)
+
+
+@pytest.mark.parametrize("weights", ["ema", "raw"])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_match(golden: Path, tmp_path: Path, name: str, weights: str) -> None:
+    done = import_checkpoint(golden / f"{name}.ckpt", tmp_path / "model", ema=weights == "ema")
+    student = AutoModel.from_pretrained(tmp_path / "model").eval()
+    expected = load_file(golden / f"{name}_expected.safetensors")
+    with torch.no_grad():
+        logits = logits_of(student, expected)
+    assert absolute(logits, expected[f"logits_{weights}_weights"]) <= 5e-5
+    other = "raw" if weights == "ema" else "ema"
+    assert absolute(logits, expected[f"logits_{other}_weights"]) > 1e-2
+    assert done.weights == weights
+    assert json.loads((tmp_path / "model" / "import.json").read_text())["weights"] == weights
+    config = json.loads((golden / f"{name}_expected.json").read_text())["config"]
+    assert student.config.row_length == config["length"]
+    if isinstance(student, BD3LM):
+        assert student.block_size == config["block_size"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ema_order_is_the_documented_one(golden: Path, name: str) -> None:
+    checkpoint = read_checkpoint(golden / f"{name}.ckpt")
+    backbone, unexpected = backbone_of(checkpoint["state_dict"])
+    order = json.loads((golden / f"{name}_expected.json").read_text())["ema_parameter_order"]
+    assert [key for key in backbone if key != "rotary_emb.inv_freq"] == order
+    assert not unexpected
+
+
+def loaded(golden: Path) -> dict[str, Any]:
+    return read_checkpoint(golden / "mdlm-gumbel-tiny.ckpt")
+
+
+def test_missing_and_unexpected_keys_are_listed(golden: Path) -> None:
+    checkpoint = loaded(golden)
+    state = checkpoint["state_dict"]
+    state["backbone._orig_mod.blocks.0.extra"] = torch.zeros(1)
+    state["critic.weight"] = torch.zeros(1)
+    del state["backbone._orig_mod.blocks.1.norm1.weight"]
+    with pytest.raises(GdistillError) as caught:
+        build_student(checkpoint, ema=False)
+    for name in ("blocks.0.extra", "critic.weight", "blocks.1.norm1.weight"):
+        assert name in str(caught.value)
+
+
+def test_ema_of_another_model_is_refused(golden: Path) -> None:
+    checkpoint = loaded(golden)
+    backbone, _ = backbone_of(checkpoint["state_dict"])
+    shadows = checkpoint["ema"]["shadow_params"]
+    with pytest.raises(GdistillError, match="30 tensors"):
+        with_ema(backbone, {"shadow_params": shadows[:-1]})
+    with pytest.raises(GdistillError, match="vocab_embed"):
+        with_ema(backbone, {"shadow_params": shadows[::-1]})
+    with pytest.raises(GdistillError, match="no EMA"):
+        with_ema(backbone, None)
+
+
+class Armed:
+    """Would write a file if anyone unpickled it for real."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path(self.target),))
+
+
+class FakeNode:
+    """Pickles like an OmegaConf node."""
+
+    def __init__(self, **state: Any) -> None:
+        self.__dict__.update(state)
+
+
+def test_foreign_classes_are_read_but_never_run(golden: Path, tmp_path: Path) -> None:
+    checkpoint = loaded(golden)
+    leaf = {"length": FakeNode(_val=16), "dropout": FakeNode(_val=0.0)}
+    config = FakeNode(_content={"model": FakeNode(_content=leaf)})
+    fired = tmp_path / "fired"
+    checkpoint["hyper_parameters"] = {"config": config, "tokenizer": Armed(str(fired))}
+    path = tmp_path / "real.ckpt"
+    torch.save(checkpoint, path)
+    read = read_checkpoint(path)
+    assert not fired.exists()
+    assert isinstance(read["hyper_parameters"]["tokenizer"], Inert)
+    assert plain_config(read["hyper_parameters"]["config"])["model"] == {
+        "length": 16,
+        "dropout": 0.0,
+    }
+    name, student = build_student(read)
+    assert (name, student.config.row_length) == ("mdlm", 16)
+
+
+def test_unreadable_files_are_explained(tmp_path: Path, golden: Path) -> None:
+    with pytest.raises(UsageError, match="no such"):
+        import_checkpoint(tmp_path / "absent.ckpt", tmp_path / "out")
+    text = tmp_path / "text.ckpt"
+    text.write_text("hello")
+    with pytest.raises(GdistillError, match="zip archive"):
+        import_checkpoint(text, tmp_path / "out")
+    whole = (golden / "mdlm-tiny.ckpt").read_bytes()
+    cut = tmp_path / "cut.ckpt"
+    cut.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(GdistillError, match="cannot read"):
+        import_checkpoint(cut, tmp_path / "out")
+    other = tmp_path / "other.ckpt"
+    torch.save({"state_dict": {"weight": torch.zeros(2)}}, other)
+    with pytest.raises(GdistillError, match="DiT"):
+        import_checkpoint(other, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_taken_folder_is_left_alone(golden: Path, tmp_path: Path) -> None:
+    (tmp_path / "note").write_text("mine")
+    with pytest.raises(UsageError, match="taken"):
+        import_checkpoint(golden / "mdlm-tiny.ckpt", tmp_path)
+
+
+def test_row_length_must_be_known(golden: Path) -> None:
+    checkpoint = loaded(golden)
+    checkpoint["hyper_parameters"] = {}
+    with pytest.raises(UsageError, match="how long"):
+        build_student(checkpoint)
+    assert build_student(checkpoint, row_length=16)[1].config.row_length == 16

@@ -1,0 +1,164 @@
+"""Times, masks, schedules, SUBS and the clipped-schedule search."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from shards.base.errors import GdistillError, UsageError
+from trainer.objective.batch import Batch
+from trainer.objective.clipped_schedule import FULL, best_clips, candidates, clip_variance
+from trainer.objective.substitution import (
+    corrupt,
+    draw_mask,
+    masked_fraction,
+    require_reachable,
+    row_uniforms,
+    stratified_times,
+    substituted_log_probs,
+)
+from trainer.students.registry import StudentSettings
+
+
+def batch_of(rows: Tensor, slots: Tensor, global_batch_size: int, epoch: int = 0) -> Batch:
+    tokens = torch.zeros(len(rows), 16, dtype=torch.int64)
+    return Batch(tokens, tokens.float(), rows, slots, global_batch_size, 0, epoch, 3)
+
+
+def test_times_by_hand() -> None:
+    uniforms = torch.tensor([[0.5, 0.0], [0.25, 1.0]])
+    t = stratified_times(uniforms, torch.tensor([0, 1]), 2, 0.0, 1.0)
+    assert t.tolist() == [[0.125, 0.25], [0.5625, 0.0]]
+    clipped = stratified_times(uniforms, torch.tensor([0, 1]), 2, 0.3, 0.8)
+    assert torch.allclose(clipped, 0.3 + 0.5 * t)
+
+
+def test_every_stratum_holds_one_time() -> None:
+    uniforms = torch.rand(64, 4, generator=torch.Generator().manual_seed(0))
+    t = stratified_times(uniforms, torch.arange(64).flip(0), 64, 0.0, 1.0)
+    assert (t * 256).long().flatten().sort().values.tolist() == list(range(256))
+
+
+def test_mask_by_hand() -> None:
+    uniforms = torch.tensor([[0.0, 0.2, 0.3, 0.9]])
+    mask = draw_mask(lambda _: uniforms, torch.tensor([[0.2, 0.3]]))
+    assert mask.tolist() == [[False, True, True, False]]
+
+
+def test_mask_rate_follows_p() -> None:
+    rows = torch.arange(4000)
+    batch = batch_of(rows, rows, 4000)
+    mask = draw_mask(lambda r: row_uniforms("mask", batch, r, 16), torch.full((4000, 1), 0.3))
+    drawn, total = int(mask.sum()), 4000 * 15
+    # Binomial(60000, 0.3) has standard deviation 112; 5 of them is one failure in 1.7 million.
+    assert abs(drawn - 0.3 * total) < 5 * math.sqrt(total * 0.3 * 0.7)
+    assert not mask[:, 0].any()
+
+
+def test_resampled_blocks_are_within_bounds() -> None:
+    rows = torch.arange(500)
+    batch = batch_of(rows, rows, 500)
+    p = torch.full((500, 4), 0.5)
+
+    def uniforms(round_number: int) -> Tensor:
+        return row_uniforms("mask", batch, round_number, 16)
+
+    mask = draw_mask(uniforms, p, (0.3, 0.8))
+    fraction = masked_fraction(mask, 4)[:, 1:]
+    assert set(fraction.unique().tolist()) == {0.5, 0.75}
+    free = masked_fraction(draw_mask(uniforms, p, (1e-3, 1.0)), 4)[:, 1:]
+    assert torch.equal(free, masked_fraction(draw_mask(uniforms, p), 4)[:, 1:])
+
+
+def test_clips_no_block_can_meet_are_refused() -> None:
+    with pytest.raises(UsageError, match="min_time"):
+        require_reachable((0.3, 0.45), 4)
+    require_reachable((0.3, 0.8), 4)
+    require_reachable((1e-3, 1.0), 1)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 4])
+def test_corruption_does_not_depend_on_the_split(num_blocks: int) -> None:
+    settings = StudentSettings(resample=True)
+    rows = torch.tensor([90, 3, 41, 77, 5, 12])
+    slots = torch.arange(6)
+    whole = corrupt(batch_of(rows, slots, 6), settings, num_blocks, (0.2, 0.9))
+    order = torch.tensor([4, 1, 5])
+    part = corrupt(batch_of(rows[order], slots[order], 6), settings, num_blocks, (0.2, 0.9))
+    assert torch.equal(whole.mask[order], part.mask)
+    assert torch.equal(whole.t[order], part.t)
+
+
+def test_next_epoch_draws_anew() -> None:
+    rows = torch.arange(8)
+    first = corrupt(batch_of(rows, rows, 8), StudentSettings(), 1, FULL)
+    second = corrupt(batch_of(rows, rows, 8, epoch=1), StudentSettings(), 1, FULL)
+    assert not torch.equal(first.t, second.t)
+    assert not torch.equal(first.mask, second.mask)
+
+
+def test_weight_is_one_above_one_half() -> None:
+    rows = torch.arange(8)
+    corruption = corrupt(batch_of(rows, rows, 8), StudentSettings(), 2, (0.55, 1.0))
+    assert (corruption.weight == 1).all()
+    usual = corrupt(batch_of(rows, rows, 8), StudentSettings(), 2, (0.45, 1.0))
+    assert torch.allclose(usual.weight, 1 / usual.t.repeat_interleave(8, dim=1))
+
+
+def test_counted_tokens_set_the_denominators() -> None:
+    rows = torch.arange(2)
+    corruption = corrupt(batch_of(rows, rows, 2), StudentSettings(), 1, FULL)
+    assert (corruption.num_counted, corruption.num_scored) == (32, 30)
+    counted = torch.ones(2, 16, dtype=torch.bool)
+    counted[0, 10:] = False
+    part = dataclasses.replace(corruption, counted=counted)
+    assert (part.num_counted, part.num_scored) == (26, 24)
+    assert (part.token_weight[0, 10:] == 0).all()
+
+
+def test_substitution_by_hand() -> None:
+    logits = torch.tensor([[0.0, math.log(3.0), 50.0], [5.0, 6.0, 7.0]])
+    log_probs = substituted_log_probs(logits, torch.tensor([2, 1]), 2)
+    assert torch.allclose(log_probs[0, :2].exp(), torch.tensor([0.25, 0.75]))
+    assert log_probs[0, 2] < -9e5
+    assert log_probs[1].tolist() == [-1e6, 0.0, -1e6]
+
+
+def test_candidates_are_the_authors() -> None:
+    clips = candidates()
+    assert clips[0] == FULL
+    assert len(clips) == 1 + 11 + 9 + 7 + 5 + 3 == len(set(clips))
+    assert (1e-3, 0.5) in clips
+    assert (0.5, 1.0) in clips
+    assert (0.45, 0.95) in clips
+    assert all(0 < low < high <= 1 for low, high in clips)
+
+
+def test_search_takes_the_smallest_variance() -> None:
+    quiet = [torch.tensor([[1.0, 1.1], [0.9, 1.0]])]
+    loud = [torch.tensor([[1.0, 3.0], [0.0, 1.0]])]
+    assert clip_variance(quiet) == pytest.approx(quiet[0].var().item())
+    assert clip_variance(quiet * 2) == pytest.approx(2 * quiet[0].var().item())
+    assert best_clips({(0.1, 0.9): loud, (0.3, 0.8): quiet}) == (0.3, 0.8)
+    assert best_clips({(0.1, 0.9): [torch.full((2, 2), torch.nan)], FULL: loud}) == FULL
+    with pytest.raises(GdistillError, match="variance"):
+        best_clips({FULL: [torch.full((1, 1), 2.0)]})
+
+
+def test_known_values(golden: Path) -> None:
+    """Schedules, times and noise levels of the authors' small functions."""
+    from benchmarks import parity
+
+    comparisons = parity.operations_case(golden)
+    assert {c.quantity.split(".")[0] for c in comparisons} >= {
+        "schedule",
+        "times",
+        "mask",
+        "rotary",
+    }
+    assert not [c for c in comparisons if not c.passed]

@@ -1,0 +1,248 @@
+"""Adaptive parallel decoding: limits, exact law of a two-token row, caches, mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.sampler_statistics import chi_square
+from shards.base.errors import UsageError
+from tests.trainer.sampling_cases import BOS, LENGTH, VOCAB, draw, open_rows, tiny_student
+from trainer.sampling.adaptive import mixture
+from trainer.sampling.draws import SampleKeys
+from trainer.sampling.registry import AdaptiveConfig, make_sampler
+from trainer.sampling.token_rule import TokenRule
+from trainer.sampling.verifier import Verifier, load_verifier
+from trainer.students.registry import Student
+
+IDS = torch.tensor([4, 0, 11])
+
+
+def tiny_llama(vocab_size: int = VOCAB, context: int = 32) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=context,
+        bos_token_id=BOS,
+        eos_token_id=1,
+    )
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+@pytest.fixture(scope="module")
+def verifier(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("verifier")
+    tiny_llama().save_pretrained(folder)
+    return str(folder)
+
+
+def left_to_right(student: Student, ids: Tensor, lookahead: int, seed: int = 3) -> Tensor:
+    """The student alone: a window of drafts per forward pass, all of them kept."""
+    tokens = open_rows(student, len(ids))
+    rows = []
+    for index, row in zip(ids, tokens.split(1), strict=True):
+        keys, row = SampleKeys(seed, index[None]), row.clone()
+        for number, first in enumerate(range(1, LENGTH, lookahead), start=1):
+            stop = min(first + lookahead, LENGTH)
+            where = row == student.mask_id
+            where[:, stop:] = False
+            with torch.no_grad():
+                log_probs = student.predict_at(row[:, :stop], where[:, :stop])
+            names = SampleKeys(keys.seed, keys.sample_ids, number).at("sampling tokens", where)
+            row[where] = TokenRule().choose(log_probs, names)
+        rows.append(row)
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("lookahead", [1, 4, LENGTH])
+def test_r_1_is_the_student_from_left_to_right(verifier: str, lookahead: int) -> None:
+    student = tiny_student(conditioning="none")
+    sampler = AdaptiveConfig(verifier=verifier, mixture_weight=1.0, max_lookahead=lookahead)
+    result = draw(student, sampler, IDS)
+    assert torch.equal(result.tokens, left_to_right(student, IDS, lookahead))
+    assert (result.nfe == -(-(LENGTH - 1) // lookahead)).all()
+    assert (result.details["acceptance"] == 1).all()
+    assert (result.details["verifier_nfe"] == 0).all()
+
+
+def test_a_verifier_that_agrees_keeps_everything(
+    verifier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When p_AR is the student's own marginal, every R gives the draft."""
+    student = tiny_student(conditioning="none")
+    tokens = open_rows(student, 1)
+    with torch.no_grad():
+        marginals = student.predict_at(tokens, tokens == student.mask_id)[:, :-1]
+    monkeypatch.setattr(
+        Verifier, "log_probs", lambda self, draft, first: marginals.expand(len(draft), -1, -1)
+    )
+    for weight in (0.0, 0.5):
+        result = draw(student, AdaptiveConfig(verifier=verifier, mixture_weight=weight), IDS)
+        assert (result.nfe == 1).all() and (result.details["acceptance"] == 1).all()
+
+
+def exact_two_tokens(student: Student, verifier: Verifier, weight: float) -> Tensor:
+    """P(x_1, x_2) of a row of bos and two masks.
+
+    x_1 ~ p_D. With shared exponentials E, draft and target both pick v with probability
+    1 / sum_j max(p_j / p_v, q_j / q_v); otherwise x_2 is drawn from p_D(. | x_1).
+    """
+
+    def marginals(row: list[int]) -> Tensor:
+        tokens = torch.tensor([row])
+        with torch.no_grad():
+            return student.predict_at(tokens, tokens == student.mask_id)
+
+    mask = student.mask_id
+    first, second = marginals([BOS, mask, mask])
+    exact = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
+    p = second[:-1].double().exp()
+    for token in range(VOCAB):
+        verifier.start()
+        verdict = verifier.log_probs(torch.tensor([[BOS, token, 0]]), 1)[0, 1:]
+        q = mixture(second[None], verdict, weight)[0, :-1].exp()
+        both = 1 / torch.maximum(p[None] / p[:, None], q[None] / q[:, None]).sum(dim=1)
+        again = marginals([BOS, token, mask])[0, :-1].double().exp()
+        exact[token] = first[token].double().exp() * (both + (1 - both.sum()) * again)
+    return exact / exact.sum()
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.6])
+def test_exact_law_of_two_tokens(verifier: str, weight: float) -> None:
+    student = tiny_student(conditioning="none")
+    model = load_verifier(verifier, VOCAB, student.device)
+    exact = exact_two_tokens(student, model, weight)
+    num = 20_000
+    sampler = AdaptiveConfig(verifier=verifier, mixture_weight=weight)
+    tokens = draw(student, sampler, torch.arange(num), open_rows(student, num, 3)).tokens
+    counts = torch.bincount(tokens[:, 1] * VOCAB + tokens[:, 2], minlength=VOCAB**2)
+    result = chi_square(f"apd, R = {weight}", counts, exact)
+    assert result.passed, result
+    sequential = exact_two_tokens(student, model, 1.0)
+    assert not chi_square("another R", counts, sequential).passed
+
+
+@pytest.mark.parametrize("conditioning", ["none", "gumbel"])
+@pytest.mark.parametrize("settings", [{}, {"kv_window": 3, "max_lookahead": 5}])
+def test_promises(verifier: str, conditioning: str, settings: dict) -> None:
+    student = tiny_student(conditioning=conditioning)
+    sampler = AdaptiveConfig(verifier=verifier, mixture_weight=0.5, nucleus_p=0.95, **settings)
+    tokens = open_rows(student, len(IDS))
+    tokens[1, 3:6] = torch.tensor([3, 8, 3])
+    tokens[2, 1:4] = 7
+    given = tokens != student.mask_id
+    result = draw(student, sampler, IDS, tokens)
+    assert torch.equal(result.tokens[given], tokens[given])
+    assert (result.tokens < student.mask_id).all()
+    filled = (~given).sum(dim=1)
+    assert torch.equal(result.details["accepted"], filled)
+    assert (result.nfe <= filled).all() and (result.nfe < filled).any()
+    for slot, sample_id in enumerate(IDS):
+        alone = draw(student, sampler, sample_id[None], tokens[slot : slot + 1])
+        assert torch.equal(alone.tokens[0], result.tokens[slot])
+
+
+def test_agreement_with_the_verifier_lowers_nfe(verifier: str) -> None:
+    """The more the student counts, the more of its draft is kept."""
+    student, ids = tiny_student(), torch.arange(30)
+    used = [
+        draw(student, AdaptiveConfig(verifier=verifier, mixture_weight=weight), ids).nfe.sum()
+        for weight in (0.0, 0.5, 0.9, 1.0)
+    ]
+    assert used == sorted(used, reverse=True) and used[0] > used[-1]
+
+
+def test_a_window_that_covers_the_row_changes_nothing(verifier: str) -> None:
+    student = tiny_student()
+    whole = draw(student, AdaptiveConfig(verifier=verifier, mixture_weight=0.3), IDS)
+    wide = AdaptiveConfig(verifier=verifier, mixture_weight=0.3, kv_window=LENGTH)
+    assert torch.equal(draw(student, wide, IDS).tokens, whole.tokens)
+    narrow = AdaptiveConfig(verifier=verifier, mixture_weight=0.3, kv_window=1)
+    assert draw(student, narrow, IDS).tokens.shape == whole.tokens.shape
+
+
+def test_verifier_cache_changes_nothing() -> None:
+    model = Verifier(tiny_llama(), VOCAB)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(VOCAB, (3, 20), generator=generator)
+    for first, stop in ((1, 12), (4, 12), (4, 20), (11, 20), (12, 14)):
+        # What stands behind ``first`` is a new draft each time.
+        rows[:, first:] = torch.randint(VOCAB, rows[:, first:].shape, generator=generator)
+        cached = model.log_probs(rows[:, :stop], first)
+        logits = model.model(rows[:, :stop]).logits[:, first - 1 : -1]
+        assert torch.allclose(cached, logits.log_softmax(-1), atol=1e-5)
+        if first == 4 and stop == 20:
+            rows = rows[[2, 0]]
+            model.select(torch.tensor([2, 0]))
+
+
+def test_a_replaced_token_is_read_again() -> None:
+    """A rejected draft stays in the cache; another token before ``first`` ends its use."""
+    model = Verifier(tiny_llama(), VOCAB)
+    rows = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCAB
+    model.log_probs(rows, 1)
+    rows[1, 3] = 9
+    cached = model.log_probs(rows, 6)
+    model.start()
+    assert torch.allclose(cached, model.log_probs(rows, 6), atol=1e-5)
+
+
+@pytest.mark.parametrize("lookahead", [None, 4])
+def test_infilled_rows_are_verified_as_without_a_cache(
+    verifier: str, lookahead: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a rejection one draft may stand alone before given tokens: no verifier sees it."""
+    student, ids = tiny_student(conditioning="none"), torch.arange(64)
+    tokens = (torch.arange(LENGTH) % VOCAB).repeat(len(ids), 1)
+    tokens[:, [2, 3, 8, 9]] = student.mask_id
+    sampler = AdaptiveConfig(verifier=verifier, mixture_weight=0.3, max_lookahead=lookahead)
+    alone = [draw(student, sampler, ids[i : i + 1], tokens[:1]).tokens for i in range(len(ids))]
+    together = draw(student, sampler, ids, tokens).tokens
+    cached = Verifier.log_probs
+
+    def from_scratch(self: Verifier, draft: Tensor, first: int) -> Tensor:
+        self.start()
+        return cached(self, draft, first)
+
+    monkeypatch.setattr(Verifier, "log_probs", from_scratch)
+    expected = draw(student, sampler, ids, tokens).tokens
+    assert torch.equal(together, expected)
+    assert torch.equal(torch.cat(alone), expected)
+
+
+def test_our_autoregressive_student_verifies(tmp_path: Path) -> None:
+    tiny_student("ar", "none").save_pretrained(tmp_path)
+    student = tiny_student()
+    result = draw(student, AdaptiveConfig(verifier=str(tmp_path)), IDS)
+    assert (result.tokens < student.mask_id).all()
+    assert (result.details["verifier_nfe"] > 0).all()
+
+
+def test_mistakes_are_named(verifier: str, tmp_path: Path) -> None:
+    student = tiny_student()
+    with pytest.raises(UsageError, match="verifier"):
+        make_sampler("apd")
+    for settings in ({"mixture_weight": 1.5}, {"max_lookahead": 0}, {"kv_window": 0}):
+        with pytest.raises(UsageError, match=next(iter(settings))):
+            AdaptiveConfig(verifier=verifier, **settings)
+    with pytest.raises(UsageError, match="cannot be loaded"):
+        draw(student, AdaptiveConfig(verifier=str(tmp_path / "absent")), IDS)
+    tiny_llama(vocab_size=5).save_pretrained(tmp_path / "small")
+    with pytest.raises(UsageError, match="fewer tokens"):
+        draw(student, AdaptiveConfig(verifier=str(tmp_path / "small")), IDS)
+    tiny_llama(context=4).save_pretrained(tmp_path / "short")
+    with pytest.raises(UsageError, match="shorter rows"):
+        draw(student, AdaptiveConfig(verifier=str(tmp_path / "short")), IDS)
+    with pytest.raises(UsageError, match="an MDLM"):
+        draw(tiny_student("bd3lm", block_size=4), AdaptiveConfig(verifier=verifier), IDS)

@@ -1,0 +1,248 @@
+"""The block sampler: cache against no cache at every step, windows, ends, exact distributions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.cache_equality import TOLERANCE, Shape
+from benchmarks.cache_equality import run_case as run_case_with_and_without
+from benchmarks.sampler_statistics import Goldens, run_case
+from shards.base.errors import UsageError
+from tests.trainer.sampling_cases import LENGTH, VOCAB, draw, noise_for, open_rows, tiny_student
+from trainer.sampling.block_state import BlockState, Window
+from trainer.sampling.registry import AncestralConfig, BlockConfig, FirstHittingConfig, StopRule
+from trainer.sampling.stopping import unigram_entropy_nats
+from trainer.students.registry import Student, StudentSettings
+
+IDS = torch.tensor([4, 0, 11])
+
+
+def recorded(
+    student: Student, sampler: BlockConfig, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Tensor], Tensor]:
+    """Log-probabilities of every forward pass, and the samples."""
+    log, original = [], BlockState._predict
+
+    def spy(self, rows, given, where, steps):
+        log_probs = original(self, rows, given, where, steps)
+        log.append(log_probs)
+        return log_probs
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockState, "_predict", spy)
+        result = draw(student, sampler, IDS, tokens)
+    return log, result.tokens
+
+
+@pytest.mark.parametrize("length", [LENGTH, 2 * LENGTH])
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("conditioning", ["none", "gumbel"])
+@pytest.mark.parametrize("inner", ["ancestral", "first_hitting"])
+def test_cache_changes_nothing(
+    inner: str,
+    conditioning: str,
+    block_size: int,
+    length: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Logits with and without cache agree within 1e-5 at every step, noise, window and all."""
+    student = tiny_student("bd3lm", conditioning, block_size=block_size)
+    tokens = open_rows(student, len(IDS), length)
+    logs = {}
+    for use_cache in (True, False):
+        sampler = BlockConfig(inner=inner, use_cache=use_cache)
+        logs[use_cache], drawn = recorded(student, sampler, tokens, monkeypatch)
+        assert (drawn < student.mask_id).all()
+    assert len(logs[True]) == len(logs[False]) >= (length - 1) // block_size
+    for cached, plain in zip(logs[True], logs[False], strict=True):
+        assert torch.allclose(cached, plain, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_cache_table_at_toy_shape(block_size: int) -> None:
+    """Both passes from one state agree; with other finished blocks they would not."""
+    settings = StudentSettings(hidden_size=16, num_layers=2, num_heads=2, condition_size=8)
+    shape = Shape(row_length=8, vocab_size=VOCAB, settings=settings)
+    row = run_case_with_and_without(shape, block_size, "gumbel", 16, "ancestral")
+    assert row["num_passes"] >= 16 // block_size - 1 and row["masks_left"] == 0
+    assert row["largest_difference"] <= TOLERANCE < 1e-2 < row["context_effect"]
+
+
+@pytest.mark.parametrize("slide", [2, 4, 10])
+def test_cache_changes_nothing_for_any_slide(slide: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    student = tiny_student("bd3lm", block_size=2)
+    tokens = open_rows(student, len(IDS), 40)
+    with_cache = BlockConfig(slide=slide, redraw_noise=True)
+    without = BlockConfig(slide=slide, redraw_noise=True, use_cache=False)
+    logs = [recorded(student, sampler, tokens, monkeypatch) for sampler in (with_cache, without)]
+    assert torch.equal(logs[0][1], logs[1][1])
+    for cached, plain in zip(logs[0][0], logs[1][0], strict=True):
+        assert torch.allclose(cached, plain, atol=1e-5, rtol=0)
+
+
+def test_ragged_prompts_share_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row given up to the middle of a block, one wholly, one with a hole."""
+    student = tiny_student("bd3lm", block_size=3)
+    tokens = open_rows(student, 3)
+    tokens[0, 1:5] = 7
+    tokens[1, 1:] = 2
+    tokens[2, 1:10] = 3
+    tokens[2, 4] = student.mask_id
+    given = tokens != student.mask_id
+    logs = [
+        recorded(student, BlockConfig(use_cache=use), tokens, monkeypatch) for use in (True, False)
+    ]
+    for cached, plain in zip(logs[0][0], logs[1][0], strict=True):
+        assert torch.allclose(cached, plain, atol=1e-5, rtol=0)
+    for _, drawn in logs:
+        assert torch.equal(drawn[given], tokens[given])
+        assert (drawn < student.mask_id).all()
+    for slot, sample_id in enumerate(IDS):
+        alone = draw(student, BlockConfig(), sample_id[None], tokens[slot : slot + 1])
+        assert torch.equal(alone.tokens[0], logs[0][1][slot])
+
+
+def test_window_by_hand() -> None:
+    window = Window(capacity=12, block_size=3, slide=6)
+    assert [window.start(end) for end in (3, 12, 15, 18, 21, 24, 27)] == [0, 0, 6, 6, 12, 12, 18]
+    one_by_one = Window(capacity=12, block_size=3, slide=3)
+    assert [one_by_one.start(end) for end in (12, 15, 18)] == [0, 3, 6]
+
+
+def test_one_block_is_the_whole_row_sampler() -> None:
+    student = tiny_student("bd3lm", block_size=LENGTH)
+    ancestral = draw(student, AncestralConfig(nfe=5), IDS)
+    block = draw(student, BlockConfig(nfe=5), IDS)
+    assert torch.equal(ancestral.tokens, block.tokens)
+    assert torch.equal(ancestral.nfe, block.nfe)
+    first_hitting = draw(student, FirstHittingConfig(), IDS)
+    assert torch.equal(
+        first_hitting.tokens, draw(student, BlockConfig(inner="first_hitting"), IDS).tokens
+    )
+
+
+def test_budget_is_spread_and_counted() -> None:
+    student, ids = tiny_student("bd3lm", block_size=4), torch.arange(40)
+    assert BlockConfig(nfe=7).block_budgets(3, 4) == [2, 2, 3]
+    for nfe in (3, 7, 12):
+        used = draw(student, BlockConfig(nfe=nfe, final_argmax=False), ids).nfe
+        assert used.max() <= nfe and used.min() >= 3
+    assert (draw(student, BlockConfig(nfe=3), ids).nfe == 3).all()
+    assert (draw(student, BlockConfig(inner="first_hitting"), ids).nfe == LENGTH - 1).all()
+
+
+def test_nfe_is_the_number_of_calls_of_the_backbone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache costs no pass of its own."""
+    student = tiny_student("bd3lm", block_size=3)
+    calls, original = [], student.backbone.forward
+    monkeypatch.setattr(student.backbone, "forward", lambda *a: calls.append(1) or original(*a))
+    result = draw(student, BlockConfig(nfe=8), IDS[:1])
+    assert len(calls) == int(result.nfe[0])
+
+
+def test_nfe_does_not_depend_on_the_batch() -> None:
+    """A row with blocks given takes part in nothing while others fill theirs."""
+    student, ids = tiny_student("bd3lm", "none", block_size=4), torch.arange(3)
+    tokens = open_rows(student, len(ids))
+    tokens[0, :8] = 5
+    tokens[2, 4:9] = 7
+    for sampler in (BlockConfig(), BlockConfig(inner="first_hitting")):
+        together = draw(student, sampler, ids, tokens)
+        alone = [draw(student, sampler, ids[i : i + 1], tokens[i : i + 1]) for i in range(3)]
+        assert together.nfe.tolist() == [int(result.nfe[0]) for result in alone]
+        assert torch.equal(together.tokens, torch.cat([result.tokens for result in alone]))
+
+
+def test_samples_do_not_depend_on_the_batch() -> None:
+    student = tiny_student("bd3lm", block_size=3)
+    for sampler in (BlockConfig(nfe=6, nucleus_p=0.9), BlockConfig(redraw_noise=True)):
+        together = draw(student, sampler, IDS)
+        for slot, sample_id in enumerate(IDS):
+            alone = draw(student, sampler, sample_id[None])
+            assert torch.equal(alone.tokens[0], together.tokens[slot])
+            assert alone.nfe[0] == together.nfe[slot]
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_samples_end_at_eos(use_cache: bool) -> None:
+    student, ids = tiny_student("bd3lm", "none", block_size=3), torch.arange(60)
+    eos = student.config.eos_token_id
+    free = draw(student, BlockConfig(use_cache=use_cache), ids)
+    stopped = draw(student, BlockConfig(use_cache=use_cache, stop=StopRule(at_eos=True)), ids)
+    ended = 0
+    for row in range(len(ids)):
+        place = (free.tokens[row, 1:] == eos).nonzero()
+        length = int(place[0]) + 2 if len(place) else LENGTH
+        ended += len(place) > 0
+        assert int(stopped.lengths[row]) == length
+        assert torch.equal(stopped.tokens[row, :length], free.tokens[row, :length])
+        assert (stopped.tokens[row, length:] == eos).all()
+    assert 5 < ended < 60
+    assert stopped.nfe.sum() < free.nfe.sum()
+
+
+def test_monotonous_samples_are_drawn_anew() -> None:
+    student, ids = tiny_student("bd3lm", "gumbel", block_size=3), torch.arange(60)
+    # The least entropy is set where some samples pass at once and some after a few tries.
+    rule = StopRule(min_entropy_nats=1.2, entropy_window=6, max_tries=4)
+    plain = draw(student, BlockConfig(), ids)
+    kept = draw(student, BlockConfig(stop=rule), ids)
+    attempts, flagged = kept.details["attempt"], kept.details["low_entropy"]
+    assert (attempts == 0).any() and (attempts > 0).any()
+    assert torch.equal(kept.tokens[attempts == 0], plain.tokens[attempts == 0])
+    assert (kept.nfe[attempts == 0] == plain.nfe[attempts == 0]).all()
+    assert (attempts[flagged] == 3).all(), "only the last try may be kept flagged"
+    for end in range(6, LENGTH + 1, 3):
+        entropy = unigram_entropy_nats(kept.tokens[~flagged, end - 6 : end])
+        assert (entropy >= 1.2).all()
+    assert (kept.tokens < student.mask_id).all()
+
+
+def test_unigram_entropy(golden: Path) -> None:
+    from safetensors.torch import load_file
+
+    ops = load_file(golden / "ops.safetensors")
+    # The golden takes all rows together.
+    ours = unigram_entropy_nats(ops["entropy.x"].reshape(1, -1))
+    assert torch.allclose(ours.float(), ops["entropy.value"], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "bd3lm.first_hitting.p1.0",
+        "bd3lm.fixed_k_T1.p1.0",
+        "bd3lm.fixed_k_T2.p0.8",
+        "bd3lm_gumbel.first_hitting.p1.0",
+        "bd3lm_gumbel.fixed_k_T1.p0.8",
+    ],
+)
+def test_exact_distribution(golden: Path, case: str) -> None:
+    result = run_case(Goldens.read(golden), case, 20_000)
+    assert result.passed, result
+
+
+def test_mistakes_are_named() -> None:
+    student, mdlm = tiny_student("bd3lm", block_size=4), tiny_student()
+    tokens, noise = open_rows(student, 3), noise_for(student, IDS, 3)
+    with pytest.raises(UsageError, match="an MDLM"):
+        BlockConfig().sample(mdlm, tokens, IDS, noise, 3)
+    with pytest.raises(UsageError, match=r"block size does not divide.*got 10"):
+        draw(student, BlockConfig(), IDS, tokens[:, :10])
+    with pytest.raises(UsageError, match=r"nfe.*got 2.*at least 3"):
+        draw(student, BlockConfig(nfe=2), IDS)
+    with pytest.raises(UsageError, match="slide"):
+        draw(student, BlockConfig(slide=3), IDS)
+    with pytest.raises(UsageError, match="take no NFE"):
+        BlockConfig(inner="first_hitting", nfe=4)
+    with pytest.raises(UsageError, match=r"entropy_window.*256 tokens for rows of 12"):
+        draw(student, BlockConfig(stop=StopRule(min_entropy_nats=1.0)), IDS)
+    with pytest.raises(UsageError, match="cannot end early"):
+        holed = tokens.clone()
+        holed[:, 8] = 3
+        draw(student, BlockConfig(stop=StopRule(at_eos=True)), IDS, holed)
+    assert student.config.vocab_size == VOCAB

@@ -1,0 +1,204 @@
+"""The tiled conditioner against the dense softmax, for every kind of noise."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from shards.base.errors import UsageError
+from shards.noise.kinds import DenseNoise, KeyedPrior, Noise, SparseNoise, dense_arrivals
+from shards.noise.position_keys import PositionKeys
+from trainer import conditioning
+from trainer.students.conditioning import (
+    GumbelConditioner,
+    gaussian_rates,
+    gumbel_rates,
+    uniform_rates,
+)
+
+VOCAB, WIDTH, NUM = 300, 12, 37
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles and chunks, none of them dividing evenly."""
+    monkeypatch.setattr(conditioning, "TILES", {"cpu": (16, 64), "cuda": (16, 64)})
+
+
+def arrivals(seed: int = 0, num: int = NUM, vocab: int = VOCAB) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return -torch.log1p(-torch.rand(num, vocab, generator=generator).clamp(1e-7, 1 - 1e-7))
+
+
+def make(transform: str = "gumbel", prior_weight: float = 0.0) -> GumbelConditioner:
+    torch.manual_seed(1)
+    made = GumbelConditioner(VOCAB, WIDTH, transform, prior_weight)
+    torch.nn.init.normal_(made.weight)
+    return made
+
+
+def transformed(xi: Tensor, transform: str) -> Tensor:
+    cdf = torch.exp(-torch.exp(-xi.double()))
+    table = {"gumbel": xi.double(), "uniform": cdf, "gaussian": torch.special.ndtri(cdf)}
+    return table[transform]
+
+
+@pytest.mark.parametrize("transform", ["gumbel", "gaussian", "uniform"])
+@pytest.mark.parametrize("tau", [1.0, 0.85, 1.3])
+@pytest.mark.parametrize("prior_weight", [0.0, 1.0])
+def test_equals_dense_softmax(transform: str, tau: float, prior_weight: float) -> None:
+    conditioner, noise = make(transform, prior_weight), DenseNoise(arrivals())
+    unigram = torch.log_softmax(3 * torch.randn(VOCAB), dim=0)
+    if prior_weight:
+        conditioner.set_unigram(unigram)
+    weight = conditioner.weight.detach().double().requires_grad_()
+    scores = tau * transformed(-noise.arrivals.log(), transform) + prior_weight * unigram.double()
+    dense = torch.softmax(scores, dim=-1) @ weight
+    upstream = torch.randn(NUM, WIDTH)
+    dense.backward(upstream.double())
+    ours = conditioner(noise, tau)
+    ours.backward(upstream)
+    assert torch.allclose(
+        ours.double(), dense, rtol=1e-5, atol=1e-5 * float(dense.detach().abs().max())
+    )
+    scale = float(weight.grad.abs().max())
+    gap = (conditioner.weight.grad.double() - weight.grad).abs().max()
+    assert gap <= 1e-5 * scale
+
+
+def test_by_hand() -> None:
+    conditioner = GumbelConditioner(2, 1)
+    conditioner.weight.data = torch.tensor([[1.0], [5.0]])
+    # xi = (0, log 3): shares 1/4 and 3/4.
+    noise = DenseNoise(torch.tensor([[1.0, 1 / 3]]))
+    assert conditioner(noise).item() == pytest.approx(4.0)
+    # tau = 2 squares the odds: 1/10 and 9/10.
+    assert conditioner(noise, 2.0).item() == pytest.approx(4.6)
+
+
+def test_keyed_noise_is_regenerated_in_backward() -> None:
+    keys = PositionKeys(5, torch.arange(NUM), torch.arange(NUM) % 7, draw=3)
+    keyed = KeyedPrior(keys, VOCAB)
+    first, second = make(), make()
+    upstream = torch.randn(NUM, WIDTH)
+    for conditioner, noise in ((first, keyed), (second, DenseNoise(dense_arrivals(keyed)))):
+        conditioner(noise).backward(upstream)
+    assert torch.equal(first.weight.grad, second.weight.grad)
+
+
+def sparse_of(full: Tensor, k: int) -> SparseNoise:
+    kept = full.topk(k, largest=False)
+    rest = full.reciprocal().sum(-1) - kept.values.reciprocal().sum(-1)
+    return SparseNoise(kept.indices, kept.values, full.shape[1], rest)
+
+
+def test_sparse_noise_with_every_entry_is_dense_noise() -> None:
+    full = arrivals()
+    ids = torch.arange(VOCAB).expand(NUM, VOCAB).contiguous()
+    sparse = SparseNoise(ids, full, VOCAB, torch.zeros(NUM))
+    conditioner = make()
+    assert torch.allclose(conditioner(sparse), conditioner(DenseNoise(full)), atol=1e-5)
+
+
+def test_sparse_noise_keeps_the_denominator() -> None:
+    full, conditioner = arrivals(), make()
+    shares = full.reciprocal() / full.reciprocal().sum(-1, keepdim=True)
+    sparse = sparse_of(full, 20)
+    want = shares.gather(1, sparse.ids)
+    expected = torch.einsum("nk,nkd->nd", want, conditioner.weight[sparse.ids])
+    ours = conditioner(sparse)
+    assert torch.allclose(ours, expected, atol=1e-5)
+    upstream = torch.randn(NUM, WIDTH)
+    expected.backward(upstream)
+    dense_grad = conditioner.weight.grad.clone()
+    conditioner.weight.grad = None
+    conditioner(sparse).backward(upstream)
+    assert torch.allclose(conditioner.weight.grad, dense_grad, atol=1e-5)
+
+
+def test_sparse_rest_under_a_uniform_prior() -> None:
+    """With q uniform, w changes nothing, for the kept entries and for the rest alike."""
+    plain, weighted, sparse = make(), make(prior_weight=1.0), sparse_of(arrivals(), 20)
+    weighted.set_unigram(torch.full((VOCAB,), -math.log(VOCAB)))
+    assert torch.allclose(plain(sparse), weighted(sparse), atol=1e-5)
+
+
+def test_uniform_unigram_changes_nothing() -> None:
+    plain, weighted = make(), make(prior_weight=0.7)
+    weighted.set_unigram(torch.full((VOCAB,), -math.log(VOCAB)))
+    noise = DenseNoise(arrivals())
+    assert torch.allclose(plain(noise), weighted(noise), atol=1e-6)
+
+
+def test_extreme_arrivals_stay_finite() -> None:
+    full = arrivals()
+    full[0, 3] = 2.0**-126
+    full[1, :] = torch.inf
+    full[1, 5] = 1.0
+    conditioner = make()
+    for tau in (0.5, 1.0, 2.0):
+        for kind in ("gumbel", "gaussian", "uniform"):
+            conditioner.transform = kind
+            assert conditioner(DenseNoise(full), tau).isfinite().all()
+    conditioner.transform = "gumbel"
+    out = conditioner(DenseNoise(full))
+    assert torch.allclose(out[0], conditioner.weight[3])
+    assert torch.allclose(out[1], conditioner.weight[5])
+
+
+def test_no_masked_position() -> None:
+    conditioner = make()
+    out = conditioner(DenseNoise(arrivals(num=0)))
+    assert out.shape == (0, WIDTH)
+    out.sum().backward()
+    assert (conditioner.weight.grad == 0).all()
+
+
+def test_transforms_have_their_marginals() -> None:
+    """log of the rates at tau 1 is the transformed noise: moments against those of the law."""
+    count = 200_000
+    sample = -torch.log(torch.rand(count, generator=torch.Generator().manual_seed(3)))
+    uniform = uniform_rates(sample.clone(), 1.0).log()
+    normal = gaussian_rates(sample.clone(), 1.0).log()
+    tolerance = 5 / math.sqrt(count)
+    assert abs(uniform.mean() - 0.5) < tolerance * math.sqrt(1 / 12)
+    assert abs(uniform.var() - 1 / 12) < tolerance * math.sqrt(1 / 180)
+    assert abs(normal.mean()) < tolerance
+    assert abs(normal.var() - 1) < tolerance * math.sqrt(2)
+    order = gumbel_rates(sample.clone(), 1.0).argsort()
+    assert (normal[order].diff() >= 0).all()
+    assert (uniform[order].diff() >= 0).all()
+
+
+def test_rates_leave_the_noise_alone() -> None:
+    full = arrivals()
+    before = full.clone()
+    noise: Noise = DenseNoise(full)
+    for kind in ("gumbel", "gaussian", "uniform"):
+        for tau in (1.0, 0.9):
+            make(kind)(noise, tau)
+    assert torch.equal(full, before)
+
+
+def test_autocast_keeps_float32_sums() -> None:
+    conditioner, noise = make(), DenseNoise(arrivals())
+    exact = conditioner(noise)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = conditioner(noise)
+    rounded.sum().backward()
+    assert rounded.dtype == torch.float32
+    error = (rounded - exact).norm() / exact.norm()
+    assert 0 < error < 2e-2
+    assert conditioner.weight.grad.dtype == torch.float32
+
+
+def test_refusals() -> None:
+    with pytest.raises(UsageError, match="another vocabulary"):
+        make()(DenseNoise(arrivals(vocab=299)))
+    with pytest.raises(UsageError, match="unigram"):
+        make(prior_weight=1.0)(DenseNoise(arrivals()))
+    with pytest.raises(UsageError, match="unigram"):
+        make(prior_weight=1.0).set_unigram(torch.zeros(3))

@@ -1,0 +1,70 @@
+"""The fused head against logits, log-softmax and gather."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer.students.fused_head import weighted_nll
+from trainer.students.registry import fused_head
+
+ROWS, WIDTH, VOCAB = 23, 8, 17
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_head, "CHUNK_ROWS", {"cpu": 5, "cuda": 5})
+
+
+def inputs(num_rows: int = ROWS) -> tuple:
+    torch.manual_seed(0)
+    projection = torch.nn.Linear(WIDTH, VOCAB + 1)
+    features = torch.randn(num_rows, WIDTH, requires_grad=True)
+    targets = torch.randint(VOCAB, (num_rows,))
+    return features, projection, targets, torch.rand(num_rows)
+
+
+def plain(features, projection, targets, weights) -> tuple:
+    logits = projection(features)
+    logits = torch.cat((logits[:, :VOCAB], logits[:, VOCAB:] - 1e6), dim=1)
+    nlls = -torch.log_softmax(logits, dim=-1).gather(-1, targets[:, None])[:, 0]
+    return (nlls * weights).sum(), nlls
+
+
+def test_loss_and_gradients_are_the_plain_ones() -> None:
+    given = inputs()
+    features, projection = given[:2]
+    results = []
+    for loss, nlls in (plain(*given), weighted_nll(*given, VOCAB)):
+        tensors = (features, projection.weight, projection.bias)
+        gradients = torch.autograd.grad(3 * loss, tensors)
+        results.append((loss.detach(), nlls.detach(), *gradients))
+    for reference, ours in zip(*results, strict=True):
+        assert torch.allclose(ours, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_no_gradient_is_computed_when_none_is_wanted() -> None:
+    given = inputs()
+    with torch.no_grad():
+        loss, nlls = weighted_nll(*given, VOCAB)
+    assert not loss.requires_grad
+    assert torch.allclose(nlls, plain(*given)[1], atol=1e-6)
+
+
+def test_no_rows() -> None:
+    features, projection, targets, weights = inputs(0)
+    loss, _ = weighted_nll(features, projection, targets, weights, VOCAB)
+    loss.backward()
+    assert loss.item() == 0
+    assert (projection.weight.grad == 0).all()
+
+
+def test_autocast_multiplies_in_bfloat16_and_sums_in_float32() -> None:
+    given = inputs()
+    exact, _ = plain(*given)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = weighted_nll(*given, VOCAB)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert 0 < abs(loss.item() / exact.item() - 1) < 1e-2
+    assert given[1].weight.grad.dtype == torch.float32

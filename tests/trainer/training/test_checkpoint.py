@@ -1,0 +1,135 @@
+"""Checkpoints are whole or absent, restored by name, and pruned by rule."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from torch import nn
+
+from shards.base.errors import GdistillError, IntegrityError
+from trainer.training.checkpoint import CheckpointFolder, Trainee
+from trainer.training.ema import ExponentialMovingAverage
+from trainer.training.optimization import make_optimizer
+from trainer.training.settings import OptimizationConfig
+
+
+def make_trainee(seed: int, reverse: bool = False) -> Trainee:
+    torch.manual_seed(seed)
+    layers = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}
+    student = nn.ModuleDict(dict(reversed(layers.items())) if reverse else layers)
+    student.register_buffer("clips", torch.tensor([0.0, float(seed)]))
+    optimizer = make_optimizer(student.parameters(), OptimizationConfig())
+    trainee = Trainee(student, optimizer, ExponentialMovingAverage(student, 0.9))
+    for _ in range(3):
+        for parameter in student.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        trainee.ema.update()
+    return trainee
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    return CheckpointFolder(tmp_path / "checkpoints", keep_last=2, keep_every_steps=None)
+
+
+def save(folder: CheckpointFolder, trainee: Trainee, *steps: int) -> None:
+    for step in steps:
+        folder.save(step, trainee, {"note": step}, Accelerator(cpu=True))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_everything_comes_back_by_name(folder: CheckpointFolder, reverse: bool) -> None:
+    saved, other = make_trainee(1), make_trainee(2, reverse)
+    save(folder, saved, 3)
+    state = folder.read_state(3)
+    assert (state["step"], state["note"], state["ema_num_updates"]) == (3, 3, 3)
+    other.restore(folder.path(3), state["ema_num_updates"])
+    for name, value in saved.student.state_dict().items():
+        assert torch.equal(other.student.state_dict()[name], value)
+        if name in saved.ema.shadows:
+            assert torch.equal(other.ema.shadows[name], saved.ema.shadows[name])
+    theirs = dict(other.student.named_parameters())
+    for name, parameter in saved.student.named_parameters():
+        for key, value in saved.optimizer.state[parameter].items():
+            assert torch.equal(other.optimizer.state[theirs[name]][key], value)
+
+
+def test_restored_and_original_go_on_alike(folder: CheckpointFolder) -> None:
+    saved, other = make_trainee(1), make_trainee(2)
+    save(folder, saved, 3)
+    other.restore(folder.path(3), 3)
+    for trainee in (saved, other):
+        for index, parameter in enumerate(trainee.student.parameters()):
+            parameter.grad = torch.full_like(parameter, 0.1 * index)
+        trainee.optimizer.step()
+    for mine, theirs in zip(saved.student.parameters(), other.student.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("keep_every", "expected"), [(None, [50, 60]), (20, [20, 40, 50, 60]), (25, [50, 60])]
+)
+def test_pruning(tmp_path: Path, keep_every: int | None, expected: list[int]) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints", 2, keep_every)
+    save(folder, make_trainee(1), 10, 20, 30, 40, 50, 60)
+    assert folder.steps() == expected
+    assert {path.name for path in folder.directory.iterdir()} == {
+        folder.path(step).name for step in expected
+    }
+
+
+def test_a_write_that_dies_leaves_nothing_that_looks_finished(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(folder, make_trainee(1), 1)
+    replace = os.replace
+
+    def power_cut(source: Any, target: Any) -> None:
+        if Path(target).name.startswith("step-"):
+            raise OSError("power cut")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", power_cut)
+    with pytest.raises(GdistillError, match="power cut"):
+        save(folder, make_trainee(2), 2)
+    monkeypatch.undo()
+    assert folder.steps() == [1]
+    save(folder, make_trainee(2), 2)
+    assert folder.steps() == [1, 2]
+    assert folder.read_state(2)["step"] == 2
+
+
+def test_files_hold_no_pickles(folder: CheckpointFolder) -> None:
+    save(folder, make_trainee(1), 1)
+    names = {path.name for path in folder.path(1).iterdir()}
+    tensors = {"weights.safetensors", "ema.safetensors", "optimizer.safetensors"}
+    assert names == tensors | {"state.json"}
+    assert set(load_file(folder.path(1) / "optimizer.safetensors")) == {
+        f"{layer}.{part}/{key}"
+        for layer in "ab"
+        for part in ("weight", "bias")
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+
+
+def test_another_format_version_is_refused(folder: CheckpointFolder) -> None:
+    save(folder, make_trainee(1), 1)
+    path = folder.path(1) / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 9}))
+    with pytest.raises(IntegrityError, match=r"format version.*got 9"):
+        folder.read_state(1)
+
+
+def test_a_missing_file_is_named(folder: CheckpointFolder) -> None:
+    save(folder, make_trainee(1), 1)
+    (folder.path(1) / "ema.safetensors").unlink()
+    with pytest.raises(IntegrityError, match=r"ema\.safetensors"):
+        folder.read_state(1)

@@ -1,0 +1,288 @@
+"""The loop: what it writes, that it learns, validation, precision, initial weights."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModel
+
+from shards.base.errors import GdistillError, UsageError
+from shards.store.store import ShardStore
+from shards.stream.stream import RowBatch
+from tests.trainer.run_cases import LENGTH, VOCAB, tiny_run, write_store
+from trainer.objective.batch import Batch, StoredRowNoise
+from trainer.students.registry import BD3LM, MDLM
+from trainer.training.checkpoint import CheckpointFolder
+from trainer.training.construction import build_student
+from trainer.training.loop import Trainer, train
+
+
+def read_metrics(out: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if kind in (None, line["kind"])]
+
+
+@pytest.fixture(scope="module")
+def finished(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("finished") / "run"
+    assert train(tiny_run(training__trackers='["tensorboard"]'), store, out)
+    return out
+
+
+def test_metrics_say_where_the_run_stands(finished: Path) -> None:
+    lines = read_metrics(finished, "train")
+    assert [line["step"] for line in lines] == [1, 3, 6, 9, 10]
+    assert {line["num_steps"] for line in lines} == {10}
+    assert lines[-1]["num_tokens"] == 10 * 8 * LENGTH
+    assert all(line["tokens_per_second"] > 0 and math.isfinite(line["loss"]) for line in lines)
+    assert [line["step"] for line in read_metrics(finished, "validation")] == [4, 8, 10]
+
+
+def test_tensorboard_has_an_event_file(finished: Path) -> None:
+    (events,) = (finished / "tensorboard").rglob("events.out.tfevents*")
+    content = events.read_bytes()
+    assert b"train/loss" in content and b"validation/nll_nats" in content
+
+
+def test_model_folder_is_a_hugging_face_model(finished: Path) -> None:
+    folder = finished / "model"
+    student = AutoModel.from_pretrained(folder)
+    assert isinstance(student, MDLM)
+    assert (student.config.vocab_size, student.config.row_length) == (VOCAB, LENGTH)
+    assert (folder / "vocab.txt").read_bytes() == b"a b"
+    assert (folder / "corpus" / "maze.json").read_bytes() == b"[]"
+    record = json.loads((folder / "student.json").read_text())
+    assert record["run"]["store"]["codec"]["name"] == "posterior"
+    assert record["validation"] == {
+        k: v
+        for k, v in read_metrics(finished, "validation")[-1].items()
+        if k in record["validation"]
+    }
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\n") and "bigram" in card and "posterior" in card
+
+
+def test_the_model_holds_the_averaged_weights(finished: Path) -> None:
+    model = load_file(finished / "model" / "model.safetensors")
+    checkpoint = finished / "checkpoints" / "step-00000010"
+    averages = load_file(checkpoint / "ema.safetensors")
+    weights = load_file(checkpoint / "weights.safetensors")
+    assert set(model) == set(weights)
+    for name, value in averages.items():
+        assert torch.equal(model[name], value)
+    assert not torch.equal(
+        model["backbone.vocab_embed.embedding"], weights["backbone.vocab_embed.embedding"]
+    )
+
+
+def test_validation_repeats_itself_and_leaves_training_alone(store: Path, tmp_path: Path) -> None:
+    trainer = Trainer(tiny_run(), ShardStore.open(store), tmp_path / "run")
+    assert trainer.validator is not None
+    before = {name: p.detach().clone() for name, p in trainer.student.named_parameters()}
+    first = trainer.validator.score(trainer.module, trainer.student)
+    again = trainer.validator.score(trainer.module, trainer.student)
+    assert first == again
+    assert first["num_tokens"] == 10 * (LENGTH - 1)
+    assert first["nll_nats"] == pytest.approx(math.log(VOCAB), rel=0.5)  # uniform at the start
+    for name, parameter in trainer.student.named_parameters():
+        assert torch.equal(parameter, before[name])
+
+
+def test_validation_does_not_depend_on_micro_batches(store: Path, tmp_path: Path) -> None:
+    scores = []
+    for size in (8, 3):
+        config = tiny_run(training__micro_batch_size=size)
+        trainer = Trainer(config, ShardStore.open(store), tmp_path / str(size))
+        assert trainer.validator is not None
+        scores.append(trainer.validator.score(trainer.module, trainer.student)["nll_nats"])
+    assert scores[0] == pytest.approx(scores[1], rel=1e-6)
+
+
+def test_validation_rows_can_be_limited(store: Path, tmp_path: Path) -> None:
+    config = tiny_run(training__num_validation_rows=5)
+    trainer = Trainer(config, ShardStore.open(store), tmp_path / "run")
+    assert trainer.validator is not None
+    score = trainer.validator.score(trainer.module, trainer.student)
+    assert score["num_tokens"] == 5 * (LENGTH - 1)
+
+
+@pytest.mark.parametrize("student", ["mdlm", "bd3lm", "ar"])
+def test_every_student_trains_in_bf16_over_float32_weights(
+    store: Path, tmp_path: Path, student: str
+) -> None:
+    config = tiny_run(
+        student=student,
+        model__conditioning="none" if student == "ar" else "gumbel",
+        model__block_size=4 if student == "bd3lm" else "none",
+        training__precision="bf16",
+        training__micro_batch_size=3,
+        training__num_steps=2,
+    )
+    trainer = Trainer(config, ShardStore.open(store), tmp_path / "run")
+    assert trainer.run()
+    assert {p.dtype for p in trainer.student.parameters()} == {torch.float32}
+    weights = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert all(bool(w.isfinite().all()) for w in weights.values())
+
+
+def test_a_batch_is_overfitted(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "store", "full", splits={"train": 8}, rows_per_shard=8)
+    config = tiny_run(
+        model__hidden_size=64,
+        model__num_layers=2,
+        training__num_steps=400,
+        training__log_every_steps=50,
+        optimization__learning_rate="5e-3",
+        optimization__schedule="cosine",
+    )
+    assert train(config, path, tmp_path / "run")
+    losses = [line["loss"] for line in read_metrics(tmp_path / "run", "train")]
+    assert losses[0] > 2.0 and losses[-1] < 0.05
+
+
+def test_clips_are_searched_at_validation(store: Path, tmp_path: Path) -> None:
+    config = tiny_run(
+        student="bd3lm",
+        model__block_size=4,
+        model__search_schedule="true",
+        model__resample="true",
+        training__num_steps=2,
+    )
+    trainer = Trainer(config, ShardStore.open(store), tmp_path / "run")
+    assert trainer.run()
+    (line,) = read_metrics(tmp_path / "run", "validation")
+    chosen = [line["min_time"], line["max_time"]]
+    torch.testing.assert_close(trainer.student.time_bounds, torch.tensor(chosen))
+    saved = load_file(tmp_path / "run" / "model" / "model.safetensors")["time_bounds"]
+    torch.testing.assert_close(saved, torch.tensor(chosen))
+
+
+def test_a_search_without_validation_rows_is_refused(tmp_path: Path) -> None:
+    path = write_store(tmp_path / "store", splits={"train": 40})
+    config = tiny_run(student="bd3lm", model__block_size=4, model__search_schedule="true")
+    with pytest.raises(UsageError, match=r"needs validation rows.*search_schedule"):
+        train(config, path, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("student", "name", "value"),
+    [("mdlm", "block_size", 4), ("ar", "search_schedule", "true"), ("ar", "block_size", 2)],
+)
+def test_settings_of_another_student_are_refused(
+    store: Path, student: str, name: str, value: object
+) -> None:
+    changes = {f"model__{name}": value, "model__conditioning": "none"}
+    with pytest.raises(UsageError, match=rf"another student \[model\.{name}\]"):
+        build_student(tiny_run(student=student, **changes), ShardStore.open(store), None)
+
+
+def test_a_validation_that_is_not_finite_ends_the_run(store: Path, tmp_path: Path) -> None:
+    config = tiny_run(training__num_steps=2, training__validate_every_steps=2)
+    trainer = Trainer(config, ShardStore.open(store), tmp_path / "run")
+    report = trainer._report
+
+    def spoil(*arguments: Any) -> None:
+        if trainer.step == 2:
+            for shadow in trainer.ema.shadows.values():
+                shadow.fill_(math.nan)
+        report(*arguments)
+
+    trainer._report = spoil  # type: ignore[assignment]
+    with pytest.raises(GdistillError, match=r"validation loss is not finite.*nan nats"):
+        trainer.run()
+    assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_a_resumed_run_does_without_its_first_weights(
+    store: Path, finished: Path, tmp_path: Path
+) -> None:
+    first = shutil.copytree(finished / "model", tmp_path / "first")
+    config = tiny_run(optimization__schedule="constant", training__num_steps=2)
+    assert train(config, store, tmp_path / "run", init_from=first)
+    shutil.rmtree(first)
+    longer = tiny_run(optimization__schedule="constant", training__num_steps=3)
+    assert train(longer, store, tmp_path / "run", init_from=first)
+
+
+@pytest.mark.parametrize("spoil", ["missing", "truncated"])
+def test_a_model_lacking_a_weight_is_refused(
+    store: Path, finished: Path, tmp_path: Path, spoil: str
+) -> None:
+    model = shutil.copytree(finished / "model", tmp_path / "model")
+    path = model / "model.safetensors"
+    if spoil == "missing":
+        weights = load_file(path)
+        del weights["backbone.blocks.0.attn_out.weight"]
+        save_file(weights, path, metadata={"format": "pt"})
+    else:
+        path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UsageError, match=r"do not fit.*attn_out|cannot be loaded"):
+        build_student(tiny_run(), ShardStore.open(store), model)
+
+
+def test_init_from_takes_the_weights_to_another_block_size(store: Path, finished: Path) -> None:
+    config = tiny_run(student="bd3lm", model__block_size=2)
+    student = build_student(config, ShardStore.open(store), finished)
+    assert isinstance(student, BD3LM) and student.num_blocks == 4
+    saved = load_file(finished / "model" / "model.safetensors")
+    for name, parameter in student.named_parameters():
+        assert torch.equal(parameter, saved[name])
+
+
+def test_prior_weight_takes_the_stores_unigram(store: Path) -> None:
+    student = build_student(tiny_run(model__prior_weight=1.0), ShardStore.open(store), None)
+    assert student.conditioner is not None and student.conditioner.unigram_log_probs is not None
+    expected = torch.full((VOCAB,), -math.log(VOCAB))
+    torch.testing.assert_close(student.conditioner.unigram_log_probs, expected)
+
+
+def test_initial_weights_depend_on_the_run_seed_alone(store: Path) -> None:
+    opened = ShardStore.open(store)
+    first = build_student(tiny_run(seed=1), opened, None).state_dict()
+    torch.manual_seed(99)
+    again = build_student(tiny_run(seed=1), opened, None).state_dict()
+    other = build_student(tiny_run(seed=2), opened, None).state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_nan_loss_names_its_rows_and_keeps_the_last_checkpoint(store: Path, tmp_path: Path) -> None:
+    out, spoiled = tmp_path / "run", {13, 29}
+    config = tiny_run(training__checkpoint_every_steps=1, seed=1)
+    trainer = Trainer(config, ShardStore.open(store), out)
+    make_batch = trainer.make_batch
+
+    def spoil(rows: RowBatch, step: int) -> Batch:
+        batch = make_batch(rows, step)
+        bad = torch.isin(batch.row_ids, torch.tensor(sorted(spoiled)))
+        values = batch.token_log_probs.masked_fill(bad[:, None], math.nan)
+        assert isinstance(batch.noise, StoredRowNoise)
+        return replace(batch, noise=replace(batch.noise, token_log_probs=values))
+
+    trainer.make_batch = spoil  # type: ignore[assignment]
+    with pytest.raises(GdistillError, match="not finite") as caught:
+        trainer.run()
+    named = {int(row) for row in caught.value.got.split("rows ")[1].split(", ")}
+    assert named and named <= spoiled
+    failed = int(caught.value.where.removeprefix("step "))
+    steps = CheckpointFolder(out / "checkpoints", 2, None).steps()
+    assert failed > 1 and steps[-1] == failed - 1
+    assert f"step {steps[-1]}" in caught.value.remedy
+    assert not (out / "model").exists()
+    weights = load_file(out / "checkpoints" / f"step-{steps[-1]:08d}" / "weights.safetensors")
+    assert all(bool(value.isfinite().all()) for value in weights.values())
+
+
+def test_a_folder_takes_one_run_at_a_time(store: Path, tmp_path: Path) -> None:
+    from trainer.training.interruption import exclusive
+
+    with exclusive(tmp_path / "run"), pytest.raises(UsageError, match="another run"):
+        train(tiny_run(), store, tmp_path / "run")

@@ -1,0 +1,117 @@
+"""Recipes, files and overrides compose into one config; every shipped recipe is valid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shards.base.configuration import read_toml, to_mapping
+from shards.base.errors import UsageError
+from tests.trainer.run_cases import tiny_run
+from trainer.training.identity import require_same_run
+from trainer.training.settings import RECIPES, compose_run, operational_fields, read_recipe
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.toml")))
+def test_recipes(name: str) -> None:
+    config = compose_run([read_recipe(name)])
+    assert config.training.num_steps or config.training.num_epochs
+
+
+def test_the_small_recipe_is_the_papers() -> None:
+    config = compose_run([read_recipe("small")])
+    model, optimization = config.model, config.optimization
+    assert (model.num_layers, model.hidden_size, model.dropout) == (12, 768, 0.1)
+    assert (config.training.num_steps, config.training.global_batch_size) == (1_000_000, 512)
+    assert (optimization.learning_rate, optimization.warmup_steps) == (3e-4, 2500)
+    assert (optimization.beta1, optimization.beta2, optimization.eps) == (0.9, 0.999, 1e-8)
+    assert (optimization.weight_decay, optimization.max_grad_norm) == (0.0, 1.0)
+    assert (optimization.schedule, optimization.ema_decay) == ("constant", 0.9999)
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for path in CONFIGS.glob("*.toml") if "student" in read_toml(path)),
+    ids=lambda path: path.stem,
+)
+def test_shipped_configs(path: Path) -> None:
+    compose_run([read_toml(path)])
+
+
+def test_block_diffusion_configs_add_up_to_a_million_steps() -> None:
+    for corpus in ("owt", "lm1b"):
+        names = (f"{corpus}-bd3lm-pretrain", f"{corpus}-bd3lm")
+        parts = [compose_run([read_toml(CONFIGS / f"{name}.toml")]) for name in names]
+        assert [part.training.num_steps for part in parts] == [850_000, 150_000]
+        assert [part.model.block_size for part in parts] == [None, 4]
+
+
+def test_later_sources_win_and_an_architecture_can_be_refined() -> None:
+    recipe = {"architecture": "tiny", "model": {"num_layers": 3}, "training": {"num_steps": 5}}
+    config = compose_run([recipe, {"model": {"conditioning": "gumbel"}}], ["model.num_layers=7"])
+    assert (config.model.num_layers, config.model.hidden_size) == (7, 64)
+    assert config.model.conditioning == "gumbel"
+
+
+def test_an_amount_replaces_the_other_one() -> None:
+    config = compose_run([read_recipe("maze")], ["training.num_steps=9"])
+    assert (config.training.num_steps, config.training.num_epochs) == (9, None)
+    config = compose_run([read_recipe("small")], ["training.num_epochs=2"])
+    assert (config.training.num_steps, config.training.num_epochs) == (None, 2)
+
+
+def test_an_epoch_is_as_many_rows_as_the_split_has() -> None:
+    config = compose_run([read_recipe("maze")])
+    assert config.training.steps_over(2000) == 1563  # 200 x 2000 / 256 = 1562.5
+    assert compose_run([read_recipe("tiny")]).training.steps_over(2000) == 1000
+
+
+def test_both_amounts_at_once_are_refused() -> None:
+    with pytest.raises(UsageError, match="num_steps or num_epochs"):
+        compose_run([{"training": {"num_steps": 3, "num_epochs": 3}}])
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("training.log_evry_steps=3", "log_every_steps"),
+        ("optimisation.learning_rate=1.0", "optimization"),
+        ("training.keep_last=0", "keep_last"),
+        ("training.precision=fp16", "bf16"),
+    ],
+)
+def test_wrong_overrides_are_named(override: str, expected: str) -> None:
+    with pytest.raises(UsageError, match=expected):
+        compose_run([read_recipe("tiny")], [override])
+
+
+def test_only_operational_fields_may_change_between_runs() -> None:
+    before = {"config": to_mapping(tiny_run())}
+    config = tiny_run(training__num_workers=3)
+    require_same_run(before, {"config": to_mapping(config)}, operational_fields(config))
+    config = tiny_run(training__precision="bf16")
+    with pytest.raises(UsageError, match=r"training\.precision"):
+        require_same_run(before, {"config": to_mapping(config)}, operational_fields(config))
+
+
+def test_what_a_change_would_alter_is_not_operational() -> None:
+    micro, steps = "training.micro_batch_size", "training.num_steps"
+    assert {micro, steps} <= operational_fields(tiny_run())
+    assert micro not in operational_fields(tiny_run(model__dropout=0.1))
+    assert steps not in operational_fields(tiny_run(model__search_schedule="true"))
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "0"])
+def test_a_learning_rate_is_a_positive_number(value: str) -> None:
+    with pytest.raises(UsageError, match=r"optimization\.learning_rate"):
+        tiny_run(optimization__learning_rate=value)
+
+
+def test_a_field_of_an_older_version_is_named() -> None:
+    config = tiny_run()
+    before = {"config": {**to_mapping(config), "retired": 1}}
+    with pytest.raises(UsageError, match="retired"):
+        require_same_run(before, {"config": to_mapping(config)}, operational_fields(config))

@@ -1,0 +1,120 @@
+"""One process, two under DDP, two under FSDP: the same rows, the same corruption, the same run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shards.store.store import ShardStore
+from tests.trainer.run_cases import metrics_without_timing, tiny_run
+from trainer.training.loop import Trainer
+
+SCRIPT = Path(__file__).with_name("two_processes.py")
+
+
+@pytest.fixture(scope="module")
+def runs(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the runs ``one`` (this process), ``ddp`` and ``fsdp`` (two processes)."""
+    out = tmp_path_factory.mktemp("world")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launch, str(SCRIPT), str(store), str(out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+@pytest.fixture(scope="module")
+def alone(store: Path, runs: Path) -> dict[int, tuple[list[int], Any]]:
+    """Step -> (row ids, masks) of the same run in this process, which writes to ``one``."""
+    trainer = Trainer(tiny_run(), ShardStore.open(store), runs / "one")
+    make_batch, seen = trainer.make_batch, {}
+
+    def recorded(rows: Any, step: int) -> Any:
+        batch = make_batch(rows, step)
+        seen[step] = (batch.row_ids.tolist(), trainer.student.corrupt(batch).mask.int().tolist())
+        return batch
+
+    trainer.make_batch = recorded  # type: ignore[assignment]
+    assert trainer.run()
+    return seen
+
+
+def test_global_batches_and_corruption_are_the_same(runs: Path, alone: dict[int, Any]) -> None:
+    ranks = [json.loads((runs / f"batches-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [len(lines) for lines in ranks] == [10, 10]
+    for step in range(10):
+        merged: dict[int, tuple[int, Any]] = {}
+        for lines in ranks:
+            number, rows, slots, masks = lines[step]
+            assert number == step and len(rows) == 4
+            merged |= {slot: (r, m) for slot, r, m in zip(slots, rows, masks, strict=True)}
+        together = [merged[slot] for slot in range(8)]
+        assert together == list(zip(*alone[step], strict=True))
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_losses_agree(runs: Path, alone: dict[int, Any], sharding: str) -> None:
+    one, two = metrics_without_timing(runs / "one"), metrics_without_timing(runs / sharding)
+    assert [(line["kind"], line["step"]) for line in one] == [
+        (line["kind"], line["step"]) for line in two
+    ]
+    for first, second in zip(one, two, strict=True):
+        for name in {"loss", "nll_nats", "grad_norm"} & set(first):
+            assert second[name] == pytest.approx(first[name], rel=1e-5)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+def test_models_agree(runs: Path, alone: dict[int, Any], sharding: str) -> None:
+    one = load_file(runs / "one" / "model" / "model.safetensors")
+    two = load_file(runs / sharding / "model" / "model.safetensors")
+    assert set(one) == set(two)
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-4, atol=1e-5)
+
+
+def test_a_stop_of_one_process_stops_both(runs: Path) -> None:
+    folders = {path.name for path in (runs / "fsdp" / "checkpoints").iterdir()}
+    assert folders == {"step-00000006", "step-00000010"}
+
+
+def test_a_batch_that_does_not_divide_is_refused(runs: Path) -> None:
+    for rank in (0, 1):
+        message = (runs / f"odd-{rank}.txt").read_text()
+        assert "global_batch_size" in message and "multiple of the world size 2" in message
+
+
+@pytest.mark.parametrize("rows", [7, 9])
+def test_uneven_validation_scores_every_row_once(runs: Path, store: Path, rows: int) -> None:
+    config = tiny_run(training__num_steps=1, training__num_validation_rows=rows)
+    assert Trainer(config, ShardStore.open(store), runs / f"uneven-{rows}").run()
+    expected = metrics_without_timing(runs / f"uneven-{rows}")[-1]
+    for sharding in ("ddp", "fsdp"):
+        found = metrics_without_timing(runs / f"uneven-{rows}-{sharding}")[-1]
+        assert found["num_tokens"] == expected["num_tokens"] == rows * 7
+        assert found["nll_nats"] == pytest.approx(expected["nll_nats"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("apart", "do not see the same checkpoint"), ("taken", "cannot write")]
+)
+def test_what_one_process_meets_is_told_to_all(runs: Path, name: str, expected: str) -> None:
+    for rank in (0, 1):
+        assert expected in (runs / f"{name}-{rank}.txt").read_text()
+
+
+def test_an_interrupt_after_the_last_step_leaves_nobody_waiting(runs: Path) -> None:
+    assert [(runs / f"finished-{rank}.txt").read_text() for rank in (0, 1)] == ["True", "True"]
+    assert (runs / "late" / "model" / "model.safetensors").is_file()

@@ -1,0 +1,125 @@
+"""What test_world_size runs in two processes: the same run under DDP and under FSDP.
+
+torchrun --standalone --nproc_per_node 2 tests/trainer/training/two_processes.py STORE OUT
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import torch
+
+from shards.base.errors import GdistillError
+from shards.store.store import ShardStore
+from tests.trainer.run_cases import tiny_run
+from trainer.training.loop import Trainer, train
+
+
+def record_batches(trainer: Trainer, path: Path) -> None:
+    """Write each batch's rows, slots and masks of this rank."""
+    make_batch, lines = trainer.make_batch, []
+
+    def recorded(rows, step):
+        batch = make_batch(rows, step)
+        if trainer.student.training:
+            mask = trainer.student.corrupt(batch).mask.int().tolist()
+            lines.append([step, batch.row_ids.tolist(), batch.slots.tolist(), mask])
+            path.write_text(json.dumps(lines))
+        return batch
+
+    trainer.make_batch = recorded
+
+
+def main(store: Path, out: Path) -> None:
+    """DDP with recorded batches, FSDP with an interruption, a batch that does not divide."""
+    torch.set_num_threads(1)
+    rank = os.environ["RANK"]
+    trainer = Trainer(tiny_run(), ShardStore.open(store), out / "ddp")
+    record_batches(trainer, out / f"batches-{rank}.json")
+    assert trainer.run()
+    sharded = {"training__sharding": "fsdp", "training__micro_batch_size": 3}
+    assert not interrupted(sharded, store, out)
+    assert train(tiny_run(**sharded), store, out / "fsdp")
+    refused(lambda: train(tiny_run(training__global_batch_size=7), store, out / "odd"), "odd", out)
+    validate_unevenly(store, out)
+    resume_apart(store, out)
+    (out / f"taken-{rank}").touch()
+    refused(lambda: train(tiny_run(), store, out / "taken-0"), "taken", out)
+    (out / f"finished-{rank}.txt").write_text(str(finish_interrupted(store, out / "late")))
+
+
+def refused(run: Callable[[], object], name: str, out: Path) -> None:
+    """Write the error that this process meets to ``NAME-RANK.txt``."""
+    try:
+        run()
+    except GdistillError as error:
+        (out / f"{name}-{os.environ['RANK']}.txt").write_text(str(error))
+
+
+def validate_unevenly(store: Path, out: Path) -> None:
+    """Last validation batches of which a process gets a row fewer, or none at all."""
+    for rows in (7, 9):
+        for sharding in ("ddp", "fsdp"):
+            changes = {"training__sharding": sharding, "training__micro_batch_size": 3}
+            config = tiny_run(training__num_steps=1, training__num_validation_rows=rows, **changes)
+            train(config, store, out / f"uneven-{rows}-{sharding}")
+
+
+def resume_apart(store: Path, out: Path) -> None:
+    """The processes write to, and read from, disks of their own."""
+    own = out / f"apart-{os.environ['RANK']}"
+    train(tiny_run(training__num_steps=2, optimization__schedule="constant"), store, own)
+    longer = tiny_run(training__num_steps=4, optimization__schedule="constant")
+    refused(lambda: train(longer, store, own), "apart", out)
+
+
+def finish_interrupted(store: Path, out: Path) -> bool:
+    """A Ctrl-C reaches one process when the last step is done."""
+    trainer = Trainer(tiny_run(training__num_steps=2), ShardStore.open(store), out)
+    report = trainer._report
+
+    def report_and_interrupt(*arguments):
+        if os.environ["RANK"] == "1" and trainer.step == 2:
+            trainer.stop.signal_number = signal.SIGINT
+        report(*arguments)
+
+    trainer._report = report_and_interrupt
+    return trainer.run()
+
+
+def interrupted(settings: dict[str, object], store: Path, out: Path) -> bool:
+    """Stop after six steps, as a SIGTERM to one of the processes does."""
+    trainer = Trainer(tiny_run(**settings), ShardStore.open(store), out / "fsdp")
+    if os.environ["RANK"] == "1":
+        advance = trainer._advance
+
+        def advance_and_stop(batch):
+            if trainer.step == 5:
+                trainer.stop.signal_number = 15
+            return advance(batch)
+
+        trainer._advance = advance_and_stop
+    return trainer.run()
+
+
+def differ_in_string_hashes() -> None:
+    """Start over with one hash seed per process, so that no two agree on the order of a set.
+
+    A collective inside a loop over a set would otherwise pass or fail by chance.
+    """
+    seed = os.environ["RANK"]
+    if os.environ.get("PYTHONHASHSEED") != seed:
+        os.environ["PYTHONHASHSEED"] = seed
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+if __name__ == "__main__":
+    differ_in_string_hashes()
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,204 @@
+"""What one training step sees: token rows, their teacher log-probabilities and their noise.
+
+The noise of a row is decoded where the corruption has masked it and nowhere else: a batch carries
+the stored arrays, and ``RowNoise.at(mask)`` hands the masked positions to the codec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from shards.base import derive_seed
+from shards.codec import Codec
+from shards.noise import Noise, PositionKeys
+from shards.store import ShardStore
+from shards.stream import RowBatch
+
+
+@runtime_checkable
+class RowNoise(Protocol):
+    """The noise of a batch of rows, read at the masked positions only."""
+
+    def at(self, mask: Bool[Tensor, "b l"]) -> Noise:
+        """Noise of the masked positions in row-major order; column 0 is never masked."""
+        ...
+
+    def rows(self, part: slice) -> RowNoise:
+        """The noise of some of the rows."""
+        ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's share of one global batch.
+
+    Attributes:
+        tokens: [B, L] int64 clean rows.
+        token_log_probs: [B, L] float32, log p of each token under the teacher, nats; column 0 is 0.
+        row_ids: [B] int64, row index in the split.
+        slots: [B] int64, index in the global batch.
+        global_batch_size: Rows of the global batch.
+        step: Optimizer step the batch belongs to.
+        epoch: Pass over the split.
+        seed: Run seed; with epoch and row id it keys times and masks.
+        noise: Noise of the rows; None when the store's noise is not needed.
+    """
+
+    tokens: Int[Tensor, "b l"]
+    token_log_probs: Float[Tensor, "b l"]
+    row_ids: Int[Tensor, "b"]
+    slots: Int[Tensor, "b"]
+    global_batch_size: int
+    step: int
+    epoch: int
+    seed: int
+    noise: RowNoise | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return self.tokens.shape[0]
+
+    def micro_batches(self, size: int | None) -> Iterator[Batch]:
+        """The batch in consecutive parts of at most ``size`` rows; times and masks stay the same.
+
+        Args:
+            size: Rows of a part; None keeps the batch whole.
+        """
+        if size is None or size >= self.num_rows:
+            yield self
+            return
+        for start in range(0, self.num_rows, size):
+            yield self.rows(slice(start, start + size))
+
+    def rows(self, part: slice) -> Batch:
+        """Some of the rows, with their times, masks and noise."""
+        return replace(
+            self,
+            tokens=self.tokens[part],
+            token_log_probs=self.token_log_probs[part],
+            row_ids=self.row_ids[part],
+            slots=self.slots[part],
+            noise=None if self.noise is None else self.noise.rows(part),
+        )
+
+
+@dataclass(frozen=True)
+class StoredRowNoise:
+    """The noise of B stored rows; nothing is decoded before :meth:`at`.
+
+    Attributes:
+        codec: Decodes the arrays.
+        arrays: The codec's arrays, [B, L, *trailing].
+        tokens: [B, L].
+        token_log_probs: [B, L], nats.
+        row_ids: [B].
+        seed: Stream seed of the position keys.
+        draw: Draw number of the position keys.
+        resources: The store's resources.
+    """
+
+    codec: Codec
+    arrays: dict[str, Tensor]
+    tokens: Int[Tensor, "b l"]
+    token_log_probs: Float[Tensor, "b l"]
+    row_ids: Int[Tensor, "b"]
+    seed: int
+    draw: int
+    resources: dict[str, Tensor]
+
+    def at(self, mask: Bool[Tensor, "b l"]) -> Noise:
+        """See :class:`RowNoise`."""
+        rows, positions = mask.nonzero(as_tuple=True)
+        keys = PositionKeys(self.seed, self.row_ids[rows], positions, self.draw)
+        return self.codec.decode(
+            {name: array[rows, positions] for name, array in self.arrays.items()},
+            self.tokens[rows, positions],
+            self.token_log_probs[rows, positions],
+            keys,
+            self.resources,
+        )
+
+    def rows(self, part: slice) -> StoredRowNoise:
+        """The noise of some of the rows."""
+        return replace(
+            self,
+            arrays={name: array[part] for name, array in self.arrays.items()},
+            tokens=self.tokens[part],
+            token_log_probs=self.token_log_probs[part],
+            row_ids=self.row_ids[part],
+        )
+
+
+@dataclass(frozen=True)
+class BatchMaker:
+    """Turns rows of one split into batches on a device.
+
+    A codec that stores the teacher's distribution gives a fresh draw at every visit, keyed by
+    (seed, epoch, row, position); one that stores a draw is read with the keys it was written with.
+
+    Attributes:
+        store: Where the rows come from.
+        split: Which of its splits.
+        seed: Run seed.
+        device: Where batches go.
+        with_noise: Whether the student looks at noise.
+    """
+
+    store: ShardStore
+    split: str
+    seed: int
+    device: torch.device
+    with_noise: bool
+
+    @property
+    def arrays(self) -> list[str]:
+        """The store's arrays that these batches need."""
+        own = self.store.manifest.arrays if self.with_noise else ()
+        return ["tokens", "token_log_probs", *own]
+
+    @cached_property
+    def _resources(self) -> dict[str, Tensor]:
+        wanted = self.store.codec.resource_names
+        return {name: self.store.resources[name].to(self.device) for name in wanted}
+
+    def __call__(self, rows: RowBatch, step: int) -> Batch:
+        """The batch of optimiser step ``step``."""
+        arrays = {name: self._place(array) for name, array in rows.arrays.items()}
+        batch = Batch(
+            tokens=arrays.pop("tokens").long(),
+            token_log_probs=arrays.pop("token_log_probs"),
+            row_ids=self._place(rows.row_ids),
+            slots=self._place(rows.slots),
+            global_batch_size=rows.num_global_rows,
+            step=step,
+            epoch=rows.epoch,
+            seed=self.seed,
+        )
+        return replace(batch, noise=self._noise(batch, arrays)) if self.with_noise else batch
+
+    def _noise(self, batch: Batch, arrays: dict[str, Tensor]) -> StoredRowNoise:
+        codec = self.store.codec
+        fresh = derive_seed(self.seed, "noise")
+        return StoredRowNoise(
+            codec=codec,
+            arrays=arrays,
+            tokens=batch.tokens,
+            token_log_probs=batch.token_log_probs,
+            row_ids=batch.row_ids,
+            seed=fresh if codec.is_fresh else self.store.manifest.noise_seed(self.split),
+            draw=batch.epoch if codec.is_fresh else 0,
+            resources=self._resources,
+        )
+
+    def _place(self, array: Tensor) -> Tensor:
+        if self.device.type == "cuda":
+            return array.pin_memory().to(self.device, non_blocking=True)
+        return array

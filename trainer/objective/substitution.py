@@ -1,0 +1,248 @@
+"""Corruption and objective of masked diffusion: times, masks, loss weights, SUBS.
+
+Everything is a pure function of given uniforms; where they come from is at the end of the file.
+Symbols: t time in (0, 1], p masking probability, L row length, nb blocks per row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from shards.base import GdistillError, UsageError, derive_seed
+from shards.noise import PositionKeys, stream_bits
+from trainer.objective.batch import Batch
+from trainer.objective.schedules import RATE_SCHEDULE, SCHEDULES, Schedule, noise_level
+
+OPEN_BOUND = 1e-3
+"""A lower clip of 1e-3 (and an upper one of 1) is never enforced by resampling."""
+MASK_LOGIT_OFFSET = -1e6
+NUM_STREAMS = 100
+
+
+def stratified_times(
+    uniforms: Float[Tensor, "b blocks"],
+    slots: Int[Tensor, "b"],
+    global_batch_size: int,
+    min_time: float,
+    max_time: float,
+) -> Float[Tensor, "b blocks"]:
+    """t = ((u + i)/N mod 1)(max - min) + min with i = slot * nb + block, N = global batch * nb.
+
+    ``slots`` are the rows' indices in the *global* batch, so every rank gets its own strata.
+    """
+    num_blocks = uniforms.shape[1]
+    block = torch.arange(num_blocks, device=uniforms.device)
+    stratum = slots.to(uniforms.device)[:, None] * num_blocks + block
+    num_strata = global_batch_size * num_blocks
+    t = ((uniforms.double() + stratum) / num_strata) % 1
+    return (t * (max_time - min_time) + min_time).float()
+
+
+def masked_fraction(mask: Bool[Tensor, "b l"], num_blocks: int) -> Float[Tensor, "b blocks"]:
+    """Share of masked positions in each block."""
+    return mask.unflatten(1, (num_blocks, -1)).float().mean(dim=-1)
+
+
+def draw_mask(
+    uniforms: Callable[[int], Float[Tensor, "b l"]],
+    probability: Float[Tensor, "b blocks"],
+    bounds: tuple[float, float] | None = None,
+) -> Bool[Tensor, "b l"]:
+    """Masked positions: U <= p, blocks redrawn (U < p) until within ``bounds``, position 0 kept.
+
+    Args:
+        uniforms: Round number -> uniforms; round 0 is the first draw, each later round redraws.
+        probability: p per block.
+        bounds: (low, high) masked fraction to enforce; None enforces nothing. A low of 1e-3 and a
+            high of 1 are open.
+    """
+    first = uniforms(0)
+    num_blocks = probability.shape[1]
+    block_size = first.shape[1] // num_blocks
+    p = probability.repeat_interleave(block_size, dim=1)
+    mask = first <= p
+    if bounds is not None:
+        mask = _redraw(mask, uniforms, p, num_blocks, bounds)
+    mask[:, 0] = False
+    return mask
+
+
+def _redraw(
+    mask: Tensor,
+    uniforms: Callable[[int], Tensor],
+    p: Tensor,
+    num_blocks: int,
+    bounds: tuple[float, float],
+) -> Tensor:
+    block_size = mask.shape[1] // num_blocks
+    require_reachable(bounds, block_size)
+    low = _enforced_low(bounds)
+    for round_number in range(1, 10_000):
+        fraction = masked_fraction(mask, num_blocks)
+        outside = (fraction < low) | (fraction > bounds[1])
+        if not bool(outside.any()):
+            return mask
+        again = outside.repeat_interleave(block_size, dim=1)
+        mask = torch.where(again, uniforms(round_number) < p, mask)
+    raise GdistillError(
+        "no mask fits the clips",
+        where="resample",
+        got=f"{round_number} redraws within {bounds}",
+        remedy="widen min_time and max_time",
+    )
+
+
+def _enforced_low(bounds: tuple[float, float]) -> float:
+    return bounds[0] if bounds[0] > OPEN_BOUND else 0.0
+
+
+def require_reachable(bounds: tuple[float, float], block_size: int) -> None:
+    """Refuse clips that no number of masked tokens in a block can satisfy.
+
+    Raises:
+        UsageError: When no integer count / block_size lies within the enforced bounds.
+    """
+    low = _enforced_low(bounds)
+    if math.floor(bounds[1] * block_size + 1e-9) < math.ceil(low * block_size - 1e-9):
+        raise UsageError(
+            "no masked fraction of a block lies within the clips",
+            where="min_time, max_time",
+            got=f"{bounds} with blocks of {block_size}",
+            remedy="widen the clips or turn resample off",
+        )
+
+
+def clipped_loss_weight(weight: Float[Tensor, "*s"], min_time: float) -> Float[Tensor, "*s"]:
+    """The schedule's weight; 1 when t is clipped above one half."""
+    return torch.ones_like(weight) if min_time > 0.5 else weight
+
+
+def substituted_log_probs(
+    logits: Float[Tensor, "*s v1"], tokens: Int[Tensor, "*s"], mask_id: int
+) -> Float[Tensor, "*s v1"]:
+    """SUBS: the mask gets -1e6, log-softmax in float32, unmasked positions become one-hot."""
+    log_probs = masked_log_probs(logits, mask_id)
+    index = torch.arange(logits.shape[-1], device=logits.device)
+    carried = torch.where(index == tokens[..., None], 0.0, MASK_LOGIT_OFFSET)
+    return torch.where((tokens == mask_id)[..., None], log_probs, carried)
+
+
+def masked_log_probs(logits: Float[Tensor, "*s v1"], mask_id: int) -> Float[Tensor, "*s v1"]:
+    """Log-softmax in float32 of the logits of masked positions; the mask itself gets -1e6."""
+    offset = torch.zeros(logits.shape[-1], device=logits.device)
+    offset[mask_id] = MASK_LOGIT_OFFSET
+    return torch.log_softmax(logits.float() + offset, dim=-1)
+
+
+def row_uniforms(purpose: str, batch: Batch, stream: int, count: int) -> Float[Tensor, "b count"]:
+    """Uniforms in (0, 1), float32, keyed by (purpose, seed, epoch, row), for each row of a batch.
+
+    Counter-based, so they depend neither on the world size nor on the device.
+
+    Args:
+        purpose: Name of the use, which separates it from other uses of the run seed.
+        batch: Gives seed, epoch and row ids.
+        stream: Further number that tells draws of one purpose apart.
+        count: Uniforms per row.
+    """
+    seed = derive_seed(batch.seed, purpose, stream // NUM_STREAMS)
+    keys = PositionKeys(seed, batch.row_ids, torch.zeros_like(batch.row_ids), batch.epoch)
+    bits = stream_bits(keys, stream % NUM_STREAMS, count)
+    largest = 1.0 - 2.0**-24
+    return ((bits.double() + 0.5) * 2.0**-32).float().clamp_max(largest)
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """What is hidden from the student in one batch.
+
+    Attributes:
+        t: [B, nb] times.
+        mask: [B, L] True where masked.
+        weight: [B, L] loss weight of each token.
+        sigma: [B] noise level of the row's first block.
+        counted: [B, L] tokens that count in the loss and its denominator; None counts all.
+    """
+
+    t: Float[Tensor, "b blocks"]
+    mask: Bool[Tensor, "b l"]
+    weight: Float[Tensor, "b l"]
+    sigma: Float[Tensor, "b"]
+    counted: Bool[Tensor, "b l"] | None = None
+
+    @property
+    def num_counted(self) -> int:
+        """Tokens in the training loss's denominator."""
+        return self.mask.numel() if self.counted is None else int(self.counted.sum())
+
+    @property
+    def num_scored(self) -> int:
+        """The same without position 0, which is given: the denominator of a validation loss."""
+        counted = torch.ones_like(self.mask) if self.counted is None else self.counted
+        return int(counted[:, 1:].sum())
+
+    @property
+    def token_weight(self) -> Float[Tensor, "b l"]:
+        """Loss weights, zero where a token does not count."""
+        return self.weight if self.counted is None else self.weight * self.counted
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """The settings that corruption depends on."""
+
+    @property
+    def noise_schedule(self) -> str: ...
+
+    @property
+    def loss_weighting(self) -> str: ...
+
+    @property
+    def resample(self) -> bool: ...
+
+
+def corruption_from_uniforms(
+    time_uniforms: Float[Tensor, "b blocks"],
+    mask_uniforms: Callable[[int], Float[Tensor, "b l"]],
+    slots: Int[Tensor, "b"],
+    global_batch_size: int,
+    objective: Objective,
+    bounds: tuple[float, float],
+) -> Corruption:
+    """Times, masks and weights from given uniforms; see ``stratified_times`` and ``draw_mask``."""
+    schedule = schedule_of(objective)
+    t = stratified_times(time_uniforms, slots, global_batch_size, *bounds)
+    p = schedule.masking_probability(t)
+    mask = draw_mask(mask_uniforms, p, bounds if objective.resample else None)
+    weight = clipped_loss_weight(schedule.loss_weight(t), bounds[0])
+    weight = weight.repeat_interleave(mask.shape[1] // t.shape[1], dim=1)
+    return Corruption(t, mask, weight, noise_level(p[:, 0]))
+
+
+def schedule_of(objective: Objective) -> Schedule:
+    """The schedule that the settings name."""
+    return (
+        RATE_SCHEDULE if objective.loss_weighting == "rate" else SCHEDULES[objective.noise_schedule]
+    )
+
+
+def corrupt(
+    rows: Batch, objective: Objective, num_blocks: int, bounds: tuple[float, float]
+) -> Corruption:
+    """Times and masks of a batch, a pure function of (seed, epoch, row ids, slots)."""
+    length = rows.tokens.shape[1]
+    return corruption_from_uniforms(
+        row_uniforms("time", rows, 0, num_blocks),
+        lambda round_number: row_uniforms("mask", rows, round_number, length),
+        rows.slots,
+        rows.global_batch_size,
+        objective,
+        bounds,
+    )

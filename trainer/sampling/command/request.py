@@ -1,0 +1,177 @@
+"""From what a user asks for to a run: every mistake is found before the first forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shards.base import UsageError, merge, parse_override
+from shards.noise import use_noise_kernel
+from trainer.sampling import AdaptiveConfig, make_sampler, require_same_tokenizer, with_default_tau
+from trainer.sampling.command.given_rows import (
+    GivenRows,
+    prompted,
+    read_infill,
+    read_prompts,
+    unconditional,
+)
+from trainer.sampling.command.loading import LoadedStudent, load_student
+from trainer.sampling.command.run import SampleRun, with_nfe
+
+DEFAULT_NUM = 64
+PRECISIONS = ("fp32", "bf16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The options of ``gdistill-sample``.
+
+    Attributes:
+        checkpoint: Model folder, or the output of a training run.
+        out: Folder for the samples.
+        num: Samples; None is 64, or one per prompt or infill row.
+        budgets: NFE of each file; empty leaves the sampler's own.
+        sampler: Registry name; None takes the one that suits the student.
+        settings: Sampler settings by name.
+        overrides: Further sampler settings, ``key=value``.
+        seed: Sampling seed.
+        batch_size: Samples per forward pass.
+        length: Tokens per sample; None is the student's row length.
+        prompt: Text that every sample begins with.
+        prompt_file: File of prompts.
+        infill: File of rows with open positions.
+        precision: ``fp32`` or ``bf16``.
+        device: ``auto`` or a torch device.
+    """
+
+    checkpoint: Path
+    out: Path
+    num: int | None = None
+    budgets: tuple[int, ...] = ()
+    sampler: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    seed: int = 0
+    batch_size: int = 32
+    length: int | None = None
+    prompt: str | None = None
+    prompt_file: Path | None = None
+    infill: Path | None = None
+    precision: str = "fp32"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, value in (("--num", self.num), ("--batch-size", self.batch_size)):
+            if value is not None and value < 1:
+                raise UsageError("a count below 1", where=name, got=value, expected="at least 1")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError("bad seed", where="--seed", got=self.seed, expected="0..2^63 - 1")
+        if self.precision not in PRECISIONS:
+            raise UsageError(
+                "unknown precision", where=self.precision, expected=f"one of {PRECISIONS}"
+            )
+        given = {
+            "--prompt": self.prompt,
+            "--prompt-file": self.prompt_file,
+            "--infill": self.infill,
+        }
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) > 1:
+            raise UsageError("these exclude each other", where=", ".join(named))
+        if self.infill is not None and self.length is not None:
+            raise UsageError(
+                "these exclude each other",
+                where="--infill, --length",
+                remedy="leave --length out: a row to infill has its own",
+            )
+
+    def resolve(self) -> SampleRun:
+        """Load the student and settle everything else.
+
+        Raises:
+            UsageError: For any part of the request that cannot be met.
+        """
+        device = self._device()
+        use_noise_kernel("auto", device)
+        loaded = load_student(self.checkpoint, device)
+        name = loaded.student.default_sampler if self.sampler is None else self.sampler
+        settings = dict(self.settings)
+        for text in self.overrides:
+            path, value = parse_override(text)
+            for key in reversed(path):
+                value = {key: value}
+            settings = merge(settings, value)
+        sampler = with_default_tau(make_sampler(name, **settings), loaded.student)
+        budgets = [with_nfe(name, sampler, nfe) for nfe in self.budgets] or [sampler]
+        files = [f"samples-nfe{nfe}.jsonl" for nfe in self.budgets]
+        given = self._given(loaded)
+        run = SampleRun(
+            loaded=loaded,
+            sampler_name=name.replace("-", "_"),
+            samplers=tuple(budgets),
+            files=tuple(files) if len(files) > 1 else ("samples.jsonl",),
+            given=given,
+            seed=self.seed,
+            num_samples=self.num or self._default_num(given),
+            batch_size=self.batch_size,
+            precision=self.precision,
+            out=self.out,
+        )
+        check_given(run)
+        if isinstance(sampler, AdaptiveConfig):
+            require_same_tokenizer(sampler.verifier, loaded.tokenizer)
+        return run
+
+    def _device(self) -> torch.device:
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+            torch.zeros(1, device=device).item()  # the meta device holds no values
+        except (RuntimeError, AssertionError, ImportError) as error:
+            raise UsageError("no such device", where="--device", got=self.device) from error
+        return device
+
+    def _given(self, loaded: LoadedStudent) -> GivenRows:
+        config, tokenizer = loaded.student.config, loaded.tokenizer
+        length = config.row_length if self.length is None else self.length
+        if length < 2:
+            raise UsageError("nothing to fill", where="--length", got=length, expected="at least 2")
+        if self.infill is not None:
+            return read_infill(self.infill, tokenizer, config)
+        if self.prompt is not None:
+            return prompted([self.prompt], tokenizer, config, length)
+        if self.prompt_file is not None:
+            return prompted(read_prompts(self.prompt_file), tokenizer, config, length)
+        return unconditional(config, length)
+
+    def _default_num(self, given: GivenRows) -> int:
+        many = self.infill is not None or self.prompt_file is not None
+        return len(given.rows) if many else DEFAULT_NUM
+
+
+def check_given(run: SampleRun) -> None:
+    """Ask every sampler about every row that is to be filled.
+
+    Raises:
+        UsageError: For the first row that cannot be filled.
+    """
+    student = run.loaded.student
+    for sampler in run.samplers:
+        for index in range(min(run.num_samples, len(run.given.rows))):
+            try:
+                sampler.check(student, run.given.tokens([index], student.device))
+            except UsageError as error:
+                raise error if index == 0 else _of_row(index, error) from error
+
+
+def _of_row(index: int, error: UsageError) -> UsageError:
+    """The same mistake with the row that makes it, where those before it do not."""
+    where = f"row {index} (the first is 0): {error.where}"
+    return UsageError(
+        error.what, where=where, got=error.got, expected=error.expected, remedy=error.remedy
+    )

@@ -1,0 +1,92 @@
+"""Samplers: from a student, its noise and rows with masked positions to finished rows.
+
+Each is a frozen dataclass of settings with one method::
+
+    config = make_sampler("ancestral", nfe=16, nucleus_p=0.9)
+    noise = sampling_noise(seed, sample_ids, row_length, vocab_size, codec=student.codec)
+    result = config.sample(student, tokens, sample_ids, noise, seed)
+
+All randomness is named by (seed, sample id, position), so samples depend neither on the batch they
+are drawn in nor on their order, and samplers that differ in one setting share their draws.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Protocol, runtime_checkable
+
+from jaxtyping import Int
+from torch import Tensor
+
+from shards.base import UsageError, from_mapping
+from shards.noise import Noise
+from trainer.sampling.adaptive import AdaptiveConfig
+from trainer.sampling.ancestral import AncestralConfig
+from trainer.sampling.block import BlockConfig
+from trainer.sampling.first_hitting import FirstHittingConfig, FixedCountConfig
+from trainer.sampling.noise import SamplingNoise, sampling_noise
+from trainer.sampling.result import SampleResult
+from trainer.sampling.sequential import SequentialConfig
+from trainer.sampling.stopping import StopRule
+from trainer.students import Student
+
+__all__ = [
+    "SAMPLERS",
+    "AdaptiveConfig",
+    "AncestralConfig",
+    "BlockConfig",
+    "FirstHittingConfig",
+    "FixedCountConfig",
+    "SampleResult",
+    "Sampler",
+    "SamplingNoise",
+    "SequentialConfig",
+    "StopRule",
+    "make_sampler",
+    "sampling_noise",
+]
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """What all samplers offer."""
+
+    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> Student:
+        """The student, if this sampler can fill these rows with it; else a :class:`UsageError`."""
+        ...
+
+    def sample(
+        self,
+        student: Student,
+        tokens: Int[Tensor, "b l"],
+        sample_ids: Int[Tensor, "b"],
+        noise: Noise | None,
+        seed: int,
+    ) -> SampleResult:
+        """Fill the masked positions of B rows; see :class:`WholeRowSampler`."""
+        ...
+
+
+SAMPLERS: dict[str, type[Any]] = {
+    "ancestral": AncestralConfig,
+    "first_hitting": FirstHittingConfig,
+    "fixed_count": FixedCountConfig,
+    "block": BlockConfig,
+    "sequential": SequentialConfig,
+    "apd": AdaptiveConfig,
+}
+
+
+def make_sampler(name: str, **settings: Any) -> Sampler:
+    """The sampler of that name.
+
+    Raises:
+        UsageError: For an unknown name or setting (naming the nearest known one), or a bad value.
+    """
+    name = name.replace("-", "_")
+    if name not in SAMPLERS:
+        near = difflib.get_close_matches(name, SAMPLERS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else ""
+        known = f"one of {sorted(SAMPLERS)}"
+        raise UsageError("unknown sampler", where=name, expected=known, remedy=hint)
+    return from_mapping(SAMPLERS[name], settings, where=name)

@@ -1,0 +1,102 @@
+"""The model card: what the student is, what it was trained on, how well, how to use it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.students.registry import Student
+
+NAMES = {"mdlm": "MDLM", "bd3lm": "BD3-LM", "ar": "Autoregressive baseline"}
+
+TEMPLATE = """\
+---
+library_name: transformers
+tags:
+- gdistill
+- diffusion-language-model
+- {student}
+---
+# {title}
+
+{sentence}
+
+| | |
+|---|---|
+| parameters | {parameters:,} |
+| row length | {row_length} tokens |
+| vocabulary | {vocab_size} and the mask, id {mask_id} |
+| corpus | {corpus} |
+| teacher | {teacher} |
+| codec | {codec} |
+| training | {steps:,} steps of {batch} rows, seed {seed} |
+
+## Scores
+
+{scores}
+
+## Use
+
+```sh
+gdistill-sample PATH-TO-THIS-FOLDER --num 16 --out samples/
+gdistill-eval samples/
+```
+
+`student.json` holds the full configuration and the identity of the shards.
+"""
+
+
+def model_card(record: Mapping[str, Any], student: Student) -> str:
+    """Markdown with the front matter that the Hugging Face hub reads.
+
+    Args:
+        record: Content of ``student.json``.
+        student: The model.
+    """
+    run, store = record["run"]["config"], record["run"]["store"]
+    name = str(run["student"])
+    conditioned = student.is_conditioned
+    title = NAMES.get(name, name) + (" + Gumbel" if conditioned else "")
+    return TEMPLATE.format(
+        student=name,
+        title=title,
+        sentence=_sentence(conditioned),
+        parameters=student.num_parameters(),
+        row_length=store["row_length"],
+        vocab_size=store["vocab_size"],
+        mask_id=store["mask_id"],
+        corpus=_describe(store["tokens"].get("corpus", "not recorded")),
+        teacher=_describe(store["teacher"]),
+        codec=_describe(store["codec"]),
+        steps=record["step"],
+        batch=run["training"]["global_batch_size"],
+        seed=run["seed"],
+        scores=_scores(record.get("validation")),
+    )
+
+
+def _sentence(conditioned: bool) -> str:
+    if not conditioned:
+        return "A student trained on token rows, without the teacher's noise, as a baseline."
+    return (
+        "A parallel decoder trained by Gumbel distillation: masked positions see the posterior "
+        "Gumbel noise under which the autoregressive teacher produces the text."
+    )
+
+
+def _describe(value: Any) -> str:
+    """A value for a table cell; nested mappings as ``key value`` lists."""
+    if isinstance(value, Mapping):
+        parts = [f"{key} {_describe(entry)}" for key, entry in value.items() if entry not in ({},)]
+        return ", ".join(parts) or "-"
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _scores(validation: Mapping[str, Any] | None) -> str:
+    if not validation:
+        return "No validation split."
+    kind = "given the noise" if validation["conditional"] else "bound"
+    return (
+        f"Validation, averaged weights: {validation['nll_nats']:.4f} nats per token ({kind}), "
+        f"perplexity {validation['perplexity']:.3f}, {validation['num_tokens']:,} tokens."
+    )

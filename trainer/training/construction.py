@@ -1,0 +1,132 @@
+"""From a config and a store to a student, fresh or from the weights of another one."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import torch
+
+from shards.base import UsageError, derive_seed
+from shards.store import Manifest, ShardStore
+from trainer.students import STUDENTS, Student, StudentConfig, StudentSettings, read_model
+from trainer.training.settings import RunConfig
+
+STORE_BUFFERS = ("time_bounds", "conditioner.unigram_log_probs")
+"""Buffers that the run and its store decide, not the model that weights come from."""
+
+
+def student_class(name: str) -> type[Student]:
+    """The student of that name.
+
+    Raises:
+        UsageError: For an unknown name, with the nearest known one.
+    """
+    if name not in STUDENTS:
+        near = difflib.get_close_matches(name, STUDENTS, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"known students: {sorted(STUDENTS)}"
+        raise UsageError("unknown student", where="student", got=name, remedy=hint)
+    return STUDENTS[name]
+
+
+def build_student(config: RunConfig, store: ShardStore, init_from: Path | None) -> Student:
+    """The student at step 0; initial weights depend on the run seed alone."""
+    manifest = store.manifest
+    kind = student_class(config.student)
+    _refuse_foreign_settings(config, kind)
+    torch.manual_seed(derive_seed(config.seed, "initial weights"))
+    student = kind(
+        kind.config_class.build(
+            config.model,
+            vocab_size=manifest.vocab_size,
+            row_length=manifest.row_length,
+            bos_token_id=manifest.bos_id,
+            eos_token_id=manifest.eos_id,
+        )
+    )
+    if init_from is not None:
+        load_initial_weights(student, init_from, manifest)
+    if student.is_conditioned:
+        student.config.codec = dict(manifest.codec)
+    if student.conditioner is not None and student.settings.prior_weight:
+        student.conditioner.set_unigram(_unigram(store))
+    return student
+
+
+def _refuse_foreign_settings(config: RunConfig, kind: type[Student]) -> None:
+    for name in kind.foreign_settings:
+        value = getattr(config.model, name)
+        if value != getattr(StudentSettings(), name):
+            raise UsageError(
+                "a setting of another student",
+                where=f"model.{name}",
+                got=f"{value} for student {config.student}",
+                remedy="leave it out, or choose the student it belongs to",
+            )
+
+
+def load_initial_weights(student: Student, directory: Path, manifest: Manifest) -> None:
+    """Start from a trained student of the same shape (its block size may differ).
+
+    Args:
+        student: Receives the weights.
+        directory: A model folder, or the ``--out`` folder of a finished run.
+        manifest: The store to train on.
+
+    Raises:
+        UsageError: When there is no model, or its vocabulary, row length or weights do not fit.
+    """
+    directory = directory / "model" if (directory / "model").is_dir() else directory
+    if not (directory / "config.json").is_file():
+        remedy = "give the model/ folder of a finished run"
+        raise UsageError("no model there", where=f"--init-from {directory}", remedy=remedy)
+    source = read_model(directory)
+    require_same_shape(source.config, manifest, f"--init-from {directory}")
+    weights = source.state_dict()
+    target = student.state_dict()
+    for name in STORE_BUFFERS:
+        weights.pop(name, None)
+    wanted = set(target) - set(STORE_BUFFERS)
+    _require_weights({n: w.shape for n, w in weights.items()}, {n: target[n].shape for n in wanted})
+    student.load_state_dict(weights, strict=False)
+
+
+def require_same_shape(config: StudentConfig, manifest: Manifest, where: str) -> None:
+    """Refuse a student of another vocabulary or row length than the store's."""
+    for name in ("vocab_size", "row_length"):
+        ours, theirs = getattr(config, name), getattr(manifest, name)
+        if ours != theirs:
+            raise UsageError(
+                f"the student has another {name} than the store",
+                where=where,
+                got=ours,
+                expected=f"{theirs} as in the store",
+                remedy="extract with the tokenizer and row length the student was trained with",
+            )
+
+
+def _require_weights(got: dict[str, torch.Size], expected: dict[str, torch.Size]) -> None:
+    missing, extra = sorted(set(expected) - set(got)), sorted(set(got) - set(expected))
+    other = sorted(n for n in set(got) & set(expected) if got[n] != expected[n])
+    if not (missing or extra or other):
+        return
+    shapes = [f"{n} {tuple(got[n])}, expected {tuple(expected[n])}" for n in other[:3]]
+    parts = {"missing": missing[:3], "unexpected": extra[:3], "of another shape": shapes}
+    found = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in parts.items() if names)
+    raise UsageError(
+        "the weights do not fit the student",
+        where="--init-from",
+        got=found,
+        remedy="use the architecture and conditioning that the model was trained with",
+    )
+
+
+def _unigram(store: ShardStore) -> torch.Tensor:
+    log_probs = store.resources.get("unigram_log_probs")
+    if log_probs is None:
+        raise UsageError(
+            "prior_weight needs the corpus unigram and the store keeps none",
+            where="model.prior_weight",
+            remedy="extract with a codec that keeps it, or set model.prior_weight=0",
+        )
+    return log_probs.float()

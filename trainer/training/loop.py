@@ -1,0 +1,307 @@
+"""One training loop for all students.
+
+    store --stream--> rows --BatchMaker--> batch --student.loss--> gradients --AdamW--> weights, EMA
+
+Every draw is keyed by (seed, epoch, row) or (seed, step), and the place in the data is counted
+when a batch is consumed, so a resumed run repeats the uninterrupted one bit for bit on the CPU,
+and any number of processes sees the same global batches with the same corruption.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shards.base import (
+    Bar,
+    UsageError,
+    derive_seed,
+    progress_bar,
+    stderr,
+    to_mapping,
+    write_json_atomic,
+)
+from shards.noise import use_noise_kernel
+from shards.store import ShardStore
+from shards.stream import RowBatch, ShardStream
+from trainer.objective import Batch, BatchMaker
+from trainer.students import LossOutput, export_model
+from trainer.training.checkpoint import CheckpointFolder, Trainee
+from trainer.training.construction import build_student
+from trainer.training.divergence import diverged
+from trainer.training.ema import ExponentialMovingAverage
+from trainer.training.identity import require_same_run, run_identity
+from trainer.training.interruption import StopRequest, exclusive
+from trainer.training.metrics import MetricsLog, StepWindow
+from trainer.training.optimization import (
+    clip_gradients,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+)
+from trainer.training.parallel import (
+    TrainingStep,
+    gather_full,
+    on_main_process,
+    open_accelerator,
+    parallelize,
+    require_agreement,
+    sum_over_processes,
+    without_sync,
+)
+from trainer.training.settings import RunConfig, operational_fields
+from trainer.training.throughput import peak_flops_per_second, training_flops
+from trainer.training.validation import Validator, has_validation_rows
+
+
+def train(
+    config: RunConfig, store: str | Path, out: Path, *, init_from: Path | None = None
+) -> bool:
+    """Train, or go on training, and write ``out/model``.
+
+    Args:
+        config: The run.
+        store: Path or URL of a finished store.
+        out: Folder of this run; the same command again resumes it.
+        init_from: Model (or finished run) whose weights the student starts from.
+
+    Returns:
+        Whether the run is finished; False when a SIGTERM stopped it (a checkpoint is saved).
+
+    Raises:
+        GdistillError: See the parts; nothing is written over the last good checkpoint.
+        KeyboardInterrupt: After a Ctrl-C, when the checkpoint is saved.
+    """
+    trainer = Trainer(config, ShardStore.open(store), Path(out), init_from)
+    with ExitStack() as stack:
+        # The lock is the main process's; where it is taken, all of them must hear of it.
+        lock = exclusive(trainer.out)
+        on_main_process(lambda: stack.enter_context(lock), trainer.accelerator)
+        return trainer.run()
+
+
+class Trainer:
+    """One run: its parts, and the loop over steps."""
+
+    def __init__(
+        self, config: RunConfig, store: ShardStore, out: Path, init_from: Path | None = None
+    ) -> None:
+        self.config, self.store, self.out = config, store, out
+        training = config.training
+        self.accelerator = open_accelerator(training, out / "tensorboard")
+        obstacle = use_noise_kernel(training.noise_kernel, self.accelerator.device)
+        if obstacle and self.accelerator.is_main_process:
+            stderr.print(f"noise kernel: eager; {obstacle}", markup=False)
+        self.identity = run_identity(config, store.manifest, init_from)
+        self.checkpoints = CheckpointFolder(
+            out / "checkpoints", training.keep_last, training.keep_every_steps
+        )
+        begun = bool(self.checkpoints.steps())  # then the first weights need not be there any more
+        self.student = build_student(config, store, None if begun else init_from)
+        with_noise = self.student.is_conditioned
+        device = self.accelerator.device
+        self.make_batch = BatchMaker(store, "train", config.seed, device, with_noise)
+        self.stream = ShardStream(
+            store.split("train", self.make_batch.arrays),
+            seed=config.seed,
+            global_batch_size=training.global_batch_size,
+            rank=self.accelerator.process_index,
+            world_size=self.accelerator.num_processes,
+            num_workers=training.num_workers,
+        )
+        self.num_steps = training.steps_over(store.manifest.splits["train"])
+        self.module = parallelize(
+            TrainingStep(self.student, training.precision), self.accelerator, training.sharding
+        )
+        self.parameters = list(self.student.parameters())
+        self.optimizer = make_optimizer(self.parameters, config.optimization)
+        self.ema = ExponentialMovingAverage(self.student, config.optimization.ema_decay)
+        self.trainee = Trainee(self.student, self.optimizer, self.ema)
+        self.validator = None
+        if has_validation_rows(store.manifest.splits):
+            self.validator = Validator(config, store, self.accelerator, with_noise)
+        elif config.model.search_schedule:
+            raise UsageError(
+                "the search for clips needs validation rows",
+                where="model.search_schedule",
+                got="a store without a validation split",
+                remedy="extract one, or set model.min_time and model.max_time",
+            )
+        self.window = StepWindow()
+        self.stop = StopRequest()
+        self.step, self.saved_step = 0, -1
+        self.validation: dict[str, Any] | None = None
+        self.peak_flops = peak_flops_per_second(
+            training.peak_flops_per_second, self.accelerator.device, self.accelerator.num_processes
+        )
+
+    def run(self) -> bool:
+        """Resume if there is something to resume, train, export; see :func:`train`."""
+        self._resume()
+        config = to_mapping(self.config)
+        on_main_process(
+            lambda: write_json_atomic(self.out / "config.json", config), self.accelerator
+        )
+        self.metrics = MetricsLog(self.out / "metrics.jsonl", self.accelerator, self.step)
+        try:
+            with self.stop.listening():
+                finished = self._loop()
+        finally:
+            self.metrics.close()
+        if finished:
+            self._export()
+        elif self.stop.signal_number == signal.SIGINT:
+            raise KeyboardInterrupt
+        return finished
+
+    def _loop(self) -> bool:
+        tokens = self.config.training.global_batch_size * self.store.manifest.row_length
+        with progress_bar(
+            f"train {self.config.student}",
+            self.num_steps * tokens,
+            done=self.step * tokens,
+            main_process=self.accelerator.is_main_process,
+        ) as bar:
+            self.window.restart_clock()
+            for rows in self._rows():
+                stopping = self._advance(self.make_batch(rows, self.step))
+                self._report(bar, tokens, rows.epoch)
+                if stopping or self._is_due(self.config.training.checkpoint_every_steps):
+                    self._save()
+                if stopping:
+                    return self.step == self.num_steps
+        return True
+
+    def _rows(self) -> Iterator[RowBatch]:
+        while self.step < self.num_steps:
+            for rows in self.stream:
+                yield rows
+                if self.step >= self.num_steps:
+                    return
+
+    def _is_due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.num_steps
+
+    def _advance(self, batch: Batch) -> bool:
+        """One optimiser step; returns whether any process was asked to stop."""
+        config = self.config.optimization
+        rate = learning_rate(config, self.step, self.num_steps)
+        set_learning_rate(self.optimizer, rate)
+        losses = self._backward(batch)
+        norm = float(clip_gradients(self.parameters, config.max_grad_norm))
+        local_loss = sum(float(o.loss.detach()) * share for _, o, share in losses)
+        num_masked = sum(output.num_masked for _, output, _ in losses)
+        values = [local_loss, float(num_masked), float(self.stop.is_pending)]
+        loss_sum, all_masked, stops = sum_over_processes(values, self.accelerator)
+        loss = loss_sum / self.accelerator.num_processes
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            rows = [(part.row_ids, output.row_nlls) for part, output, _ in losses]
+            raise diverged(self.step + 1, loss, norm, rows, self.checkpoints.steps())
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.ema.update()
+        self.step += 1
+        num_rows = batch.global_batch_size
+        flops = training_flops(self.student, num_rows, int(all_masked))
+        num_tokens = num_rows * self.store.manifest.row_length
+        self.window.add(loss, norm, num_tokens, int(all_masked), flops)
+        return stops > 0
+
+    def _backward(self, batch: Batch) -> list[tuple[Batch, LossOutput, float]]:
+        """Gradients of the batch's mean loss; returns micro-batches, outputs and shares."""
+        if self.config.model.dropout:
+            rank = self.accelerator.process_index
+            torch.manual_seed(derive_seed(self.config.seed, "dropout", self.step, rank))
+        parts = list(batch.micro_batches(self.config.training.micro_batch_size))
+        outputs = []
+        for index, part in enumerate(parts):
+            share = part.num_rows / batch.num_rows
+            with without_sync(self.module, self.accelerator, index == len(parts) - 1):
+                output = self.module(part)
+                (output.loss * share).backward()
+            outputs.append((part, output, share))
+        return outputs
+
+    def _report(self, bar: Bar, num_tokens: int, epoch: int) -> None:
+        """Progress, a line of metrics when one is due, validation when it is due."""
+        training = self.config.training
+        bar.advance(num_tokens)
+        if self.step == 1 or self._is_due(training.log_every_steps):
+            values = self.window.close(self.peak_flops)
+            values["learning_rate"] = self.optimizer.param_groups[0]["lr"]
+            values["num_tokens"] = self.step * num_tokens
+            values["epoch"] = epoch
+            self.metrics.write("train", self.step, self.num_steps, values)
+            bar.note(f"loss {values['loss']:.3f}")
+        if self.validator is not None and self._is_due(training.validate_every_steps):
+            paused_at = self.window.pause()
+            self._validate(self.validator)
+            self.window.resume(paused_at)
+
+    def _validate(self, validator: Validator) -> None:
+        self.student.eval()
+        with self.ema.applied():
+            values = validator.score(self.module, self.student)
+            if self.config.model.search_schedule:
+                clips = validator.search_clips(self.module, self.student)
+                self.student.time_bounds.copy_(torch.tensor(clips))  # type: ignore[operator]
+                values["min_time"], values["max_time"] = clips
+        self.student.train()
+        self.validation = values
+        self.metrics.write("validation", self.step, self.num_steps, values)
+
+    def _save(self) -> None:
+        if self.step == self.saved_step:
+            return
+        self.metrics.sync()
+        state = {
+            "run": self.identity,
+            "stream": self.stream.state_dict(),
+            "window": self.window.state_dict(),
+            "validation": self.validation,
+        }
+        paused_at = self.window.pause()
+        self.checkpoints.save(self.step, self.trainee, state, self.accelerator)
+        self.window.resume(paused_at)
+        self.saved_step = self.step
+
+    def _resume(self) -> None:
+        steps = self.checkpoints.steps()
+        seal = self.checkpoints.seal(steps[-1]) if steps else "none"
+        alike = UsageError(
+            "the processes do not see the same checkpoint",
+            where=self.checkpoints.directory,
+            got=f"step {steps[-1]} here" if steps else "none here",
+            remedy="give an --out on storage that all of them share",
+        )
+        require_agreement(seal, self.accelerator, alike)
+        if not steps:
+            return
+        state = self.checkpoints.read_state(steps[-1])
+        require_same_run(state["run"], self.identity, operational_fields(self.config))
+        self.trainee.restore(self.checkpoints.path(steps[-1]), state["ema_num_updates"])
+        self.stream.load_state_dict(state["stream"])
+        self.window.load_state_dict(state["window"])
+        self.validation = state["validation"]
+        self.step = self.saved_step = state["step"]
+
+    def _export(self) -> None:
+        """Write the averaged weights, with the buffers as they are."""
+        weights = {name: gather_full(value) for name, value in self.student.state_dict().items()}
+        weights |= {name: gather_full(value) for name, value in self.ema.shadows.items()}
+        record = {
+            "format_version": 1,
+            "step": self.step,
+            "run": self.identity,
+            "validation": self.validation,
+        }
+        on_main_process(
+            lambda: export_model(self.out / "model", self.student, weights, record, self.store),
+            self.accelerator,
+        )

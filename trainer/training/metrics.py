@@ -1,0 +1,152 @@
+"""What a run tells while it goes: metrics.jsonl, trackers, averages between two lines.
+
+One JSON object per line: ``kind`` (``train`` or ``validation``), ``step``, ``num_steps`` and the
+figures. Fields in ``TIMING_FIELDS`` depend on the machine; all others are the same for an
+interrupted and resumed run as for an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from shards.base import IntegrityError, write_bytes_atomic
+from trainer.training.parallel import on_main_process
+
+TIMING_FIELDS = ("seconds", "tokens_per_second", "flops_per_second", "mfu")
+
+
+class MetricsLog:
+    """Appends to metrics.jsonl and to the trackers; silent off the main process.
+
+    Args:
+        path: metrics.jsonl.
+        accelerator: Gives the main process and the trackers.
+        last_step: Step that the run resumes after; later lines, which an interrupted run wrote
+            behind its last checkpoint, are dropped.
+    """
+
+    def __init__(self, path: Path, accelerator: Accelerator, last_step: int) -> None:
+        self._accelerator = accelerator
+        self._file = None
+        on_main_process(lambda: keep_lines_until(path, last_step), accelerator)
+        if accelerator.is_main_process:
+            self._file = open(path, "ab")  # noqa: SIM115 (closed by close)
+        purge = {"purge_step": last_step + 1}
+        accelerator.init_trackers("gdistill", init_kwargs={"tensorboard": purge})
+
+    def write(self, kind: str, step: int, num_steps: int, values: Mapping[str, Any]) -> None:
+        """Add one line, visible at once to whoever reads the file."""
+        if self._file is None:
+            return
+        line = {"kind": kind, "step": step, "num_steps": num_steps, **values}
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+        numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
+        self._accelerator.log(numbers, step=step)
+
+    def sync(self) -> None:
+        """Make every line so far survive a power cut."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Finish the file and the trackers (the process group stays: the export needs it)."""
+        if self._file is not None:
+            self.sync()
+            self._file.close()
+        for tracker in self._accelerator.trackers:
+            tracker.finish()
+
+
+def keep_lines_until(path: Path, last_step: int) -> None:
+    """Drop the lines of steps after ``last_step``, and a half-written last line.
+
+    Raises:
+        IntegrityError: For a line in the middle that is not a metrics line.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = []
+    for number, line in enumerate(lines):
+        try:
+            step = json.loads(line)["step"] if line.endswith(b"\n") else None
+        except (ValueError, KeyError, TypeError) as error:
+            raise IntegrityError(
+                "not a line of metrics",
+                where=f"{path}:{number + 1}",
+                remedy="move the file away; the run starts a new one",
+            ) from error
+        if step is not None and step <= last_step:
+            kept.append(line)
+    if len(kept) < len(lines):
+        write_bytes_atomic(path, b"".join(kept))
+
+
+class StepWindow:
+    """Averages over the steps since the last line; saved with a checkpoint."""
+
+    def __init__(self) -> None:
+        self.num_steps, self.loss_sum, self.norm_sum = 0, 0.0, 0.0
+        self.num_tokens = self.num_masked = 0
+        self._started = time.monotonic()
+        self._timed_tokens, self._timed_flops = 0, 0.0
+
+    def add(
+        self, loss: float, norm: float, num_tokens: int, num_masked: int, num_flops: float
+    ) -> None:
+        """Count one optimiser step."""
+        self.num_steps += 1
+        self.loss_sum += loss
+        self.norm_sum += norm
+        self.num_tokens += num_tokens
+        self.num_masked += num_masked
+        self._timed_tokens += num_tokens
+        self._timed_flops += num_flops
+
+    def close(self, peak_flops_per_second: float | None) -> dict[str, Any]:
+        """The figures of the window, which starts anew."""
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        flops = self._timed_flops / seconds
+        values = {
+            "loss": self.loss_sum / self.num_steps,
+            "grad_norm": self.norm_sum / self.num_steps,
+            "masked_fraction": self.num_masked / self.num_tokens,
+            "seconds": round(seconds, 3),
+            "tokens_per_second": round(self._timed_tokens / seconds, 1),
+            "flops_per_second": float(f"{flops:.4g}"),
+        }
+        if peak_flops_per_second:
+            values["mfu"] = round(flops / peak_flops_per_second, 4)
+        self.__init__()  # type: ignore[misc]
+        return values
+
+    def restart_clock(self) -> None:
+        """Training starts now."""
+        self._started = time.monotonic()
+
+    def pause(self) -> float:
+        """Now; give it to :meth:`resume` after work that is not training."""
+        return time.monotonic()
+
+    def resume(self, paused_at: float) -> None:
+        """Take the time since ``paused_at`` out of the rate."""
+        self._started += time.monotonic() - paused_at
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sums; the clock starts anew in a resumed run."""
+        names = ("num_steps", "loss_sum", "norm_sum", "num_tokens", "num_masked")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue a saved window."""
+        for name, value in state.items():
+            setattr(self, name, value)

@@ -1,0 +1,184 @@
+"""Processes, devices and sharding: the only place that knows there may be more than one process.
+
+Accelerate opens the process group that the launcher describes (``accelerate launch``, ``torchrun``
+or neither) and wraps the student for DDP; with ``sharding = "fsdp"`` torch's ``fully_shard`` cuts
+weights, optimiser and moving average into one piece per process instead.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    broadcast_object_list,
+    gather_object,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shards.base import GdistillError, UsageError
+from trainer.students import LossOutput, Student
+from trainer.training.settings import TrainingConfig
+
+
+def open_accelerator(config: TrainingConfig, logging_dir: Path) -> Accelerator:
+    """The process's place in the world, on the device asked for, with trackers.
+
+    Raises:
+        UsageError: When CUDA is asked for and absent, or a tracker is not installed.
+    """
+    _require_trackers(config.trackers)
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            "CUDA is asked for and absent",
+            where="training.device",
+            got="no CUDA device",
+            remedy="use training.device=cpu, or a machine with a GPU and a CUDA build of torch",
+        )
+    if not torch.distributed.is_initialized():
+        AcceleratorState._reset_state(reset_partial_state=True)
+    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
+    return Accelerator(
+        cpu=on_cpu,
+        log_with=list(config.trackers) or None,  # type: ignore[arg-type]
+        project_config=ProjectConfiguration(logging_dir=str(logging_dir)),
+        mixed_precision="no",  # autocast is opened in TrainingStep, for DDP and FSDP alike
+        kwargs_handlers=[
+            DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            InitProcessGroupKwargs(timeout=timedelta(minutes=30)),
+        ],
+    )
+
+
+def _require_trackers(trackers: tuple[str, ...]) -> None:
+    available = {str(tracker.value) for tracker in get_available_trackers()}
+    missing = [tracker for tracker in trackers if tracker not in available]
+    if missing:
+        remedy = f"pip install {missing[0]}, or leave it out of training.trackers"
+        raise UsageError("a tracker is not installed", where=missing[0], remedy=remedy)
+
+
+class TrainingStep(nn.Module):
+    """The student's loss as a forward pass, which is what DDP and FSDP hook into."""
+
+    def __init__(self, student: Student, precision: str) -> None:
+        super().__init__()
+        self.student, self.precision = student, precision
+
+    def forward(self, batch: object, time_bounds: tuple[float, float] | None = None) -> LossOutput:
+        """``student.loss`` under autocast; weights stay float32."""
+        device = self.student.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=self.precision == "bf16"):
+            return self.student.loss(batch, time_bounds=time_bounds)  # type: ignore[arg-type]
+
+
+def shard_student(step: TrainingStep, accelerator: Accelerator) -> None:
+    """Shard every transformer block, then the rest, over all processes."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+    for block in step.student.backbone.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(step, mesh=mesh)
+
+
+def parallelize(step: TrainingStep, accelerator: Accelerator, sharding: str) -> nn.Module:
+    """The step on its device, wrapped for the world it runs in."""
+    step.to(accelerator.device)
+    if accelerator.num_processes == 1:
+        return step
+    if sharding == "fsdp" or accelerator.distributed_type == DistributedType.FSDP:
+        shard_student(step, accelerator)
+        return step
+    with warnings.catch_warnings():
+        # Accelerate passes broadcast_buffers on; torch has a new name for it.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        return accelerator.prepare_model(step)  # type: ignore[no-any-return]
+
+
+def without_sync(module: nn.Module, accelerator: Accelerator, last: bool) -> AbstractContextManager:
+    """Gradients are exchanged at the last micro-batch of a step only."""
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(last)
+        return nullcontext()
+    return nullcontext() if last else accelerator.no_sync(module)
+
+
+def gather_full(tensor: Tensor) -> Tensor:
+    """A whole copy on the CPU of a tensor that may be sharded; every process must call it."""
+    whole = tensor.detach()
+    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    return whole.to("cpu", copy=True).contiguous()
+
+
+def scatter_like(whole: Tensor, like: Tensor) -> Tensor:
+    """``whole`` in the device and sharding of ``like``."""
+    whole = whole.to(like.device)
+    if isinstance(like, DTensor):
+        return distribute_tensor(whole, like.device_mesh, like.placements)
+    return whole
+
+
+def sum_over_processes(values: list[float], accelerator: Accelerator) -> list[float]:
+    """Element-wise sums in float64."""
+    if accelerator.num_processes == 1:
+        return values
+    total = torch.tensor(values, dtype=torch.float64, device=accelerator.device)
+    torch.distributed.all_reduce(total)
+    return total.tolist()
+
+
+def on_main_process(work: Callable[[], None], accelerator: Accelerator) -> None:
+    """Work of the main process that the others wait for; its failure is everyone's.
+
+    Without that a full disk would leave the others in a barrier until it times out.
+
+    Raises:
+        GdistillError: On every process, when ``work`` raised one or an ``OSError``.
+    """
+    failure: GdistillError | None = None
+    if accelerator.is_main_process:
+        try:
+            work()
+        except GdistillError as error:
+            failure = error
+        except OSError as error:
+            failure = GdistillError(
+                "cannot write", where=error.filename or "", got=error.strerror or error
+            )
+    if accelerator.num_processes > 1:
+        told = None if failure is None else (type(failure), vars(failure))
+        told = broadcast_object_list([told])[0]
+        if failure is None and told is not None:
+            failure = _retold(*told)
+    if failure is not None:
+        raise failure
+
+
+def _retold(kind: type[GdistillError], parts: dict[str, str]) -> GdistillError:
+    return kind(parts.pop("what"), **parts)
+
+
+def require_agreement(value: object, accelerator: Accelerator, error: GdistillError) -> None:
+    """Raise ``error`` on every process unless all of them came with the same value."""
+    if accelerator.num_processes > 1 and len(set(map(str, gather_object([value])))) > 1:
+        raise error
+
+
+def leave() -> None:
+    """Leave the process group, if there is one."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
