@@ -5,8 +5,8 @@
 
 Global batch b of an epoch is positions b * G .. (b + 1) * G - 1 of the epoch's order
 (:mod:`shards.stream.order`), the same rows for every world size and number of workers. When
-shuffling, an epoch ends with its last full global batch: the ragged rest, other rows in each epoch, is left
-out. Without shuffling the last batch may be smaller, so that every row is met once.
+shuffling, an epoch ends with its last full global batch: the ragged rest, other rows in each
+epoch, is left out. Without shuffling the last batch may be smaller, so that every row is met once.
 
 State is counted when a batch is handed out, never when it is prefetched. Workers are threads
 (decompression releases the interpreter lock): there is no shared memory to leave behind.

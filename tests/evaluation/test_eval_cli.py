@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from evaluation import mauve_score
 from evaluation.cli import app
+from evaluation.text import mauve_score
 from evaluation.text.generative_perplexity import generative_perplexity
 from evaluation.text.judge import JudgeModel, load_judge
 from shards.base.errors import GdistillError, UsageError

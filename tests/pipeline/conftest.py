@@ -9,8 +9,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pipeline import token_writer, tokenization, tokens
 from pipeline.corpus.splits import CorpusConfig
+from pipeline.tokens import dataset as tokens
+from pipeline.tokens import tokenizer as tokenization
+from pipeline.tokens import writer as token_writer
 from tests.pipeline.extract_cases import save_teacher, write_corpus
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat,", "and", "then;", "Quick!", "old's"]

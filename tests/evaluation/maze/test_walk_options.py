@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from evaluation import maze_walk
+from evaluation.maze import walk as maze_walk
 from evaluation.maze.jobs import run_jobs, script
 from evaluation.maze.results import sample_file
 from evaluation.maze.walk import WalkConfig, app

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import extract
+from pipeline.extract import loop as extract
 from pipeline.workers import Stopped, StopRequest, Worker
 from shards.base.errors import GdistillError
 from shards.storage.location import LocalLocation

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2LMHeadModel
 
-from pipeline import teacher as teacher_module
+from pipeline.teacher import model as teacher_module
 from pipeline.teacher.model import Teacher
 from pipeline.teacher.probe import look_ahead, probe_rows
 from shards.base.errors import UsageError

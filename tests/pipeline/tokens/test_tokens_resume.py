@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from pipeline import stage1, token_writer, tokenization
 from pipeline.corpus.splits import CorpusConfig
+from pipeline.tokens import build as stage1
+from pipeline.tokens import tokenizer as tokenization
+from pipeline.tokens import writer as token_writer
 from pipeline.tokens.build import prepare_tokens
 from pipeline.tokens.dataset import TokenDataset
 from shards.base.errors import UsageError
@@ -84,7 +86,9 @@ def test_an_interrupted_stage_goes_on_to_the_same_bytes(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from pipeline import stage1, token_writer, tokenization
+from pipeline.tokens import build as stage1
+from pipeline.tokens import tokenizer as tokenization
+from pipeline.tokens import writer as token_writer
 from pipeline.corpus.splits import CorpusConfig
 token_writer.PART_TOKENS, tokenization.BATCH_DOCUMENTS = 800, 40
 save = stage1._save

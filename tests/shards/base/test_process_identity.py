@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shards import process_identity
+from shards.base import process_identity
 from shards.base.process_identity import has_ended, this_process
 
 

@@ -115,7 +115,7 @@ def test_keyed_per_position_and_not_by_batch(vocab_size: int, kept: int) -> None
 
 def test_work_does_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
-    from shards import philox
+    from shards.noise import philox
 
     plain = philox.philox4x32
 

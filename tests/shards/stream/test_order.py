@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shards import order as order_module
 from shards.base.errors import UsageError
+from shards.stream import order as order_module
 from shards.stream.order import SequentialOrder, Shuffle, ShuffledOrder, epoch_order
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from shards.base.errors import UsageError
 from shards.noise.kinds import DenseNoise, KeyedPrior, Noise, SparseNoise, dense_arrivals
 from shards.noise.position_keys import PositionKeys
-from trainer import conditioning
+from trainer.students import conditioning
 from trainer.students.conditioning import (
     GumbelConditioner,
     gaussian_rates,
