@@ -19,8 +19,7 @@ from torch import Tensor
 from benchmarks.sampler_statistics import ChiSquare, chi_square
 from shards.base import derive_seed
 from shards.noise import PositionKeys, keyed_bits
-from trainer.sampling import AncestralConfig
-from trainer.sampling.registry import draws
+from trainer.sampling import AncestralConfig, draws
 from trainer.students import MDLM, StudentSettings
 
 SEED = derive_seed("float32 truncation")

@@ -21,7 +21,7 @@ from pipeline.workers import Worker
 from shards.base.errors import GdistillError
 
 _context = get_context("forkserver")
-_context.set_forkserver_preload(["tests.pipeline.parallel_trials"])
+_context.set_forkserver_preload(["tests.pipeline.extract.parallel_trials"])
 
 
 def start(

@@ -21,7 +21,9 @@ def test_this_process_lives() -> None:
 @pytest.fixture
 def ended() -> dict[str, object]:
     """A process that has ended and been reaped, as it named itself."""
-    code = "import json; from shards.process_identity import *; print(json.dumps(this_process()))"
+    code = (
+        "import json; from shards.base.process_identity import *; print(json.dumps(this_process()))"
+    )
 
     text = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
     return json.loads(text)

@@ -34,7 +34,7 @@ BIG = {"splits": {"train": 188, "validation": 21}}
 """24 + 3 shards: long enough a write to be killed in the middle."""
 
 _context = get_context("forkserver")
-_context.set_forkserver_preload(["tests.shards.store_cases", "tests.shards.fault_trials"])
+_context.set_forkserver_preload(["tests.shards.store_cases", "tests.shards.store.fault_trials"])
 
 
 def start(target: Callable[..., None], *arguments: object) -> BaseProcess:

@@ -10,7 +10,7 @@ import pytest
 
 from shards.base.errors import UsageError
 from shards.store.store import ShardStore, verify
-from tests.shards import fault_trials as trials
+from tests.shards.store import fault_trials as trials
 from tests.shards.store_cases import (
     file_bytes,
     make_arrays,

@@ -13,7 +13,7 @@ from shards.store.manifest import FORMAT_VERSION, Manifest
 from shards.store.sealed import seal
 from shards.store.store import ShardStore, verify
 from shards.store.verify import forget
-from tests.shards import fault_trials as trials
+from tests.shards.store import fault_trials as trials
 from tests.shards.store_cases import (
     file_bytes,
     make_manifest,

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tests.trainer.sampling_cases import LENGTH, draw, tiny_student
-from trainer.sampling.registry import make_sampler, reveal, token_rule
+from trainer.sampling import make_sampler, reveal, token_rule
 from trainer.sampling.reveal import row_groups
 from trainer.sampling.token_rule import TokenRule
 

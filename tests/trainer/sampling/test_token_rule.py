@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.trainer.sampling_cases import draw, tiny_student
+from trainer.sampling import AdaptiveConfig, AncestralConfig, draws
 from trainer.sampling.draws import SampleKeys
-from trainer.sampling.registry import AdaptiveConfig, AncestralConfig, draws
 from trainer.sampling.token_rule import TokenRule
 
 

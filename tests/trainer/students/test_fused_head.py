@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from trainer.students import fused_head
 from trainer.students.fused_head import weighted_nll
-from trainer.students.registry import fused_head
 
 ROWS, WIDTH, VOCAB = 23, 8, 17
 
