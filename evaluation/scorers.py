@@ -102,8 +102,7 @@ def _maze_scorer(file: Path) -> Scorer:
 
 def _judge_scorers(options: ScoreOptions, name: str, sets: Sequence[SampleSet]) -> list[Scorer]:
     # Imported here, so that scores without a model do not wait for transformers.
-    from evaluation.text import load_judge, reading_limits
-    from evaluation.text.generative_perplexity import generative_perplexity
+    from evaluation.text import generative_perplexity, load_judge, reading_limits
 
     references = _references(options.reference, sets)
     judge = load_judge(name, options.device)
@@ -135,8 +134,7 @@ def _references(file: Path | None, sets: Sequence[SampleSet]) -> list[str] | Non
 
 
 def _mauve_scorer(judge: JudgeModel, references: Sequence[str], max_tokens: int) -> Scorer:
-    from evaluation.text import last_hidden_features
-    from evaluation.text.mauve_score import mauve_score
+    from evaluation.text import last_hidden_features, mauve_score
 
     features = last_hidden_features(judge, references, max_tokens)
     return lambda samples: [

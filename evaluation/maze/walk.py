@@ -7,7 +7,6 @@ optimum of an unconditioned model and against the teacher's own decode of the sa
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -109,16 +108,17 @@ def extract(config: WalkConfig, home: Path) -> None:
 
 def train(config: WalkConfig, runs: list[StudentRun], num_parallel: int) -> None:
     """Train every student from the shards."""
-    jobs = []
-    for run in runs:
-        settings = [f"seed={run.seed}", *config.training.get(run.layout, [])]
-        options = [word for setting in settings for word in ("--set", setting)]
-        command = ("gdistill-train", "run", "--store", str(run.store), "--student", "mdlm")
-        command += ("--preset", "maze", "--conditioning", run.conditioning)
-        command += ("--out", str(run.directory), *options)
-        probe = TrainingProgress(run.directory / "metrics.jsonl")
-        jobs.append(Job(run.name, command, run.directory / "train.log", 100, probe))
+    jobs = [_training_job(run, config.training.get(run.layout, [])) for run in runs]
     run_jobs("train", jobs, num_parallel, unit="%")
+
+
+def _training_job(run: StudentRun, settings: Sequence[str]) -> Job:
+    overrides = [word for text in (f"seed={run.seed}", *settings) for word in ("--set", text)]
+    command = ("gdistill-train", "run", "--store", str(run.store), "--student", "mdlm")
+    command += ("--preset", "maze", "--conditioning", run.conditioning)
+    command += ("--out", str(run.directory), *overrides)
+    progress = TrainingProgress(run.directory / "metrics.jsonl")
+    return Job(run.name, command, run.directory / "train.log", total=100, done=progress)
 
 
 @dataclass(frozen=True)
@@ -139,58 +139,82 @@ class TrainingProgress:
 
 def sample(config: WalkConfig, runs: list[StudentRun], num_parallel: int) -> None:
     """Sample every student at every NFE by both rules."""
-    jobs = []
-    for run in runs:
-        for rule in RULES:
-            for seed in config.sample_seeds:
-                out = run.samples(rule, seed)
-                command = ("gdistill-sample", str(run.directory / "model"), "--out", str(out))
-                command += ("--num", str(config.num_samples), "--seed", str(seed))
-                command += ("--nfe", ",".join(map(str, config.nfe)), "--decision", rule)
-                command += ("--tau", "1.0") if run.conditioning == "gumbel" else ()
-                job = Job(f"{run.name} {rule}", command, out / "sample.log", 1, lambda: 0)
-                jobs.append(job)
+    jobs = [
+        _sampling_job(run, config, rule, seed)
+        for run in runs
+        for rule in RULES
+        for seed in config.sample_seeds
+    ]
     run_jobs("sample", jobs, num_parallel, unit="runs")
+
+
+def _sampling_job(run: StudentRun, config: WalkConfig, rule: str, seed: int) -> Job:
+    out = run.samples(rule, seed)
+    command = ("gdistill-sample", str(run.directory / "model"), "--out", str(out))
+    command += ("--num", str(config.num_samples), "--seed", str(seed))
+    command += ("--nfe", ",".join(map(str, config.nfe)), "--decision", rule)
+    command += ("--tau", "1.0") if run.conditioning == "gumbel" else ()
+    return Job(f"{run.name} {rule}", command, out / "sample.log", total=1, done=lambda: 0)
 
 
 def collect(config: WalkConfig, runs: list[StudentRun], home: Path) -> dict[str, Any]:
     """Score everything that was sampled; the numbers behind the tables."""
-    layouts = {}
-    for layout in config.layouts:
-        task = load_task(home / layout, config.nfe)
-        models: dict[str, Any] = {}
-        for conditioning, rule, nfe in itertools.product(CONDITIONINGS, RULES, config.nfe):
-            files = [
-                sample_file(run.samples(rule, seed), nfe)
-                for run in runs
-                if (run.layout, run.conditioning) == (layout, conditioning)
-                for seed in config.sample_seeds
-            ]
-            rules = models.setdefault(conditioning, {}).setdefault(rule, {})
-            rules[str(nfe)] = score_cell(task, files)
-        layouts[layout] = {
-            "num_paths": len(task.maze.paths),
-            "teacher_mass_on_paths": sum(task.path_probabilities.values()),
-            "optimum": {str(nfe): value for nfe, value in task.optimum.items()},
-            "sampling_floor": sampling_floor(task, config.num_samples),
-            "models": models,
-        }
+    layouts = {layout: _layout_results(config, runs, home, layout) for layout in config.layouts}
     return {"config": to_mapping(config), "layouts": layouts}
+
+
+def _layout_results(
+    config: WalkConfig, runs: list[StudentRun], home: Path, layout: str
+) -> dict[str, Any]:
+    """One layout: what is true of it, then conditioning -> decision rule -> NFE -> a cell."""
+    task = load_task(home / layout, config.nfe)
+
+    def cell(conditioning: str, rule: str, nfe: int) -> dict[str, Any]:
+        """All training and sampling seeds of one model kind together."""
+        same_kind = [
+            run for run in runs if (run.layout, run.conditioning) == (layout, conditioning)
+        ]
+        folders = [run.samples(rule, seed) for run in same_kind for seed in config.sample_seeds]
+        return score_cell(task, [sample_file(folder, nfe) for folder in folders])
+
+    return {
+        "num_paths": len(task.maze.paths),
+        "teacher_mass_on_paths": sum(task.path_probabilities.values()),
+        "optimum": {str(nfe): value for nfe, value in task.optimum.items()},
+        "sampling_floor": sampling_floor(task, config.num_samples),
+        "models": {
+            conditioning: {
+                rule: {str(nfe): cell(conditioning, rule, nfe) for nfe in config.nfe}
+                for rule in RULES
+            }
+            for conditioning in CONDITIONINGS
+        },
+    }
 
 
 def panels(config: WalkConfig, runs: list[StudentRun], home: Path) -> Panels:
     """The figure's panels: the first seed of each model at the smallest and a middle NFE."""
-    result: Panels = {}
     shown = sorted({config.nfe[0], config.nfe[len(config.nfe) // 2]})
-    for layout, conditioning, nfe in itertools.product(config.layouts, CONDITIONINGS, shown):
-        task_maze = Maze.read(home / layout / "store" / "corpus" / "maze.json")
-        words = read_words(home / layout / "store" / "tokenizer")
-        run = next(r for r in runs if (r.layout, r.conditioning) == (layout, conditioning))
-        directory = run.samples(NATURAL_RULE[conditioning], config.sample_seeds[0])
-        samples = read_samples(sample_file(directory, nfe))
-        title = f"{NAMES[conditioning]}, NFE {nfe}"
-        result.setdefault(layout, {})[title] = (task_maze, moves_of(words, samples))
-    return result
+    return {
+        layout: {
+            f"{NAMES[run.conditioning]}, NFE {nfe}": _panel(config, run, home, nfe)
+            for run in runs
+            if (run.layout, run.seed) == (layout, config.seeds[0])
+            for nfe in shown
+        }
+        for layout in config.layouts
+    }
+
+
+def _panel(
+    config: WalkConfig, run: StudentRun, home: Path, nfe: int
+) -> tuple[Maze, Sequence[Path_ | None]]:
+    store = home / run.layout / "store"
+    folder = run.samples(NATURAL_RULE[run.conditioning], config.sample_seeds[0])
+    samples = read_samples(sample_file(folder, nfe))
+    return Maze.read(store / "corpus" / "maze.json"), moves_of(
+        read_words(store / "tokenizer"), samples
+    )
 
 
 @app.command()

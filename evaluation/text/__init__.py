@@ -1,4 +1,8 @@
-"""DOOR: evaluation.text."""
+"""Scores of text: likelihood under a judge, variety, and distance to real text.
+
+In: decoded samples (or token ids, for entropy) and a judge, any causal language model. Out: a
+``Score`` each, with the windows, aggregates and counts that decide its number.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,8 @@ from shards.base.door import open_door
 
 if TYPE_CHECKING:
     from evaluation.text.diversity import entropy_score
-    from evaluation.text.generative_perplexity import reading_limits
     from evaluation.text.judge import JudgeModel, load_judge
-    from evaluation.text.mauve_score import check_counts, last_hidden_features
+    from evaluation.text.mauve_divergence import check_counts, last_hidden_features, mauve_score
+    from evaluation.text.perplexity import generative_perplexity, reading_limits
 
 __getattr__, __dir__ = open_door(__name__, __file__)

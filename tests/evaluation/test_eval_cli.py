@@ -11,9 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from evaluation.cli import app
-from evaluation.text import mauve_score
-from evaluation.text.generative_perplexity import generative_perplexity
+from evaluation.text import mauve_divergence
 from evaluation.text.judge import JudgeModel, load_judge
+from evaluation.text.perplexity import generative_perplexity
 from shards.base.errors import GdistillError, UsageError
 
 MAZE = {
@@ -156,13 +156,13 @@ def test_mauve_of_two_files_reads_the_references_once(
     write_samples(tmp_path / "samples" / "far.jsonl", *far)
     write_samples(tmp_path / "samples" / "near.jsonl", *near)
     read: list[int] = []
-    features = mauve_score.last_hidden_features
+    features = mauve_divergence.last_hidden_features
 
     def counted(judge: JudgeModel, texts: list[str], max_tokens: int) -> np.ndarray:
         read.append(len(texts))
         return features(judge, texts, max_tokens)
 
-    monkeypatch.setattr(mauve_score, "last_hidden_features", counted)
+    monkeypatch.setattr(mauve_divergence, "last_hidden_features", counted)
     evaluate(tmp_path / "samples", "--judge", judge_folder, "--reference", references)
     assert read == [20, 20, 20]
     values = [part["scores"][2] for part in results(tmp_path / "samples").values()]

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from evaluation.score import mean_interval, wilson_interval
 from evaluation.text.diversity import distinct_ngram_share, entropy_score, unigram_entropy_nats
-from evaluation.text.generative_perplexity import counted_positions, token_nll_nats, window_starts
+from evaluation.text.perplexity import counted_positions, token_nll_nats, window_starts
 
 CASES = ("len160", "len150", "len65", "len40", "nosliding", "padded")
 
