@@ -32,17 +32,30 @@ def stratified_times(
     global_batch_size: int,
     min_time: float,
     max_time: float,
+    quantile: Callable[[Tensor], Tensor] = lambda v: v,
 ) -> Float[Tensor, "b blocks"]:
-    """t = ((u + i)/N mod 1)(max - min) + min with i = slot * nb + block, N = global batch * nb.
+    """t = v (max - min) + min, v = (u + i)/N mod 1 with i = slot * nb + block, N = batch * nb.
 
     ``slots`` are the rows' indices in the *global* batch, so every rank gets its own strata.
+    ``quantile`` maps v, uniform and stratified, to another distribution on [0, 1].
     """
     num_blocks = uniforms.shape[1]
     block = torch.arange(num_blocks, device=uniforms.device)
     stratum = slots.to(uniforms.device)[:, None] * num_blocks + block
     num_strata = global_batch_size * num_blocks
-    t = ((uniforms.double() + stratum) / num_strata) % 1
+    t = quantile(((uniforms.double() + stratum) / num_strata) % 1)
     return (t * (max_time - min_time) + min_time).float()
+
+
+def time_quantile(
+    v: Float[Tensor, "*s"], beta: float, fully_masked_share: float
+) -> Float[Tensor, "*s"]:
+    """Quantile function of: 1 with probability ``fully_masked_share``, else Beta(beta, 1).
+
+    Beta(a, 1) has the distribution function t^a on [0, 1].
+    """
+    rest = 1 - fully_masked_share
+    return torch.where(v < rest, (v / max(rest, 1e-12)).clamp_max(1).pow(1 / beta), 1.0)
 
 
 def masked_fraction(mask: Bool[Tensor, "b l"], num_blocks: int) -> Float[Tensor, "b blocks"]:
@@ -207,6 +220,15 @@ class Objective(Protocol):
     @property
     def resample(self) -> bool: ...
 
+    @property
+    def max_loss_weight(self) -> float | None: ...
+
+    @property
+    def time_beta(self) -> float: ...
+
+    @property
+    def fully_masked_share(self) -> float: ...
+
 
 def corruption_from_uniforms(
     time_uniforms: Float[Tensor, "b blocks"],
@@ -218,10 +240,18 @@ def corruption_from_uniforms(
 ) -> Corruption:
     """Times, masks and weights from given uniforms; see ``stratified_times`` and ``draw_mask``."""
     schedule = schedule_of(objective)
-    t = stratified_times(time_uniforms, slots, global_batch_size, *bounds)
+    t = stratified_times(
+        time_uniforms,
+        slots,
+        global_batch_size,
+        *bounds,
+        lambda v: time_quantile(v, objective.time_beta, objective.fully_masked_share),
+    )
     p = schedule.masking_probability(t)
     mask = draw_mask(mask_uniforms, p, bounds if objective.resample else None)
     weight = clipped_loss_weight(schedule.loss_weight(t), bounds[0])
+    if objective.max_loss_weight is not None:
+        weight = weight.clamp_max(objective.max_loss_weight)
     weight = weight.repeat_interleave(mask.shape[1] // t.shape[1], dim=1)
     return Corruption(t, mask, weight, noise_level(p[:, 0]))
 

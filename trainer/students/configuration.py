@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,11 @@ class StudentSettings:
         noise_schedule: Masking probability as a function of time.
         loss_weighting: ``schedule`` weighs a masked token by p'(t) / p(t) (BD3-LM; 1/t for
             loglinear); ``rate`` is the older MDLM form with p = (1 - 1e-3) t.
+        max_loss_weight: Cap of that weight: min(1/t, cap), so that 1 weighs every masked token
+            alike. Training only: validation keeps the bound's weight. None is no cap.
+        time_beta: a of t ~ Beta(a, 1) between the clips; 1 is uniform, 2 prefers masked rows.
+        fully_masked_share: Share of the rows (BD3-LM: blocks) of a batch that train at
+            ``max_time``, where few-step decoding begins.
         min_time: Lower clip of t; with ``search_schedule`` only where the search starts.
         max_time: Upper clip of t.
         resample: Draw blocks anew whose masked fraction leaves [min_time, max_time].
@@ -56,6 +62,9 @@ class StudentSettings:
     block_size: int | None = None
     noise_schedule: Literal["loglinear", "square", "square_root", "log", "cosine"] = "loglinear"
     loss_weighting: Literal["schedule", "rate"] = "schedule"
+    max_loss_weight: float | None = None
+    time_beta: float = 1.0
+    fully_masked_share: float = 0.0
     min_time: float = 1e-3
     max_time: float = 1.0
     resample: bool = False
@@ -75,8 +84,20 @@ class StudentSettings:
         _require(block_ok, "block_size", self.block_size, "at least 1")
         times = 0 < self.min_time <= self.max_time <= 1
         _require(times, "min_time", self.min_time, f"in (0, max_time = {self.max_time}] within 1")
+        cap = self.max_loss_weight
+        _require(cap is None or 0 < cap < math.inf, "max_loss_weight", cap, "positive and finite")
+        _require(0 < self.time_beta < math.inf, "time_beta", self.time_beta, "positive and finite")
+        share = self.fully_masked_share
+        _require(0 <= share <= 1, "fully_masked_share", share, "in [0, 1]")
         std = self.embedding_init_std
         _require(std is None or std > 0, "embedding_init_std", std, "positive")
+
+    @property
+    def as_bound(self) -> StudentSettings:
+        """The same student under the bound's own weights and times: what validation measures."""
+        return dataclasses.replace(
+            self, max_loss_weight=None, time_beta=1.0, fully_masked_share=0.0
+        )
 
 
 def _require(condition: bool, name: str, got: object, expected: str) -> None:

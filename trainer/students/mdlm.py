@@ -47,8 +47,10 @@ class MDLM(Student):
         return self.corrupted_loss(batch, corruption)
 
     def corrupt(self, batch: Batch, time_bounds: tuple[float, float] | None = None) -> Corruption:
-        """Times, mask and loss weights of a batch."""
-        return corrupt(batch, self.settings, self.num_blocks, time_bounds or self.clips)
+        """Times, mask and loss weights of a batch; those of the bound where clips are given."""
+        if time_bounds is None:
+            return corrupt(batch, self.settings, self.num_blocks, self.clips)
+        return corrupt(batch, self.settings.as_bound, self.num_blocks, time_bounds)
 
     def corrupted_loss(self, batch: Batch, corruption: Corruption) -> LossOutput:
         """The loss of given times and masks."""

@@ -21,6 +21,7 @@ from trainer.objective.substitution import (
     row_uniforms,
     stratified_times,
     substituted_log_probs,
+    time_quantile,
 )
 from trainer.students.registry import StudentSettings
 
@@ -42,6 +43,54 @@ def test_every_stratum_holds_one_time() -> None:
     uniforms = torch.rand(64, 4, generator=torch.Generator().manual_seed(0))
     t = stratified_times(uniforms, torch.arange(64).flip(0), 64, 0.0, 1.0)
     assert (t * 256).long().flatten().sort().values.tolist() == list(range(256))
+
+
+def test_time_quantile_by_hand() -> None:
+    v = torch.tensor([0.0, 0.25, 0.64, 0.9999], dtype=torch.float64)
+    assert torch.equal(time_quantile(v, 1.0, 0.0), v)
+    assert torch.allclose(time_quantile(v, 2.0, 0.0), v.sqrt())
+    assert torch.allclose(time_quantile(v, 1.0, 0.5), torch.tensor([0.0, 0.5, 1.0, 1.0]).double())
+    assert torch.allclose(time_quantile(v, 2.0, 0.36), torch.tensor([0.0, 0.625, 1, 1]).double())
+    assert (time_quantile(v, 2.0, 1.0) == 1).all()
+
+
+def test_times_follow_the_settings() -> None:
+    """A batch of N strata holds the share to one row; Beta(a, 1) has mean a / (a + 1)."""
+    settings = StudentSettings(time_beta=3.0, fully_masked_share=0.3)
+    rows = torch.arange(1000)
+    t = corrupt(batch_of(rows, rows, 1000), settings, 1, (0.2, 0.9)).t
+    full = t > 0.9 - 1e-6
+    assert abs(int(full.sum()) - 300) <= 1
+    # One time per stratum: the mean is the integral's to within the range over their number.
+    assert abs(float(t[~full].mean()) - (0.2 + 0.7 * 0.75)) < 2 * 0.7 / 700
+
+
+def test_capped_weight() -> None:
+    rows = torch.arange(64)
+    batch, plain = batch_of(rows, rows, 64), StudentSettings()
+    capped = corrupt(batch, dataclasses.replace(plain, max_loss_weight=2.5), 4, FULL)
+    usual = corrupt(batch, plain, 4, FULL)
+    assert torch.equal(capped.mask, usual.mask)
+    assert torch.equal(capped.weight, usual.weight.clamp_max(2.5))
+    assert (
+        corrupt(batch, dataclasses.replace(plain, max_loss_weight=1.0), 4, FULL).weight == 1
+    ).all()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"max_loss_weight": 0.0},
+        {"max_loss_weight": math.inf},
+        {"time_beta": 0.0},
+        {"time_beta": math.nan},
+        {"fully_masked_share": 1.1},
+        {"fully_masked_share": -0.1},
+    ],
+)
+def test_times_and_weights_out_of_range(setting: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match=next(iter(setting))):
+        StudentSettings(**setting)
 
 
 def test_mask_by_hand() -> None:

@@ -13,6 +13,7 @@ from benchmarks.goldens import ArrivalRows
 from shards.base.configuration import resolve, to_mapping
 from shards.base.errors import UsageError
 from trainer.objective.batch import Batch
+from trainer.objective.clipped_schedule import FULL
 from trainer.students.registry import MDLM, MDLMConfig, StudentSettings, read_preset
 
 VOCAB, LENGTH = 11, 8
@@ -75,6 +76,18 @@ def test_predict_carries_known_tokens_and_never_the_mask() -> None:
     assert (log_probs[:, :3].amax(-1) == 0).all()
     assert (log_probs[:, 3:, student.mask_id] < -9e5).all()
     assert torch.allclose(log_probs[:, 3:].exp().sum(-1), torch.ones(()))
+
+
+def test_validation_keeps_the_bound() -> None:
+    """Training's weights and times do not enter a loss whose clips are given."""
+    plain, batch = make_student(), make_batch()
+    changes = {"max_loss_weight": 1.0, "time_beta": 2.0, "fully_masked_share": 0.5}
+    tuned = make_student(dataclasses.replace(TINY, **changes))
+    bound = plain.corrupt(batch, FULL)
+    assert torch.equal(tuned.corrupt(batch, FULL).t, bound.t)
+    assert torch.equal(tuned.corrupt(batch, FULL).weight, bound.weight)
+    assert (tuned.corrupt(batch).weight == 1).all()
+    assert not torch.equal(tuned.corrupt(batch).t, plain.corrupt(batch).t)
 
 
 def test_loss_equals_dense_formulation() -> None:
