@@ -8,12 +8,10 @@ line feed and carriage return, and DEL) are part of the text: they are kept and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from pipeline.corpus.config import BadUtf8
 from pipeline.corpus.sources import RawDocument, Source
 from shards.base import GdistillError
-
-BadUtf8 = Literal["error", "replace", "skip"]
 
 CONTROL_BYTES = bytes(sorted((set(range(32)) - set(b"\t\n\r")) | {127}))
 

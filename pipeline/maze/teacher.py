@@ -27,12 +27,12 @@ from pipeline.maze.layout import (
     draw_documents,
     maze_tokenizer,
 )
-from pipeline.tokens import publish
 from shards.base import (
     UsageError,
     derive_seed,
     generator,
     progress_bar,
+    publish_folder,
     to_mapping,
     write_json_atomic,
 )
@@ -142,7 +142,7 @@ def train_maze_teacher(
     artifact["teacher_probabilities"] = list(report.path_probabilities)
     write_json_atomic(temporary / "maze.json", artifact)
     write_json_atomic(temporary / RECORD, {**settings, "report": to_mapping(report)})
-    publish(temporary, out)
+    publish_folder(temporary, out)
     return report
 
 

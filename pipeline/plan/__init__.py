@@ -1,4 +1,9 @@
-"""DOOR: pipeline.plan."""
+"""What an extraction would cost, and what a run would do, before anyone pays for it.
+
+``--plan``: tokens counted or estimated, bytes per token as each codec really writes them, hours and
+price from a rate. ``--dry-run``: the resolved settings and which steps are done. Neither runs a
+teacher, and neither writes a byte.
+"""
 
 from __future__ import annotations
 

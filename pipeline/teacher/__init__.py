@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from pipeline.teacher.files import PretrainedFiles, find_pretrained, looks_local, not_causal_lm
     from pipeline.teacher.generate import GeneratedRows, ProcessOutput
     from pipeline.teacher.model import (
-        DtypeName,
         Teacher,
         check_row_length,
         check_vocabulary,

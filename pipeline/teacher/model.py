@@ -12,7 +12,7 @@ that exist. (A trained model gives padding no mass worth naming.)
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from pipeline.settings import DtypeName
 from pipeline.teacher.files import PretrainedFiles, find_pretrained, not_causal_lm
 from pipeline.teacher.head import Float32Head
 from pipeline.teacher.output import RawLogits, check_output
@@ -28,7 +29,6 @@ from pipeline.tokens import load_tokenizer
 from shards.base import GdistillError, UsageError
 from shards.codec import TeacherOutput
 
-DtypeName = Literal["float32", "bfloat16"]
 LARGEST_PADDING = 127
 LARGEST_PADDING_SHARE = 0.05
 

@@ -24,15 +24,12 @@ from pipeline.corpus import (
     CorpusConfig,
     Span,
     Tally,
-    check_identity,
-    corpus_identity,
     plan_spans,
     read_span,
-    sources_unchanged,
 )
 from pipeline.tokens.dataset import FORMAT_VERSION, RECORD, Part, TokenDataset, fingerprint
+from pipeline.tokens.identity import check_identity, corpus_identity, sources_unchanged
 from pipeline.tokens.packing import make_packer
-from pipeline.tokens.publishing import publish
 from pipeline.tokens.tokenizer import (
     batches,
     encoded,
@@ -41,7 +38,14 @@ from pipeline.tokens.tokenizer import (
     tokenizer_sha256,
 )
 from pipeline.tokens.writer import PartWriter
-from shards.base import Bar, GdistillError, progress_bar, to_mapping, write_json_atomic
+from shards.base import (
+    Bar,
+    GdistillError,
+    progress_bar,
+    publish_folder,
+    to_mapping,
+    write_json_atomic,
+)
 
 JOURNAL = "journal.json"
 LONGEST_DEFAULT_ROW = 1024
@@ -131,7 +135,7 @@ def _build(
             remedy=f"remove {work} and run again",
         )
     _finish(config, tokenizer, work, identity, progress)
-    publish(work, out / "tokens")
+    publish_folder(work, out / "tokens")
     return TokenDataset.open(out / "tokens")
 
 

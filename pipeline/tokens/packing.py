@@ -12,13 +12,13 @@ A row's worth of tokens that never fills up is dropped at the end of a split and
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from pipeline.corpus import Packing
 from shards.base import UsageError
 
-Packing = Literal["concat", "wrap", "pad"]
 Ids = np.ndarray
 """Token ids, int32."""
 

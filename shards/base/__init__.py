@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         canonical_json,
         fsync_path,
         make_folders,
+        publish_folder,
         sha256_file,
         write_bytes_atomic,
         write_json_atomic,

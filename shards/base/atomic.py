@@ -52,6 +52,18 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
     fsync_path(path.parent)
 
 
+def publish_folder(work: Path, final: Path) -> None:
+    """Rename a finished folder, with everything in it on disk before its name is.
+
+    Libraries that write into it (``save_pretrained``) leave their files to the page cache.
+    """
+    for path in sorted(work.rglob("*"), reverse=True):  # files before the folders that name them
+        fsync_path(path)
+    fsync_path(work)
+    work.rename(final)
+    fsync_path(final.parent)
+
+
 def canonical_json(value: Any) -> bytes:
     """The one byte string for a JSON value: sorted keys, no spaces, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

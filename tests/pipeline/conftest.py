@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.corpus.splits import CorpusConfig
+from pipeline.corpus.config import CorpusConfig
 from pipeline.tokens import dataset as tokens
 from pipeline.tokens import tokenizer as tokenization
 from pipeline.tokens import writer as token_writer

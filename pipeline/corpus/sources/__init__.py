@@ -1,4 +1,9 @@
-"""DOOR: pipeline.corpus.sources."""
+"""Formats of corpora, one file each: text, JSON lines, tables, data sets of the hub, the maze.
+
+Each offers :class:`Source`: how many documents there are, raw documents by number, their place for
+error messages, and an identity that changes when the content does. Reads plain and compressed files
+in blocks; nothing is held whole.
+"""
 
 from __future__ import annotations
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import os
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, cast
 
-import zstandard
+import pyarrow as pa
 
 from pipeline.corpus.sources.protocol import Known
 from shards.base import GdistillError, UsageError, sha256_file
 
 BUFFER_BYTES = 1 << 20
+COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 
 
 def expand(pattern: str) -> list[Path]:
@@ -48,52 +47,18 @@ def expand(pattern: str) -> list[Path]:
 def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
     """The file's bytes, decompressed if it ends in ``.gz`` or ``.zst``.
 
-    A damaged or unreadable file is a :class:`GdistillError` that names it.
+    Frames that follow each other in one file are read as one text.
+
+    Raises:
+        GdistillError: For a file that cannot be read, or is damaged or cut short; names it.
     """
     try:
-        with cast(io.BufferedReader, open(path, "rb", buffering=BUFFER_BYTES)) as raw:
-            if path.suffix == ".gz":
-                with gzip.GzipFile(fileobj=raw) as unpacked:
-                    yield io.BufferedReader(cast(io.RawIOBase, unpacked), BUFFER_BYTES)
-            elif path.suffix == ".zst":
-                yield io.BufferedReader(_ZstdFrames(raw), BUFFER_BYTES)
-            else:
-                yield raw
-    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
-        raise GdistillError(
-            "the compressed corpus file is damaged", where=path, got=error
-        ) from error
+        with pa.input_stream(str(path), compression=COMPRESSION.get(path.suffix)) as file:
+            yield io.BufferedReader(cast(io.RawIOBase, file), BUFFER_BYTES)
     except OSError as error:
-        raise GdistillError("cannot read the corpus file", where=path, got=error) from error
-
-
-class _ZstdFrames(io.RawIOBase):
-    """Decompressed bytes of consecutive zstd frames; a cut last frame is an error.
-
-    The stream reader of ``zstandard`` takes a truncated file for a short one, without a word.
-    """
-
-    def __init__(self, raw: io.BufferedReader) -> None:
-        self._raw, self._ready, self._frame = raw, b"", None
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            packed = self._frame.unused_data if self._frame and self._frame.eof else b""
-            packed = packed or self._raw.read(1 << 16)
-            if not packed:
-                if self._frame and not self._frame.eof:
-                    raise EOFError("the last zstd frame is cut short")
-                return 0
-            if self._frame is None or self._frame.eof:
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
-            self._ready = self._frame.decompress(packed)
-        taken = self._ready[: len(buffer)]
-        buffer[: len(taken)] = taken
-        self._ready = self._ready[len(taken) :]
-        return len(taken)
+        damaged = path.suffix in COMPRESSION
+        what = "the compressed corpus file is damaged" if damaged else "cannot read the corpus file"
+        raise GdistillError(what, where=path, got=error) from error
 
 
 def file_identity(path: Path, known: Known) -> dict[str, Any]:

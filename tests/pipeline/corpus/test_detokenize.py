@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.corpus.config import CorpusConfig
 from pipeline.corpus.detokenize import DETOKENIZERS, detokenizer
-from pipeline.corpus.splits import CorpusConfig
 from shards.base.errors import UsageError
 
 CASES = {

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.corpus.splits import CorpusConfig
+from pipeline.corpus.config import CorpusConfig
 from pipeline.maze.layout import Maze, maze_tokenizer
 from pipeline.maze.teacher import MazeTeacherConfig, train_maze_teacher
 from pipeline.tokens.build import prepare_tokens
-from pipeline.tokens.publishing import publish
+from shards.base.atomic import publish_folder
 
 SMALL = MazeTeacherConfig(num_layers=1, num_heads=2, hidden_size=8, num_steps=2)
 
@@ -63,5 +63,5 @@ def test_the_name_comes_after_the_content(
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", checked)
-    publish(work, tmp_path / "final")
+    publish_folder(work, tmp_path / "final")
     assert (tmp_path / "final/deep/file").read_text() == "content" and not work.exists()

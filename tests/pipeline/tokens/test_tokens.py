@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from pipeline.corpus.config import CorpusConfig, corpus_config
 from pipeline.corpus.detokenize import detokenizer
-from pipeline.corpus.splits import CorpusConfig, corpus_config
 from pipeline.maze.layout import load_maze, maze_tokenizer
 from pipeline.maze.teacher import path_rows
 from pipeline.tokens import tokenizer as tokenization

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.corpus.splits import CorpusConfig
+from pipeline.corpus.config import CorpusConfig
 from pipeline.tokens import build as stage1
 from pipeline.tokens import tokenizer as tokenization
 from pipeline.tokens import writer as token_writer
@@ -89,7 +89,7 @@ from pathlib import Path
 from pipeline.tokens import build as stage1
 from pipeline.tokens import tokenizer as tokenization
 from pipeline.tokens import writer as token_writer
-from pipeline.corpus.splits import CorpusConfig
+from pipeline.corpus.config import CorpusConfig
 token_writer.PART_TOKENS, tokenization.BATCH_DOCUMENTS = 800, 40
 save = stage1._save
 def save_and_die(*arguments):

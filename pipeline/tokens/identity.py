@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from pipeline.corpus import CorpusConfig, open_source
 from pipeline.corpus.sources import looks_unchanged
-from pipeline.corpus.splits import CorpusConfig, open_source
-from pipeline.tokens import special_ids, tokenizer_sha256
+from pipeline.tokens.tokenizer import special_ids, tokenizer_sha256
 from shards.base import GdistillError, UsageError, to_mapping
 
 NAMES_ONLY = ("source", "validation_source", "seed")
