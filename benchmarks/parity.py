@@ -33,13 +33,13 @@ from trainer.objective import (
     SCHEDULES,
     Batch,
     Corruption,
-    noise_level,
+    masking_sigma,
     rate_noise,
     stratified_times,
     substituted_log_probs,
     total_noise,
 )
-from trainer.students import AR, BD3LM, Rotary, Student, noise_level_features, training_mask
+from trainer.students import AR, BD3LM, Rotary, Student, sigma_features, training_mask
 from trainer.training import (
     ExponentialMovingAverage,
     OptimizationConfig,
@@ -178,7 +178,7 @@ def n_minus_2_case(folder: Path) -> list[Comparison]:
     with torch.no_grad():
         embedded = student.embed_noise(row_noise(gumbel, tokens.shape[1]).at(mask))
         embeddings = student.inject(student.backbone.vocab_embed(tokens), mask, embedded)
-        level = student.backbone.noise_level(golden["sigma_in"])
+        level = student.backbone.embed_sigma(golden["sigma_in"])
         hidden = student.contextualize(embeddings, tokens, level)
         head = student.backbone.output_layer
         logits = head(head.features(hidden, level))
@@ -250,7 +250,7 @@ def _schedule_entries(golden: Golden) -> list[Entry]:
     for name, got in (
         ("loglinear.total_noise", total_noise(t)),
         ("loglinear.rate_noise", rate_noise(t)),
-        ("sigma_from_p", noise_level(golden["noise.loglinear.p"])),
+        ("sigma_from_p", masking_sigma(golden["noise.loglinear.p"])),
     ):
         entries.append((f"schedule.{name}", relative(got, golden[f"noise.{name}"]), 1e-6))
     return entries
@@ -277,7 +277,7 @@ def _feature_entries(golden: Golden) -> list[Entry]:
             entries.append((key, mismatches(got, golden[key].bool()), 0.0))
     cosines = golden["rotary.cos"]
     rotary = Rotary.of(torch.arange(cosines.shape[0]), cosines.shape[1])
-    features = noise_level_features(golden["timestep.sigma"])
+    features = sigma_features(golden["timestep.sigma"])
     return [
         *entries,
         ("rotary.cos", absolute(rotary.cos, cosines), 1e-6),

@@ -24,8 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.cache_equality import open_gates
 from benchmarks.measure import interleaved_seconds, machine, median
-from shards.base import UsageError, write_json_atomic
-from trainer.importing import without_library_bars
+from shards.base import UsageError, without_library_bars, write_json_atomic
 from trainer.sampling import (
     AdaptiveConfig,
     AncestralConfig,

@@ -53,7 +53,7 @@ def dense_loss(student: MDLM, batch: Batch, xi: Tensor) -> Tensor:
     assert student.conditioner is not None
     noise = torch.softmax(xi, dim=-1) @ student.conditioner.weight
     embeddings = torch.where(mask, noise, student.backbone.vocab_embed(tokens))
-    level = student.backbone.noise_level(torch.zeros(len(tokens), device=tokens.device))
+    level = student.backbone.embed_sigma(torch.zeros(len(tokens), device=tokens.device))
     hidden = student.contextualize(embeddings, batch.tokens, level)
     head = student.backbone.output_layer
     log_probs = substituted_log_probs(head(head.features(hidden, level)), tokens, student.mask_id)

@@ -75,7 +75,7 @@ def import_(
 @app.command()
 def overhead() -> None:
     """Weights that the noise projection adds to the paper's models."""
-    from trainer.overhead import overhead_table
+    from trainer.training import overhead_table
 
     typer.echo(overhead_table())
 

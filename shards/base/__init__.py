@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         resolve,
         to_mapping,
     )
-    from shards.base.console import Bar, progress_bar, run_command, stderr
+    from shards.base.console import Bar, progress_bar, run_command, stderr, without_library_bars
     from shards.base.errors import GdistillError, IntegrityError, UsageError
     from shards.base.process_identity import has_ended, this_process
     from shards.base.seeding import derive_seed, generator

@@ -116,3 +116,17 @@ def progress_bar(
     with Progress(*_columns(stderr.width), console=stderr, refresh_per_second=4) as progress:
         task = progress.add_task(description, total=total, completed=done, unit=unit, note="")
         yield Bar(progress, task)
+
+
+@contextmanager
+def without_library_bars() -> Iterator[None]:
+    """One progress bar per stage, and it is ours: models load and save without transformers'."""
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

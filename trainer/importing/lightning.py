@@ -15,9 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shards.base import GdistillError, UsageError, sha256_file, write_json_atomic
+from shards.base import (
+    GdistillError,
+    UsageError,
+    sha256_file,
+    without_library_bars,
+    write_json_atomic,
+)
 from trainer.importing.inert_pickle import plain_config, read_checkpoint
-from trainer.importing.library_bars import without_library_bars
 from trainer.students import STUDENTS, Student, StudentSettings
 
 NOISE_WEIGHT = "gumbel_noise_embed.linear.weight"
@@ -148,7 +153,7 @@ def student_name(backbone: Mapping[str, Tensor], config: Mapping[str, Any], clip
     return "bd3lm" if _lookup(config, "algo.cross_attn", clipped) else "mdlm"
 
 
-def build_student(
+def student_from(
     checkpoint: Mapping[str, Any],
     *,
     ema: bool = True,
@@ -234,8 +239,8 @@ def import_checkpoint(
         ckpt: ``mdlm-owt.ckpt`` or the like.
         out: Folder to make; must be absent or empty.
         ema: EMA weights (the default, as in the authors' evaluation) or the raw ones.
-        row_length: See :func:`build_student`.
-        block_size: See :func:`build_student`.
+        row_length: See :func:`student_from`.
+        block_size: See :func:`student_from`.
 
     Raises:
         UsageError: When the checkpoint is absent or the folder is taken.
@@ -245,7 +250,7 @@ def import_checkpoint(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError("the output folder is taken", where=out, remedy="name a new one")
     checkpoint = read_checkpoint(ckpt)
-    name, student = build_student(checkpoint, ema=ema, row_length=row_length, block_size=block_size)
+    name, student = student_from(checkpoint, ema=ema, row_length=row_length, block_size=block_size)
     with without_library_bars():
         student.save_pretrained(out)
     step = checkpoint.get("global_step")

@@ -71,7 +71,7 @@ RATE_SCHEDULE = Schedule(
 SIGMA_MAX = float(total_noise(torch.tensor(1.0)))
 
 
-def noise_level(p: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
+def masking_sigma(p: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     """sigma = min(-log(1 - p), sigma_max), what a time-conditioned backbone is told.
 
     Not log1p: it differs from the authors' value by up to 1e-3 of sigma at small p, and a trained

@@ -18,7 +18,7 @@ from torch import Tensor
 from shards.base import GdistillError, UsageError, derive_seed
 from shards.noise import PositionKeys, stream_bits
 from trainer.objective.batch import Batch
-from trainer.objective.schedules import RATE_SCHEDULE, SCHEDULES, Schedule, noise_level
+from trainer.objective.schedules import RATE_SCHEDULE, SCHEDULES, Schedule, masking_sigma
 
 OPEN_BOUND = 1e-3
 """A lower clip of 1e-3 (and an upper one of 1) is never enforced by resampling."""
@@ -253,7 +253,7 @@ def corruption_from_uniforms(
     if objective.max_loss_weight is not None:
         weight = weight.clamp_max(objective.max_loss_weight)
     weight = weight.repeat_interleave(mask.shape[1] // t.shape[1], dim=1)
-    return Corruption(t, mask, weight, noise_level(p[:, 0]))
+    return Corruption(t, mask, weight, masking_sigma(p[:, 0]))
 
 
 def schedule_of(objective: Objective) -> Schedule:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trainer.sampling.block_state import BlockState
     from trainer.sampling.draws import SampleKeys
     from trainer.sampling.first_hitting import FirstHittingConfig, FixedCountConfig
+    from trainer.sampling.generation import generate
     from trainer.sampling.noise import sampling_noise
     from trainer.sampling.registry import Sampler, make_sampler
     from trainer.sampling.result import SampleResult

@@ -12,9 +12,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from shards.base import UsageError
-from trainer.importing import without_library_bars
-from trainer.sampling.command import is_model, load_tokenizer
+from shards.base import UsageError, without_library_bars
+from trainer.students import is_model, load_tokenizer
 
 
 class Verifier:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shards.base import UsageError
 from shards.noise import Noise
-from trainer.objective import noise_level, schedule_of
+from trainer.objective import masking_sigma, schedule_of
 from trainer.students import BD3LM, MDLM, Student
 
 DEFAULT_TAU = 0.85
@@ -185,7 +185,7 @@ class StepLevels:
                 remedy="use the ancestral sampler",
             )
         p = schedule_of(student.settings).masking_probability(times.float())
-        return cls(noise_level(p).to(student.device))
+        return cls(masking_sigma(p).to(student.device))
 
     def at(self, steps: Int[Tensor, "m"]) -> Float[Tensor, "m"] | None:
         """Levels of rows in these steps."""

@@ -1,4 +1,10 @@
-"""DOOR: trainer.students."""
+"""The students: MDLM, BD3-LM and the autoregressive baseline on one diffusion transformer.
+
+In: a :class:`Batch` (for the loss), or rows with open positions and noise embeddings (for
+log-probabilities). Out: :class:`LossOutput`, log-probabilities over V + 1 tokens, and model
+folders: written whole or not at all, read back with all of their weights or an error. Loading
+any name of :mod:`trainer.students.registry` registers the students with transformers.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +20,16 @@ if TYPE_CHECKING:
         training_mask,
     )
     from trainer.students.conditioning import GumbelConditioner
-    from trainer.students.dit import noise_level_features
-    from trainer.students.export import export_model
-    from trainer.students.model_folder import read_model
+    from trainer.students.dit import sigma_features
+    from trainer.students.folder import (
+        ModelFolder,
+        export_model,
+        find_model,
+        is_model,
+        load_tokenizer,
+        open_model,
+        read_model,
+    )
     from trainer.students.registry import (
         AR,
         BD3LM,

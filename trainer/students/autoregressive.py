@@ -31,7 +31,7 @@ class AR(Student):
     """
 
     config_class = ARConfig
-    uses_noise_level = False
+    uses_sigma = False
     default_sampler = "sequential"
     foreign_settings = ("block_size", "resample", "search_schedule")
 
@@ -98,7 +98,7 @@ class AR(Student):
         return self.backbone(self.backbone.vocab_embed(tokens), None, positions, causal_attention)
 
     def predict(
-        self, tokens: Int[Tensor, "b l"], condition: Float[Tensor, "b l d"] | None = None
+        self, tokens: Int[Tensor, "b l"], noise_embeddings: Float[Tensor, "b l d"] | None = None
     ) -> Float[Tensor, "b l v1"]:
         """Log-probabilities of the token after each position."""
         return masked_log_probs(self(tokens).logits, self.mask_id)

@@ -64,7 +64,7 @@ class Student(PreTrainedModel, ABC):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = False
     _no_split_modules = ["Block"]  # noqa: RUF012
-    uses_noise_level = True
+    uses_sigma = True
     default_sampler = "ancestral"
     foreign_settings: ClassVar[tuple[str, ...]] = ("block_size",)
     """Settings of other students, refused here: left unsaid they would be left undone."""
@@ -73,7 +73,7 @@ class Student(PreTrainedModel, ABC):
         super().__init__(config)
         settings = config.settings
         self.settings = settings
-        self.backbone = DiT(config, uses_noise_level=self.uses_noise_level)
+        self.backbone = DiT(config, uses_sigma=self.uses_sigma)
         self.conditioner = self._make_conditioner()
         bounds = torch.tensor([settings.min_time, settings.max_time])
         self.register_buffer("time_bounds", bounds)
@@ -163,61 +163,23 @@ class Student(PreTrainedModel, ABC):
         return embeddings.index_put(rows, values, accumulate=self.settings.injection == "add")
 
     def _project(
-        self, hidden: Float[Tensor, "b l d"], condition: Float[Tensor, "rows c"] | None
+        self, hidden: Float[Tensor, "b l d"], sigma_embedding: Float[Tensor, "rows c"] | None
     ) -> Float[Tensor, "b l v1"]:
         head = self.backbone.output_layer
-        return head(head.features(hidden, condition))
+        return head(head.features(hidden, sigma_embedding))
 
     def masked_positions(self, tokens: Int[Tensor, "b l"]) -> Bool[Tensor, "b l"]:
         """Where a row is still to be filled."""
         return tokens == self.mask_id
 
-    @torch.no_grad()
-    def generate(
-        self,
-        tokens: Int[Tensor, "b l"] | None = None,
-        *,
-        num_samples: int = 1,
-        sampler: str | None = None,
-        seed: int = 0,
-        noise: Noise | None = None,
-        **sampler_settings: Any,
-    ) -> Int[Tensor, "b l"]:
-        """Fill masked positions with one of ``trainer.sampling``'s samplers; [B, L] token ids.
-
-        Args:
-            tokens: Rows with the mask id where to fill; None is ``num_samples`` rows of which only
-                the begin-of-sequence token is given.
-            num_samples: Rows, when ``tokens`` is None.
-            sampler: Registry name; None takes the one that suits the student.
-            seed: With the row's index it names all randomness, the noise included.
-            noise: Noise over B * L positions; None draws prior noise for a conditioned student,
-                truncated as the noise that it was trained on.
-            **sampler_settings: ``nfe``, ``nucleus_p``, ``tau``, ...
+    def generate(self, *args: Any, **kwargs: Any) -> Int[Tensor, "b l"]:
+        """Rows of tokens: ``trainer.loading`` puts ``trainer.sampling.generate`` here.
 
         Raises:
-            UsageError: For an unknown sampler or setting, or rows that cannot be filled.
+            UsageError: While nobody has loaded the samplers.
         """
-        # The samplers import the students.
-        from trainer.sampling import make_sampler, sampling_noise
-
-        rows = self._open_rows(num_samples) if tokens is None else tokens.to(self.device)
-        sample_ids = torch.arange(len(rows), device=rows.device)
-        if noise is None and self.is_conditioned:
-            size = self.config.vocab_size
-            noise = sampling_noise(seed, sample_ids, rows.shape[1], size, codec=self.codec)
-        config = make_sampler(sampler or self.default_sampler, **sampler_settings)
-        return config.sample(self, rows, sample_ids, noise, seed).tokens
-
-    def _open_rows(self, num_samples: int) -> Int[Tensor, "b l"]:
-        first = self.config.bos_token_id
-        if first is None:
-            remedy = "pass rows whose first token is given"
-            raise UsageError("the student knows no first token", where="generate", remedy=remedy)
-        shape = (num_samples, self.config.row_length)
-        rows = torch.full(shape, self.mask_id, device=self.device)
-        rows[:, 0] = first
-        return rows
+        remedy = "load the student with trainer.load_student"
+        raise UsageError("this student has no sampler", where="generate", remedy=remedy)
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -6,8 +6,8 @@ finished blocks in memory::
     cache = student.start_cache(batch_size)
     for block in range(num_blocks):
         while block is not filled:
-            log_probs = student.predict_block(block_tokens, condition, cache)   # cache unchanged
-        cache = student.extend_cache(block_tokens, cache)                        # block is finished
+            log_probs = student.predict_block(block_tokens, noise_embeddings, cache)
+        cache = student.extend_cache(block_tokens, cache)  # only a finished block enters the cache
 """
 
 from __future__ import annotations
@@ -69,19 +69,19 @@ class BD3LM(MDLM):
         self,
         embeddings: Float[Tensor, "b l d"],
         clean: Int[Tensor, "b l"],
-        condition: Float[Tensor, "rows c"] | None,
+        sigma_embedding: Float[Tensor, "rows c"] | None,
     ) -> Float[Tensor, "b l d"]:
         """Hidden states of the noised half of [x_t ; x_0].
 
         A single block never looks at x_0, so the clean half is left out then.
         """
         if self.num_blocks == 1:
-            return super().contextualize(embeddings, clean, condition)
+            return super().contextualize(embeddings, clean, sigma_embedding)
         length = clean.shape[1]
         both = torch.cat((embeddings, self.backbone.vocab_embed(clean)), dim=1)
         positions = torch.arange(length, device=clean.device).repeat(2)
         attend = self._training_attention(length, clean.device)
-        return self.backbone(both, condition, positions, attend)[:, :length]
+        return self.backbone(both, sigma_embedding, positions, attend)[:, :length]
 
     def _training_attention(self, length: int, device: torch.device) -> Attend:
         choice = self.settings.attention
@@ -95,7 +95,7 @@ class BD3LM(MDLM):
     def sampling_states(
         self,
         tokens: Int[Tensor, "b l"],
-        condition: Float[Tensor, "b l d"] | None = None,
+        noise_embeddings: Float[Tensor, "b l d"] | None = None,
         sigma: Float[Tensor, "b"] | None = None,
     ) -> tuple[Float[Tensor, "b l d"], Float[Tensor, "rows c"] | None]:
         """Hidden states of a sampling pass: each block sees itself and the blocks before it.
@@ -103,10 +103,10 @@ class BD3LM(MDLM):
         ``tokens`` may be a prefix of the row, [B, l] with l <= L.
         """
         length = tokens.shape[1]
-        level = self._noise_level(sigma)
+        level = self._embed_sigma(sigma)
         positions = torch.arange(length, device=tokens.device)
         mask = block_causal_mask(length, self.block_size, tokens.device)
-        embeddings = self.embed(tokens, condition)
+        embeddings = self.embed(tokens, noise_embeddings)
         return self.backbone(embeddings, level, positions, masked_attention(mask)), level
 
     def start_cache(self, batch_size: int) -> KeyValueCache:
@@ -124,18 +124,18 @@ class BD3LM(MDLM):
     def predict_block(
         self,
         block_tokens: Int[Tensor, "b block"],
-        condition: Float[Tensor, "b block d"] | None,
+        noise_embeddings: Float[Tensor, "b block d"] | None,
         cache: KeyValueCache,
     ) -> Float[Tensor, "b block v1"]:
         """SUBS log-probabilities of the block behind the cached ones; the cache stays as it is.
 
         Args:
             block_tokens: The block's tokens, the mask id where unknown.
-            condition: Noise embeddings of the block's positions, used where masked.
+            noise_embeddings: Noise embeddings of the block's positions, used where masked.
             cache: Keys and values of all finished blocks.
         """
-        level = self._noise_level(None)
-        embeddings = self.embed(block_tokens, condition)
+        level = self._embed_sigma(None)
+        embeddings = self.embed(block_tokens, noise_embeddings)
         hidden = self.backbone(
             embeddings, level, self._next_positions(block_tokens, cache), full_attention, cache
         )
@@ -156,7 +156,7 @@ class BD3LM(MDLM):
         attend = masked_attention(mask[cache.length :])
         embeddings = self.backbone.vocab_embed(tokens)
         positions = self._next_positions(tokens, cache)
-        self.backbone(embeddings, self._noise_level(None), positions, attend, cache)
+        self.backbone(embeddings, self._embed_sigma(None), positions, attend, cache)
         cache.length += new
         return cache
 
@@ -166,7 +166,7 @@ class BD3LM(MDLM):
         finished: Int[Tensor, "b new"],
         block_tokens: Int[Tensor, "b block"],
         where: Bool[Tensor, "b block"],
-        condition: Float[Tensor, "b block d"] | None,
+        noise_embeddings: Float[Tensor, "b block d"] | None,
         cache: KeyValueCache,
     ) -> Float[Tensor, "n v1"]:
         """``extend_cache`` and ``predict_block`` in one forward pass, for a sampler.
@@ -176,7 +176,7 @@ class BD3LM(MDLM):
                 cache grows by them.
             block_tokens: Tokens of the block behind them, the mask id where unknown.
             where: Masked positions of the block to predict; only those go through the head.
-            condition: Noise embeddings of the block's positions, used where masked.
+            noise_embeddings: Noise embeddings of the block's positions, used where masked.
             cache: Keys and values of the blocks before ``finished``.
 
         Returns:
@@ -184,11 +184,11 @@ class BD3LM(MDLM):
         """
         new = finished.shape[1]
         both = torch.cat((finished, block_tokens), dim=1)
-        embeddings = self.embed(block_tokens, condition)
+        embeddings = self.embed(block_tokens, noise_embeddings)
         if new:
             clean = self.backbone.vocab_embed(finished)
             embeddings = torch.cat((clean.to(embeddings.dtype), embeddings), dim=1)
-        positions, level = self._next_positions(both, cache), self._noise_level(None)
+        positions, level = self._next_positions(both, cache), self._embed_sigma(None)
         keys = torch.arange(cache.length + both.shape[1], device=both.device)
         allowed = positions[:, None] // self.block_size >= keys[None, :] // self.block_size
         attend = masked_attention(allowed) if new else full_attention

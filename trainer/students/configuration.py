@@ -183,6 +183,11 @@ class StudentConfig(PretrainedConfig):
         return from_mapping(StudentSettings, {name: getattr(self, name) for name in names})
 
     @property
+    def first_token_id(self) -> int | None:
+        """Begins an unconditional sample: bos, or eos where the tokenizer has no bos."""
+        return self.eos_token_id if self.bos_token_id is None else self.bos_token_id
+
+    @property
     def tokens_per_block(self) -> int:
         """Block size in tokens; the whole row when none is set."""
         return getattr(self, "block_size", None) or self.row_length

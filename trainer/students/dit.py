@@ -55,14 +55,14 @@ class LayerNorm(nn.Module):
             return layer_norm(x.float(), self.weight.shape, self.weight.float(), eps=LAYER_NORM_EPS)
 
 
-def noise_level_features(sigma: Float[Tensor, "b"]) -> Float[Tensor, "b features"]:
+def sigma_features(sigma: Float[Tensor, "b"]) -> Float[Tensor, "b features"]:
     """128 cosines, then 128 sines, of sigma * 1e4^(-i/128)."""
     index = torch.arange(NUM_FREQUENCIES, device=sigma.device, dtype=torch.float32)
     angles = sigma.float()[:, None] * torch.exp(-math.log(10_000) * index / NUM_FREQUENCIES)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
-class NoiseLevelEmbedding(nn.Module):
+class SigmaEmbedding(nn.Module):
     """sigma -> SiLU(MLP(features)), the vector c behind every adaLN."""
 
     def __init__(self, condition_size: int) -> None:
@@ -74,7 +74,7 @@ class NoiseLevelEmbedding(nn.Module):
         )
 
     def forward(self, sigma: Float[Tensor, "b"]) -> Float[Tensor, "b c"]:
-        features = noise_level_features(sigma)
+        features = sigma_features(sigma)
         return silu(self.mlp(features.to(next(self.mlp.parameters()).dtype)))
 
 
@@ -90,9 +90,9 @@ class AdaLN(nn.Linear):
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
-    def chunks(self, condition: Float[Tensor, "rows c"]) -> tuple[Tensor, ...]:
+    def chunks(self, sigma_embedding: Float[Tensor, "rows c"]) -> tuple[Tensor, ...]:
         """The modulations, each [rows, 1, D]."""
-        return self(condition)[:, None, :].chunk(self.num_chunks, dim=-1)
+        return self(sigma_embedding)[:, None, :].chunk(self.num_chunks, dim=-1)
 
 
 class OutputProjection(nn.Linear):
@@ -123,20 +123,20 @@ class Block(nn.Module):
         )
         self.adaLN_modulation = AdaLN(condition_size, width, 6) if condition_size else None
 
-    def _modulations(self, condition: Tensor | None) -> tuple[Modulation, ...]:
-        if self.adaLN_modulation is None or condition is None:
+    def _modulations(self, sigma_embedding: Tensor | None) -> tuple[Modulation, ...]:
+        if self.adaLN_modulation is None or sigma_embedding is None:
             return 0.0, 0.0, 1.0, 0.0, 0.0, 1.0
-        return self.adaLN_modulation.chunks(condition)
+        return self.adaLN_modulation.chunks(sigma_embedding)
 
     def forward(
         self,
         x: Float[Tensor, "b l d"],
-        condition: Float[Tensor, "rows c"] | None,
+        sigma_embedding: Float[Tensor, "rows c"] | None,
         rotary: Rotary,
         attend: Attend,
         cache: KeyValueCache | None = None,
     ) -> Float[Tensor, "b l d"]:
-        shift1, scale1, gate1, shift2, scale2, gate2 = self._modulations(condition)
+        shift1, scale1, gate1, shift2, scale2, gate2 = self._modulations(sigma_embedding)
         normed = self.norm1(x) * (1 + scale1) + shift1
         attended = self._attention(normed.to(self.attn_qkv.weight.dtype), rotary, attend, cache)
         x = x + gate1 * dropout(attended, self.dropout, self.training)
@@ -169,12 +169,12 @@ class Head(nn.Module):
         self.adaLN_modulation = AdaLN(condition_size, width, 2) if condition_size else None
 
     def features(
-        self, x: Float[Tensor, "b l d"], condition: Float[Tensor, "rows c"] | None
+        self, x: Float[Tensor, "b l d"], sigma_embedding: Float[Tensor, "rows c"] | None
     ) -> Float[Tensor, "b l d"]:
         """What the projection sees."""
         normed = self.norm_final(x)
-        if self.adaLN_modulation is not None and condition is not None:
-            shift, scale = self.adaLN_modulation.chunks(condition)
+        if self.adaLN_modulation is not None and sigma_embedding is not None:
+            shift, scale = self.adaLN_modulation.chunks(sigma_embedding)
             normed = normed * (1 + scale) + shift
         return normed.to(self.linear.weight.dtype)
 
@@ -183,45 +183,45 @@ class Head(nn.Module):
 
 
 class DiT(nn.Module):
-    """Embedding, blocks and head; ``uses_noise_level`` False gives a plain transformer.
+    """Embedding, blocks and head; ``uses_sigma`` False gives a plain transformer.
 
     The caller looks up and edits embeddings (``embed``), runs ``forward`` and projects only the
     rows that it needs with ``output_layer``.
     """
 
-    def __init__(self, config: StudentConfig, *, uses_noise_level: bool = True) -> None:
+    def __init__(self, config: StudentConfig, *, uses_sigma: bool = True) -> None:
         super().__init__()
         settings = config.settings
-        condition_size = settings.condition_size if uses_noise_level else None
+        condition_size = settings.condition_size if uses_sigma else None
         self.head_width = settings.hidden_size // settings.num_heads
         self.vocab_embed = Embedding(
             config.vocab_size + 1, settings.hidden_size, settings.embedding_init_std
         )
-        self.sigma_map = NoiseLevelEmbedding(condition_size) if condition_size else None
+        self.sigma_map = SigmaEmbedding(condition_size) if condition_size else None
         self.blocks = nn.ModuleList(
             Block(config, layer, condition_size) for layer in range(settings.num_layers)
         )
         self.output_layer = Head(config, condition_size)
 
-    def noise_level(self, sigma: Float[Tensor, "b"]) -> Float[Tensor, "b c"] | None:
+    def embed_sigma(self, sigma: Float[Tensor, "b"]) -> Float[Tensor, "b c"] | None:
         """The adaLN vector of each noise level; None for a plain transformer."""
         return None if self.sigma_map is None else self.sigma_map(sigma)
 
     def forward(
         self,
         x: Float[Tensor, "b l d"],
-        condition: Float[Tensor, "rows c"] | None,
+        sigma_embedding: Float[Tensor, "rows c"] | None,
         positions: Int[Tensor, "l"],
         attend: Attend,
         cache: KeyValueCache | None = None,
     ) -> Float[Tensor, "b l d"]:
         """Embeddings -> hidden states before the final norm.
 
-        ``condition`` has one row per batch row, or a single row for all of them.
+        ``sigma_embedding`` has one row per batch row, or a single row for all of them.
         """
         rotary = Rotary.of(positions, self.head_width)
         for block in self.blocks:
-            x = block(x, condition, rotary, attend, cache)
+            x = block(x, sigma_embedding, rotary, attend, cache)
         return x
 
     def start_cache(self, batch_size: int, capacity: int) -> KeyValueCache:

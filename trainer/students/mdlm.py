@@ -59,10 +59,10 @@ class MDLM(Student):
         embeddings = self.backbone.vocab_embed(noised)
         if self.conditioner is not None:
             embeddings = self.inject(embeddings, mask, self._batch_noise(batch, mask))
-        condition = self._noise_level(corruption.sigma)
-        hidden = self.contextualize(embeddings, batch.tokens, condition)
+        sigma_embedding = self._embed_sigma(corruption.sigma)
+        hidden = self.contextualize(embeddings, batch.tokens, sigma_embedding)
         loss, nlls = weighted_nll(
-            self._masked_features(hidden, mask, condition),
+            self._masked_features(hidden, mask, sigma_embedding),
             self.backbone.output_layer.linear,
             batch.tokens[mask],
             corruption.token_weight[mask] / corruption.num_counted,
@@ -74,11 +74,11 @@ class MDLM(Student):
         self,
         embeddings: Float[Tensor, "b l d"],
         clean: Int[Tensor, "b l"],
-        condition: Float[Tensor, "rows c"] | None,
+        sigma_embedding: Float[Tensor, "rows c"] | None,
     ) -> Float[Tensor, "b l d"]:
         """Hidden states of the noised row; ``clean`` is for subclasses that look at it."""
         positions = torch.arange(embeddings.shape[1], device=embeddings.device)
-        return self.backbone(embeddings, condition, positions, full_attention)
+        return self.backbone(embeddings, sigma_embedding, positions, full_attention)
 
     def _batch_noise(self, batch: Batch, mask: Bool[Tensor, "b l"]) -> Float[Tensor, "n d"]:
         if batch.noise is None:
@@ -86,15 +86,15 @@ class MDLM(Student):
             raise UsageError("the batch carries no noise", where="conditioning", remedy=remedy)
         return self.embed_noise(batch.noise.at(mask))
 
-    def _noise_level(self, sigma: Float[Tensor, "b"] | None) -> Float[Tensor, "rows c"] | None:
+    def _embed_sigma(self, sigma: Float[Tensor, "b"] | None) -> Float[Tensor, "rows c"] | None:
         if sigma is None or not self.settings.time_conditioning:
             sigma = torch.zeros(1, device=self.device)
-        return self.backbone.noise_level(sigma)
+        return self.backbone.embed_sigma(sigma)
 
     def _masked_features(
-        self, hidden: Tensor, mask: Bool[Tensor, "b l"], condition: Tensor | None
+        self, hidden: Tensor, mask: Bool[Tensor, "b l"], sigma_embedding: Tensor | None
     ) -> Float[Tensor, "n d"]:
-        return self.backbone.output_layer.features(hidden, condition)[mask]
+        return self.backbone.output_layer.features(hidden, sigma_embedding)[mask]
 
     def _summarise(
         self, loss: Float[Tensor, ""], nlls: Float[Tensor, "n"], corruption: Corruption
@@ -113,7 +113,7 @@ class MDLM(Student):
     def forward(
         self,
         input_ids: Int[Tensor, "b l"],
-        condition: Float[Tensor, "b l d"] | None = None,
+        noise_embeddings: Float[Tensor, "b l d"] | None = None,
         sigma: Float[Tensor, "b"] | None = None,
         **_: Any,
     ) -> MaskedLMOutput:
@@ -121,60 +121,60 @@ class MDLM(Student):
 
         Args:
             input_ids: Tokens; the mask id where unknown.
-            condition: Noise embeddings, used at masked positions.
+            noise_embeddings: Noise embeddings, used at masked positions.
             sigma: Noise level, for a time-conditioned student.
         """
         return MaskedLMOutput(
-            logits=self._project(*self.sampling_states(input_ids, condition, sigma))
+            logits=self._project(*self.sampling_states(input_ids, noise_embeddings, sigma))
         )
 
     def sampling_states(
         self,
         tokens: Int[Tensor, "b l"],
-        condition: Float[Tensor, "b l d"] | None = None,
+        noise_embeddings: Float[Tensor, "b l d"] | None = None,
         sigma: Float[Tensor, "b"] | None = None,
     ) -> tuple[Float[Tensor, "b l d"], Float[Tensor, "rows c"] | None]:
         """Hidden states of a sampling pass and the noise-level vector that the head needs."""
-        level = self._noise_level(sigma)
-        return self.contextualize(self.embed(tokens, condition), tokens, level), level
+        level = self._embed_sigma(sigma)
+        return self.contextualize(self.embed(tokens, noise_embeddings), tokens, level), level
 
     def denoise(
         self,
         noised: Int[Tensor, "b l"],
         clean: Int[Tensor, "b l"],
-        condition: Float[Tensor, "b l d"] | None = None,
+        noise_embeddings: Float[Tensor, "b l d"] | None = None,
         sigma: Float[Tensor, "b"] | None = None,
     ) -> Float[Tensor, "b l v1"]:
         """Raw logits of a training pass at every position; ``clean`` matters to block models."""
-        level = self._noise_level(sigma)
-        hidden = self.contextualize(self.embed(noised, condition), clean, level)
+        level = self._embed_sigma(sigma)
+        hidden = self.contextualize(self.embed(noised, noise_embeddings), clean, level)
         return self._project(hidden, level)
 
     def embed(
-        self, tokens: Int[Tensor, "b l"], condition: Float[Tensor, "b l d"] | None
+        self, tokens: Int[Tensor, "b l"], noise_embeddings: Float[Tensor, "b l d"] | None
     ) -> Float[Tensor, "b l d"]:
         """Token embeddings with the noise embeddings at masked positions."""
         embeddings = self.backbone.vocab_embed(tokens)
-        if condition is None:
+        if noise_embeddings is None:
             return embeddings
         mask = self.masked_positions(tokens)
-        return self.inject(embeddings, mask, condition[mask])
+        return self.inject(embeddings, mask, noise_embeddings[mask])
 
     def predict(
         self,
         tokens: Int[Tensor, "b l"],
-        condition: Float[Tensor, "b l d"] | None = None,
+        noise_embeddings: Float[Tensor, "b l d"] | None = None,
         sigma: Float[Tensor, "b"] | None = None,
     ) -> Float[Tensor, "b l v1"]:
         """Log-probabilities of x_0 (SUBS): one-hot where a token is known, the mask never."""
-        logits = self(tokens, condition, sigma).logits
+        logits = self(tokens, noise_embeddings, sigma).logits
         return substituted_log_probs(logits, tokens, self.mask_id)
 
     def predict_at(
         self,
         tokens: Int[Tensor, "b l"],
         where: Bool[Tensor, "b l"],
-        condition: Float[Tensor, "b l d"] | None = None,
+        noise_embeddings: Float[Tensor, "b l d"] | None = None,
         sigma: Float[Tensor, "b"] | None = None,
         visible: Bool[Tensor, "b l"] | None = None,
     ) -> Float[Tensor, "n v1"]:
@@ -183,12 +183,12 @@ class MDLM(Student):
         Positions outside ``visible`` are not attended to, as if the row ended before them.
         """
         if visible is None:
-            hidden, level = self.sampling_states(tokens, condition, sigma)
+            hidden, level = self.sampling_states(tokens, noise_embeddings, sigma)
         else:
-            level = self._noise_level(sigma)
+            level = self._embed_sigma(sigma)
             positions = torch.arange(tokens.shape[1], device=tokens.device)
             attend = masked_attention(visible[:, None, None, :])
-            hidden = self.backbone(self.embed(tokens, condition), level, positions, attend)
+            hidden = self.backbone(self.embed(tokens, noise_embeddings), level, positions, attend)
         logits = self.backbone.output_layer(self._masked_features(hidden, where, level))
         return masked_log_probs(logits, self.mask_id)
 
@@ -201,7 +201,7 @@ class MDLM(Student):
         self,
         tokens: Int[Tensor, "b new"],
         where: Bool[Tensor, "b new"],
-        condition: Float[Tensor, "b new d"] | None,
+        noise_embeddings: Float[Tensor, "b new d"] | None,
         cache: KeyValueCache,
     ) -> Float[Tensor, "n v1"]:
         """``predict_at`` for the tokens behind the cached ones, which are not read again.
@@ -210,9 +210,9 @@ class MDLM(Student):
         the row: an approximation, exact only with an empty cache. The cache then holds the new
         tokens too; set its ``length`` back to read some of them again.
         """
-        level, stop = self._noise_level(None), cache.length + tokens.shape[1]
+        level, stop = self._embed_sigma(None), cache.length + tokens.shape[1]
         positions = torch.arange(cache.length, stop, device=tokens.device)
-        embeddings = self.embed(tokens, condition)
+        embeddings = self.embed(tokens, noise_embeddings)
         hidden = self.backbone(embeddings, level, positions, full_attention, cache)
         cache.length = stop
         logits = self.backbone.output_layer(self._masked_features(hidden, where, level))

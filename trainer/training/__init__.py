@@ -1,4 +1,9 @@
-"""DOOR: trainer.training."""
+"""One training loop for all students, on one process or many.
+
+In: a :class:`RunConfig` (composed from recipes, flags and overrides) and a finished store. Out:
+``metrics.jsonl``, checkpoints that resume bit for bit, and the model folder. Every draw is keyed
+by (seed, epoch, row), so nothing depends on the number of processes or on interruptions.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +12,15 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
-    from trainer.training.ema import ExponentialMovingAverage
     from trainer.training.identity import flatten
     from trainer.training.interruption import exclusive
     from trainer.training.loop import train
-    from trainer.training.optimization import clip_gradients, make_optimizer
+    from trainer.training.optimization import (
+        ExponentialMovingAverage,
+        clip_gradients,
+        make_optimizer,
+    )
+    from trainer.training.overhead import overhead_table
     from trainer.training.parallel import leave
     from trainer.training.settings import OptimizationConfig, compose_run, read_recipe
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shards.base import IntegrityError, fsync_path, sha256_file, write_json_atomic
-from trainer.training.ema import ExponentialMovingAverage
+from trainer.training.optimization import ExponentialMovingAverage
 from trainer.training.parallel import gather_full, on_main_process, scatter_like
 
 FORMAT_VERSION = 1

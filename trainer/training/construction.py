@@ -9,7 +9,14 @@ import torch
 
 from shards.base import UsageError, derive_seed
 from shards.store import Manifest, ShardStore
-from trainer.students import STUDENTS, Student, StudentConfig, StudentSettings, read_model
+from trainer.students import (
+    STUDENTS,
+    Student,
+    StudentConfig,
+    StudentSettings,
+    find_model,
+    read_model,
+)
 from trainer.training.settings import RunConfig
 
 STORE_BUFFERS = ("time_bounds", "conditioner.unigram_log_probs")
@@ -76,11 +83,7 @@ def load_initial_weights(student: Student, directory: Path, manifest: Manifest) 
     Raises:
         UsageError: When there is no model, or its vocabulary, row length or weights do not fit.
     """
-    directory = directory / "model" if (directory / "model").is_dir() else directory
-    if not (directory / "config.json").is_file():
-        remedy = "give the model/ folder of a finished run"
-        raise UsageError("no model there", where=f"--init-from {directory}", remedy=remedy)
-    source = read_model(directory)
+    source = read_model(find_model(directory))
     require_same_shape(source.config, manifest, f"--init-from {directory}")
     weights = source.state_dict()
     target = student.state_dict()

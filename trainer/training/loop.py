@@ -34,12 +34,17 @@ from trainer.objective import Batch, BatchMaker
 from trainer.students import LossOutput, export_model
 from trainer.training.checkpoint import CheckpointFolder, Trainee
 from trainer.training.construction import build_student
-from trainer.training.divergence import diverged
-from trainer.training.ema import ExponentialMovingAverage
 from trainer.training.identity import require_same_run, run_identity
 from trainer.training.interruption import StopRequest, exclusive
-from trainer.training.metrics import MetricsLog, StepWindow
+from trainer.training.metrics import (
+    MetricsLog,
+    StepWindow,
+    diverged,
+    peak_flops_per_second,
+    training_flops,
+)
 from trainer.training.optimization import (
+    ExponentialMovingAverage,
     clip_gradients,
     learning_rate,
     make_optimizer,
@@ -56,7 +61,6 @@ from trainer.training.parallel import (
     without_sync,
 )
 from trainer.training.settings import RunConfig, operational_fields
-from trainer.training.throughput import peak_flops_per_second, training_flops
 from trainer.training.validation import Validator, has_validation_rows
 
 

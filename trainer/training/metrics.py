@@ -1,4 +1,4 @@
-"""What a run tells while it goes: metrics.jsonl, trackers, averages between two lines.
+"""What a run tells: metrics.jsonl, trackers, averages between two lines, FLOPs, its divergence.
 
 One JSON object per line: ``kind`` (``train`` or ``validation``), ``step``, ``num_steps`` and the
 figures. Fields in ``TIMING_FIELDS`` depend on the machine; all others are the same for an
@@ -14,12 +14,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
+from jaxtyping import Float, Int
+from torch import Tensor
 
-from shards.base import IntegrityError, write_bytes_atomic
+from shards.base import GdistillError, IntegrityError, write_bytes_atomic
+from trainer.students import Student
 from trainer.training.parallel import on_main_process
 
 TIMING_FIELDS = ("seconds", "tokens_per_second", "flops_per_second", "mfu")
+PEAK_BF16_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
+"""Dense bf16 peaks of the vendors' data sheets, FLOP/s, by a part of the device's name."""
+MAX_NAMED_ROWS = 16
 
 
 class MetricsLog:
@@ -150,3 +166,80 @@ class StepWindow:
         """Continue a saved window."""
         for name, value in state.items():
             setattr(self, name, value)
+
+
+def training_flops(student: Student, num_rows: int, num_masked: int) -> float:
+    """FLOPs of one forward and backward pass, as the model needs them (no recomputation).
+
+    6 per weight of the blocks and token read, 12 D per layer and attended pair of positions; the
+    head (6 D V) and the noise projection (4 D V: noise has no gradient) for masked rows only.
+
+    Args:
+        student: What is trained.
+        num_rows: Rows.
+        num_masked: Positions that met the head.
+    """
+    settings, config = student.settings, student.config
+    width, layers = settings.hidden_size, settings.num_layers
+    matrices = (4 + 2 * settings.mlp_ratio) * width * width * layers
+    per_row = 6 * matrices * student.num_read_tokens
+    per_row += 12 * width * layers * student.num_attended_pairs
+    per_masked = (6 + 4 * student.is_conditioned) * width * (config.vocab_size + 1)
+    return float(num_rows * per_row + num_masked * per_masked)
+
+
+def peak_flops_per_second(
+    configured: float | None, device: torch.device, num_devices: int
+) -> float | None:
+    """Peak of all devices together; None where it is unknown (every CPU, for one).
+
+    Args:
+        configured: Peak of one device, FLOP/s; None looks the device up.
+        device: The kind of device.
+        num_devices: How many there are.
+    """
+    peak = configured or _known_peak(device)
+    return None if peak is None else peak * num_devices
+
+
+def _known_peak(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return max((peak for part, peak in PEAK_BF16_FLOPS.items() if part in name), default=None)
+
+
+def diverged(
+    step: int,
+    loss: float,
+    grad_norm: float,
+    rows: list[tuple[Int[Tensor, "b"], Float[Tensor, "b"]]],
+    checkpoint_steps: list[int],
+) -> GdistillError:
+    """The error to raise, the same one on every process; all of them must call this.
+
+    Args:
+        step: The step that failed.
+        loss: Global loss.
+        grad_norm: Global gradient norm.
+        rows: Row ids and NLLs of this process's micro-batches.
+        checkpoint_steps: Checkpoints there are.
+    """
+    ids = torch.cat([row_ids for row_ids, _ in rows]).cpu()
+    finite = torch.cat([nlls for _, nlls in rows]).isfinite().cpu()
+    bad = gather_object(ids[~finite].tolist())
+    everything = gather_object(ids.tolist())
+    what = "the loss is not finite" if bad else "the gradient is not finite"
+    last = f"the last good checkpoint is step {checkpoint_steps[-1]}" if checkpoint_steps else ""
+    return GdistillError(
+        what,
+        where=f"step {step}",
+        got=f"loss {loss}, gradient norm {grad_norm}, rows {_listed(bad or everything)}",
+        remedy=f"look at these rows of the train split, or lower the learning rate; {last}",
+    )
+
+
+def _listed(rows: list[int]) -> str:
+    named = ", ".join(map(str, sorted(rows)[:MAX_NAMED_ROWS]))
+    more = len(rows) - MAX_NAMED_ROWS
+    return f"{named} and {more} more" if more > 0 else named

@@ -14,7 +14,7 @@ from transformers import AutoModel
 from benchmarks.goldens import absolute, condition_of
 from shards.base.errors import GdistillError, UsageError
 from trainer.importing.inert_pickle import Inert, plain_config, read_checkpoint
-from trainer.importing.lightning import backbone_of, build_student, import_checkpoint, with_ema
+from trainer.importing.lightning import backbone_of, import_checkpoint, student_from, with_ema
 from trainer.students.registry import AR, BD3LM, Student
 
 NAMES = ["mdlm-tiny", "mdlm-gumbel-tiny", "bd3lms-tiny", "bd3lms-gumbel-tiny", "ar-tiny"]
@@ -72,7 +72,7 @@ def test_missing_and_unexpected_keys_are_listed(golden: Path) -> None:
     state["critic.weight"] = torch.zeros(1)
     del state["backbone._orig_mod.blocks.1.norm1.weight"]
     with pytest.raises(GdistillError) as caught:
-        build_student(checkpoint, ema=False)
+        student_from(checkpoint, ema=False)
     for name in ("blocks.0.extra", "critic.weight", "blocks.1.norm1.weight"):
         assert name in str(caught.value)
 
@@ -121,7 +121,7 @@ def test_foreign_classes_are_read_but_never_run(golden: Path, tmp_path: Path) ->
         "length": 16,
         "dropout": 0.0,
     }
-    name, student = build_student(read)
+    name, student = student_from(read)
     assert (name, student.config.row_length) == ("mdlm", 16)
 
 
@@ -154,5 +154,5 @@ def test_row_length_must_be_known(golden: Path) -> None:
     checkpoint = loaded(golden)
     checkpoint["hyper_parameters"] = {}
     with pytest.raises(UsageError, match="how long"):
-        build_student(checkpoint)
-    assert build_student(checkpoint, row_length=16)[1].config.row_length == 16
+        student_from(checkpoint)
+    assert student_from(checkpoint, row_length=16)[1].config.row_length == 16

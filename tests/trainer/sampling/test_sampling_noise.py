@@ -15,9 +15,9 @@ from shards.store.store import ShardStore
 from tests.trainer.run_cases import tiny_run, write_store
 from tests.trainer.sample_cli_cases import command, read, save
 from tests.trainer.sampling_cases import LENGTH, VOCAB, tiny_student
-from trainer.sampling.command.loading import load_student
+from trainer.sampling.generation import generate
 from trainer.sampling.registry import sampling_noise
-from trainer.students.export import STUDENT_FILE, export_model
+from trainer.students.folder import STUDENT_FILE, export_model, open_model
 from trainer.students.registry import Student
 from trainer.training.construction import build_student
 from trainer.training.identity import run_identity
@@ -35,7 +35,7 @@ def edit_config(model: Path, codec: Any = None) -> Path:
 
 
 def generated(student: Student) -> list[list[int]]:
-    return student.eval().generate(num_samples=6, nfe=3, seed=5).tolist()
+    return generate(student.eval(), num_samples=6, nfe=3, seed=5).tolist()
 
 
 def test_generate_and_the_command_truncate_alike(tmp_path: Path) -> None:
@@ -51,11 +51,11 @@ def test_models_without_a_codec_take_the_whole_prior(tmp_path: Path) -> None:
     """Older models name it in ``student.json`` only, where the command finds it."""
     model = edit_config(save(tmp_path / "model"))
     assert generated(AutoModel.from_pretrained(model)) == generated(tiny_student())
-    assert load_student(model).student.codec is None
+    assert open_model(model).student.codec is None
     (model / STUDENT_FILE).write_text(json.dumps({"run": {"store": {"codec": TOP_2}}}))
     named = tiny_student()
     named.config.codec = TOP_2
-    assert generated(load_student(model).student) == generated(named)
+    assert generated(open_model(model).student) == generated(named)
 
 
 @pytest.mark.parametrize("conditioning", ["none", "gumbel"])
@@ -75,7 +75,7 @@ def test_a_bad_codec_is_named(codec: Any) -> None:
     student = tiny_student()
     student.config.codec = codec
     with pytest.raises(UsageError, match="codec"):
-        student.generate(num_samples=1, nfe=1)
+        generate(student, num_samples=1, nfe=1)
 
 
 def test_noise_given_is_taken_as_it_is() -> None:
@@ -83,4 +83,4 @@ def test_noise_given_is_taken_as_it_is() -> None:
     whole = generated(student)
     student.config.codec = TOP_2
     noise = sampling_noise(5, torch.arange(6), LENGTH, VOCAB)
-    assert student.generate(num_samples=6, nfe=3, seed=5, noise=noise).tolist() == whole
+    assert generate(student, num_samples=6, nfe=3, seed=5, noise=noise).tolist() == whole

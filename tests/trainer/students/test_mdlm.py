@@ -162,27 +162,6 @@ def test_block_size_must_divide_the_row() -> None:
         MDLMConfig.build(settings, vocab_size=VOCAB, row_length=LENGTH)
 
 
-def test_generate_fills_rows_and_keeps_what_is_given() -> None:
-    student = make_student()
-    student.config.bos_token_id = 2
-    rows = student.generate(num_samples=3, nfe=4, seed=5)
-    assert rows.shape == (3, LENGTH)
-    assert (rows[:, 0] == 2).all()
-    assert (rows < VOCAB).all()
-    assert torch.equal(rows, student.generate(num_samples=3, nfe=4, seed=5))
-    assert not torch.equal(rows, student.generate(num_samples=3, nfe=4, seed=6))
-    given = rows.clone()
-    given[:, 4:] = student.mask_id
-    assert torch.equal(student.generate(given, nfe=2)[:, :4], rows[:, :4])
-
-
-def test_generate_says_what_is_wrong() -> None:
-    with pytest.raises(UsageError, match="first token"):
-        make_student().generate()
-    with pytest.raises(UsageError, match="unknown sampler"):
-        make_student().generate(torch.zeros(1, LENGTH, dtype=torch.int64), sampler="guess")
-
-
 def test_unigram_is_saved_with_the_weights(tmp_path: Path) -> None:
     student = make_student(dataclasses.replace(TINY, prior_weight=1.0))
     log_probs = torch.log_softmax(torch.arange(VOCAB).float(), dim=0)

@@ -15,8 +15,7 @@ from torch import nn
 
 from shards.base.errors import GdistillError, IntegrityError
 from trainer.training.checkpoint import CheckpointFolder, Trainee
-from trainer.training.ema import ExponentialMovingAverage
-from trainer.training.optimization import make_optimizer
+from trainer.training.optimization import ExponentialMovingAverage, make_optimizer
 from trainer.training.settings import OptimizationConfig
 
 

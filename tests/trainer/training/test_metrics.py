@@ -13,8 +13,13 @@ from shards.store.store import ShardStore
 from tests.trainer.run_cases import tiny_run
 from trainer.students.attention import training_mask
 from trainer.training.construction import build_student
-from trainer.training.metrics import TIMING_FIELDS, StepWindow, keep_lines_until
-from trainer.training.throughput import peak_flops_per_second, training_flops
+from trainer.training.metrics import (
+    TIMING_FIELDS,
+    StepWindow,
+    keep_lines_until,
+    peak_flops_per_second,
+    training_flops,
+)
 
 
 def write_lines(path: Path, steps: list[int], tail: bytes = b"") -> None:

@@ -56,7 +56,7 @@ def unconditional(config: StudentConfig, length: int) -> GivenRows:
     Raises:
         UsageError: When the model has neither.
     """
-    first = first_token(config)
+    first = config.first_token_id
     if first is None:
         raise UsageError(
             "the model has no bos and no eos token to begin with",
@@ -64,11 +64,6 @@ def unconditional(config: StudentConfig, length: int) -> GivenRows:
             remedy="give a prompt",
         )
     return from_prompts([[]], [first], config, length)
-
-
-def first_token(config: StudentConfig) -> int | None:
-    """The token that begins an unconditional sample."""
-    return config.eos_token_id if config.bos_token_id is None else config.bos_token_id
 
 
 def prompted(

@@ -9,12 +9,11 @@ from typing import Any
 
 from shards.base import GdistillError, UsageError, to_mapping
 from trainer.sampling import AdaptiveConfig, Sampler
-from trainer.sampling.command.loading import LoadedStudent
-from trainer.students import Student
+from trainer.students import ModelFolder, Student
 from trainer.training import flatten
 
 
-def student_identity(loaded: LoadedStudent) -> dict[str, Any]:
+def student_identity(loaded: ModelFolder) -> dict[str, Any]:
     """The weights, the time bounds among them, and what is made of them: JSON."""
     student = loaded.student
     config = student.config

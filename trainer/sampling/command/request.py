@@ -19,8 +19,8 @@ from trainer.sampling.command.given_rows import (
     read_prompts,
     unconditional,
 )
-from trainer.sampling.command.loading import LoadedStudent, load_student
 from trainer.sampling.command.run import SampleRun, with_nfe
+from trainer.students import ModelFolder, open_model
 
 DEFAULT_NUM = 64
 PRECISIONS = ("fp32", "bf16")
@@ -97,7 +97,7 @@ class Request:
         """
         device = self._device()
         use_noise_kernel("auto", device)
-        loaded = load_student(self.checkpoint, device)
+        loaded = open_model(self.checkpoint, device)
         name = loaded.student.default_sampler if self.sampler is None else self.sampler
         settings = dict(self.settings)
         for text in self.overrides:
@@ -136,7 +136,7 @@ class Request:
             raise UsageError("no such device", where="--device", got=self.device) from error
         return device
 
-    def _given(self, loaded: LoadedStudent) -> GivenRows:
+    def _given(self, loaded: ModelFolder) -> GivenRows:
         config, tokenizer = loaded.student.config, loaded.tokenizer
         length = config.row_length if self.length is None else self.length
         if length < 2:

@@ -20,8 +20,7 @@ from trainer.sampling import Sampler, SampleResult, sampling_noise
 from trainer.sampling.command.file import SampleFile
 from trainer.sampling.command.given_rows import GivenRows
 from trainer.sampling.command.identity import files_of_same_run, student_identity, verifier_sha256
-from trainer.sampling.command.loading import LoadedStudent
-from trainer.students import Student
+from trainer.students import ModelFolder, Student
 from trainer.training import exclusive
 
 SETTINGS_FILE = "settings.json"
@@ -44,7 +43,7 @@ class SampleRun:
         out: Folder of the files.
     """
 
-    loaded: LoadedStudent
+    loaded: ModelFolder
     sampler_name: str
     samplers: tuple[Sampler, ...]
     files: tuple[str, ...]

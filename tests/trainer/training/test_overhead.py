@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.overhead import MODELS, overhead_table
 from trainer.students.registry import MDLM, MDLMConfig, StudentSettings
+from trainer.training.overhead import MODELS, overhead_table
 
 PAPER = {
     "GPT-2 Small": ("38.6M", "33.0%"),
