@@ -24,6 +24,8 @@ SAMPLES ?= samples
 JUDGE   ?=
 NFE     ?= 16
 NUM     ?= 64
+STEPS   ?=
+DEMO    ?= configs/maze-demo.toml
 ARGS    ?=
 
 export TOKENIZERS_PARALLELISM ?= true
@@ -47,7 +49,7 @@ $(STAMP): pyproject.toml constraints.txt
 setup: $(STAMP) ## create .venv with everything pinned
 
 demo: $(STAMP) ## the main job in about ten minutes: both mazes, teacher to table, report and figure
-	$(BIN)/python -m evaluation.maze.walk --config configs/maze-demo.toml --out out/maze-demo $(ARGS)
+	$(BIN)/python -m evaluation.maze.walk --config $(DEMO) --out out/maze-demo $(ARGS)
 
 maze: $(STAMP) ## the paper's full maze protocol, three seeds
 	$(BIN)/python -m evaluation.maze.walk --config configs/maze-full.toml --out out/maze-full $(ARGS)
@@ -60,7 +62,8 @@ extract: $(STAMP) ## stage 1 and 2: make extract CORPUS=owt TEACHER=gpt2-large C
 
 train: $(STAMP) ## train a student from shards: make train STUDENT=bd3lm SHARDS=out/owt/store
 	$(BIN)/gdistill-train run --store '$(SHARDS)' --student $(STUDENT) --preset $(PRESET) \
-	  --conditioning $(CONDITIONING) --out '$(MODEL)' $(ARGS)
+	  --conditioning $(CONDITIONING) --out '$(MODEL)' \
+	  $(if $(STEPS),--set training.num_steps=$(STEPS)) $(ARGS)
 
 sample: $(STAMP) ## draw samples from a trained student: make sample MODEL=... NFE=16 NUM=64
 	$(BIN)/gdistill-sample '$(MODEL)/model' --num $(NUM) --nfe $(NFE) --out '$(SAMPLES)' $(ARGS)
