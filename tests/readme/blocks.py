@@ -1,7 +1,7 @@
 """README's code blocks, and whether each can be run.
 
-A shell line that ends in ``(not run by the README test: REASON)`` is left out, and so is a whole block
-whose first line says so. Everything else runs, in order, in one folder, as a reader would type it.
+A shell line that ends in ``(not run by the README test: REASON)`` is left out, and so is a whole
+block whose first line says so. Everything else runs, in order, in one folder, as a reader types it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NOT_RUN = re.compile(r"\(not run by the README test: ([^)]+)\)")
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: where it stands, its language, what is run of it, and why the rest is not."""
+    """One fenced block: where it stands, what of it is run, and why the rest is not."""
 
     heading: str
     line: int

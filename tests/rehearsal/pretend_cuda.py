@@ -1,0 +1,344 @@
+"""Tensors that say cuda:0 and are computed on the CPU, so that device paths run where no GPU is.
+
+    with pretend_cuda() as watch:
+        ...                      # code that moves models and batches to "cuda"
+    watch.syncs                  # Counter of (kind, "file:line"): where the host waited
+    watch.kernels                # operations that ran "on the device"
+
+An operation that mixes devices raises as on CUDA: only a 0-dim CPU tensor may join, and a CPU
+index may index a device tensor (which copies it, and waits). Counted as waiting: ``item``,
+``tolist``, copies between devices that are not ``non_blocking``, and whatever gives a result whose
+size depends on data (``nonzero``, indexing by a mask, ``masked_select``, ``unique``,
+``repeat_interleave``).
+
+Not pretended: streams and pinned memory (races), memory, Triton, FlexAttention, NCCL, the kernels'
+own support of dtypes. Needs ``guard.cpp`` preloaded: :mod:`tests.rehearsal.run` does that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ROOMS = ("shards", "pipeline", "trainer", "evaluation")
+CUDA = torch.device("cuda", 0)
+SIZE_DEPENDS_ON_DATA = {
+    "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",
+}  # fmt: skip
+GATHERS = {"index", "_unsafe_index"}
+SCATTERS = {"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
+CROSSES_DEVICES = {"_to_copy", "copy_", "_local_scalar_dense"}
+
+
+@dataclass
+class Watch:
+    """What was counted since the last :meth:`clear`."""
+
+    syncs: Counter[tuple[str, str]] = field(default_factory=Counter)
+    kernels: int = 0
+
+    def clear(self) -> None:
+        self.syncs.clear()
+        self.kernels = 0
+
+    @property
+    def num_syncs(self) -> int:
+        return sum(self.syncs.values())
+
+    def wait(self, kind: str) -> None:
+        """Note one wait of the host at the innermost line of a room on the stack."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            path = Path(frame.f_code.co_filename)
+            if path.is_relative_to(REPOSITORY) and path.relative_to(REPOSITORY).parts[0] in ROOMS:
+                self.syncs[kind, f"{path.relative_to(REPOSITORY)}:{frame.f_lineno}"] += 1
+                return
+            frame = frame.f_back  # type: ignore[assignment]
+        self.syncs[kind, "autograd"] += 1
+
+
+WATCH = Watch()
+
+
+class PretendTensor(torch.Tensor):
+    """A CPU tensor behind a wrapper that says cuda:0."""
+
+    on_host: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, real: torch.Tensor) -> PretendTensor:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            real.size(),
+            strides=real.stride(),
+            storage_offset=real.storage_offset(),
+            dtype=real.dtype,
+            layout=real.layout,
+            device=CUDA,
+            requires_grad=real.requires_grad,
+        )
+        made.on_host = real  # type: ignore[attr-defined]
+        return made  # type: ignore[return-value]
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["on_host"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Any], *_: Any) -> PretendTensor:
+        return PretendTensor(inner["on_host"])
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"PretendTensor({self.on_host!r})"
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    def tolist(self) -> Any:
+        WATCH.wait("tolist")
+        return self.on_host.tolist()
+
+    def numpy(self, **_: Any) -> Any:  # type: ignore[override]
+        raise TypeError("can't convert a cuda:0 tensor to numpy; copy it to the host first")
+
+    def __array__(self, *_: Any) -> Any:  # type: ignore[override]
+        return self.numpy()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _is_device(value: Any) -> bool:
+    return value is not None and torch.device(value).type == "cuda"
+
+
+def _is_pretended(value: Any) -> bool:
+    return isinstance(value, PretendTensor)
+
+
+def _is_host_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not _is_pretended(value)
+
+
+def _bare(value: Any) -> Any:
+    return value.on_host if _is_pretended(value) else value
+
+
+def _is_composite(func: Any) -> bool:
+    key = "CompositeImplicitAutograd"
+    return isinstance(
+        func, torch._ops.OpOverload
+    ) and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """One ATen operation: checked, counted, computed on the host, wrapped again."""
+    if _is_composite(func):  # under inference mode these arrive whole
+        with DispatchToHost():
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    name = func._schema.name.split("::")[1]
+    given = tree_leaves((args, kwargs))
+    on_device = any(map(_is_pretended, given))
+    if on_device:
+        _refuse_mixed(name, func, args, given)
+        _count_waits(name, args, kwargs)
+    else:
+        _count_upload(name, args, kwargs)
+    target = kwargs.get("device")
+    lands_on_device = _is_device(target) if target is not None else on_device
+    if name == "copy_":
+        lands_on_device = _is_pretended(args[0])
+    WATCH.kernels += int(on_device or lands_on_device)
+    return _compute(func, name, args, kwargs, given, lands_on_device)
+
+
+def _refuse_mixed(name: str, func: Any, args: Any, given: list[Any]) -> None:
+    if name in CROSSES_DEVICES:
+        return
+    strangers = [x for x in given if _is_host_tensor(x) and x.dim() > 0]
+    if strangers and name in GATHERS | SCATTERS and _is_pretended(args[0]):
+        indices = [x for x in args[1] if x is not None]
+        if all(any(x is index for index in indices) for x in strangers):
+            WATCH.wait("index from the host")
+            return
+    if strangers:
+        shapes = ", ".join(
+            f"{'cuda:0' if _is_pretended(x) else 'cpu'} {list(x.shape)}"
+            for x in given
+            if isinstance(x, torch.Tensor)
+        )
+        raise RuntimeError(f"expected all tensors on one device: {func} of {shapes}")
+
+
+def _count_waits(name: str, args: Any, kwargs: dict[str, Any]) -> None:
+    if name in SIZE_DEPENDS_ON_DATA:
+        WATCH.wait(name)
+    elif name == "_local_scalar_dense":
+        WATCH.wait("item")
+    elif name == "repeat_interleave" and kwargs.get("output_size") is None:
+        repeats = args[1] if len(args) > 1 else args[0]
+        if isinstance(repeats, torch.Tensor):
+            WATCH.wait(name)
+    elif name in GATHERS | SCATTERS and not _is_masked_fill(name, args):
+        if any(
+            isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+        ):
+            WATCH.wait("indexing by a mask")
+    elif name == "_to_copy":
+        target = kwargs.get("device")
+        if target is not None and not _is_device(target) and not kwargs.get("non_blocking"):
+            WATCH.wait("copy to the host")
+    elif name == "copy_" and not _is_asynchronous_copy(args, kwargs):
+        to_device, from_device = map(_is_pretended, args[:2])
+        if to_device != from_device:
+            WATCH.wait("copy to the device" if to_device else "copy to the host")
+
+
+def _count_upload(name: str, args: Any, kwargs: dict[str, Any]) -> None:
+    if name == "_to_copy" and _is_device(kwargs.get("device")) and not kwargs.get("non_blocking"):
+        WATCH.wait("copy to the device")
+
+
+def _is_asynchronous_copy(args: Any, kwargs: dict[str, Any]) -> bool:
+    return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+
+
+def _is_masked_fill(name: str, args: Any) -> bool:
+    """``x[mask] = one value``, which the device does without asking how many."""
+    if name not in SCATTERS:
+        return False
+    masks = [index for index in args[1] if index is not None]
+    accumulate = len(args) > 3 and args[3]
+    return len(masks) == 1 and args[2].numel() == 1 and not accumulate
+
+
+def _compute(
+    func: Any, name: str, args: Any, kwargs: dict[str, Any], given: list[Any], wrap: bool
+) -> Any:
+    bare_args, bare_kwargs = tree_map(
+        lambda x: x.on_host if _is_pretended(x) else x, (args, kwargs)
+    )
+    if _is_device(bare_kwargs.get("device")):
+        bare_kwargs["device"] = torch.device("cpu")
+    if bare_kwargs.get("pin_memory"):
+        bare_kwargs["pin_memory"] = False
+    if name == "_to_copy":
+        bare_kwargs.pop("non_blocking", None)
+    result = func(*bare_args, **bare_kwargs)
+    wrapped = {id(_bare(x)): x for x in given if isinstance(x, torch.Tensor)}
+
+    def dress(value: Any) -> Any:
+        if not _is_host_tensor(value):
+            return value
+        if id(value) in wrapped:
+            return wrapped[id(value)]
+        return PretendTensor(value) if wrap else value
+
+    dressed = tree_map(dress, result)
+    if wrap and any(map(_is_pretended, given)) and not torch.is_inference_mode_enabled():
+        return return_and_correct_aliasing(func, args, kwargs, dressed)
+    return dressed
+
+
+class DispatchToHost(TorchDispatchMode):
+    """Sees operations without pretended arguments too: factories on "cuda", uploads."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class PlainNames(TorchFunctionMode):
+    """``cuda`` is cuda:0; pinning and streams do nothing; Python lists go by the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(_numbered, (tuple(args), kwargs or {}))
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        if func is torch.Tensor.record_stream:
+            return None
+        if func is torch.Tensor.tolist and _is_pretended(args[0]):
+            return args[0].tolist()
+        uploads = func is torch.as_tensor and _is_device(kwargs.get("device"))
+        if uploads and not isinstance(args[0], torch.Tensor):
+            return func(*args, **{**kwargs, "device": "cpu"}).to(CUDA)
+        return func(*args, **kwargs)
+
+
+def _numbered(value: Any) -> Any:
+    if isinstance(value, torch.device) and value.type == "cuda" and value.index is None:
+        return CUDA
+    return CUDA if isinstance(value, str) and value == "cuda" else value
+
+
+class _Stream:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def synchronize(self) -> None:
+        WATCH.wait("stream")
+
+
+def _tensor(made: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def tensor(data: Any, **options: Any) -> torch.Tensor:
+        """``torch.tensor`` onto the device on autograd's threads, which see no function mode."""
+        if _is_device(options.get("device")) and not isinstance(data, torch.Tensor):
+            return made(data, **{**options, "device": "cpu"}).to(CUDA)
+        return made(data, **options)
+
+    return tensor
+
+
+def _patches() -> list[tuple[Any, str, Any]]:
+    cuda = torch.cuda
+    return [
+        (cuda, "_lazy_init", lambda: None),
+        (cuda, "is_available", lambda: True),
+        (cuda, "device_count", lambda: 1),
+        (cuda, "current_device", lambda: 0),
+        (cuda, "set_device", lambda device: None),
+        (cuda, "empty_cache", lambda: None),
+        (cuda, "synchronize", lambda device=None: WATCH.wait("synchronize")),
+        (cuda, "get_device_name", lambda device=None: "a pretended GPU"),
+        (cuda, "get_device_capability", lambda device=None: (9, 0)),
+        (cuda, "is_bf16_supported", lambda *_, **__: True),
+        (cuda, "mem_get_info", lambda device=None: (60 << 30, 80 << 30)),
+        (cuda, "memory_allocated", lambda device=None: 0),
+        (cuda, "max_memory_allocated", lambda device=None: 0),
+        (cuda, "reset_peak_memory_stats", lambda device=None: None),
+        (cuda, "Stream", _Stream),
+        (cuda, "current_stream", lambda device=None: _Stream()),
+        (cuda, "stream", lambda stream: nullcontext()),
+        (torch, "tensor", _tensor(torch.tensor)),
+        (torch.Tensor, "record_stream", lambda self, stream: None),
+        (torch.Tensor, "pin_memory", lambda self, *_: self),
+    ]
+
+
+@contextmanager
+def pretend_cuda() -> Iterator[Watch]:
+    """A process with one device cuda:0 while the context lasts; counts from zero."""
+    torch._C._ensureCUDADeviceGuardSet()
+    WATCH.clear()
+    with ExitStack() as stack:
+        for owner, name, value in _patches():
+            stack.enter_context(mock.patch.object(owner, name, value))
+        stack.enter_context(PlainNames())
+        stack.enter_context(DispatchToHost())
+        yield WATCH

@@ -1,0 +1,56 @@
+"""The GPU's paths run on a pretended one: no device is mixed, and the host waits little."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.rehearsal.run import compiler, rehearse
+
+CEILINGS = {
+    "micro-batch": 20,
+    "micro-batch, mdlm, none": 7,
+    "optimiser step": 2,
+    "sampling pass": 12,
+    "sampling pass, ancestral": 8,
+    "sampling token, sequential": 4,
+}
+"""Waits per repetition, by the longest name that a scenario's name begins with."""
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, dict[str, Any]]:
+    if compiler() is None:
+        pytest.skip("no C++ compiler to build the device guard with")
+    done = rehearse("tests.rehearsal.run_scenarios")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return {record["scenario"]: record for record in map(json.loads, done.stdout.splitlines())}
+
+
+def ceiling(name: str) -> float:
+    return CEILINGS[max((key for key in CEILINGS if name.startswith(key)), key=len)]
+
+
+def test_every_path_runs_without_mixing_devices(counted: dict[str, dict[str, Any]]) -> None:
+    failed = {name: record["error"] for name, record in counted.items() if "error" in record}
+    assert not failed, "\n".join(f"{name}\n{error}" for name, error in failed.items())
+    assert len(counted) >= 15
+
+
+def test_the_host_waits_no_more_than_it_must(counted: dict[str, dict[str, Any]]) -> None:
+    above = {
+        name: record["places"]
+        for name, record in counted.items()
+        if "waits" in record and record["waits"] > ceiling(name)
+    }
+    assert not above, json.dumps(above, indent=2)
+
+
+def test_waits_and_mixed_devices_are_seen() -> None:
+    """The rehearsal itself: what it must count, and what it must refuse."""
+    if compiler() is None:
+        pytest.skip("no C++ compiler to build the device guard with")
+    done = rehearse("tests.rehearsal.self_check")
+    assert done.returncode == 0, done.stderr[-3000:]
