@@ -28,5 +28,6 @@ if TYPE_CHECKING:
     from shards.base.errors import GdistillError, IntegrityError, UsageError
     from shards.base.process_identity import has_ended, this_process
     from shards.base.seeding import derive_seed, generator
+    from shards.base.version_stamp import code_version
 
 __getattr__, __dir__ = open_door(__name__, __file__)
