@@ -19,9 +19,8 @@ from shards.base import (
 )
 from shards.codec import make_codec
 from shards.storage import open_location
-from shards.store import ShardStore, ShardWriter
+from shards.store import ShardStore, ShardWriter, verify
 from shards.store import forget as forget_shards
-from shards.store.store import verify
 from shards.tools import Description
 
 app = typer.Typer(
@@ -184,7 +183,7 @@ def merge(
     stores: Annotated[list[str], typer.Argument(help="Stores of one extraction.")], out: Out
 ) -> None:
     """Gather the finished shards of several stores of one identity into one, byte for byte."""
-    from shards.tools.merge import merge as run
+    from shards.tools import merge as run
 
     opened = [ShardStore.open(store, allow_incomplete=True) for store in stores]
     for store in stores:

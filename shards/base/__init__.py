@@ -1,4 +1,9 @@
-"""DOOR: shards.base."""
+"""What every room stands on, and what knows nothing of any of them.
+
+Errors that are told in one line, configs from TOML and ``--set``, the progress bar, files that are
+either absent or whole, seeds derived by name, processes told apart, and the doors of packages
+(:mod:`shards.base.door`). Nothing here imports a sibling; nothing here waits for torch.
+"""
 
 from __future__ import annotations
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -21,4 +23,6 @@ def derive_seed(*parts: int | str) -> int:
 
 def generator(*parts: int | str, device: torch.device | str = "cpu") -> torch.Generator:
     """A torch generator seeded with :func:`derive_seed` of ``parts``."""
+    import torch  # manifests derive seeds, and need no torch
+
     return torch.Generator(device=device).manual_seed(derive_seed(*parts))

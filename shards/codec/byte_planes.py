@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Int, UInt8
 from torch import Tensor
 
-from shards.codec.protocol import Arrays, ArraySpec
+from shards.codec.array_spec import ArraySpec
+from shards.codec.protocol import Arrays
 
 
 def plane_names(name: str, max_value: int) -> list[str]:

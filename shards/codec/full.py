@@ -12,8 +12,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shards.codec.array_spec import ArraySpec
 from shards.codec.draws import encode_draw, passes_token
-from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
+from shards.codec.protocol import Arrays, TeacherOutput
 from shards.codec.stored_noise import StoredNoise
 from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys
 

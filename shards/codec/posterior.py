@@ -21,11 +21,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.base import UsageError
+from shards.codec.array_spec import ArraySpec
 from shards.codec.byte_planes import from_planes, plane_specs, to_planes
 from shards.codec.draws import encode_in_parts
 from shards.codec.fresh import FreshDraws
 from shards.codec.likeliest import likeliest_tokens
-from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
+from shards.codec.protocol import Arrays, TeacherOutput
 from shards.codec.vocabulary_order import FrequencyOrder
 from shards.noise import DenseProbabilities, Entries, HeadAndTail, Probabilities
 

@@ -9,17 +9,10 @@ from typing import ClassVar, Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shards.codec.array_spec import ArraySpec
 from shards.noise import Noise, PositionKeys
 
 Arrays = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class ArraySpec:
-    """One array of a store: numpy dtype name and the shape behind [N rows, L positions]."""
-
-    dtype: str
-    trailing_shape: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from shards.base import UsageError
+from shards.codec.array_spec import ArraySpec
 from shards.codec.draws import encode_draw, passes_token
-from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
+from shards.codec.protocol import Arrays, TeacherOutput
 from shards.codec.stored_noise import StoredNoise
 from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys
 

@@ -18,20 +18,10 @@ from shards.base import UsageError, from_mapping
 from shards.codec.full import FullCodec
 from shards.codec.hidden import HiddenCodec
 from shards.codec.posterior import PosteriorCodec
-from shards.codec.protocol import Arrays, ArraySpec, Codec, TeacherOutput
+from shards.codec.protocol import Codec
 from shards.codec.quantized import QuantizedCodec
 from shards.codec.seeded import SeededCodec
 from shards.codec.topk import TopKCodec
-
-__all__ = [
-    "CODECS",
-    "ArraySpec",
-    "Arrays",
-    "Codec",
-    "TeacherOutput",
-    "codec_parameters",
-    "make_codec",
-]
 
 CODECS: dict[str, type[Any]] = {
     codec.name: codec

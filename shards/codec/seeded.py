@@ -21,9 +21,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.base import UsageError
+from shards.codec.array_spec import ArraySpec
 from shards.codec.byte_planes import from_planes, plane_specs, to_planes
 from shards.codec.draws import encode_draw
-from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
+from shards.codec.protocol import Arrays, TeacherOutput
 from shards.codec.vocabulary_order import FrequencyOrder
 from shards.noise import Entries, KeyedPosterior, KeyedPrior, PositionKeys, ShiftedNoise, add_wait_
 

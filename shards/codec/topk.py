@@ -17,10 +17,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shards.base import UsageError
+from shards.codec.array_spec import ArraySpec
 from shards.codec.byte_planes import from_planes, plane_specs, to_planes
 from shards.codec.draws import encode_draw
 from shards.codec.full import half_gumbels
-from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
+from shards.codec.protocol import Arrays, TeacherOutput
 from shards.noise import (
     KeyedPosterior,
     PositionKeys,

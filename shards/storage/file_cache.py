@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shards.base import GdistillError, UsageError
-from shards.store import FileRecord
+from shards.storage.file_record import FileRecord
 
 FOLDER_VARIABLE, SIZE_VARIABLE = "GDISTILL_CACHE", "GDISTILL_CACHE_BYTES"
 MAX_SIZE_DIGITS = 18

@@ -1,24 +1,13 @@
 """A store at an fsspec URL (``s3://``, ``gs://``, ``memory://`` ...), read through a local cache.
 
-Object stores replace a file atomically but have neither rename nor locks. A claim is therefore an
-object that its holder renews; one that is no longer renewed, or whose holder has ended on this
-machine, is void. Should two writers ever hold one claim (a clock far off), they write the same
-bytes: a shard is a function of its inputs.
-
-What is guaranteed where: S3 and fsspec's memory create a file only if there is none, in one step,
-so exactly one process gets a claim (an S3 server that ignores ``If-None-Match`` lets two have it
-that look within a request of each other). Elsewhere (webhdfs, hdfs, ftp) a client can only look
-first and then write: there a claim is read back after a pause, and who was overwritten has lost it.
-Two hold it only if one was held up between look and write for longer than the pause. Nor is
-replacing a file atomic there: a reader may meet a part of one, which no record vouches for.
+Object stores replace a file atomically but have neither rename nor locks: claims are leases, see
+:mod:`shards.storage.leases`. Where a client can only look first and then write (webhdfs, hdfs,
+ftp), replacing a file is not atomic either: a reader may meet a part of one, which no record
+vouches for.
 """
 
 from __future__ import annotations
 
-import json
-import threading
-import time
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path, PurePosixPath
@@ -29,17 +18,14 @@ from fsspec.asyn import AsyncFileSystem
 from zarr.abc.store import Store
 from zarr.storage import FsspecStore
 
-from shards.base import GdistillError, UsageError, has_ended, this_process
+from shards.base import GdistillError, UsageError
 from shards.storage.file_cache import FileCache
-from shards.store import FileRecord
+from shards.storage.file_record import FileRecord
+from shards.storage.leases import LEASE_SECONDS, TAKEOVER, Leases
 
-CLAIMS, TAKEOVER = ".claims", "~"
-LEASE_SECONDS = 120.0
-POLL_SECONDS = 0.5
+CLAIMS = ".claims"
 EXCLUSIVE_CREATION = {"s3", "s3a", "memory"}
 """Protocols whose clients create a file only if there is none, whoever else tries."""
-SETTLE_SECONDS = 1.0
-"""Before a claim is read back, elsewhere: what looking and writing take at most, in general."""
 NO_BUCKET = "bucket does not exist"
 """How the absence of the whole place differs, in a client's words, from that of a file."""
 
@@ -64,7 +50,6 @@ class RemoteLocation:
     ) -> None:
         self.url = url.rstrip("/")
         self.cache = cache or FileCache.default()
-        self._lease_seconds = lease_seconds
         self._options = {"use_listings_cache": False, **(storage_options or {})}
         scheme = self.url.partition("://")[0]
         try:
@@ -78,6 +63,7 @@ class RemoteLocation:
             ) from error
         except ValueError as error:
             raise UsageError("unknown kind of store location", where=url, got=error) from error
+        self._leases = Leases(self, lease_seconds)
 
     def _path(self, name: str) -> str:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
@@ -152,97 +138,24 @@ class RemoteLocation:
 
     def claim(self, name: str, *, wait: bool) -> AbstractContextManager[bool]:
         """Hold ``name`` against every other process while the context lasts; False if taken."""
-        return self._claim(f"{CLAIMS}/{name}", wait)
+        return self._leases.hold(f"{CLAIMS}/{name}", wait)
 
-    @contextmanager
-    def _claim(self, name: str, wait: bool) -> Iterator[bool]:
-        owner = {**this_process(), "id": uuid.uuid4().hex}
-        while not (mine := self._take(name, owner)) and wait:
-            time.sleep(POLL_SECONDS)
-        if not mine:
-            yield False
-            return
-        released = threading.Event()
-        renewal = threading.Thread(target=self._renew, args=(name, owner, released), daemon=True)
-        renewal.start()
-        try:
-            yield True
-        finally:
-            released.set()
-            renewal.join()
-            if self._holder(name) == owner["id"]:
-                self.delete(name)
+    @property
+    def creates_exclusively(self) -> bool:
+        """Whether the client creates a file only if there is none, whoever else tries."""
+        protocol = self._files.protocol
+        return bool(EXCLUSIVE_CREATION & {*([protocol] if isinstance(protocol, str) else protocol)})
 
-    def _take(self, name: str, owner: Mapping[str, Any]) -> bool:
-        """Create the claim object, or take over one that is void."""
-        with self._explained(name, "claim"):
-            path = self._path(name)
+    def create(self, name: str, data: bytes) -> bool:
+        """Write the file if there is none; whether there was none."""
+        path = self._path(name)
+        with self._explained(name, "write"):
             self._make_folder(path)
-            # Looked at first, as some clients would overwrite a claim that is there.
-            held = self._held(name)
-            if held is not None:
-                return self._is_void(held) and self._take_over(name, held, owner)
             try:
-                self._files.pipe_file(path, _claim_bytes(owner), mode="create")
+                self._files.pipe_file(path, data, mode="create")
             except FileExistsError:
                 return False
-            return self._was_first(name, owner)
-
-    def _was_first(self, name: str, owner: Mapping[str, Any]) -> bool:
-        """Whether the claim just written is ours and stays so; see the top of this module."""
-        protocol = self._files.protocol
-        if EXCLUSIVE_CREATION & {*([protocol] if isinstance(protocol, str) else protocol)}:
-            return True
-        time.sleep(SETTLE_SECONDS)
-        return self._holder(name) == owner["id"]
-
-    def _take_over(self, name: str, void: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
-        """Put our claim in a void one's place; of several processes that try, one does.
-
-        Whoever may do it holds a claim on the void claim's id, and looks again before writing: by
-        then another may have taken over and let go of that second claim. One left by a process
-        killed in between becomes void itself.
-        """
-        takeover = f"{name}{TAKEOVER}{void.get('id', '')}"
-        if not self._take(takeover, owner):
-            return False
-        try:
-            if self._held(name) != void:
-                return False
-            self._files.pipe_file(self._path(name), _claim_bytes(owner))
-            return True
-        finally:
-            self.delete(takeover)
-
-    def _held(self, name: str) -> dict[str, Any] | None:
-        """What a claim says, empty if it is no claim of ours; None if it is gone."""
-        try:
-            value = json.loads(self.read(name))
-        except FileNotFoundError:
-            return None
-        except ValueError:
-            return {}
-        return value if isinstance(value, dict) else {}
-
-    def _holder(self, name: str) -> str | None:
-        return (self._held(name) or {}).get("id")
-
-    def _is_void(self, held: Mapping[str, Any]) -> bool:
-        """Whether a claim's holder has died here, or has stopped renewing it elsewhere."""
-        try:
-            if has_ended(held):
-                return True
-            return time.time() - held["renewed"] > self._lease_seconds
-        except (ValueError, KeyError, TypeError):  # not a claim that any version of ours wrote
-            return True
-
-    def _renew(self, name: str, owner: Mapping[str, Any], released: threading.Event) -> None:
-        while not released.wait(self._lease_seconds / 4):
-            # A renewal that fails is tried again; only if all fail does the claim run out.
-            with suppress(Exception):
-                if self._holder(name) != owner["id"]:  # we were too slow; it is another's now
-                    return
-                self._files.pipe_file(self._path(name), _claim_bytes(owner))
+        return True
 
     def zarr_store(self) -> Store:
         """The place as a read-only Zarr store."""
@@ -253,7 +166,7 @@ class RemoteLocation:
         """Whatever the storage client raises as one line; absence stays FileNotFoundError."""
         try:
             yield
-        except (FileExistsError, GdistillError):
+        except GdistillError:
             raise
         except FileNotFoundError as error:
             if verb == "read" and NO_BUCKET not in str(error):
@@ -269,7 +182,3 @@ class RemoteLocation:
             got=" ".join(f"{type(error).__name__}: {error}".split()),
             remedy="check bucket, credentials, endpoint and network, then run the same again",
         )
-
-
-def _claim_bytes(owner: Mapping[str, Any]) -> bytes:
-    return json.dumps({**owner, "renewed": time.time()}).encode()

@@ -1,4 +1,10 @@
-"""DOOR: shards.store."""
+"""The store: what it is (manifest), what of it is done (ledger), its rows (shards, chunks).
+
+In come arrays of whole shards, from any number of processes; out come checked rows. A shard counts
+once the ledger names its files with size and hash, and what is read was checked against that.
+The files are a Zarr v3 group that any Zarr reader opens: :mod:`shards.store.layout`, the bytes of a
+shard: :mod:`shards.store.native`.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +23,10 @@ if TYPE_CHECKING:
         shard_ranges,
     )
     from shards.store.ledger import ShardRecord, read_record, rewrite_remedy
-    from shards.store.manifest import MANIFEST_FILE, STORE_ARRAYS, FileRecord, Manifest
+    from shards.store.manifest import MANIFEST_FILE, STORE_ARRAYS, Manifest
     from shards.store.reader import SplitReader
     from shards.store.store import ShardStore
-    from shards.store.verify import forget
+    from shards.store.verification import Problem, forget, verify
     from shards.store.writer import ShardWriter
 
 __getattr__, __dir__ = open_door(__name__, __file__)

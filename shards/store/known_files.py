@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from shards.store.manifest import FileRecord
+from shards.storage import FileRecord
 
 UNKNOWN = -1
 

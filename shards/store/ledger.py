@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from shards.base import IntegrityError
-from shards.storage import Location
+from shards.storage import FileRecord, Location
 from shards.store.layout import ShardRange, shard_files
-from shards.store.manifest import FileRecord, Manifest
+from shards.store.manifest import Manifest
 from shards.store.sealed import seal, unseal
 
 LEDGER = "ledger"

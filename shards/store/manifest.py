@@ -7,7 +7,6 @@ manifest it belongs to.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -16,6 +15,7 @@ from typing import Any
 
 from shards.base import GdistillError, IntegrityError, UsageError, derive_seed
 from shards.codec import ArraySpec
+from shards.storage import FileRecord
 from shards.store.sealed import digest, parse, seal, unseal
 
 FORMAT_VERSION = 2
@@ -23,30 +23,6 @@ FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 STORE_ARRAYS = {"tokens": ArraySpec("int32"), "token_log_probs": ArraySpec("float32")}
 """Arrays of every store, beside the codec's own."""
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """Size and hash of one file of a store."""
-
-    num_bytes: int
-    sha256: str
-
-    @classmethod
-    def of(cls, data: bytes) -> FileRecord:
-        """The record of a file holding ``data``."""
-        return cls(len(data), hashlib.sha256(data).hexdigest())
-
-    def matches(self, data: bytes) -> bool:
-        """Whether ``data`` is the file's content."""
-        return FileRecord.of(data) == self
-
-    def to_json(self) -> dict[str, Any]:
-        return {"bytes": self.num_bytes, "sha256": self.sha256}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> FileRecord:
-        return cls(int(value["bytes"]), str(value["sha256"]))
 
 
 @dataclass(frozen=True, kw_only=True)

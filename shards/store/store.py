@@ -25,16 +25,12 @@ from zarr.core.buffer import cpu
 from zarr.storage import MemoryStore
 
 from shards.base import IntegrityError, UsageError
-from shards.codec import Codec
+from shards.codec import Codec, make_codec
 from shards.storage import Location, as_location
 from shards.store.layout import RESOURCES, ShardRange, shard_ranges
 from shards.store.ledger import LEDGER, record_file
 from shards.store.manifest import MANIFEST_FILE, Manifest
 from shards.store.reader import SplitReader
-from shards.store.verify import Problem, verify
-from shards.store.writer import ShardWriter
-
-__all__ = ["Problem", "ShardRange", "ShardStore", "ShardWriter", "SplitReader", "verify"]
 
 
 class ShardStore:
@@ -93,8 +89,6 @@ class ShardStore:
     @cached_property
     def codec(self) -> Codec:
         """The codec that decodes this store."""
-        from shards.codec import make_codec
-
         return make_codec(self.manifest.codec["name"], **self.manifest.codec["parameters"])
 
     @cached_property

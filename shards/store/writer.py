@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from shards.base import GdistillError, IntegrityError, UsageError
-from shards.storage import Location, as_location
+from shards.storage import FileRecord, Location, as_location
 from shards.store.array_checks import check_arrays
 from shards.store.layout import ShardRange, encode_shard, shard_ranges, static_files
 from shards.store.ledger import ShardRecord, claim_name, read_record, record_file, tokens_sha256
-from shards.store.manifest import MANIFEST_FILE, FileRecord, Manifest
+from shards.store.manifest import MANIFEST_FILE, Manifest
 
 
 class ShardWriter:

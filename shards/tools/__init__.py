@@ -1,4 +1,8 @@
-"""DOOR: shards.tools."""
+"""What people do with stores: look (figures, one row made visible), and make new ones from old.
+
+In come open stores; out come a description, a page and a picture of a row, or another store: with
+another codec, with fewer rows, or gathered from parts.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from shards.base.door import open_door
 
 if TYPE_CHECKING:
     from shards.tools.description import Description
-    from shards.tools.rewriting import convert, subset
+    from shards.tools.rewriting import convert, merge, subset
     from shards.tools.row_view import row_figure, row_page, view_row
     from shards.tools.unigram import unigram_log_probs
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shards.codec.draws import position_keys
-from shards.codec.registry import Codec, TeacherOutput
+from shards.codec.protocol import Codec, TeacherOutput
 from shards.noise.kinds import Noise, PositionKeys
 
 SEED = 1234

@@ -19,10 +19,12 @@ import torch
 
 from shards import cli
 from shards.base.errors import IntegrityError, UsageError
-from shards.codec.registry import Codec, TeacherOutput, codec_parameters, make_codec
+from shards.codec.protocol import Codec, TeacherOutput
+from shards.codec.registry import codec_parameters, make_codec
 from shards.noise.kinds import dense_arrivals
 from shards.store.manifest import Manifest
-from shards.store.store import ShardStore, ShardWriter
+from shards.store.store import ShardStore
+from shards.store.writer import ShardWriter
 from shards.tools.rewriting import stored_noise
 from shards.tools.row_view import view_row
 from tests.shards.store.fault_trials import flipped

@@ -12,7 +12,7 @@ import torch
 from shards.codec.protocol import TeacherOutput
 from shards.codec.registry import codec_parameters, make_codec
 from shards.store.manifest import Manifest
-from shards.store.store import ShardWriter
+from shards.store.writer import ShardWriter
 from trainer.training.metrics import TIMING_FIELDS
 from trainer.training.settings import RunConfig, compose_run
 

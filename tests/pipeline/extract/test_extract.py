@@ -20,8 +20,9 @@ from shards.codec.posterior import PosteriorCodec
 from shards.codec.registry import make_codec
 from shards.noise.gumbel import gumbel_argmax
 from shards.noise.kinds import PositionKeys, dense_arrivals
-from shards.store.store import ShardStore, ShardWriter
-from shards.store.verify import verify
+from shards.store.store import ShardStore
+from shards.store.verification import verify
+from shards.store.writer import ShardWriter
 from tests.pipeline.extract_cases import (
     ROW_LENGTH,
     VOCAB_SIZE,

@@ -9,7 +9,7 @@ import pytest
 from pipeline.workers import StopRequest, Worker
 from shards.base.errors import UsageError
 from shards.store.store import ShardStore
-from shards.store.verify import verify
+from shards.store.verification import verify
 from tests.pipeline.extract.parallel_trials import end, run_all, start, terminate, wait_for_shards
 from tests.pipeline.extract_cases import (
     ROW_LENGTH,

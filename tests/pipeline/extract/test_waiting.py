@@ -11,8 +11,9 @@ import pytest
 from pipeline.extract import loop as extract
 from pipeline.workers import Stopped, StopRequest, Worker
 from shards.base.errors import GdistillError
-from shards.storage.location import LocalLocation
-from shards.store.store import ShardStore, ShardWriter
+from shards.storage.local import LocalLocation
+from shards.store.store import ShardStore
+from shards.store.writer import ShardWriter
 from tests.pipeline.extract.parallel_trials import end, start, terminate, wait_for_shards
 from tests.pipeline.extract_cases import contents, options, run
 

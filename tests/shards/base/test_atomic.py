@@ -9,7 +9,7 @@ from threading import Barrier, Thread
 import pytest
 
 from shards.base.atomic import make_folders, write_bytes_atomic, write_json_atomic
-from shards.storage.location import LocalLocation
+from shards.storage.local import LocalLocation
 
 
 def test_writers_of_one_process_id_do_not_meet(tmp_path: Path) -> None:

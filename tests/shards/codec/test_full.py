@@ -9,7 +9,8 @@ import torch
 
 from shards.codec.draws import PART_ELEMENTS, frozen_posterior
 from shards.codec.full import round_down_to_half
-from shards.codec.registry import CODECS, Codec, TeacherOutput, codec_parameters, make_codec
+from shards.codec.protocol import Codec, TeacherOutput
+from shards.codec.registry import CODECS, codec_parameters, make_codec
 from shards.noise.gumbel import gumbel_argmax, gumbel_from_arrivals
 from shards.noise.kinds import dense_arrivals
 from tests.shards.codec_cases import SEED, decode, flat_log_probs, teacher_output

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from shards.base.errors import GdistillError, UsageError
-from shards.codec.registry import TeacherOutput, make_codec
+from shards.codec.protocol import TeacherOutput
+from shards.codec.registry import make_codec
 from shards.noise.gumbel import gumbel_argmax
 from shards.noise.kinds import KeyedPosterior, dense_arrivals
-from shards.store.store import ShardWriter
+from shards.store.writer import ShardWriter
 from tests.shards.codec_cases import SEED, decode, flat_log_probs, teacher_output
 from tests.shards.store_cases import make_arrays, make_manifest
 

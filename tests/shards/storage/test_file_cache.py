@@ -13,9 +13,9 @@ import pytest
 
 from shards.base.errors import UsageError
 from shards.storage.file_cache import FileCache
+from shards.storage.file_record import FileRecord
 from shards.storage.location import open_location
 from shards.storage.remote import RemoteLocation
-from shards.store.manifest import FileRecord
 from shards.store.store import ShardStore
 from tests.shards.store_cases import write_store
 
@@ -106,7 +106,7 @@ def test_a_download_killed_on_the_way_is_never_taken_for_a_copy(tmp_path: Path) 
 import os
 from pathlib import Path
 from shards.storage.file_cache import FileCache
-from shards.store.manifest import FileRecord
+from shards.storage.file_record import FileRecord
 os.replace = lambda *_: os.kill(os.getpid(), 9)
 FileCache(Path({str(tmp_path)!r})).fetch(FileRecord.of(b"content"), lambda: b"content")
 """

@@ -24,7 +24,8 @@ from shards.storage.file_cache import FileCache
 from shards.storage.location import Location, open_location
 from shards.storage.remote import RemoteLocation
 from shards.store.layout import ShardRange
-from shards.store.store import ShardStore, verify
+from shards.store.store import ShardStore
+from shards.store.verification import verify
 from shards.stream.stream import ShardStream
 from tests.shards.store_cases import (
     file_bytes,
@@ -182,7 +183,9 @@ def test_a_claim_let_go_of_in_between_is_not_overwritten(
 ) -> None:
     place, other = RemoteLocation(url), RemoteLocation(url)
     with other.claim("train-000000", wait=False):
-        monkeypatch.setattr(place, "_held", lambda _: None)  # gone when looked at, then retaken
+        monkeypatch.setattr(
+            place._leases, "_held", lambda _: None
+        )  # gone when looked at, then retaken
         with place.claim("train-000000", wait=False) as mine:
             assert not mine
     assert other.claims() == []
@@ -208,7 +211,7 @@ def test_one_process_gets_a_claim_even_where_creation_is_not_exclusive(
 ) -> None:
     num_processes = 4
     LookThenWrite.looked = Barrier(num_processes)
-    monkeypatch.setattr("shards.storage.remote.SETTLE_SECONDS", 0.3)
+    monkeypatch.setattr("shards.storage.leases.SETTLE_SECONDS", 0.3)
     start, holders, threads = Barrier(num_processes), list[int](), list[Thread]()
     for _ in range(num_processes):
         place = RemoteLocation("memory://look-then-write")

@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 from shards.base.errors import GdistillError
-from shards.store.store import ShardStore, verify
+from shards.store.store import ShardStore
+from shards.store.verification import verify
 from tests.shards.store_cases import (
     file_bytes,
     make_arrays,

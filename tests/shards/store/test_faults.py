@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from shards.base.errors import UsageError
-from shards.store.store import ShardStore, verify
+from shards.store.store import ShardStore
+from shards.store.verification import verify
 from tests.shards.store import fault_trials as trials
 from tests.shards.store_cases import (
     file_bytes,
@@ -158,7 +159,7 @@ def test_resuming_with_other_inputs_names_the_field_and_both_values(
 
 
 def test_resuming_with_another_resource_or_side_file_is_refused(tmp_path: Path) -> None:
-    from shards.store.store import ShardWriter
+    from shards.store.writer import ShardWriter
     from tests.shards.store_cases import FILES, make_resources
 
     write_store(tmp_path / "store")

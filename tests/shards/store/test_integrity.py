@@ -11,8 +11,8 @@ import pytest
 from shards.base.errors import GdistillError, IntegrityError
 from shards.store.manifest import FORMAT_VERSION, Manifest
 from shards.store.sealed import seal
-from shards.store.store import ShardStore, verify
-from shards.store.verify import forget
+from shards.store.store import ShardStore
+from shards.store.verification import forget, verify
 from tests.shards.store import fault_trials as trials
 from tests.shards.store_cases import (
     file_bytes,

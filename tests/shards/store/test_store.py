@@ -11,7 +11,9 @@ import zarr
 
 from shards.base.errors import GdistillError, IntegrityError, UsageError
 from shards.store.layout import shard_ranges
-from shards.store.store import ShardStore, ShardWriter, verify
+from shards.store.store import ShardStore
+from shards.store.verification import verify
+from shards.store.writer import ShardWriter
 from tests.shards.store_cases import (
     FILES,
     LENGTH,

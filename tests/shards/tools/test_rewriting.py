@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from shards.base.console import Bar
-from shards.codec.registry import Codec, TeacherOutput, codec_parameters, make_codec
+from shards.codec.protocol import Codec, TeacherOutput
+from shards.codec.registry import codec_parameters, make_codec
 from shards.noise.kinds import dense_arrivals
 from shards.store.manifest import Manifest
-from shards.store.store import ShardStore, ShardWriter, verify
+from shards.store.store import ShardStore
+from shards.store.verification import verify
+from shards.store.writer import ShardWriter
 from shards.tools.rewriting import convert, stored_noise
 from shards.tools.unigram import count_unigram
 
