@@ -45,14 +45,13 @@ from pipeline.teacher import (
     BatchSize,
     Teacher,
     automatic_batch_size,
-    find_pretrained,
-    resolve_device,
     rows_tensor,
 )
 from pipeline.tokens import prepare_tokens
 from pipeline.workers import StopRequest, Worker
 from shards.base import Bar, write_json_atomic
 from shards.codec import CODECS, Codec, codec_parameters, make_codec
+from shards.language_model import find_pretrained, resolve_device
 from shards.store import Manifest, ShardWriter
 
 SHAPES = {

@@ -29,8 +29,8 @@ from benchmarks.gpu_checks import check_everything, describe
 from benchmarks.measure import interleaved_seconds, machine, median
 from benchmarks.steps import finish_step, online_batch, tiled_loss, update
 from benchmarks.synthetic import make_student, make_teacher, random_batch
-from pipeline.teacher import resolve_device
 from shards.base import GdistillError, UsageError, run_command, write_json_atomic
+from shards.language_model import resolve_device
 from shards.noise import noise_kernel, use_noise_kernel
 from trainer.objective import Batch
 from trainer.students import BD3LM, MDLM, BD3LMConfig, StudentSettings

@@ -31,18 +31,16 @@ from pipeline.summary import StoreSummary, corpus_lines
 from pipeline.teacher import (
     BatchSize,
     GeneratedRows,
-    PretrainedFiles,
     ProcessOutput,
     Teacher,
     automatic_batch_size,
     check_row_length,
     check_vocabulary,
-    find_pretrained,
-    resolve_device,
 )
 from pipeline.tokens import TokenDataset, load_tokenizer, prepare_tokens
 from pipeline.workers import Stopped, StopRequest, Worker
 from shards.base import GdistillError, UsageError, progress_bar, write_json_atomic
+from shards.language_model import PretrainedFiles, find_pretrained, resolve_device
 from shards.storage import file_claim
 from shards.store import Manifest, ShardRange, ShardStore, ShardWriter
 

@@ -27,8 +27,8 @@ from typing import Any, Literal
 from pipeline.corpus import CorpusConfig, corpus_config
 from shards.base import UsageError, merge, parse_override, read_toml, resolve, to_mapping
 from shards.codec import Codec, codec_parameters, make_codec
+from shards.language_model import DtypeName
 
-DtypeName = Literal["float32", "bfloat16"]
 DEFAULT_CODEC = "posterior"
 LONGEST_DEFAULT_ROW = 1024
 

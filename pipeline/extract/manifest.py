@@ -14,9 +14,9 @@ import transformers
 from pipeline.corpus import CorpusConfig, scheme_of
 from pipeline.maze import load_maze
 from pipeline.settings import ExtractRequest, StoreSettings
-from pipeline.teacher import PretrainedFiles, looks_local
 from pipeline.tokens import TokenDataset, rows_per_group
 from shards.codec import ArraySpec, codec_parameters
+from shards.language_model import PretrainedFiles, looks_local
 from shards.store import STORE_ARRAYS, Manifest
 from shards.tools import unigram_log_probs
 

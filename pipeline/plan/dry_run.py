@@ -6,10 +6,11 @@ import json
 
 from pipeline.corpus import scheme_of
 from pipeline.settings import ExtractRequest
-from pipeline.teacher import check_row_length, find_pretrained, resolve_device
+from pipeline.teacher import check_row_length
 from pipeline.tokens import RECORD, TokenDataset
 from pipeline.workers import Worker
 from shards.base import UsageError
+from shards.language_model import find_pretrained, resolve_device
 from shards.storage import open_location
 from shards.store import MANIFEST_FILE, ShardStore
 

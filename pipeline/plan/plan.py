@@ -20,16 +20,11 @@ from pipeline.corpus import Tally, plan_spans, read_span, scheme_of
 from pipeline.maze import MazeTeacherConfig, demo_teacher_config
 from pipeline.plan.codec_sizes import measured_bytes_per_token
 from pipeline.settings import ExtractRequest
-from pipeline.teacher import (
-    PretrainedFiles,
-    check_row_length,
-    find_pretrained,
-    not_causal_lm,
-    tokenizer_size,
-)
+from pipeline.teacher import check_row_length, tokenizer_size
 from pipeline.tokens import RECORD, TokenDataset, encode, load_tokenizer
 from shards.base import GdistillError, UsageError
 from shards.codec import CODECS, Codec, make_codec
+from shards.language_model import PretrainedFiles, find_pretrained, not_causal_lm
 
 REFERENCE_TOKENS = {"OpenWebText": 9_000_000_000, "FineWeb scale": 10_000_000_000_000}
 REFERENCE_GPU, REFERENCE_FLOPS, REFERENCE_UTILISATION = "H100 SXM, bf16 dense", 989e12, 0.4

@@ -13,13 +13,11 @@ if TYPE_CHECKING:
         in_halves,
         is_out_of_memory,
     )
-    from pipeline.teacher.files import PretrainedFiles, find_pretrained, looks_local, not_causal_lm
     from pipeline.teacher.generate import GeneratedRows, ProcessOutput
     from pipeline.teacher.model import (
         Teacher,
         check_row_length,
         check_vocabulary,
-        resolve_device,
         tokenizer_size,
     )
     from pipeline.teacher.output import RawLogits, check_output, rows_tensor

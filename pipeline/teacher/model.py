@@ -16,46 +16,24 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
+from torch import Tensor
 
-from pipeline.settings import DtypeName
-from pipeline.teacher.files import PretrainedFiles, find_pretrained, not_causal_lm
-from pipeline.teacher.head import Float32Head
 from pipeline.teacher.output import RawLogits, check_output
-from pipeline.teacher.probe import check_teacher
 from pipeline.tokens import load_tokenizer
-from shards.base import GdistillError, UsageError
+from shards.base import UsageError
 from shards.codec import TeacherOutput
+from shards.language_model import (
+    CausalModel,
+    DtypeName,
+    Float32Head,
+    PretrainedFiles,
+    find_pretrained,
+    load_causal_model,
+    resolve_device,
+)
 
 LARGEST_PADDING = 127
 LARGEST_PADDING_SHARE = 0.05
-
-
-def resolve_device(name: str) -> torch.device:
-    """``auto``, ``cpu``, ``cuda`` or ``cuda:N`` as a device that exists.
-
-    Raises:
-        UsageError: If there is no such device here, or it is of another type.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    expected = "auto, cpu, cuda or cuda:N"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError("unknown device", where="--device", got=name, expected=expected) from error
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError("device not supported", where="--device", got=name, expected=expected)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(
-            "no such GPU",
-            where=f"--device {name}",
-            got=f"{torch.cuda.device_count()} GPUs that this PyTorch can use",
-            remedy="use --device cpu, or install a CUDA build of PyTorch",
-        )
-    return device
 
 
 def check_vocabulary(num_logits: int, vocab_size: int, where: object) -> None:
@@ -103,18 +81,11 @@ class Teacher:
         device: Where it runs.
     """
 
-    def __init__(
-        self,
-        files: PretrainedFiles,
-        model: nn.Module,
-        vocab_size: int,
-        dtype: DtypeName,
-        device: torch.device,
-    ) -> None:
-        self.files, self.model, self.vocab_size = files, model, vocab_size
-        self.dtype, self.device = dtype, device
-        self.scorer: Any = model
-        self.head = _install_head(model)
+    def __init__(self, loaded: CausalModel, vocab_size: int) -> None:
+        self.files, self.model, self.head = loaded.files, loaded.network, loaded.head
+        self.dtype, self.device = loaded.dtype, loaded.device
+        self.vocab_size = vocab_size
+        self.scorer: Any = self.model
 
     @classmethod
     def load(
@@ -147,11 +118,12 @@ class Teacher:
         if vocab_size is None:
             vocab_size = tokenizer_size(files) or files.num_logits
         check_vocabulary(files.num_logits, vocab_size, files.name)
-        model = _load_model(files, dtype, attention).to(place)
-        teacher = cls(files, model, vocab_size, dtype, place)
-        check_teacher(teacher)
+        loaded = load_causal_model(
+            files, dtype, place, vocab_size=vocab_size, attention=attention, float32_logits=True
+        )
+        teacher = cls(loaded, vocab_size)
         if compiled:
-            teacher.scorer = torch.compile(model, dynamic=False)
+            teacher.scorer = torch.compile(loaded.network, dynamic=False)
         return teacher
 
     @property
@@ -284,44 +256,6 @@ class Teacher:
                 remedy="choose another codec than hidden",
             )
         return head.last_hidden
-
-
-def _install_head(model: nn.Module) -> Float32Head | None:
-    """Put a float32 head in place of the model's linear output layer, if it has one."""
-    linear = model.get_output_embeddings()  # type: ignore[operator]
-    if type(linear) is not nn.Linear:
-        return None
-    head = Float32Head(linear)
-    model.set_output_embeddings(head)  # type: ignore[operator]
-    return head
-
-
-def _load_model(files: PretrainedFiles, dtype: DtypeName, attention: str | None) -> Any:
-    transformers_logging.disable_progress_bar()
-    options: dict[str, Any] = {"use_safetensors": files.has_safetensors}
-    if attention:
-        options["attn_implementation"] = attention
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            files.folder,
-            dtype=getattr(torch, dtype),
-            trust_remote_code=files.trust_remote_code,
-            output_loading_info=True,
-            **options,
-        )
-        model, report = loaded
-    except Exception as error:  # transformers lets errors of many libraries through
-        raise not_causal_lm(files, error) from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise GdistillError(
-            "the teacher's weights are incomplete",
-            where=files.folder,
-            got=f"no values for {missing[0]}"
-            + (f" and {len(missing) - 1} more" * (len(missing) > 1)),
-            remedy="transformers would fill them with random numbers",
-        )
-    return model.eval().requires_grad_(False)
 
 
 def tokenizer_size(files: PretrainedFiles) -> int | None:

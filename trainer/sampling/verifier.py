@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoTokenizer, DynamicCache
 
-from shards.base import UsageError, without_library_bars
+from shards.base import UsageError
+from shards.language_model import find_pretrained, load_causal_model
 from trainer.students import is_model, load_tokenizer
 
 
@@ -23,22 +24,12 @@ class Verifier:
         model: A causal language model of transformers (or our autoregressive student) whose first
             V logits belong to the student's V tokens.
         vocab_size: V.
-
-    Raises:
-        UsageError: When the model has fewer tokens than the student.
+        context_length: Longest row it reads, in tokens; None without a limit.
     """
 
-    def __init__(self, model: Any, vocab_size: int) -> None:
-        if model.config.vocab_size < vocab_size:
-            raise UsageError(
-                "the verifier knows fewer tokens than the student",
-                where="verifier",
-                got=model.config.vocab_size,
-                expected=f"at least {vocab_size}",
-                remedy="take a model with the student's tokenizer",
-            )
+    def __init__(self, model: Any, vocab_size: int, context_length: int | None = None) -> None:
         self.model, self.vocab_size = model.eval(), vocab_size
-        self.context_length = getattr(model.config, "max_position_embeddings", None)
+        self.context_length = context_length
         self.cache: DynamicCache | None = None
         self.read: Tensor | None = None
 
@@ -104,32 +95,35 @@ def verifier_place(path: str) -> str:
     return str(inner) if is_model(inner) else path
 
 
+def check_width(num_logits: int, vocab_size: int) -> None:
+    """Refuse a verifier with fewer tokens than the student.
+
+    Raises:
+        UsageError: If it has.
+    """
+    if num_logits < vocab_size:
+        raise UsageError(
+            "the verifier knows fewer tokens than the student",
+            where="verifier",
+            got=num_logits,
+            expected=f"at least {vocab_size}",
+            remedy="take a model with the student's tokenizer",
+        )
+
+
 @functools.lru_cache(maxsize=2)
 def load_verifier(path: str, vocab_size: int, device: torch.device) -> Verifier:
     """Read a verifier from a folder, or from the hub's local cache by its id.
 
     Raises:
-        UsageError: When there is none, or it does not fit the student.
+        UsageError: When there is none, it looks ahead, or it does not fit the student.
+        GdistillError: When its weights are damaged or incomplete.
     """
     place = verifier_place(path)
-    try:
-        config = AutoConfig.from_pretrained(place, local_files_only=True)
-        if type(config) not in AutoModelForCausalLM._model_mapping:
-            raise UsageError(
-                "the verifier is no causal language model", where=place, got=config.model_type
-            )
-        with without_library_bars():
-            model = AutoModelForCausalLM.from_pretrained(
-                place, dtype=torch.float32, local_files_only=True
-            )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        absent = "neither a model's folder nor a model in the hub's local cache"
-        raise UsageError(
-            "the verifier cannot be loaded",
-            where=path,
-            got=error if Path(place).exists() else absent,
-        ) from error
-    return Verifier(model.to(device), vocab_size)  # type: ignore[arg-type]
+    files = find_pretrained(place, role="verifier", local_files_only=True)
+    check_width(files.num_logits, vocab_size)
+    loaded = load_causal_model(files, device=device, vocab_size=vocab_size)
+    return Verifier(loaded.network, vocab_size, files.context_length)
 
 
 def require_same_tokenizer(path: str, tokenizer: Any) -> None:

@@ -15,10 +15,11 @@ from transformers import (
     ViTConfig,
 )
 
-from pipeline.teacher.files import find_pretrained
-from pipeline.teacher.model import Teacher, check_vocabulary, resolve_device
+from pipeline.teacher.model import Teacher, check_vocabulary
 from pipeline.tokens.tokenizer import load_tokenizer
 from shards.base.errors import GdistillError, UsageError
+from shards.language_model.device import resolve_device
+from shards.language_model.files import find_pretrained
 from tests.pipeline.extract_cases import CONTEXT_LENGTH, VOCAB_SIZE, WORDS, save_teacher
 
 
@@ -203,13 +204,8 @@ def test_damaged_weights_are_refused(tmp_path: Path, folder: Path) -> None:
     weights.write_bytes(data[: len(data) // 2])
     with pytest.raises(GdistillError, match="cannot load the teacher"):
         Teacher.load(tmp_path)
-    with pytest.raises(GdistillError, match="truncated"):
+    with pytest.raises(GdistillError, match="damaged safetensors file"):
         _ = find_pretrained(tmp_path).weights_sha256
-    tensors = load_file(folder / "model.safetensors")
-    tensors.pop("transformer.h.1.mlp.c_fc.weight")
-    save_file(tensors, weights, metadata={"format": "pt"})
-    with pytest.raises(GdistillError, match=r"incomplete.*mlp.c_fc\.weight"):
-        Teacher.load(tmp_path)
 
 
 def test_a_head_that_runs_out_of_memory_keeps_nothing(folder: Path) -> None:

@@ -236,7 +236,7 @@ def test_mistakes_are_named(verifier: str, tmp_path: Path) -> None:
     for settings in ({"mixture_weight": 1.5}, {"max_lookahead": 0}, {"kv_window": 0}):
         with pytest.raises(UsageError, match=next(iter(settings))):
             AdaptiveConfig(verifier=verifier, **settings)
-    with pytest.raises(UsageError, match="cannot be loaded"):
+    with pytest.raises(UsageError, match="no such verifier folder"):
         draw(student, AdaptiveConfig(verifier=str(tmp_path / "absent")), IDS)
     tiny_llama(vocab_size=5).save_pretrained(tmp_path / "small")
     with pytest.raises(UsageError, match="fewer tokens"):

@@ -1,8 +1,8 @@
 """The files of a causal language model: where they are, what they are, before anything is loaded.
 
-Everything that can be wrong with a teacher and be told from its configuration is told here, so
-that a run fails in its first second. A finished run never loads the model again; it reads the
-weights to hash them.
+Everything that can be wrong with a model and be told from its configuration is told here, so that
+a run fails in its first second. A finished run never loads its teacher again; it reads the weights
+to hash them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
 from shards.base import GdistillError, UsageError, canonical_json, sha256_file
@@ -24,8 +27,11 @@ from shards.base import GdistillError, UsageError, canonical_json, sha256_file
 SAFE_FILE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 LEGACY_FILE, LEGACY_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
+CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+"""What configurations call the longest input; families without one (Mamba, Bloom) read any."""
 NO_PART_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-HASH_BLOCK_BYTES = 1 << 24
+Role = Literal["teacher", "judge", "verifier"]
+"""What a model is wanted for: its name in messages."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +43,28 @@ class PretrainedFiles:
         folder: The directory.
         config: Its parsed configuration.
         trust_remote_code: Whether the model's own Python code may run.
+        role: What it is wanted for, in messages.
     """
 
     name: str
     folder: Path
     config: PreTrainedConfig
     trust_remote_code: bool = False
+    role: Role = "teacher"
+
+    @cached_property
+    def text_config(self) -> PreTrainedConfig:
+        """The part of the configuration that is about text; a model of several kinds nests it."""
+        try:
+            return self.config.get_text_config(decoder=True)
+        except ValueError as error:  # several candidates
+            raise self._no_language_model(first_line(error)) from error
 
     @property
     def context_length(self) -> int | None:
         """Most tokens the model can see; None if its configuration sets no limit."""
-        value = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return value if isinstance(value, int) and value > 0 else None
+        values = (getattr(self.text_config, field, None) for field in CONTEXT_FIELDS)
+        return next((value for value in values if isinstance(value, int) and value > 0), None)
 
     @property
     def num_logits(self) -> int:
@@ -61,15 +77,18 @@ class PretrainedFiles:
         return self._size("hidden_size")
 
     def _size(self, field: str) -> int:
-        value = getattr(self.config.get_text_config(), field, None)
+        value = getattr(self.text_config, field, None)
         if not isinstance(value, int):
-            raise UsageError(
-                "the teacher is no language model",
-                where=self.folder / "config.json",
-                got=f"a {self.config.model_type} without {field}",
-                expected="a causal language model of transformers",
-            )
+            raise self._no_language_model(f"a {self.config.model_type} without {field}")
         return value
+
+    def _no_language_model(self, got: str) -> UsageError:
+        return UsageError(
+            f"the {self.role} is no language model",
+            where=self.folder / "config.json",
+            got=got,
+            expected="a causal language model of transformers",
+        )
 
     @property
     def weight_files(self) -> list[Path]:
@@ -84,7 +103,7 @@ class PretrainedFiles:
             if (self.folder / index).is_file():
                 return self._indexed(self.folder / index)
         raise UsageError(
-            "the teacher has no weights",
+            f"the {self.role} has no weights",
             where=self.folder,
             expected=f"{SAFE_FILE} or {SAFE_INDEX}",
         )
@@ -97,7 +116,7 @@ class PretrainedFiles:
         files = [self.folder / name for name in sorted(names)]
         for file in files:
             if not file.is_file():
-                raise GdistillError("a file of the teacher's weights is missing", where=file)
+                raise GdistillError(f"a file of the {self.role}'s weights is missing", where=file)
         return files
 
     @property
@@ -115,15 +134,21 @@ class PretrainedFiles:
             hashes = [sha256_file(file) for file in self.weight_files]
             return hashlib.sha256(canonical_json(hashes)).hexdigest()
         digest = hashlib.sha256()
-        entries = sorted(
-            (entry for file in self.weight_files for entry in _tensors(file)),
-            key=lambda entry: entry.name,
-        )
-        for entry in entries:
-            digest.update(canonical_json([entry.name, entry.dtype, entry.shape]))
-            for block in entry.blocks():
-                digest.update(block)
+        for name, file in sorted(self._tensors().items()):
+            with _opened(file) as tensors:
+                part = tensors.get_slice(name)
+                digest.update(canonical_json([name, part.get_dtype(), part.get_shape()]))
+                values = tensors.get_tensor(name).flatten().view(torch.uint8)
+                digest.update(values.numpy().data)
         return digest.hexdigest()
+
+    def _tensors(self) -> dict[str, Path]:
+        """Which file holds which tensor."""
+        found = {}
+        for file in self.weight_files:
+            with _opened(file) as tensors:
+                found |= dict.fromkeys(tensors.keys(), file)
+        return found
 
     @cached_property
     def config_sha256(self) -> str:
@@ -132,47 +157,14 @@ class PretrainedFiles:
         return hashlib.sha256(canonical_json(_plain(values))).hexdigest()
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    name: str
-    dtype: str
-    shape: list[int]
-    file: Path
-    begin: int
-    end: int
-
-    def blocks(self) -> Iterator[bytes]:
-        with open(self.file, "rb") as file:
-            file.seek(self.begin)
-            left = self.end - self.begin
-            while left:
-                block = file.read(min(left, HASH_BLOCK_BYTES))
-                if not block:
-                    raise GdistillError(
-                        "the teacher's weights are truncated", where=self.file, got=self.name
-                    )
-                left -= len(block)
-                yield block
-
-
-def _tensors(path: Path) -> list[_Tensor]:
-    """The table of contents of a safetensors file: length, JSON header, bytes."""
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A safetensors file."""
     try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > path.stat().st_size:
-                raise ValueError("the header is longer than the file")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        return [
-            _Tensor(
-                name, entry["dtype"], entry["shape"], path, *(8 + length + at for at in offsets)
-            )
-            for name, entry in header.items()
-            for offsets in [entry["data_offsets"]]
-        ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise GdistillError("damaged safetensors file", where=path, got=error) from error
+        with safe_open(file, "pt") as tensors:
+            yield tensors
+    except (OSError, SafetensorError) as error:
+        raise GdistillError("damaged safetensors file", where=file, got=error) from error
 
 
 def _plain(value: Any) -> Any:
@@ -192,6 +184,8 @@ def find_pretrained(
     revision: str | None = None,
     trust_remote_code: bool = False,
     weights: bool = True,
+    role: Role = "teacher",
+    local_files_only: bool = False,
 ) -> PretrainedFiles:
     """The files of a local model directory or, downloaded if need be, of a hub id.
 
@@ -200,6 +194,8 @@ def find_pretrained(
         revision: Branch, tag or commit of a hub model.
         trust_remote_code: Whether the model's own code may run.
         weights: Whether to download the weights too.
+        role: What it is wanted for, in messages.
+        local_files_only: Take a hub model from the local cache or not at all.
 
     Raises:
         UsageError: If there is no such folder or hub model, or it has no configuration.
@@ -208,10 +204,11 @@ def find_pretrained(
     if path.exists() or looks_local(str(location)):
         folder, name = path, path.resolve().name
     else:
-        folder, name = _download(str(location), revision, weights), str(location)
+        name = str(location)
+        folder = _download(name, revision, weights, role, local_files_only)
     if not (folder / "config.json").is_file():
         raise UsageError(
-            "no language model there" if folder.exists() else "no such teacher folder",
+            "no language model there" if folder.exists() else f"no such {role} folder",
             where=location,
             got=f"{folder} without config.json" if folder.exists() else "nothing",
             expected="a folder that transformers loads, or a hub id",
@@ -220,12 +217,12 @@ def find_pretrained(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
-            "cannot read the teacher's configuration",
+            f"cannot read the {role}'s configuration",
             where=folder / "config.json",
             got=first_line(error),
             expected="a model type that transformers knows",
         ) from error
-    return PretrainedFiles(name, folder, config, trust_remote_code)
+    return PretrainedFiles(name, folder, config, trust_remote_code, role)
 
 
 def looks_local(location: str) -> bool:
@@ -233,11 +230,20 @@ def looks_local(location: str) -> bool:
     return location.startswith((".", "/", "~")) or location.count("/") > 1
 
 
-def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
+def _download(
+    hub_id: str, revision: str | None, weights: bool, role: Role, local_files_only: bool
+) -> Path:
     """The snapshot of a hub model; of its weights safetensors, or pickles if it has no others."""
 
     def fetch(*patterns: str) -> Path:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns)))
+        return Path(
+            snapshot_download(
+                hub_id,
+                revision=revision,
+                allow_patterns=list(patterns),
+                local_files_only=local_files_only,
+            )
+        )
 
     try:
         folder = fetch(*SMALL_FILES, *(["model*.safetensors"] if weights else []))
@@ -246,7 +252,7 @@ def _download(hub_id: str, revision: str | None, weights: bool) -> Path:
         return folder
     except Exception as error:  # the hub client raises types of several libraries
         raise UsageError(
-            "cannot find the teacher",
+            f"cannot find the {role}",
             where=hub_id,
             got=first_line(error),
             expected="a local folder, or the id of a model on the hub",
@@ -257,7 +263,7 @@ def not_causal_lm(files: PretrainedFiles, error: BaseException) -> GdistillError
     """A model that transformers cannot load, as one line."""
     kind = UsageError if "Unrecognized configuration class" in str(error) else GdistillError
     return kind(
-        "cannot load the teacher",
+        f"cannot load the {files.role}",
         where=files.folder,
         got=first_line(error),
         expected="a causal language model of transformers",

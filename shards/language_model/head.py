@@ -1,4 +1,4 @@
-"""The last layer of a teacher: logits in float32 whatever the precision of the rest.
+"""The last layer of a model: logits in float32 whatever the precision of the rest.
 
 Logits of GPT-2 lie around -90, where bfloat16 steps by half a nat; rounding them costs 0.01 nats of
 KL per token. The product of bfloat16 factors is exact in float32, so the head never rounds at all.
@@ -48,3 +48,13 @@ class Float32Head(nn.Module):
     def forget(self) -> None:
         """Let go of the remembered tensors."""
         self.last_hidden = self.last_logits = None
+
+
+def install_float32_head(network: nn.Module) -> Float32Head | None:
+    """Put a float32 head in place of the model's output layer, if that is a plain linear one."""
+    linear = network.get_output_embeddings()  # type: ignore[operator]
+    if type(linear) is not nn.Linear:
+        return None
+    head = Float32Head(linear)
+    network.set_output_embeddings(head)  # type: ignore[operator]
+    return head
