@@ -19,7 +19,8 @@ from torch import Tensor
 from benchmarks.sampler_statistics import ChiSquare, chi_square
 from shards.base import derive_seed
 from shards.noise import PositionKeys, keyed_bits
-from trainer.sampling import AncestralConfig, draws
+from trainer.sampling import AncestralConfig
+from trainer.sampling.rules import draws
 from trainer.students import MDLM, StudentSettings
 
 SEED = derive_seed("float32 truncation")
@@ -43,7 +44,7 @@ class Precision:
         return (torch.floor(uniform * 2.0**self.num_bits) * 2.0**-self.num_bits).to(self.dtype)
 
     def from_bits(self, keys: PositionKeys, start: int, stop: int) -> Tensor:
-        """In place of :func:`trainer.sampling.draws.uniforms`."""
+        """In place of :func:`trainer.sampling.rules.draws.uniforms`."""
         bits = keyed_bits(keys, start, stop) >> (32 - self.num_bits)
         return bits.to(self.dtype) * 2.0**-self.num_bits
 

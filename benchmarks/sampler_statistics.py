@@ -33,13 +33,11 @@ from trainer.sampling import (
     FirstHittingConfig,
     FixedCountConfig,
     NoiseUse,
-    SampleKeys,
     Sampler,
     SequentialConfig,
     WholeRow,
-    inference,
 )
-from trainer.sampling.reveal import reveal
+from trainer.sampling.rules import SampleKeys, inference, reveal
 from trainer.students import STUDENTS, Student, StudentSettings
 
 LEVEL = 1e-4

@@ -31,10 +31,10 @@ from trainer.sampling import (
     BlockConfig,
     FirstHittingConfig,
     Sampler,
-    SampleResult,
     SequentialConfig,
     sampling_noise,
 )
+from trainer.sampling.rules import SampleResult
 from trainer.students import STUDENTS, Student, StudentSettings, read_preset
 
 BLOCK_SIZE = 4

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         write_json_atomic,
     )
     from shards.base.configuration import (
+        flatten,
         from_mapping,
         merge,
         parse_override,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     )
     from shards.base.console import Bar, progress_bar, run_command, stderr, without_library_bars
     from shards.base.errors import GdistillError, IntegrityError, UsageError
+    from shards.base.folder_lock import exclusive
     from shards.base.process_identity import has_ended, this_process
     from shards.base.seeding import derive_seed, generator
     from shards.base.version_stamp import code_version

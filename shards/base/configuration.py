@@ -162,3 +162,12 @@ def to_mapping(config: Any) -> dict[str, Any]:
         return str(value) if isinstance(value, Path) else value
 
     return plain(config)
+
+
+def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted names."""
+    flat: dict[str, Any] = {}
+    for key, entry in value.items():
+        name = f"{prefix}{key}"
+        flat.update(flatten(entry, f"{name}.") if isinstance(entry, Mapping) else {name: entry})
+    return flat

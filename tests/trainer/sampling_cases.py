@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.sampling.registry import SamplingNoise, sampling_noise
+from trainer.sampling.noise import SamplingNoise, sampling_noise
 from trainer.students.registry import STUDENTS, Student, StudentSettings
 
 VOCAB, LENGTH, BOS = 11, 12, 0

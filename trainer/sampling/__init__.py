@@ -1,4 +1,11 @@
-"""DOOR: trainer.sampling."""
+"""Sampling: from a student, its noise and rows with masked positions to finished rows.
+
+A sampler is a frozen dataclass of settings with one method, ``sample``: ``ancestral``,
+``first_hitting`` and ``fixed_count`` fill whole rows (``whole_row``), ``block`` goes block by
+block, ``sequential`` token by token, ``apd`` as far as a verifier agrees. What they are composed of
+stands in ``rules``; what ``gdistill-sample`` adds, in ``command``. In come students and
+``SamplingNoise``; out go ``SampleResult`` records.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +18,14 @@ if TYPE_CHECKING:
     from trainer.sampling.ancestral import AncestralConfig
     from trainer.sampling.block import BlockConfig
     from trainer.sampling.block_state import BlockState
-    from trainer.sampling.draws import SampleKeys
     from trainer.sampling.first_hitting import FirstHittingConfig, FixedCountConfig
     from trainer.sampling.generation import generate
-    from trainer.sampling.noise import sampling_noise
-    from trainer.sampling.registry import Sampler, make_sampler
-    from trainer.sampling.result import SampleResult
-    from trainer.sampling.reveal import inference
+    from trainer.sampling.noise import SamplingNoise, sampling_noise
+    from trainer.sampling.noise_use import NoiseUse
+    from trainer.sampling.registry import make_sampler
+    from trainer.sampling.sampler import Sampler
     from trainer.sampling.sequential import SequentialConfig
     from trainer.sampling.verifier import require_same_tokenizer
-    from trainer.sampling.whole_row import NoiseUse, WholeRow, with_default_tau
+    from trainer.sampling.whole_row import WholeRow
 
 __getattr__, __dir__ = open_door(__name__, __file__)

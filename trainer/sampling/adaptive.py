@@ -22,23 +22,16 @@ from torch import Tensor
 
 from shards.base import UsageError
 from shards.noise import Noise, PositionKeys
-from trainer.sampling.draws import SampleKeys, position_chunks
-from trainer.sampling.nucleus import NucleusRule
-from trainer.sampling.result import SampleResult
-from trainer.sampling.reveal import inference
-from trainer.sampling.token_rule import Decision, TokenRule, check_settings
+from trainer.sampling.noise_use import NoiseUse, check_noise_settings
+from trainer.sampling.rules import SampleKeys, SampleResult, inference, position_chunks
+from trainer.sampling.sampler import NoisySampler, check_rows
 from trainer.sampling.verifier import Verifier, load_verifier
-from trainer.sampling.whole_row import (
-    NoiseUse,
-    check_noise_settings,
-    check_rows,
-    require_whole_row_student,
-)
+from trainer.sampling.whole_row import require_whole_row_student
 from trainer.students import MDLM, Student
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveConfig:
+class AdaptiveConfig(NoisySampler):
     """Left to right, as many tokens per forward pass as a verifier agrees with.
 
     Attributes:
@@ -47,25 +40,19 @@ class AdaptiveConfig:
             verifier's.
         max_lookahead: Most tokens drafted at a time; None drafts to the row's end.
         kv_window: Known tokens read again in each pass; None reads all of them.
-        nucleus_p: Nucleus truncation of draft and target; 1 is off.
-        nucleus_rule: ``strict`` (the authors') or ``crossing`` (transformers').
-        tau: Scale of the noise; None is 0.85 for a conditioned student and nothing for another.
-        decision: Draw, or take the most probable token in draft and target.
+
+    Further settings as in :class:`NoisySampler`; they hold for draft and target alike.
     """
 
     verifier: str
     mixture_weight: float = 0.7
     max_lookahead: int | None = None
     kv_window: int | None = None
-    nucleus_p: float = 1.0
-    nucleus_rule: NucleusRule = "strict"
-    tau: float | None = None
-    decision: Decision = "categorical"
 
     label: ClassVar[str] = "apd"
 
     def __post_init__(self) -> None:
-        check_settings(self.nucleus_p, self.tau)
+        super().__post_init__()
         if not 0 <= self.mixture_weight <= 1:
             raise UsageError(
                 "bad mixture", where="mixture_weight", got=self.mixture_weight, expected="in [0, 1]"
@@ -75,17 +62,8 @@ class AdaptiveConfig:
             if value is not None and value < 1:
                 raise UsageError("a count below 1", where=name, got=value, expected="at least 1")
 
-    @property
-    def rule(self) -> TokenRule:
-        """How tokens are chosen."""
-        return TokenRule(self.decision, self.nucleus_p, self.nucleus_rule)
-
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> MDLM:
-        """The student, if it can fill these rows by this sampler.
-
-        Raises:
-            UsageError: When it cannot, or the verifier does not fit.
-        """
+        """See :class:`Sampler`; a verifier that does not fit is refused too."""
         check_noise_settings(student, self.tau, False)
         check_rows(student, tokens)
         context = self.load(student).context_length
@@ -112,10 +90,8 @@ class AdaptiveConfig:
         noise: Noise | None,
         seed: int,
     ) -> SampleResult:
-        """Fill the masked positions of B rows.
-
-        Arguments as in ``WholeRowSampler.sample``. ``details`` hold ``verifier_nfe``, ``drafted``
-        and ``accepted`` tokens, and their ratio ``acceptance``.
+        """See :class:`Sampler`. ``details`` hold ``verifier_nfe``, ``drafted`` and
+        ``accepted`` tokens, and their ratio ``acceptance``.
         """
         whole, verifier = self.check(student, tokens), self.load(student)
         use = NoiseUse(noise, self.tau).checked(student, tokens)
@@ -223,27 +199,39 @@ class Rows:
         """Draft, verify, and keep each row's tokens before the first disagreement."""
         self.num_passes += 1
         names = self._draw_names(where)
-        draft = self.tokens[self.active, : where.shape[1]]
+        rows, width = self.tokens[self.active], where.shape[1]
+        draft = rows[:, :width].clone()
         draft[where] = self.config.rule.choose(log_probs, names)
-        agrees = torch.ones_like(where)
-        to_verify = where.sum(dim=1) > 1
-        if self.config.mixture_weight < 1 and bool(to_verify.any()):
-            # Behind a row's own draft stand masks, which the verifier does not know or look at.
-            known = draft.masked_fill(draft == self.student.mask_id, 0)
-            begin = int(first.min())
-            verdict = self.verifier.log_probs(known, begin)[where[:, begin:]]
-            agrees[where] = self._choose_target(log_probs, verdict, names) == draft[where]
-            agrees.scatter_(1, first[:, None], True)
-            self.verifier_nfe[self.active] += to_verify
+        agrees = self._agreement(draft, log_probs, where, first, names)
         kept = where & agrees.cummin(dim=1).values
-        rows = self.tokens[self.active]
-        rows[:, : where.shape[1]] = torch.where(kept, draft, rows[:, : where.shape[1]])
+        rows[:, :width] = torch.where(kept, draft, rows[:, :width])
         self.tokens[self.active] = rows
         self.masked[self.active] = rows == self.student.mask_id
         self.nfe[self.active] += 1
         self.drafted[self.active] += where.sum(dim=1)
         self.accepted[self.active] += kept.sum(dim=1)
         self.advance = int(kept[0].nonzero().max()) + 1 - int(first[0])
+
+    def _agreement(
+        self,
+        draft: Int[Tensor, "m stop"],
+        log_probs: Float[Tensor, "n v1"],
+        where: Bool[Tensor, "m stop"],
+        first: Int[Tensor, "m"],
+        names: PositionKeys,
+    ) -> Bool[Tensor, "m stop"]:
+        """Where draft and target are the same token; always so at each row's first position."""
+        agrees = torch.ones_like(where)
+        to_verify = where.sum(dim=1) > 1
+        if self.config.mixture_weight == 1 or not bool(to_verify.any()):
+            return agrees
+        # Behind a row's own draft stand masks, which the verifier does not know or look at.
+        known = draft.masked_fill(draft == self.student.mask_id, 0)
+        begin = int(first.min())
+        verdict = self.verifier.log_probs(known, begin)[where[:, begin:]]
+        agrees[where] = self._choose_target(log_probs, verdict, names) == draft[where]
+        self.verifier_nfe[self.active] += to_verify
+        return agrees.scatter(1, first[:, None], True)
 
     def _choose_target(
         self, log_probs: Float[Tensor, "n v1"], verdict: Float[Tensor, "n v"], names: PositionKeys

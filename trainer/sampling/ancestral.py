@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trainer.objective import Schedule, schedule_of
-from trainer.sampling.draws import SampleKeys, position_uniforms
-from trainer.sampling.order import LAST_TIME, ancestral_steps, ancestral_times
-from trainer.sampling.whole_row_sampler import WholeRowSampler
+from trainer.objective import schedule_of
+from trainer.sampling.rules import LAST_TIME, SampleKeys, ancestral_order, ancestral_times
+from trainer.sampling.whole_row import WholeRowSampler
 from trainer.students import Student
 
 
@@ -47,27 +45,4 @@ class AncestralConfig(WholeRowSampler):
         self, student: Student, masked: Bool[Tensor, "b l"], keys: SampleKeys, first: int = 0
     ) -> tuple[Int[Tensor, "b l"], Int[Tensor, "b l"]]:
         """Steps 1..T, and T + 1 for the final fill."""
-        return masked_steps(schedule_of(student.settings), masked, keys, first, self.times)
-
-
-def masked_steps(
-    schedule: Schedule,
-    masked: Bool[Tensor, "b l"],
-    keys: SampleKeys,
-    first: int,
-    times: Float[Tensor, "steps1"],
-) -> tuple[Int[Tensor, "b l"], Int[Tensor, "b l"]]:
-    """Ancestral steps of the masked positions, those of the final fill apart."""
-    uniform = position_uniforms(keys, "sampling order", masked.shape[1], first)
-    survival = survival_probability(schedule, times).to(uniform.device)
-    steps = ancestral_steps(uniform, masked, survival)
-    is_left = steps >= len(times)
-    return steps.masked_fill(is_left, 0), torch.where(is_left, steps, 0)
-
-
-def survival_probability(
-    schedule: Schedule, times: Float[Tensor, "steps1"]
-) -> Float[Tensor, "steps"]:
-    """Probability that a token is still masked after step 1..T: p(t_k) / p(1), and 0 at t = 0."""
-    p = schedule.masking_probability(times)
-    return torch.where(times > 0, p / p[0], 0.0)[1:]
+        return ancestral_order(schedule_of(student.settings), masked, keys, first, self.times)

@@ -16,82 +16,65 @@ import itertools
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.base import UsageError
-from shards.noise import Noise
 from trainer.objective import schedule_of
-from trainer.sampling.ancestral import masked_steps
 from trainer.sampling.block_state import BlockState, Window
-from trainer.sampling.draws import SampleKeys, position_uniforms
-from trainer.sampling.nucleus import NucleusRule
-from trainer.sampling.order import LAST_TIME, ancestral_times, fixed_count_steps
-from trainer.sampling.result import SampleResult
-from trainer.sampling.reveal import inference
-from trainer.sampling.stopping import StopRule
-from trainer.sampling.token_rule import Decision, TokenRule, check_settings
-from trainer.sampling.whole_row import NoiseUse, check_noise_settings, check_tokens
+from trainer.sampling.noise_use import NoiseUse
+from trainer.sampling.rules import (
+    LAST_TIME,
+    SampleKeys,
+    SampleResult,
+    TokenRule,
+    ancestral_order,
+    ancestral_times,
+    uniform_order,
+)
+from trainer.sampling.sampler import DiffusionSampler, check_tokens
 from trainer.students import BD3LM, Student
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockConfig:
-    """Semi-autoregressive sampling.
+class BlockConfig(DiffusionSampler):
+    """Semi-autoregressive sampling of rows of any length that the block size divides.
+
+    Given tokens inside a row are kept, but a block is filled before the student sees what is given
+    behind it.
 
     Attributes:
         inner: How a block is filled: ``ancestral`` in steps, or ``first_hitting``, one token per
             forward pass.
         nfe: Ancestral only: most forward passes per sample, spread evenly over its blocks (one
             block more wherever the division leaves a rest); None is one per token of a block.
-        nucleus_p: Nucleus truncation of the prediction; 1 is off.
-        nucleus_rule: ``strict`` (the authors') or ``crossing`` (transformers').
-        tau: Scale of the noise; None is 0.85 for a conditioned student and nothing for another.
-        decision: Draw the revealed tokens, or take the most probable ones.
-        redraw_noise: Independent noise at every step instead of one draw held fixed.
         final_argmax: Ancestral only: see :class:`AncestralConfig`.
         use_cache: Keep keys and values; without, every pass reads the whole window.
         slide: Tokens dropped when the window is full, a multiple of the block size; None is half
             the window. (The authors drop one block at a time and keep no cache.)
-        stop: Early ends and redraws.
+
+    Further settings as in :class:`DiffusionSampler`.
     """
 
     inner: Literal["ancestral", "first_hitting"] = "ancestral"
     nfe: int | None = None
-    nucleus_p: float = 1.0
-    nucleus_rule: NucleusRule = "strict"
-    tau: float | None = None
-    decision: Decision = "categorical"
-    redraw_noise: bool = False
     final_argmax: bool = True
     use_cache: bool = True
     slide: int | None = None
-    stop: StopRule = StopRule()
 
     label: ClassVar[str] = "block"
 
     def __post_init__(self) -> None:
-        check_settings(self.nucleus_p, self.tau, 1 if self.nfe is None else self.nfe)
+        super().__post_init__()
         if self.inner == "first_hitting" and self.nfe is not None:
             raise UsageError(
                 "first-hitting blocks take no NFE", where="nfe", got=self.nfe, remedy="leave it out"
             )
 
-    @property
-    def rule(self) -> TokenRule:
-        """How tokens are chosen."""
-        return TokenRule(self.decision, self.nucleus_p, self.nucleus_rule)
-
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> BD3LM:
-        """The student, if it can fill these rows by this sampler.
-
-        Raises:
-            UsageError: When it cannot.
-        """
-        check_noise_settings(student, self.tau, self.redraw_noise)
+        """See :class:`Sampler`."""
+        super().check(student, tokens)
         check_tokens(student, tokens)
-        self.stop.check(student, tokens)
         if not isinstance(student, BD3LM):
             raise UsageError(
                 "the block sampler fills block by block",
@@ -140,32 +123,10 @@ class BlockConfig:
         marks = [self.nfe * block // num_blocks for block in range(num_blocks + 1)]
         return [stop - start for start, stop in itertools.pairwise(marks)]
 
-    def sample(
-        self,
-        student: Student,
-        tokens: Int[Tensor, "b l"],
-        sample_ids: Int[Tensor, "b"],
-        noise: Noise | None,
-        seed: int,
-    ) -> SampleResult:
-        """Fill the masked positions of B rows, of any length that the block size divides.
-
-        Arguments as in ``WholeRowSampler.sample``. Given tokens inside a row are kept, but a block
-        is filled before the student sees what is given behind it.
-        """
-        blocks = self.check(student, tokens)
-        use = NoiseUse(noise, self.tau, self.redraw_noise).checked(student, tokens)
-
-        def draw(rows: Int[Tensor, "m"], attempt: int) -> SampleResult:
-            keys = SampleKeys(seed, sample_ids[rows], attempt)
-            return self._fill(blocks, tokens[rows], use.of(rows, attempt), keys)
-
-        with inference(student):
-            return self.stop.draw(draw, len(tokens), tokens.device)
-
-    def _fill(
+    def fill(
         self, student: BD3LM, tokens: Int[Tensor, "b l"], use: NoiseUse, keys: SampleKeys
     ) -> SampleResult:
+        """See :class:`DiffusionSampler`."""
         size, num_blocks = student.block_size, tokens.shape[1] // student.block_size
         budgets = self.block_budgets(num_blocks, size)
         state = BlockState(student, tokens, use, self.window(student), self.use_cache)
@@ -192,10 +153,6 @@ class BlockConfig:
         times: Float[Tensor, "steps1"] | None,
     ) -> tuple[Int[Tensor, "b block"], Int[Tensor, "b block"]]:
         """Steps that reveal the block's positions, those of the final fill apart."""
-        if times is not None:
-            return masked_steps(schedule_of(student.settings), masked, keys, first, times)
-        uniform = position_uniforms(keys, "sampling order", masked.shape[1], first)
-        steps = fixed_count_steps(
-            uniform, masked, torch.ones_like(masked[:, :1], dtype=torch.int64)
-        )
-        return steps, torch.zeros_like(steps)
+        if times is None:
+            return uniform_order(masked, keys, first)
+        return ancestral_order(schedule_of(student.settings), masked, keys, first, times)

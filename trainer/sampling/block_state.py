@@ -9,12 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trainer.sampling.draws import SampleKeys
-from trainer.sampling.result import SampleResult
-from trainer.sampling.reveal import reveal
-from trainer.sampling.stopping import StopRule
-from trainer.sampling.token_rule import TokenRule
-from trainer.sampling.whole_row import NoiseUse, StepLevels
+from trainer.sampling.noise_use import NoiseUse, StepLevels
+from trainer.sampling.rules import SampleKeys, SampleResult, StopRule, TokenRule, reveal
 from trainer.students import BD3LM
 
 
@@ -109,34 +105,19 @@ class BlockState:
         condition = self._condition(rows, tokens, steps)
         if self.cache is None:
             return self._predict_from_window(rows, tokens, where, condition, steps)
-        known = self.window_start + self.cache.length
-        if len(rows) == len(self.active):
-            finished = self.tokens[self.active, known : self.start]
-            return self.student.predict_after(finished, tokens, where, condition, self.cache)
-        if known == self.start and 2 * len(rows) < len(self.active):
-            part = self.cache.select(rows)
-            return self.student.predict_after(tokens[:, :0], tokens, where, condition, part)
-        return self._predict_with_everyone(rows, tokens, where, condition)
-
-    def _predict_with_everyone(
-        self, rows: Tensor, tokens: Tensor, where: Tensor, condition: Tensor | None
-    ) -> Float[Tensor, "n v1"]:
-        """Rows that have nothing to reveal come along: the cache holds all rows or none.
-
-        Their NFE does not grow: alone they would read the finished block with the next one.
-        """
-        assert self.cache is not None
-        known = self.window_start + self.cache.length
-        everyone = self.tokens_here
-        everyone[rows] = tokens
-        where_all = torch.zeros_like(everyone, dtype=torch.bool)
-        where_all[rows] = where
+        finished = self.tokens[self.active, self.window_start + self.cache.length : self.start]
+        if not finished.shape[1] and 2 * len(rows) < len(self.active):
+            # So few rows are better served by a copy of their keys and values.
+            part = self.cache.select(rows, room=tokens.shape[1])
+            return self.student.predict_after(finished[rows], tokens, where, condition, part)
+        # The cache holds all rows or none, so those with nothing to reveal come along. Their NFE
+        # does not grow: alone they would read the finished block with the next one.
+        everyone = self.tokens_here.index_put((rows,), tokens)
+        everywhere = torch.zeros_like(everyone, dtype=torch.bool).index_put((rows,), where)
         if condition is not None:
-            spread = condition.new_zeros(len(everyone), *condition.shape[1:])
-            spread[rows] = condition
-            condition = spread
-        finished = self.tokens[self.active, known : self.start]
-        return self.student.predict_after(finished, everyone, where_all, condition, self.cache)
+            blank = condition.new_zeros(len(everyone), *condition.shape[1:])
+            condition = blank.index_put((rows,), condition)
+        return self.student.predict_after(finished, everyone, everywhere, condition, self.cache)
 
     def _predict_from_window(
         self, rows: Tensor, tokens: Tensor, where: Tensor, condition: Tensor | None, steps: Tensor

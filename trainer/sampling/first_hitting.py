@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from trainer.sampling.draws import SampleKeys, position_uniforms
-from trainer.sampling.order import fixed_count_steps
-from trainer.sampling.whole_row_sampler import WholeRowSampler
+from trainer.sampling.rules import SampleKeys, uniform_order
+from trainer.sampling.whole_row import WholeRowSampler
 from trainer.students import Student
 
 
@@ -25,17 +23,15 @@ class FirstHittingConfig(WholeRowSampler):
 
     label: ClassVar[str] = "first-hitting"
 
-    def num_per_step(self, masked: Bool[Tensor, "b l"]) -> Int[Tensor, "b 1"]:
-        """Tokens revealed per forward pass of each row."""
-        return torch.ones_like(masked[:, :1], dtype=torch.int64)
+    def num_per_step(self, masked: Bool[Tensor, "b l"]) -> Int[Tensor, "b 1"] | None:
+        """Tokens revealed per forward pass of each row; None is one."""
+        return None
 
     def steps(
         self, student: Student, masked: Bool[Tensor, "b l"], keys: SampleKeys, first: int = 0
     ) -> tuple[Int[Tensor, "b l"], Int[Tensor, "b l"]]:
         """Steps 1, 2, ...; nothing is left for a final fill."""
-        uniform = position_uniforms(keys, "sampling order", masked.shape[1], first)
-        steps = fixed_count_steps(uniform, masked, self.num_per_step(masked))
-        return steps, torch.zeros_like(steps)
+        return uniform_order(masked, keys, first, self.num_per_step(masked))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,61 +13,17 @@ are drawn in nor on their order, and samplers that differ in one setting share t
 from __future__ import annotations
 
 import difflib
-from typing import Any, Protocol, runtime_checkable
-
-from jaxtyping import Int
-from torch import Tensor
+from typing import Any
 
 from shards.base import UsageError, from_mapping
-from shards.noise import Noise
 from trainer.sampling.adaptive import AdaptiveConfig
 from trainer.sampling.ancestral import AncestralConfig
 from trainer.sampling.block import BlockConfig
 from trainer.sampling.first_hitting import FirstHittingConfig, FixedCountConfig
-from trainer.sampling.noise import SamplingNoise, sampling_noise
-from trainer.sampling.result import SampleResult
+from trainer.sampling.sampler import Sampler
 from trainer.sampling.sequential import SequentialConfig
-from trainer.sampling.stopping import StopRule
-from trainer.students import Student
 
-__all__ = [
-    "SAMPLERS",
-    "AdaptiveConfig",
-    "AncestralConfig",
-    "BlockConfig",
-    "FirstHittingConfig",
-    "FixedCountConfig",
-    "SampleResult",
-    "Sampler",
-    "SamplingNoise",
-    "SequentialConfig",
-    "StopRule",
-    "make_sampler",
-    "sampling_noise",
-]
-
-
-@runtime_checkable
-class Sampler(Protocol):
-    """What all samplers offer."""
-
-    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> Student:
-        """The student, if this sampler can fill these rows with it; else a :class:`UsageError`."""
-        ...
-
-    def sample(
-        self,
-        student: Student,
-        tokens: Int[Tensor, "b l"],
-        sample_ids: Int[Tensor, "b"],
-        noise: Noise | None,
-        seed: int,
-    ) -> SampleResult:
-        """Fill the masked positions of B rows; see :class:`WholeRowSampler`."""
-        ...
-
-
-SAMPLERS: dict[str, type[Any]] = {
+SAMPLERS: dict[str, type[Sampler]] = {
     "ancestral": AncestralConfig,
     "first_hitting": FirstHittingConfig,
     "fixed_count": FixedCountConfig,

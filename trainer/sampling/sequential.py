@@ -11,51 +11,30 @@ from torch import Tensor
 
 from shards.base import UsageError
 from shards.noise import Noise
-from trainer.sampling.draws import SampleKeys
-from trainer.sampling.nucleus import NucleusRule
-from trainer.sampling.result import SampleResult
-from trainer.sampling.reveal import inference
-from trainer.sampling.stopping import StopRule
-from trainer.sampling.token_rule import Decision, TokenRule, check_settings
-from trainer.sampling.whole_row import check_rows
+from trainer.sampling.rules import SampleKeys, SampleResult, StopRule, inference
+from trainer.sampling.sampler import Sampler, check_rows
 from trainer.students import AR, Student
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequentialConfig:
+class SequentialConfig(Sampler):
     """Ordinary autoregressive sampling with a key/value cache.
 
     NFE is the number of tokens from the first to the last position to fill; given tokens among
     them are kept.
 
     Attributes:
-        nucleus_p: Nucleus truncation of the prediction; 1 is off.
-        nucleus_rule: ``strict`` (the authors') or ``crossing`` (transformers').
-        decision: Draw tokens, or take the most probable ones.
         stop: Early ends and redraws.
+
+    Further settings as in :class:`Sampler`.
     """
 
-    nucleus_p: float = 1.0
-    nucleus_rule: NucleusRule = "strict"
-    decision: Decision = "categorical"
     stop: StopRule = StopRule()
 
     label: ClassVar[str] = "sequential"
 
-    def __post_init__(self) -> None:
-        check_settings(self.nucleus_p, None)
-
-    @property
-    def rule(self) -> TokenRule:
-        """How tokens are chosen."""
-        return TokenRule(self.decision, self.nucleus_p, self.nucleus_rule)
-
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> AR:
-        """The student, if it can fill these rows by this sampler.
-
-        Raises:
-            UsageError: When it cannot.
-        """
+        """See :class:`Sampler`."""
         check_rows(student, tokens)
         self.stop.check(student, tokens)
         if not isinstance(student, AR):
@@ -75,10 +54,7 @@ class SequentialConfig:
         noise: Noise | None,
         seed: int,
     ) -> SampleResult:
-        """Fill the masked positions of B rows; arguments as in ``WholeRowSampler.sample``.
-
-        ``noise`` is not looked at: an autoregressive student takes none.
-        """
+        """See :class:`Sampler`; an autoregressive student takes no ``noise``."""
         model = self.check(student, tokens)
 
         def draw(rows: Int[Tensor, "m"], attempt: int) -> SampleResult:
@@ -109,7 +85,4 @@ class SequentialConfig:
             new = tokens[:, position : position + 1]
         lengths = self.stop.ends(tokens, masked, eos_id)
         nfe = (torch.minimum(end, lengths) - begin).clamp_min(0)
-        details = {}
-        if self.stop.min_entropy_nats is not None:
-            details["low_entropy"] = self.stop.is_monotonous(tokens, lengths)
-        return SampleResult(tokens, nfe, lengths, details)
+        return SampleResult(tokens, nfe, lengths, self.stop.details(tokens, lengths))

@@ -10,7 +10,7 @@ from typing import no_type_check
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 Heads = Float[Tensor, "b heads l width"]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -157,6 +157,11 @@ class KeyValueCache:
         self.values[layer, :, :, self.length : stop] = value
         return self.keys[layer, :, :, :stop], self.values[layer, :, :, :stop]
 
-    def select(self, rows: Int[Tensor, "m"] | Bool[Tensor, "b"]) -> KeyValueCache:
-        """A copy for some of the rows."""
-        return KeyValueCache(self.keys[:, rows], self.values[:, rows], self.length)
+    def select(self, rows: Int[Tensor, "m"], room: int | None = None) -> KeyValueCache:
+        """A copy of some rows' finished tokens, with room for further ones (None: the capacity)."""
+        spare = self.keys.shape[-2] - self.length if room is None else room
+        keys, values = (
+            pad(memory[..., : self.length, :].index_select(1, rows), (0, 0, 0, spare))
+            for memory in (self.keys, self.values)
+        )
+        return KeyValueCache(keys, values, self.length)

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
-    from trainer.training.identity import flatten
-    from trainer.training.interruption import exclusive
     from trainer.training.loop import train
     from trainer.training.optimization import (
         ExponentialMovingAverage,

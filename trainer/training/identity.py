@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
-from shards.base import UsageError, to_mapping
+from shards.base import UsageError, flatten, to_mapping
 from shards.store import Manifest
 from trainer.training.settings import RunConfig
 
@@ -39,15 +39,6 @@ def run_identity(config: RunConfig, manifest: Manifest, init_from: Path | None) 
         "store": store_essentials(manifest),
         "init_from": None if init_from is None else str(init_from),
     }
-
-
-def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted names."""
-    flat: dict[str, Any] = {}
-    for key, entry in value.items():
-        name = f"{prefix}{key}"
-        flat.update(flatten(entry, f"{name}.") if isinstance(entry, Mapping) else {name: entry})
-    return flat
 
 
 def require_same_run(saved: Mapping[str, Any], ours: Mapping[str, Any], free: Set[str]) -> None:

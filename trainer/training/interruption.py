@@ -1,16 +1,12 @@
-"""SIGTERM and Ctrl-C as a request to stop at the next step, and one run per output folder."""
+"""SIGTERM and Ctrl-C as a request to stop at the next step."""
 
 from __future__ import annotations
 
-import fcntl
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
-
-from shards.base import UsageError
 
 
 class StopRequest:
@@ -46,22 +42,3 @@ class StopRequest:
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
-
-
-@contextmanager
-def exclusive(directory: Path) -> Iterator[None]:
-    """Hold ``directory`` for one run.
-
-    Raises:
-        UsageError: When another process holds it.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            remedy = "wait for it, or give another --out"
-            raise UsageError(
-                "another run is writing here", where=directory, remedy=remedy
-            ) from error
-        yield

@@ -22,6 +22,7 @@ from shards.base import (
     Bar,
     UsageError,
     derive_seed,
+    exclusive,
     progress_bar,
     stderr,
     to_mapping,
@@ -35,7 +36,7 @@ from trainer.students import LossOutput, export_model
 from trainer.training.checkpoint import CheckpointFolder, Trainee
 from trainer.training.construction import build_student
 from trainer.training.identity import require_same_run, run_identity
-from trainer.training.interruption import StopRequest, exclusive
+from trainer.training.interruption import StopRequest
 from trainer.training.metrics import (
     MetricsLog,
     StepWindow,

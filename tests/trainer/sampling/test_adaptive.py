@@ -12,10 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.sampler_statistics import chi_square
 from shards.base.errors import UsageError
 from tests.trainer.sampling_cases import BOS, LENGTH, VOCAB, draw, open_rows, tiny_student
-from trainer.sampling.adaptive import mixture
-from trainer.sampling.draws import SampleKeys
-from trainer.sampling.registry import AdaptiveConfig, make_sampler
-from trainer.sampling.token_rule import TokenRule
+from trainer.sampling.adaptive import AdaptiveConfig, mixture
+from trainer.sampling.registry import make_sampler
+from trainer.sampling.rules import SampleKeys, TokenRule
 from trainer.sampling.verifier import Verifier, load_verifier
 from trainer.students.registry import Student
 

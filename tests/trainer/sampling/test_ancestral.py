@@ -13,16 +13,17 @@ from safetensors.torch import load_file
 from shards.base.errors import UsageError
 from shards.noise.kinds import DenseNoise
 from tests.trainer.sampling_cases import BOS, LENGTH, draw, noise_for, open_rows, tiny_student
-from trainer.sampling.draws import SampleKeys, position_uniforms, race
-from trainer.sampling.order import ancestral_steps, ancestral_times, random_ranks
-from trainer.sampling.registry import (
+from trainer.sampling import (
     AncestralConfig,
     FirstHittingConfig,
     FixedCountConfig,
     make_sampler,
 )
-from trainer.sampling.reveal import dense_ranks
-from trainer.sampling.whole_row import NoiseUse, WholeRow
+from trainer.sampling.noise_use import NoiseUse
+from trainer.sampling.rules.draws import SampleKeys, position_uniforms, race
+from trainer.sampling.rules.order import ancestral_steps, ancestral_times, random_ranks
+from trainer.sampling.rules.revealing import dense_ranks
+from trainer.sampling.whole_row import WholeRow
 from trainer.students.registry import Student
 
 SAMPLERS = (

@@ -12,9 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tests.trainer.sampling_cases import LENGTH, draw, tiny_student
-from trainer.sampling import make_sampler, reveal, token_rule
-from trainer.sampling.reveal import row_groups
-from trainer.sampling.token_rule import TokenRule
+from trainer.sampling import make_sampler
+from trainer.sampling.rules import revealing, token_rule
+from trainer.sampling.rules.revealing import row_groups
+from trainer.sampling.rules.token_rule import TokenRule
 
 CASES = {
     "one pass": ("mdlm", None, "ancestral", {"nfe": 1}),
@@ -44,7 +45,7 @@ def test_samples_do_not_depend_on_the_groups(
         return choose(self, log_probs, keys)  # type: ignore[arg-type]
 
     monkeypatch.setattr(token_rule.TokenRule, "choose", recorded)
-    monkeypatch.setattr(reveal, "POSITIONS_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(revealing, "POSITIONS_AT_A_TIME", at_a_time)
     grouped = draw(student, sampler, ids)
     assert torch.equal(grouped.tokens, whole.tokens) and torch.equal(grouped.nfe, whole.nfe)
     assert max(sizes) <= max(at_a_time, LENGTH)
@@ -53,7 +54,7 @@ def test_samples_do_not_depend_on_the_groups(
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.integers(1, 30))
 def test_groups_cover_the_rows_once_and_keep_to_the_bound(counts: list[int], most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reveal, "POSITIONS_AT_A_TIME", most)
+        patch.setattr(revealing, "POSITIONS_AT_A_TIME", most)
         groups = [counts[group] for group in row_groups(counts)]
     assert [count for group in groups for count in group] == counts
     assert all(group and (sum(group) <= most or len(group) == 1) for group in groups)

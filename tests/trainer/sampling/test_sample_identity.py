@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from transformers import AutoModel
 
+from shards.base import exclusive
 from tests.trainer.sample_cli_cases import command, save, save_models
 from trainer.sampling.verifier import load_verifier
-from trainer.training.interruption import exclusive
 
 
 @pytest.fixture(scope="module")

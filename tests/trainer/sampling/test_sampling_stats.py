@@ -22,7 +22,7 @@ from benchmarks.float32_truncation import (
     through_the_sampler,
 )
 from benchmarks.sampler_statistics import Goldens, chi_square, run_case, run_tau
-from trainer.sampling.token_rule import TokenRule
+from trainer.sampling.rules.token_rule import TokenRule
 
 NUM = 20_000
 

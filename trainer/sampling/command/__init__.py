@@ -1,4 +1,9 @@
-"""DOOR: trainer.sampling.command."""
+"""What ``gdistill-sample`` does: one folder of samples, resumed by the command that began it.
+
+In comes a ``Request`` (the command's options); it is settled against the student before the first
+forward pass (``request``, ``loading``, ``given_rows``). Out go ``samples.jsonl`` and
+``settings.json``, which name everything that decided the samples (``run``, ``identity``, ``file``).
+"""
 
 from __future__ import annotations
 

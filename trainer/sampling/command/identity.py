@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shards.base import GdistillError, UsageError, to_mapping
+from shards.base import GdistillError, UsageError, flatten, to_mapping
 from trainer.sampling import AdaptiveConfig, Sampler
 from trainer.students import ModelFolder, Student
-from trainer.training import flatten
 
 
 def student_identity(loaded: ModelFolder) -> dict[str, Any]:

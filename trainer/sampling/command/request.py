@@ -11,7 +11,7 @@ import torch
 
 from shards.base import UsageError, merge, parse_override
 from shards.noise import use_noise_kernel
-from trainer.sampling import AdaptiveConfig, make_sampler, require_same_tokenizer, with_default_tau
+from trainer.sampling import AdaptiveConfig, make_sampler, require_same_tokenizer
 from trainer.sampling.command.given_rows import (
     GivenRows,
     prompted,
@@ -105,7 +105,7 @@ class Request:
             for key in reversed(path):
                 value = {key: value}
             settings = merge(settings, value)
-        sampler = with_default_tau(make_sampler(name, **settings), loaded.student)
+        sampler = make_sampler(name, **settings).settled(loaded.student)
         budgets = [with_nfe(name, sampler, nfe) for nfe in self.budgets] or [sampler]
         files = [f"samples-nfe{nfe}.jsonl" for nfe in self.budgets]
         given = self._given(loaded)

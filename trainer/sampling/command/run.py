@@ -15,13 +15,21 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from shards.base import Bar, UsageError, canonical_json, progress_bar, to_mapping, write_json_atomic
-from trainer.sampling import Sampler, SampleResult, sampling_noise
+from shards.base import (
+    Bar,
+    UsageError,
+    canonical_json,
+    exclusive,
+    progress_bar,
+    to_mapping,
+    write_json_atomic,
+)
+from trainer.sampling import Sampler, sampling_noise
 from trainer.sampling.command.file import SampleFile
 from trainer.sampling.command.given_rows import GivenRows
 from trainer.sampling.command.identity import files_of_same_run, student_identity, verifier_sha256
+from trainer.sampling.rules import SampleResult
 from trainer.students import ModelFolder, Student
-from trainer.training import exclusive
 
 SETTINGS_FILE = "settings.json"
 

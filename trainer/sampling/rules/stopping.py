@@ -1,18 +1,35 @@
-"""When a sample ends early, and when it is too monotonous to keep."""
+"""What a sampler returns; when a sample ends early, and when it is too monotonous to keep."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.base import UsageError
-from trainer.sampling.result import SampleResult
 from trainer.students import Student
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """B finished samples.
+
+    Attributes:
+        tokens: [B, L] int64; no mask id is left.
+        nfe: [B] int64, forward passes of the student that each sample took part in. Keeping a
+            key/value cache up to date costs none of its own; a verifier's are in ``details``.
+        lengths: [B] int64, tokens that belong to the sample (all L, unless it stopped early).
+        details: Further numbers per sample, each [B] (``accepted`` of the adaptive sampler, ...).
+    """
+
+    tokens: Int[Tensor, "b l"]
+    nfe: Int[Tensor, "b"]
+    lengths: Int[Tensor, "b"]
+    details: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,6 +112,14 @@ class StopRule:
         index = (lengths[:, None] + offset).clamp_min(0)
         entropy = unigram_entropy_nats(tokens.gather(1, index))
         return (lengths >= self.entropy_window) & (entropy < self.min_entropy_nats)
+
+    def details(
+        self, tokens: Int[Tensor, "b l"], lengths: Int[Tensor, "b"]
+    ) -> dict[str, Bool[Tensor, "b"]]:
+        """What ``draw`` needs to know of finished rows."""
+        if self.min_entropy_nats is None:
+            return {}
+        return {"low_entropy": self.is_monotonous(tokens, lengths)}
 
     def draw(
         self,

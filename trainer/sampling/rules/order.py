@@ -14,6 +14,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from trainer.objective import Schedule
+from trainer.sampling.rules.draws import SampleKeys, position_uniforms
+
 NOT_REVEALED = 0
 """Step of a position that is given."""
 LAST_TIME = 1e-5
@@ -62,3 +65,50 @@ def fixed_count_steps(
     """
     steps = 1 + random_ranks(uniform, masked) // num_per_step
     return torch.where(masked, steps, NOT_REVEALED)
+
+
+def ancestral_order(
+    schedule: Schedule,
+    masked: Bool[Tensor, "b l"],
+    keys: SampleKeys,
+    first: int,
+    times: Float[Tensor, "steps1"],
+) -> tuple[Int[Tensor, "b l"], Int[Tensor, "b l"]]:
+    """Ancestral steps of the masked positions, and apart from them those of the final fill.
+
+    Args:
+        schedule: p(t).
+        masked: Positions to reveal.
+        keys: Names of the draws.
+        first: Row position of column 0.
+        times: Times of the steps.
+    """
+    uniform = position_uniforms(keys, "sampling order", masked.shape[1], first)
+    survival = survival_probability(schedule, times).to(uniform.device)
+    steps = ancestral_steps(uniform, masked, survival)
+    is_left = steps >= len(times)
+    return steps.masked_fill(is_left, 0), torch.where(is_left, steps, 0)
+
+
+def survival_probability(
+    schedule: Schedule, times: Float[Tensor, "steps1"]
+) -> Float[Tensor, "steps"]:
+    """Probability that a token is still masked after step 1..T: p(t_k) / p(1), and 0 at t = 0."""
+    p = schedule.masking_probability(times)
+    return torch.where(times > 0, p / p[0], 0.0)[1:]
+
+
+def uniform_order(
+    masked: Bool[Tensor, "b l"],
+    keys: SampleKeys,
+    first: int,
+    num_per_step: Int[Tensor, "b 1"] | None = None,
+) -> tuple[Int[Tensor, "b l"], Int[Tensor, "b l"]]:
+    """Steps of the masked positions in a uniformly random order, one per step unless given.
+
+    Nothing is left for a final fill, whose steps are 0. Arguments as in :func:`ancestral_order`.
+    """
+    uniform = position_uniforms(keys, "sampling order", masked.shape[1], first)
+    one = torch.ones_like(masked[:, :1], dtype=torch.int64)
+    steps = fixed_count_steps(uniform, masked, one if num_per_step is None else num_per_step)
+    return steps, torch.zeros_like(steps)

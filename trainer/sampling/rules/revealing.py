@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trainer.sampling.draws import SampleKeys
-from trainer.sampling.token_rule import TokenRule
+from trainer.sampling.rules.draws import SampleKeys
+from trainer.sampling.rules.token_rule import TokenRule
 
 POSITIONS_AT_A_TIME = 8192
 """Most positions whose log-probabilities are held: 1.6 GB at V = 50,257. With few passes a whole

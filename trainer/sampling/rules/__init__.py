@@ -1,0 +1,32 @@
+"""The rules that samplers are composed of, none of which knows a model.
+
+In come log-probabilities and the names of samples; out go random draws (``draws``), the step in
+which each position is revealed (``order``), its token (``token_rule``), the loop over forward
+passes (``revealing``), and when a sample has ended or must be drawn anew (``stopping``). Everything
+random is a pure function of (seed, purpose, sample, position, attempt).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shards.base.door import open_door
+
+if TYPE_CHECKING:
+    from trainer.sampling.rules.draws import SampleKeys, position_chunks, race, uniforms
+    from trainer.sampling.rules.order import (
+        LAST_TIME,
+        ancestral_order,
+        ancestral_times,
+        uniform_order,
+    )
+    from trainer.sampling.rules.revealing import Predict, inference, reveal
+    from trainer.sampling.rules.stopping import SampleResult, StopRule
+    from trainer.sampling.rules.token_rule import (
+        Decision,
+        NucleusRule,
+        TokenRule,
+        check_settings,
+    )
+
+__getattr__, __dir__ = open_door(__name__, __file__)

@@ -1,0 +1,187 @@
+"""What samplers are: frozen settings that fill the masked positions of rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from jaxtyping import Int
+from torch import Tensor
+
+from shards.base import UsageError
+from shards.noise import Noise
+from trainer.sampling.noise_use import DEFAULT_TAU, NoiseUse, check_noise_settings
+from trainer.sampling.rules import (
+    Decision,
+    NucleusRule,
+    SampleKeys,
+    SampleResult,
+    StopRule,
+    TokenRule,
+    check_settings,
+    inference,
+)
+from trainer.students import Student
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler(ABC):
+    """Base of all samplers.
+
+    Attributes:
+        nucleus_p: Nucleus truncation of the prediction; 1 is off.
+        nucleus_rule: ``strict`` (the authors') or ``crossing`` (transformers').
+        decision: Draw the revealed tokens, or take the most probable ones.
+    """
+
+    nucleus_p: float = 1.0
+    nucleus_rule: NucleusRule = "strict"
+    decision: Decision = "categorical"
+
+    label: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        nfe = getattr(self, "nfe", None)
+        check_settings(self.nucleus_p, getattr(self, "tau", None), 1 if nfe is None else nfe)
+
+    @property
+    def rule(self) -> TokenRule:
+        """How tokens are chosen."""
+        return TokenRule(self.decision, self.nucleus_p, self.nucleus_rule)
+
+    def settled(self, student: Student) -> Sampler:
+        """The same sampler with everything written out that it left to the student."""
+        return self
+
+    @abstractmethod
+    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> Student:
+        """The student, if it can fill these rows by this sampler.
+
+        Raises:
+            UsageError: When it cannot.
+        """
+
+    @abstractmethod
+    def sample(
+        self,
+        student: Student,
+        tokens: Int[Tensor, "b l"],
+        sample_ids: Int[Tensor, "b"],
+        noise: Noise | None,
+        seed: int,
+    ) -> SampleResult:
+        """Fill the masked positions of B rows.
+
+        Args:
+            student: Of a kind that ``check`` lets pass.
+            tokens: The mask id where to fill; other tokens are kept. Position 0 is given.
+            sample_ids: Index of each sample: with the seed it names all randomness.
+            noise: Noise of B * L positions row by row; None for a student without conditioning.
+            seed: The user's seed.
+
+        Raises:
+            UsageError: When student, rows, noise and settings do not fit each other.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisySampler(Sampler):
+    """Base of the samplers whose student may take noise.
+
+    Attributes:
+        tau: Scale of the noise; None is 0.85 for a conditioned student and nothing for another.
+    """
+
+    tau: float | None = None
+
+    def settled(self, student: Student) -> Sampler:
+        """The same sampler with tau written out, where the student is conditioned."""
+        if student.is_conditioned and self.tau is None:
+            return replace(self, tau=DEFAULT_TAU)
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionSampler(NoisySampler):
+    """Base of the samplers that reveal tokens step by step and may draw a row anew.
+
+    Attributes:
+        redraw_noise: Independent noise at every step instead of one draw held fixed.
+        stop: Early ends and redraws.
+    """
+
+    redraw_noise: bool = False
+    stop: StopRule = StopRule()
+
+    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> Student:
+        """Settings against the student; subclasses look at the rows too."""
+        check_noise_settings(student, self.tau, self.redraw_noise)
+        self.stop.check(student, tokens)
+        return student
+
+    def sample(
+        self,
+        student: Student,
+        tokens: Int[Tensor, "b l"],
+        sample_ids: Int[Tensor, "b"],
+        noise: Noise | None,
+        seed: int,
+    ) -> SampleResult:
+        """See :class:`Sampler`."""
+        able = self.check(student, tokens)
+        use = NoiseUse(noise, self.tau, self.redraw_noise).checked(student, tokens)
+
+        def draw(rows: Int[Tensor, "m"], attempt: int) -> SampleResult:
+            keys = SampleKeys(seed, sample_ids[rows], attempt)
+            return self.fill(able, tokens[rows], use.of(rows, attempt), keys)
+
+        with inference(student):
+            return self.stop.draw(draw, len(tokens), tokens.device)
+
+    @abstractmethod
+    def fill(
+        self, student: Any, tokens: Int[Tensor, "b l"], use: NoiseUse, keys: SampleKeys
+    ) -> SampleResult:
+        """One attempt at some rows by the student that ``check`` gave back."""
+
+
+def check_rows(student: Student, tokens: Int[Tensor, "b l"]) -> None:
+    """Refuse rows that no student can fill.
+
+    Raises:
+        UsageError: When a row is longer than the student's, and as ``check_tokens``.
+    """
+    check_tokens(student, tokens)
+    if tokens.shape[1] > student.config.row_length:
+        raise UsageError(
+            "rows longer than the student's",
+            where="length",
+            got=f"{tokens.shape[1]} tokens",
+            expected=f"at most {student.config.row_length}",
+            remedy="only the block sampler goes beyond the trained length",
+        )
+
+
+def check_tokens(student: Student, tokens: Int[Tensor, "b l"]) -> None:
+    """Refuse tokens that no student can start from.
+
+    Raises:
+        UsageError: When position 0 is masked or a token is out of the vocabulary.
+    """
+    if bool((tokens[:, 0] == student.mask_id).any()):
+        raise UsageError(
+            "position 0 is always given",
+            where="tokens[:, 0]",
+            got="the mask id",
+            remedy="begin rows with the bos token or a prompt",
+        )
+    outside = (tokens < 0) | (tokens > student.mask_id)
+    if bool(outside.any()):
+        row, position = outside.nonzero()[0].tolist()
+        raise UsageError(
+            "a token is not in the vocabulary",
+            where=f"row {row}, position {position}",
+            got=int(tokens[row, position]),
+            expected=f"0..{student.mask_id - 1}, or the mask id {student.mask_id}",
+        )
