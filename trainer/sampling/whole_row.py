@@ -17,7 +17,7 @@ from trainer.students import BD3LM, MDLM, Student
 
 
 class WholeRow:
-    """The :class:`~trainer.sampling.reveal.Predict` of a student that sees the whole row.
+    """The :class:`~trainer.sampling.rules.revealing.Predict` of a student that sees the whole row.
 
     Args:
         student: An MDLM.

@@ -282,7 +282,7 @@ def test_nan_loss_names_its_rows_and_keeps_the_last_checkpoint(store: Path, tmp_
 
 
 def test_a_folder_takes_one_run_at_a_time(store: Path, tmp_path: Path) -> None:
-    from trainer.training.interruption import exclusive
+    from shards.base import exclusive
 
     with exclusive(tmp_path / "run"), pytest.raises(UsageError, match="another run"):
         train(tiny_run(), store, tmp_path / "run")
