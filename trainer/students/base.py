@@ -18,6 +18,7 @@ from trainer.objective import Batch
 from trainer.students.conditioning import GumbelConditioner
 from trainer.students.configuration import StudentConfig
 from trainer.students.dit import DiT
+from trainer.students.vocabulary_attention import noise_shares
 
 
 @dataclass(frozen=True)
@@ -141,26 +142,42 @@ class Student(PreTrainedModel, ABC):
     def loss(self, batch: Batch, *, time_bounds: tuple[float, float] | None = None) -> LossOutput:
         """The training loss of a batch; see the subclass."""
 
-    def embed_noise(self, noise: Noise, tau: float = 1.0) -> Float[Tensor, "n d"]:
-        """Embeddings of n noise vectors for ``predict``.
+    def embed_noise(self, noise: Noise, tau: float = 1.0) -> Float[Tensor, "n e"]:
+        """Embeddings of n noise vectors for ``predict``: D numbers each.
+
+        A student that reads the noise again (``noise_readings``) needs its V shares too: D + V.
 
         Raises:
             UsageError: When the student was trained without noise, or on another vocabulary.
         """
         if self.conditioner is None:
             raise UsageError("this student takes no noise", where="conditioning", got="none")
-        return self.conditioner(noise, tau)
+        embedded = self.conditioner(noise, tau)
+        if not self.settings.noise_readings:
+            return embedded
+        unigram = self.conditioner.unigram_log_probs
+        prior = 0.0 if unigram is None else self.settings.prior_weight * unigram
+        return torch.cat((embedded, noise_shares(noise, tau, prior)), dim=-1)
 
     def inject(
         self,
         embeddings: Float[Tensor, "b l d"],
         masked: Bool[Tensor, "b l"],
-        noise_embeddings: Float[Tensor, "n d"],
-    ) -> Float[Tensor, "b l d"]:
-        """Put n noise embeddings at the n masked positions (row-major), replacing or adding."""
-        rows = masked.nonzero(as_tuple=True)
-        values = noise_embeddings.to(embeddings.dtype)
-        return embeddings.index_put(rows, values, accumulate=self.settings.injection == "add")
+        noise_embeddings: Float[Tensor, "n e"],
+    ) -> Float[Tensor, "b l e"]:
+        """Put n noise embeddings at the n masked positions (row-major), replacing or adding.
+
+        What is longer than the embeddings, the shares for later layers, goes behind them: zeros
+        at other positions.
+        """
+        rows, width = masked.nonzero(as_tuple=True), embeddings.shape[-1]
+        values = noise_embeddings[:, :width].to(embeddings.dtype)
+        filled = embeddings.index_put(rows, values, accumulate=self.settings.injection == "add")
+        if noise_embeddings.shape[1] == width:
+            return filled
+        shares = noise_embeddings.new_zeros(*masked.shape, noise_embeddings.shape[1] - width)
+        shares = shares.index_put(rows, noise_embeddings[:, width:])
+        return torch.cat((filled, shares), dim=-1)
 
     def _project(
         self, hidden: Float[Tensor, "b l d"], sigma_embedding: Float[Tensor, "rows c"] | None

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from shards.base import UsageError
 from trainer.objective import masked_log_probs, substituted_log_probs
@@ -67,7 +68,7 @@ class BD3LM(MDLM):
 
     def contextualize(
         self,
-        embeddings: Float[Tensor, "b l d"],
+        embeddings: Float[Tensor, "b l e"],
         clean: Int[Tensor, "b l"],
         sigma_embedding: Float[Tensor, "rows c"] | None,
     ) -> Float[Tensor, "b l d"]:
@@ -78,7 +79,7 @@ class BD3LM(MDLM):
         if self.num_blocks == 1:
             return super().contextualize(embeddings, clean, sigma_embedding)
         length = clean.shape[1]
-        both = torch.cat((embeddings, self.backbone.vocab_embed(clean)), dim=1)
+        both = torch.cat((embeddings, self._embed_clean(clean, embeddings)), dim=1)
         positions = torch.arange(length, device=clean.device).repeat(2)
         attend = self._training_attention(length, clean.device)
         return self.backbone(both, sigma_embedding, positions, attend)[:, :length]
@@ -95,7 +96,7 @@ class BD3LM(MDLM):
     def sampling_states(
         self,
         tokens: Int[Tensor, "b l"],
-        noise_embeddings: Float[Tensor, "b l d"] | None = None,
+        noise_embeddings: Float[Tensor, "b l e"] | None = None,
         sigma: Float[Tensor, "b"] | None = None,
     ) -> tuple[Float[Tensor, "b l d"], Float[Tensor, "rows c"] | None]:
         """Hidden states of a sampling pass: each block sees itself and the blocks before it.
@@ -124,7 +125,7 @@ class BD3LM(MDLM):
     def predict_block(
         self,
         block_tokens: Int[Tensor, "b block"],
-        noise_embeddings: Float[Tensor, "b block d"] | None,
+        noise_embeddings: Float[Tensor, "b block e"] | None,
         cache: KeyValueCache,
     ) -> Float[Tensor, "b block v1"]:
         """SUBS log-probabilities of the block behind the cached ones; the cache stays as it is.
@@ -166,7 +167,7 @@ class BD3LM(MDLM):
         finished: Int[Tensor, "b new"],
         block_tokens: Int[Tensor, "b block"],
         where: Bool[Tensor, "b block"],
-        noise_embeddings: Float[Tensor, "b block d"] | None,
+        noise_embeddings: Float[Tensor, "b block e"] | None,
         cache: KeyValueCache,
     ) -> Float[Tensor, "n v1"]:
         """``extend_cache`` and ``predict_block`` in one forward pass, for a sampler.
@@ -186,8 +187,7 @@ class BD3LM(MDLM):
         both = torch.cat((finished, block_tokens), dim=1)
         embeddings = self.embed(block_tokens, noise_embeddings)
         if new:
-            clean = self.backbone.vocab_embed(finished)
-            embeddings = torch.cat((clean.to(embeddings.dtype), embeddings), dim=1)
+            embeddings = torch.cat((self._embed_clean(finished, embeddings), embeddings), dim=1)
         positions, level = self._next_positions(both, cache), self._embed_sigma(None)
         keys = torch.arange(cache.length + both.shape[1], device=both.device)
         allowed = positions[:, None] // self.block_size >= keys[None, :] // self.block_size
@@ -196,6 +196,13 @@ class BD3LM(MDLM):
         cache.length += new
         logits = self.backbone.output_layer(self._masked_features(hidden, where, level))
         return masked_log_probs(logits, self.mask_id)
+
+    def _embed_clean(
+        self, tokens: Int[Tensor, "b new"], noised: Float[Tensor, "b l e"]
+    ) -> Float[Tensor, "b new e"]:
+        """Embeddings of known tokens, to be put beside noised ones; they have no noise to read."""
+        clean = self.backbone.vocab_embed(tokens).to(noised.dtype)
+        return pad(clean, (0, noised.shape[-1] - clean.shape[-1]))
 
     def _next_positions(self, tokens: Tensor, cache: KeyValueCache) -> Int[Tensor, "new"]:
         return torch.arange(cache.length, cache.length + tokens.shape[1], device=tokens.device)

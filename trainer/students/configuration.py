@@ -31,6 +31,8 @@ class StudentSettings:
         noise_transform: Marginal of the noise fed to softmax: the Gumbel draw itself, or the same
             draw transformed monotonically to a Gaussian or a uniform (the paper's ablations).
         prior_weight: w in softmax(xi + w log q), q the corpus unigram; 0 is the paper.
+        noise_readings: After how many blocks masked positions read the noise again, by attention
+            over the vocabulary: (1, 2) is behind the first and behind the second block.
         block_size: Tokens per block of a block-diffusion student; None is the whole row.
         noise_schedule: Masking probability as a function of time.
         loss_weighting: ``schedule`` weighs a masked token by p'(t) / p(t) (BD3-LM; 1/t for
@@ -59,6 +61,7 @@ class StudentSettings:
     injection: Literal["replace", "add"] = "replace"
     noise_transform: Literal["gumbel", "gaussian", "uniform"] = "gumbel"
     prior_weight: float = 0.0
+    noise_readings: tuple[int, ...] = ()
     block_size: int | None = None
     noise_schedule: Literal["loglinear", "square", "square_root", "log", "cosine"] = "loglinear"
     loss_weighting: Literal["schedule", "rate"] = "schedule"
@@ -80,6 +83,12 @@ class StudentSettings:
         _require(heads, "hidden_size", self.hidden_size, f"a multiple of {2 * self.num_heads}")
         _require(0 <= self.dropout < 1, "dropout", self.dropout, "in [0, 1)")
         _require(self.prior_weight >= 0, "prior_weight", self.prior_weight, "0 or more")
+        readings = self.noise_readings
+        readable = all(1 <= depth <= self.num_layers for depth in readings)
+        _require(readable, "noise_readings", readings, f"depths in 1..{self.num_layers}")
+        kind = (self.conditioning, self.noise_transform)
+        readable = not readings or kind == ("gumbel", "gumbel")
+        _require(readable, "noise_readings", kind, "Gumbel noise as conditioning")
         block_ok = self.block_size is None or self.block_size >= 1
         _require(block_ok, "block_size", self.block_size, "at least 1")
         times = 0 < self.min_time <= self.max_time <= 1

@@ -14,6 +14,7 @@ from torch.nn.functional import dropout, embedding, layer_norm, silu
 
 from trainer.students.attention import Attend, KeyValueCache, Rotary
 from trainer.students.configuration import StudentConfig
+from trainer.students.vocabulary_attention import VocabularyAttention
 
 LAYER_NORM_EPS = 1e-5
 NUM_FREQUENCIES = 128
@@ -202,6 +203,12 @@ class DiT(nn.Module):
             Block(config, layer, condition_size) for layer in range(settings.num_layers)
         )
         self.output_layer = Head(config, condition_size)
+        self.noise_readings = nn.ModuleDict(
+            {
+                str(depth): VocabularyAttention(config.vocab_size, settings.hidden_size)
+                for depth in settings.noise_readings
+            }
+        )
 
     def embed_sigma(self, sigma: Float[Tensor, "b"]) -> Float[Tensor, "b c"] | None:
         """The adaLN vector of each noise level; None for a plain transformer."""
@@ -209,7 +216,7 @@ class DiT(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "b l d"],
+        x: Float[Tensor, "b l e"],
         sigma_embedding: Float[Tensor, "rows c"] | None,
         positions: Int[Tensor, "l"],
         attend: Attend,
@@ -217,11 +224,17 @@ class DiT(nn.Module):
     ) -> Float[Tensor, "b l d"]:
         """Embeddings -> hidden states before the final norm.
 
-        ``sigma_embedding`` has one row per batch row, or a single row for all of them.
+        Behind the D numbers of an embedding may lie the V shares of its noise, which later layers
+        read (``Student.inject``). ``sigma_embedding`` has one row per batch row, or a single row
+        for all of them.
         """
+        width = self.vocab_embed.embedding.shape[1]
+        x, shares = x[..., :width], x[..., width:]
         rotary = Rotary.of(positions, self.head_width)
-        for block in self.blocks:
+        for depth, block in enumerate(self.blocks, start=1):
             x = block(x, sigma_embedding, rotary, attend, cache)
+            if shares.shape[-1] and str(depth) in self.noise_readings:
+                x = self.noise_readings[str(depth)](x, shares, self.output_layer.linear.weight[:-1])
         return x
 
     def start_cache(self, batch_size: int, capacity: int) -> KeyValueCache:

@@ -72,7 +72,7 @@ class MDLM(Student):
 
     def contextualize(
         self,
-        embeddings: Float[Tensor, "b l d"],
+        embeddings: Float[Tensor, "b l e"],
         clean: Int[Tensor, "b l"],
         sigma_embedding: Float[Tensor, "rows c"] | None,
     ) -> Float[Tensor, "b l d"]:
@@ -80,7 +80,7 @@ class MDLM(Student):
         positions = torch.arange(embeddings.shape[1], device=embeddings.device)
         return self.backbone(embeddings, sigma_embedding, positions, full_attention)
 
-    def _batch_noise(self, batch: Batch, mask: Bool[Tensor, "b l"]) -> Float[Tensor, "n d"]:
+    def _batch_noise(self, batch: Batch, mask: Bool[Tensor, "b l"]) -> Float[Tensor, "n e"]:
         if batch.noise is None:
             remedy = "read it from a store whose codec gives noise"
             raise UsageError("the batch carries no noise", where="conditioning", remedy=remedy)
@@ -113,7 +113,7 @@ class MDLM(Student):
     def forward(
         self,
         input_ids: Int[Tensor, "b l"],
-        noise_embeddings: Float[Tensor, "b l d"] | None = None,
+        noise_embeddings: Float[Tensor, "b l e"] | None = None,
         sigma: Float[Tensor, "b"] | None = None,
         **_: Any,
     ) -> MaskedLMOutput:
@@ -131,7 +131,7 @@ class MDLM(Student):
     def sampling_states(
         self,
         tokens: Int[Tensor, "b l"],
-        noise_embeddings: Float[Tensor, "b l d"] | None = None,
+        noise_embeddings: Float[Tensor, "b l e"] | None = None,
         sigma: Float[Tensor, "b"] | None = None,
     ) -> tuple[Float[Tensor, "b l d"], Float[Tensor, "rows c"] | None]:
         """Hidden states of a sampling pass and the noise-level vector that the head needs."""
@@ -142,7 +142,7 @@ class MDLM(Student):
         self,
         noised: Int[Tensor, "b l"],
         clean: Int[Tensor, "b l"],
-        noise_embeddings: Float[Tensor, "b l d"] | None = None,
+        noise_embeddings: Float[Tensor, "b l e"] | None = None,
         sigma: Float[Tensor, "b"] | None = None,
     ) -> Float[Tensor, "b l v1"]:
         """Raw logits of a training pass at every position; ``clean`` matters to block models."""
@@ -151,8 +151,8 @@ class MDLM(Student):
         return self._project(hidden, level)
 
     def embed(
-        self, tokens: Int[Tensor, "b l"], noise_embeddings: Float[Tensor, "b l d"] | None
-    ) -> Float[Tensor, "b l d"]:
+        self, tokens: Int[Tensor, "b l"], noise_embeddings: Float[Tensor, "b l e"] | None
+    ) -> Float[Tensor, "b l e"]:
         """Token embeddings with the noise embeddings at masked positions."""
         embeddings = self.backbone.vocab_embed(tokens)
         if noise_embeddings is None:
@@ -163,7 +163,7 @@ class MDLM(Student):
     def predict(
         self,
         tokens: Int[Tensor, "b l"],
-        noise_embeddings: Float[Tensor, "b l d"] | None = None,
+        noise_embeddings: Float[Tensor, "b l e"] | None = None,
         sigma: Float[Tensor, "b"] | None = None,
     ) -> Float[Tensor, "b l v1"]:
         """Log-probabilities of x_0 (SUBS): one-hot where a token is known, the mask never."""
@@ -174,7 +174,7 @@ class MDLM(Student):
         self,
         tokens: Int[Tensor, "b l"],
         where: Bool[Tensor, "b l"],
-        noise_embeddings: Float[Tensor, "b l d"] | None = None,
+        noise_embeddings: Float[Tensor, "b l e"] | None = None,
         sigma: Float[Tensor, "b"] | None = None,
         visible: Bool[Tensor, "b l"] | None = None,
     ) -> Float[Tensor, "n v1"]:
@@ -201,7 +201,7 @@ class MDLM(Student):
         self,
         tokens: Int[Tensor, "b new"],
         where: Bool[Tensor, "b new"],
-        noise_embeddings: Float[Tensor, "b new d"] | None,
+        noise_embeddings: Float[Tensor, "b new e"] | None,
         cache: KeyValueCache,
     ) -> Float[Tensor, "n v1"]:
         """``predict_at`` for the tokens behind the cached ones, which are not read again.
