@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
+    from evaluation.maze.jobs import Job, run_jobs, run_visibly
+    from evaluation.maze.results import NATURAL_RULE, load_task, pool
     from evaluation.maze.success import Maze, maze_success, moves_of_words
+    from evaluation.maze.teacher_decode import teacher_agreement, teacher_decode
+    from evaluation.maze.walk import TrainingProgress
 
 __getattr__, __dir__ = open_door(__name__, __file__)

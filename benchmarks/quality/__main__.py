@@ -1,0 +1,116 @@
+"""One command from the plan to the table: extract, train side by side, measure, write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import torch
+import typer
+
+from benchmarks.measure import machine
+from benchmarks.quality.maze import MazeBench
+from benchmarks.quality.plan import Plan, Recipe, Run, read_plan, recall, remember
+from benchmarks.quality.stories import StoriesBench
+from evaluation.maze import Job, TrainingProgress, run_jobs, run_visibly
+from shards.base import run_command, to_mapping, write_json_atomic
+
+FIGURES = "figures.json"
+
+
+class Bench(Protocol):
+    """A task: how one student is judged, and what is said of all of them."""
+
+    def measure(self, run: Run, folder: Path) -> Any:
+        """JSON-ready figures of the student in ``folder``."""
+
+    def summarise(self, figures: Mapping[str, Sequence[Any]], out: Path) -> list[str]:
+        """Lines of the table of recipe -> figures per seed; figures go to ``out`` + suffix."""
+
+
+def quality(
+    plan_file: Annotated[Path, typer.Argument(help="TOML file of recipes.")],
+    home: Annotated[Path | None, typer.Option(help="Stores and students.")] = None,
+    out: Annotated[Path, typer.Option(help="Results.")] = Path("benchmarks/results"),
+    extract: Annotated[
+        str, typer.Option(help="Further words of gdistill-extract: the corpus and the teacher.")
+    ] = "",
+    parallel: Annotated[int, typer.Option(help="Students trained side by side.")] = 2,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value")] = None,
+) -> None:
+    """Compare recipes; interrupted, the same command goes on."""
+    plan = read_plan(plan_file, overrides or [])
+    home = home or Path("out/quality") / plan_file.stem
+    torch.set_num_threads(1)
+    words = extract.split()
+    store = extracted(home, (*plan.extract, *words))
+    train(plan, plan.runs, store, home, parallel)
+    bench = open_bench(plan, home, words, make_judge(plan, home, parallel))
+    figures = measure(plan, home, bench)
+    out.mkdir(parents=True, exist_ok=True)
+    place = out / f"quality-{plan_file.stem}"
+    table = bench.summarise(figures, place)
+    results = {"machine": machine(torch.device("cpu")), "plan": to_mapping(plan)}
+    write_json_atomic(place.with_suffix(".json"), {**results, "recipes": figures})
+    place.with_suffix(".md").write_text("\n".join(table) + "\n", encoding="utf-8")
+    typer.echo("\n".join(table))
+
+
+def open_bench(plan: Plan, home: Path, words: Sequence[str], judge: Path | None) -> Bench:
+    """The task of the plan."""
+    if plan.task == "maze":
+        return MazeBench(plan, home)
+    return StoriesBench(plan, home, words[words.index("--teacher") + 1], judge)
+
+
+def extracted(home: Path, words: tuple[str, ...]) -> Path:
+    """The store all students share."""
+    run_visibly("extraction", ("gdistill-extract", *words, "--out", str(home)))
+    return home / "store"
+
+
+def train(plan: Plan, runs: list[Run], store: Path, home: Path, parallel: int) -> None:
+    """Train what is not trained; those that others start from come first."""
+    waves = [run for run in runs if run.recipe.init_from is None]
+    for wave in (waves, [run for run in runs if run not in waves]):
+        jobs = []
+        for run in wave:
+            command, folder = run.command(plan, store, home), home / run.folder
+            if recall(folder / "done.json", command) is None:
+                probe = TrainingProgress(folder / "metrics.jsonl")
+                jobs.append(Job(run.folder, command, folder / "train.log", 100, probe))
+        run_jobs("train", jobs, parallel, unit="%")
+        for run in wave:
+            remember(home / run.folder / "done.json", run.command(plan, store, home), True)
+
+
+def make_judge(plan: Plan, home: Path, parallel: int) -> Path | None:
+    """The second judge, trained on a store of its own; None where the plan has none."""
+    if not plan.judge:
+        return None
+    store = extracted(home / "judge-data", plan.judge)
+    judge = Run(Recipe("judge", student="ar", settings=plan.judge_settings), seed=0)
+    train(plan, [judge], store, home, parallel)
+    return home / judge.folder
+
+
+def measure(plan: Plan, home: Path, bench: Bench) -> dict[str, list[Any]]:
+    """Recipe -> figures of its students, one per seed."""
+    figures: dict[str, list[Any]] = {recipe.name: [] for recipe in plan.recipes}
+    sampling = [plan.num_samples, list(plan.sample_seeds), list(plan.nfe)]
+    for run in plan.runs:
+        folder = home / run.folder
+        key = [run.command(plan, home / "store", home), sampling]
+        found = recall(folder / FIGURES, key)
+        if found is None:
+            found = bench.measure(run, folder)
+            remember(folder / FIGURES, key, found)
+        figures[run.recipe.name].append(found)
+    return figures
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command()(quality)
+    run_command(app)

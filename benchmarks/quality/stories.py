@@ -1,0 +1,133 @@
+"""Stories as a task: text of a small real teacher, judged by it and by a model that is not it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from benchmarks.quality.ahead import Fills, Prefixes, fills
+from benchmarks.quality.plan import Plan, Run
+from evaluation.text import unigram_entropy_nats
+from shards.store import ShardStore
+from trainer import load_student
+from trainer.sampling import make_sampler, sampling_noise
+
+DISTANCES = (1, 2, 4, 8, 16, 32)
+NUM_PREFIXES = 512
+STARTS = (32, 64)
+NUCLEUS_PS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.5, 0.3, 0.0)
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    f"nucleus {p:g}": {"nucleus_p": p} for p in (1.0, 0.9, 0.8, 0.7, 0.6)
+}
+ARGMAX: Mapping[str, Mapping[str, Any]] = {"argmax": {"decision": "argmax"}}
+AHEAD_FILE = "ahead.npz"
+
+
+class StoriesBench:
+    """Judges students of one store of stories.
+
+    Args:
+        plan: Samples and passes.
+        home: Folder of the extraction.
+        teacher: Folder of the teacher.
+        judge: Folder of the second judge, an autoregressive student; None for none.
+    """
+
+    def __init__(self, plan: Plan, home: Path, teacher: str, judge: Path | None) -> None:
+        self.plan, self.home, self.teacher_folder, self.judge_folder = plan, home, teacher, judge
+
+    @cached_property
+    def judges(self) -> dict[str, Any]:
+        """Name -> causal model; the teacher comes first."""
+        from transformers import AutoModelForCausalLM
+
+        teacher = AutoModelForCausalLM.from_pretrained(self.teacher_folder, dtype=torch.float32)
+        models = {"teacher": teacher.eval()}
+        if self.judge_folder is not None:
+            models["other judge"] = load_student(self.judge_folder).eval()
+        return models
+
+    @cached_property
+    def validation(self) -> Int[Tensor, "n l"]:
+        """Rows that no student was trained on."""
+        reader = ShardStore.open(self.home / "store").split("validation", ["tokens"])
+        rows = reader.read_rows(0, min(reader.num_rows, NUM_PREFIXES))["tokens"]
+        return torch.from_numpy(np.asarray(rows)).long()
+
+    def measure(self, run: Run, folder: Path) -> dict[str, Any]:
+        """Figures of one student; its fills of prefixes go to ``ahead.npz`` beside it."""
+        student: Any = load_student(folder).eval()
+        self._save_ahead(student, folder / AHEAD_FILE)
+        ways = {**WAYS, **(ARGMAX if student.is_conditioned else {})}
+        return {
+            "samples": {
+                str(nfe): {
+                    way: self._sample(student, nfe, settings) for way, settings in ways.items()
+                }
+                for nfe in run.recipe.nfe or self.plan.nfe
+            }
+        }
+
+    def _save_ahead(self, student: Any, file: Path) -> None:
+        width = min(DISTANCES[-1], student.config.tokens_per_block)
+        arrays: dict[str, np.ndarray] = {}
+        for start in STARTS:
+            filled = fills(
+                student,
+                self.judges["teacher"],
+                Prefixes(self.validation, start, width),
+                (self.plan.sample_seeds[0], self.plan.sample_seeds[0] + 1),
+                NUCLEUS_PS,
+                own_draws=not student.is_conditioned,
+            )
+            for p, found in filled.items():
+                for name in ("nll", "equal", "repeated"):
+                    arrays[f"{start}/{p:g}/{name}"] = getattr(found, name).numpy()
+        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+
+    def _sample(self, student: Any, nfe: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Per sample: summed NLL under each judge, tokens and entropy."""
+        count, length = self.plan.num_samples, student.config.row_length
+        seed, ids = self.plan.sample_seeds[0], torch.arange(self.plan.num_samples)
+        rows = torch.full((count, length), student.mask_id)
+        rows[:, 0] = self.validation[0, 0]
+        noise, extra = None, {}
+        if student.is_conditioned:
+            noise = sampling_noise(seed, ids, length, student.config.vocab_size)
+            extra = {"tau": 1.0}
+        sampler = make_sampler(student.default_sampler, nfe=nfe, **extra, **settings)
+        tokens = sampler.sample(student, rows, ids, noise, seed).tokens
+        return {
+            "nll_sums": {name: _nll(judge, tokens) for name, judge in self.judges.items()},
+            "num_tokens": length - 1,
+            "entropies": [unigram_entropy_nats(row) for row in tokens.tolist()],
+        }
+
+
+@torch.no_grad()
+def _nll(judge: Any, tokens: Int[Tensor, "n l"]) -> list[float]:
+    logits = judge(input_ids=tokens).logits[:, :-1].float()
+    log_probs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+    return (-log_probs.double().sum(1)).tolist()
+
+
+def read_ahead(file: Path) -> dict[float, Fills]:
+    """Nucleus p -> fills behind all the starts together."""
+    arrays = np.load(file, allow_pickle=False)
+    by_p: dict[float, list[dict[str, Tensor]]] = {}
+    for start in STARTS:
+        for p in NUCLEUS_PS:
+            names = ("nll", "equal", "repeated")
+            part = {name: torch.from_numpy(arrays[f"{start}/{p:g}/{name}"]) for name in names}
+            by_p.setdefault(p, []).append(part)
+    return {
+        p: Fills(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+        for p, parts in by_p.items()
+    }

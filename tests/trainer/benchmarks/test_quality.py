@@ -1,0 +1,161 @@
+"""The quality bench: its plan, its fills of prefixes and its reading at equal entropy."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.quality.ahead import (
+    Fills,
+    Prefixes,
+    continuation_nll,
+    one_pass,
+    teacher_continuations,
+    truncated,
+)
+from benchmarks.quality.gain import gain_of_first, read_curve
+from benchmarks.quality.plan import Plan, Recipe, Run, read_plan, recall, remember
+from evaluation.maze.teacher_decode import teacher_decode
+from shards.base.errors import UsageError
+from trainer.sampling.noise import sampling_noise
+from trainer.students.registry import BD3LM, MDLM, StudentSettings
+
+VOCAB, LENGTH = 9, 12
+
+
+def make_teacher() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        initializer_range=0.5,
+        max_position_embeddings=LENGTH,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def make_student(kind: type[MDLM], **changes: Any) -> MDLM:
+    settings = StudentSettings(
+        hidden_size=16, num_layers=2, num_heads=2, condition_size=8, dropout=0.0, **changes
+    )
+    build: Any = kind.config_class.build  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    student = kind(build(settings, vocab_size=VOCAB, row_length=LENGTH)).eval()
+    for parameter in student.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return student
+
+
+def make_rows(count: int = 5) -> Any:
+    return torch.randint(VOCAB, (count, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def test_teacher_continues_as_it_decodes_whole_rows() -> None:
+    teacher, rows = make_teacher(), make_rows()
+    noise = sampling_noise(3, torch.arange(5), LENGTH, VOCAB)
+    whole = teacher_decode(teacher, rows[:, 0], noise, LENGTH)
+    prefixes = Prefixes(whole, start=4, width=6)
+    written = teacher_continuations(teacher, prefixes, prefixes.gumbels(3, VOCAB))
+    assert torch.equal(written, whole[:, 4:10])
+    nll = continuation_nll(teacher, prefixes, written)
+    log_probs = teacher(input_ids=whole).logits.log_softmax(-1)[:, :-1]
+    expected = -log_probs.gather(-1, whole[:, 1:, None])[..., 0][:, 3:9]
+    assert torch.allclose(nll, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "changes"), [(MDLM, {}), (BD3LM, {"block_size": 4})])
+def test_one_pass_sees_the_prefix_alone(kind: type[MDLM], changes: dict[str, Any]) -> None:
+    student = make_student(kind, conditioning="gumbel", **changes)
+    rows = make_rows()
+    prefixes = Prefixes(rows, start=4, width=4)
+    found = one_pass(student, prefixes, seed=5)
+    assert found.shape == (5, 4, VOCAB)
+    other = rows.clone()
+    other[:, 4:] = (other[:, 4:] + 1) % VOCAB
+    assert torch.equal(one_pass(student, Prefixes(other, 4, 4), seed=5), found)
+    other[:, 3] = (other[:, 3] + 1) % VOCAB
+    assert not torch.allclose(one_pass(student, Prefixes(other, 4, 4), seed=5), found)
+    assert not torch.allclose(one_pass(student, prefixes, seed=6), found)
+
+
+def test_truncation_by_hand() -> None:
+    log_probs = torch.tensor([0.5, 0.3, 0.2]).log()
+    assert truncated(log_probs, 0.0).isfinite().tolist() == [True, False, False]
+    assert truncated(log_probs, 0.85).isfinite().tolist() == [True, True, False]
+    assert truncated(log_probs, 1.0).isfinite().tolist()[:2] == [True, True]
+
+
+def test_fills_by_hand() -> None:
+    equal = torch.tensor([[True, True, False, True], [False, True, True, True]])
+    fill = Fills(torch.tensor([[1.0, 3.0, 5.0, 7.0], [0.0] * 4]), equal, equal)
+    assert fill.accepted().tolist() == [2, 0]
+    assert fill.nll_of_first(2) == 1.0
+    assert fill.entropy_of_first(1) == pytest.approx(math.log(2))
+    assert fill.entropy_of_first(4) == pytest.approx(-math.log(6 / 8))
+
+
+def test_a_curve_is_read_between_its_points_only() -> None:
+    curve = [(2.0, 5.0), (0.0, 1.0), (1.0, 2.0)]
+    assert read_curve(curve, 1.5) == 3.5
+    assert read_curve(curve, 0.5) == 1.5
+    assert math.isnan(read_curve(curve, 2.1))
+
+
+def test_gain_at_equal_entropy() -> None:
+    """Both on the line NLL = 2 H, the conditioned one 0.5 below it."""
+    rows, width = 400, 4
+    random = torch.Generator().manual_seed(0)
+
+    def fill(rate: float, shift: float) -> Fills:
+        repeated = torch.rand(rows, width, generator=random) < rate
+        entropy = -math.log(float(repeated[:, :2].float().mean()))
+        nll = torch.full((rows, width), 2 * entropy + shift)
+        return Fills(nll, repeated, repeated)
+
+    plain = {p: fill(rate, 0.0) for p, rate in ((1.0, 0.3), (0.9, 0.5), (0.5, 0.95))}
+    gain = gain_of_first(plain, {0.0: fill(0.7, -0.5)}, 2)
+    assert gain.value == pytest.approx(-0.5, abs=1e-5)
+    assert gain.interval[0] < -0.5 < gain.interval[1]
+
+
+def test_plan_mistakes_and_order() -> None:
+    with pytest.raises(UsageError, match="one name"):
+        Plan("maze", (), (Recipe("a"), Recipe("a")))
+    with pytest.raises(UsageError, match="init_from"):
+        Plan("maze", (), (Recipe("a", init_from="b"),))
+    plan = Plan("maze", (), (Recipe("tuned", init_from="plain"), Recipe("plain")), seeds=(3,))
+    assert [run.folder for run in plan.runs] == ["plain-seed3", "tuned-seed3"]
+    command = plan.runs[1].command(plan, Path("store"), Path("home"))
+    assert command[command.index("--init-from") + 1] == str(Path("home/plain-seed3"))
+
+
+def test_every_plan_in_the_repository_can_be_read() -> None:
+    from trainer.training import compose_run, read_recipe
+
+    files = sorted((Path(__file__).parents[3] / "benchmarks" / "quality").glob("*.toml"))
+    assert files
+    for file in files:
+        plan = read_plan(file, [])
+        for run in plan.runs:
+            settings = [*plan.settings, *run.recipe.settings]
+            source = {"student": run.recipe.student}
+            model = {"model": {"conditioning": run.recipe.conditioning}}
+            compose_run([read_recipe(plan.preset), source, model], settings)
+
+
+def test_finished_work_is_kept_with_what_it_was_made_from(tmp_path: Path) -> None:
+    file = tmp_path / "done.json"
+    assert recall(file, ["a"]) is None
+    remember(file, ("a", 1), 5)
+    assert recall(file, ("a", 1)) == 5
+    assert recall(file, ("a", 2)) is None
+    assert isinstance(Run(Recipe("Vocabulary attention, 1/t"), 2).folder, str)
+    assert Run(Recipe("Vocabulary attention, 1/t"), 2).folder == "vocabulary-attention-1-t-seed2"
