@@ -94,15 +94,66 @@ class PosteriorCodec(FreshDraws):
     ) -> dict[str, Tensor]:
         listed, ids = likeliest_tokens(log_probs, self.num_entries)
         used = listed >= math.log(self.min_probability)
+        tail = _tail_log_mass(log_probs, tokens, ids, used)
+        return self._arrays(listed, ids, used, tail, order)
+
+    def encode_likeliest(
+        self,
+        ids: Int[Tensor, "n k"],
+        log_probs: Float[Tensor, "n k"],
+        tokens: Int[Tensor, "n"],
+        token_log_probs: Float[Tensor, "n"],
+        resources: Arrays,
+    ) -> dict[str, Tensor]:
+        """Arrays of n positions from their k likeliest tokens alone, as engines give them.
+
+        Args:
+            ids: Likeliest first; -1 where fewer than k are known.
+            log_probs: Nats; -inf where the id is -1.
+            tokens: The tokens of the text.
+            token_log_probs: Their log-probabilities, nats.
+            resources: With ``unigram_log_probs`` [V].
+
+        Raises:
+            UsageError: If the codec keeps whole distributions (M >= V), which k tokens are not.
+        """
+        order = FrequencyOrder.of(resources["unigram_log_probs"])
+        vocab_size = len(order.id_of_rank)
+        if self.num_entries >= vocab_size:
+            raise UsageError(
+                "the likeliest tokens are not a whole distribution",
+                where="codec.num_entries",
+                got=self.num_entries,
+                expected=f"below the vocabulary's {vocab_size}",
+            )
+        missing = max(0, self.num_entries - ids.shape[1])
+        ids = torch.nn.functional.pad(ids, (0, missing), value=-1)[:, : self.num_entries]
+        listed = torch.nn.functional.pad(log_probs, (0, missing), value=-math.inf)
+        listed = listed[:, : self.num_entries]
+        used = (ids >= 0) & (listed >= math.log(self.min_probability))
+        listed = torch.where(used, listed, math.log(self.min_probability))
+        is_listed = (used & (ids == tokens[:, None])).any(1)
+        known = torch.where(used, listed.double().exp(), 0.0).sum(1)
+        known += torch.where(is_listed, 0.0, token_log_probs.double().exp())
+        tail = (1 - known).clamp(min=1e-30).log().float()
+        return self._arrays(listed, ids.clamp(min=0), used, tail, order)
+
+    def _arrays(
+        self,
+        listed: Float[Tensor, "n m"],
+        ids: Int[Tensor, "n m"],
+        used: Bool[Tensor, "n m"],
+        tail_log_mass: Float[Tensor, "n"],
+        order: FrequencyOrder,
+    ) -> dict[str, Tensor]:
         ranks = torch.where(used, order.rank_of_id[ids] + 1, 0)
         steps = self._levels(listed)
         steps[:, 1:] -= steps[:, :-1].clone()
         steps.mul_(used)
-        tail = _tail_log_mass(log_probs, tokens, ids, used)
         return {
-            **to_planes("entry_rank", ranks, log_probs.shape[1]),
+            **to_planes("entry_rank", ranks, len(order.id_of_rank)),
             **to_planes("entry_step", steps, self._max_step),
-            "tail_log_mass": tail.half(),
+            "tail_log_mass": tail_log_mass.half(),
         }
 
     def _levels(self, listed: Float[Tensor, "n m"]) -> Int[Tensor, "n m"]:
