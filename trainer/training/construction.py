@@ -22,6 +22,8 @@ from trainer.training.settings import RunConfig
 STORE_BUFFERS = ("time_bounds", "conditioner.unigram_log_probs")
 """Buffers that the run and its store decide, not the model that weights come from."""
 
+NOISE_PARTS = ("conditioner.", "backbone.noise_readings.")
+
 
 def student_class(name: str) -> type[Student]:
     """The student of that name.
@@ -75,13 +77,17 @@ def _refuse_foreign_settings(config: RunConfig, kind: type[Student]) -> None:
 def load_initial_weights(student: Student, directory: Path, manifest: Manifest) -> None:
     """Start from a trained student of the same shape (its block size may differ).
 
+    A conditioned student may start from one that has seen no noise. What it adds begins at zero
+    and its noise embeddings are added (``injection``), so its first loss is the source's.
+
     Args:
         student: Receives the weights.
         directory: A model folder, or the ``--out`` folder of a finished run.
         manifest: The store to train on.
 
     Raises:
-        UsageError: When there is no model, or its vocabulary, row length or weights do not fit.
+        UsageError: When there is no model, its vocabulary, row length or weights do not fit, or
+            noise embeddings would replace what the source has learnt.
     """
     source = read_model(find_model(directory))
     require_same_shape(source.config, manifest, f"--init-from {directory}")
@@ -90,8 +96,27 @@ def load_initial_weights(student: Student, directory: Path, manifest: Manifest) 
     for name in STORE_BUFFERS:
         weights.pop(name, None)
     wanted = set(target) - set(STORE_BUFFERS)
+    if student.is_conditioned and not source.is_conditioned:
+        wanted -= _silenced(student, directory)
     _require_weights({n: w.shape for n, w in weights.items()}, {n: target[n].shape for n in wanted})
     student.load_state_dict(weights, strict=False)
+
+
+def _silenced(student: Student, directory: Path) -> set[str]:
+    """Zero the matrices that bring noise in; the names of all weights that come with noise."""
+    if student.settings.injection != "add":
+        raise UsageError(
+            "the noise would replace the mask embedding that the model has learnt",
+            where="model.injection",
+            got=f"{student.settings.injection}, and a model without noise in {directory}",
+            expected="add",
+            remedy="add --set model.injection=add",
+        )
+    added = {n for n, _ in student.named_parameters() if n.startswith(NOISE_PARTS)}
+    for name in added:
+        if name.endswith(".weight"):
+            torch.nn.init.zeros_(student.get_parameter(name))
+    return added
 
 
 def require_same_shape(config: StudentConfig, manifest: Manifest, where: str) -> None:

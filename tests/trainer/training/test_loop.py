@@ -237,6 +237,35 @@ def test_init_from_takes_the_weights_to_another_block_size(store: Path, finished
         assert torch.equal(parameter, saved[name])
 
 
+@pytest.mark.parametrize("readings", ["[]", "[1]"])
+def test_noise_is_added_to_a_student_that_has_seen_none(
+    store: Path, tmp_path: Path, readings: str
+) -> None:
+    """The first loss is the source's to the last bit, whatever the noise, and noise is learnt."""
+    opened = ShardStore.open(store)
+    assert train(tiny_run(model__conditioning="none"), store, tmp_path / "plain")
+    plain = build_student(tiny_run(model__conditioning="none"), opened, tmp_path / "plain")
+    config = tiny_run(
+        model__conditioning="gumbel", model__injection="add", model__noise_readings=readings
+    )
+    student = build_student(config, opened, tmp_path / "plain")
+    trainer = Trainer(config, opened, tmp_path / "run", tmp_path / "plain")
+    batch = trainer.make_batch(next(trainer._rows()), 0)
+    output = student.loss(batch)
+    assert torch.equal(output.loss, plain.loss(replace(batch, noise=None)).loss)
+    output.loss.backward()
+    for name, parameter in student.named_parameters():
+        if name.startswith(("conditioner", "backbone.noise_readings")) and name.endswith("weight"):
+            assert parameter.grad is not None and bool(parameter.grad.abs().sum() > 0), name
+
+
+def test_noise_must_not_replace_what_a_plain_student_knows(store: Path, tmp_path: Path) -> None:
+    assert train(tiny_run(model__conditioning="none"), store, tmp_path / "plain")
+    config = tiny_run(model__conditioning="gumbel")
+    with pytest.raises(UsageError, match=r"model.injection.*expected add"):
+        build_student(config, ShardStore.open(store), tmp_path / "plain")
+
+
 def test_prior_weight_takes_the_stores_unigram(store: Path) -> None:
     student = build_student(tiny_run(model__prior_weight=1.0), ShardStore.open(store), None)
     assert student.conditioner is not None and student.conditioner.unigram_log_probs is not None
