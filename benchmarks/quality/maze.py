@@ -13,10 +13,10 @@ from torch import Tensor
 
 from benchmarks.quality.plan import Plan, Run
 from evaluation.maze import (
-    NATURAL_RULE,
     load_task,
     maze_success,
     moves_of_words,
+    natural_rule,
     pool,
     teacher_agreement,
     teacher_decode,
@@ -63,7 +63,7 @@ class MazeBench:
         if seed not in self.decodes:
             self.decodes[seed] = teacher_decode(task.teacher, rows[:, 0], noise, task.row_length)
         is_conditioned = student.is_conditioned
-        rule = NATURAL_RULE["gumbel" if is_conditioned else "none"]
+        rule = natural_rule("gumbel" if is_conditioned else "none")
         noise_settings = {"tau": 1.0} if is_conditioned else {}
         sampler = make_sampler("ancestral", nfe=nfe, decision=rule, **noise_settings)
         drawn = sampler.sample(student, rows, ids, noise if is_conditioned else None, seed)

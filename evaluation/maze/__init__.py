@@ -13,7 +13,7 @@ from shards.base.door import open_door
 
 if TYPE_CHECKING:
     from evaluation.maze.jobs import Job, run_jobs, run_visibly
-    from evaluation.maze.results import NATURAL_RULE, load_task, pool
+    from evaluation.maze.results import load_task, natural_rule, pool
     from evaluation.maze.success import Maze, maze_success, moves_of_words
     from evaluation.maze.teacher_decode import teacher_agreement, teacher_decode
     from evaluation.maze.walk import TrainingProgress

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.maze.figure import paths_figure
-from evaluation.maze.results import NATURAL_RULE
+from evaluation.maze.results import PLAIN, display_name, natural_rule
 from evaluation.maze.success import Maze, Path_
 from evaluation.report import Table, write_report
 
@@ -21,7 +21,6 @@ PAPER_MAX_PATHS = 4
 """The paper's 53% without noise at NFE 1 needs a language of at most about 4 paths: the exact
 optimum is 42% for ``k4`` and 6% for ``m57``, so its rows mean nothing beside the larger one."""
 
-NAMES = {"none": "MDLM", "gumbel": "MDLM + Gumbel"}
 NOTES = (
     "Success in % with its 95% interval. MDLM is decoded by categorical draws, MDLM + Gumbel by "
     "the argmax of its prediction (given the noise, the text is determined); the other rule of "
@@ -40,13 +39,13 @@ def success_table(results: Mapping[str, Any], layout: str) -> Table:
     kinds: list[str] = []
     rows.append(("exact optimum without noise", *(_percent(here["optimum"][str(n)]) for n in nfe)))
     kinds.append("")
-    for conditioning, name in NAMES.items():
-        cells = here["models"][conditioning][NATURAL_RULE[conditioning]]
-        rule = NATURAL_RULE[conditioning]
+    for kind, rules in here["models"].items():
+        name, rule = display_name(kind), natural_rule(kind)
+        cells = rules[rule]
         rows.append((f"{name} ({rule})", *(_with_interval(cells[str(n)]) for n in nfe)))
         kinds.append("ours")
-        if is_like_paper:
-            paper = PAPER[conditioning]
+        if is_like_paper and kind in PAPER:
+            paper = PAPER[kind]
             rows.append((f"{name}, paper", *(str(paper.get(n, "-")) for n in nfe)))
             kinds.append("paper")
     header = (f"success, {layout}", *(f"NFE {n}" for n in nfe))
@@ -60,8 +59,8 @@ def coverage_table(results: Mapping[str, Any], layout: str) -> Table:
     here = results["layouts"][layout]
     nfe = [int(steps) for steps in here["optimum"]]
     rows, kinds = [], []
-    for conditioning, name in NAMES.items():
-        cells = here["models"][conditioning][NATURAL_RULE[conditioning]]
+    for kind, rules in here["models"].items():
+        name, cells = display_name(kind), rules[natural_rule(kind)]
         for label, key, form in (
             ("distinct valid paths", "num_distinct_paths", "{:d}"),
             ("TV to the teacher", "total_variation_to_teacher", "{:.2f}"),
@@ -69,7 +68,7 @@ def coverage_table(results: Mapping[str, Any], layout: str) -> Table:
         ):
             values = (form.format(cells[str(n)][key]).rstrip("%") for n in nfe)
             rows.append((f"{name}: {label}", *values))
-            kinds.append("ours" if conditioning == "gumbel" else "")
+            kinds.append("" if kind == PLAIN else "ours")
     header = (f"coverage, {layout}", *(f"NFE {n}" for n in nfe))
     note = (
         "Total variation counts invalid samples as mass off the teacher's paths; "

@@ -22,8 +22,19 @@ from evaluation.score import Score, wilson_interval
 from shards.base import GdistillError
 from trainer.sampling import sampling_noise
 
-NATURAL_RULE = {"none": "categorical", "gumbel": "argmax"}
-"""The plain model draws from its prediction; given the noise the map is deterministic."""
+PLAIN = "none"
+"""Of the kinds of student, the one that sees no noise."""
+
+
+def natural_rule(kind: str) -> str:
+    """The plain model draws from its prediction; given the noise the map is deterministic."""
+    return "categorical" if kind == PLAIN else "argmax"
+
+
+def display_name(kind: str) -> str:
+    """What tables call a kind of student."""
+    names = {PLAIN: "MDLM", "gumbel": "MDLM + Gumbel"}
+    return names.get(kind, f"MDLM + Gumbel, {kind}")
 
 
 @dataclass(frozen=True)

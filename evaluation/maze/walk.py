@@ -1,8 +1,9 @@
 """The maze from corpus to table: every room of the house, each through its command.
 
-For each layout the teacher is trained and run once; from its shards come, per seed, an MDLM and an
-MDLM + Gumbel; both are sampled at every NFE by both decision rules, and scored against the exact
-optimum of an unconditioned model and against the teacher's own decode of the same noise.
+For each layout the teacher is trained and run once; from its shards come, per seed, an MDLM, an
+MDLM + Gumbel and what other recipes the configuration names. All are sampled at every NFE by both
+decision rules, and scored against the exact optimum of an unconditioned model and against the
+teacher's own decode of the same noise.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import Annotated, Any
 import typer
 
 from evaluation.maze.jobs import Job, check_parallel, run_jobs, run_visibly
-from evaluation.maze.report import NAMES, write_maze_report
+from evaluation.maze.report import write_maze_report
 from evaluation.maze.results import (
-    NATURAL_RULE,
+    PLAIN,
+    display_name,
     load_task,
     moves_of,
+    natural_rule,
     read_words,
     sample_file,
     sampling_floor,
@@ -33,7 +36,7 @@ from evaluation.samples import read_samples
 from shards.base import UsageError, read_toml, resolve, run_command, to_mapping, write_json_atomic
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-CONDITIONINGS = ("none", "gumbel")
+KINDS = (PLAIN, "gumbel")
 RULES = ("categorical", "argmax")
 Panels = dict[str, dict[str, tuple[Maze, Sequence[Path_ | None]]]]
 
@@ -50,6 +53,8 @@ class WalkConfig:
         num_samples: Samples per sampling seed.
         nfe: NFE budgets.
         training: Layout -> ``key=value`` settings of the trainer.
+        recipes: Kind of student -> further settings: of ``none``, of ``gumbel`` (the paper's
+            conditioner), and of any other name, a conditioned student beside these two.
     """
 
     layouts: tuple[str, ...] = ("k4", "m57")
@@ -59,6 +64,12 @@ class WalkConfig:
     num_samples: int = 1000
     nfe: tuple[int, ...] = (1, 2, 4, 8, 16)
     training: Mapping[str, list[str]] = field(default_factory=dict)
+    recipes: Mapping[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of student that are trained on every layout with every seed."""
+        return (*KINDS, *(name for name in self.recipes if name not in KINDS))
 
     def __post_init__(self) -> None:
         for name in ("layouts", "seeds", "sample_seeds", "nfe"):
@@ -73,7 +84,7 @@ class StudentRun:
     """One student of the walk and where its files are."""
 
     layout: str
-    conditioning: str
+    kind: str
     seed: int
     home: Path
 
@@ -83,11 +94,16 @@ class StudentRun:
 
     @property
     def directory(self) -> Path:
-        return self.home / self.layout / f"mdlm-{self.conditioning}-seed{self.seed}"
+        return self.home / self.layout / f"mdlm-{self.kind.replace(' ', '-')}-seed{self.seed}"
+
+    @property
+    def conditioning(self) -> str:
+        """Whether it sees noise, as the trainer says it."""
+        return PLAIN if self.kind == PLAIN else "gumbel"
 
     @property
     def name(self) -> str:
-        return f"{self.layout} {self.conditioning} seed {self.seed}"
+        return f"{self.layout} {self.kind} seed {self.seed}"
 
     def samples(self, rule: str, sample_seed: int) -> Path:
         """Folder of the samples drawn by one decision rule with one seed."""
@@ -108,7 +124,12 @@ def extract(config: WalkConfig, home: Path) -> None:
 
 def train(config: WalkConfig, runs: list[StudentRun], num_parallel: int) -> None:
     """Train every student from the shards."""
-    jobs = [_training_job(run, config.training.get(run.layout, [])) for run in runs]
+    jobs = [
+        _training_job(
+            run, [*config.training.get(run.layout, []), *config.recipes.get(run.kind, [])]
+        )
+        for run in runs
+    ]
     run_jobs("train", jobs, num_parallel, unit="%")
 
 
@@ -166,14 +187,12 @@ def collect(config: WalkConfig, runs: list[StudentRun], home: Path) -> dict[str,
 def _layout_results(
     config: WalkConfig, runs: list[StudentRun], home: Path, layout: str
 ) -> dict[str, Any]:
-    """One layout: what is true of it, then conditioning -> decision rule -> NFE -> a cell."""
+    """One layout: what is true of it, then kind -> decision rule -> NFE -> a cell."""
     task = load_task(home / layout, config.nfe)
 
-    def cell(conditioning: str, rule: str, nfe: int) -> dict[str, Any]:
+    def cell(kind: str, rule: str, nfe: int) -> dict[str, Any]:
         """All training and sampling seeds of one model kind together."""
-        same_kind = [
-            run for run in runs if (run.layout, run.conditioning) == (layout, conditioning)
-        ]
+        same_kind = [run for run in runs if (run.layout, run.kind) == (layout, kind)]
         folders = [run.samples(rule, seed) for run in same_kind for seed in config.sample_seeds]
         return score_cell(task, [sample_file(folder, nfe) for folder in folders])
 
@@ -183,11 +202,8 @@ def _layout_results(
         "optimum": {str(nfe): value for nfe, value in task.optimum.items()},
         "sampling_floor": sampling_floor(task, config.num_samples),
         "models": {
-            conditioning: {
-                rule: {str(nfe): cell(conditioning, rule, nfe) for nfe in config.nfe}
-                for rule in RULES
-            }
-            for conditioning in CONDITIONINGS
+            kind: {rule: {str(nfe): cell(kind, rule, nfe) for nfe in config.nfe} for rule in RULES}
+            for kind in config.kinds
         },
     }
 
@@ -197,7 +213,7 @@ def panels(config: WalkConfig, runs: list[StudentRun], home: Path) -> Panels:
     shown = sorted({config.nfe[0], config.nfe[len(config.nfe) // 2]})
     return {
         layout: {
-            f"{NAMES[run.conditioning]}, NFE {nfe}": _panel(config, run, home, nfe)
+            f"{display_name(run.kind)}, NFE {nfe}": _panel(config, run, home, nfe)
             for run in runs
             if (run.layout, run.seed) == (layout, config.seeds[0])
             for nfe in shown
@@ -210,7 +226,7 @@ def _panel(
     config: WalkConfig, run: StudentRun, home: Path, nfe: int
 ) -> tuple[Maze, Sequence[Path_ | None]]:
     store = home / run.layout / "store"
-    folder = run.samples(NATURAL_RULE[run.conditioning], config.sample_seeds[0])
+    folder = run.samples(natural_rule(run.kind), config.sample_seeds[0])
     samples = read_samples(sample_file(folder, nfe))
     return Maze.read(store / "corpus" / "maze.json"), moves_of(
         read_words(store / "tokenizer"), samples
@@ -231,10 +247,10 @@ def walk(
     open_folder(out)
     write_json_atomic(out / "config.json", to_mapping(settings))
     runs = [
-        StudentRun(layout, conditioning, seed, out)
+        StudentRun(layout, kind, seed, out)
         for layout in settings.layouts
         for seed in settings.seeds
-        for conditioning in CONDITIONINGS
+        for kind in settings.kinds
     ]
     extract(settings, out)
     train(settings, runs, parallel)

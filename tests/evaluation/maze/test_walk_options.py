@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from evaluation.maze import walk as maze_walk
 from evaluation.maze.jobs import run_jobs, script
-from evaluation.maze.results import sample_file
-from evaluation.maze.walk import WalkConfig, app
+from evaluation.maze.results import display_name, natural_rule, sample_file
+from evaluation.maze.walk import StudentRun, WalkConfig, app
 from shards.base.errors import GdistillError, UsageError
 
 CONFIG = Path(__file__).resolve().parents[3] / "configs" / "maze-demo.toml"
@@ -48,6 +48,21 @@ def test_the_config_documents_the_fields_it_has() -> None:
     section = (WalkConfig.__doc__ or "").split("Attributes:")[1]
     documented = re.findall(r"^\s+(\w+): ", section, flags=re.MULTILINE)
     assert documented == [field.name for field in dataclasses.fields(WalkConfig)]
+
+
+def test_recipes_add_students_beside_the_two_usual_ones(tmp_path: Path) -> None:
+    config = WalkConfig(recipes={"none": ["a=1"], "read again": ["b=2"]})
+    assert config.kinds == ("none", "gumbel", "read again")
+    run = StudentRun("m57", "read again", 3, tmp_path)
+    assert (run.conditioning, run.directory.name) == ("gumbel", "mdlm-read-again-seed3")
+    assert (display_name("read again"), natural_rule("read again")) == (
+        "MDLM + Gumbel, read again",
+        "argmax",
+    )
+    assert (StudentRun("k4", "none", 1, tmp_path).conditioning, natural_rule("none")) == (
+        "none",
+        "categorical",
+    )
 
 
 def test_samples_of_one_budget_are_found_under_the_name_the_sampler_gives(tmp_path: Path) -> None:
