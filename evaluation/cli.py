@@ -1,24 +1,42 @@
-"""``gdistill-eval``: score a folder of samples."""
+"""``gdistill-eval``: score a folder of samples, and what is made of scores."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
-from evaluation.report import Table, open_folder, write_report
-from evaluation.samples import SampleSet, find_sample_files, read_samples
-from evaluation.score import Score
+from evaluation.report import open_folder, write_report
+from evaluation.samples import find_sample_files, read_samples
+from evaluation.score_tables import cautions_of, results_of, tables_of
 from evaluation.scorers import ScoreOptions, make_scorers
 from shards.base import run_command
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-Scored = Sequence[tuple[SampleSet, Sequence[Score]]]
+DEFAULT = "score"
 
 
-@app.command()
+class DefaultGroup(TyperGroup):
+    """``gdistill-eval SAMPLES`` is ``gdistill-eval score SAMPLES``."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if args and args[0] not in self.commands and args[0] != "--help":
+            args = [DEFAULT, *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=DefaultGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Score samples. Without a command's name: score. A folder of that name is ./NAME.",
+)
+
+
+@app.command(DEFAULT)
 def evaluate(
     samples: Annotated[
         Path, typer.Argument(help="Folder or .jsonl file written by gdistill-sample.")
@@ -48,68 +66,38 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(help="Where to write; the sample folder unless told.")
     ] = None,
-    device: Annotated[str, typer.Option(help="Device of the judge: auto, cpu or cuda.")] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="Device of the judge: cpu or cuda (a GPU if there is one).")
+    ] = None,
 ) -> None:
-    """Score samples: entropy always, more with --judge, --reference or --maze."""
-    options = ScoreOptions(judge, reference, maze, max_tokens, stride, device)
-    sets = [read_samples(file, _folder(samples)) for file in find_sample_files(samples)]
-    directory = out or _folder(samples)
+    """Score samples: entropy always, more with --judge, --reference or --maze.
+
+    Interrupted, the same command goes on: what a judge has read is kept beside the results.
+    """
+    folder = samples if samples.is_dir() else samples.parent
+    directory = out or folder
+    options = ScoreOptions(
+        judge, reference, maze, max_tokens, stride, device, kept=directory / "judged"
+    )
+    sets = [read_samples(file, folder) for file in find_sample_files(samples)]
     open_folder(directory)
     scorers = make_scorers(options, sets)
     scored = [(one, [score for scorer in scorers for score in scorer(one)]) for one in sets]
-    table = score_table(scored)
+    tables, cautions = tables_of(scored), cautions_of(scored)
     page = write_report(
         directory,
         title="Scores",
         summary=f"{len(scored)} sample file(s) under {samples}.",
-        tables=[table],
+        tables=tables,
         figures=[],
         results=results_of(scored),
+        cautions=cautions,
     )
-    typer.echo(table.to_text())
+    for table in tables:
+        typer.echo(table.to_text() + "\n")
+    for caution in cautions:
+        typer.echo(f"caution: {caution}", err=True)
     typer.echo(f"wrote {directory / 'results.json'} and {page}")
-
-
-def _folder(samples: Path) -> Path:
-    return samples if samples.is_dir() else samples.parent
-
-
-def results_of(scored: Scored) -> dict[str, Any]:
-    """Content of ``results.json``: file -> what is known of its samples, and their scores."""
-    return {
-        str(samples.source): {
-            "settings": samples.settings,
-            "nfe_mean": samples.nfe_mean,
-            "scores": [score.to_json() for score in scores],
-        }
-        for samples, scores in scored
-    }
-
-
-def score_table(scored: Scored) -> Table:
-    """One row per sample file, one column per score, intervals in brackets."""
-    names = [score.name for score in scored[0][1]]
-    rows = tuple(
-        (samples.name, str(len(samples.tokens)), _nfe(samples), *map(_cell, scores))
-        for samples, scores in scored
-    )
-    notes = tuple(
-        f"{score.name}: " + ", ".join(f"{key} {value}" for key, value in score.settings.items())
-        for score in scored[0][1]
-        if score.settings
-    )
-    return Table("Scores", ("samples", "n", "NFE", *names), rows, notes=notes)
-
-
-def _nfe(samples: SampleSet) -> str:
-    return "-" if samples.nfe_mean is None else f"{samples.nfe_mean:.1f}"
-
-
-def _cell(score: Score) -> str:
-    text = f"{score.value:.3f}" if abs(score.value) < 100 else f"{score.value:.1f}"
-    if score.interval:
-        text += f" [{score.interval[0]:.3g}, {score.interval[1]:.3g}]"
-    return text
 
 
 def main() -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from evaluation.bootstrap import PerSample
+
 
 @dataclass(frozen=True)
 class Score:
@@ -19,6 +21,8 @@ class Score:
         interval: 95% confidence interval, or None when it has no sampling error or none is known.
         settings: What the number depends on (judge, windows, aggregate, seeds).
         details: Further figures that belong to it.
+        cautions: Why the number should not be trusted as it stands, one sentence each.
+        per_sample: What it is made of, sample by sample; None where it is no function of that.
     """
 
     name: str
@@ -27,6 +31,8 @@ class Score:
     interval: tuple[float, float] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     details: Mapping[str, Any] = field(default_factory=dict)
+    cautions: tuple[str, ...] = ()
+    per_sample: PerSample | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The score as JSON-ready values; a non-finite value becomes null."""
@@ -37,6 +43,8 @@ class Score:
             "interval_95": [_finite(bound) for bound in self.interval] if self.interval else None,
             "settings": dict(self.settings),
             "details": {key: _finite(value) for key, value in self.details.items()},
+            "cautions": list(self.cautions),
+            "per_sample": self.per_sample.to_json() if self.per_sample else None,
         }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from evaluation.text import entropy_score
 from shards.base import UsageError
 
 if TYPE_CHECKING:
-    from evaluation.text import JudgeModel
+    from evaluation.text import JudgeModel, ReadingLimits
 
 Scorer = Callable[[SampleSet], list[Score]]
 DEFAULT_MAX_TOKENS = 1024
@@ -32,7 +32,9 @@ class ScoreOptions:
         max_tokens: Texts are truncated to this many judge tokens; None for
             :data:`DEFAULT_MAX_TOKENS` and, unless a stride is given, at most the judge's context.
         stride: Tokens between windows; None for half a window.
-        device: Of the judge.
+        device: Of the judge; None for ``auto``.
+        kept: Folder for what a judge has read, so that an interrupted evaluation resumes; None
+            keeps nothing.
     """
 
     judge: str | None = None
@@ -40,12 +42,13 @@ class ScoreOptions:
     maze: Path | None = None
     max_tokens: int | None = None
     stride: int | None = None
-    device: str = "auto"
+    device: str | None = None
+    kept: Path | None = None
 
     def __post_init__(self) -> None:
         if self.judge is not None:
             return
-        for name in ("reference", "max_tokens", "stride"):
+        for name in ("reference", "max_tokens", "stride", "device"):
             if getattr(self, name) is not None:
                 raise UsageError(
                     "an option that needs a judge",
@@ -70,7 +73,7 @@ def make_scorers(options: ScoreOptions, sets: Sequence[SampleSet]) -> list[Score
         GdistillError: For a reference or maze file with something else in it, or samples without
             text where text is scored.
     """
-    scorers: list[Scorer] = [lambda samples: [entropy_score(samples.tokens)]]
+    scorers: list[Scorer] = [lambda samples: [entropy_score(samples.tokens, samples.indices)]]
     if options.judge is not None or options.maze is not None:
         for samples in sets:
             samples.require_texts()
@@ -102,23 +105,45 @@ def _maze_scorer(file: Path) -> Scorer:
 
 def _judge_scorers(options: ScoreOptions, name: str, sets: Sequence[SampleSet]) -> list[Scorer]:
     # Imported here, so that scores without a model do not wait for transformers.
-    from evaluation.text import generative_perplexity, load_judge, reading_limits
+    from evaluation.text import JudgeMemory, generative_perplexity, load_judge
 
     references = _references(options.reference, sets)
-    judge = load_judge(name, options.device)
-    limit, stride = options.max_tokens, options.stride
-    if limit is None:
-        within = judge.context_length if stride is None else DEFAULT_MAX_TOKENS
-        limit = min(DEFAULT_MAX_TOKENS, within)
-    reading_limits(judge, stride, limit)  # refused here, before the first file is scored
+    judge = load_judge(name, options.device or "auto")
+    limits = judge_limits(judge, options)  # refused here, before the first file is scored
+    memory = JudgeMemory(options.kept, {**judge.identity, **asdict(limits)})
 
     def perplexity(samples: SampleSet) -> list[Score]:
-        texts, where = samples.require_texts(), samples.source
-        return [generative_perplexity(judge, texts, stride=stride, max_tokens=limit, where=where)]
+        return [
+            generative_perplexity(
+                judge,
+                samples.require_texts(),
+                stride=limits.stride_tokens,
+                max_tokens=limits.max_tokens,
+                indices=samples.indices,
+                memory=memory,
+                where=samples.source,
+            )
+        ]
 
     if references is None:
         return [perplexity]
-    return [perplexity, _mauve_scorer(judge, references, min(limit, judge.context_length))]
+    shortest = min(limits.max_tokens, judge.context_length)
+    return [perplexity, _mauve_scorer(judge, references, shortest, options.kept)]
+
+
+def judge_limits(judge: JudgeModel, options: ScoreOptions) -> ReadingLimits:
+    """How the judge reads, by the options and the defaults that they tell of.
+
+    Raises:
+        UsageError: For a stride or limit of no use.
+    """
+    from evaluation.text import reading_limits
+
+    limit = options.max_tokens
+    if limit is None:
+        within = judge.context_length if options.stride is None else DEFAULT_MAX_TOKENS
+        limit = min(DEFAULT_MAX_TOKENS, within)
+    return reading_limits(judge, options.stride, limit)
 
 
 def _references(file: Path | None, sets: Sequence[SampleSet]) -> list[str] | None:
@@ -133,10 +158,15 @@ def _references(file: Path | None, sets: Sequence[SampleSet]) -> list[str] | Non
     return references
 
 
-def _mauve_scorer(judge: JudgeModel, references: Sequence[str], max_tokens: int) -> Scorer:
-    from evaluation.text import last_hidden_features, mauve_score
+def _mauve_scorer(
+    judge: JudgeModel, references: Sequence[str], max_tokens: int, kept: Path | None
+) -> Scorer:
+    from evaluation.text import mauve_score, text_features
 
-    features = last_hidden_features(judge, references, max_tokens)
-    return lambda samples: [
-        mauve_score(judge, samples.require_texts(), features, max_tokens=max_tokens)
-    ]
+    real = text_features(judge, references, max_tokens, kept)
+
+    def score(samples: SampleSet) -> list[Score]:
+        ours = text_features(judge, samples.require_texts(), max_tokens, kept)
+        return [mauve_score(judge, ours, real, max_tokens=max_tokens)]
+
+    return score

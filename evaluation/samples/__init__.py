@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
+    from evaluation.samples.drawn import drawn_with
     from evaluation.samples.references import read_references
     from evaluation.samples.samples import SampleSet, find_sample_files, read_samples
 

@@ -24,6 +24,8 @@ class SampleSet:
         nfe: Forward passes made for each sample; None where the file does not tell.
         lines: The line of the file that holds each sample, counted from 1.
         seed: Seed of the run.
+        sampler: The sampler's settings for this file, its name among them; empty where the file
+            does not tell.
         settings: Everything else the sampler wrote down.
         source: The jsonl file.
     """
@@ -35,6 +37,7 @@ class SampleSet:
     nfe: list[int | None]
     lines: list[int]
     seed: int
+    sampler: dict[str, Any]
     settings: dict[str, Any]
     source: Path
 
@@ -96,9 +99,12 @@ def read_samples(file: Path, folder: Path | None = None) -> SampleSet:
 
     Raises:
         UsageError: When the file cannot be read or is empty.
-        GdistillError: For a line that is not a sample, naming file and line.
+        GdistillError: For a line that is not a sample, or one drawn by another run than the first,
+            naming file and line.
     """
     records = [_checked(record, file) for record in read_records(file, "sample")]
+    settings = _read_settings(file.with_name("settings.json"))
+    _require_one_run(records, settings, file)
     records.sort(key=lambda record: record.values["index"])
     values = [record.values for record in records]
     return SampleSet(
@@ -108,8 +114,9 @@ def read_samples(file: Path, folder: Path | None = None) -> SampleSet:
         indices=[record["index"] for record in values],
         nfe=[record["nfe"] for record in values],
         lines=[record.line for record in records],
-        seed=values[0]["seed"],
-        settings=_read_settings(file.with_name("settings.json")),
+        seed=next((value["seed"] for value in values if value["seed"] is not None), 0),
+        sampler=values[0]["settings"],
+        settings=settings,
         source=file,
     )
 
@@ -129,14 +136,57 @@ def _checked(record: Record, file: Path) -> Record:
         )
     if text is not None and not is_text(text):
         raise _wrong("text", text, where, "a Unicode string or null")
-    defaults = {"index": record.line - 1, "nfe": None, "seed": 0}
+    defaults = {"index": record.line - 1, "nfe": None, "seed": None}
+    sampler, digest = values.get("settings", {}), values.get("config_sha256")
+    if not isinstance(sampler, dict):
+        raise _wrong("settings", sampler, where, "an object, the sampler's settings")
     fields: dict[str, Any] = {"tokens": tokens, "text": text}
+    fields |= {"settings": sampler, "config_sha256": digest}
     for name, default in defaults.items():
         value = values.get(name)
         if value is not None and not _is_count(value):
             raise _wrong(name, value, where, "a whole number >= 0")
         fields[name] = default if value is None else value
     return Record(record.line, fields)
+
+
+def _require_one_run(records: list[Record], settings: dict[str, Any], file: Path) -> None:
+    """Refuse a file that several runs, or a run with another vocabulary, were mixed into.
+
+    A score of a mixture describes neither.
+    """
+    vocab_size = settings.get("vocab_size")
+    first: dict[str, Any] = {}
+    indices: set[int] = set()
+    for line, values in records:
+        for name in ("seed", "settings", "config_sha256"):
+            if values[name] is not None and values[name] != first.setdefault(name, values[name]):
+                raise _mixed(f"{file}:{line}, {name}", values[name], first[name], "as above it")
+        if values["index"] in indices:
+            raise _mixed(f"{file}:{line}, index", values["index"], "one sample an index", "")
+        indices.add(values["index"])
+        if type(vocab_size) is int and max(values["tokens"], default=0) > vocab_size:
+            raise GdistillError(
+                "the samples are of another tokenizer than settings.json tells of",
+                where=f"{file}:{line}",
+                got=f"token {max(values['tokens'])}",
+                expected=f"at most {vocab_size}",
+                remedy="restore the settings.json that the sampler wrote",
+            )
+    digest = settings.get("config_sha256")
+    if digest is not None and first.get("config_sha256", digest) != digest:
+        where = f"{file.with_name('settings.json')}, config_sha256"
+        raise _mixed(where, digest, first["config_sha256"], "as in the samples")
+
+
+def _mixed(where: object, got: object, expected: object, of: str) -> GdistillError:
+    return GdistillError(
+        "samples of different runs are mixed",
+        where=where,
+        got=short(got),
+        expected=f"{short(expected)} {of}".strip(),
+        remedy="give each run a folder of its own",
+    )
 
 
 def _is_count(value: object) -> bool:

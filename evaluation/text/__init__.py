@@ -13,7 +13,14 @@ from shards.base.door import open_door
 if TYPE_CHECKING:
     from evaluation.text.diversity import entropy_score, unigram_entropy_nats
     from evaluation.text.judge import JudgeModel, load_judge
-    from evaluation.text.mauve_divergence import check_counts, last_hidden_features, mauve_score
-    from evaluation.text.perplexity import generative_perplexity, reading_limits
+    from evaluation.text.mauve_divergence import check_counts, mauve_score
+    from evaluation.text.mauve_features import text_features
+    from evaluation.text.memory import JudgedText, JudgeMemory
+    from evaluation.text.perplexity import (
+        ReadingLimits,
+        generative_perplexity,
+        read_texts,
+        reading_limits,
+    )
 
 __getattr__, __dir__ = open_door(__name__, __file__)

@@ -16,9 +16,8 @@ from shards.language_model import (
     resolve_device,
 )
 
-UNLIMITED_CONTEXT_TOKENS = 1024
-"""Window of a judge that reads texts of any length (Mamba, Bloom): GPT-2's, so that figures of
-judges compare."""
+UNLIMITED_CONTEXT = 1024
+"""Window over texts for models that set no limit (Mamba, Bloom): that of the published numbers."""
 
 
 @dataclass(frozen=True)
@@ -26,20 +25,27 @@ class JudgeModel:
     """Scores text it did not write.
 
     Attributes:
-        name: Hub id or local folder.
+        name: Hub id, or the name of a local folder.
         model: The network, in float32 and evaluation mode.
         tokenizer: Its tokenizer.
-        context_length: Longest window, in tokens.
-        eos_id: The token whose predictions do not count.
+        context_length: Longest input, in tokens.
         document_start_id: The token that stands in front of a text.
+        border_ids: Tokens that stand between texts; their predictions do not count.
+        weights_sha256: Hash of the weights, so that two judges of one name are told apart.
     """
 
     name: str
     model: Any
     tokenizer: Any
     context_length: int
-    eos_id: int
     document_start_id: int
+    border_ids: tuple[int, ...]
+    weights_sha256: str = ""
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a number must carry of its judge."""
+        return {"judge": self.name, "judge_sha256": self.weights_sha256}
 
 
 def load_judge(name: str, device: str = "cpu", trust_remote_code: bool = False) -> JudgeModel:
@@ -51,22 +57,35 @@ def load_judge(name: str, device: str = "cpu", trust_remote_code: bool = False) 
         trust_remote_code: Whether code that comes with the model may run.
 
     Raises:
-        UsageError: When it is no causal language model, looks ahead, or the device cannot be used.
-        GdistillError: When its weights are damaged or incomplete, or it has no end-of-text token.
+        UsageError: When there is no such model or device, or the model is not causal.
+        GdistillError: When its weights are damaged or incomplete, or its tokenizer has no border.
     """
     place = resolve_device(device)
     files = find_pretrained(name, trust_remote_code=trust_remote_code, role="judge")
-    tokenizer = _tokenizer(name, files)
-    eos = tokenizer.eos_token_id
-    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else eos
-    if eos is None:
-        raise GdistillError("the judge's tokenizer has no end-of-text token", where=name)
-    model = load_causal_model(files, device=place).network
-    context = files.context_length or UNLIMITED_CONTEXT_TOKENS
-    return JudgeModel(name, model, tokenizer, context, eos, start)
+    tokenizer = _load_tokenizer(files)
+    eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
+    borders = tuple(sorted({token for token in (bos, eos) if token is not None}))
+    if not borders:
+        raise GdistillError(
+            "the judge's tokenizer has no token between texts",
+            where=name,
+            got="neither bos nor eos",
+            expected="a token to stand in front of a text",
+            remedy="give a judge whose tokenizer_config.json names one",
+        )
+    model = load_causal_model(files, "float32", place).network
+    return JudgeModel(
+        name=files.name,
+        model=model,
+        tokenizer=tokenizer,
+        context_length=files.context_length or UNLIMITED_CONTEXT,
+        document_start_id=eos if bos is None else bos,
+        border_ids=borders,
+        weights_sha256=files.weights_sha256,
+    )
 
 
-def _tokenizer(name: str, files: PretrainedFiles) -> Any:
+def _load_tokenizer(files: PretrainedFiles) -> Any:
     try:
         return AutoTokenizer.from_pretrained(
             files.folder, trust_remote_code=files.trust_remote_code, local_files_only=True
@@ -74,7 +93,8 @@ def _tokenizer(name: str, files: PretrainedFiles) -> Any:
     except Exception as error:  # transformers lets errors of many libraries through
         raise UsageError(
             "cannot load the judge's tokenizer",
-            where=name,
+            where=files.folder,
             got=first_line(error),
-            remedy="save the tokenizer it was trained with beside it",
+            expected="the files that save_pretrained writes",
+            remedy="copy the tokenizer's files into the folder",
         ) from error

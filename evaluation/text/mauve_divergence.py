@@ -6,14 +6,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from jaxtyping import Float
 
 from evaluation.score import Score
 from evaluation.text.judge import JudgeModel
-from shards.base import UsageError, progress_bar
+from evaluation.text.mauve_features import TextFeatures
+from shards.base import UsageError
 
 MIN_TEXTS = 20
+"""Below this k-means has a single pair of clusters and the number says nothing."""
+FEW_TEXTS = 1000
+PUBLISHED_TEXTS = 5000
+LENGTH_RATIO = 1.25
+"""Mean lengths that differ by more are named: the model's last state tells a text's length."""
+SEEDS = (25, 26, 27, 28, 29)
+"""Of the k-means; 25 is mauve-text's own."""
 
 
 def check_counts(num_samples: int, num_references: int, where: object = "") -> None:
@@ -27,50 +33,18 @@ def check_counts(num_samples: int, num_references: int, where: object = "") -> N
             "too few texts for MAUVE",
             where=where,
             got=f"{num_samples} samples, {num_references} references",
-            expected=f"at least {MIN_TEXTS} a side",
+            expected=f"at least {MIN_TEXTS} a side, {PUBLISHED_TEXTS} as in published numbers",
             remedy="sample more, or score without --reference",
         )
 
 
-@torch.no_grad()
-def last_hidden_features(
-    judge: JudgeModel, texts: Sequence[str], max_tokens: int
-) -> Float[np.ndarray, "n d"]:
-    """The model's last hidden state at each text's last token, the features MAUVE clusters.
-
-    Args:
-        judge: The model and its tokenizer.
-        texts: The n texts; an empty one is read as end-of-text.
-        max_tokens: Texts are truncated to this many tokens; 1 to the judge's context.
-
-    Raises:
-        UsageError: For another limit.
-    """
-    if not 1 <= max_tokens <= judge.context_length:
-        raise UsageError(
-            "no such limit",
-            where="max_tokens",
-            got=max_tokens,
-            expected=f"1..{judge.context_length}, the context of {judge.name}",
-        )
-    features = []
-    with progress_bar("mauve features", len(texts), unit="text") as bar:
-        for text in texts:
-            ids = judge.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-            batch = torch.tensor([(ids or [judge.eos_id])[:max_tokens]])
-            output = judge.model(input_ids=batch.to(judge.model.device), output_hidden_states=True)
-            features.append(output.hidden_states[-1][0, -1].float().cpu().numpy())
-            bar.advance(1)
-    return np.stack(features)
-
-
 def mauve_score(
     judge: JudgeModel,
-    samples: Sequence[str],
-    reference_features: Float[np.ndarray, "m d"],
+    samples: TextFeatures,
+    references: TextFeatures,
     *,
     max_tokens: int,
-    seeds: Sequence[int] = (25, 26, 27, 28, 29),
+    seeds: Sequence[int] = SEEDS,
 ) -> Score:
     """MAUVE (Pillutla et al. 2021) through mauve-text, averaged over k-means seeds.
 
@@ -78,24 +52,22 @@ def mauve_score(
     score upward, so both counts are part of the result.
 
     Args:
-        judge: The model for the features, and its tokenizer.
-        samples: Decoded samples.
-        reference_features: :func:`last_hidden_features` of m texts of the real distribution, by
-            the same judge and limit; computed once for all sample files.
-        max_tokens: Texts are truncated to this many tokens, at most the judge's context.
+        judge: The model the features are of.
+        samples: Features of the samples.
+        references: Features of texts of the real distribution, by the same judge and limit.
+        max_tokens: The limit the texts were truncated to.
         seeds: Of the k-means.
 
     Raises:
-        UsageError: With fewer than 20 texts on a side, or a limit outside 1..context.
+        UsageError: With fewer than 20 texts on a side.
     """
-    check_counts(len(samples), len(reference_features))
+    check_counts(len(samples.values), len(references.values))
     import mauve
 
-    sample_features = last_hidden_features(judge, samples, max_tokens)
     results: list[Any] = [
         mauve.compute_mauve(
-            p_features=reference_features,
-            q_features=sample_features,
+            p_features=references.values,
+            q_features=samples.values,
             seed=seed,
             mauve_scaling_factor=5,
             verbose=False,
@@ -106,14 +78,38 @@ def mauve_score(
     return Score(
         name="mauve",
         value=float(np.mean(values)),
-        num_samples=len(samples),
+        num_samples=len(samples.values),
         settings={
-            "features": judge.name,
-            "num_references": len(reference_features),
+            **judge.identity,
+            "num_references": len(references.values),
             "max_tokens": max_tokens,
             "scaling": 5,
             "seeds": list(seeds),
-            "buckets": "auto (n / 10)",
+            "buckets": int(results[0].num_buckets),
         },
-        details={"spread_over_seeds": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0},
+        details={
+            "spread_over_seeds": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0,
+            "by_seed": values,
+            "mean_tokens": float(samples.num_tokens.mean()),
+            "mean_tokens_reference": float(references.num_tokens.mean()),
+            "num_empty": samples.num_empty,
+        },
+        cautions=tuple(_cautions(samples, references)),
     )
+
+
+def _cautions(samples: TextFeatures, references: TextFeatures) -> list[str]:
+    sizes = len(samples.values), len(references.values)
+    found = []
+    if min(sizes) < FEW_TEXTS:
+        found.append(
+            f"{sizes[0]} samples and {sizes[1]} references: fewer than {FEW_TEXTS:,} a side bias "
+            f"MAUVE upward and make it coarse ({PUBLISHED_TEXTS:,} are usual)"
+        )
+    ours, theirs = samples.num_tokens.mean(), references.num_tokens.mean()
+    if max(ours, theirs) > LENGTH_RATIO * min(ours, theirs):
+        found.append(
+            f"samples have {ours:.0f} tokens on average and references {theirs:.0f}: MAUVE tells "
+            "them apart by length alone"
+        )
+    return found

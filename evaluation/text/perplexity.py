@@ -2,7 +2,8 @@
 
 A text longer than the window is read in windows of ``context`` tokens that start every ``stride``
 tokens; the first scores all its positions, a later one only those that no earlier window scored.
-Position 0 has no prediction, and targets equal to the end-of-text token do not count.
+Position 0 has no prediction, and tokens that stand between texts (end of text, and the start token
+of judges that have one of their own) do not count as targets.
 
 Two aggregates circulate and differ: ``corpus`` is exp(sum nll / sum tokens) over all texts, the
 authors' number; ``per_sample`` is the mean of each text's perplexity. Both are reported.
@@ -11,6 +12,7 @@ authors' number; ``per_sample`` is the mean of each text's perplexity. Both are 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,26 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from evaluation.bootstrap import PerSample
 from evaluation.score import Score
 from evaluation.text.judge import JudgeModel
+from evaluation.text.memory import JudgedText, JudgeMemory
 from shards.base import GdistillError, UsageError, progress_bar
+
+
+@dataclass(frozen=True)
+class ReadingLimits:
+    """How a judge reads texts.
+
+    Attributes:
+        context_tokens: Longest window.
+        stride_tokens: Distance between window starts.
+        max_tokens: Texts are truncated to this many tokens, the one in front included.
+    """
+
+    context_tokens: int
+    stride_tokens: int
+    max_tokens: int
 
 
 def window_starts(length: int, context: int, stride: int) -> list[tuple[int, int]]:
@@ -62,18 +81,24 @@ def token_nll_nats(
 
 
 def counted_positions(
-    ids: Int[Tensor, "b l"], eos_id: int, attention_mask: Int[Tensor, "b l"] | None = None
+    ids: Int[Tensor, "b l"],
+    border_ids: Sequence[int],
+    attention_mask: Int[Tensor, "b l"] | None = None,
 ) -> Bool[Tensor, "b l"]:
-    """True where a token counts: not the first of its row, not end-of-text, not padding."""
-    counted = ids != eos_id
+    """True where a token counts: not the first of its row, not between texts, not padding.
+
+    Args:
+        ids: Token ids.
+        border_ids: Tokens that stand between texts (bos, eos).
+        attention_mask: 0 at padding.
+    """
+    counted = ~torch.isin(ids, torch.tensor([*border_ids], dtype=ids.dtype, device=ids.device))
     counted[:, 0] = False
     return counted if attention_mask is None else counted & attention_mask.bool()
 
 
-def reading_limits(
-    judge: JudgeModel, stride: int | None, max_tokens: int | None
-) -> tuple[int, int]:
-    """(stride, longest text) in tokens: half the judge's context and its context unless told.
+def reading_limits(judge: JudgeModel, stride: int | None, max_tokens: int | None) -> ReadingLimits:
+    """Half the judge's context as stride and its context as longest text, unless told.
 
     Raises:
         UsageError: When no text could be read that way.
@@ -97,55 +122,34 @@ def reading_limits(
             expected="at least 2: the token in front of a text counts",
             remedy="leave it out to read texts whole, up to the context",
         )
-    return stride, context if max_tokens is None else max_tokens
+    return ReadingLimits(context, stride, context if max_tokens is None else max_tokens)
 
 
-def generative_perplexity(
+def read_texts(
     judge: JudgeModel,
     texts: Sequence[str],
-    *,
-    stride: int | None = None,
-    max_tokens: int | None = None,
-    where: object = "",
-) -> Score:
-    """Score texts under a judge, after retokenizing them with the judge's tokenizer.
+    limits: ReadingLimits,
+    memory: JudgeMemory | None = None,
+) -> list[JudgedText]:
+    """What the judge makes of each text, after retokenizing it with the judge's own tokenizer.
 
     Args:
         judge: The model and its tokenizer.
-        texts: Decoded samples; an empty one is left out and counted in the details.
-        stride: Distance between windows in tokens; half the context unless told.
-        max_tokens: Texts are truncated to this many tokens, the one in front included; the
-            context unless told.
-        where: Where the texts come from, for messages.
+        texts: Decoded samples.
+        limits: From :func:`reading_limits`.
+        memory: Texts that this judge has read before with these limits, to be asked and added to.
 
     Raises:
-        UsageError: For a stride or limit of no use.
-        GdistillError: When no text has a token that counts, or the judge gives no finite number.
+        GdistillError: When the judge gives a likelihood that is no number.
     """
-    stride, limit = reading_limits(judge, stride, max_tokens)
-    rows = [_judge_ids(judge, text, limit) for text in texts]
-    sums, counts = [], []
-    with progress_bar("perplexity", sum(row.shape[1] for row in rows)) as bar:
-        for ids in rows:
+    memory = JudgeMemory() if memory is None else memory
+    new = [text for text in dict.fromkeys(texts) if text not in memory]
+    encoded = {text: _judge_ids(judge, text, limits.max_tokens) for text in new}
+    with progress_bar("perplexity", sum(ids.shape[1] for ids in encoded.values())) as bar:
+        for text, ids in encoded.items():
+            memory.add(text, _read(judge, ids, limits))
             bar.advance(ids.shape[1])
-            counted = counted_positions(ids, judge.eos_id)
-            if not counted.any():
-                continue
-            nll = token_nll_nats(
-                judge.model, ids.to(judge.model.device), judge.context_length, stride
-            )
-            sums.append(float(nll[counted].double().sum()))
-            counts.append(int(counted.sum()))
-    _check_sums(judge, sums, len(texts), where)
-    settings = {
-        "judge": judge.name,
-        "context_tokens": judge.context_length,
-        "stride_tokens": stride,
-        "max_tokens": limit,
-        "eos": "not counted",
-        "aggregate": "corpus",
-    }
-    return _summarise(np.array(sums), np.array(counts), len(texts), settings)
+    return [memory[text] for text in texts]
 
 
 def _judge_ids(judge: JudgeModel, text: str, limit: int) -> Int[Tensor, "1 l"]:
@@ -154,42 +158,106 @@ def _judge_ids(judge: JudgeModel, text: str, limit: int) -> Int[Tensor, "1 l"]:
     return torch.tensor([judge.document_start_id, *encoded])[None, :limit]
 
 
-def _check_sums(judge: JudgeModel, sums: Sequence[float], num_texts: int, where: object) -> None:
-    if not sums:
-        raise GdistillError(
-            "no sample has a token to score",
-            where=where,
-            got=f"{num_texts} texts without a token besides end-of-text",
-            remedy="look at the samples' text fields",
+def _read(judge: JudgeModel, ids: Int[Tensor, "1 l"], limits: ReadingLimits) -> JudgedText:
+    counted = counted_positions(ids, judge.border_ids)[0, 1:]
+    if not counted.any():
+        return JudgedText(
+            tuple(ids[0, 1:].tolist()), (0.0,) * counted.numel(), (False,) * len(counted)
         )
-    if not np.isfinite(sums).all():
+    device = judge.model.device
+    nll = token_nll_nats(judge.model, ids.to(device), limits.context_tokens, limits.stride_tokens)
+    if not nll.isfinite().all():
         raise GdistillError(
             "the judge gives a likelihood that is no number",
             where=judge.name,
-            got=f"{int((~np.isfinite(sums)).sum())} of {len(sums)} texts",
+            got=f"{int((~nll.isfinite()).sum())} of {nll.shape[1]} tokens of a text",
             expected="finite weights and logits",
             remedy="check the judge's weights",
         )
+    return JudgedText(
+        tuple(ids[0, 1:].tolist()), tuple(nll[0, 1:].tolist()), tuple(counted.tolist())
+    )
 
 
-def _summarise(
-    sums: np.ndarray, counts: np.ndarray, num_texts: int, settings: dict[str, Any]
+def generative_perplexity(
+    judge: JudgeModel,
+    texts: Sequence[str],
+    *,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    indices: Sequence[int] | None = None,
+    memory: JudgeMemory | None = None,
+    where: object = "",
 ) -> Score:
-    per_sample = np.exp(sums / counts)
-    draws = np.random.default_rng(0).integers(len(sums), size=(1000, len(sums)))
-    bootstrap = np.exp(sums[draws].sum(1) / counts[draws].sum(1))
-    low, high = np.quantile(bootstrap, [0.025, 0.975])
+    """Score texts under a judge.
+
+    Args:
+        judge: The model and its tokenizer.
+        texts: Decoded samples; one without a token that counts is left out, and counted in the
+            details.
+        stride: Distance between windows in tokens; half the context unless told.
+        max_tokens: Texts are truncated to this many tokens, the one in front included; the
+            context unless told.
+        indices: Sample indices; 0, 1, ... unless told.
+        memory: See :func:`read_texts`.
+        where: Where the texts come from, for messages.
+
+    Raises:
+        UsageError: For a stride or limit of no use.
+        GdistillError: When no text has a token that counts, or the judge gives no finite number.
+    """
+    limits = reading_limits(judge, stride, max_tokens)
+    readings = read_texts(judge, texts, limits, memory)
+    named = zip(indices or range(len(texts)), readings, strict=True)
+    scored = [(index, reading) for index, reading in named if any(reading.counted)]
+    if not scored:
+        raise GdistillError(
+            "no sample has a token to score",
+            where=where,
+            got=f"{len(texts)} texts without a token besides end-of-text",
+            remedy="look at the samples' text fields",
+        )
+    per_sample = PerSample(
+        indices=tuple(index for index, _ in scored),
+        numerators=tuple(reading.nll_sum_nats for _, reading in scored),
+        denominators=tuple(float(sum(reading.counted)) for _, reading in scored),
+        is_exponential=True,
+    )
+    settings = {
+        **judge.identity,
+        "context_tokens": limits.context_tokens,
+        "stride_tokens": limits.stride_tokens,
+        "max_tokens": limits.max_tokens,
+        "precision": "fp32",
+        "borders": "not counted",
+        "aggregate": "corpus",
+    }
+    return summarise(per_sample, len(texts) - len(scored), settings)
+
+
+def summarise(per_sample: PerSample, num_empty: int, settings: dict[str, Any]) -> Score:
+    """Both aggregates of texts' likelihoods, and the interval of the corpus aggregate.
+
+    Args:
+        per_sample: Nats and tokens of each text.
+        num_empty: Texts that were left out.
+        settings: What the number depends on.
+    """
+    sums, counts = np.array(per_sample.numerators), np.array(per_sample.denominators)
+    each = np.exp(sums / counts)
     return Score(
         name="generative_perplexity",
-        value=float(np.exp(sums.sum() / counts.sum())),
+        value=per_sample.value(),
         num_samples=len(sums),
-        interval=(float(low), float(high)) if len(sums) > 1 else None,
+        interval=per_sample.interval(),
         settings=settings,
         details={
-            "per_sample_mean": float(per_sample.mean()),
-            "per_sample_median": float(np.median(per_sample)),
+            "per_sample_mean": float(each.mean()),
+            "per_sample_median": float(np.median(each)),
             "nll_nats_per_token": float(sums.sum() / counts.sum()),
             "num_tokens": int(counts.sum()),
-            "num_empty": num_texts - len(sums),
+            "num_empty": num_empty,
         },
+        cautions=(f"{num_empty} texts without a token to score are left out",) if num_empty else (),
+        per_sample=per_sample,
     )

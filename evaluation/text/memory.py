@@ -1,0 +1,110 @@
+"""What a judge has read, kept beside the results: an interrupted evaluation goes on from there.
+
+One line per text, found by the text's own hash, in a file named by everything else that decides the
+numbers (the judge's weights and the windows). A torn last line is dropped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shards.base import GdistillError, canonical_json, make_folders
+
+
+@dataclass(frozen=True)
+class JudgedText:
+    """A text in the judge's tokens; the token in front of it is left out.
+
+    Attributes:
+        ids: The judge's token ids.
+        nll_nats: -log p of each, given what stands before it.
+        counted: Whether it counts; what stands between texts does not.
+    """
+
+    ids: tuple[int, ...]
+    nll_nats: tuple[float, ...]
+    counted: tuple[bool, ...]
+
+    @cached_property
+    def nll_sum_nats(self) -> float:
+        """Over the tokens that count, in float64."""
+        return float(np.array(self.nll_nats)[list(self.counted)].sum())
+
+
+class JudgeMemory:
+    """Texts that were read, in memory and, if a folder is given, on disk.
+
+    Args:
+        folder: Where the file stands; None keeps nothing.
+        identity: What decides the numbers besides the text: names the file.
+    """
+
+    def __init__(self, folder: Path | None = None, identity: dict[str, Any] | None = None) -> None:
+        self._texts: dict[str, JudgedText] = {}
+        self._file = None
+        if folder is not None:
+            name = hashlib.sha256(canonical_json(identity or {})).hexdigest()[:16]
+            self._file = folder / f"{name}.judged"
+            self._texts = _read_file(self._file)
+
+    def __contains__(self, text: str) -> bool:
+        return _key(text) in self._texts
+
+    def __getitem__(self, text: str) -> JudgedText:
+        return self._texts[_key(text)]
+
+    def add(self, text: str, reading: JudgedText) -> None:
+        """Remember a reading; it survives this process when this returns.
+
+        Raises:
+            GdistillError: When it cannot be written.
+        """
+        self._texts[_key(text)] = reading
+        if self._file is None:
+            return
+        # The shortest decimal that is the same float32: what is read back is what was computed.
+        nll = [float(str(np.float32(value))) for value in reading.nll_nats]
+        record = [_key(text), reading.ids, nll, "".join("01"[flag] for flag in reading.counted)]
+        try:
+            make_folders(self._file.parent)
+            with open(self._file, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        except OSError as error:
+            raise GdistillError(
+                "cannot keep what the judge has read", where=self._file, got=error.strerror
+            ) from error
+
+
+def _key(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read_file(file: Path) -> dict[str, JudgedText]:
+    """The whole lines of the file; a torn one, and what an editor made of one, is read again."""
+    if not file.is_file():
+        return {}
+    found = {}
+    data = file.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        file.write_bytes(whole)
+    for line in whole.splitlines():
+        try:
+            key, ids, nll, flags = json.loads(line)
+            reading = JudgedText(
+                tuple(map(int, ids)),
+                tuple(float(np.float32(value)) for value in nll),
+                tuple(flag == "1" for flag in flags),
+            )
+        except (ValueError, TypeError):
+            continue
+        if len(ids) == len(nll) == len(flags):
+            found[key] = reading
+    return found

@@ -1,0 +1,170 @@
+"""Which models may judge, what of a text they judge, and that no reading is done twice."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
+    BloomConfig,
+    BloomForCausalLM,
+)
+
+from evaluation.text import perplexity
+from evaluation.text.judge import UNLIMITED_CONTEXT, JudgeModel, load_judge
+from evaluation.text.memory import JudgedText, JudgeMemory
+from evaluation.text.perplexity import generative_perplexity, read_texts, reading_limits
+from shards.base.errors import GdistillError, UsageError
+
+
+@pytest.fixture(scope="module")
+def judge(judge_folder: Path) -> JudgeModel:
+    return load_judge(str(judge_folder))
+
+
+@pytest.fixture
+def copied(tmp_path: Path, judge_folder: Path) -> Path:
+    return Path(shutil.copytree(judge_folder, tmp_path / "copy"))
+
+
+def test_a_judge_without_one_of_its_tensors_is_refused(copied: Path) -> None:
+    """transformers would fill it with random numbers, and the perplexity with them."""
+    weights = load_file(copied / "model.safetensors")
+    name = next(name for name in weights if name.endswith("attn.c_proj.weight"))
+    del weights[name]
+    save_file(weights, copied / "model.safetensors", {"format": "pt"})
+    with pytest.raises(GdistillError, match=r"judge's weights are incomplete.*c_proj"):
+        load_judge(str(copied))
+
+
+def test_a_judge_that_sees_the_future_is_refused(copied: Path) -> None:
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = BertConfig(vocab_size=4, intermediate_size=8, max_position_embeddings=16, **shape)
+    for seed in range(2):  # whatever its weights
+        torch.manual_seed(seed)
+        BertLMHeadModel(config).save_pretrained(copied)
+        with pytest.raises(UsageError, match="the judge is not causal"):
+            load_judge(str(copied))
+
+
+def test_a_judge_without_a_limit_reads_windows_of_1024(copied: Path) -> None:
+    BloomForCausalLM(BloomConfig(vocab_size=4, hidden_size=8, n_layer=1, n_head=1)).save_pretrained(
+        copied
+    )
+    judge = load_judge(str(copied))
+    assert judge.context_length == UNLIMITED_CONTEXT
+    assert generative_perplexity(judge, ["a b " * 600]).details["num_tokens"] == 1023
+
+
+def test_a_judge_of_half_precision_weights_computes_in_float32(copied: Path) -> None:
+    weights = load_file(copied / "model.safetensors")
+    half = {name: value.bfloat16() for name, value in weights.items()}
+    save_file(half, copied / "model.safetensors", {"format": "pt"})
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    judge = load_judge(str(copied))
+    assert {value.dtype for value in judge.model.parameters()} == {torch.float32}
+
+
+def test_judges_of_one_name_are_told_apart_by_their_weights(
+    copied: Path, judge: JudgeModel
+) -> None:
+    other = load_judge(str(copied))
+    assert other.weights_sha256 == judge.weights_sha256 != ""
+    weights = load_file(copied / "model.safetensors")
+    weights["transformer.ln_f.bias"] += 1
+    save_file(weights, copied / "model.safetensors", {"format": "pt"})
+    assert load_judge(str(copied)).weights_sha256 != judge.weights_sha256
+
+
+def test_the_start_token_of_a_judge_stands_in_front_and_never_counts(copied: Path) -> None:
+    """As with ``<s>`` of LLaMA-like judges: a border inside a text is no target."""
+    file = copied / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"bos_token": "<unk>"}))
+    judge = load_judge(str(copied))
+    assert (judge.document_start_id, judge.border_ids) == (3, (2, 3))
+    plain = generative_perplexity(judge, ["a b a"])
+    assert plain.details["num_tokens"] == 3
+    bordered = generative_perplexity(judge, ["a b <unk> a <eos> b"])
+    assert bordered.details["num_tokens"] == 4
+    ids = torch.tensor([[3, 0, 1, 0]])
+    log_probs = judge.model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+    nll = -log_probs.gather(-1, ids[0, 1:, None]).sum()
+    assert plain.value == pytest.approx(math.exp(nll / 3), rel=1e-5)
+
+
+def test_a_judge_without_any_border_is_refused(copied: Path) -> None:
+    file = copied / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({k: v for k, v in config.items() if k != "eos_token"}))
+    with pytest.raises(GdistillError, match="no token between texts"):
+        load_judge(str(copied))
+
+
+def test_a_judge_that_is_not_there_is_one_line_with_a_way_out() -> None:
+    for name in ("./none", "nobody/nothing"):
+        with pytest.raises(UsageError) as caught:
+            load_judge(name)
+        assert "judge" in caught.value.what and caught.value.expected
+
+
+def test_long_texts_are_scored_in_windows_as_one_forward_pass_each(judge: JudgeModel) -> None:
+    """Context 16, stride 8, by hand: the second window scores positions 16 to 23 only."""
+    ids = torch.tensor([2] + [0, 1, 1] * 7)  # 22 tokens with the one in front
+    text = "a b b " * 7
+    first = _nll(judge, ids[:16])
+    second = _nll(judge, ids[8:])[7:]
+    score = generative_perplexity(judge, [text], stride=8, max_tokens=22)
+    assert score.details["num_tokens"] == len(first) + len(second) == 21
+    expected = torch.cat([first, second]).mean()
+    assert score.details["nll_nats_per_token"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def _nll(judge: JudgeModel, ids: torch.Tensor) -> torch.Tensor:
+    logits = judge.model(input_ids=ids[None]).logits[0, :-1]
+    return -logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+
+
+def test_readings_survive_and_are_not_made_twice(
+    tmp_path: Path, judge: JudgeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = reading_limits(judge, None, None)
+    texts = ["a b", "b b a", "", "a b"]
+    first = read_texts(judge, texts, limits, JudgeMemory(tmp_path, {"stride": 8}))
+    (file,) = tmp_path.iterdir()
+    with open(file, "ab") as torn:  # as a kill in the middle of a line leaves it
+        torn.write(b'["0011')
+    monkeypatch.setattr(perplexity, "token_nll_nats", lambda *_: pytest.fail("read again"))
+    again = read_texts(judge, texts, limits, JudgeMemory(tmp_path, {"stride": 8}))
+    assert again == first  # to the last bit
+    assert first[0] == first[3] and first[2].ids == ()
+    other = JudgeMemory(tmp_path, {"stride": 4})
+    assert "a b" not in other  # other windows give other numbers
+    assert file.read_bytes().endswith(b"\n")
+
+
+def test_a_reading_that_is_damaged_is_made_again(tmp_path: Path) -> None:
+    memory = JudgeMemory(tmp_path, {})
+    memory.add("a", JudgedText((1, 2), (0.5, 0.1), (True, False)))
+    memory.add("b", JudgedText((3,), (1.5,), (True,)))
+    (file,) = tmp_path.iterdir()
+    lines = file.read_text().splitlines()
+    file.write_text(lines[0].replace("[1,2]", "[1]") + "\n" + lines[1] + "\n")
+    again = JudgeMemory(tmp_path, {})
+    assert "a" not in again and again["b"].nll_sum_nats == 1.5
+
+
+def test_the_causal_loader_is_what_scores(judge: JudgeModel, judge_folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(judge_folder)
+    ids = torch.tensor([[2, 0, 1]])
+    ours, theirs = judge.model(input_ids=ids).logits, model(input_ids=ids).logits
+    assert (ours - theirs).abs().max() < 1e-5

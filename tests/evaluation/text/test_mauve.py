@@ -1,0 +1,101 @@
+"""MAUVE: mauve-text's own number from text to score, and every seed in it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import mauve
+import numpy as np
+import pytest
+
+from evaluation.text.judge import JudgeModel, load_judge
+from evaluation.text.mauve_divergence import mauve_score
+from evaluation.text.mauve_features import TextFeatures, text_features
+from shards.base.errors import UsageError
+
+LIMIT = 12
+
+
+@pytest.fixture(scope="module")
+def gpt2_folder(tmp_path_factory: pytest.TempPathFactory, judge_folder: Path) -> Path:
+    """mauve-text takes models with this in their name only."""
+    folder = tmp_path_factory.mktemp("models") / "gpt2-tiny"
+    return Path(shutil.copytree(judge_folder, folder))
+
+
+@pytest.fixture(scope="module")
+def judge(gpt2_folder: Path) -> JudgeModel:
+    return load_judge(str(gpt2_folder))
+
+
+def texts(seed: int, share_of_b: float) -> list[str]:
+    generator = np.random.default_rng(seed)
+    return [
+        " ".join("ab"[int(u < share_of_b)] for u in generator.random(generator.integers(3, 20)))
+        for _ in range(60)
+    ]
+
+
+def test_the_score_is_that_of_mauve_text_called_directly(
+    judge: JudgeModel, gpt2_folder: Path
+) -> None:
+    real, ours = texts(1, 0.3), [*texts(2, 0.6), ""]  # mauve-text leaves empty texts out
+    direct = [
+        mauve.compute_mauve(
+            p_text=real,
+            q_text=ours,
+            featurize_model_name=str(gpt2_folder),
+            max_text_length=LIMIT,
+            seed=seed,
+        ).mauve
+        for seed in (25, 31)
+    ]
+    features = (text_features(judge, part, LIMIT) for part in (ours, real))
+    score = mauve_score(judge, *features, max_tokens=LIMIT, seeds=(25, 31))
+    assert score.details["by_seed"] == pytest.approx(direct, abs=1e-6)
+    assert score.value == pytest.approx(np.mean(direct), abs=1e-6)
+    spread = abs(direct[0] - direct[1]) / 2**0.5
+    assert score.details["spread_over_seeds"] == pytest.approx(spread, abs=1e-6)
+    assert score.details["num_empty"] == 1 and score.num_samples == 60
+
+
+def test_every_seed_is_used(judge: JudgeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    compute = mauve.compute_mauve
+
+    def noted(**options: object) -> object:
+        seen.append(options["seed"])
+        return compute(**options)
+
+    monkeypatch.setattr(mauve, "compute_mauve", noted)
+    features = text_features(judge, texts(1, 0.3), LIMIT)
+    mauve_score(judge, features, features, max_tokens=LIMIT, seeds=(3, 4, 5))
+    assert seen == [3, 4, 5]
+
+
+def test_features_are_kept_by_content(tmp_path: Path, judge: JudgeModel) -> None:
+    first = text_features(judge, ["a b", "b"], 4, tmp_path)
+    (file,) = tmp_path.iterdir()
+    assert np.array_equal(text_features(judge, ["a b", "b"], 4, tmp_path).values, first.values)
+    text_features(judge, ["a b", "a"], 4, tmp_path)
+    text_features(judge, ["a b", "b"], 1, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+    file.write_bytes(file.read_bytes()[:-30])  # a torn file is computed again
+    assert np.array_equal(text_features(judge, ["a b", "b"], 4, tmp_path).values, first.values)
+
+
+def test_lengths_are_what_was_read(judge: JudgeModel) -> None:
+    features = text_features(judge, ["a b a", "b " * 50], 5)
+    assert features.num_tokens.tolist() == [3, 5]
+    with pytest.raises(UsageError, match="max_tokens"):
+        text_features(judge, ["a"], 17)
+
+
+def test_many_texts_of_equal_length_need_no_caution(judge: JudgeModel) -> None:
+    values = np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
+    features = TextFeatures(values, np.full(1000, 9))
+    score = mauve_score(judge, features, features, max_tokens=9, seeds=(25,))
+    assert score.cautions == () and score.settings["buckets"] == 100
+    few = TextFeatures(values[:999], np.full(999, 9))
+    assert mauve_score(judge, few, features, max_tokens=9, seeds=(25,)).cautions
