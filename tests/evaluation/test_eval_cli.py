@@ -200,7 +200,7 @@ def test_a_damaged_judge_is_refused(tmp_path: Path, judge_folder: Path) -> None:
         data = file.read_bytes()
         cut = -40 if file.suffix == ".safetensors" else len(data)
         (tmp_path / file.name).write_bytes(data[:cut])
-    with pytest.raises(GdistillError, match="cannot load the judge|damaged"):
+    with pytest.raises(GdistillError, match=r"cannot load the judge|damaged"):
         load_judge(str(tmp_path))
 
 
