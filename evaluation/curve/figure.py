@@ -1,0 +1,86 @@
+"""Perplexity against entropy, a line per model and NFE; and against NFE at one entropy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from evaluation.curve.sweep import Curve
+from evaluation.curve.table import Matched
+
+STYLES = ("-", "--", "-.", ":")
+MARKERS = "osD^vP*X"
+
+
+def curve_figure(
+    curves: Sequence[Curve], matched: Matched, entropy_nats: float, output: Path
+) -> Path:
+    """Write a PNG of both panels.
+
+    Args:
+        curves: Every model at every NFE.
+        matched: What they say at H; open marks are points of their own entropy.
+        entropy_nats: H.
+        output: The file.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (sweeps, budgets) = pyplot.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+    models = list(dict.fromkeys(curve.model for curve in curves))
+    _draw_sweeps(sweeps, curves, models)
+    sweeps.axvline(entropy_nats, color="grey", lw=0.8, ls=":")
+    _draw_budgets(budgets, matched, models)
+    budgets.set_title(f"at entropy {entropy_nats:.2f} (open: out of reach)", fontsize=9)
+    for axes in (sweeps, budgets):
+        axes.set_yscale("log")
+        axes.set_ylabel("generative perplexity")
+        axes.spines[["top", "right"]].set_visible(False)
+    sweeps.legend(frameon=False, fontsize=8, handlelength=3)
+    budgets.legend(frameon=False, fontsize=8)
+    figure.savefig(output, dpi=140)
+    pyplot.close(figure)
+    return output
+
+
+def _draw_sweeps(axes: Any, curves: Sequence[Curve], models: Sequence[str]) -> None:
+    budgets = sorted({curve.nfe for curve in curves})
+    for curve in curves:
+        place = budgets.index(curve.nfe)
+        pairs = sorted((point.entropy_nats, point.log_perplexity) for point in curve.points)
+        axes.plot(
+            [entropy for entropy, _ in pairs],
+            [math.exp(value) for _, value in pairs],
+            color=f"C{models.index(curve.model)}",
+            ls=STYLES[place % len(STYLES)],
+            marker=MARKERS[place % len(MARKERS)],
+            ms=3.5,
+            label=f"{curve.model}, NFE {curve.nfe:g}",
+        )
+    axes.set_xlabel("unigram entropy, nats (right is more varied)")
+
+
+def _draw_budgets(axes: Any, matched: Matched, models: Sequence[str]) -> None:
+    for number, model in enumerate(models):
+        cells = sorted((nfe, value) for (name, nfe), value in matched.items() if name == model)
+        color = f"C{number}"
+        reached = [(nfe, value.perplexity) for nfe, value in cells if value.is_reached]
+        if reached:
+            axes.plot(*zip(*reached, strict=True), color=color, lw=1)
+        for nfe, value in cells:
+            low, high = value.interval or (value.perplexity, value.perplexity)
+            errors = [[value.perplexity - min(low, value.perplexity)]]
+            errors.append([max(high, value.perplexity) - value.perplexity])
+            face = color if value.is_reached else "none"
+            axes.errorbar(
+                [nfe], [value.perplexity], errors, color=color, fmt="o", mfc=face, ms=5, capsize=2
+            )
+        axes.plot([], [], "o-", color=color, label=model)
+    axes.set_xscale("log", base=2)
+    ticks = sorted({nfe for _, nfe in matched})
+    axes.set_xticks(ticks, [f"{nfe:g}" for nfe in ticks])
+    axes.set_xlabel("NFE (forward passes)")
