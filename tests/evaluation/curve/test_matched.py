@@ -57,7 +57,7 @@ def test_beyond_an_end_the_last_segment_goes_on() -> None:
 
 
 def simulate(generator: np.random.Generator, is_paired: bool, num: int = 80) -> list[CurvePoint]:
-    """Two points whose true curve is log ppl = entropy - 1, with a part shared by paired samples."""
+    """Two points on the true curve log ppl = entropy - 1, with a part that paired samples share."""
     shared = generator.normal(0, 0.5, num)
     points = []
     for mean in (4.0, 5.0):
