@@ -19,7 +19,7 @@ from shards.base import (
 )
 from shards.codec import make_codec
 from shards.storage import open_location
-from shards.store import ShardStore, ShardWriter, verify
+from shards.store import MANIFEST_FILE, ShardStore, ShardWriter, verify
 from shards.store import forget as forget_shards
 from shards.tools import Description
 
@@ -40,8 +40,17 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """What a store is, from which teacher and corpus, how large and how complete."""
-    description = Description.of(ShardStore.open(store, allow_incomplete=True))
+    description = Description.of(ShardStore.open(_store_of(store), allow_incomplete=True))
     typer.echo(json.dumps(description.to_json(), indent=2) if as_json else description.to_text())
+
+
+def _store_of(place: str) -> str:
+    """The store at a place, or the one that a run there has written beside its tokens."""
+    if open_location(place).size(MANIFEST_FILE) is None:
+        inside = f"{place.rstrip('/')}/store"
+        if open_location(inside).size(MANIFEST_FILE) is not None:
+            return inside
+    return place
 
 
 @app.command(name="verify")
@@ -57,7 +66,7 @@ def verify_command(
     ] = False,
 ) -> None:
     """Hash every byte again; name every bad file and what to run. Exit code 1 if any is bad."""
-    place = ShardStore.open(store, allow_incomplete=True)
+    place = ShardStore.open(_store_of(store), allow_incomplete=True)
     with progress_bar("verify", sum(place.location.sizes().values()), unit="B") as bar:
         problems = verify(place.location, bar.advance)
     for problem in problems:
@@ -89,7 +98,8 @@ def show(
     """One row made visible: each token's probability, its noise and rank, the alternatives."""
     from shards.tools import row_figure, row_page, view_row
 
-    first, views = view_row(ShardStore.open(store, allow_incomplete=True), split, row, draw)
+    source = ShardStore.open(_store_of(store), allow_incomplete=True)
+    first, views = view_row(source, split, row, draw)
     title = f"{split} row {row} of {store}"
     figure = row_figure(views, title)
     page, picture = _beside(out)
@@ -115,11 +125,13 @@ def convert(
 ) -> None:
     """Turn stored distributions into one frozen draw of them. Resumes when interrupted."""
     from shards.tools import convert as run
+    from shards.tools import require_convertible
 
-    source = ShardStore.open(store)
+    source = ShardStore.open(_store_of(store))
     parameters = {".".join(path): value for path, value in map(parse_override, overrides or [])}
     target = make_codec(codec, **parameters)
-    _require_other(store, out)
+    require_convertible(source.codec, target)
+    _require_other(source, out)
     with progress_bar("convert", _num_tokens(source)) as bar:
         writer = run(source, out, target, bar)
     _finish(writer, out)
@@ -138,15 +150,17 @@ def subset(
     ] = None,
 ) -> None:
     """Keep the first rows: a row's number names its noise, so rows keep their places."""
+    from shards.tools import check_subset
     from shards.tools import subset as run
 
-    source = ShardStore.open(store)
+    source = ShardStore.open(_store_of(store))
     kept = _kept_rows(
         source.manifest.splits,
         splits.split(",") if splits else list(source.manifest.splits),
         {"train": (rows, "--rows"), "validation": (validation_rows, "--validation-rows")},
     )
-    _require_other(store, out)
+    check_subset(source, kept)
+    _require_other(source, out)
     with progress_bar("subset", sum(kept.values()) * source.manifest.row_length) as bar:
         writer = run(source, out, kept, bar)
     _finish(writer, out)
@@ -185,9 +199,9 @@ def merge(
     """Gather the finished shards of several stores of one identity into one, byte for byte."""
     from shards.tools import merge as run
 
-    opened = [ShardStore.open(store, allow_incomplete=True) for store in stores]
-    for store in stores:
-        _require_other(store, out)
+    opened = [ShardStore.open(_store_of(store), allow_incomplete=True) for store in stores]
+    for source in opened:
+        _require_other(source, out)
     with progress_bar("merge", _num_tokens(opened[0])) as bar:
         writer, missing = run(opened, out, bar)
     if missing:
@@ -204,8 +218,8 @@ def _num_tokens(store: ShardStore) -> int:
     return sum(store.manifest.splits.values()) * store.manifest.row_length
 
 
-def _require_other(store: str, out: str) -> None:
-    if open_location(store).url == open_location(out).url:
+def _require_other(source: ShardStore, out: str) -> None:
+    if source.location.url == open_location(out).url:
         raise UsageError("a store cannot be its own source", where="--out", got=out)
 
 

@@ -14,6 +14,7 @@ from shards.base.door import open_door
 if TYPE_CHECKING:
     from shards.base.atomic import (
         canonical_json,
+        discard_leftovers,
         fsync_path,
         make_folders,
         publish_folder,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from shards.base.console import Bar, progress_bar, run_command, stderr, without_library_bars
     from shards.base.errors import GdistillError, IntegrityError, UsageError
     from shards.base.folder_lock import exclusive
+    from shards.base.names import path_inside, safe_name
     from shards.base.process_identity import has_ended, this_process
     from shards.base.seeding import derive_seed, generator
     from shards.base.version_stamp import code_version

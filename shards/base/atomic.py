@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -36,8 +37,9 @@ def make_folders(folder: Path) -> None:
 def write_bytes_atomic(path: Path, data: bytes) -> None:
     """Write ``data`` so that ``path`` never holds a part of it, whatever kills the process.
 
-    The temporary name is one that no other process has, on any machine that shares the folder. A
-    killed process leaves it behind, ``.NAME.<32 hex digits>.tmp``: never read, safe to delete.
+    The temporary name is one that no other process has, on any machine that shares the folder: with
+    a fixed one, two that wrote the same file would write into each other's. A killed process leaves
+    it behind, ``.NAME.<32 hex digits>.tmp``: never read; see :func:`discard_leftovers`.
     """
     make_folders(path.parent)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -62,6 +64,12 @@ def publish_folder(work: Path, final: Path) -> None:
     fsync_path(work)
     work.rename(final)
     fsync_path(final.parent)
+
+
+def discard_leftovers(path: Path) -> None:
+    """Remove what killed writers left of ``path``; only for who alone may write it now."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 32}.tmp"):
+        left.unlink(missing_ok=True)
 
 
 def canonical_json(value: Any) -> bytes:

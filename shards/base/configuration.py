@@ -126,7 +126,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     ):
         return value
     if str(origin).endswith("Literal"):
-        if value in arguments:
+        if any(value == known and type(value) is type(known) for known in arguments):
             return value
         raise UsageError(
             "unknown value", where=where, got=repr(value), expected=f"one of {arguments}"

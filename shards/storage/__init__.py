@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
-    from shards.storage.file_record import FileRecord
+    from shards.storage.file_record import FileRecord, sha256_hex
     from shards.storage.local import file_claim
     from shards.storage.location import Location, as_location, open_location
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from shards.base import UsageError
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -29,4 +34,24 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> FileRecord:
-        return cls(int(value["bytes"]), str(value["sha256"]))
+        """Read a record.
+
+        Raises:
+            KeyError: If a field is missing.
+            UsageError: If one is no size, or no hash.
+        """
+        num_bytes = value["bytes"]
+        if type(num_bytes) is not int or num_bytes < 0:
+            raise UsageError("not a number of bytes", got=repr(num_bytes))
+        return cls(num_bytes, sha256_hex(value["sha256"]))
+
+
+def sha256_hex(value: object) -> str:
+    """``value``, if it is a sha256 in hex.
+
+    Raises:
+        UsageError: If it is not: it may become a file's name.
+    """
+    if isinstance(value, str) and _SHA256.fullmatch(value):
+        return value
+    raise UsageError("not a sha256", got=repr(value)[:80])

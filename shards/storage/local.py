@@ -6,16 +6,22 @@ kill, by the next process that takes it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from zarr.abc.store import Store
-from zarr.storage import LocalStore
-
-from shards.base import GdistillError, UsageError, fsync_path, make_folders
+from shards.base import (
+    GdistillError,
+    discard_leftovers,
+    fsync_path,
+    path_inside,
+    safe_name,
+    write_bytes_atomic,
+)
 from shards.storage.file_record import FileRecord
 
 CLAIMS = ".claims"
@@ -31,60 +37,68 @@ class LocalLocation:
     def url(self) -> str:
         return str(self.root)
 
-    def path(self, name: str) -> Path:
-        """The path of a file of the store."""
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise UsageError("a file name leaves the store", where=name)
-        return self.root / name
-
     def read(self, name: str) -> bytes:
-        with self._explained(name, "read"):
-            return self.path(name).read_bytes()
+        with self._explained(name, "read"), open(self._open(name), "rb") as file:
+            return file.read()
 
     def write(self, name: str, data: bytes) -> None:
-        path = self.path(name)
-        # One fixed temporary name: what a killed writer left behind, its successor overwrites.
-        temporary = path.with_name(f".{path.name}.tmp")
         with self._explained(name, "write"):
-            make_folders(path.parent)
-            try:
-                with open(temporary, "wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(temporary, path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-            fsync_path(path.parent)
+            write_bytes_atomic(path_inside(self.root, name), data)
+
+    def discard_leftovers(self, name: str) -> None:
+        with self._explained(name, "tidy"):
+            discard_leftovers(path_inside(self.root, name))
 
     def delete(self, name: str) -> None:
-        path = self.path(name)
+        path = path_inside(self.root, name)
         with self._explained(name, "delete"), suppress(FileNotFoundError):
             path.unlink()
             fsync_path(path.parent)  # or a power cut could bring a dropped ledger record back
 
     def size(self, name: str) -> int | None:
         try:
-            return self.path(name).stat().st_size
+            return (self.root / safe_name(name)).stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
+        top = self.root / safe_name(prefix) if prefix else self.root
         found = {}
-        for folder, folders, names in os.walk(self.path(prefix)):
-            if Path(folder) == self.root and CLAIMS in folders:
-                folders.remove(CLAIMS)
-            for name in names:
-                path = Path(folder, name)
-                found[path.relative_to(self.root).as_posix()] = path.lstat().st_size
+        with self._explained(prefix, "list"):
+            for folder, folders, names in os.walk(top, onerror=_raise_unless_gone):
+                if Path(folder) == self.root and CLAIMS in folders:
+                    folders.remove(CLAIMS)
+                for name in names:
+                    path = Path(folder, name)
+                    with suppress(FileNotFoundError):  # renamed since, by who wrote it
+                        found[path.relative_to(self.root).as_posix()] = path.lstat().st_size
         return found
 
-    def local_file(self, name: str, record: FileRecord) -> Path:
-        return self.path(name)  # checked by its reader, chunk by chunk
+    def open_file(self, name: str, record: FileRecord) -> int:
+        return self._open(name)  # checked by its reader, chunk by chunk
+
+    def peek(self, name: str, start: int, length: int) -> bytes | None:
+        try:
+            descriptor = self._open(name)
+        except OSError:
+            return b""
+        try:
+            return os.pread(descriptor, length, max(0, start))
+        finally:
+            os.close(descriptor)
 
     def discard_altered_copy(self, record: FileRecord) -> bool:
         return False  # the file itself is no copy
+
+    def _open(self, name: str) -> int:
+        """A descriptor of a file; links are followed, as caches of downloads are made of them."""
+        # Not blocking: a pipe in a file's place would be waited for without end.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        descriptor = os.open(self.root / safe_name(name), flags)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a file")
 
     def claim(self, name: str, *, wait: bool) -> AbstractContextManager[bool]:
         return self._claim(name, wait)
@@ -93,14 +107,13 @@ class LocalLocation:
     def _claim(self, name: str, wait: bool) -> Iterator[bool]:
         with ExitStack() as stack:
             with self._explained(f"{CLAIMS}/{name}", "lock"):
-                mine = stack.enter_context(file_claim(self.root / CLAIMS / name, wait))
+                mine = stack.enter_context(
+                    file_claim(path_inside(self.root, f"{CLAIMS}/{name}"), wait)
+                )
             yield mine
 
     def claims(self) -> list[str]:
         return sorted(path.name for path in (self.root / CLAIMS).glob("*"))
-
-    def zarr_store(self) -> Store:
-        return LocalStore(self.root, read_only=True)
 
     @contextmanager
     def _explained(self, name: str, verb: str) -> Iterator[None]:
@@ -118,6 +131,25 @@ class LocalLocation:
                 got=error.strerror or error,
                 remedy="free space or fix permissions, then run again: finished shards are kept",
             ) from error
+
+
+_held: set[int] = set()
+"""Descriptors of the locks of this process. A lock lasts until every copy of its descriptor is
+closed, so a forked child must not keep one: its parent's death would not release it."""
+
+
+def _close_inherited() -> None:
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_close_inherited)
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    """What cannot be listed must not look empty; what is gone is no longer there."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
 
 
 def _lock(path: Path, wait: bool) -> int | None:
@@ -144,17 +176,21 @@ def _lock(path: Path, wait: bool) -> int | None:
         # a file that nobody else can find, and worth nothing.
         with suppress(FileNotFoundError):
             if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+                _held.add(descriptor)
                 return descriptor
         os.close(descriptor)
 
 
 def _unlock(path: Path, descriptor: int) -> None:
     """Remove the file while still holding it, then let go."""
+    if descriptor not in _held:  # a child that was forked meanwhile holds nothing
+        return
     try:
         path.unlink(missing_ok=True)
         with suppress(OSError):  # other claims are still there
             path.parent.rmdir()
     finally:
+        _held.discard(descriptor)
         os.close(descriptor)
 
 

@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from zarr.abc.store import Store
-
 from shards.storage.file_record import FileRecord
 from shards.storage.local import LocalLocation
 
@@ -45,8 +43,19 @@ class Location(Protocol):
         """Every file below ``prefix`` (a folder; "" for all) with its size; claims left out."""
         ...
 
-    def local_file(self, name: str, record: FileRecord) -> Path:
-        """A local file with the content that ``record`` describes: the file itself, or a copy."""
+    def discard_leftovers(self, name: str) -> None:
+        """Remove what killed writers left of a file; only for who holds its claim."""
+        ...
+
+    def open_file(self, name: str, record: FileRecord) -> int:
+        """A descriptor of a local file that ``record`` describes: the file itself, or a copy.
+
+        A copy has been hashed; the file itself is checked by its reader. The caller closes it.
+        """
+        ...
+
+    def peek(self, name: str, start: int, length: int) -> bytes | None:
+        """Some bytes of a file, none if it is not there; None where looking is not cheap."""
         ...
 
     def discard_altered_copy(self, record: FileRecord) -> bool:
@@ -59,10 +68,6 @@ class Location(Protocol):
 
     def claims(self) -> list[str]:
         """Names held now, or left behind by a process that was killed."""
-        ...
-
-    def zarr_store(self) -> Store:
-        """The place as a read-only Zarr store."""
         ...
 
 

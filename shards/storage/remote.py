@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from pathlib import Path, PurePosixPath
 from typing import Any
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
-from zarr.abc.store import Store
-from zarr.storage import FsspecStore
 
-from shards.base import GdistillError, UsageError
+from shards.base import GdistillError, UsageError, safe_name
 from shards.storage.file_cache import FileCache
 from shards.storage.file_record import FileRecord
 from shards.storage.leases import LEASE_SECONDS, TAKEOVER, Leases
@@ -66,9 +63,7 @@ class RemoteLocation:
         self._leases = Leases(self, lease_seconds)
 
     def _path(self, name: str) -> str:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise UsageError("a file name leaves the store", where=name)
-        return f"{self._root}/{name}" if name else self._root
+        return f"{self._root}/{safe_name(name)}" if name else self._root
 
     def read(self, name: str) -> bytes:
         """The whole file; FileNotFoundError if there is none."""
@@ -112,14 +107,21 @@ class RemoteLocation:
         names = {path[start:]: int(info["size"]) for path, info in found.items()}
         return {name: size for name, size in names.items() if not name.startswith(f"{CLAIMS}/")}
 
-    def local_file(self, name: str, record: FileRecord) -> Path:
-        """A local copy of the file, checked against its record.
+    def open_file(self, name: str, record: FileRecord) -> int:
+        """A descriptor of a local copy of the file, checked against its record.
 
         Raises:
             DamagedCopy: If the file at the URL is not what the record says.
             FileNotFoundError: If there is none.
         """
-        return self.cache.fetch(record, lambda: self.read(name))
+        return self.cache.open(record, lambda: self.read(name))
+
+    def peek(self, name: str, start: int, length: int) -> bytes | None:
+        """None: every look would be a request."""
+        return None
+
+    def discard_leftovers(self, name: str) -> None:
+        """Nothing: a put leaves none."""
 
     def discard_altered_copy(self, record: FileRecord) -> bool:
         """Drop the cached copy of a file if it is not what ``record`` says; whether it was so."""
@@ -156,10 +158,6 @@ class RemoteLocation:
             except FileExistsError:
                 return False
         return True
-
-    def zarr_store(self) -> Store:
-        """The place as a read-only Zarr store."""
-        return FsspecStore.from_url(self.url, storage_options=self._options, read_only=True)
 
     @contextmanager
     def _explained(self, name: str, verb: str) -> Iterator[None]:

@@ -8,7 +8,8 @@
             <split>/<array>/c/<i>/0/...     shard i: rows [i * rows_per_shard, ...)
             ledger/<split>/<i>.json         one record per finished shard
 
-Inner chunks are bytes(little) -> zstd -> crc32c. Encoding in memory first lets the writer hash and
+Inner chunks are bytes(little) -> zstd -> crc32c; the bytes of a shard: :mod:`shards.store.native`.
+Encoding in memory first lets the writer hash and
 store exactly the bytes it meant, on any kind of storage, in one atomic put per file.
 """
 
@@ -25,10 +26,10 @@ from zarr.storage import MemoryStore
 
 from shards.codec import ArraySpec
 from shards.store.manifest import MANIFEST_FILE, Manifest
+from shards.store.native import MAX_RESOURCE_CHUNK_BYTES, NativeArray
 
 RESOURCES = "resources"
 ZSTD_LEVEL = 1
-MAX_RESOURCE_CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,31 @@ class ShardRange:
 
 def shard_ranges(manifest: Manifest, split: str) -> list[ShardRange]:
     """All shards of a split in order; the last one may be short."""
-    rows, step = manifest.splits[split], manifest.rows_per_shard
-    return [
-        ShardRange(split, index, start, min(start + step, rows))
-        for index, start in enumerate(range(0, rows, step))
-    ]
+    return [shard_range(manifest, split, index) for index in range(num_shards(manifest, split))]
+
+
+def shard_range(manifest: Manifest, split: str, index: int) -> ShardRange:
+    """One shard of a split."""
+    start = index * manifest.rows_per_shard
+    return ShardRange(
+        split, index, start, min(start + manifest.rows_per_shard, manifest.splits[split])
+    )
+
+
+def num_shards(manifest: Manifest, split: str) -> int:
+    """Shards of a split, the last of which may be short."""
+    return -(-manifest.splits[split] // manifest.rows_per_shard)
+
+
+def native_array(manifest: Manifest, array: str) -> NativeArray:
+    """How an array of the store is kept, as its manifest has it."""
+    spec = manifest.all_arrays[array]
+    return NativeArray(
+        np.dtype(spec.dtype).newbyteorder("<"),
+        (manifest.row_length, *spec.trailing_shape),
+        manifest.rows_per_chunk,
+        manifest.rows_per_shard // manifest.rows_per_chunk,
+    )
 
 
 def shard_file(manifest: Manifest, split: str, array: str, index: int) -> str:
@@ -98,8 +119,21 @@ def encode_shard(
     for name, spec in manifest.all_arrays.items():
         target = _create_sharded(group, manifest, shard.split, name, spec)
         target[shard.start : shard.stop] = arrays[name]
-    wanted = set(shard_files(manifest, shard).values())
-    return {name: data for name, data in _contents(store).items() if name in wanted}
+    content = _contents(store)
+    return {
+        file: native_array(manifest, name).with_tail(content[file])
+        for name, file in shard_files(manifest, shard).items()
+    }
+
+
+def shard_tails(
+    manifest: Manifest, shard: ShardRange, encoded: Mapping[str, bytes]
+) -> dict[str, str]:
+    """file name -> hash of its tail, from the bytes of :func:`encode_shard`."""
+    return {
+        file: native_array(manifest, name).tail_sha256(encoded[file])
+        for name, file in shard_files(manifest, shard).items()
+    }
 
 
 def _create_sharded(

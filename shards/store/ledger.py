@@ -5,16 +5,13 @@ Done means "in the ledger"; that a file exists says nothing.
 
 from __future__ import annotations
 
-import hashlib
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from shards.base import IntegrityError
-from shards.storage import FileRecord, Location
+from shards.base import IntegrityError, UsageError
+from shards.storage import FileRecord, Location, sha256_hex
 from shards.store.layout import ShardRange, shard_files
 from shards.store.manifest import Manifest
 from shards.store.sealed import seal, unseal
@@ -30,13 +27,14 @@ class ShardRecord:
         shard: Its rows.
         manifest_sha256: The seal of the manifest it was written under.
         files: File name -> size and hash.
-        tokens_sha256: Hash of the token rows (int32, little endian), whatever their compression.
+        tails: File name -> hash of its tail, see :mod:`shards.store.native`; empty in records
+            written before tails.
     """
 
     shard: ShardRange
     manifest_sha256: str
     files: Mapping[str, FileRecord]
-    tokens_sha256: str
+    tails: Mapping[str, str] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """The content of the record's file."""
@@ -48,7 +46,7 @@ class ShardRecord:
                 "stop": self.shard.stop,
                 "manifest_sha256": self.manifest_sha256,
                 "files": {name: record.to_json() for name, record in self.files.items()},
-                "tokens_sha256": self.tokens_sha256,
+                **({"tails": dict(self.tails)} if self.tails else {}),
             }
         )
 
@@ -59,15 +57,11 @@ class ShardRecord:
         try:
             shard = ShardRange(value["split"], value["index"], value["start"], value["stop"])
             files = {name: FileRecord.from_json(entry) for name, entry in value["files"].items()}
-            record = cls(shard, value["manifest_sha256"], files, value["tokens_sha256"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            tails = {name: sha256_hex(tail) for name, tail in value.get("tails", {}).items()}
+            record = cls(shard, value["manifest_sha256"], files, tails)
+        except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
             raise IntegrityError("malformed ledger record", where=where, got=error) from error
         return record
-
-
-def tokens_sha256(tokens: np.ndarray) -> str:
-    """The hash of token rows [rows, L] as int32, little endian."""
-    return hashlib.sha256(np.ascontiguousarray(tokens, dtype="<i4").tobytes()).hexdigest()
 
 
 def record_file(shard: ShardRange) -> str:
@@ -123,4 +117,6 @@ def _mismatch(record: ShardRecord, manifest: Manifest, shard: ShardRange) -> str
         return f"a record of another manifest ({record.manifest_sha256[:12]})"
     if set(record.files) != set(shard_files(manifest, shard).values()):
         return f"files {sorted(record.files)}"
+    if record.tails and set(record.tails) != set(record.files):
+        return f"tails of {sorted(record.tails)}"
     return ""

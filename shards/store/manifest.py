@@ -8,12 +8,15 @@ manifest it belongs to.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
-from shards.base import GdistillError, IntegrityError, UsageError, derive_seed
+import numpy as np
+
+from shards.base import GdistillError, IntegrityError, UsageError, derive_seed, safe_name
 from shards.codec import ArraySpec
 from shards.storage import FileRecord
 from shards.store.sealed import digest, parse, seal, unseal
@@ -23,6 +26,15 @@ FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 STORE_ARRAYS = {"tokens": ArraySpec("int32"), "token_log_probs": ArraySpec("float32")}
 """Arrays of every store, beside the codec's own."""
+RESERVED = {"ledger", "resources", "tokenizer", "corpus", "c"}
+"""Folders of a store that are no split, and of an array."""
+SIZES = ("vocab_size", "row_length", "rows_per_shard", "rows_per_chunk", "format_version")
+MAPPINGS = ("codec", "arrays", "splits", "teacher", "tokenizer", "tokens", "versions", "files")
+MAX_SIZE = 2**31 - 2
+"""Token ids and the mask id, one past them, are int32."""
+MAX_CHUNK_BYTES = 1 << 32
+MAX_SHARDS = 1_000_000
+"""Of a split: a shard is the unit of work, and its files and record are files of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +77,7 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:
-        _check_sizes(self)
-        clash = sorted(set(self.arrays) & set(STORE_ARRAYS))
-        if clash:
-            raise UsageError("a codec array has the name of a store array", where=clash[0])
-        if not isinstance(self.codec.get("name"), str):
-            raise UsageError("the manifest names no codec", where="codec.name")
+        _check(self)
 
     @property
     def mask_id(self) -> int:
@@ -132,7 +139,7 @@ class Manifest:
         value = unseal(data, where)
         try:
             manifest = cls._from_json(value)
-        except (KeyError, TypeError, ValueError, UsageError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
             raise IntegrityError("malformed manifest", where=where, got=error) from error
         if manifest.to_bytes() != data:
             raise IntegrityError("the manifest has fields unknown to its format", where=where)
@@ -171,12 +178,66 @@ def _flatten(value: Mapping[str, Any], order: list[str], prefix: str = "") -> An
             yield f"{prefix}{key}", entry
 
 
-def _check_sizes(manifest: Manifest) -> None:
-    for name in ("vocab_size", "row_length", "rows_per_shard", "rows_per_chunk"):
-        if getattr(manifest, name) < 1:
+def _check(manifest: Manifest) -> None:
+    """Refuse what no store of this project says.
+
+    A store may come from anywhere. What is refused here cannot name a file outside the store, ask
+    for more memory than a chunk may take, or count shards without end.
+
+    Raises:
+        UsageError: Names the field, what it holds and what it should.
+    """
+    for name in MAPPINGS:
+        value = getattr(manifest, name)
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise UsageError("not a table", where=name, got=_short(value))
+    for name in SIZES:
+        _require_int(name, getattr(manifest, name), 1, MAX_SIZE)
+    _require_int("seed", manifest.seed, -(2**63), 2**64)
+    for name in ("bos_id", "eos_id"):
+        if getattr(manifest, name) is not None:
+            _require_int(name, getattr(manifest, name), 0, manifest.vocab_size - 1)
+    _check_codec(manifest.codec)
+    for name in manifest.files:
+        safe_name(name)
+    _check_arrays(manifest)
+    _check_splits(manifest)
+
+
+def _check_codec(codec: Mapping[str, Any]) -> None:
+    if not isinstance(codec.get("name"), str):
+        raise UsageError("the manifest names no codec", where="codec.name")
+    if not isinstance(codec.get("parameters"), Mapping):
+        raise UsageError("the manifest has no parameters of the codec", where="codec.parameters")
+
+
+def _check_arrays(manifest: Manifest) -> None:
+    clash = sorted(set(manifest.arrays) & set(STORE_ARRAYS))
+    if clash:
+        raise UsageError("a codec array has the name of a store array", where=clash[0])
+    for name, spec in manifest.all_arrays.items():
+        _require_name("arrays", name)
+        for size in spec.trailing_shape:
+            _require_int(f"arrays.{name}.trailing_shape", size, 1, MAX_SIZE)
+        try:
+            dtype = np.dtype(spec.dtype)
+            known = dtype.kind in "biuf" and dtype.name == spec.dtype
+        except TypeError:
+            known = False
+        if not known:
+            raise UsageError("unknown dtype", where=f"arrays.{name}", got=_short(spec.dtype))
+        rows = (manifest.rows_per_chunk, manifest.row_length, *spec.trailing_shape)
+        if math.prod(rows) * dtype.itemsize > MAX_CHUNK_BYTES:
             raise UsageError(
-                "size out of range", where=name, got=getattr(manifest, name), expected="at least 1"
+                "a chunk is too large",
+                where=f"arrays.{name}",
+                got=f"{dtype.name} {rows}",
+                expected=f"at most {MAX_CHUNK_BYTES} bytes",
+                remedy="fewer rows_per_chunk, shorter rows or a smaller codec",
             )
+
+
+def _check_splits(manifest: Manifest) -> None:
     if manifest.rows_per_shard % manifest.rows_per_chunk:
         raise UsageError(
             "rows_per_shard is not a multiple of rows_per_chunk",
@@ -185,7 +246,27 @@ def _check_sizes(manifest: Manifest) -> None:
             expected=f"a multiple of {manifest.rows_per_chunk}",
         )
     for split, rows in manifest.splits.items():
-        if rows < 0 or not split or not all(c.isalnum() or c in "-_" for c in split):
-            raise UsageError(
-                "bad split", where=split, got=f"{rows} rows", expected="name, rows >= 0"
-            )
+        _require_name("splits", split)
+        _require_int(f"splits.{split}", rows, 0, MAX_SHARDS * manifest.rows_per_shard)
+
+
+def _require_name(where: str, name: str) -> None:
+    if not name or name in RESERVED or not all(c.isalnum() or c in "-_" for c in name):
+        raise UsageError(
+            f"bad name in {where}",
+            where=_short(name),
+            expected=f"letters, digits, - and _; none of {', '.join(sorted(RESERVED))}",
+        )
+    safe_name(name)
+
+
+def _require_int(where: str, value: object, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise UsageError(
+            "size out of range", where=where, got=_short(value), expected=f"{least} to {most}"
+        )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."

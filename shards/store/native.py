@@ -1,19 +1,25 @@
-"""A reader of the one kind of Zarr shard that this project writes, without zarr-python's overhead.
+"""The reader of the one kind of Zarr shard that this project writes.
 
-A shard file holds its inner chunks in any order, then the index:
+A shard file holds its inner chunks in any order, then their checksums once more, then the index:
 
-    chunk | chunk | ... | offset, length (uint64 LE) x chunks | crc32c of the index (uint32 LE)
+    chunk | chunk | ... | crc32c (uint32 LE) x chunks | offset, length (uint64 LE) x chunks
+          | crc32c of the index (uint32 LE)
 
 and an inner chunk is a zstd frame of the rows' bytes (C order, little endian), then the crc32c of
-the frame. zarr-python stays the judge of the format: an array whose metadata differ in anything
-from the chain named here is not read here (:meth:`NativeArray.open` gives None), and the tests
-compare the two readers byte for byte. Absent chunks, which Zarr reads as fill values, are errors:
-a store holds every chunk.
+the frame. All behind the chunks is the shard's **tail**. The ledger has its hash, and the tail has
+every chunk's checksum: one look at the tail tells the file that the ledger names from any other
+that is whole and of equal size, and a chunk of it from any other chunk. Zarr readers look for
+chunks where the index says and pass over the rest. Stores written before tails have the index only.
+
+Metadata that differ in anything from the chain named here are refused before any codec is made.
+Absent chunks, which Zarr reads as fill values, are errors: a store holds every chunk.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -32,6 +38,7 @@ CRC_BYTES = 4
 INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 INDEX_MEMORY_BYTES, INDEX_OVERHEAD_BYTES = 8 << 20, 512
 """Of all indices kept of an array (5,000 of 64 chunks each), and of one beside its numbers."""
+MAX_RESOURCE_CHUNK_BYTES = 64 << 20
 INDIFFERENT = ("fill_value", "attributes", "dimension_names")
 """Metadata that say nothing of a chunk's bytes."""
 
@@ -58,74 +65,145 @@ class NativeArray:
     rows_per_chunk: int
     chunks_per_shard: int
 
-    @classmethod
-    def open(cls, metadata: bytes) -> NativeArray | None:
-        """The array of a ``zarr.json``; None if it is of any other kind than the one known here."""
-        value = json.loads(metadata)
+    def fits(self, metadata: bytes, num_rows: int) -> bool:
+        """Whether a ``zarr.json`` is that of this array; what says nothing of bytes is free."""
         try:
-            array = cls._of_sizes(value)
-            known = array._metadata(value) == value
-        except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError):
-            return None
-        return array if known else None
+            value = json.loads(metadata)
+            zstd = value["codecs"][0]["configuration"]["codecs"][1]["configuration"]
+            return self._metadata(value, zstd, num_rows) == value
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError):
+            return False
 
-    @classmethod
-    def _of_sizes(cls, value: dict[str, Any]) -> NativeArray:
-        shard_shape = value["chunk_grid"]["configuration"]["chunk_shape"]
-        chunk_shape = value["codecs"][0]["configuration"]["chunk_shape"]
-        dtype = np.dtype(value["data_type"]).newbyteorder("<")
-        if dtype.kind not in "biuf" or dtype.hasobject:
-            raise TypeError(value["data_type"])
-        row_shape = tuple(int(size) for size in value["shape"][1:])
-        return cls(dtype, row_shape, int(chunk_shape[0]), int(shard_shape[0]) // chunk_shape[0])
-
-    def _metadata(self, value: dict[str, Any]) -> dict[str, Any]:
-        """What ``zarr.json`` says of this array; fields that do not concern bytes are as given."""
-        zstd = value["codecs"][0]["configuration"]["codecs"][1]["configuration"]
-        order = {"configuration": {"endian": "little"}} if self.dtype.itemsize > 1 else {}
-        inner = [{"name": "bytes", **order}, {"name": "zstd", "configuration": zstd}]
+    def _metadata(self, value: dict[str, Any], zstd: Any, num_rows: int) -> dict[str, Any]:
         sharding = {
             "chunk_shape": [self.rows_per_chunk, *self.row_shape],
-            "codecs": [*inner, {"name": "crc32c"}],
+            "codecs": _chain(self.dtype, zstd),
             "index_codecs": INDEX_CODECS,
             "index_location": "end",
         }
         shard_shape = [self.rows_per_chunk * self.chunks_per_shard, *self.row_shape]
-        return {
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": [value["shape"][0], *self.row_shape],
-            "data_type": self.dtype.newbyteorder("=").name,
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shard_shape}},
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
-            "storage_transformers": [],
-            **{key: value[key] for key in INDIFFERENT if key in value},
-        }
+        codecs = [{"name": "sharding_indexed", "configuration": sharding}]
+        return _array_metadata(value, self.dtype, [num_rows, *self.row_shape], shard_shape, codecs)
 
     @property
     def index_bytes(self) -> int:
         """Bytes of the index at the end of a shard, its checksum included."""
         return 16 * self.chunks_per_shard + CRC_BYTES
 
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of all behind the chunks: their checksums, the index."""
+        return CRC_BYTES * self.chunks_per_shard + self.index_bytes
+
     def parse_index(self, data: bytes) -> UInt64[np.ndarray, "chunks 2"]:
         """Offset and length of every chunk, from the last :attr:`index_bytes` of a shard."""
         body = _checked(data, self.index_bytes, "the shard index")
         return np.frombuffer(body, dtype="<u8").reshape(-1, 2)
 
+    def with_tail(self, data: bytes) -> bytes:
+        """A shard as zarr-python makes it, with the chunks' checksums put before the index."""
+        end = len(data) - self.index_bytes
+        checksums = bytearray()
+        for offset, length in self.parse_index(data[end:]).tolist():
+            there = length != ABSENT
+            checksums += data[offset : offset + length][-CRC_BYTES:] if there else bytes(CRC_BYTES)
+        return data[:end] + bytes(checksums) + data[end:]
+
+    def tail_sha256(self, data: bytes) -> str:
+        """What the ledger keeps of a shard's tail, from the file or its end."""
+        return hashlib.sha256(data[-self.tail_bytes :]).hexdigest()
+
     def decode_chunk(self, data: bytes) -> np.ndarray:
         """The rows of one inner chunk, [rows_per_chunk, *row_shape], from its bytes."""
-        frame = _checked(data, len(data), "an inner chunk")
-        rows = np.empty((self.rows_per_chunk, *self.row_shape), dtype=self.dtype)
-        try:
-            with _decompressor().stream_reader(frame) as reader:
-                num_bytes = reader.readinto(rows.reshape(-1).view(np.uint8))
-                more = reader.read(1)
-        except zstandard.ZstdError as error:
-            raise DamagedShard(f"an inner chunk does not decompress: {error}") from error
-        if num_bytes != rows.nbytes or more:
-            raise DamagedShard(f"an inner chunk holds {num_bytes} bytes, expected {rows.nbytes}")
-        return rows
+        return decode_chunk(data, self.dtype, (self.rows_per_chunk, *self.row_shape))
+
+
+def decode_chunk(data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
+    """The array in a zstd frame that its crc32c follows.
+
+    Raises:
+        DamagedShard: If the bytes were altered, or hold more or less than ``shape``.
+    """
+    frame = _checked(data, len(data), "an inner chunk")
+    rows = np.empty(shape, dtype=dtype)
+    try:
+        with _decompressor().stream_reader(frame) as reader:
+            num_bytes = reader.readinto(rows.reshape(-1).view(np.uint8))
+            more = reader.read(1)
+    except zstandard.ZstdError as error:
+        raise DamagedShard(f"an inner chunk does not decompress: {error}") from error
+    if num_bytes != rows.nbytes or more:
+        raise DamagedShard(f"an inner chunk holds {num_bytes} bytes, expected {rows.nbytes}")
+    return rows
+
+
+def read_array(metadata: bytes, read_chunk: Callable[[str], bytes]) -> np.ndarray:
+    """An unsharded array cut along its first axis, as resources are kept.
+
+    Args:
+        metadata: Its ``zarr.json``.
+        read_chunk: A chunk's key, ``3/0`` say -> its bytes.
+
+    Raises:
+        DamagedShard: If the metadata are not those of such an array, or a chunk is damaged.
+    """
+    try:
+        value = json.loads(metadata)
+        shape = tuple(value["shape"])
+        chunk = tuple(value["chunk_grid"]["configuration"]["chunk_shape"])
+        dtype = np.dtype(value["data_type"]).newbyteorder("<")
+        codecs = _chain(dtype, value["codecs"][1]["configuration"])
+        known = _array_metadata(value, dtype, [*shape], [*chunk], codecs) == value
+        known &= all(type(size) is int and size > 0 for size in (*shape, *chunk))
+        known &= bool(shape) and shape[1:] == chunk[1:] and dtype.kind in "biuf"
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError):
+        known = False
+    if not known:
+        raise DamagedShard("not an array as this project writes them")
+    if math.prod(chunk) * dtype.itemsize > MAX_RESOURCE_CHUNK_BYTES:
+        raise DamagedShard(f"a chunk of {chunk}: more than {MAX_RESOURCE_CHUNK_BYTES} bytes")
+    zeros = "/0" * (len(shape) - 1)
+    keys = (f"{index}{zeros}" for index in range(-(-shape[0] // chunk[0])))
+    parts = [decode_chunk(read_chunk(key), dtype, chunk) for key in keys]
+    return np.concatenate(parts)[: shape[0]]
+
+
+def _chain(dtype: np.dtype[Any], zstd: Any) -> list[dict[str, Any]]:
+    """Metadata of the codecs of a chunk; how hard zstd tried is free."""
+    if not {*zstd} <= {"level", "checksum"}:
+        raise ValueError("unknown settings of zstd")
+    order = {"configuration": {"endian": "little"}} if dtype.itemsize > 1 else {}
+    inner = [{"name": "bytes", **order}, {"name": "zstd", "configuration": zstd}]
+    return [*inner, {"name": "crc32c"}]
+
+
+def _array_metadata(
+    value: dict[str, Any],
+    dtype: np.dtype[Any],
+    shape: list[int],
+    chunk_shape: list[int],
+    codecs: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """What ``zarr.json`` says of an array; fields that do not concern bytes are as given."""
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": shape,
+        "data_type": dtype.newbyteorder("=").name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "codecs": codecs,
+        "storage_transformers": [],
+        **{key: value[key] for key in INDIFFERENT if key in value},
+    }
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Offset and length of each chunk of a shard, and the checksums if the ledger knows them."""
+
+    index: UInt64[np.ndarray, "chunks 2"]
+    checksums: bytes | None
 
 
 class NativeShards:
@@ -135,6 +213,7 @@ class NativeShards:
         array: How the array is stored.
         read_range: (shard index, start, length) -> bytes of that shard's file; fewer at its end.
         num_bytes: Shard index -> the size its file has.
+        tail_sha256: Shard index -> hash of its tail; None if it was written before tails.
     """
 
     def __init__(
@@ -142,57 +221,68 @@ class NativeShards:
         array: NativeArray,
         read_range: Callable[[int, int, int], bytes],
         num_bytes: Callable[[int], int],
+        tail_sha256: Callable[[int], str | None] = lambda _: None,
     ) -> None:
         self.array, self._read_range, self._num_bytes = array, read_range, num_bytes
-        kept = INDEX_MEMORY_BYTES // (array.index_bytes + INDEX_OVERHEAD_BYTES)
+        self._tail_sha256 = tail_sha256
+        kept = INDEX_MEMORY_BYTES // (array.tail_bytes + INDEX_OVERHEAD_BYTES)
         # An epoch meets every shard in random order: what is kept must not grow with the corpus.
-        self._index = lru_cache(max(1, kept))(self._read_index)
+        self._tail = lru_cache(max(1, kept))(self._read_tail)
 
     def read_chunk(self, index: int) -> np.ndarray:
         """All stored rows of an inner chunk (counted over the whole array), padding included.
 
         Raises:
-            DamagedShard: If bytes are missing or were altered.
+            DamagedShard: If bytes are missing or were altered, or are another shard's.
             OSError: If the file cannot be read.
         """
         shard, chunk = divmod(index, self.array.chunks_per_shard)
-        offset, length = self._find(shard, chunk)
+        tail = self._tail(shard)
+        offset, length = self._find(tail, shard, chunk)
         data = self._read_range(shard, offset, length)
         if len(data) != length:
             raise DamagedShard(f"{len(data)} bytes of an inner chunk, expected {length}")
+        if tail.checksums is not None:
+            expected = tail.checksums[CRC_BYTES * chunk : CRC_BYTES * (chunk + 1)]
+            if data[-CRC_BYTES:] != expected:
+                raise DamagedShard(f"inner chunk {chunk} is another one than the tail names")
         return self.array.decode_chunk(data)
 
-    def _find(self, shard: int, chunk: int) -> tuple[int, int]:
+    def _find(self, tail: Tail, shard: int, chunk: int) -> tuple[int, int]:
         """Where a chunk lies: offset and length in bytes."""
-        offset, length = self._index(shard)[chunk].tolist()
+        offset, length = tail.index[chunk].tolist()
         if offset == length == ABSENT:
             raise DamagedShard(f"inner chunk {chunk} is absent")
         if offset + length > self._num_bytes(shard) - self.array.index_bytes:
             raise DamagedShard(f"inner chunk {chunk} lies outside the file")
         return offset, length
 
-    def _read_index(self, shard: int) -> UInt64[np.ndarray, "chunks 2"]:
-        end = self._num_bytes(shard) - self.array.index_bytes
-        if end < 0:
+    def _read_tail(self, shard: int) -> Tail:
+        array, expected = self.array, self._tail_sha256(shard)
+        size = array.index_bytes if expected is None else array.tail_bytes
+        start = self._num_bytes(shard) - size
+        if start < 0:
             raise DamagedShard("the file is too short for an index")
-        return self.array.parse_index(self._read_range(shard, end, self.array.index_bytes))
+        data = self._read_range(shard, start, size)
+        if expected is None:
+            return Tail(array.parse_index(data), None)
+        if array.tail_sha256(data) != expected:
+            raise DamagedShard("the file is another one than the ledger names")
+        split = size - array.index_bytes
+        return Tail(array.parse_index(data[split:]), data[:split])
 
 
-def read_file_range(path: str, start: int, length: int, expected_size: int) -> bytes:
-    """Bytes start..start+length-1 of a file that has ``expected_size`` bytes.
+def read_file_range(descriptor: int, start: int, length: int, expected_size: int) -> bytes:
+    """Bytes start..start+length-1 of an open file that has ``expected_size`` bytes.
 
     Raises:
         DamagedShard: If the file has another size.
         OSError: If it cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        size = os.fstat(descriptor).st_size
-        if size != expected_size:
-            raise DamagedShard(f"{size} bytes, expected {expected_size}")
-        return os.pread(descriptor, length, start)
-    finally:
-        os.close(descriptor)
+    size = os.fstat(descriptor).st_size
+    if size != expected_size:
+        raise DamagedShard(f"{size} bytes, expected {expected_size}")
+    return os.pread(descriptor, length, start)
 
 
 def _checked(data: bytes, expected: int, what: str) -> bytes:

@@ -1,56 +1,25 @@
 """Reading a split: inner chunks of rows, never a fill value, never an altered byte.
 
-Before a shard is read, its ledger record must be there and sound and its files must exist with the
-recorded size; the bytes themselves are covered by the crc32c of every inner chunk and of the
-shard index, and a remote file's by its hash when it is copied into the cache. Shards stored as this
-project stores them are decoded by :mod:`shards.store.native`; another codec chain goes through
-zarr-python.
+Before a shard is read, its ledger record must be there and sound. Its files must have the recorded
+size and the recorded tail, which names every chunk by its checksum: a whole file of another shard,
+or of an older run, is refused when it is first met. The bytes themselves are covered by the crc32c
+of every inner chunk, and a remote file's by its hash when it is copied into the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import suppress
+import os
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
-import zarr
-from zarr.abc.store import ByteRequest, Store
-from zarr.core.buffer import Buffer, BufferPrototype
-from zarr.storage import WrapperStore
 
 from shards.base import GdistillError, IntegrityError
-from shards.storage import Location
-from shards.store.known_files import KnownFiles
-from shards.store.layout import ShardRange, shard_file, shard_files, shard_ranges
-from shards.store.ledger import read_record, rewrite_remedy
+from shards.storage import FileRecord, Location
+from shards.store.layout import ShardRange, native_array, shard_file, shard_files, shard_range
+from shards.store.layout import num_shards as count_shards
+from shards.store.ledger import ShardRecord, read_record, rewrite_remedy
 from shards.store.manifest import Manifest
-from shards.store.native import DamagedShard, NativeArray, NativeShards, read_file_range
-
-MAX_PATHS = 4096
-"""Local paths that are remembered of an array; working one out again is cheap."""
-
-
-class _StrictStore(WrapperStore):  # type: ignore[type-arg]
-    """A Zarr store in which an absent chunk is an error; Zarr itself would read fill values."""
-
-    def __init__(self, store: Store, url: str = "") -> None:
-        super().__init__(store)
-        self._url = url
-
-    def _with_store(self, store: Store) -> _StrictStore:
-        return type(self)(store, self._url)
-
-    async def get(
-        self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
-    ) -> Buffer | None:
-        value = await self._store.get(key, prototype, byte_range)
-        if "/c/" in key and (value is None or len(value) == 0):
-            raise IntegrityError(
-                "a shard file is missing or empty",
-                where=f"{self._url}/{key}",
-                remedy=rewrite_remedy(self._url),
-            )
-        return value
+from shards.store.native import DamagedShard, NativeShards, read_file_range
 
 
 class SplitReader:
@@ -61,6 +30,10 @@ class SplitReader:
         num_rows: Rows in the split.
         rows_per_chunk: Rows of a chunk; the last chunk may be short.
         num_chunks: Chunks in the split.
+
+    Raises:
+        IntegrityError: If an array's metadata are missing, altered, or of another kind than this
+            project writes.
     """
 
     def __init__(
@@ -74,66 +47,63 @@ class SplitReader:
         self.num_rows = manifest.splits[split]
         self.rows_per_chunk = manifest.rows_per_chunk
         self.num_chunks = -(-self.num_rows // self.rows_per_chunk)
-        self._shards = shard_ranges(manifest, split)
-        names = list(dict.fromkeys(arrays or manifest.all_arrays))
-        self._known = KnownFiles(len(self._shards), names)
-        store = _StrictStore(location.zarr_store(), location.url)
-        self._arrays = {name: self._open(store, name) for name in names}
+        names = list(dict.fromkeys(manifest.all_arrays if arrays is None else arrays))
+        self._known = _KnownFiles(count_shards(manifest, split), names)
+        self._arrays = {name: self._open(name) for name in names}
 
     @property
     def fingerprint(self) -> str:
         """Names the store's content and the split; what a data order belongs to."""
         return f"store {self.manifest.sha256[:16]}, split {self.split}"
 
-    def _open(self, store: _StrictStore, name: str) -> NativeShards | zarr.Array:
-        path = f"{self.split}/{name}"
-        metadata = f"{path}/zarr.json"
+    def _open(self, name: str) -> NativeShards:
+        metadata = f"{self.split}/{name}/zarr.json"
+        where = f"{self.location.url}/{metadata}"
         try:
             data = self.location.read(metadata)
         except FileNotFoundError as error:
+            raise IntegrityError("array metadata is missing", where=where) from error
+        expected = self.manifest.files.get(metadata)
+        if expected is None or not expected.matches(data):
+            raise IntegrityError("array metadata was altered", where=where)
+        array = native_array(self.manifest, name)
+        if not array.fits(data, self.num_rows):
             raise IntegrityError(
-                "array metadata is missing", where=f"{self.location.url}/{metadata}"
-            ) from error
-        if not self.manifest.files[metadata].matches(data):
-            raise IntegrityError(
-                "array metadata was altered", where=f"{self.location.url}/{metadata}"
+                "array metadata of another kind",
+                where=where,
+                expected="what the manifest says, cut and coded as this project does it",
             )
-        native = NativeArray.open(data)
-        if native is None:
-            return zarr.open_array(store, path=path, mode="r")
-        return self._native(native, name)
-
-    def _native(self, array: NativeArray, name: str) -> NativeShards:
-        paths: dict[int, str] = {}
 
         def read_range(shard: int, start: int, length: int) -> bytes:
-            num_bytes = self._known.num_bytes(shard, name)
-            path = paths.get(shard)
-            if path is not None:
-                with suppress(FileNotFoundError):  # a cached copy, since evicted: fetched below
-                    return read_file_range(path, start, length, num_bytes)
+            record = self._known.record(shard, name)
             file = shard_file(self.manifest, self.split, name, shard)
-            path = str(self.location.local_file(file, self._known.record(shard, name)))
-            if len(paths) >= MAX_PATHS:
-                paths.clear()
-            paths[shard] = path
-            return read_file_range(path, start, length, num_bytes)
+            descriptor = self.location.open_file(file, record)
+            try:
+                return read_file_range(descriptor, start, length, record.num_bytes)
+            finally:
+                os.close(descriptor)
 
-        return NativeShards(array, read_range, lambda shard: self._known.num_bytes(shard, name))
+        return NativeShards(
+            array,
+            read_range,
+            lambda shard: self._known.record(shard, name).num_bytes,
+            lambda shard: self._known.tail_sha256(shard, name),
+        )
 
     def read_chunk(self, index: int) -> dict[str, np.ndarray]:
         """The rows of one inner chunk: array name -> [rows, L, *trailing].
 
         Raises:
-            IntegrityError: If the chunk's shard is unfinished, missing, truncated or altered.
+            IntegrityError: If the chunk's shard is unfinished, missing, truncated, altered or
+                another one.
         """
         if not 0 <= index < self.num_chunks:
             raise IndexError(f"chunk {index} of {self.num_chunks}")
         start = index * self.rows_per_chunk
-        stop = min(start + self.rows_per_chunk, self.num_rows)
+        num_rows = min(self.rows_per_chunk, self.num_rows - start)
         shard = self.shard_of(start)
         self._know(shard)
-        return {name: self._read(shard, name, start, stop) for name in self._arrays}
+        return {name: self._read(shard, name, index)[:num_rows] for name in self._arrays}
 
     def read_rows(self, start: int, stop: int) -> dict[str, np.ndarray]:
         """Rows start..stop-1, whatever chunks they lie in."""
@@ -154,7 +124,7 @@ class SplitReader:
 
     def shard_of(self, row: int) -> ShardRange:
         """The shard that holds a row."""
-        return self._shards[row // self.manifest.rows_per_shard]
+        return shard_range(self.manifest, self.split, row // self.manifest.rows_per_shard)
 
     def _know(self, shard: ShardRange) -> None:
         """Read a shard's ledger record, once; refuses a shard that is unfinished."""
@@ -167,49 +137,82 @@ class SplitReader:
                 where=f"{self.location.url}: {shard}",
                 remedy="run the command that wrote the store again: it finishes it",
             )
-        names = shard_files(self.manifest, shard)
-        self._known.add(shard.index, {name: record.files[file] for name, file in names.items()})
+        self._known.add(record, shard_files(self.manifest, shard))
 
-    def _check_size(self, shard: ShardRange, name: str) -> None:
-        """Refuse a file that is missing or of another size than the ledger says."""
-        file = shard_file(self.manifest, self.split, name, shard.index)
-        expected = self._known.num_bytes(shard.index, name)
-        size = self.location.size(file)
-        if size != expected:
-            raise IntegrityError(
-                "a shard file is missing" if size is None else "a shard file is truncated",
-                where=f"{self.location.url}/{file}: {shard}",
-                got="no file" if size is None else f"{size} bytes",
-                expected=f"{expected} bytes",
-                remedy=rewrite_remedy(self.location.url),
-            )
-
-    def _read_native(self, array: NativeShards, name: str, start: int) -> np.ndarray:
-        """A chunk; where a disk has spoilt the copy of a remote file, from a new copy."""
-        index = start // self.rows_per_chunk
+    def _read(self, shard: ShardRange, name: str, index: int) -> np.ndarray:
         try:
-            return array.read_chunk(index)
-        except DamagedShard:
-            record = self._known.record(self.shard_of(start).index, name)
-            if not self.location.discard_altered_copy(record):
-                raise
-            return array.read_chunk(index)
-
-    def _read(self, shard: ShardRange, name: str, start: int, stop: int) -> np.ndarray:
-        array = self._arrays[name]
-        try:
-            if isinstance(array, NativeShards):
-                return self._read_native(array, name, start)[: stop - start]
-            self._check_size(shard, name)
-            return np.asarray(array[start:stop])
+            return self._read_or_fetch_again(shard, name, index)
         except GdistillError:
             raise
-        except Exception as error:  # each Zarr codec raises a type of its own
-            self._check_size(shard, name)
-            file = shard_file(self.manifest, self.split, name, shard.index)
-            raise IntegrityError(
-                "a shard file was altered",
-                where=f"{self.location.url}/{file}: {shard}",
-                got=error,
-                remedy=rewrite_remedy(self.location.url),
-            ) from error
+        except (DamagedShard, OSError, ValueError) as error:
+            raise self._explained(shard, name, error) from error
+
+    def _read_or_fetch_again(self, shard: ShardRange, name: str, index: int) -> np.ndarray:
+        """A chunk; where a disk has spoilt the copy of a remote file, from a new copy."""
+        try:
+            return self._arrays[name].read_chunk(index)
+        except DamagedShard:
+            if not self.location.discard_altered_copy(self._known.record(shard.index, name)):
+                raise
+            return self._arrays[name].read_chunk(index)
+
+    def _explained(self, shard: ShardRange, name: str, error: Exception) -> IntegrityError:
+        """What is wrong with a shard's file, told by its size first."""
+        file = shard_file(self.manifest, self.split, name, shard.index)
+        expected = self._known.record(shard.index, name).num_bytes
+        size = self.location.size(file)
+        what, got = "a shard file was altered", str(error)
+        if size is None:
+            what, got = "a shard file is missing", "no file"
+        elif size != expected:
+            what, got = "a shard file is truncated", f"{size} bytes"
+        return IntegrityError(
+            what,
+            where=f"{self.location.url}/{file}: {shard}",
+            got=got,
+            expected="" if size == expected else f"{expected} bytes",
+            remedy=rewrite_remedy(self.location.url),
+        )
+
+
+class _KnownFiles:
+    """Size, hash and tail of the files of shards met so far: 72 bytes a file, whatever the corpus.
+
+    Threads may add the same shard at once, as they add the same values.
+    """
+
+    def __init__(self, num_shards: int, arrays: Sequence[str]) -> None:
+        self._columns = {name: column for column, name in enumerate(arrays)}
+        shape = (num_shards, len(self._columns))
+        self._num_bytes = np.zeros(shape, np.int64)
+        self._sha256 = np.zeros((*shape, 32), np.uint8)
+        self._tails = np.zeros((*shape, 32), np.uint8)
+        self._is_known = np.zeros(num_shards, np.bool_)
+
+    def __contains__(self, shard: int) -> bool:
+        return bool(self._is_known[shard])
+
+    def add(self, record: ShardRecord, names: Mapping[str, str]) -> None:
+        """Remember a shard's files; ``names`` gives them by array."""
+        shard = record.shard.index
+        for array, column in self._columns.items():
+            file = record.files[names[array]]
+            self._num_bytes[shard, column] = file.num_bytes
+            self._sha256[shard, column] = _digest(file.sha256)
+            if record.tails:
+                self._tails[shard, column] = _digest(record.tails[names[array]])
+        self._is_known[shard] = True  # last: other threads look here first
+
+    def record(self, shard: int, array: str) -> FileRecord:
+        """Size and hash of a known shard's file."""
+        place = shard, self._columns[array]
+        return FileRecord(int(self._num_bytes[place]), self._sha256[place].tobytes().hex())
+
+    def tail_sha256(self, shard: int, array: str) -> str | None:
+        """Hash of the tail of a known shard's file; None if the ledger has none."""
+        tail = self._tails[shard, self._columns[array]]
+        return tail.tobytes().hex() if tail.any() else None
+
+
+def _digest(sha256: str) -> np.ndarray:
+    return np.frombuffer(bytes.fromhex(sha256), np.uint8)

@@ -19,17 +19,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import zarr
 from torch import Tensor
-from zarr.core.buffer import cpu
-from zarr.storage import MemoryStore
 
-from shards.base import IntegrityError, UsageError
+from shards.base import IntegrityError, UsageError, path_inside, write_bytes_atomic
 from shards.codec import Codec, make_codec
 from shards.storage import Location, as_location
 from shards.store.layout import RESOURCES, ShardRange, shard_ranges
 from shards.store.ledger import LEDGER, record_file
 from shards.store.manifest import MANIFEST_FILE, Manifest
+from shards.store.native import DamagedShard, read_array
 from shards.store.reader import SplitReader
 
 
@@ -93,13 +91,27 @@ class ShardStore:
 
     @cached_property
     def resources(self) -> dict[str, Tensor]:
-        """The arrays kept once per store, on the CPU."""
-        names = [name for name in self.manifest.files if name.startswith(f"{RESOURCES}/")]
-        memory = MemoryStore()
-        for name in names:
-            memory._store_dict[name] = cpu.Buffer.from_bytes(self.file(name))
-        group = zarr.open_group(memory, path=RESOURCES, mode="r")
-        return {name: torch.from_numpy(np.array(array)) for name, array in group.arrays()}
+        """The arrays kept once per store, on the CPU.
+
+        Raises:
+            IntegrityError: If one is missing, altered or of another kind than this project writes.
+        """
+        found = {}
+        for name in self.manifest.files:
+            folder, _, file = name.rpartition("/")
+            above, _, resource = folder.rpartition("/")
+            if file == "zarr.json" and above == RESOURCES:
+                found[resource] = torch.from_numpy(self._resource(folder))
+        return found
+
+    def _resource(self, folder: str) -> np.ndarray:
+        metadata = self.file(f"{folder}/zarr.json")
+        try:
+            return read_array(metadata, lambda key: self.file(f"{folder}/c/{key}"))
+        except DamagedShard as error:
+            raise IntegrityError(
+                "a resource cannot be read", where=f"{self.location.url}/{folder}", got=error
+            ) from error
 
     def split(self, name: str, arrays: Collection[str] | None = None) -> SplitReader:
         """The rows of one split; ``arrays`` narrows what is read (a plain student needs no noise).
@@ -122,11 +134,12 @@ class ShardStore:
         where = f"{self.location.url}/{name}"
         if name not in self.manifest.files:
             raise UsageError("the store has no such file", where=where)
-        try:
-            data = self.location.read(name)
-        except FileNotFoundError as error:
-            raise IntegrityError("a file of the store is missing", where=where) from error
-        if not self.manifest.files[name].matches(data):
+        expected = self.manifest.files[name]
+        size = self.location.size(name)
+        if size is None:
+            raise IntegrityError("a file of the store is missing", where=where)
+        data = self.location.read(name) if size == expected.num_bytes else b""
+        if not expected.matches(data):
             raise IntegrityError("a file of the store was altered", where=where)
         return data
 
@@ -137,11 +150,14 @@ class ShardStore:
         return {name.removeprefix(prefix): self.file(name) for name in names}
 
     def copy_files(self, folder: str, destination: Path) -> list[Path]:
-        """Write the side files of a folder below ``destination``; empty if there are none."""
+        """Write the side files of a folder below ``destination``; empty if there are none.
+
+        Raises:
+            UsageError: If a name, or a link in the destination, leads out of it.
+        """
         paths = []
         for name, data in self.files(folder).items():
-            path = destination / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+            path = path_inside(destination, name)
+            write_bytes_atomic(path, data)
             paths.append(path)
         return paths

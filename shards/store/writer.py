@@ -17,8 +17,16 @@ import numpy as np
 from shards.base import GdistillError, IntegrityError, UsageError
 from shards.storage import FileRecord, Location, as_location
 from shards.store.array_checks import check_arrays
-from shards.store.layout import ShardRange, encode_shard, shard_ranges, static_files
-from shards.store.ledger import ShardRecord, claim_name, read_record, record_file, tokens_sha256
+from shards.store.layout import (
+    ShardRange,
+    encode_shard,
+    native_array,
+    shard_files,
+    shard_ranges,
+    shard_tails,
+    static_files,
+)
+from shards.store.ledger import ShardRecord, claim_name, read_record, record_file
 from shards.store.manifest import MANIFEST_FILE, Manifest
 
 
@@ -96,12 +104,12 @@ class ShardWriter:
         return shard_ranges(self.manifest, split)
 
     def pending(self, split: str) -> list[ShardRange]:
-        """Shards not in the ledger, or whose files are missing or of another size, in order."""
+        """Shards not in the ledger, or whose files are not those that it names, in order."""
         sizes = self.location.sizes(split) if self.shards(split) else {}
         return [shard for shard in self.shards(split) if not self.is_done(shard, sizes)]
 
     def is_done(self, shard: ShardRange, sizes: Mapping[str, int] | None = None) -> bool:
-        """Whether the ledger has the shard and its files are there with their sizes.
+        """Whether the ledger has the shard and its files are there: sizes and, locally, tails.
 
         Args:
             shard: One of :meth:`shards`.
@@ -113,8 +121,23 @@ class ShardWriter:
             return False
         if record is None:
             return False
-        size = self.location.size if sizes is None else sizes.get
-        return all(size(name) == entry.num_bytes for name, entry in record.files.items())
+        known = sizes or {}
+        for name, entry in record.files.items():
+            # A listing may be older than the record.
+            if known.get(name) != entry.num_bytes != self.location.size(name):
+                return False
+        return self._has_its_tails(record)
+
+    def _has_its_tails(self, record: ShardRecord) -> bool:
+        """Whether a shard's files are the ones that the ledger names, where looking is cheap."""
+        for array, name in shard_files(self.manifest, record.shard).items():
+            if name in record.tails:
+                native = native_array(self.manifest, array)
+                start = record.files[name].num_bytes - native.tail_bytes
+                tail = self.location.peek(name, start, native.tail_bytes)
+                if tail is not None and native.tail_sha256(tail) != record.tails[name]:
+                    return False
+        return True
 
     def is_complete(self) -> bool:
         """Whether every shard of every split is done."""
@@ -152,11 +175,11 @@ class ShardWriter:
         check_arrays(self.manifest, shard, arrays)
         encoded = encode_shard(self.manifest, shard, arrays)
         if shard in self._held:
-            self._put(shard, encoded, tokens_sha256(arrays["tokens"]))
+            self._put(shard, encoded)
             return
         with self.location.claim(claim_name(shard), wait=True):
             if not self.is_done(shard):
-                self._put(shard, encoded, tokens_sha256(arrays["tokens"]))
+                self._put(shard, encoded)
 
     def write_copy(self, record: ShardRecord, files: Mapping[str, bytes]) -> None:
         """Put a shard of another store of this identity here, byte for byte.
@@ -166,15 +189,22 @@ class ShardWriter:
             files: Its files by name, as ``record`` describes them.
         """
         assert record.shard in self._held and record.manifest_sha256 == self.manifest.sha256
-        self._put(record.shard, files, record.tokens_sha256)
+        self._put_files(record, files)
 
-    def _put(self, shard: ShardRange, encoded: Mapping[str, bytes], tokens_hash: str) -> None:
-        self.location.delete(record_file(shard))
-        for name, data in encoded.items():
-            self.location.write(name, data)
+    def _put(self, shard: ShardRange, encoded: Mapping[str, bytes]) -> None:
         files = {name: FileRecord.of(data) for name, data in encoded.items()}
-        record = ShardRecord(shard, self.manifest.sha256, files, tokens_hash)
-        self.location.write(record_file(shard), record.to_bytes())
+        tails = shard_tails(self.manifest, shard, encoded)
+        self._put_files(ShardRecord(shard, self.manifest.sha256, files, tails), encoded)
+
+    def _put_files(self, record: ShardRecord, files: Mapping[str, bytes]) -> None:
+        """Files first, then the record: a shard half written is none."""
+        in_ledger = record_file(record.shard)
+        self.location.delete(in_ledger)
+        for name, data in files.items():
+            self.location.discard_leftovers(name)
+            self.location.write(name, data)
+        self.location.discard_leftovers(in_ledger)
+        self.location.write(in_ledger, record.to_bytes())
 
 
 def _create(place: Location, manifest: Manifest, content: Mapping[str, bytes]) -> None:
@@ -183,6 +213,7 @@ def _create(place: Location, manifest: Manifest, content: Mapping[str, bytes]) -
         _refuse_other(place, manifest)
     except FileNotFoundError:
         _refuse_occupied(place)
+        place.discard_leftovers(MANIFEST_FILE)
         place.write(MANIFEST_FILE, manifest.to_bytes())
     for name, data in content.items():
         try:
@@ -190,6 +221,7 @@ def _create(place: Location, manifest: Manifest, content: Mapping[str, bytes]) -
         except FileNotFoundError:
             intact = False
         if not intact:
+            place.discard_leftovers(name)
             place.write(name, data)
 
 

@@ -12,7 +12,7 @@ from shards.base.door import open_door
 
 if TYPE_CHECKING:
     from shards.tools.description import Description
-    from shards.tools.rewriting import convert, merge, subset
+    from shards.tools.rewriting import check_subset, convert, merge, require_convertible, subset
     from shards.tools.row_view import row_figure, row_page, view_row
     from shards.tools.unigram import unigram_log_probs
 

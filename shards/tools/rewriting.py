@@ -42,7 +42,7 @@ def convert(store: ShardStore, out: str | Location, codec: Codec, bar: Bar) -> S
     Raises:
         UsageError: If the source holds a frozen draw, or ``codec`` would hold a distribution.
     """
-    _refuse_backwards(store.codec, codec)
+    require_convertible(store.codec, codec)
     source = store.manifest
     teacher = {**source.teacher, "converted_from": {**source.codec, "store": source.sha256}}
     manifest = replace(
@@ -72,18 +72,23 @@ def subset(
     Raises:
         UsageError: For an unknown split, or more rows than there are.
     """
+    check_subset(store, splits)
     source = store.manifest
+    tokens = {**source.tokens, "subset_of": source.sha256}
+    manifest = replace(source, splits=dict(splits), tokens=tokens)
+    return _rewrite(store, out, manifest, store.resources, lambda _, rows: rows, bar)
+
+
+def check_subset(store: ShardStore, splits: Mapping[str, int]) -> None:
+    """Whether a store has the rows that :func:`subset` shall keep; see there for the errors."""
     for name, rows in splits.items():
-        if not 0 < rows <= source.splits.get(name, 0):
+        if not 0 < rows <= store.manifest.splits.get(name, 0):
             raise UsageError(
                 "cannot keep so many rows",
                 where=f"split {name}",
                 got=rows,
-                expected=f"1 to the store's rows {dict(source.splits)}",
+                expected=f"1 to the store's rows {dict(store.manifest.splits)}",
             )
-    tokens = {**source.tokens, "subset_of": source.sha256}
-    manifest = replace(source, splits=dict(splits), tokens=tokens)
-    return _rewrite(store, out, manifest, store.resources, lambda _, rows: rows, bar)
 
 
 def merge(
@@ -147,7 +152,8 @@ def side_files(store: ShardStore) -> dict[str, bytes]:
     return {name: store.file(name) for name in names}
 
 
-def _refuse_backwards(source: Codec, target: Codec) -> None:
+def require_convertible(source: Codec, target: Codec) -> None:
+    """Only a distribution becomes a draw; see :func:`convert` for the errors."""
     if not source.is_fresh:
         raise UsageError(
             "this store cannot be converted",

@@ -64,6 +64,8 @@ def view_row(store: ShardStore, split: str, row: int, draw: int = 0) -> tuple[st
     if not 0 <= row < reader.num_rows:
         expected = f"0 to {reader.num_rows - 1}"
         raise UsageError("no such row", where=f"split {split}", got=row, expected=expected)
+    if draw < 0:
+        raise UsageError("no such draw", where="--draw", got=draw, expected="0 or more")
     arrays = reader.read_rows(row, row + 1)
     noise = stored_noise(store, split, row, arrays, draw)
     words = _Words(store)

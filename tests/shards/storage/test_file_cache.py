@@ -26,6 +26,11 @@ def url() -> str:
     return f"memory://cache-{time.monotonic_ns()}"
 
 
+def content(descriptor: int) -> bytes:
+    with open(descriptor, "rb") as file:
+        return file.read()
+
+
 def test_the_cache_serves_what_it_has(url: str, tmp_path: Path) -> None:
     write_store(url)
     place = RemoteLocation(url, cache=FileCache(tmp_path / "cache"))
@@ -70,9 +75,9 @@ def test_eviction_keeps_to_its_size_and_to_its_own_copies(url: str, tmp_path: Pa
 def test_the_cache_refuses_another_content(tmp_path: Path) -> None:
     cache = FileCache(tmp_path)
     with pytest.raises(ValueError, match="another hash"):
-        cache.fetch(FileRecord.of(b"right"), lambda: b"wrong")
+        cache.open(FileRecord.of(b"right"), lambda: b"wrong")
     assert list(tmp_path.iterdir()) == []
-    assert cache.fetch(FileRecord.of(b"right"), lambda: b"right").read_bytes() == b"right"
+    assert content(cache.open(FileRecord.of(b"right"), lambda: b"right")) == b"right"
 
 
 def test_the_cache_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -96,7 +101,8 @@ def test_what_a_killed_download_left_is_removed_when_old(tmp_path: Path) -> None
         path.write_bytes(bytes(90))
     for path in (died, strange):
         os.utime(path, (0, 0))
-    first = cache.fetch(FileRecord.of(b"first"), lambda: b"first")
+    assert content(cache.open(FileRecord.of(b"first"), lambda: b"first")) == b"first"
+    first = tmp_path / FileRecord.of(b"first").sha256
     assert set(tmp_path.iterdir()) == {running, strange, first}
 
 
@@ -108,11 +114,11 @@ from pathlib import Path
 from shards.storage.file_cache import FileCache
 from shards.storage.file_record import FileRecord
 os.replace = lambda *_: os.kill(os.getpid(), 9)
-FileCache(Path({str(tmp_path)!r})).fetch(FileRecord.of(b"content"), lambda: b"content")
+FileCache(Path({str(tmp_path)!r})).open(FileRecord.of(b"content"), lambda: b"content")
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
     (left,) = tmp_path.iterdir()
     os.utime(left, (0, 0))
     cache = FileCache(tmp_path, max_bytes=10)
-    copy = cache.fetch(record, lambda: b"content")
-    assert copy.read_bytes() == b"content" and list(tmp_path.iterdir()) == [copy]
+    assert content(cache.open(record, lambda: b"content")) == b"content"
+    assert list(tmp_path.iterdir()) == [tmp_path / record.sha256]

@@ -8,9 +8,11 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import pytest
 import zarr
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zarr.codecs import (
@@ -21,6 +23,7 @@ from zarr.codecs import (
     TransposeCodec,
     ZstdCodec,
 )
+from zarr.core.buffer import cpu
 from zarr.storage import MemoryStore
 
 from shards.store.native import (
@@ -61,14 +64,28 @@ def files(store: MemoryStore) -> dict[str, bytes]:
     return {name: buffer.to_bytes() for name, buffer in store._store_dict.items()}
 
 
-def shards_of(content: dict[str, bytes], array: zarr.Array[Any]) -> NativeShards:
-    native = NativeArray.open(content["a/zarr.json"])
-    assert native is not None
+def native_of(array: zarr.Array[Any]) -> NativeArray:
+    """What our reader takes the array for."""
+    assert array.shards is not None
+    return NativeArray(
+        array.dtype.newbyteorder("<"),
+        array.shape[1:],
+        array.chunks[0],
+        array.shards[0] // array.chunks[0],
+    )
+
+
+def shards_of(
+    content: dict[str, bytes], array: zarr.Array[Any], tails: dict[int, str] | None = None
+) -> NativeShards:
+    native = native_of(array)
+    assert native.fits(content["a/zarr.json"], array.shape[0])
     names = ["/".join(["a/c", str(i), *["0"] * (array.ndim - 1)]) for i in range(99)]
     return NativeShards(
         native,
         lambda shard, start, length: content[names[shard]][start : start + length],
         lambda shard: len(content[names[shard]]),
+        lambda shard: (tails or {}).get(shard),
     )
 
 
@@ -122,23 +139,106 @@ def test_bytes_are_those_of_zarr(
     ],
     ids=str,
 )
-def test_any_other_array_is_left_to_zarr(options: dict) -> None:
+def test_any_other_array_is_refused(options: dict) -> None:
     store, _ = create(**options)
-    assert NativeArray.open(files(store)["a/zarr.json"]) is None
+    known = NativeArray(np.dtype("<f2"), (5, 2), 3, 3)
+    assert not known.fits(files(store)["a/zarr.json"], 22)
 
 
-def test_any_change_of_the_metadata_is_left_to_zarr() -> None:
-    store, _ = create()
+def test_any_change_of_the_metadata_is_refused() -> None:
+    store, array = create()
+    native = native_of(array)
     metadata = json.loads(files(store)["a/zarr.json"])
-    free = {"fill_value", "attributes", "dimension_names", "shape"}
-    assert NativeArray.open(json.dumps(metadata).encode()) is not None
+    free = {"fill_value", "attributes", "dimension_names"}
+    assert native.fits(json.dumps(metadata).encode(), 22)
     for key in metadata:
-        if key not in free:
-            without = {name: value for name, value in metadata.items() if name != key}
-            assert NativeArray.open(json.dumps(without).encode()) is None
-            changed = {**metadata, key: "other"}
-            assert NativeArray.open(json.dumps(changed).encode()) is None
-    assert NativeArray.open(json.dumps({**metadata, "new": 1}).encode()) is None
+        changed = {**metadata, key: "other"}
+        assert native.fits(json.dumps(changed).encode(), 22) == (key in free)
+        without = {name: value for name, value in metadata.items() if name != key}
+        assert native.fits(json.dumps(without).encode(), 22) == (key in free)
+    assert not native.fits(json.dumps({**metadata, "new": 1}).encode(), 22)
+    assert not native.fits(json.dumps(metadata).encode(), 23), "rows of the manifest"
+    for other in (b"[]", b"{}", b"", b"\xff", b"[" * 10**5):
+        assert not native.fits(other, 22)
+
+
+def test_zstd_may_be_told_how_hard_to_try_and_nothing_else() -> None:
+    store, array = create()
+    text = files(store)["a/zarr.json"].decode()
+    assert '"level": 3' in text
+    assert native_of(array).fits(text.replace('"level": 3', '"level": 9').encode(), 22)
+    assert not native_of(array).fits(text.replace('"level": 3', '"dictionary": 3').encode(), 22)
+
+
+def with_tails(
+    content: dict[str, bytes], array: zarr.Array[Any]
+) -> tuple[dict[str, bytes], dict[int, str]]:
+    """The files as the writer keeps them, and what the ledger says of their tails."""
+    native = native_of(array)
+    names = {f"a/c/{shard}/0/0": shard for shard in range(3)}
+    kept = {name: native.with_tail(content[name]) for name in names}
+    tails = {shard: native.tail_sha256(kept[name]) for name, shard in names.items()}
+    return {**content, **kept}, tails
+
+
+def test_tails_are_nothing_to_zarr_and_the_rows_stay_the_same(sound) -> None:
+    content, array = sound
+    kept, tails = with_tails(content, array)
+    assert all(len(kept[f"a/c/{i}/0/0"]) == len(content[f"a/c/{i}/0/0"]) + 12 for i in range(3))
+    memory = MemoryStore()
+    for name, data in kept.items():
+        memory._store_dict[name] = cpu.Buffer.from_bytes(data)
+    judge = zarr.open_array(memory, path="a", mode="r")
+    np.testing.assert_array_equal(np.asarray(judge[:]), np.asarray(array[:]))
+    shards = shards_of(kept, array, tails)
+    for index in range(8):
+        expected = np.asarray(array[index * 3 : index * 3 + 3])
+        assert shards.read_chunk(index)[: len(expected)].tobytes() == expected.tobytes()
+
+
+def incompressible(seed: int) -> tuple[dict[str, bytes], zarr.Array[Any], dict[int, str]]:
+    """An array whose chunks all take the same bytes, so that every index is the same."""
+    store, array = create(18, dtype="uint8", tail=(50, 20))
+    array[:] = np.random.default_rng(seed).integers(0, 256, array.shape).astype("uint8")
+    content = files(store)
+    native = native_of(array)
+    indices = {content[f"a/c/{i}/0/0"][-native.index_bytes :] for i in range(2)}
+    assert len(indices) == 1
+    kept = {f"a/c/{i}/0/0": native.with_tail(content[f"a/c/{i}/0/0"]) for i in range(2)}
+    tails = {i: native.tail_sha256(kept[f"a/c/{i}/0/0"]) for i in range(2)}
+    return {**content, **kept}, array, tails
+
+
+def test_a_whole_shard_of_another_place_or_run_is_refused_though_all_sizes_agree() -> None:
+    content, array, tails = incompressible(0)
+    other, *_ = incompressible(1)
+    one, two = "a/c/0/0/0", "a/c/1/0/0"
+    for foreign in (content[two], other[one]):
+        assert len(foreign) == len(content[one])
+        shards = shards_of({**content, one: foreign}, array, tails)
+        with pytest.raises(DamagedShard, match="another one than the ledger names"):
+            shards.read_chunk(0)
+        shards_of({**content, one: foreign}, array).read_chunk(0)  # as stores before tails
+
+
+def test_a_whole_chunk_of_another_place_is_refused() -> None:
+    content, array, tails = incompressible(0)
+    data = content["a/c/0/0/0"]
+    (start, length), (second, _) = native_of(array).parse_index(data[-52:])[:2].tolist()
+    chunk = data[second : second + length]
+    mixed = {**content, "a/c/0/0/0": data[:start] + chunk + data[start + length :]}
+    shards = shards_of(mixed, array, tails)
+    with pytest.raises(DamagedShard, match="inner chunk 0 is another one"):
+        shards.read_chunk(0)
+    assert shards.read_chunk(1).tobytes() == shards_of(content, array).read_chunk(1).tobytes()
+
+
+def test_a_chunk_that_grows_without_end_is_refused(sound) -> None:
+    _, array = sound
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 24))
+    bomb += google_crc32c.value(bomb).to_bytes(4, "little")
+    with pytest.raises(DamagedShard, match="holds 60 bytes, expected 60"):
+        native_of(array).decode_chunk(bomb)
 
 
 @pytest.fixture()
@@ -182,8 +282,6 @@ def test_an_absent_chunk_is_an_error_and_no_fill_value() -> None:
 
 
 def test_an_index_that_points_outside_is_an_error(sound) -> None:
-    import google_crc32c
-
     content, array = sound
     data = content["a/c/0/0/0"]
     index = np.frombuffer(data[-52:-4], "<u8").copy()
@@ -202,32 +300,19 @@ def test_rows_are_writable_and_independent(sound) -> None:
     assert not np.array_equal(shards.read_chunk(0), first)
 
 
-def test_sizes_come_from_the_metadata(tmp_path: Path, sound) -> None:
-    content, _ = sound
-    native = NativeArray.open(content["a/zarr.json"])
-    assert native == NativeArray(np.dtype("float16"), (5, 2), 3, 3) and native.index_bytes == 52
-
-
-def test_stores_are_read_natively_and_as_zarr_reads_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_those_that_plain_zarr_reads(tmp_path: Path) -> None:
     write_store(tmp_path / "store")
     split = ShardStore.open(tmp_path / "store").split("train")
-    assert all(isinstance(array, NativeShards) for array in split._arrays.values())
-    monkeypatch.setattr(NativeArray, "open", lambda metadata: None)
-    judge = ShardStore.open(tmp_path / "store").split("train")
-    assert all(isinstance(array, zarr.Array) for array in judge._arrays.values())
-    for index in range(split.num_chunks):
-        mine, theirs = split.read_chunk(index), judge.read_chunk(index)
-        assert mine.keys() == theirs.keys()
-        for name, rows in mine.items():
-            assert rows.dtype == theirs[name].dtype and rows.shape == theirs[name].shape
-            assert rows.tobytes() == theirs[name].tobytes()
+    group = zarr.open_group(tmp_path / "store", mode="r")
+    for name, rows in split.read_rows(0, split.num_rows).items():
+        theirs = np.asarray(group[f"train/{name}"])
+        assert rows.dtype == theirs.dtype and rows.shape == theirs.shape
+        assert rows.tobytes() == theirs.tobytes()
 
 
 def test_what_is_kept_of_shards_is_bounded(sound, monkeypatch: pytest.MonkeyPatch) -> None:
     content, array = sound
-    monkeypatch.setattr("shards.store.native.INDEX_MEMORY_BYTES", 2 * (52 + INDEX_OVERHEAD_BYTES))
+    monkeypatch.setattr("shards.store.native.INDEX_MEMORY_BYTES", 2 * (64 + INDEX_OVERHEAD_BYTES))
     shards = shards_of(content, array)
     reads = []
     read_range = shards._read_range
@@ -235,20 +320,19 @@ def test_what_is_kept_of_shards_is_bounded(sound, monkeypatch: pytest.MonkeyPatc
     expected = read_all(content, array)
     for _ in range(2):
         assert [shards.read_chunk(index).tobytes() for index in range(8)] == expected
-        assert shards._index.cache_info().currsize == 2
+        assert shards._tail.cache_info().currsize == 2
     assert len([length for *_, length in reads if length == 52]) == 6, "3 shards, met in turn"
 
 
 def test_a_few_thousand_indices_are_kept() -> None:
     array = NativeArray(np.dtype("uint8"), (1024, 64), 4, 64)
     shards = NativeShards(array, lambda *_: b"", lambda _: 0)
-    assert 4000 < (shards._index.cache_info().maxsize or 0) < 10_000
+    assert 4000 < (shards._tail.cache_info().maxsize or 0) < 10_000
 
 
 def test_a_reader_remembers_little_of_each_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shards.store.reader.MAX_PATHS", 1)
     monkeypatch.setattr("shards.store.native.INDEX_MEMORY_BYTES", 0)
     write_store(tmp_path / "store", splits={"train": 800}, rows_per_shard=4, rows_per_chunk=4)
     reader = ShardStore.open(tmp_path / "store").split("train")
