@@ -56,10 +56,11 @@ class LocalLocation:
             fsync_path(path.parent)  # or a power cut could bring a dropped ledger record back
 
     def size(self, name: str) -> int | None:
-        try:
-            return (self.root / safe_name(name)).stat().st_size
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        with self._explained(name, "look at"):
+            try:
+                return (self.root / safe_name(name)).stat().st_size
+            except (FileNotFoundError, NotADirectoryError):
+                return None
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         top = self.root / safe_name(prefix) if prefix else self.root

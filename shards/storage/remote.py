@@ -63,7 +63,7 @@ class RemoteLocation:
         self._leases = Leases(self, lease_seconds)
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{safe_name(name)}" if name else self._root
+        return f"{self._root}/{safe_name(name)}"
 
     def read(self, name: str) -> bytes:
         """The whole file; FileNotFoundError if there is none."""
@@ -100,7 +100,8 @@ class RemoteLocation:
         with self._explained(prefix, "list"):
             self._files.invalidate_cache()
             try:
-                found = self._files.find(self._path(prefix), detail=True)
+                top = self._path(prefix) if prefix else self._root
+                found = self._files.find(top, detail=True)
             except FileNotFoundError:
                 return {}
         start = len(self._root.rstrip("/")) + 1

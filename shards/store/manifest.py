@@ -140,7 +140,7 @@ class Manifest:
         try:
             manifest = cls._from_json(value)
         except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
-            raise IntegrityError("malformed manifest", where=where, got=error) from error
+            raise IntegrityError("malformed manifest", where=where, got=str(error)[:400]) from error
         if manifest.to_bytes() != data:
             raise IntegrityError("the manifest has fields unknown to its format", where=where)
         return manifest

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shards.base import UsageError
+from shards.base import IntegrityError, UsageError
 from shards.noise import KeyedPosterior, gumbel_from_arrivals
 from shards.store import ShardStore
 from shards.tools.rewriting import stored_noise
@@ -116,7 +116,14 @@ class _Words:
         self._tokenizer = None
         with TemporaryDirectory() as folder:
             if store.copy_files("tokenizer", Path(folder)):
-                self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+                try:
+                    self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+                except Exception as error:  # transformers has no class for "not a tokenizer"
+                    raise IntegrityError(
+                        "the store's tokenizer cannot be loaded",
+                        where=f"{store.location.url}/tokenizer",
+                        got=str(error)[:200],
+                    ) from error
 
     def __getitem__(self, token: int) -> str:
         if self._tokenizer is None:
