@@ -56,6 +56,10 @@ def extract(
     ] = None,
     worker: Annotated[int | None, typer.Option(help="This process of a job array, from 0.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes of the job array.")] = None,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="Refuse a store begun on other hardware or software."),
+    ] = False,
     plan: Annotated[
         bool, typer.Option("--plan", help="Print tokens, bytes and hours; run nothing.")
     ] = False,
@@ -80,6 +84,7 @@ def extract(
         "seed": seed,
         "device": device,
         "batch_size": batch_size,
+        "strict": strict or None,
         "corpus": {"spec": corpus, "row_length": row_length},
         "codec": {"name": codec},
         "teacher": {
@@ -99,7 +104,8 @@ def extract(
         lines = what_would_be_done(request, process)
     else:
         lines = run_extraction(request, process)
-    typer.echo("\n".join(lines))
+    if lines:
+        typer.echo("\n".join(lines))
 
 
 def main() -> None:

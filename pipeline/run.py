@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from pipeline.corpus import scheme_of
 from pipeline.extract import (
@@ -22,46 +23,76 @@ from pipeline.extract import (
     build_manifest,
     corpus_unigram,
     resources_on,
+    rows_per_unit,
+    settle_way,
     side_files,
     unchanged,
 )
-from pipeline.maze import MazeTeacherConfig, demo_teacher_config, load_maze, train_maze_teacher
-from pipeline.settings import ExtractRequest
+from pipeline.maze import (
+    MOVES,
+    MazeTeacherConfig,
+    demo_teacher_config,
+    load_maze,
+    train_maze_teacher,
+)
+from pipeline.settings import ExtractRequest, TeacherSettings
 from pipeline.summary import StoreSummary, corpus_lines
 from pipeline.teacher import (
     BatchSize,
     GeneratedRows,
     ProcessOutput,
     Teacher,
-    automatic_batch_size,
     check_row_length,
     check_vocabulary,
 )
-from pipeline.tokens import TokenDataset, load_tokenizer, prepare_tokens
+from pipeline.tokens import RECORD, TokenDataset, load_tokenizer, prepare_tokens
 from pipeline.workers import Stopped, StopRequest, Worker
 from shards.base import GdistillError, UsageError, progress_bar, write_json_atomic
 from shards.language_model import PretrainedFiles, find_pretrained, resolve_device
-from shards.storage import file_claim
-from shards.store import Manifest, ShardRange, ShardStore, ShardWriter
+from shards.storage import file_claim, open_location
+from shards.store import MANIFEST_FILE, Manifest, ShardRange, ShardStore, ShardWriter
+
+
+@dataclass
+class LazyTeacher:
+    """The teacher, loaded when it is first needed: never, where nothing is left to do."""
+
+    files: PretrainedFiles
+    settings: TeacherSettings
+    vocab_size: int
+    device: torch.device
+
+    @cached_property
+    def loaded(self) -> Teacher:
+        return Teacher.load(
+            self.files,
+            self.settings.dtype,
+            self.device,
+            vocab_size=self.vocab_size,
+            attention=self.settings.attention,
+            compiled=self.settings.compiled,
+        )
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Everything stage 2 needs, found and checked.
+    """What stage 2 starts from.
 
     Attributes:
         request: With its row length settled.
-        teacher: The teacher's files.
+        teacher: Found and checked; its weights are loaded when first needed.
         dataset: The token rows.
     """
 
     request: ExtractRequest
-    teacher: PretrainedFiles
+    teacher: LazyTeacher
     dataset: TokenDataset
 
 
 def run_extraction(request: ExtractRequest, worker: Worker) -> list[str]:
     """Do whatever of the run is not done yet; what there is to say at the end.
+
+    One process of several speaks for all: the others return nothing to say.
 
     Raises:
         UsageError: If the request cannot be met, or differs from what is there.
@@ -70,36 +101,93 @@ def run_extraction(request: ExtractRequest, worker: Worker) -> list[str]:
     started = time.monotonic()
     device = resolve_device(worker.device(request.settings.device))
     require_writable(request.out)
-    inputs = prepare(request, worker)
-    manifest = build_manifest(inputs.request, inputs.teacher, inputs.dataset)
-    lazy = LazyTeacher(inputs, device)
-    resources = kept_resources(request.store, manifest) or make_resources(inputs, lazy)
-    files = side_files(inputs.request.corpus, inputs.dataset, inputs.teacher.folder)
-    writer = ShardWriter.create_or_resume(request.store, manifest, resources, files)
-    write_config(request.out / "config.json", inputs.request)
-    pending = [shard for split in manifest.splits for shard in writer.pending(split)]
+    begun = require_store_place(request.store)
+    request, tokenizer, teacher = prepare_teacher(request, device)
+    if not (begun and tokenized(request.out)):
+        _ = teacher.loaded  # what its weights are refused for comes before hours of tokenization
+    dataset = prepare_tokens(request.corpus, tokenizer, request.out, main_process=worker.is_main)
+    require_known_ids(dataset)
+    inputs = Inputs(request, teacher, dataset)
+    writer, resources = begin_store(inputs)
+    pending = [shard for split in writer.manifest.splits for shard in writer.pending(split)]
     num_tokens, waiting = 0, 0.0
     if pending:
-        done = extract(inputs, lazy.loaded, writer, resources, pending, worker)
+        done = extract(inputs, writer, resources, pending, worker)
         num_tokens, waiting = done.num_extracted_tokens, done.seconds_waiting
-    return report(inputs, writer, num_tokens, time.monotonic() - started - waiting)
+    lines = report(inputs, writer, num_tokens, time.monotonic() - started - waiting)
+    return lines if worker.is_main else []
 
 
-def prepare(request: ExtractRequest, worker: Worker) -> Inputs:
-    """Find or train the teacher, check that all fits, and make the token rows."""
-    location = request.settings.teacher.location or train_own_teacher(request)
+def prepare_teacher(
+    request: ExtractRequest, device: torch.device
+) -> tuple[ExtractRequest, PreTrainedTokenizerBase, LazyTeacher]:
+    """Find or train the teacher, and check all that its files tell.
+
+    Returns:
+        The request with its row length settled, the tokenizer, the teacher not yet loaded.
+
+    Raises:
+        UsageError: If teacher, tokenizer, rows, corpus and store do not fit together.
+    """
+    settings = request.settings.teacher
     files = find_pretrained(
-        location,
-        revision=request.settings.teacher.revision,
-        trust_remote_code=request.settings.teacher.trust_remote_code,
+        settings.location or train_own_teacher(request),
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
     )
     request = request.with_row_length(files.context_length)
     assert request.corpus.row_length is not None
     check_row_length(files, request.corpus.row_length)
-    place = request.settings.teacher.tokenizer or files.folder
+    place = settings.tokenizer or files.folder
     tokenizer = load_tokenizer(place)
     check_vocabulary(files.num_logits, len(tokenizer), f"{place} and {files.name}")
-    dataset = prepare_tokens(request.corpus, tokenizer, request.out, main_process=worker.is_main)
+    if scheme_of(request.corpus.source)[0] == "maze":
+        check_maze_vocabulary(tokenizer, files.name)
+    arrays = request.codec.array_specs(len(tokenizer), files.hidden_size)
+    rows_per_unit(request.corpus.row_length, arrays, request.settings.store)
+    return request, tokenizer, LazyTeacher(files, settings, len(tokenizer), device)
+
+
+def check_maze_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Refuse a teacher that does not speak in moves.
+
+    Raises:
+        UsageError: If it is one.
+    """
+    unknown = sorted(set(MOVES) - set(tokenizer.get_vocab()))
+    if unknown:
+        raise UsageError(
+            "the teacher does not know the moves of a maze",
+            where=f"--teacher {name}",
+            got=f"no token {unknown[0]!r}",
+            expected=f"the tokens {', '.join(MOVES)}",
+            remedy="leave --teacher out: a maze trains its own",
+        )
+
+
+def require_store_place(store: str) -> bool:
+    """Refuse a place where no store can be, before anything costly; whether one is begun there.
+
+    Raises:
+        UsageError: If the place is a file, or its scheme is not known here.
+        GdistillError: If it cannot be reached.
+    """
+    if Path(store).is_file():
+        raise UsageError("the store is a folder", where="--store", got=f"the file {store}")
+    return open_location(store).size(MANIFEST_FILE) is not None
+
+
+def tokenized(out: Path) -> bool:
+    """Whether stage 1 is finished."""
+    return (out / "tokens" / RECORD).is_file()
+
+
+def require_known_ids(dataset: TokenDataset) -> None:
+    """Refuse rows with ids that the vocabulary has not.
+
+    Raises:
+        UsageError: If there are any.
+    """
     if dataset.max_token_id >= dataset.vocab_size:
         raise UsageError(
             "token id outside the vocabulary",
@@ -107,7 +195,17 @@ def prepare(request: ExtractRequest, worker: Worker) -> Inputs:
             got=dataset.max_token_id,
             expected=f"below {dataset.vocab_size}",
         )
-    return Inputs(request, files, dataset)
+
+
+def begin_store(inputs: Inputs) -> tuple[ShardWriter, dict[str, np.ndarray]]:
+    """Create the store or take it up; with the arrays that its codec keeps once."""
+    request, files = inputs.request, inputs.teacher.files
+    manifest = build_manifest(request, files, inputs.dataset)
+    resources = kept_resources(request.store, manifest) or make_resources(inputs)
+    sides = side_files(request.corpus, inputs.dataset, files.folder)
+    writer = ShardWriter.create_or_resume(request.store, manifest, resources, sides)
+    write_config(request.out / "config.json", request)
+    return writer, resources
 
 
 def train_own_teacher(request: ExtractRequest) -> Path:
@@ -153,26 +251,6 @@ def require_writable(folder: Path) -> None:
         ) from error
 
 
-@dataclass
-class LazyTeacher:
-    """The teacher, loaded when it is first needed: never, where nothing is left to do."""
-
-    inputs: Inputs
-    device: torch.device
-
-    @cached_property
-    def loaded(self) -> Teacher:
-        settings = self.inputs.request.settings.teacher
-        return Teacher.load(
-            self.inputs.teacher,
-            settings.dtype,
-            self.device,
-            vocab_size=self.inputs.dataset.vocab_size,
-            attention=settings.attention,
-            compiled=settings.compiled,
-        )
-
-
 def kept_resources(location: str, manifest: Manifest) -> dict[str, np.ndarray] | None:
     """The resources of a store of this identity that is already there, if they are intact.
 
@@ -187,16 +265,16 @@ def kept_resources(location: str, manifest: Manifest) -> dict[str, np.ndarray] |
         return None
 
 
-def make_resources(inputs: Inputs, teacher: LazyTeacher) -> dict[str, np.ndarray]:
+def make_resources(inputs: Inputs) -> dict[str, np.ndarray]:
     """The arrays that the codec wants once per store."""
     resources: dict[str, np.ndarray] = {}
     for name in inputs.request.codec.resource_names:
         if name == "unigram_log_probs":
             resources[name] = corpus_unigram(inputs.dataset)
         elif name == "lm_head":
-            resources[name] = teacher.loaded.lm_head[0].numpy()
+            resources[name] = inputs.teacher.loaded.lm_head[0].numpy()
         elif name == "lm_head_bias":
-            weight, bias = teacher.loaded.lm_head
+            weight, bias = inputs.teacher.loaded.lm_head
             resources[name] = np.zeros(len(weight), np.float32) if bias is None else bias.numpy()
         else:
             raise GdistillError("the codec wants an unknown resource", got=name)
@@ -205,7 +283,6 @@ def make_resources(inputs: Inputs, teacher: LazyTeacher) -> dict[str, np.ndarray
 
 def extract(
     inputs: Inputs,
-    teacher: Teacher,
     writer: ShardWriter,
     resources: dict[str, np.ndarray],
     pending: list[ShardRange],
@@ -216,7 +293,8 @@ def extract(
     Raises:
         Stopped: With what remains.
     """
-    manifest, stop = writer.manifest, StopRequest()
+    manifest, stop, teacher = writer.manifest, StopRequest(), inputs.teacher.loaded
+    way = settle_way(writer, inputs.request.settings, teacher)
     rows, process = row_source(inputs, teacher, stop)
     extractor = Extractor(
         teacher=teacher,
@@ -225,7 +303,7 @@ def extract(
         codec=inputs.request.codec,
         writer=writer,
         resources=resources_on(teacher.device, resources),
-        batch_size=BatchSize(batch_rows(inputs.request, teacher, manifest)),
+        batch_size=BatchSize(way.rows_per_pass),
         stop=stop,
     )
     total = sum(manifest.splits.values()) * manifest.row_length
@@ -254,16 +332,6 @@ def row_source(inputs: Inputs, teacher: Teacher, stop: StopRequest) -> tuple[Row
         return CorpusRows(inputs.dataset), unchanged
     rows = GeneratedRows(teacher, inputs.dataset, settings.sequential, settings.seed, stop.check)
     return rows, ProcessOutput(settings.sequential)
-
-
-def batch_rows(request: ExtractRequest, teacher: Teacher, manifest: Manifest) -> int:
-    """Rows of a forward pass: as asked, or by memory."""
-    if request.settings.batch_size is not None:
-        return request.settings.batch_size
-    weight_bytes = sum(p.numel() * p.element_size() for p in teacher.model.parameters())
-    return automatic_batch_size(
-        manifest.row_length, teacher.files.num_logits, weight_bytes, teacher.device
-    )
 
 
 def report(inputs: Inputs, writer: ShardWriter, num_tokens: int, seconds: float) -> list[str]:

@@ -112,19 +112,24 @@ class ExtractSettings:
         mode: Score the corpus's rows (``parallel``), or rows the teacher writes (``sequential``).
         seed: Seed of everything drawn.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        batch_size: Rows of one forward pass; by memory unless told.
+        batch_size: Rows of one forward pass; the store's first worker's, else by memory.
+        threads: CPU threads of a forward pass; the store's first worker's, else torch's own.
+        strict: Refuse to go on with a store that was begun on other hardware or software.
     """
 
     mode: Literal["parallel", "sequential"] = "parallel"
     seed: int = 0
     device: str = "auto"
     batch_size: int | None = None
+    threads: int | None = None
+    strict: bool = False
     teacher: TeacherSettings = field(default_factory=TeacherSettings)
     store: StoreSettings = field(default_factory=StoreSettings)
     sequential: SequentialSettings = field(default_factory=SequentialSettings)
 
     def __post_init__(self) -> None:
         _require(self.batch_size, 1, "batch_size")
+        _require(self.threads, 1, "threads")
         if not 0 <= self.seed < 1 << 63:
             raise UsageError("out of range", where="seed", got=self.seed, expected="0 to 2^63 - 1")
 

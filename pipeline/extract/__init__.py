@@ -1,4 +1,9 @@
-"""DOOR: pipeline.extract."""
+"""Stage 2: token rows -> teacher -> codec -> shards of the store.
+
+In come rows (of the corpus, or written by the teacher) and a store open for writing; out go whole
+shards, each claimed, scored, encoded and written by one of any number of processes, which compute
+alike (:mod:`pipeline.extract.way`) and resume where the ledger ends.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,7 @@ from shards.base.door import open_door
 if TYPE_CHECKING:
     from pipeline.extract.loop import Extractor, Process, resources_on, unchanged
     from pipeline.extract.manifest import build_manifest, corpus_unigram, rows_per_unit, side_files
-    from pipeline.extract.rows import CorpusRows, Note, RowSource
+    from pipeline.extract.rows import CorpusRows, RowSource
+    from pipeline.extract.way import WayOfComputing, settle_way
 
 __getattr__, __dir__ = open_door(__name__, __file__)

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-import transformers
 
 from pipeline.corpus import CorpusConfig, scheme_of
 from pipeline.maze import load_maze
 from pipeline.settings import ExtractRequest, StoreSettings
 from pipeline.tokens import TokenDataset, rows_per_group
+from shards.base import UsageError
 from shards.codec import ArraySpec, codec_parameters
 from shards.language_model import PretrainedFiles, looks_local
 from shards.store import STORE_ARRAYS, Manifest
@@ -47,7 +46,11 @@ class RowsPerUnit:
 def rows_per_unit(
     row_length: int, arrays: dict[str, ArraySpec], settings: StoreSettings
 ) -> RowsPerUnit:
-    """Chunks of a few thousand tokens and shards of 2^18, both bounded in bytes, unless told."""
+    """Chunks of a few thousand tokens and shards of 2^18, both bounded in bytes, unless told.
+
+    Raises:
+        UsageError: If a shard of the rows told is no whole number of chunks.
+    """
     row_bytes = row_length * bytes_per_token(arrays)
     chunk = settings.rows_per_chunk or max(
         1, min(CHUNK_TOKENS // row_length, CHUNK_BYTES // row_bytes)
@@ -56,6 +59,13 @@ def rows_per_unit(
         chunk = next(c for c in range(chunk, 0, -1) if settings.rows_per_shard % c == 0)
     wanted = min(SHARD_TOKENS // row_length, SHARD_BYTES // row_bytes)
     shard = settings.rows_per_shard or max(1, wanted // chunk) * chunk
+    if shard % chunk:
+        raise UsageError(
+            "a shard is not a whole number of chunks",
+            where="store.rows_per_shard",
+            got=shard,
+            expected=f"a multiple of {chunk}, store.rows_per_chunk",
+        )
     return RowsPerUnit(chunk, shard)
 
 
@@ -146,17 +156,13 @@ def published_source(source: str) -> str:
 
 
 def package_versions() -> dict[str, str]:
-    """The packages whose version can change a byte of a store.
+    """The packages that write what a store means: posteriors, tokens, metadata, compression.
 
-    The arithmetic (torch, numpy), the model (transformers), the tokenizer's files (tokenizers,
-    transformers), the metadata (zarr) and the compressor (numcodecs).
+    Those that move the last bits of log-probabilities (torch, transformers) are no part of the
+    identity; :mod:`pipeline.extract.way` records them.
     """
-    others = ("gdistill", "numcodecs", "numpy", "tokenizers", "zarr")
-    return {
-        **{name: importlib.metadata.version(name) for name in others},
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    names = ("gdistill", "numcodecs", "tokenizers", "zarr")
+    return {name: importlib.metadata.version(name) for name in names}
 
 
 def side_files(corpus: CorpusConfig, dataset: TokenDataset, teacher: Path) -> dict[str, bytes]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from pipeline.teacher import Note
 from pipeline.tokens import TokenDataset
-
-Note = Callable[[str], None]
 
 
 @runtime_checkable

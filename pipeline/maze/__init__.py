@@ -12,6 +12,7 @@ from shards.base.door import open_door
 
 if TYPE_CHECKING:
     from pipeline.maze.layout import (
+        MOVES,
         NUM_TRAINING_DOCUMENTS,
         NUM_VALIDATION_DOCUMENTS,
         Maze,

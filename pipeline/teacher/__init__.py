@@ -1,4 +1,9 @@
-"""DOOR: pipeline.teacher."""
+"""The teacher: token rows [B, L] -> log-probabilities [B, L-1, V], float32, nats.
+
+In comes any causal language model of transformers; out come its distributions, checked, aligned
+with the tokens they are about, in batches that fit the memory. It can also write rows of its own,
+by Gumbel-max. The only home of the shift by one between logits and tokens.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ if TYPE_CHECKING:
         in_halves,
         is_out_of_memory,
     )
-    from pipeline.teacher.generate import GeneratedRows, ProcessOutput
+    from pipeline.teacher.generate import GeneratedRows, Note, ProcessOutput
     from pipeline.teacher.model import (
         Teacher,
         check_row_length,

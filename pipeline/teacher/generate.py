@@ -1,13 +1,13 @@
 """Sequential extraction: the teacher writes the rows itself, by Gumbel-max, with a KV cache.
 
-Row i continues the first token of corpus row i (of row i mod N beyond the corpus); each further
-token is argmax(log p + xi) with keyed prior noise. The row is then scored like any other, and the
-codec stores the noise of the posterior given the token. That is Gumbel-max drawn top-down: which
-entry wins is independent of when it arrives, so (token, posterior draw) has the law of (argmax,
-noise) exactly, while the token is the argmax of the *stored* pair by construction. Storing the
-noise that chose the token would not give that: the scores of a full forward pass differ from the
-cached ones in the last bits, and a near tie (about one token in a million in float32) would name
-another winner. The choosing noise has a stream of its own; were it the codec's stream, stored
+Every row begins with the token that borders documents, as the teacher has seen texts begin; each
+further token is argmax(log p + xi) with keyed prior noise. The row is then scored like any other,
+and the codec stores the noise of the posterior given the token. That is Gumbel-max drawn top-down:
+which entry wins is independent of when it arrives, so (token, posterior draw) has the law of
+(argmax, noise) exactly, while the token is the argmax of the *stored* pair by construction. Storing
+the noise that chose the token would not give that: the scores of a full forward pass differ from
+the cached ones in the last bits, and a near tie (about one token in a million in float32) would
+name another winner. The choosing noise has a stream of its own; were it the codec's stream, stored
 noise would no longer be a posterior draw.
 """
 
@@ -21,7 +21,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from pipeline.extract import Note
 from pipeline.settings import SequentialSettings
 from pipeline.teacher.batching import BatchSize, in_halves
 from pipeline.teacher.model import Teacher
@@ -33,6 +32,7 @@ from shards.noise import KeyedPrior, PositionKeys, gumbel_argmax
 
 LEAST_CPU_ROWS, CPU_ROWS, GPU_ROWS = 32, 128, 512
 CPU_CACHE_BYTES = 4 << 30
+Note = Callable[[str], None]
 Check = Callable[[], None]
 
 
@@ -128,7 +128,11 @@ def rows_at_once(teacher: Teacher, row_length: int) -> int:
 
 @dataclass(frozen=True)
 class GeneratedRows:
-    """Rows that the teacher writes, begun with the first tokens of the corpus."""
+    """Rows that the teacher writes, each begun like a document.
+
+    Attributes:
+        dataset: The corpus's rows; they lend the row length and the token that borders documents.
+    """
 
     teacher: Teacher
     dataset: TokenDataset
@@ -138,7 +142,8 @@ class GeneratedRows:
 
     def read(self, split: str, start: int, stop: int, note: Note) -> np.ndarray:
         """See :class:`pipeline.extract.rows.RowSource`."""
-        first, row_ids = self._first_tokens(split, start, stop), torch.arange(start, stop)
+        row_ids = torch.arange(start, stop)
+        first = torch.full_like(row_ids, self.dataset.bos_id)
         rows = torch.zeros(stop - start, self.dataset.row_length, dtype=torch.int64)
 
         def work(part: slice) -> None:
@@ -157,13 +162,3 @@ class GeneratedRows:
         for part in BatchSize(self.settings.batch_size or default).parts(stop - start):
             in_halves(work, part)
         return rows.numpy().astype(np.int32)
-
-    def _first_tokens(self, split: str, start: int, stop: int) -> Int[Tensor, "n"]:
-        available = self.dataset.num_rows(split)
-        firsts, at = [], start
-        while at < stop:
-            begin = at % available
-            end = min(begin + stop - at, available)
-            firsts.append(self.dataset.read_rows(split, begin, end)[:, 0])
-            at += end - begin
-        return torch.from_numpy(np.concatenate(firsts).astype(np.int64))

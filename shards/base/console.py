@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Column
 from rich.text import Text
 
@@ -16,6 +27,7 @@ from shards.base.errors import GdistillError
 
 stderr = Console(stderr=True, highlight=False)
 DESCRIPTION_WIDTH = 18
+SECONDS_BETWEEN_LINES = 60.0
 FIGURES_WIDTH = 58
 """Of description, counts, rate and time together."""
 
@@ -42,12 +54,14 @@ class _Rate(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         unit = str(task.fields.get("unit", "tok"))
-        if unit == "%":  # parts of several pieces of work whose units differ
-            return Text(f"{100 * task.completed / (task.total or 1):.0f}%")
-        done, speed = _si(task.completed), task.speed
-        total = f"/{_si(task.total)}" if task.total is not None else ""
-        rate = f" {_si(speed)} {unit}/s" if speed else ""
-        return Text(f"{done}{total} {unit}{rate}")
+        rate = f" {_si(task.speed)} {unit}/s" if task.speed and unit != "%" else ""
+        return Text(_amount(task.completed, task.total, unit) + rate)
+
+
+def _amount(done: float | int, total: float | int | None, unit: str) -> str:
+    if unit == "%":  # parts of several pieces of work whose units differ
+        return f"{100 * done / (total or 1):.0f}%"
+    return f"{_si(done)}{f'/{_si(total)}' if total is not None else ''} {unit}"
 
 
 def _si(value: float | int) -> str:
@@ -76,20 +90,64 @@ def _columns(width: int) -> list[ProgressColumn]:
 
 
 class Bar:
-    """A handle on one running progress bar; does nothing off the main process."""
-
-    def __init__(self, progress: Progress | None = None, task: int = 0) -> None:
-        self._progress, self._task = progress, task
+    """A handle on one stage's progress; does nothing off the main process."""
 
     def advance(self, amount: int) -> None:
         """Count ``amount`` further units as done."""
-        if self._progress is not None:
-            self._progress.advance(self._task, amount)  # type: ignore[arg-type]
 
     def note(self, text: str) -> None:
         """Show ``text`` (a loss, say) at the end of the bar."""
-        if self._progress is not None:
-            self._progress.update(self._task, note=text)  # type: ignore[arg-type]
+
+
+class _TerminalBar(Bar):
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task = progress, task
+
+    def advance(self, amount: int) -> None:
+        self._progress.advance(self._task, amount)
+
+    def note(self, text: str) -> None:
+        self._progress.update(self._task, note=text)
+
+
+class _LineBar(Bar):
+    """For log files: a line a minute, and one at the end."""
+
+    def __init__(self, description: str, total: int | None, unit: str, done: int) -> None:
+        self._description, self._total, self._unit = description, total, unit
+        self._begun, self._done, self._note = done, done, ""
+        self._start = self._said = time.monotonic()
+        self._lock = threading.Lock()
+
+    def advance(self, amount: int) -> None:
+        with self._lock:
+            self._done += amount
+            self._say_now_and_then()
+
+    def note(self, text: str) -> None:
+        with self._lock:
+            self._note = text
+            self._say_now_and_then()
+
+    def _say_now_and_then(self) -> None:
+        if time.monotonic() - self._said >= SECONDS_BETWEEN_LINES:
+            self.say()
+
+    def say(self) -> None:
+        """One line: done, rate, time left, note."""
+        self._said = time.monotonic()
+        seconds = self._said - self._start
+        rate = (self._done - self._begun) / seconds if seconds > 0 else 0.0
+        parts = [f"{self._description}: {_amount(self._done, self._total, self._unit)}"]
+        if rate and self._unit != "%":
+            parts.append(f"{_si(rate)} {self._unit}/s")
+        if rate and self._total is not None and self._total > self._done:
+            left = timedelta(seconds=round((self._total - self._done) / rate))
+            parts.append(f"{left} left")
+        else:
+            parts.append(f"{timedelta(seconds=round(seconds))} so far")
+        parts += [self._note] if self._note else []
+        print(", ".join(parts), file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -101,7 +159,7 @@ def progress_bar(
     done: int = 0,
     main_process: bool = True,
 ) -> Iterator[Bar]:
-    """One bar on stderr for one stage.
+    """One bar on stderr for one stage; where stderr is no terminal, a line per minute.
 
     Args:
         description: The stage, in a word or two.
@@ -113,9 +171,14 @@ def progress_bar(
     if not main_process:
         yield Bar()
         return
+    if not stderr.is_terminal:
+        lines = _LineBar(description, total, unit, done)
+        yield lines
+        lines.say()
+        return
     with Progress(*_columns(stderr.width), console=stderr, refresh_per_second=4) as progress:
         task = progress.add_task(description, total=total, completed=done, unit=unit, note="")
-        yield Bar(progress, task)
+        yield _TerminalBar(progress, task)
 
 
 @contextmanager

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
-from shards.base import GdistillError, UsageError
+from shards.base import GdistillError, UsageError, without_library_bars
 from shards.language_model.device import DtypeName
 from shards.language_model.files import PretrainedFiles, first_line, not_causal_lm
 from shards.language_model.head import Float32Head, install_float32_head
@@ -70,21 +69,29 @@ def load_causal_model(
 
 
 def _load_network(files: PretrainedFiles, dtype: DtypeName, attention: str | None) -> Any:
-    transformers_logging.disable_progress_bar()  # one bar per stage, and it is ours
     options: dict[str, Any] = {"use_safetensors": files.has_safetensors}
     if attention:
         options["attn_implementation"] = attention
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            files.folder,
-            dtype=getattr(torch, dtype),
-            trust_remote_code=files.trust_remote_code,
-            local_files_only=True,
-            output_loading_info=True,
-            **options,
-        )
+        with without_library_bars():  # one bar per stage, and it is ours
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                files.folder,
+                dtype=getattr(torch, dtype),
+                trust_remote_code=files.trust_remote_code,
+                local_files_only=True,
+                output_loading_info=True,
+                **options,
+            )
         network, report = loaded
     except Exception as error:  # transformers lets errors of many libraries through
+        if attention and attention in str(error):
+            raise UsageError(
+                "the attention kernel cannot be used",
+                where=f"attention, {files.role} {files.name}",
+                got=attention,
+                expected="eager, sdpa, or another one of transformers that is installed here",
+                remedy=first_line(error),
+            ) from error
         raise not_causal_lm(files, error) from error
     missing = sorted(report["missing_keys"])
     if missing:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
+    from shards.store.computation import COMPUTED_FILE, read_ways, record_ways
     from shards.store.layout import (
         RESOURCES,
         ZSTD_LEVEL,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from shards.base import GdistillError, IntegrityError
 from shards.storage import FileRecord, Location, as_location
+from shards.store.computation import COMPUTED_FILE
 from shards.store.layout import ShardRange, shard_files, shard_ranges
 from shards.store.ledger import claim_name, read_record, record_file, rewrite_remedy
 from shards.store.manifest import MANIFEST_FILE, Manifest
@@ -62,10 +63,10 @@ def verify(location: str | Path | Location, advance: Progress | None = None) -> 
 
 
 def _problems(place: Location, manifest: Manifest, advance: Progress) -> Iterator[Problem]:
-    known = {MANIFEST_FILE, *manifest.files}
+    known = {MANIFEST_FILE, COMPUTED_FILE, *manifest.files}
     again = "run the command that wrote the store again: it writes this file anew"
     sizes = place.sizes()
-    advance(sizes.get(MANIFEST_FILE, 0))
+    advance(sizes.get(MANIFEST_FILE, 0) + sizes.get(COMPUTED_FILE, 0))
     for name, record in manifest.files.items():
         what = _check(place, name, record)
         advance(sizes.get(name, 0))

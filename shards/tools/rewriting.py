@@ -23,6 +23,8 @@ from shards.store import (
     ShardStore,
     ShardWriter,
     read_record,
+    read_ways,
+    record_ways,
     rewrite_remedy,
 )
 from shards.tools.unigram import count_unigram
@@ -112,6 +114,7 @@ def merge(
         _require_same(first.manifest, other)
     content = {name: first.file(name) for name in first.manifest.files}
     writer = ShardWriter.create_copy(out, first.manifest, content)
+    _carry_ways(stores, writer)
     missing = []
     for split in first.manifest.splits:
         pending = set(writer.pending(split))
@@ -132,6 +135,7 @@ def _rewrite(
 ) -> ShardWriter:
     arrays = {name: value.numpy() for name, value in resources.items()}
     writer = ShardWriter.create_or_resume(out, manifest, arrays, side_files(store))
+    _carry_ways([store], writer)
     for split in manifest.splits:
         reader = store.split(split)
         pending = set(writer.pending(split))
@@ -143,6 +147,11 @@ def _rewrite(
                         writer.write(shard, transform(shard, rows))
             bar.advance(shard.num_rows * manifest.row_length)
     return writer
+
+
+def _carry_ways(stores: Sequence[ShardStore], writer: ShardWriter) -> None:
+    """What is recorded of how the numbers were computed goes along with them."""
+    record_ways(writer.location, [way for store in stores for way in read_ways(store.location)])
 
 
 def side_files(store: ShardStore) -> dict[str, bytes]:

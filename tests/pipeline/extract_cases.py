@@ -63,6 +63,7 @@ def options(teacher: Path, corpus: Path, /, **changes: Any) -> dict[str, Any]:
     given: dict[str, Any] = {
         "device": "cpu",
         "batch_size": 4,
+        "threads": 1,
         "corpus": {
             "spec": f"text:{corpus}",
             "row_length": ROW_LENGTH,

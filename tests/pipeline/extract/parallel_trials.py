@@ -11,8 +11,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pipeline.run import run_extraction
 from pipeline.settings import resolve_request
 from pipeline.teacher.model import Teacher
@@ -34,7 +32,6 @@ def start(
 
 
 def _work(out: Path, given: dict[str, Any], worker: Worker, pause_seconds: float) -> None:
-    torch.set_num_threads(1)
     forward = Teacher.forward
 
     def slow(self: Teacher, *arguments: Any) -> RawLogits:

@@ -53,6 +53,7 @@ def test_accelerate_launch_writes_the_bytes_of_one(
         "codec.num_entries=5",
         "store.rows_per_shard=16",
         "store.rows_per_chunk=8",
+        "threads=1",
     ):
         command += ["--set", setting]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -148,18 +148,29 @@ def test_generated_store_is_the_same_in_one_run_and_after_an_interruption(
     assert contents(tmp_path / "parts" / "store") == contents(tmp_path / "whole" / "store")
 
 
-def test_rows_begin_with_first_tokens_of_the_corpus_and_go_beyond_it(
+def test_rows_begin_like_documents_and_go_beyond_the_corpus(
     tmp_path: Path, folder: Path, corpus: Path
 ) -> None:
-    given = options(folder, corpus, mode="sequential", store={"rows": 130})
-    store = run(tmp_path, given)
+    """Rows of a corpus in one stream begin anywhere in a document; the teacher's never do."""
+    given = options(folder, corpus, mode="sequential", corpus={"packing": "concat"})
+    store = run(tmp_path, {**given, "store": {**given["store"], "rows": 130}})
     dataset = TokenDataset.open(tmp_path / "tokens")
-    available = dataset.num_rows("train")
-    assert available < 130 == store.manifest.splits["train"]
-    first = dataset.read_rows("train", 0, available)[:, 0]
+    assert dataset.num_rows("train") < 130 == store.manifest.splits["train"]
+    assert len(np.unique(dataset.read_rows("train", 0, 20)[:, 0])) > 1
     rows = store.split("train").read_rows(0, 130)["tokens"]
-    assert np.array_equal(rows[:, 0], first[np.arange(130) % available])
-    assert len(np.unique(rows, axis=0)) == 130, "rows with equal first tokens differ"
+    assert (rows[:, 0] == dataset.bos_id).all()
+    assert len(np.unique(rows, axis=0)) > 100, "beyond the corpus nothing repeats"
+
+
+def test_splits_are_written_with_noise_of_their_own(
+    tmp_path: Path, folder: Path, corpus: Path
+) -> None:
+    given = options(folder, corpus, mode="sequential", store={"rows": 4, "validation_rows": 4})
+    store = run(tmp_path, given)
+    train, validation = (
+        store.split(split).read_rows(0, 4)["tokens"] for split in ("train", "validation")
+    )
+    assert (train != validation).any(axis=1).all()
 
 
 def test_rows_at_once_are_many_for_small_models_and_bounded_in_memory(teacher: Teacher) -> None:

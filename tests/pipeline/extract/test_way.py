@@ -1,0 +1,130 @@
+"""The workers of one store compute alike, and whoever does not is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.extract import way as ways
+from shards.base.console import progress_bar
+from shards.base.errors import IntegrityError, UsageError
+from shards.storage import as_location
+from shards.store.computation import COMPUTED_FILE, read_ways, record_ways
+from shards.store.verification import verify
+from tests.pipeline.extract_cases import contents, options, run
+
+
+@pytest.fixture(autouse=True)
+def threads_of_others() -> Any:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def half_done(out: Path) -> None:
+    """Forget half of the shards."""
+    for record in sorted((out / "store" / "ledger").rglob("*.json"))[::2]:
+        record.unlink()
+
+
+def test_later_workers_take_over_threads_and_rows_per_pass(
+    tmp_path: Path, teacher: Path, corpus: Path
+) -> None:
+    run(tmp_path, options(teacher, corpus, threads=2, batch_size=3))
+    whole = contents(tmp_path / "store")
+    (way,) = json.loads(whole[COMPUTED_FILE])["ways"]
+    assert (way["device"], way["threads"], way["rows_per_pass"]) == ("cpu", 2, 3)
+    assert way["torch"] == torch.__version__ and way["compiled"] is False
+    half_done(tmp_path)
+    torch.set_num_threads(1)
+    run(tmp_path, options(teacher, corpus, batch_size=None, threads=None, strict=True))
+    assert torch.get_num_threads() == 2
+    assert contents(tmp_path / "store") == whole
+    assert verify(tmp_path / "store") == []
+
+
+def test_who_computes_differently_is_told_and_with_strict_refused(
+    tmp_path: Path,
+    teacher: Path,
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = options(teacher, corpus, threads=1)
+    store = run(tmp_path, given)
+    said: list[str] = []
+    monkeypatch.setattr(ways.stderr, "print", said.append)
+    half_done(tmp_path)
+    monkeypatch.setattr(ways, "_kernels", lambda on_gpu: "OTHER")
+    left = [shard for shard in store.manifest.splits if store.unfinished()]
+    assert left
+    before = contents(tmp_path / "store")
+    with pytest.raises(UsageError, match=r"computes differently.*OTHER \(was .*--strict"):
+        run(tmp_path, {**given, "strict": True})
+    assert contents(tmp_path / "store") == before and said == []
+    finished = run(tmp_path, given)
+    (line,) = said
+    assert "kernels OTHER" in line and "threads" not in line and f"{ways.ROUNDING_NATS:g}" in line
+    assert [way["kernels"] == "OTHER" for way in read_ways(finished.location)] == [False, True]
+    assert finished.unfinished() == [] and verify(tmp_path / "store") == []
+
+
+def test_threads_of_ones_own_are_told(
+    tmp_path: Path, teacher: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, options(teacher, corpus, threads=1))
+    half_done(tmp_path)
+    said: list[str] = []
+    monkeypatch.setattr(ways.stderr, "print", said.append)
+    run(tmp_path, options(teacher, corpus, threads=2))
+    assert len(said) == 1 and "threads 2 (was 1)" in said[0]
+
+
+def test_a_store_without_the_record_goes_on(tmp_path: Path, teacher: Path, corpus: Path) -> None:
+    given = options(teacher, corpus, threads=1)
+    run(tmp_path, given)
+    whole = contents(tmp_path / "store")
+    half_done(tmp_path)
+    (tmp_path / "store" / COMPUTED_FILE).unlink()
+    run(tmp_path, {**given, "strict": True})
+    assert contents(tmp_path / "store") == whole
+
+
+def test_ways_add_up_in_order_and_once(tmp_path: Path) -> None:
+    place = as_location(tmp_path)
+    record_ways(place, [{"a": 1}, {"a": 2}, {"a": 1}])
+    record_ways(place, [{"a": 3}, {"a": 2}])
+    assert read_ways(place) == [{"a": 1}, {"a": 2}, {"a": 3}]
+    before = (tmp_path / COMPUTED_FILE).stat().st_mtime_ns
+    record_ways(place, [{"a": 2}])
+    assert (tmp_path / COMPUTED_FILE).stat().st_mtime_ns == before
+    for damaged in ("{", "[]", '{"ways": 3}', '{"ways": [3]}'):
+        (tmp_path / COMPUTED_FILE).write_text(damaged)
+        with pytest.raises(IntegrityError, match="remove the file"):
+            read_ways(place)
+
+
+def test_progress_in_a_log_file_is_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("shards.base.console.time.monotonic", lambda: now)
+    with progress_bar("extract", 12_000, done=2_000) as bar:
+        now += 59
+        bar.advance(1_000)
+        assert capsys.readouterr().err == ""
+        now += 1
+        bar.note("train/0")
+        line = capsys.readouterr().err
+        # 1,000 in 60 s, and 9,000 to go at that rate: 540 s.
+        assert line == "extract: 3.0k/12.0k tok, 17 tok/s, 0:09:00 left, train/0\n"
+        bar.advance(9_000)
+        now += 30
+        assert capsys.readouterr().err == ""
+    assert (
+        capsys.readouterr().err == "extract: 12.0k/12.0k tok, 111 tok/s, 0:01:30 so far, train/0\n"
+    )
