@@ -149,8 +149,8 @@ def _open_copy(path: Path, num_bytes: int) -> int | None:
     if os.fstat(descriptor).st_size != num_bytes:
         os.close(descriptor)
         return None
-    with suppress(PermissionError):  # another user's copy, as good as ours
-        os.utime(path)  # used now; eviction goes by this
+    with suppress(OSError):  # another user's copy, as good as ours
+        os.utime(descriptor)  # used now; eviction goes by this
     return descriptor
 
 

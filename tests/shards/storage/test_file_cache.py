@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -122,3 +124,87 @@ FileCache(Path({str(tmp_path)!r})).open(FileRecord.of(b"content"), lambda: b"con
     cache = FileCache(tmp_path, max_bytes=10)
     assert content(cache.open(record, lambda: b"content")) == b"content"
     assert list(tmp_path.iterdir()) == [tmp_path / record.sha256]
+
+
+def put(cache: FileCache, data: bytes) -> bool:
+    """Ask for a copy; whether it had to be downloaded."""
+    downloads = []
+
+    def download() -> bytes:
+        downloads.append(data)
+        return data
+
+    assert content(cache.open(FileRecord.of(data), download)) == data
+    return bool(downloads)
+
+
+def age(cache: FileCache, data: bytes, seconds: float) -> None:
+    when = time.time() - seconds
+    os.utime(cache.folder / FileRecord.of(data).sha256, (when, when))
+
+
+def test_the_copy_unused_for_longest_goes_first(tmp_path: Path) -> None:
+    cache = FileCache(tmp_path, max_bytes=15)
+    one, two, three, four = b"one..", b"two..", b"three", b"four."
+    for seconds, data in ((300, one), (200, two), (100, three)):
+        assert put(cache, data)
+        age(cache, data, seconds)
+    assert not put(cache, one), "used now"
+    assert put(cache, four), "in the place of two"
+    assert [put(cache, data) for data in (one, three, four)] == [False] * 3
+    assert put(cache, two)
+
+
+def test_a_copy_in_use_may_be_evicted(tmp_path: Path) -> None:
+    cache = FileCache(tmp_path, max_bytes=5)
+    first = cache.open(FileRecord.of(b"first"), lambda: b"first")
+    assert put(cache, b"other") and not (tmp_path / FileRecord.of(b"first").sha256).exists()
+    assert content(first) == b"first"
+
+
+def test_threads_read_the_truth_through_a_cache_that_holds_almost_nothing(
+    url: str, tmp_path: Path
+) -> None:
+    write_store(url)
+    expected = ShardStore.open(url).split("train").read_rows(0, 28)
+    wrong = []
+
+    def read(seed: int) -> None:
+        reader = ShardStore.open(place).split("train")
+        for index in np.random.default_rng(seed).permutation(14) % reader.num_chunks:
+            for name, rows in reader.read_chunk(int(index)).items():
+                if not np.array_equal(rows, expected[name][4 * index : 4 * index + 4]):
+                    wrong.append((index, name))
+
+    place = RemoteLocation(url, cache=FileCache(tmp_path, max_bytes=300))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(read, range(4)))
+    assert wrong == []
+
+
+def test_a_disk_nearly_full_is_kept_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = FileCache(tmp_path)
+    for seconds, data in ((200, b"older"), (100, b"newer")):
+        put(cache, data)
+        age(cache, data, seconds)
+    # A twentieth of 1,000 bytes is to stay free: of 52, five more would leave 47.
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=1000, free=52))
+    assert put(cache, b"third")
+    assert not put(cache, b"newer") and put(cache, b"older")
+
+
+def test_another_users_copy_is_as_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = FileCache(tmp_path)
+    assert put(cache, b"shared")
+
+    def refuses(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "utime", refuses)
+    assert not put(cache, b"shared")
+
+
+def test_a_copy_of_another_size_is_none(tmp_path: Path) -> None:
+    cache = FileCache(tmp_path)
+    (tmp_path / FileRecord.of(b"whole").sha256).write_bytes(b"who")
+    assert put(cache, b"whole") and not put(cache, b"whole")

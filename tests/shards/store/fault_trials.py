@@ -6,6 +6,8 @@ Each trial returns what happened as plain counts; the tests run a few of each, t
 
 from __future__ import annotations
 
+import builtins
+import io
 import os
 import resource
 import shutil
@@ -16,6 +18,7 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -118,30 +121,96 @@ def _reads_as(root: Path, reference: dict[str, bytes]) -> bool:
     return True
 
 
-def crash_worker(root: Path, after: int) -> None:
-    """Write the small store, dying at the ``after``-th call that changes the file system."""
-    left = after
+class PowerCut:
+    """Counts calls that change the file system and cuts the power at one of them.
 
-    def dying(call: Callable[..., object]) -> Callable[..., object]:
+    A write at which that happens is torn: half of it is there. So is, half, every file whose
+    content was not synced since it was written, whatever its name by then.
+    """
+
+    def __init__(self, root: Path, after: int) -> None:
+        self.root, self.left = root, after
+        self.unsynced: set[int] = set()
+        self._open, self._fsync = open, os.fsync
+
+    def count(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            self.cut()
+
+    def cut(self) -> None:
+        for path in self.root.rglob("*"):
+            if path.is_file() and path.stat().st_ino in self.unsynced:
+                os.truncate(path, path.stat().st_size // 2)
+        os._exit(9)
+
+    def dying(self, call: Callable[..., object]) -> Callable[..., object]:
         def wrapper(*arguments: object, **keywords: object) -> object:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                os._exit(9)
+            self.count()
             return call(*arguments, **keywords)
 
         return wrapper
 
-    for name in ("replace", "fsync", "open", "unlink", "rmdir", "mkdir"):
-        setattr(os, name, dying(getattr(os, name)))
+    def fsync(self, descriptor: int) -> None:
+        self.count()
+        self._fsync(descriptor)
+        self.unsynced.discard(os.fstat(descriptor).st_ino)
+
+    def open(self, file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
+        opened = self._open(file, mode, *arguments, **keywords)
+        if not set(mode) & set("wxa+"):
+            return opened
+        self.unsynced.add(os.fstat(opened.fileno()).st_ino)
+        write = opened.write
+        torn = _Torn(opened)
+
+        def counted(data: bytes) -> int:
+            self.left -= 1
+            if self.left < 0:
+                write(data[: len(data) // 2])
+                opened.flush()
+                self.cut()
+            return write(data)
+
+        torn.write = counted
+        return torn
+
+
+class _Torn:
+    """An open file whose ``write`` is another."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.write = file.write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> _Torn:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def crash_worker(root: Path, after: int) -> None:
+    """Write the small store until the power goes at the ``after``-th change of the file system."""
+    power = PowerCut(root, after)
+    for name in ("replace", "open", "unlink", "rmdir", "mkdir"):
+        setattr(os, name, power.dying(getattr(os, name)))
+    os.fsync = power.fsync
+    builtins.open = io.open = power.open
     write_store(root)
 
 
 def crash_trial(root: Path, reference: dict[str, bytes], after: int) -> bool | None:
-    """Die at one exact point of a write and resume; None once the point lies past the end."""
+    """Cut the power at one exact point of a write, look, resume; None once past the end."""
     process = start(crash_worker, root, after)
     process.join()
     survived = process.exitcode == 0
+    for name, data in file_bytes(root).items() if root.exists() else ():
+        if not name.endswith(".tmp") and not name.startswith(".claims/"):
+            assert data == reference[name], f"{name} was there and torn after operation {after}"
     write_store(root)
     identical = file_bytes(root) == reference
     shutil.rmtree(root)

@@ -39,7 +39,7 @@ def test_killed_writers_resume_to_the_same_bytes(tmp_path: Path) -> None:
         assert outcome["byte_identical"] == 1
 
 
-@pytest.mark.parametrize("after", [0, 1, 5, 20, 47, 90, 131, 170, 211, 250])
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 4, 5, 20, 47, 91, 132, 170, 213, 251, 302])
 def test_dying_at_a_file_operation_loses_nothing(tmp_path: Path, after: int) -> None:
     write_store(tmp_path / "reference")
     assert trials.crash_trial(tmp_path / "store", file_bytes(tmp_path / "reference"), after)
