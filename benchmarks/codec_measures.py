@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shards.codec import Arrays, Codec, TeacherOutput, TopKCodec, frozen_posterior
-from shards.noise import KeyedPosterior, Noise, SparseNoise
+from shards.codec import Arrays, Codec, TeacherOutput, frozen_posterior
+from shards.noise import KeyedPosterior, Noise, SparseNoise, arrivals_from_gumbel
 
 SEED = 20_260
 TILE = 8192
@@ -71,7 +71,9 @@ class Measurement:
         start = time.perf_counter()
         arrays = self.codec.encode(exact.output, SEED, resources)
         encoded = time.perf_counter()
-        noise, whole = self._decode(arrays, exact, resources)
+        flat = {name: array.flatten(0, 1) for name, array in arrays.items()}
+        draw = exact.noise
+        noise = self.codec.decode(flat, draw.tokens, draw.token_log_probs, draw.keys, resources)
         arrivals = torch.cat(list(_tiles(noise)), dim=1)
         decoded = time.perf_counter()
         self.arrays.append(arrays)
@@ -80,21 +82,12 @@ class Measurement:
             self.sums |= {"encode_seconds": 0.0, "decode_seconds": 0.0, "timed": 0.0}
         self._count(encode_seconds=encoded - start, decode_seconds=decoded - encoded, timed=num)
         self._compare(arrivals, noise, exact)
-        if whole is not noise:
-            arrivals = torch.cat(list(_tiles(whole)), dim=1)
+        if "token_gumbels" in flat:  # also where the token is cut off from what students see
+            own = arrivals_from_gumbel(flat["token_gumbels"])
+            arrivals.scatter_(1, draw.tokens[:, None], own[:, None])
         self._count(tokens=num, agreed=float(_agrees(arrivals, exact).sum()))
-        if isinstance(whole, KeyedPosterior):
-            self._count(expected=float(expected_agreement(whole, exact).sum()))
-
-    def _decode(self, arrays: Arrays, exact: Exact, resources: Arrays) -> tuple[Noise, Noise]:
-        """The noise a student is shown, and that with the token's own field."""
-        flat = {name: array.flatten(0, 1) for name, array in arrays.items()}
-        draw = exact.noise
-        arguments = (flat, draw.tokens, draw.token_log_probs, draw.keys, resources)
-        noise = self.codec.decode(*arguments)
-        if isinstance(self.codec, TopKCodec):
-            return noise, self.codec.decode_with_token(*arguments)
-        return noise, noise
+        if isinstance(noise, KeyedPosterior):
+            self._count(expected=float(expected_agreement(noise, exact).sum()))
 
     def _compare(self, arrivals: Float[Tensor, "n v"], noise: Noise, exact: Exact) -> None:
         rest = noise.rest_rate if isinstance(noise, SparseNoise) else 0.0

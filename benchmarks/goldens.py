@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shards.noise import DenseNoise, Noise, posterior_gumbels_from_draws
+from shards.noise import Noise
+from shards.testing import DenseNoise, given_posterior
 from trainer.importing import our_parameters
 from trainer.objective import Batch, Corruption, corruption_from_uniforms
 from trainer.students import STUDENTS, Student, StudentSettings
@@ -179,8 +180,7 @@ def condition_of(student: Student, gumbel: Tensor, tokens: Tensor) -> Tensor:
 
 def posterior_of(logits: Tensor, tokens: Tensor, zeta: Tensor, zeta_0: Tensor) -> Tensor:
     """xi [B, n-1, V] from the golden's draws (rows flattened over batch, then position)."""
-    shape = (tokens.shape[0], tokens.shape[1] - 1)
-    log_probs = torch.log_softmax(logits[:, :-1].float(), dim=-1)
-    return posterior_gumbels_from_draws(
-        log_probs, tokens[:, 1:], zeta.view(*shape, -1), zeta_0.view(shape)
-    )
+    log_probs = torch.log_softmax(logits[:, :-1].float(), dim=-1).flatten(0, 1)
+    others, first = (-zeta).exp().view(log_probs.shape), (-zeta_0).exp().flatten()
+    noise = given_posterior(log_probs, tokens[:, 1:].flatten(), others, first)
+    return noise.gumbels().unflatten(0, (tokens.shape[0], -1))

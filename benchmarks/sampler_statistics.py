@@ -25,7 +25,7 @@ from torch import Tensor
 
 from benchmarks.measure import machine
 from shards.base import derive_seed, progress_bar, write_json_atomic
-from shards.noise import DenseNoise
+from shards.testing import DenseNoise
 from trainer.importing import our_parameters
 from trainer.sampling import (
     AncestralConfig,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import ClassVar
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.codec.protocol import Arrays
-from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys, Probabilities
+from shards.codec.protocol import Arrays, Codec
+from shards.noise import KeyedPosterior, PositionKeys, Probabilities
 
 
-class FreshDraws(ABC):
+class FreshDraws(Codec):
     """A codec whose noise is drawn when it is decoded: anew at every visit, by the keys."""
 
     is_fresh: ClassVar[bool] = True
@@ -38,7 +38,3 @@ class FreshDraws(ABC):
         """Posterior noise of n positions (Algorithm 1), drawn by ``keys``."""
         distribution = self.distribution(arrays, tokens, token_log_probs, resources)
         return KeyedPosterior(keys, tokens, token_log_probs, distribution)
-
-    def prior(self, keys: PositionKeys, vocab_size: int) -> KeyedPrior:
-        """The noise to sample with: the untruncated prior."""
-        return KeyedPrior(keys, vocab_size)

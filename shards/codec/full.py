@@ -13,14 +13,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shards.codec.array_spec import ArraySpec
-from shards.codec.draws import encode_draw, passes_token
-from shards.codec.protocol import Arrays, TeacherOutput
-from shards.codec.stored_noise import StoredNoise
-from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys
+from shards.codec.frozen import StoredNoise, encode_draw, passes_token
+from shards.codec.protocol import Arrays, Codec, TeacherOutput
+from shards.noise import KeyedPosterior, PositionKeys
 
 
 @dataclass(frozen=True)
-class FullCodec:
+class FullCodec(Codec):
     """Arrays: ``gumbels`` [V] float16, xi; ``token_gumbels`` float32, xi of the token.
 
     Entries that rounding would lift past the token are rounded down, so that the token is the
@@ -52,10 +51,6 @@ class FullCodec:
         gumbels = arrays["gumbels"]
         columns = (gumbels,)
         return StoredNoise(columns, _tile, tokens, arrays["token_gumbels"], gumbels.shape[1])
-
-    def prior(self, keys: PositionKeys, vocab_size: int) -> KeyedPrior:
-        """The noise to sample with: the untruncated prior."""
-        return KeyedPrior(keys, vocab_size)
 
 
 def _tile(columns: tuple[Tensor, ...], start: int, stop: int) -> Float[Tensor, "n tile"]:

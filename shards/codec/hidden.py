@@ -15,8 +15,8 @@ from torch import Tensor
 
 from shards.base import GdistillError, UsageError
 from shards.codec.array_spec import ArraySpec
-from shards.codec.draws import encode_in_parts
 from shards.codec.fresh import FreshDraws
+from shards.codec.frozen import encode_in_parts
 from shards.codec.protocol import Arrays, TeacherOutput
 from shards.noise import HeadLogits
 

@@ -22,12 +22,11 @@ from torch import Tensor
 
 from shards.base import UsageError
 from shards.codec.array_spec import ArraySpec
-from shards.codec.byte_planes import from_planes, plane_specs, to_planes
-from shards.codec.draws import encode_in_parts
 from shards.codec.fresh import FreshDraws
+from shards.codec.frozen import encode_in_parts
+from shards.codec.ids import FrequencyOrder, from_planes, plane_specs, to_planes
 from shards.codec.likeliest import likeliest_tokens
 from shards.codec.protocol import Arrays, TeacherOutput
-from shards.codec.vocabulary_order import FrequencyOrder
 from shards.noise import DenseProbabilities, Entries, HeadAndTail, Probabilities
 
 SMALLEST_HALF = -65504.0

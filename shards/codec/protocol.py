@@ -9,8 +9,9 @@ from typing import ClassVar, Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shards.base import UsageError
 from shards.codec.array_spec import ArraySpec
-from shards.noise import Noise, PositionKeys
+from shards.noise import KeyedPrior, Noise, PositionKeys, PriorNoise, Probabilities
 
 Arrays = Mapping[str, Tensor]
 
@@ -37,6 +38,8 @@ class TeacherOutput:
 class Codec(Protocol):
     """A frozen dataclass that turns teacher output into stored arrays and back into noise.
 
+    Subclass it (or one of :class:`~shards.codec.fresh.FreshDraws`,
+    :class:`~shards.codec.frozen.FrozenDraw`) and run ``shards.testing.check_codec`` on it.
     ``resources`` are arrays kept once per store (``unigram_log_probs`` [V], an LM head), given to
     both directions.
     """
@@ -74,6 +77,27 @@ class Codec(Protocol):
         """
         ...
 
-    def prior(self, keys: PositionKeys, vocab_size: int) -> Noise:
-        """Noise to sample with: cut off as :meth:`decode` cuts off what the student trains on."""
-        ...
+    def distribution(
+        self,
+        arrays: Arrays,
+        tokens: Int[Tensor, "n"],
+        token_log_probs: Float[Tensor, "n"],
+        resources: Arrays,
+    ) -> Probabilities:
+        """The teacher's distribution at n positions as stored, with p_x exact: targets for KD.
+
+        Raises:
+            UsageError: Where one draw of the noise is stored and the distribution is not.
+        """
+        raise UsageError(
+            "the codec stores a draw of the noise, not the teacher's distribution",
+            where=f"codec {self.name}",
+            remedy="extract with the codec posterior or hidden",
+        )
+
+    def prior(self, keys: PositionKeys, vocab_size: int) -> PriorNoise:
+        """Noise to sample with: cut off as :meth:`decode` cuts off what the student trains on.
+
+        The untruncated prior, unless a codec cuts.
+        """
+        return KeyedPrior(keys, vocab_size)

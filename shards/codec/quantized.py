@@ -15,14 +15,13 @@ from torch import Tensor
 
 from shards.base import UsageError
 from shards.codec.array_spec import ArraySpec
-from shards.codec.draws import encode_draw, passes_token
-from shards.codec.protocol import Arrays, TeacherOutput
-from shards.codec.stored_noise import StoredNoise
-from shards.noise import KeyedPosterior, KeyedPrior, PositionKeys
+from shards.codec.frozen import StoredNoise, encode_draw, passes_token
+from shards.codec.protocol import Arrays, Codec, TeacherOutput
+from shards.noise import KeyedPosterior, PositionKeys
 
 
 @dataclass(frozen=True)
-class QuantizedCodec:
+class QuantizedCodec(Codec):
     """Arrays: ``levels`` uint8, [V] or two per byte [(V + 1) // 2], the even id in the low half;
     ``lowest`` and ``spacing`` float32; ``token_gumbels`` float32, xi of the token.
 
@@ -84,10 +83,6 @@ class QuantizedCodec:
         tile = _tile_of_bytes if self.bits == 8 else _tile_of_nibbles
         vocab_size = len(resources["unigram_log_probs"])
         return StoredNoise(columns, tile, tokens, arrays["token_gumbels"], vocab_size)
-
-    def prior(self, keys: PositionKeys, vocab_size: int) -> KeyedPrior:
-        """The noise to sample with: the untruncated prior."""
-        return KeyedPrior(keys, vocab_size)
 
 
 def _pack(levels: UInt8[Tensor, "n v"], bits: int) -> UInt8[Tensor, "n w"]:

@@ -1,12 +1,4 @@
-"""Codecs: what a store keeps of the teacher per token, and the noise it becomes again.
-
-full        xi, every entry, in half precision        one frozen draw
-quantized   xi, every entry, in 8 or 4 bits           one frozen draw
-topk        the k largest xi, the weight of the rest  one frozen draw
-seeded      where xi differs from the generator's     one frozen draw
-posterior   the teacher's distribution, its head      a fresh draw at every visit
-hidden      the teacher's last hidden state           a fresh draw at every visit
-"""
+"""Codecs by name."""
 
 from __future__ import annotations
 

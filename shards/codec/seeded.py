@@ -22,10 +22,9 @@ from torch import Tensor
 
 from shards.base import UsageError
 from shards.codec.array_spec import ArraySpec
-from shards.codec.byte_planes import from_planes, plane_specs, to_planes
-from shards.codec.draws import encode_draw
-from shards.codec.protocol import Arrays, TeacherOutput
-from shards.codec.vocabulary_order import FrequencyOrder
+from shards.codec.frozen import encode_draw
+from shards.codec.ids import FrequencyOrder, from_planes, plane_specs, to_planes
+from shards.codec.protocol import Arrays, Codec, TeacherOutput
 from shards.noise import Entries, KeyedPosterior, KeyedPrior, PositionKeys, ShiftedNoise, add_wait_
 
 LARGEST_EXPONENTIAL = 16.7
@@ -67,7 +66,7 @@ class ShiftScale:
 
 
 @dataclass(frozen=True)
-class SeededCodec:
+class SeededCodec(Codec):
     """Arrays: ``shift_gap`` [M] in byte planes, frequency rank less that of the stored entry before
     (the first plus 1), 0 where unused; ``shift_code`` [M] in byte planes; ``coarsening`` uint8.
 
@@ -183,10 +182,6 @@ class SeededCodec:
         frozen = PositionKeys(keys.seed, keys.rows, keys.positions)
         entries = Entries(ids, factors, used)
         return ShiftedNoise(frozen, tokens, token_log_probs, entries, vocab_size)
-
-    def prior(self, keys: PositionKeys, vocab_size: int) -> KeyedPrior:
-        """The noise to sample with: the untruncated prior."""
-        return KeyedPrior(keys, vocab_size)
 
 
 def _slots(

@@ -4,7 +4,7 @@ What the student is shown is cut off after the k largest entries, at training an
 alike: :meth:`TopKCodec.prior` draws the k largest of V prior Gumbels in O(k). The observed token
 is seldom among the k largest, so its xi has a field of its own; it is not shown to the student,
 who could tell the token by an entry below the cut, but stands in for the token wherever the
-whole draw is wanted (:meth:`TopKCodec.decode_with_token`).
+whole draw is wanted (``gdistill-shards show``).
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch import Tensor
 
 from shards.base import UsageError
 from shards.codec.array_spec import ArraySpec
-from shards.codec.byte_planes import from_planes, plane_specs, to_planes
-from shards.codec.draws import encode_draw
+from shards.codec.frozen import encode_draw
 from shards.codec.full import half_gumbels
-from shards.codec.protocol import Arrays, TeacherOutput
+from shards.codec.ids import from_planes, plane_specs, to_planes
+from shards.codec.protocol import Arrays, Codec, TeacherOutput
 from shards.noise import (
     KeyedPosterior,
     PositionKeys,
     SparseNoise,
+    TopPrior,
     arrivals_from_gumbel,
-    first_arrivals_of,
 )
 
 
 @dataclass(frozen=True)
-class TopKCodec:
+class TopKCodec(Codec):
     """Arrays: ``entry_gap`` [k] in byte planes, by rising id, less the one before (the first plus
     1); ``entry_gumbels`` [k] float16; ``rest_log_rate`` float32, log sum exp(xi) of the V - k
     others; ``token_gumbels`` float32, xi of the token.
@@ -96,29 +96,6 @@ class TopKCodec:
         rest = arrays["rest_log_rate"].exp()
         return SparseNoise(ids, arrivals_from_gumbel(gumbels), vocab_size, rest)
 
-    def decode_with_token(
-        self,
-        arrays: Arrays,
-        tokens: Int[Tensor, "n"],
-        token_log_probs: Float[Tensor, "n"],
-        keys: PositionKeys,
-        resources: Arrays,
-    ) -> SparseNoise:
-        """The k largest entries and the token's, of which log p + xi is largest at the token."""
-        noise = self.decode(arrays, tokens, token_log_probs, keys, resources)
-        if noise.ids.shape[1] == noise.vocab_size:
-            return noise
-        missing = ~(noise.ids == tokens[:, None]).any(1)
-        own = arrivals_from_gumbel(arrays["token_gumbels"])
-        rest = torch.where(missing, noise.rest_rate - own.reciprocal(), noise.rest_rate)
-        # Where the token is kept already, the further slot holds an id that was cut off.
-        places = torch.arange(noise.ids.shape[1], device=tokens.device)
-        cut_off = (noise.ids == places).cumprod(1).sum(1)
-        ids = torch.cat([noise.ids, torch.where(missing, tokens, cut_off)[:, None]], dim=1)
-        own = torch.where(missing, own, torch.inf)
-        arrivals = torch.cat([noise.arrivals, own[:, None]], dim=1)
-        return SparseNoise(ids, arrivals, noise.vocab_size, rest.clamp(min=0.0))
-
-    def prior(self, keys: PositionKeys, vocab_size: int) -> SparseNoise:
+    def prior(self, keys: PositionKeys, vocab_size: int) -> TopPrior:
         """The noise to sample with: the k largest of V prior Gumbels."""
-        return first_arrivals_of(keys, vocab_size, self.num_entries)
+        return TopPrior(keys, vocab_size, self.num_entries)

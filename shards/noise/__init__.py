@@ -1,4 +1,13 @@
-"""DOOR: shards.noise."""
+"""Gumbel noise xi, kept as arrival times F = exp(-xi): what it is, and where it comes from.
+
+In come keys (seed, row, position, draw) and, for the posterior, tokens with the teacher's
+probabilities; out comes a ``Noise``: n positions x V entries, read in tiles and never held whole,
+which embeds itself: ``noise.softmax_embed(weight)``.
+
+gumbel.py says what the posterior is; philox and keyed_exponentials draw without state;
+probabilities holds the teacher's side; kinds puts them together; order_statistics draws the k
+largest of V without the V; embedding is softmax(xi) W.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +16,25 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
-    from shards.noise.entries import Entries
-    from shards.noise.gumbel import (
-        add_wait_,
-        arrivals_from_gumbel,
-        gumbel_argmax,
-        gumbel_from_arrivals,
-        posterior_gumbels_from_draws,
-    )
+    from shards.noise.embedding import Transform, Weighting, add_product, product_dtype
+    from shards.noise.gumbel import add_wait_, arrivals_from_gumbel, gumbel_argmax
     from shards.noise.keyed_exponentials import NoiseKernel, noise_kernel, use_noise_kernel
     from shards.noise.kinds import (
-        DenseNoise,
         KeyedPosterior,
         KeyedPrior,
         Noise,
+        PriorNoise,
         ShiftedNoise,
         SparseNoise,
+        TiledNoise,
+        TokenNoise,
         dense_arrivals,
-        place_tokens,
     )
-    from shards.noise.order_statistics import first_arrivals_of
-    from shards.noise.philox import keyed_bits, stream_bits
-    from shards.noise.position_keys import Index, PositionKeys
+    from shards.noise.order_statistics import TopPrior
+    from shards.noise.philox import Index, PositionKeys, keyed_bits, philox4x32, stream_bits
     from shards.noise.probabilities import (
         DenseProbabilities,
+        Entries,
         HeadAndTail,
         HeadLogits,
         Probabilities,

@@ -22,7 +22,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 MIN_ARRIVAL = 2.0**-126
-"""Smallest arrival time (xi = 87.3): 1/F stays finite in float32 for tokens of any probability."""
+"""Smallest arrival time (xi = 87.3): 1/F stays finite in float32 for tokens of any probability.
+Where the order of log p + xi matters, xi itself is read: ``Noise.gumbels``."""
 LARGEST_UNIFORM = 1.0 - 2.0**-24
 
 
@@ -37,45 +38,6 @@ def exponential_from_bits(bits: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"
     return uniform.neg_().log1p_().neg_()
 
 
-def exponentials(
-    shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    """Exp(1) variates on the generator's device, never zero."""
-    device = generator.device
-    words = torch.randint(1 << 32, shape, generator=generator, device=device)
-    if dtype == torch.float32:
-        return exponential_from_bits(words)
-    low = torch.randint(1 << 20, shape, generator=generator, device=device)
-    uniform = (words.to(dtype) * 2.0**20 + low.to(dtype) + 0.5) * 2.0**-52
-    return -torch.log1p(-uniform)
-
-
-def prior_arrivals(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Arrival times of the prior, F_j ~ Exp(1), float32 of any shape [..., V]."""
-    return exponentials(shape, generator)
-
-
-def posterior_from_exponentials(
-    log_probs: Float[Tensor, "*batch v"],
-    tokens: Int[Tensor, "*batch"],
-    others: Float[Tensor, "*batch v"],
-    first: Float[Tensor, "*batch"],
-) -> Float[Tensor, "*batch v"]:
-    """Posterior arrival times from given exponentials (Algorithm 1), in the inputs' precision.
-
-    Args:
-        log_probs: Normalised log-probabilities of the teacher, nats.
-        tokens: The tokens drawn.
-        others: E_j, one Exp(1) variate per vocabulary entry (the token's own is not used).
-        first: E_0, one Exp(1) variate per position.
-    """
-    waited = log_probs.exp() * first[..., None]
-    arrivals = add_wait_(others.clone(), waited)
-    own = (log_probs.gather(-1, tokens[..., None]) + first[..., None].log()).exp()
-    arrivals.scatter_(-1, tokens[..., None], own)
-    return arrivals.clamp_(min=MIN_ARRIVAL)
-
-
 def add_wait_(
     remaining: Float[Tensor, "*shape"], waited: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
@@ -84,33 +46,27 @@ def add_wait_(
     return torch.maximum(remaining, waited * margin, out=remaining).add_(waited)
 
 
-def posterior_gumbels_from_draws(
-    log_probs: Float[Tensor, "*batch v"],
-    tokens: Int[Tensor, "*batch"],
-    zeta: Float[Tensor, "*batch v"],
-    zeta_0: Float[Tensor, "*batch"],
-) -> Float[Tensor, "*batch v"]:
-    """The posterior in log space: xi_x = zeta_0 - log p_x, which no p_x is too small for.
-
-    Arguments as in :func:`posterior_from_exponentials`, with zeta = -log E.
-    """
-    gumbels = -torch.logaddexp(-zeta, log_probs - zeta_0[..., None])
-    own = zeta_0[..., None] - log_probs.gather(-1, tokens[..., None])
-    return gumbels.scatter_(-1, tokens[..., None], own)
+def token_gumbels(
+    token_log_probs: Float[Tensor, "*batch"], first: Float[Tensor, "*batch"]
+) -> Float[Tensor, "*batch"]:
+    """xi_x = -log E_0 - log p_x of the tokens, finite for any p_x; never below the exact value."""
+    exact = -(token_log_probs.double() + first.double().log())
+    nearest = exact.to(token_log_probs.dtype)
+    above = nearest.nextafter(torch.full_like(nearest, torch.inf))
+    return torch.where(nearest.double() < exact, above, nearest)
 
 
-def posterior_arrivals(
-    log_probs: Float[Tensor, "*batch v"], tokens: Int[Tensor, "*batch"], generator: torch.Generator
-) -> Float[Tensor, "*batch v"]:
-    """One posterior draw of the arrival times given the tokens and the teacher's log_probs."""
-    others = exponentials(tuple(log_probs.shape), generator, log_probs.dtype)
-    first = exponentials(tuple(tokens.shape), generator, log_probs.dtype)
-    return posterior_from_exponentials(log_probs, tokens, others, first)
-
-
-def gumbel_from_arrivals(arrivals: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """xi = -log F."""
-    return -arrivals.log()
+def place_tokens(
+    values: Float[Tensor, "n tile"],
+    tokens: Int[Tensor, "n"],
+    own: Float[Tensor, "n"],
+    start: int,
+    stop: int,
+) -> Float[Tensor, "n tile"]:
+    """Write each token's own value where the token lies in the tile start..stop-1, in place."""
+    inside = ((tokens >= start) & (tokens < stop))[:, None]
+    columns = (tokens - start).clamp(0, max(0, stop - start - 1))[:, None]
+    return values.scatter_(1, columns, torch.where(inside, own[:, None], values.gather(1, columns)))
 
 
 def arrivals_from_gumbel(gumbels: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

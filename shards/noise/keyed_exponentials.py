@@ -24,10 +24,10 @@ from shards.noise.philox import (
     MULTIPLIERS,
     STREAM_BLOCK,
     STREAM_STRIDE,
+    PositionKeys,
     position_words,
     round_keys,
 )
-from shards.noise.position_keys import PositionKeys
 
 NoiseKernel = Literal["auto", "eager", "compiled"]
 Words = list[Tensor]

@@ -2,7 +2,8 @@
 
 A ``Noise`` is a flat batch of n token positions with one noise vector of V entries each. Nothing
 asks for the whole [n, V] tensor: readers walk the vocabulary in tiles, and a tile that is asked
-for twice (once in forward, once in backward) has the same bits both times.
+for twice (once in forward, once in backward) has the same bits both times. Every kind knows itself
+how it is embedded, so that noise from a store and noise to sample with are treated alike.
 """
 
 from __future__ import annotations
@@ -15,42 +16,37 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.noise.entries import Entries
-from shards.noise.gumbel import MIN_ARRIVAL
+from shards.noise.embedding import Tiles, Weighting, embed_entries, embed_tiles
+from shards.noise.gumbel import arrivals_from_gumbel, place_tokens, token_gumbels
 from shards.noise.keyed_exponentials import first_arrivals, keyed_exponentials
-from shards.noise.position_keys import Index, PositionKeys
-from shards.noise.probabilities import Probabilities
-
-__all__ = [
-    "DenseNoise",
-    "KeyedPosterior",
-    "KeyedPrior",
-    "Noise",
-    "PositionKeys",
-    "ShiftedNoise",
-    "SparseNoise",
-    "dense_arrivals",
-    "place_tokens",
-]
+from shards.noise.philox import Index, PositionKeys
+from shards.noise.probabilities import Entries, Probabilities
 
 
 @runtime_checkable
-class Noise(Protocol):
-    """n positions x V vocabulary entries of arrival times F = exp(-xi), float32."""
+class Noise(Tiles, Protocol):
+    """n positions x V vocabulary entries of arrival times F = exp(-xi), float32.
 
-    @property
-    def num_positions(self) -> int: ...
+    ``tile`` is a pure function of its arguments: the same bits at every call. +inf stands where an
+    entry was truncated away. (Over other positions the product behind the codec ``hidden`` may
+    round its last bit differently, since matrix products do.)
+    """
 
-    @property
-    def vocab_size(self) -> int: ...
+    def gumbels(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "n tile"]:
+        """xi of vocabulary ids start..stop-1 (all by default), -inf where truncated away.
 
-    @property
-    def device(self) -> torch.device: ...
+        Not always -log of the tile: the token's own xi may lie beyond what F can hold.
+        """
+        ...
 
-    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
-        """Arrival times of vocabulary ids start..stop-1; +inf where the entry was truncated away.
+    def softmax_embed(
+        self, weight: Float[Tensor, "v d"], weighting: Weighting | None = None
+    ) -> Float[Tensor, "n d"]:
+        """softmax(xi) @ weight in float32, without the [n, V] softmax; differentiable in weight.
 
-        A pure function of its arguments: the same bits at every call.
+        Args:
+            weight: [V, D], one row per vocabulary id.
+            weighting: tau, a transform of the noise, a prior over ids; softmax(xi) by default.
         """
         ...
 
@@ -63,36 +59,71 @@ class Noise(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class DenseNoise:
-    """Noise whose arrival times are all in memory; [n, V] float32."""
+@runtime_checkable
+class PriorNoise(Noise, Protocol):
+    """Noise to sample with: it has further independent draws."""
 
-    arrivals: Float[Tensor, "n v"]
+    def redrawn(self, draw: int) -> PriorNoise:
+        """The ``draw``-th draw after this one, of the same positions."""
+        ...
+
+    def select(self, index: Index) -> PriorNoise: ...
+
+    def to(self, device: torch.device | str) -> PriorNoise: ...
+
+
+class TiledNoise:
+    """What follows from ``tile`` alone."""
+
+    def gumbels(self: Tiles, start: int = 0, stop: int | None = None) -> Float[Tensor, "n tile"]:
+        return -self.tile(start, self.vocab_size if stop is None else stop).log()
+
+    def softmax_embed(
+        self: Tiles, weight: Float[Tensor, "v d"], weighting: Weighting | None = None
+    ) -> Float[Tensor, "n d"]:
+        return embed_tiles(self, weight, weighting or Weighting())
+
+
+class TokenNoise(TiledNoise):
+    """Noise whose entry of the observed token is known by itself.
+
+    Subclasses say what the others are, by arrival time and, where that is not all, by xi; the
+    token's own entry among them counts for nothing.
+    """
+
+    tokens: Int[Tensor, "n"]
+    vocab_size: int
+    token_gumbels: Float[Tensor, "n"]
+
+    def other_arrivals(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        """F_j of ids start..stop-1, in memory of its own."""
+        raise NotImplementedError
+
+    def other_gumbels(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        """xi_j of ids start..stop-1, in memory of its own."""
+        return -self.other_arrivals(start, stop).log()
 
     @property
     def num_positions(self) -> int:
-        return self.arrivals.shape[0]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.arrivals.shape[1]
+        return self.tokens.shape[0]
 
     @property
     def device(self) -> torch.device:
-        return self.arrivals.device
+        return self.tokens.device
 
     def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
-        return self.arrivals[:, start:stop]
+        stop = min(stop, self.vocab_size)
+        own = arrivals_from_gumbel(self.token_gumbels)
+        return place_tokens(self.other_arrivals(start, stop), self.tokens, own, start, stop)
 
-    def select(self, index: Index) -> DenseNoise:
-        return DenseNoise(self.arrivals[index])
-
-    def to(self, device: torch.device | str) -> DenseNoise:
-        return DenseNoise(self.arrivals.to(device))
+    def gumbels(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "n tile"]:
+        stop = self.vocab_size if stop is None else min(stop, self.vocab_size)
+        others = self.other_gumbels(start, stop)
+        return place_tokens(others, self.tokens, self.token_gumbels, start, stop)
 
 
 @dataclass(frozen=True)
-class KeyedPrior:
+class KeyedPrior(TiledNoise):
     """Prior noise, F_j ~ Exp(1), computed from the keys whenever a tile is read."""
 
     keys: PositionKeys
@@ -109,6 +140,9 @@ class KeyedPrior:
     def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         return keyed_exponentials(self.keys, start, min(stop, self.vocab_size))
 
+    def redrawn(self, draw: int) -> KeyedPrior:
+        return KeyedPrior(self.keys.redrawn(draw), self.vocab_size)
+
     def select(self, index: Index) -> KeyedPrior:
         return KeyedPrior(self.keys.select(index), self.vocab_size)
 
@@ -117,8 +151,8 @@ class KeyedPrior:
 
 
 @dataclass(frozen=True)
-class KeyedPosterior:
-    """Posterior noise given the tokens, from the exponentials that the keys name.
+class KeyedPosterior(TokenNoise):
+    """Posterior noise given the tokens (Algorithm 1), from the exponentials that the keys name.
 
     F_x = p_x E_0 and F_j = E_j + p_j E_0, where E_j is what :class:`KeyedPrior` of the same keys
     gives and E_0 comes from a stream of its own. With :class:`DenseProbabilities` the token is the
@@ -137,16 +171,8 @@ class KeyedPosterior:
     probabilities: Probabilities
 
     @property
-    def num_positions(self) -> int:
-        return self.tokens.shape[0]
-
-    @property
-    def vocab_size(self) -> int:
+    def vocab_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.probabilities.vocab_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.tokens.device
 
     @cached_property
     def first(self) -> Float[Tensor, "n"]:
@@ -154,15 +180,17 @@ class KeyedPosterior:
         return first_arrivals(self.keys)
 
     @cached_property
-    def token_gumbels(self) -> Float[Tensor, "n"]:
-        """xi_x = -log E_0 - log p_x, finite for any p_x."""
-        return -(self.token_log_probs + self.first.log())
+    def token_gumbels(self) -> Float[Tensor, "n"]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """xi_x."""
+        return token_gumbels(self.token_log_probs, self.first)
 
-    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
-        stop = min(stop, self.vocab_size)
-        arrivals = keyed_exponentials(self.keys, start, stop)
-        arrivals = self.probabilities.add_waits(arrivals, self.first, start, stop)
-        return place_tokens(arrivals, self.tokens, self.token_gumbels, start, stop)
+    def remaining(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        """E_j of a tile."""
+        return keyed_exponentials(self.keys, start, stop)
+
+    def other_arrivals(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        """E_j + p_j E_0 of a tile."""
+        return self.probabilities.add_waits(self.remaining(start, stop), self.first, start, stop)
 
     def select(self, index: Index) -> KeyedPosterior:
         return KeyedPosterior(
@@ -182,7 +210,7 @@ class KeyedPosterior:
 
 
 @dataclass(frozen=True)
-class ShiftedNoise:
+class ShiftedNoise(TokenNoise):
     """Prior noise of the keys with some arrival times multiplied: F_j = E_j * factor_j.
 
     Attributes:
@@ -199,25 +227,16 @@ class ShiftedNoise:
     factors: Entries
     vocab_size: int
 
-    @property
-    def num_positions(self) -> int:
-        return self.tokens.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.tokens.device
-
     @cached_property
-    def token_gumbels(self) -> Float[Tensor, "n"]:
+    def token_gumbels(self) -> Float[Tensor, "n"]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """xi_x = -log E_0 - log p_x."""
-        return -(self.token_log_probs + first_arrivals(self.keys).log())
+        return token_gumbels(self.token_log_probs, first_arrivals(self.keys))
 
-    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
-        stop = min(stop, self.vocab_size)
+    def other_arrivals(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         arrivals = keyed_exponentials(self.keys, start, stop)
         rows, columns, factors = self.factors.in_tile(start, stop)
         arrivals[rows, columns] *= factors
-        return place_tokens(arrivals, self.tokens, self.token_gumbels, start, stop)
+        return arrivals
 
     def select(self, index: Index) -> ShiftedNoise:
         return ShiftedNoise(
@@ -239,7 +258,7 @@ class ShiftedNoise:
 
 
 @dataclass(frozen=True)
-class SparseNoise:
+class SparseNoise(TiledNoise):
     """Noise of which only k entries per position are known; the others count in the denominator.
 
     Attributes:
@@ -270,6 +289,12 @@ class SparseNoise:
         columns = torch.where(inside, self.ids - start, width)
         return padded.scatter_(1, columns, self.arrivals)[:, :width]
 
+    def softmax_embed(
+        self, weight: Float[Tensor, "v d"], weighting: Weighting | None = None
+    ) -> Float[Tensor, "n d"]:
+        weighting = weighting or Weighting()
+        return embed_entries(self.ids, self.arrivals, self.rest_rate, weight, weighting)
+
     def select(self, index: Index) -> SparseNoise:
         return SparseNoise(
             self.ids[index], self.arrivals[index], self.vocab_size, self.rest_rate[index]
@@ -284,22 +309,6 @@ class SparseNoise:
         )
 
 
-def place_tokens(
-    arrivals: Float[Tensor, "n tile"],
-    tokens: Int[Tensor, "n"],
-    token_gumbels: Float[Tensor, "n"],
-    start: int,
-    stop: int,
-) -> Float[Tensor, "n tile"]:
-    """Write F_x = exp(-xi_x) where the token lies in the tile, in place."""
-    inside = (tokens >= start) & (tokens < stop)
-    columns = (tokens - start).clamp(0, max(0, stop - start - 1))[:, None]
-    own = (-token_gumbels).exp().clamp(min=MIN_ARRIVAL)[:, None]
-    return arrivals.scatter_(
-        1, columns, torch.where(inside[:, None], own, arrivals.gather(1, columns))
-    )
-
-
-def dense_arrivals(noise: Noise) -> Float[Tensor, "n v"]:
+def dense_arrivals(noise: Tiles) -> Float[Tensor, "n v"]:
     """All arrival times at once; for small vocabularies, tests and diagnostics."""
     return noise.tile(0, noise.vocab_size)

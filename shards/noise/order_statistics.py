@@ -8,16 +8,17 @@ k-th arrival; their total rate sum 1/F has known cumulants, being a sum of V - k
 
 from __future__ import annotations
 
-import math
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from shards.noise.embedding import Weighting
 from shards.noise.keyed_exponentials import keyed_exponentials, stream_exponentials
-from shards.noise.kinds import SparseNoise
-from shards.noise.philox import stream_bits
-from shards.noise.position_keys import PositionKeys
+from shards.noise.kinds import SparseNoise, TiledNoise
+from shards.noise.philox import Index, PositionKeys, stream_bits
 
 GAP_STREAM, ID_STREAM, REST_STREAM = 1, 2, 3
 DENSE_VOCABULARY = 1024
@@ -25,6 +26,51 @@ SPARE_IDS = 16
 
 # Abramowitz and Stegun 5.1.53: E1(x) + log x on (0, 1], error below 2e-7.
 EXPONENTIAL_INTEGRAL = (-0.57721566, 0.99999193, -0.24991055, 0.05519968, -0.00976004, 0.00107857)
+
+
+@dataclass(frozen=True)
+class TopPrior(TiledNoise):
+    """Prior noise of which a student is shown the ``num_kept`` largest entries; drawn when read.
+
+    Attributes:
+        keys: Seed, rows, positions and draw.
+        vocab_size: V.
+        num_kept: k; all V where V is less.
+    """
+
+    keys: PositionKeys
+    vocab_size: int
+    num_kept: int
+
+    @property
+    def num_positions(self) -> int:
+        return self.keys.rows.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.rows.device
+
+    @cached_property
+    def drawn(self) -> SparseNoise:
+        """The entries; a pure function of the keys."""
+        return first_arrivals_of(self.keys, self.vocab_size, self.num_kept)
+
+    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        return self.drawn.tile(start, stop)
+
+    def softmax_embed(
+        self, weight: Float[Tensor, "v d"], weighting: Weighting | None = None
+    ) -> Float[Tensor, "n d"]:
+        return self.drawn.softmax_embed(weight, weighting)
+
+    def redrawn(self, draw: int) -> TopPrior:
+        return TopPrior(self.keys.redrawn(draw), self.vocab_size, self.num_kept)
+
+    def select(self, index: Index) -> TopPrior:
+        return TopPrior(self.keys.select(index), self.vocab_size, self.num_kept)
+
+    def to(self, device: torch.device | str) -> TopPrior:
+        return TopPrior(self.keys.to(device), self.vocab_size, self.num_kept)
 
 
 def first_arrivals_of(keys: PositionKeys, vocab_size: int, num_kept: int) -> SparseNoise:
@@ -99,25 +145,3 @@ def rest_rate(
 def _standard_normal(keys: PositionKeys) -> Float[Tensor, "n"]:
     bits = stream_bits(keys, REST_STREAM, 1)[:, 0]
     return torch.special.ndtri((bits.double() + 0.5) * 2.0**-32)
-
-
-def rest_weight(noise: SparseNoise, tau: float) -> Float[Tensor, "n"]:
-    """Sum of F^-tau over the entries that were cut off: their share of the softmax of tau xi.
-
-    ``rest_rate`` itself for tau = 1. Otherwise it is scaled by the ratio of the means of
-    (f + Exp(1))^-tau and (f + Exp(1))^-1, f being the last arrival kept:
-    e^f Gamma(1 - tau, f) and e^f E1(f).
-    """
-    if tau == 1.0:
-        return noise.rest_rate
-    after = noise.arrivals.amax(1).double().clamp(1e-9, 1.0)
-    ratio = after.exp() * upper_gamma(1 - tau, after) / mean_rate(after)
-    return (noise.rest_rate.double() * ratio).float()
-
-
-def upper_gamma(shape: float, x: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
-    """The upper incomplete gamma function of any shape that is no integer below 1, x > 0."""
-    if shape > 0:
-        whole = torch.special.gammaincc(torch.full_like(x, shape), x)
-        return whole * math.gamma(shape)
-    return (upper_gamma(shape + 1, x) - x**shape * torch.exp(-x)) / shape

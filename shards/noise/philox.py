@@ -17,12 +17,11 @@ words wraps in int64; its low 64 bits are right, and so are both halves once mas
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from jaxtyping import Int, UInt32
-from torch import Tensor
+from dataclasses import dataclass, replace
 
-from shards.noise.position_keys import PositionKeys
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -34,6 +33,39 @@ STREAM_STRIDE = 1 << 24
 """Stream s owns the blocks STREAM_BLOCK + s * STREAM_STRIDE onwards."""
 
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+Index = Int[Tensor, "m"] | Bool[Tensor, "n"] | slice
+"""Which of n positions: their places, a mask, or a range."""
+
+
+@dataclass(frozen=True)
+class PositionKeys:
+    """Names n token positions for the counter-based generator.
+
+    Attributes:
+        seed: 63-bit stream seed (see :func:`shards.base.seeding.derive_seed`).
+        rows: Row index in the split, or sample index when sampling; [n] int64, below 2^44.
+        positions: Token position in the row; [n] int64, below 2^20.
+        draw: Which draw of the same position: 0 for a frozen draw, else the visit (epoch).
+    """
+
+    seed: int
+    rows: Int[Tensor, "n"]
+    positions: Int[Tensor, "n"]
+    draw: int = 0
+
+    def select(self, index: Index) -> PositionKeys:
+        """The keys of some of the positions."""
+        return PositionKeys(self.seed, self.rows[index], self.positions[index], self.draw)
+
+    def redrawn(self, draw: int) -> PositionKeys:
+        """The same positions, ``draw`` draws further on."""
+        return replace(self, draw=self.draw + draw)
+
+    def to(self, device: torch.device | str) -> PositionKeys:
+        """The same keys on another device."""
+        return PositionKeys(self.seed, self.rows.to(device), self.positions.to(device), self.draw)
 
 
 def round_keys(seed: int) -> list[tuple[int, int]]:
@@ -58,20 +90,6 @@ def philox4x32(counter: Words, seed: int) -> Words:
         c0, c2 = ((p1 >> 32) ^ c1 ^ k0) & MASK, ((p0 >> 32) ^ c3 ^ k1) & MASK
         c1, c3 = p1, p0
     return c0, c1 & MASK, c2, c3 & MASK
-
-
-def philox4x32_numpy(
-    counter: UInt32[np.ndarray, "*batch 4"], seed: int
-) -> UInt32[np.ndarray, "*batch 4"]:
-    """The same function in numpy's unsigned arithmetic, written apart from the torch one."""
-    c0, c1, c2, c3 = np.moveaxis(counter.astype(np.uint64), -1, 0)
-    shift = np.uint64(32)
-    for k0, k1 in round_keys(seed):
-        p0, p1 = c0 * np.uint64(MULTIPLIERS[0]), c2 * np.uint64(MULTIPLIERS[1])
-        low0, low1 = p0 & np.uint64(MASK), p1 & np.uint64(MASK)
-        c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ np.uint64(k0), low1, (p0 >> shift) ^ c3, low0
-        c2 = c2 ^ np.uint64(k1)
-    return np.stack([c0, c1, c2, c3], axis=-1).astype(np.uint32)
 
 
 def position_words(keys: PositionKeys) -> tuple[Int[Tensor, "n 1"], Int[Tensor, "n 1"], int]:

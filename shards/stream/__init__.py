@@ -1,4 +1,9 @@
-"""DOOR: shards.stream."""
+"""The rows of a store in training order: shuffled, resumable, the same for every world size.
+
+In comes a split of a store (anything that reads chunks); out come ``RowBatch`` records, one per
+global batch and rank. order.py decides which row stands where, prefetch.py reads ahead on threads,
+stream.py counts what was handed out, which is all the state there is.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from shards.base import IntegrityError, UsageError
-from shards.noise import KeyedPosterior, gumbel_from_arrivals
+from shards.noise import KeyedPosterior
 from shards.store import ShardStore
 from shards.tools.rewriting import stored_noise
 
@@ -69,7 +69,7 @@ def view_row(store: ShardStore, split: str, row: int, draw: int = 0) -> tuple[st
     arrays = reader.read_rows(row, row + 1)
     noise = stored_noise(store, split, row, arrays, draw)
     words = _Words(store)
-    gumbels = gumbel_from_arrivals(noise.tile(0, store.manifest.vocab_size))
+    gumbels = noise.gumbels()
     probabilities = None
     if isinstance(noise, KeyedPosterior):
         probabilities = noise.probabilities.tile(0, store.manifest.vocab_size)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shards.codec.draws import position_keys
+from shards.codec.frozen import position_keys
 from shards.codec.protocol import Codec, TeacherOutput
-from shards.noise.kinds import Noise, PositionKeys
+from shards.noise.kinds import Noise
+from shards.noise.philox import PositionKeys
 
 SEED = 1234
 

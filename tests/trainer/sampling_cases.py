@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.sampling.noise import SamplingNoise, sampling_noise
+from shards.noise import PriorNoise
+from trainer.sampling.noise import sampling_noise
 from trainer.students.registry import STUDENTS, Student, StudentSettings
 
 VOCAB, LENGTH, BOS = 11, 12, 0
@@ -52,9 +53,7 @@ def open_rows(student: Student, num_rows: int, length: int | None = None) -> Ten
     return tokens
 
 
-def noise_for(
-    student: Student, ids: Tensor, seed: int, length: int = LENGTH
-) -> SamplingNoise | None:
+def noise_for(student: Student, ids: Tensor, seed: int, length: int = LENGTH) -> PriorNoise | None:
     """The samples' noise, for a conditioned student."""
     if not student.is_conditioned:
         return None

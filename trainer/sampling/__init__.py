@@ -4,7 +4,7 @@ A sampler is a frozen dataclass of settings with one method, ``sample``: ``ances
 ``first_hitting`` and ``fixed_count`` fill whole rows (``whole_row``), ``block`` goes block by
 block, ``sequential`` token by token, ``apd`` as far as a verifier agrees. What they are composed of
 stands in ``rules``; what ``gdistill-sample`` adds, in ``command``. In come students and
-``SamplingNoise``; out go ``SampleResult`` records.
+their noise; out go ``SampleResult`` records.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from trainer.sampling.block_state import BlockState
     from trainer.sampling.first_hitting import FirstHittingConfig, FixedCountConfig
     from trainer.sampling.generation import generate
-    from trainer.sampling.noise import SamplingNoise, sampling_noise
+    from trainer.sampling.noise import sampling_noise
     from trainer.sampling.noise_use import NoiseUse
     from trainer.sampling.registry import make_sampler
     from trainer.sampling.sampler import Sampler

@@ -121,7 +121,7 @@ class NoiseUse:
 def _redrawable(noise: Noise) -> RedrawableNoise:
     if not isinstance(noise, RedrawableNoise):
         raise UsageError(
-            "this noise cannot be redrawn", where="noise", remedy="give a SamplingNoise"
+            "this noise cannot be redrawn", where="noise", remedy="give sampling_noise"
         )
     return noise
 

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shards.noise import add_product, product_dtype
 from trainer.objective import MASK_LOGIT_OFFSET
-from trainer.students.conditioning import add_product, product_dtype
 
 CHUNK_ROWS = {"cpu": 512, "cuda": 4096}
 

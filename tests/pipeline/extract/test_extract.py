@@ -19,7 +19,8 @@ from shards.base.errors import GdistillError, UsageError
 from shards.codec.posterior import PosteriorCodec
 from shards.codec.registry import make_codec
 from shards.noise.gumbel import gumbel_argmax
-from shards.noise.kinds import PositionKeys, dense_arrivals
+from shards.noise.kinds import dense_arrivals
+from shards.noise.philox import PositionKeys
 from shards.store.computation import read_ways
 from shards.store.store import ShardStore
 from shards.store.verification import verify

@@ -13,7 +13,8 @@ from pipeline.teacher.model import Teacher
 from pipeline.tokens.dataset import TokenDataset
 from shards.base.errors import UsageError
 from shards.noise.gumbel import gumbel_argmax
-from shards.noise.kinds import KeyedPrior, Noise, PositionKeys, dense_arrivals
+from shards.noise.kinds import KeyedPrior, Noise, dense_arrivals
+from shards.noise.philox import PositionKeys
 from shards.store.store import ShardStore
 from tests.pipeline.extract_cases import (
     ROW_LENGTH,

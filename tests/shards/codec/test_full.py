@@ -7,19 +7,19 @@ import json
 import pytest
 import torch
 
-from shards.codec.draws import PART_ELEMENTS, frozen_posterior
+from shards.codec.frozen import PART_ELEMENTS, frozen_posterior
 from shards.codec.full import round_down_to_half
 from shards.codec.protocol import Codec, TeacherOutput
 from shards.codec.registry import CODECS, codec_parameters, make_codec
-from shards.noise.gumbel import gumbel_argmax, gumbel_from_arrivals
+from shards.noise.gumbel import gumbel_argmax
 from shards.noise.kinds import dense_arrivals
 from tests.shards.codec_cases import SEED, decode, flat_log_probs, teacher_output
 
 
 def test_every_entry_is_the_posterior_draw_rounded() -> None:
     output, resources = teacher_output()
-    decoded = gumbel_from_arrivals(dense_arrivals(decode(make_codec("full"), output, resources)))
-    exact = gumbel_from_arrivals(dense_arrivals(frozen_posterior(output, SEED)))
+    decoded = decode(make_codec("full"), output, resources).gumbels()
+    exact = frozen_posterior(output, SEED).gumbels()
     # Half precision has 11 significant bits; a rounding down doubles the largest error.
     assert bool(((decoded - exact).abs() <= exact.abs() * 2.0**-10 + 1e-6).all())
     tokens = output.tokens.flatten()[:, None]

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from shards.base.errors import UsageError
-from shards.codec.draws import frozen_posterior
+from shards.codec.frozen import frozen_posterior
 from shards.codec.quantized import QuantizedCodec
 from shards.codec.registry import make_codec
-from shards.noise.gumbel import gumbel_argmax, gumbel_from_arrivals
+from shards.noise.gumbel import gumbel_argmax
 from shards.noise.kinds import dense_arrivals
 from tests.shards.codec_cases import SEED, decode, flat_log_probs, teacher_output
 
@@ -23,8 +23,8 @@ def test_error_is_half_a_level(bits: Literal[4, 8], vocab_size: int) -> None:
     codec = QuantizedCodec(bits)
     arrays = codec.encode(output, SEED, resources)
     noise = decode(codec, output, resources, arrays=arrays)
-    decoded = gumbel_from_arrivals(dense_arrivals(noise))
-    exact = gumbel_from_arrivals(dense_arrivals(frozen_posterior(output, SEED)))
+    decoded = noise.gumbels()
+    exact = frozen_posterior(output, SEED).gumbels()
     levels = (decoded - exact).abs() / arrays["spacing"].flatten()[:, None]
     assert float((levels <= 0.5001).float().mean()) > 0.99
     assert float(levels.max()) <= 1.0001

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from shards.base.errors import UsageError
-from shards.codec.byte_planes import from_planes
-from shards.codec.draws import frozen_posterior
+from shards.codec.frozen import frozen_posterior
+from shards.codec.ids import from_planes
 from shards.codec.registry import make_codec
 from shards.codec.seeded import SeededCodec, ShiftScale
-from shards.noise.gumbel import gumbel_argmax, gumbel_from_arrivals
+from shards.noise.gumbel import gumbel_argmax
 from shards.noise.kinds import dense_arrivals
 from tests.shards.codec_cases import SEED, decode, flat_log_probs, teacher_output
 
@@ -23,8 +23,8 @@ def test_every_entry_is_within_the_tolerance(tolerance: float, spread: float) ->
     output, resources = teacher_output(20, 30, 300, spread=spread)
     codec = SeededCodec(tolerance_nats=tolerance, max_entries=300)
     noise = decode(codec, output, resources, draw=5)
-    decoded = gumbel_from_arrivals(dense_arrivals(noise)).double()
-    exact = gumbel_from_arrivals(dense_arrivals(frozen_posterior(output, SEED))).double()
+    decoded = noise.gumbels().double()
+    exact = frozen_posterior(output, SEED).gumbels().double()
     assert float((decoded - exact).abs().max()) <= tolerance
     chosen = gumbel_argmax(flat_log_probs(output), dense_arrivals(noise))
     assert torch.equal(chosen, output.tokens.flatten())
@@ -55,8 +55,8 @@ def test_too_few_slots_coarsen_the_tolerance_where_needed() -> None:
     noise = decode(codec, output, resources, arrays=arrays)
     coarsening = arrays["coarsening"].flatten()
     assert 0 < int((coarsening > 0).sum()) < len(coarsening)
-    decoded = gumbel_from_arrivals(dense_arrivals(noise)).double()
-    exact = gumbel_from_arrivals(dense_arrivals(frozen_posterior(output, SEED))).double()
+    decoded = noise.gumbels().double()
+    exact = frozen_posterior(output, SEED).gumbels().double()
     allowed = 0.01 * torch.exp2(coarsening.double())
     assert bool(((decoded - exact).abs().amax(1) <= allowed).all())
 

@@ -6,24 +6,23 @@ import math
 
 import pytest
 import torch
-from scipy.stats import chisquare, expon, gamma, ks_2samp, kstest
+from scipy.stats import chisquare, expon, ks_2samp, kstest
 from torch import Tensor
 
 from shards.base.errors import UsageError
-from shards.codec.draws import frozen_posterior
+from shards.codec.frozen import frozen_posterior
 from shards.codec.registry import make_codec
 from shards.codec.topk import TopKCodec
-from shards.noise.gumbel import exponentials, gumbel_argmax
-from shards.noise.kinds import PositionKeys, SparseNoise, dense_arrivals
+from shards.noise.kinds import KeyedPrior, SparseNoise, dense_arrivals
 from shards.noise.order_statistics import (
     distinct_ids,
     first_arrivals_of,
     keep_first,
     mean_rate,
-    rest_weight,
-    upper_gamma,
+    rest_rate,
 )
-from tests.shards.codec_cases import SEED, decode, flat_log_probs, teacher_output
+from shards.noise.philox import PositionKeys
+from tests.shards.codec_cases import SEED, decode, teacher_output
 
 
 def keys(num: int, seed: int = 3) -> PositionKeys:
@@ -46,24 +45,12 @@ def test_the_largest_entries_are_kept_and_the_others_weighed(kept: int) -> None:
     torch.testing.assert_close(noise.rest_rate, total - known, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("kept", [1, 7, 90])
-def test_with_its_own_field_the_token_is_the_argmax(kept: int) -> None:
-    output, resources = teacher_output(30, 40, spread=1.0)
-    codec = TopKCodec(kept)
-    arrays = codec.encode(output, SEED, resources)
-    flat = {name: array.flatten(0, 1) for name, array in arrays.items()}
-    tokens = output.tokens.flatten()
-    whole = codec.decode_with_token(flat, tokens, tokens.float(), keys(len(tokens)), resources)
-    assert all(len(set(row)) == len(row) for row in whole.ids.tolist())
-    assert torch.equal(gumbel_argmax(flat_log_probs(output), dense_arrivals(whole)), tokens)
-    cut = codec.decode(flat, tokens, tokens.float(), keys(len(tokens)), resources)
-    shown = (cut.ids == tokens[:, None]).any(1)
-    torch.testing.assert_close(whole.rest_rate[shown], cut.rest_rate[shown], rtol=1e-5, atol=1e-5)
+def exponentials(num: int, vocab_size: int, seed: int = 1) -> Tensor:
+    return dense_arrivals(KeyedPrior(keys(num, seed), vocab_size))
 
 
 def dense_cut(num: int, vocab_size: int, kept: int) -> SparseNoise:
-    arrivals = exponentials((num, vocab_size), torch.Generator().manual_seed(1))
-    return keep_first(arrivals, kept)
+    return keep_first(exponentials(num, vocab_size), kept)
 
 
 @pytest.mark.parametrize(("vocab_size", "kept"), [(3000, 5), (3000, 64)])
@@ -105,8 +92,8 @@ def test_ids_are_distinct_and_uniform_in_every_rank() -> None:
 
 @pytest.mark.parametrize(("vocab_size", "kept"), [(6, 3), (6, 9), (5000, 2000), (5000, 16)])
 def test_keyed_per_position_and_not_by_batch(vocab_size: int, kept: int) -> None:
-    whole = TopKCodec(kept).prior(keys(50), vocab_size)
-    part = TopKCodec(kept).prior(keys(50).select(torch.tensor([17])), vocab_size)
+    prior = TopKCodec(kept).prior(keys(50), vocab_size)
+    whole, part = prior.drawn, prior.select(torch.tensor([17])).drawn
     assert whole.ids.shape == (50, min(kept, vocab_size))
     assert torch.equal(whole.ids[17:18], part.ids)
     assert torch.equal(whole.arrivals[17:18], part.arrivals)
@@ -137,7 +124,7 @@ def test_posterior_noise_cut_is_prior_noise_cut() -> None:
     """Tokens drawn from p: what training shows has the law of what sampling shows."""
     output, resources = teacher_output(100, 40, 60, spread=2.0)
     shown = decode(TopKCodec(8), output, resources)
-    drawn = TopKCodec(8).prior(keys(4000), 60)
+    drawn = TopKCodec(8).prior(keys(4000), 60).drawn
     assert isinstance(shown, SparseNoise)
     assert ks_2samp(shown.rest_rate.numpy(), drawn.rest_rate.numpy()).pvalue > 1e-4
     ordered = shown.arrivals.sort(1).values
@@ -148,28 +135,36 @@ def test_posterior_noise_cut_is_prior_noise_cut() -> None:
     assert chisquare(counts).pvalue > 1e-4
 
 
-@pytest.mark.parametrize("tau", [0.5, 0.85, 1.0, 1.3])
-def test_rest_weight_scales_to_other_temperatures(tau: float) -> None:
-    arrivals = exponentials((500, 5000), torch.Generator().manual_seed(2))
-    noise = keep_first(arrivals, 50)
-    exact = arrivals.pow(-tau).scatter(1, noise.ids, 0.0).sum(1)
-    ratio = rest_weight(noise, tau) / exact
-    # Given f, sum 1/F varies by sqrt(4950 * 93) / (4950 * 4.1) = 3.3%, sum F^-tau in step with it.
-    assert float((ratio - 1).abs().max()) < 4.5 * 0.033
-    assert abs(float(ratio.mean()) - 1) < 4.5 * 0.033 / math.sqrt(500)
-
-
-def test_upper_gamma_and_mean_rate_by_quadrature() -> None:
+def test_mean_rate_by_quadrature() -> None:
     x = torch.tensor([0.01, 0.3, 1.0], dtype=torch.float64)
     t = torch.linspace(-12, 6, 200_001, dtype=torch.float64).exp()
-    for shape in (0.6, 0.15, -0.3):
-        for value, got in zip(x, upper_gamma(shape, x), strict=True):
-            integrand = (value + t) ** (shape - 1) * (-(value + t)).exp()
-            assert float(torch.trapezoid(integrand, t)) == pytest.approx(float(got), rel=1e-3)
     for value, got in zip(x, mean_rate(x), strict=True):
         expected = torch.trapezoid((-t).exp() / (value + t), t)
         assert float(expected) == pytest.approx(float(got), rel=1e-3)
-    assert gamma(0.6).sf(0.3) * math.gamma(0.6) == pytest.approx(float(upper_gamma(0.6, x)[1]))
+
+
+def test_rest_rate_is_a_quantile_function() -> None:
+    """A larger normal variate is a larger rate, and the rate at 0 is near the median."""
+    after = torch.tensor([0.01, 0.1, 0.8], dtype=torch.float64)
+    normals = torch.linspace(-4, 4, 81, dtype=torch.float64)
+    rates = torch.stack([rest_rate(after, 3000, z.expand(3)) for z in normals])
+    assert bool((rates.diff(dim=0) > 0).all())
+    drawn = exponentials(2000, 3000, seed=4).double()
+    for column, f in enumerate(after):
+        exact = (f + drawn).reciprocal().sum(1)
+        for z, share in ((-1.0, 0.158655), (0.0, 0.5), (1.0, 0.841345)):
+            below = float((exact < rates[(normals - z).abs().argmin(), column]).double().mean())
+            assert abs(below - share) < 4.5 * math.sqrt(share * (1 - share) / 2000)
+
+
+def test_arrivals_say_nothing_of_ids() -> None:
+    """Gaps, ids and the rest are drawn from streams of their own."""
+    num = 20_000
+    noise = first_arrivals_of(keys(num), 5000, 3)
+    columns = [*noise.ids.T.double(), *noise.arrivals.T.double().neg().exp()]
+    correlation = torch.corrcoef(torch.stack([*columns, noise.rest_rate.double()]))
+    ids_by_others = correlation[:3, 3:]
+    assert float(ids_by_others.abs().max()) < 4.5 / math.sqrt(num)
 
 
 def test_bad_parameters() -> None:

@@ -1,4 +1,4 @@
-"""Prior and posterior arrival times: the authors' numbers, the invariant, and the laws."""
+"""Algorithm 1 as it runs: the authors' numbers, the invariant, and the laws."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from shards.noise.gumbel import (
     arrivals_from_gumbel,
     exponential_from_bits,
-    exponentials,
     gumbel_argmax,
-    gumbel_from_arrivals,
-    posterior_arrivals,
-    posterior_from_exponentials,
-    posterior_gumbels_from_draws,
-    prior_arrivals,
+    place_tokens,
+    token_gumbels,
 )
+from shards.noise.kinds import KeyedPosterior, KeyedPrior, dense_arrivals
+from shards.noise.philox import PositionKeys
+from shards.noise.probabilities import DenseProbabilities
+from shards.testing import given_posterior
 
 
 @pytest.fixture(scope="module")
@@ -37,43 +37,26 @@ def log_softmax(logits: Tensor, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("part", ["", "peaked_"])
-def test_log_space_posterior_matches_the_golden_vectors(
+def test_posterior_matches_the_golden_vectors(
     case: dict[str, Tensor], part: str, dtype: torch.dtype, tolerance: float
 ) -> None:
-    log_probs = log_softmax(case[part + "logits"], dtype)
-    tokens = case[part + "tokens"]
+    log_probs, tokens = log_softmax(case[part + "logits"], dtype), case[part + "tokens"]
     zeta, zeta_0 = case[part + "zeta"].to(dtype), case[part + "zeta0"].squeeze(1).to(dtype)
-    gumbels = posterior_gumbels_from_draws(log_probs, tokens, zeta, zeta_0)
+    noise = given_posterior(log_probs, tokens, (-zeta).exp(), (-zeta_0).exp())
     expected = case[part + "xi_float64"].double()
     # xi_x of about 150 has a float32 spacing of 1.5e-5, and its inputs one rounding each.
     scale = expected.abs().clamp(min=1.0)
-    assert float(((gumbels.double() - expected).abs() / scale).max()) < tolerance
-    assert bool(torch.isfinite(gumbels).all())
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
-def test_arrival_form_matches_the_golden_vectors(
-    case: dict[str, Tensor], dtype: torch.dtype, tolerance: float
-) -> None:
-    log_probs = log_softmax(case["logits"], dtype)
-    arrivals = posterior_from_exponentials(
-        log_probs,
-        case["tokens"],
-        (-case["zeta"].to(dtype)).exp(),
-        (-case["zeta0"].squeeze(1).to(dtype)).exp(),
-    )
-    gumbels = gumbel_from_arrivals(arrivals).double()
-    assert float((gumbels - case["xi_float64"]).abs().max()) < tolerance
-    assert torch.equal(gumbel_argmax(log_probs, arrivals), case["tokens"])
+    assert float(((noise.gumbels().double() - expected).abs() / scale).max()) < tolerance
+    assert bool((log_probs.double() + noise.gumbels().double()).argmax(1).eq(tokens).all())
 
 
 def test_a_race_of_three_by_hand() -> None:
-    log_probs = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
-    others = torch.tensor([9.0, 1.0, 0.1], dtype=torch.float64)
-    first = torch.tensor(2.0, dtype=torch.float64)
-    arrivals = posterior_from_exponentials(log_probs, torch.tensor(0), others, first)
-    expected = torch.tensor([0.5 * 2, 1.0 + 0.3 * 2, 0.1 + 0.2 * 2], dtype=torch.float64)
-    torch.testing.assert_close(arrivals, expected)
+    log_probs = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    others, first = torch.tensor([[9.0, 1.0, 0.1]]), torch.tensor([2.0])
+    noise = given_posterior(log_probs, torch.tensor([0]), others, first)
+    expected = torch.tensor([[0.5 * 2, 1.0 + 0.3 * 2, 0.1 + 0.2 * 2]])
+    torch.testing.assert_close(dense_arrivals(noise), expected)
+    torch.testing.assert_close(noise.gumbels(), -expected.log())
 
 
 def test_exponential_of_extreme_bits() -> None:
@@ -81,14 +64,6 @@ def test_exponential_of_extreme_bits() -> None:
     expected = [0.5 * 2.0**-32, math.log(2.0), 24 * math.log(2.0)]
     torch.testing.assert_close(values, torch.tensor(expected), rtol=1e-6, atol=0)
     assert float(values[0]) > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_exponentials_are_exponential(dtype: torch.dtype) -> None:
-    draws = exponentials((200_000,), torch.Generator().manual_seed(1), dtype)
-    assert draws.dtype == dtype
-    # A p-value below 1e-4 would come up once in 10,000 seeds; the seed is fixed.
-    assert kstest(draws.double().numpy(), "expon").pvalue > 1e-4
 
 
 def random_posteriors(num: int, vocab_size: int, spread: float, seed: int) -> tuple[Tensor, Tensor]:
@@ -99,27 +74,55 @@ def random_posteriors(num: int, vocab_size: int, spread: float, seed: int) -> tu
     return log_probs, tokens
 
 
-@pytest.mark.parametrize("spread", [0.0, 1.0, 5.0, 20.0])
+def posterior(log_probs: Tensor, tokens: Tensor, seed: int = 4) -> KeyedPosterior:
+    index = torch.arange(len(tokens))
+    own = log_probs.gather(1, tokens[:, None]).squeeze(1)
+    keys = PositionKeys(seed, index, index % 7)
+    return KeyedPosterior(keys, tokens, own, DenseProbabilities(log_probs))
+
+
+def winners(log_probs: Tensor, noise: KeyedPosterior) -> Tensor:
+    return (log_probs.double() + noise.gumbels().double()).argmax(1)
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 5.0, 20.0, 80.0])
 def test_the_token_is_always_the_argmax(spread: float) -> None:
     log_probs, tokens = random_posteriors(20_000, 50, spread, seed=3)
-    arrivals = posterior_arrivals(log_probs, tokens, torch.Generator().manual_seed(4))
-    assert torch.equal(gumbel_argmax(log_probs, arrivals), tokens)
-    improbable = log_probs.clamp(min=-60.0).argmin(-1)
-    arrivals = posterior_arrivals(log_probs, improbable, torch.Generator().manual_seed(5))
-    reachable = log_probs.amin(-1) > -60
-    wins = gumbel_argmax(log_probs, arrivals) == improbable
-    assert bool(wins[reachable].all())
+    noise = posterior(log_probs, tokens)
+    assert torch.equal(winners(log_probs, noise), tokens)
+    assert torch.equal(gumbel_argmax(log_probs, dense_arrivals(noise)), tokens)
+    # However unlikely: float32 has no room for p = e^-150, and xi has.
+    improbable = log_probs.argmin(1)
+    assert torch.equal(winners(log_probs, posterior(log_probs, improbable, seed=5)), improbable)
 
 
-def test_the_argmax_survives_waits_below_the_float32_spacing() -> None:
-    log_probs = torch.tensor([[0.98, 0.02]]).log()
-    others = torch.full((1, 2), 0.5 * 2.0**-32)
-    arrivals = posterior_from_exponentials(
-        log_probs, torch.tensor([1]), others, torch.tensor([3.0])
-    )
-    naive = log_probs.exp() * 3.0 + others
-    assert bool((naive[0, 0] == log_probs.exp()[0, 0] * 3.0).all()), "the case must be a tie"
-    assert gumbel_argmax(log_probs, arrivals).tolist() == [1]
+@pytest.mark.parametrize("own", [-1.0, -20.0, -60.0, -100.0, -130.0, -250.0])
+def test_the_argmax_survives_waits_below_the_float32_spacing(own: float) -> None:
+    """E_j of every other token is as small as it gets: all but tie with the winner."""
+    num, vocab_size = 2000, 64
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(num, vocab_size, generator=generator)
+    logits[:, 5] = -torch.inf
+    log_probs = logits.log_softmax(-1)
+    log_probs[:, 5] = own - torch.rand(num, generator=generator)
+    first = -torch.rand(num, generator=generator).log()
+    others = torch.full((num, vocab_size), 0.5 * 2.0**-32)
+    noise = given_posterior(log_probs, torch.full((num,), 5), others, first)
+    naive = log_probs.exp() * first[:, None] + others
+    assert bool((naive == log_probs.exp() * first[:, None]).any()), "the case must have ties"
+    assert bool((winners(log_probs, noise) == 5).all())
+    if own > -80:
+        assert bool((gumbel_argmax(log_probs, dense_arrivals(noise)) == 5).all())
+
+
+def test_the_tokens_gumbel_is_rounded_up() -> None:
+    generator = torch.Generator().manual_seed(2)
+    log_probs = -250 * torch.rand(5000, generator=generator)
+    first = -torch.rand(5000, generator=generator).log()
+    exact = -(log_probs.double() + first.double().log())
+    rounded = token_gumbels(log_probs, first)
+    assert bool((rounded.double() >= exact).all())
+    assert float((rounded.double() - exact).max()) <= 2.0**-15  # one spacing below 256
 
 
 def test_posterior_of_drawn_tokens_is_the_prior() -> None:
@@ -129,26 +132,32 @@ def test_posterior_of_drawn_tokens_is_the_prior() -> None:
     tokens = torch.multinomial(
         log_probs[0].exp(), num, True, generator=torch.Generator().manual_seed(6)
     )
-    arrivals = posterior_arrivals(log_probs, tokens, torch.Generator().manual_seed(7))
-    gumbels = gumbel_from_arrivals(arrivals).double()
+    noise = posterior(log_probs, tokens, seed=7)
     for entry in range(vocab_size):
-        assert kstest(gumbels[:, entry].numpy(), "gumbel_r").pvalue > 1e-4
+        assert kstest(noise.gumbels()[:, entry].double().numpy(), "gumbel_r").pvalue > 1e-4
     # Independent Exp(1): every pairwise correlation of exp(-F) is 0 +- 1/sqrt(num).
-    correlation = torch.corrcoef((-arrivals.double()).exp().T)
+    correlation = torch.corrcoef((-dense_arrivals(noise).double()).exp().T)
     off_diagonal = correlation[~torch.eye(vocab_size, dtype=torch.bool)]
     assert float(off_diagonal.abs().max()) < 4.5 / math.sqrt(num)
 
 
 def test_prior_argmax_draws_from_the_teacher() -> None:
-    num = 200_000
+    num, index = 200_000, torch.arange(200_000)
     log_probs = torch.tensor([0.6, 0.3, 0.1]).log()
-    arrivals = prior_arrivals((num, 3), torch.Generator().manual_seed(8))
-    counts = torch.bincount(gumbel_argmax(log_probs.expand(num, 3), arrivals), minlength=3)
+    noise = KeyedPrior(PositionKeys(8, index, index % 5), 3)
+    counts = torch.bincount(gumbel_argmax(log_probs.expand(num, 3), dense_arrivals(noise)))
     deviation = (counts.double() / num - log_probs.exp().double()).abs()
     assert float(deviation.max()) < 4.5 * math.sqrt(0.25 / num)
 
 
-def test_gumbel_and_arrival_forms_are_inverse() -> None:
+def test_arrivals_of_gumbels() -> None:
     gumbels = torch.linspace(-3, 80, 500)
-    torch.testing.assert_close(gumbel_from_arrivals(arrivals_from_gumbel(gumbels)), gumbels)
-    assert float(arrivals_from_gumbel(torch.tensor([150.0]))[0]) > 0
+    torch.testing.assert_close(-arrivals_from_gumbel(gumbels).log(), gumbels)
+    assert float(arrivals_from_gumbel(torch.tensor([150.0]))[0].reciprocal()) < math.inf
+
+
+def test_tokens_are_placed_in_their_own_tile_only() -> None:
+    tokens, own = torch.tensor([0, 3, 4, 9]), torch.tensor([10.0, 13.0, 14.0, 19.0])
+    tiles = [place_tokens(torch.zeros(4, 2), tokens, own, i, i + 2) for i in range(0, 10, 2)]
+    expected = torch.zeros(4, 10).scatter_(1, tokens[:, None], own[:, None])
+    assert torch.equal(torch.cat(tiles, dim=1), expected)

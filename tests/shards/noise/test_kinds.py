@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from scipy.stats import kstest
 from torch import Tensor
 
 from shards.base.errors import GdistillError, UsageError
-from shards.noise.entries import Entries
-from shards.noise.gumbel import exponential_from_bits, gumbel_argmax, gumbel_from_arrivals
+from shards.codec.frozen import StoredNoise
+from shards.noise.gumbel import exponential_from_bits, gumbel_argmax
 from shards.noise.keyed_exponentials import (
     first_arrivals,
     keyed_exponentials,
@@ -21,16 +21,17 @@ from shards.noise.keyed_exponentials import (
     use_noise_kernel,
 )
 from shards.noise.kinds import (
-    DenseNoise,
     KeyedPosterior,
     KeyedPrior,
     Noise,
-    PositionKeys,
+    ShiftedNoise,
     SparseNoise,
     dense_arrivals,
 )
-from shards.noise.philox import keyed_bits
-from shards.noise.probabilities import DenseProbabilities, HeadAndTail
+from shards.noise.order_statistics import TopPrior
+from shards.noise.philox import PositionKeys, keyed_bits
+from shards.noise.probabilities import DenseProbabilities, Entries, HeadAndTail
+from shards.testing import DenseNoise
 
 
 def make_keys(num: int, seed: int = 11, draw: int = 0) -> PositionKeys:
@@ -70,12 +71,31 @@ def sparse(num: int, vocab_size: int, kept: int) -> SparseNoise:
     return SparseNoise(ids, arrivals, vocab_size, torch.ones(num))
 
 
-NOISES = {
+def shifted(num: int, vocab_size: int) -> ShiftedNoise:
+    exact = dense_posterior(num, vocab_size)
+    ids = torch.arange(6).expand(num, 6) * 5
+    used = ids % 3 != torch.arange(num)[:, None] % 3
+    factors = Entries(ids, 1.0 + ids / 7, used)
+    return ShiftedNoise(exact.keys, exact.tokens, exact.token_log_probs, factors, vocab_size)
+
+
+def stored(num: int, vocab_size: int) -> StoredNoise:
+    exact = dense_posterior(num, vocab_size)
+    columns = (exact.gumbels().half(),)
+    return StoredNoise(
+        columns, lambda c, i, j: c[0][:, i:j].float(), exact.tokens, exact.token_gumbels, vocab_size
+    )
+
+
+NOISES: dict[str, Callable[[], Noise]] = {
     "dense": lambda: DenseNoise(torch.rand(40, 97)),
     "prior": lambda: KeyedPrior(make_keys(40), 97),
     "posterior": lambda: dense_posterior(40, 97),
     "head_and_tail": lambda: head_and_tail(40, 97, 9)[0],
     "sparse": lambda: sparse(40, 97, 13),
+    "top_prior": lambda: TopPrior(make_keys(40), 97, 13),
+    "shifted": lambda: shifted(40, 97),
+    "stored": lambda: stored(40, 97),
 }
 
 
@@ -88,6 +108,9 @@ def test_any_noise_reads_in_tiles_and_selections(kind: str) -> None:
     for width in (1, 7, 32, 97):
         parts = [noise.tile(i, min(i + width, 97)) for i in range(0, 97, width)]
         assert torch.equal(torch.cat(parts, dim=1), whole)
+        parts = [noise.gumbels(i, min(i + width, 97)) for i in range(0, 97, width)]
+        assert torch.equal(torch.cat(parts, dim=1), noise.gumbels())
+    torch.testing.assert_close(noise.gumbels(), -whole.log(), rtol=1e-5, atol=1e-5)
     index = torch.tensor([3, 39, 0, 3])
     assert torch.equal(dense_arrivals(noise.select(index)), whole[index])
     mask = torch.arange(40) % 3 == 0
@@ -154,7 +177,7 @@ def test_draws_are_fresh_and_standard() -> None:
     gumbels = []
     for draw in (1, 2):
         noise = KeyedPosterior(make_keys(num, draw=draw), tokens, p.log()[tokens], source)
-        gumbels.append(gumbel_from_arrivals(dense_arrivals(noise)).double())
+        gumbels.append(noise.gumbels().double())
         for entry in range(5):
             assert kstest(gumbels[-1][:, entry].numpy(), "gumbel_r").pvalue > 1e-4
     off_token = tokens != 0

@@ -9,7 +9,7 @@ import torch
 
 from shards.base.seeding import derive_seed
 from shards.noise.kinds import KeyedPosterior, dense_arrivals
-from shards.noise.position_keys import PositionKeys
+from shards.noise.philox import PositionKeys
 from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch, ShardStream
 from tests.trainer.run_cases import LENGTH, SEED, VOCAB, tiny_run, write_store

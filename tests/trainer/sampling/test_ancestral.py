@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from shards.base.errors import UsageError
-from shards.noise.kinds import DenseNoise
+from shards.testing import DenseNoise
 from tests.trainer.sampling_cases import BOS, LENGTH, draw, noise_for, open_rows, tiny_student
 from trainer.sampling import (
     AncestralConfig,

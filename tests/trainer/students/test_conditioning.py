@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 
 from shards.base.errors import UsageError
-from shards.noise.kinds import DenseNoise, KeyedPrior, Noise, SparseNoise, dense_arrivals
-from shards.noise.position_keys import PositionKeys
-from trainer.students import conditioning
-from trainer.students.conditioning import (
-    GumbelConditioner,
-    gaussian_rates,
-    gumbel_rates,
-    uniform_rates,
-)
+from shards.noise import embedding
+from shards.noise.embedding import Transform, gaussian_rates, gumbel_rates, uniform_rates
+from shards.noise.kinds import KeyedPrior, Noise, SparseNoise, dense_arrivals
+from shards.noise.philox import PositionKeys
+from shards.testing import DenseNoise
+from trainer.students.conditioning import GumbelConditioner
 
 VOCAB, WIDTH, NUM = 300, 12, 37
 
@@ -25,7 +22,7 @@ VOCAB, WIDTH, NUM = 300, 12, 37
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles and chunks, none of them dividing evenly."""
-    monkeypatch.setattr(conditioning, "TILES", {"cpu": (16, 64), "cuda": (16, 64)})
+    monkeypatch.setattr(embedding, "TILES", {"cpu": (16, 64), "cuda": (16, 64)})
 
 
 def arrivals(seed: int = 0, num: int = NUM, vocab: int = VOCAB) -> Tensor:
@@ -33,7 +30,7 @@ def arrivals(seed: int = 0, num: int = NUM, vocab: int = VOCAB) -> Tensor:
     return -torch.log1p(-torch.rand(num, vocab, generator=generator).clamp(1e-7, 1 - 1e-7))
 
 
-def make(transform: str = "gumbel", prior_weight: float = 0.0) -> GumbelConditioner:
+def make(transform: Transform = "gumbel", prior_weight: float = 0.0) -> GumbelConditioner:
     torch.manual_seed(1)
     made = GumbelConditioner(VOCAB, WIDTH, transform, prior_weight)
     torch.nn.init.normal_(made.weight)
@@ -86,7 +83,7 @@ def test_keyed_noise_is_regenerated_in_backward() -> None:
     upstream = torch.randn(NUM, WIDTH)
     for conditioner, noise in ((first, keyed), (second, DenseNoise(dense_arrivals(keyed)))):
         conditioner(noise).backward(upstream)
-    assert torch.equal(first.weight.grad, second.weight.grad)
+    torch.testing.assert_close(first.weight.grad, second.weight.grad, rtol=1e-5, atol=1e-6)
 
 
 def sparse_of(full: Tensor, k: int) -> SparseNoise:
@@ -117,6 +114,37 @@ def test_sparse_noise_keeps_the_denominator() -> None:
     conditioner.weight.grad = None
     conditioner(sparse).backward(upstream)
     assert torch.allclose(conditioner.weight.grad, dense_grad, atol=1e-5)
+
+
+@pytest.mark.parametrize("tau", [0.5, 1.0, 1.3])
+@pytest.mark.parametrize("transform", ["gumbel", "gaussian", "uniform"])
+@pytest.mark.parametrize("prior_weight", [0.0, 0.5, 2.0])
+def test_sparse_noise_is_dense_noise_whose_rest_arrives_together(
+    tau: float, transform: Transform, prior_weight: float
+) -> None:
+    """Equal arrival times and priors of the unknown entries: then nothing is approximated."""
+    num_known, at = 20, 2.5
+    full = arrivals()
+    full[:, num_known:] = at
+    ids = torch.arange(num_known).expand(NUM, num_known)
+    rest = torch.full((NUM,), (VOCAB - num_known) / at)
+    sparse = SparseNoise(ids, full[:, :num_known].contiguous(), VOCAB, rest)
+    unigram = torch.randn(VOCAB, generator=torch.Generator().manual_seed(5))
+    unigram[num_known:] = -1.0
+    conditioner = make(transform, prior_weight)
+    conditioner.set_unigram(unigram.log_softmax(0))
+    conditioner.weight.data[num_known:] = 0.0  # their rows of W are not added
+    torch.testing.assert_close(
+        conditioner(sparse, tau), conditioner(DenseNoise(full), tau), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_new_weights_are_those_of_a_linear_layer() -> None:
+    """Uniform within 1 / sqrt(V): so said, and of that law's variance."""
+    weight = GumbelConditioner(900, 400).weight.detach()
+    assert float(weight.abs().max()) <= 1 / 30 + 1e-7
+    # The variance of n uniform draws has a relative deviation of sqrt(0.8 / n).
+    assert abs(float(weight.var()) * 3 * 900 - 1) < 5 * math.sqrt(0.8 / weight.numel())
 
 
 def test_sparse_rest_under_a_uniform_prior() -> None:

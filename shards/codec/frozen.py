@@ -1,15 +1,23 @@
-"""The one frozen posterior draw that the frozen codecs store, each in its own way."""
+"""What the codecs share that store one draw of the noise: the draw itself, and its way back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.codec.protocol import TeacherOutput
-from shards.noise import DenseProbabilities, KeyedPosterior, PositionKeys
+from shards.noise import (
+    DenseProbabilities,
+    Index,
+    KeyedPosterior,
+    PositionKeys,
+    TokenNoise,
+    arrivals_from_gumbel,
+)
 
 PART_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 23}
 """Temporaries should stay in a core's cache, and should fill a GPU."""
@@ -74,3 +82,46 @@ def passes_token(noise: KeyedPosterior, gumbels: Float[Tensor, "n v"]) -> Bool[T
     passes = torch.zeros_like(close)
     passes[rows, columns] = sums >= winner[rows]
     return passes
+
+
+TileDecoder = Callable[[tuple[Tensor, ...], int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class StoredNoise(TokenNoise):
+    """Frozen noise in its stored form: a table of xi, decoded a tile at a time.
+
+    Attributes:
+        columns: Stored arrays of n positions each; the first axis is the position.
+        decode_tile: (columns, start, stop) -> xi of that tile, [n, tile] float32.
+        tokens: [n] int64.
+        token_gumbels: [n] float32, xi of the token, stored apart.
+        vocab_size: V.
+    """
+
+    columns: tuple[Tensor, ...]
+    decode_tile: TileDecoder
+    tokens: Int[Tensor, "n"]
+    token_gumbels: Float[Tensor, "n"]
+    vocab_size: int
+
+    def other_gumbels(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        return self.decode_tile(self.columns, start, stop)
+
+    def other_arrivals(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        return arrivals_from_gumbel(self.other_gumbels(start, stop))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> StoredNoise:
+        return StoredNoise(
+            tuple(function(column) for column in self.columns),
+            self.decode_tile,
+            function(self.tokens),
+            function(self.token_gumbels),
+            self.vocab_size,
+        )
+
+    def select(self, index: Index) -> StoredNoise:
+        return self._map(lambda column: column[index])
+
+    def to(self, device: torch.device | str) -> StoredNoise:
+        return self._map(lambda column: column.to(device))

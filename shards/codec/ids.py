@@ -1,0 +1,69 @@
+"""Vocabulary ids and other small integers in as few bytes as zstd can make of them.
+
+- Ids become frequency ranks: small numbers for frequent tokens, whatever the tokenizer.
+- Integers become one uint8 array per byte of significance. zstd codes a plane of high bytes, which
+  take few values, far better than the same bytes between low ones: 12% fewer bytes for the entries
+  of ``seeded`` and 28% for those of ``posterior`` than uint16 arrays, and fewer than bit-packing,
+  which hides the distribution from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from shards.codec.array_spec import ArraySpec
+from shards.codec.protocol import Arrays
+
+
+def plane_names(name: str, max_value: int) -> list[str]:
+    """Array names for integers 0..max_value, least significant byte first."""
+    return [f"{name}_byte{i}" for i in range(max(1, -(-max_value.bit_length() // 8)))]
+
+
+def plane_specs(name: str, max_value: int, trailing: tuple[int, ...]) -> dict[str, ArraySpec]:
+    """Declarations of those arrays."""
+    return {plane: ArraySpec("uint8", trailing) for plane in plane_names(name, max_value)}
+
+
+def to_planes(
+    name: str, values: Int[Tensor, "*shape"], max_value: int
+) -> dict[str, UInt8[Tensor, "*shape"]]:
+    """The arrays of some integers in 0..max_value."""
+    planes = plane_names(name, max_value)
+    return {plane: (values >> 8 * i).to(torch.uint8) for i, plane in enumerate(planes)}
+
+
+def from_planes(name: str, arrays: Arrays, max_value: int) -> Int[Tensor, "*shape"]:
+    """The integers, as int64."""
+    planes = plane_names(name, max_value)
+    result = arrays[planes[0]].long()
+    for i, plane in enumerate(planes[1:], start=1):
+        result |= arrays[plane].long() << 8 * i
+    return result
+
+
+@dataclass(frozen=True)
+class FrequencyOrder:
+    """Ids by falling unigram probability, ties by id.
+
+    Attributes:
+        id_of_rank: [V] int64.
+        rank_of_id: [V] int64, its inverse.
+    """
+
+    id_of_rank: Int[Tensor, "v"]
+    rank_of_id: Int[Tensor, "v"]
+
+    @staticmethod
+    @lru_cache(maxsize=8)  # by identity: a store's resource is one tensor, sorted once
+    def of(unigram_log_probs: Float[Tensor, "v"]) -> FrequencyOrder:
+        """The order of a store's ``unigram_log_probs``."""
+        ids = unigram_log_probs.argsort(descending=True, stable=True)
+        ranks = torch.empty_like(ids)
+        ranks[ids] = torch.arange(len(ids), device=ids.device)
+        return FrequencyOrder(ids, ranks)

@@ -1,0 +1,224 @@
+"""Noise -> embedding: softmax(tau xi) W without ever holding the [n, V] softmax.
+
+In arrival-time form softmax(tau xi)_j = F_j^-tau / sum_i F_i^-tau, so one walk over vocabulary
+tiles that accumulates sum F^-tau and F^-tau W gives the result, and since the noise is no
+parameter, the backward pass is dW_tile = (F_tile^-tau)^T (dY / sum): the same walk over
+regenerated tiles. Where only k entries are known, it is a gather of k rows of W.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding_bag
+
+from shards.noise.philox import Index
+
+TILES = {"cpu": (1024, 512), "cuda": (8192, 2048)}
+"""(positions, vocabulary ids) of a tile: within a core's cache, or enough to fill a GPU."""
+LARGEST_LOG_RATE = 80.0
+"""Rates F^-tau are capped at e^80, so that sums of them stay finite in float32 (and in bf16)."""
+
+Transform = Literal["gumbel", "gaussian", "uniform"]
+
+
+def gumbel_rates(arrivals: Float[Tensor, "*s"], tau: float) -> Float[Tensor, "*s"]:
+    """exp(tau xi) with xi = -log F, that is F^-tau; 0 where F is infinite (truncated away)."""
+    floor = math.exp(-LARGEST_LOG_RATE / max(tau, 1.0))
+    arrivals = arrivals.clamp_min(floor)
+    return arrivals.reciprocal_() if tau == 1.0 else arrivals.pow_(-tau)
+
+
+def uniform_rates(arrivals: Float[Tensor, "*s"], tau: float) -> Float[Tensor, "*s"]:
+    """exp(tau U) with U = exp(-F), the Gumbel's distribution function: uniform a priori."""
+    rates = torch.exp(tau * torch.exp(-arrivals))
+    return torch.where(torch.isinf(arrivals), torch.zeros_like(rates), rates)
+
+
+def gaussian_rates(arrivals: Float[Tensor, "*s"], tau: float) -> Float[Tensor, "*s"]:
+    """exp(tau z) with z = Phi^-1(exp(-F)): standard normal a priori.
+
+    The smaller of exp(-F) and 1 - exp(-F) goes into the quantile function, so both tails keep
+    their precision.
+    """
+    tiny = torch.finfo(torch.float32).tiny
+    lower = torch.special.ndtri(torch.exp(-arrivals).clamp_min(tiny))
+    upper = -torch.special.ndtri(-torch.expm1(-arrivals.clamp_min(tiny)))
+    rates = torch.exp(tau * torch.where(arrivals > math.log(2.0), lower, upper))
+    return torch.where(torch.isinf(arrivals), torch.zeros_like(rates), rates)
+
+
+RATES: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "gumbel": gumbel_rates,
+    "gaussian": gaussian_rates,
+    "uniform": uniform_rates,
+}
+
+
+@runtime_checkable
+class Tiles(Protocol):
+    """n positions x V arrival times, read a tile at a time."""
+
+    @property
+    def num_positions(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        """Arrival times of vocabulary ids start..stop-1; +inf where an entry was cut off."""
+        ...
+
+    def select(self, index: Index) -> Tiles: ...
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """What the softmax is taken of: tau times the (transformed) noise, plus log prior.
+
+    Attributes:
+        tau: Scale of the (transformed) noise.
+        transform: Marginal of the noise (the ablations use the same draw, transformed).
+        prior: [V] float32 unnormalised q^w per vocabulary id; None for w = 0.
+    """
+
+    tau: float = 1.0
+    transform: Transform = "gumbel"
+    prior: Float[Tensor, "v"] | None = None
+
+    def rates(self, arrivals: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
+        """Softmax weights of arrival times, without the prior and not normalised."""
+        return RATES[self.transform](arrivals, self.tau)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How one noise is turned into unnormalised softmax weights, tile by tile."""
+
+    noise: Tiles
+    weighting: Weighting
+
+    def vocabulary_tiles(self) -> list[slice]:
+        """Consecutive ranges of vocabulary ids."""
+        size, width = self.noise.vocab_size, _tile_shape(self.noise.device)[1]
+        return [slice(start, min(start + width, size)) for start in range(0, size, width)]
+
+    def position_chunks(self) -> list[tuple[slice, Walk]]:
+        """The same walk over consecutive groups of positions (views of the noise)."""
+        size, width = self.noise.num_positions, _tile_shape(self.noise.device)[0]
+        chunks = [slice(start, min(start + width, size)) for start in range(0, size, width)]
+        return [(chunk, replace(self, noise=self.noise.select(chunk))) for chunk in chunks]
+
+    def rates(self, ids: slice) -> Float[Tensor, "n tile"]:
+        """Unnormalised softmax weights of a range of vocabulary ids, float32."""
+        rates = self.weighting.rates(self.noise.tile(ids.start, ids.stop))
+        prior = self.weighting.prior
+        return rates if prior is None else rates.mul_(prior[ids])
+
+
+def _tile_shape(device: torch.device) -> tuple[int, int]:
+    return TILES.get(device.type, TILES["cuda"])
+
+
+def product_dtype(weight: Tensor) -> torch.dtype:
+    """The precision of the matrix products: autocast's where it is on, else the weight's own."""
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+class TiledProjection(torch.autograd.Function):
+    """(walk, W [V, D], product dtype) -> [n, D] float32; gradient for W only.
+
+    Sums of weights, and of tiles' products, are kept in float32; a tile's own product has the
+    precision of the product dtype.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, walk: Walk, weight: Float[Tensor, "v d"], dtype: torch.dtype
+    ) -> Float[Tensor, "n d"]:
+        totals = torch.zeros(walk.noise.num_positions, 1, device=weight.device)
+        mixed = torch.zeros(walk.noise.num_positions, weight.shape[1], device=weight.device)
+        with torch.autocast(weight.device.type, enabled=False):
+            for rows, part in walk.position_chunks():
+                for ids in walk.vocabulary_tiles():
+                    rates = part.rates(ids)
+                    totals[rows] += rates.sum(dim=-1, keepdim=True)
+                    add_product(mixed[rows], rates.to(dtype), weight[ids].to(dtype))
+        ctx.walk, ctx.dtype = walk, dtype
+        ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
+        ctx.save_for_backward(totals)
+        return mixed.div_(totals)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Float[Tensor, "n d"]) -> tuple[None, Float[Tensor, "v d"], None]:
+        (totals,) = ctx.saved_tensors
+        walk, dtype = ctx.walk, ctx.dtype
+        scaled = (grad.float() / totals).to(dtype)
+        chunks = walk.position_chunks()
+        blank = torch.empty if chunks else torch.zeros
+        grad_weight = blank(ctx.weight_shape, device=grad.device)
+        with torch.autocast(grad.device.type, enabled=False):
+            for ids in walk.vocabulary_tiles():
+                for rows, part in chunks:
+                    rates = part.rates(ids).to(dtype)
+                    add_product(grad_weight[ids], rates.T, scaled[rows], first=rows.start == 0)
+        return None, grad_weight.to(ctx.weight_dtype), None
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool = False) -> None:
+    """total += left @ right in place, summed in total's precision; ``first`` overwrites instead.
+
+    Overwriting spares a large gradient its zero-fill and one pass.
+    """
+    if left.dtype != total.dtype:
+        product = left @ right
+        total.copy_(product) if first else total.add_(product)
+    elif first:
+        torch.mm(left, right, out=total)
+    else:
+        total.addmm_(left, right)
+
+
+def embed_tiles(
+    noise: Tiles, weight: Float[Tensor, "v d"], weighting: Weighting
+) -> Float[Tensor, "n d"]:
+    """Embeddings of n noise vectors by a walk over all V entries."""
+    return TiledProjection.apply(Walk(noise, weighting), weight, product_dtype(weight))
+
+
+def embed_entries(
+    ids: Int[Tensor, "n k"],
+    arrivals: Float[Tensor, "n k"],
+    rest_rate: Float[Tensor, "n"],
+    weight: Float[Tensor, "v d"],
+    weighting: Weighting,
+) -> Float[Tensor, "n d"]:
+    """The same embedding from k known entries per position: a gather of k rows of W.
+
+    The V - k unknown entries only enter the denominator, as V - k equal arrival times whose rates
+    1/F sum to ``rest_rate``; for tau = 1 and w = 0 that is exactly ``rest_rate``.
+    """
+    rates, prior = weighting.rates(arrivals), weighting.prior
+    num_rest = weight.shape[0] - ids.shape[1]
+    rest = torch.zeros_like(rest_rate)
+    if num_rest:
+        rest = num_rest * weighting.rates(num_rest / rest_rate)
+    if prior is not None:
+        kept = prior[ids]
+        rates = rates * kept
+        if num_rest:
+            rest = rest * (prior.sum() - kept.sum(dim=-1)).clamp_min(0) / num_rest
+    shares = rates / (rates.sum(dim=-1) + rest)[:, None]
+    return embedding_bag(ids, weight, per_sample_weights=shares.to(weight.dtype), mode="sum")
