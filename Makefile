@@ -27,13 +27,15 @@ NUM     ?= 64
 STEPS   ?=
 DEMO    ?= configs/maze-demo.toml
 ARGS    ?=
+SENSITIVE = tests/pipeline/teacher tests/pipeline/maze tests/pipeline/extract/test_way.py \
+            tests/shards/noise tests/shards/language_model tests/trainer/students
 
 export TOKENIZERS_PARALLELISM ?= true
 # Threads that spin at a barrier starve each other wherever another process wants the core too.
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo maze extract train sample eval test lint bench \
+.PHONY: help setup demo maze extract train sample eval test test-portable test-portable-sample lint bench \
         bench-codecs bench-stream bench-sampling bench-extract bench-training \
         bench-faults clean
 
@@ -73,6 +75,17 @@ eval: $(STAMP) ## score samples: make eval SAMPLES=samples JUDGE=gpt2-large
 
 test: $(STAMP) ## the test suite
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(ARGS)
+
+# Other kernels, other thread counts: no test may hang on the rounding of one CPU.
+test-portable: $(STAMP) ## the test suite under other kernels of the CPU, with 1 and 2 threads (ARGS: which tests)
+	@set -e; for kernels in default avx2; do for threads in 1 2; do \
+	  echo "kernels $$kernels, threads $$threads"; \
+	  ATEN_CPU_CAPABILITY=$$kernels MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=$$threads \
+	    $(BIN)/python -m pytest $(ARGS); \
+	done; done
+
+test-portable-sample: $(STAMP) ## the tests that rounding can reach, under the plainest kernels
+	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SENSITIVE)
 
 lint: $(STAMP) ## ruff and pyright
 	$(BIN)/ruff check .

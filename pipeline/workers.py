@@ -48,6 +48,10 @@ class Worker:
     local_index: int | None = None
 
     def __post_init__(self) -> None:
+        if self.count < 1:
+            raise UsageError(
+                "no workers at all", where="--workers", got=self.count, expected="at least 1"
+            )
         if not 0 <= self.index < self.count:
             raise UsageError(
                 "no such worker",

@@ -131,6 +131,18 @@ def _tokenizer_identity(dataset: TokenDataset) -> dict[str, str]:
     return {"id": name, "sha256": record["sha256"]}
 
 
+def public_source(source: str) -> str:
+    """A corpus by name: a store may be published, and where its files lay is nobody's business.
+
+    What was read is told by the fingerprint of the token rows.
+    """
+    scheme, rest = scheme_of(source)
+    place, mark, entry = rest.partition("#")
+    if scheme != "hf" or looks_local(place):
+        place = Path(place).name
+    return f"{scheme}:{place}{mark}{entry}" if rest else source
+
+
 def _tokens_identity(request: ExtractRequest, dataset: TokenDataset) -> dict[str, object]:
     identity: dict[str, object] = {
         "corpus": published_source(dataset.record["corpus"]["source"]),

@@ -1,0 +1,124 @@
+"""What a run is refused for is said before stage 1, which may take hours."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM
+
+from pipeline.extract.loop import Extractor
+from pipeline.extract.manifest import public_source
+from pipeline.run import run_extraction
+from pipeline.settings import resolve_request
+from pipeline.workers import Worker
+from shards.base.errors import GdistillError, UsageError
+from shards.store.store import ShardStore
+from tests.pipeline.extract_cases import CONTEXT_LENGTH, VOCAB_SIZE, options, run, save_tokenizer
+
+
+def refused(out: Path, given: dict[str, Any], match: str, error: type = UsageError) -> None:
+    with pytest.raises(error, match=match):
+        run(out, given)
+    assert not (out / "tokens").exists() and not (out / "store").exists()
+
+
+def test_teachers_that_cannot_score(tmp_path: Path, teacher: Path, corpus: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(teacher, bare)
+    (bare / "model.safetensors").unlink()
+    refused(tmp_path / "a", options(bare, corpus), "the teacher has no weights")
+
+    bert = BertConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=CONTEXT_LENGTH,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        BertForMaskedLM(bert).save_pretrained(tmp_path / "bert")
+    given = options(save_tokenizer(tmp_path / "bert"), corpus)
+    refused(tmp_path / "b", given, "the teacher is not causal")
+
+    named = options(teacher, corpus, teacher={"attention": "foo"})
+    refused(tmp_path / "c", named, r"attention kernel cannot be used.*got foo")
+
+
+def test_stores_that_cannot_be(tmp_path: Path, teacher: Path, corpus: Path) -> None:
+    given = options(teacher, corpus, store={"location": "foo://bucket/store"})
+    refused(tmp_path / "a", given, "foo")
+    (tmp_path / "file").write_text("mine")
+    given = options(teacher, corpus, store={"location": str(tmp_path / "file")})
+    refused(tmp_path / "b", given, "the store is a folder")
+    assert (tmp_path / "file").read_text() == "mine"
+    given = options(teacher, corpus, store={"rows_per_shard": 15})
+    refused(tmp_path / "c", given, r"store\.rows_per_shard.*got 15.*multiple of 8")
+
+
+def test_a_maze_is_not_for_a_teacher_of_words(tmp_path: Path, teacher: Path) -> None:
+    given = options(teacher, Path("unused"))
+    given["corpus"] = {"spec": "maze:k4"}
+    refused(tmp_path, given, r"does not know the moves.*leave --teacher out")
+
+
+def test_no_workers_are_too_few() -> None:
+    with pytest.raises(UsageError, match=r"--workers.*got 0.*at least 1"):
+        Worker(0, 0)
+
+
+def test_the_manifest_names_the_corpus_and_not_its_place(
+    tmp_path: Path, teacher: Path, corpus: Path
+) -> None:
+    run(tmp_path, options(teacher, corpus))
+    manifest = (tmp_path / "store" / "manifest.json").read_text()
+    assert str(tmp_path) not in manifest and str(corpus.parent) not in manifest
+    assert str(teacher.parent) not in manifest
+    store = ShardStore.open(tmp_path / "store")
+    assert store.manifest.tokens["corpus"] == f"text:{corpus.name}"
+    assert public_source("jsonl:/home/me/a.jsonl#text") == "jsonl:a.jsonl#text"
+    assert public_source("hf:org/name:config") == "hf:org/name:config"
+    assert public_source("hf:/home/me/data") == "hf:data"
+    assert public_source("maze") == "maze" and public_source("maze:k4") == "maze:k4"
+
+
+def test_one_process_speaks_for_all(
+    tmp_path: Path, teacher: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = options(teacher, corpus)
+    request = resolve_request(tmp_path, given)
+    assert run_extraction(request, Worker(1, 2)) == []
+    assert any(
+        "tokens/s" in line or "nothing was left" in line
+        for line in run_extraction(request, Worker(0, 2))
+    )
+    assert capsys.readouterr().err == "", "the silent worker found all the work"
+
+
+def test_a_shard_that_goes_missing_meanwhile_is_no_success(
+    tmp_path: Path, teacher: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract = Extractor.run
+
+    def losing(self: Extractor, *arguments: Any) -> None:
+        extract(self, *arguments)
+        next((tmp_path / "store" / "ledger").rglob("*.json")).unlink()
+
+    monkeypatch.setattr(Extractor, "run", losing)
+    with pytest.raises(GdistillError, match=r"went missing.*same command again"):
+        run(tmp_path, options(teacher, corpus))
+
+
+def test_the_resolved_request_lies_beside_its_outputs(
+    tmp_path: Path, teacher: Path, corpus: Path
+) -> None:
+    run(tmp_path, options(teacher, corpus, seed=5))
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["seed"] == 5 and written["codec"]["num_entries"] == 5
+    assert written["teacher"]["location"] == str(teacher)
