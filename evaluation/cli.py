@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from evaluation.curve_command import curve
 from evaluation.report import open_folder, write_report
 from evaluation.samples import find_sample_files, read_samples
 from evaluation.score_tables import cautions_of, results_of, tables_of
@@ -20,7 +21,7 @@ DEFAULT = "score"
 class DefaultGroup(TyperGroup):
     """``gdistill-eval SAMPLES`` is ``gdistill-eval score SAMPLES``."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in self.commands and args[0] != "--help":
             args = [DEFAULT, *args]
         return super().parse_args(ctx, args)
@@ -98,6 +99,9 @@ def evaluate(
     for caution in cautions:
         typer.echo(f"caution: {caution}", err=True)
     typer.echo(f"wrote {directory / 'results.json'} and {page}")
+
+
+app.command("curve")(curve)
 
 
 def main() -> None:

@@ -103,16 +103,41 @@ def _maze_scorer(file: Path) -> Scorer:
     return score
 
 
+def perplexity_scorer(options: ScoreOptions, sets: Sequence[SampleSet]) -> Scorer:
+    """Generative perplexity alone, for commands that make more of it.
+
+    Raises:
+        UsageError: For a judge, device or limit that cannot be used.
+        GdistillError: For samples without text.
+    """
+    from evaluation.text import load_judge
+
+    for samples in sets:
+        samples.require_texts()
+    assert options.judge is not None
+    return _perplexity(load_judge(options.judge, options.device or "auto"), options)
+
+
 def _judge_scorers(options: ScoreOptions, name: str, sets: Sequence[SampleSet]) -> list[Scorer]:
     # Imported here, so that scores without a model do not wait for transformers.
-    from evaluation.text import JudgeMemory, generative_perplexity, load_judge
+    from evaluation.text import load_judge
 
     references = _references(options.reference, sets)
     judge = load_judge(name, options.device or "auto")
+    perplexity = _perplexity(judge, options)
+    if references is None:
+        return [perplexity]
+    shortest = min(judge_limits(judge, options).max_tokens, judge.context_length)
+    return [perplexity, _mauve_scorer(judge, references, shortest, options.kept)]
+
+
+def _perplexity(judge: JudgeModel, options: ScoreOptions) -> Scorer:
+    from evaluation.text import JudgeMemory, generative_perplexity
+
     limits = judge_limits(judge, options)  # refused here, before the first file is scored
     memory = JudgeMemory(options.kept, {**judge.identity, **asdict(limits)})
 
-    def perplexity(samples: SampleSet) -> list[Score]:
+    def score(samples: SampleSet) -> list[Score]:
         return [
             generative_perplexity(
                 judge,
@@ -125,10 +150,7 @@ def _judge_scorers(options: ScoreOptions, name: str, sets: Sequence[SampleSet]) 
             )
         ]
 
-    if references is None:
-        return [perplexity]
-    shortest = min(limits.max_tokens, judge.context_length)
-    return [perplexity, _mauve_scorer(judge, references, shortest, options.kept)]
+    return score
 
 
 def judge_limits(judge: JudgeModel, options: ScoreOptions) -> ReadingLimits:

@@ -38,6 +38,9 @@ def curve_figure(
     budgets.set_title(f"at entropy {entropy_nats:.2f} (open: out of reach)", fontsize=9)
     for axes in (sweeps, budgets):
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.tick_params(axis="y", which="both", labelsize=8)
         axes.set_ylabel("generative perplexity")
         axes.spines[["top", "right"]].set_visible(False)
     sweeps.legend(frameon=False, fontsize=8, handlelength=3)
@@ -77,7 +80,14 @@ def _draw_budgets(axes: Any, matched: Matched, models: Sequence[str]) -> None:
             errors.append([max(high, value.perplexity) - value.perplexity])
             face = color if value.is_reached else "none"
             axes.errorbar(
-                [nfe], [value.perplexity], errors, color=color, fmt="o", mfc=face, ms=5, capsize=2
+                [nfe * 1.02**number],
+                [value.perplexity],
+                errors,
+                color=color,
+                fmt="o",
+                mfc=face,
+                ms=5,
+                capsize=2,
             )
         axes.plot([], [], "o-", color=color, label=model)
     axes.set_xscale("log", base=2)

@@ -89,11 +89,12 @@ def _require_one_student(files: Sequence[SampleSet], folder: Path) -> None:
         for name in dict.fromkeys(name for known in each for name in known)
         if any(known.get(name) != each[0].get(name) for known in each)
     ]
-    more = [name for name in differing if name not in SWEPT and name != "seed"]
-    if not more and len(set(differing) & set(SWEPT)) <= 1:
+    swept = [name for name in SWEPT if name in differing]
+    wrong = [name for name in differing if name not in SWEPT] or swept[1:] and swept
+    if not wrong:
         return
-    name = more[0] if more else " and ".join(differing)
-    values = {str(known.get(more[0] if more else differing[0])): None for known in each}
+    name = " and ".join(wrong)
+    values = {str(known.get(wrong[0])): None for known in each}
     raise UsageError(
         "the folder mixes samples of several curves",
         where=f"{folder}: {name}",
@@ -148,7 +149,7 @@ def curves_of(
 def _nfe(samples: SampleSet) -> float:
     budget = samples.sampler.get("nfe")
     if isinstance(budget, int):
-        return budget
+        return float(budget)
     if samples.nfe_mean is None:
         raise UsageError(
             "samples without a number of forward passes",

@@ -14,6 +14,7 @@ from shards.base.door import open_door
 if TYPE_CHECKING:
     from evaluation.samples.drawn import drawn_with
     from evaluation.samples.references import read_references
+    from evaluation.samples.rows import DataRows, read_data_rows
     from evaluation.samples.samples import SampleSet, find_sample_files, read_samples
 
 __getattr__, __dir__ = open_door(__name__, __file__)

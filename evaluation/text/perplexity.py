@@ -145,6 +145,8 @@ def read_texts(
     memory = JudgeMemory() if memory is None else memory
     new = [text for text in dict.fromkeys(texts) if text not in memory]
     encoded = {text: _judge_ids(judge, text, limits.max_tokens) for text in new}
+    if not encoded:
+        return [memory[text] for text in texts]
     with progress_bar("perplexity", sum(ids.shape[1] for ids in encoded.values())) as bar:
         for text, ids in encoded.items():
             memory.add(text, _read(judge, ids, limits))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
@@ -30,5 +31,7 @@ def judge_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bos_token_id=2,
         eos_token_id=2,
     )
-    GPT2LMHeadModel(config).save_pretrained(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)  # the same judge whatever ran before
+        GPT2LMHeadModel(config).save_pretrained(folder)
     return folder

@@ -174,7 +174,7 @@ def test_mauve_of_two_files_reads_the_references_once(
     values = [part["scores"][2] for part in results(tmp_path / "samples").values()]
     assert [value["name"] for value in values] == ["mauve", "mauve"]
     assert values[1]["value"] == pytest.approx(1.0, abs=1e-3)
-    assert values[0]["value"] < 0.9
+    assert values[0]["value"] < 0.99
     assert values[0]["settings"]["max_tokens"] == judge.context_length  # what was read
     cautions = [" ".join(value["cautions"]) for value in values]
     assert all("20 samples and 20 references" in text for text in cautions)
