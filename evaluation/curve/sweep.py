@@ -90,7 +90,7 @@ def _require_one_student(files: Sequence[SampleSet], folder: Path) -> None:
         if any(known.get(name) != each[0].get(name) for known in each)
     ]
     swept = [name for name in SWEPT if name in differing]
-    wrong = [name for name in differing if name not in SWEPT] or swept[1:] and swept
+    wrong = [name for name in differing if name not in SWEPT] or (swept[1:] and swept)
     if not wrong:
         return
     name = " and ".join(wrong)
