@@ -133,6 +133,25 @@ def test_workers_know_their_number_from_the_launcher() -> None:
             Worker.from_environment(None, None, {**torchrun, name: "two"})
 
 
+def test_every_process_of_a_machine_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    for asked in ("auto", "cuda"):
+        assert [Worker(i, 6, i).device(asked) for i in range(6)] == [
+            *("cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:0", "cuda:1")
+        ]
+    assert Worker(1, 2, 1).device("cuda:3") == "cuda:3"
+    assert Worker(1, 2).device("cuda") == "cuda", "nothing tells its number on the machine"
+
+
+def test_every_worker_begins_elsewhere_and_comes_to_every_shard() -> None:
+    orders = [Worker(index, 3).order(range(8)) for index in range(3)]
+    assert [order[0] for order in orders] == [0, 1, 2]
+    assert all(sorted(order) == list(range(8)) for order in orders)
+    own = [set(order[: len(range(index, 8, 3))]) for index, order in enumerate(orders)]
+    assert sorted(shard for part in own for shard in part) == list(range(8))
+
+
 def test_stop_request_leaves_other_handlers_as_they_were() -> None:
     import signal
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pipeline.teacher.batching import BatchSize, in_halves
+from pipeline.teacher.batching import BatchSize, automatic_batch_size, in_halves
 from shards.base.errors import GdistillError
 
 
@@ -57,3 +57,29 @@ def test_other_errors_are_not_tried_again() -> None:
     with pytest.raises(ValueError, match="not about memory"):
         in_halves(work, slice(0, 4))
     assert parts == [slice(0, 4)]
+
+
+@pytest.mark.parametrize(("num_rows", "rows"), [(10, 4), (8, 4), (3, 7), (1, 1)])
+def test_parts_cover_every_row_once_and_none_is_larger(num_rows: int, rows: int) -> None:
+    parts = list(BatchSize(rows).parts(num_rows))
+    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(num_rows))
+    assert all(part.stop - part.start <= rows for part in parts)
+    assert len(parts) == -(-num_rows // rows)
+
+
+def test_a_batch_that_did_not_fit_is_halved_for_good() -> None:
+    size = BatchSize(9)
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    seen = []
+    while size.rows > 1:
+        size.halve(error)
+        seen.append(size.rows)
+    assert seen == [4, 2, 1]
+
+
+def test_a_batch_on_a_cpu_fills_a_gibibyte_or_4096_tokens() -> None:
+    cpu = torch.device("cpu")
+    # Six float32 tensors of 128 x 50,257 logits are 154,389,504 bytes: six such rows in 2^30.
+    assert automatic_batch_size(128, 50_257, 0, cpu) == 6
+    assert automatic_batch_size(128, 512, 0, cpu) == 4096 // 128
+    assert automatic_batch_size(1024, 200_000, 0, cpu) == 1

@@ -208,3 +208,23 @@ def test_nucleus_by_hand() -> None:
         0.5**0.5 / sum(p**0.5 for p in (0.5, 0.3, 0.1, 0.1))
     )
     assert processed(log_probs, PLAIN) is log_probs
+
+
+def test_temperature_comes_before_the_nucleus() -> None:
+    """At T = 2 (0.6, 0.3, 0.1) is (0.473, 0.334, 0.193): 0.85 keeps two; before, it keeps one."""
+    warm = SequentialSettings(temperature=2.0, nucleus_p=0.85)
+    probabilities = processed(torch.tensor([0.6, 0.3, 0.1]).log(), warm).exp()
+    share = 0.6**0.5 / (0.6**0.5 + 0.3**0.5)
+    assert probabilities.tolist() == pytest.approx([share, 1 - share, 0], abs=1e-6)
+
+
+def test_rows_depend_on_the_seed_the_row_and_the_position(teacher: Teacher) -> None:
+    first, ids = torch.zeros(40, dtype=torch.int64), torch.arange(40)
+    rows = generate_rows(teacher, first, ids, ROW_LENGTH, stream_seed=1)
+    assert torch.equal(rows, generate_rows(teacher, first, ids, ROW_LENGTH, stream_seed=1))
+    other = generate_rows(teacher, first, ids, ROW_LENGTH, stream_seed=2)
+    moved = generate_rows(teacher, first, ids + 1, ROW_LENGTH, stream_seed=1)
+    assert torch.equal(moved[:-1], rows[1:]), "row r is row r, whatever came before"
+    assert (rows != other).any(1).float().mean() > 0.8
+    # With one draw for every position a row would repeat the token its noise likes best.
+    assert (rows[:, 1:] != rows[:, 1:2]).any(1).float().mean() > 0.5

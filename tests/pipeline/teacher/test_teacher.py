@@ -277,3 +277,47 @@ def test_a_model_that_scales_its_logits_has_no_hidden_form(tmp_path: Path) -> No
     teacher.output(rows, torch.arange(1))
     with pytest.raises(UsageError, match="changes its logits"):
         teacher.output(rows, torch.arange(1), need_hidden=True)
+
+
+def test_weight_hash_tells_names_types_and_shapes_of_equal_bytes(
+    folder: Path, tmp_path: Path
+) -> None:
+    values = torch.arange(6, dtype=torch.float32)
+    variants = [{"a": values}, {"b": values}, {"a": values.view(2, 3)}, {"a": values.view(3, 2)}]
+    variants.append({"a": values.view(torch.int32)})
+    hashes = set()
+    for number, tensors in enumerate(variants):
+        place = tmp_path / str(number)
+        shutil.copytree(folder, place)
+        save_file(tensors, place / "model.safetensors")
+        hashes.add(find_pretrained(place).weights_sha256)
+    assert len(hashes) == len(variants)
+
+
+def test_a_compiled_teacher_scores_through_the_compiled_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[object] = []
+
+    def compile_(model: torch.nn.Module, **_: object) -> object:
+        def scorer(**arguments: object) -> object:
+            used.append(model)
+            return model(**arguments)
+
+        return scorer
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    rows = random_rows(2, 6)
+    plain = Teacher.load(folder, device="cpu").log_probs(rows)
+    assert used == []
+    compiled = Teacher.load(folder, device="cpu", compiled=True)
+    assert torch.allclose(compiled.log_probs(rows), plain, atol=1e-5)
+    assert used == [compiled.model]
+
+
+def test_the_attention_kernel_is_the_one_asked_for(folder: Path) -> None:
+    for kernel in ("eager", "sdpa"):
+        loaded = Teacher.load(folder, device="cpu", attention=kernel)
+        assert loaded.model.config._attn_implementation == kernel
+    with pytest.raises(UsageError, match=r"attention kernel cannot be used.*got foo"):
+        Teacher.load(folder, device="cpu", attention="foo")
