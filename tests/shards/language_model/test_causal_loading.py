@@ -22,7 +22,7 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from evaluation.text.judge import UNLIMITED_CONTEXT_TOKENS, load_judge
+from evaluation.text.judge import UNLIMITED_CONTEXT, load_judge
 from pipeline.teacher.model import Teacher
 from shards.base.errors import GdistillError, UsageError
 from shards.language_model import loading
@@ -173,7 +173,7 @@ def save_mamba(folder: Path) -> Path:
 def test_models_that_read_any_length_score(tmp_path: Path, save: Callable[[Path], Path]) -> None:
     folder = save(tmp_path)
     assert Teacher.load(folder, device="cpu").context_length is None
-    assert load_judge(str(folder)).context_length == UNLIMITED_CONTEXT_TOKENS
+    assert load_judge(str(folder)).context_length == UNLIMITED_CONTEXT
     assert load_verifier(str(folder), VOCAB_SIZE, CPU).context_length is None
 
 
