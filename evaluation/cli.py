@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from evaluation.compare_command import compare
 from evaluation.curve_command import curve
 from evaluation.report import open_folder, write_report
 from evaluation.samples import find_sample_files, read_samples
@@ -102,6 +103,7 @@ def evaluate(
 
 
 app.command("curve")(curve)
+app.command("compare")(compare)
 
 
 def main() -> None:
