@@ -59,11 +59,16 @@ def import_(
     ema: Annotated[bool, typer.Option(help="The averaged weights, or the raw ones.")] = True,
     row_length: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens per block (BD3-LM).")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Its tokenizer's folder; without it samples have no text.")
+    ] = None,
 ) -> None:
     """Convert one of the authors' released checkpoints."""
     from trainer.importing import import_checkpoint
 
-    made = import_checkpoint(checkpoint, out, ema, row_length=row_length, block_size=block_size)
+    made = import_checkpoint(
+        checkpoint, out, ema, row_length=row_length, block_size=block_size, tokenizer=tokenizer
+    )
     steps = "" if made.global_step is None else f" after {made.global_step:,} steps"
     typer.echo(
         f"wrote {out}: {made.student}, {made.num_parameters:,} parameters, "

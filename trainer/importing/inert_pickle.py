@@ -19,7 +19,7 @@ import torch
 from shards.base import GdistillError, UsageError
 
 HARMLESS = {
-    "builtins": {"bool", "bytearray", "complex", "dict", "float", "frozenset", "int", "list"}
+    "builtins": {"bool", "complex", "dict", "float", "frozenset", "int", "list"}
     | {"set", "slice", "str", "tuple"},
     "collections": {"OrderedDict"},
     "torch": {"Size"},
@@ -67,7 +67,9 @@ class InertUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """The real global where it is harmless; else a fresh inert class."""
         if name in HARMLESS.get(module, ()):
-            return super().find_class(module, name)
+            found = super().find_class(module, name)
+            # A function of its own each time: a pickle may set attributes of what it names.
+            return (lambda *given: found(*given)) if module == "torch._utils" else found
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         namespace = {"module": module, "qualified_name": name}
@@ -95,14 +97,26 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         expected = "a zip archive written by torch.save (PyTorch 1.6 or later)"
         raise GdistillError("cannot read the checkpoint", where=path, expected=expected)
     try:
+        _require_stored_records(path)
         loaded = _load(path)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
+    except GdistillError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything at all
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise GdistillError("cannot read the checkpoint", where=path, got=reason) from error
     if not isinstance(loaded, dict):
         kind = type(loaded).__name__
         raise GdistillError("not a checkpoint", where=path, got=kind, expected="a dict")
     return loaded
+
+
+def _require_stored_records(path: Path) -> None:
+    """torch.save compresses nothing: an archive that unpacks to more than its size is a bomb."""
+    with zipfile.ZipFile(path) as archive:
+        total = sum(record.file_size for record in archive.infolist())
+    if total > path.stat().st_size:
+        expected = "records as torch.save stores them, uncompressed"
+        raise GdistillError("not a checkpoint", where=path, got=f"{total:,} B", expected=expected)
 
 
 def _load(path: Path) -> Any:

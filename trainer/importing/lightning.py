@@ -7,13 +7,15 @@ the backbone registered its parameters, which is the order of the state dict wit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from shards.base import (
     GdistillError,
@@ -23,7 +25,7 @@ from shards.base import (
     write_json_atomic,
 )
 from trainer.importing.inert_pickle import plain_config, read_checkpoint
-from trainer.students import STUDENTS, Student, StudentSettings
+from trainer.students import STUDENTS, Student, StudentSettings, before_float32
 
 NOISE_WEIGHT = "gumbel_noise_embed.linear.weight"
 ROTARY = "rotary_emb.inv_freq"
@@ -31,6 +33,9 @@ BUFFERS = (ROTARY,)
 PREFIX = "backbone."
 COMPILED = "_orig_mod."
 IGNORED = ("teacher_model.", "sampling_eps_min", "sampling_eps_max")
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+"""How the authors' configs point from one value to another."""
+MAX_REFERENCES = 8
 
 
 @dataclass(frozen=True)
@@ -66,17 +71,18 @@ def our_parameters(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return ours
 
 
-def backbone_of(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+def backbone_of(state: Mapping[Any, Any]) -> tuple[dict[str, Tensor], list[str]]:
     """Backbone entries without prefix, in order, and the keys that are neither it nor ignored."""
     backbone: dict[str, Tensor] = {}
     unexpected = []
     for key, value in state.items():
-        if key.startswith(IGNORED):
+        name = str(key)
+        if name.startswith(IGNORED):
             continue
-        if key.startswith(PREFIX):
-            backbone[key.removeprefix(PREFIX).replace(COMPILED, "")] = value
+        if name.startswith(PREFIX) and isinstance(value, Tensor):
+            backbone[name.removeprefix(PREFIX).replace(COMPILED, "")] = value
         else:
-            unexpected.append(key)
+            unexpected.append(name)
     return backbone, unexpected
 
 
@@ -87,6 +93,7 @@ def with_ema(backbone: Mapping[str, Tensor], ema: Any) -> dict[str, Tensor]:
         GdistillError: When the list is absent or does not fit in length or in any shape.
     """
     shadows = ema.get("shadow_params") if isinstance(ema, dict) else None
+    shadows = [s for s in shadows if isinstance(s, Tensor)] if isinstance(shadows, list) else None
     names = [name for name in backbone if name not in BUFFERS]
     remedy = "import the raw weights (without EMA) if those will do"
     if not shadows:
@@ -105,52 +112,82 @@ def settings_from(
     backbone: Mapping[str, Tensor], config: Mapping[str, Any], bounds: tuple[float, float]
 ) -> StudentSettings:
     """Architecture from the shapes; what shapes do not show from the checkpoint's own config."""
-    _require_architecture(backbone)
+    num_layers = _require_architecture(backbone)
     width = backbone["vocab_embed.embedding"].shape[1]
     level = backbone.get("sigma_map.mlp.0.weight")
     return StudentSettings(
         hidden_size=width,
-        num_layers=1 + max(int(k.split(".")[1]) for k in backbone if k.startswith("blocks.")),
+        num_layers=num_layers,
         num_heads=width // (2 * backbone[ROTARY].shape[0]),
         condition_size=128 if level is None else level.shape[0],
         mlp_ratio=backbone["blocks.0.mlp.0.weight"].shape[0] // width,
-        dropout=float(_lookup(config, "model.dropout", 0.1)),
+        dropout=setting(config, "model.dropout", 0.1),
         conditioning="gumbel" if NOISE_WEIGHT in backbone else "none",
-        injection=_lookup(config, "model.gumbel_inject_mode", "replace"),
-        noise_schedule=_lookup(config, "noise.type", "loglinear"),
-        time_conditioning=bool(_lookup(config, "algo.time_conditioning", False)),
-        loss_weighting="rate" if _lookup(config, "algo.mdlm_loss_scale", False) else "schedule",
+        injection=setting(config, "model.gumbel_inject_mode", "replace"),  # type: ignore[arg-type]
+        noise_schedule=setting(config, "noise.type", "loglinear"),  # type: ignore[arg-type]
+        time_conditioning=setting(config, "algo.time_conditioning", False),
+        loss_weighting="rate" if setting(config, "algo.mdlm_loss_scale", False) else "schedule",
         min_time=bounds[0],
         max_time=bounds[1],
     )
 
 
-def _require_architecture(backbone: Mapping[str, Tensor]) -> None:
-    needed = ("vocab_embed.embedding", ROTARY, "blocks.0.mlp.0.weight")
-    missing = [name for name in needed if name not in backbone]
-    if missing:
-        raise GdistillError(
-            "not a checkpoint of the authors' DiT",
-            where="state_dict",
-            got=f"no {PREFIX}{missing[0]}",
-            expected=f"keys under {PREFIX} as the README of the released files lists them",
-        )
+def _require_architecture(backbone: Mapping[str, Tensor]) -> int:
+    """The number of blocks of the authors' DiT; a GdistillError where the keys are not its."""
+    needed = {"vocab_embed.embedding": 2, ROTARY: 1, "blocks.0.mlp.0.weight": 2}
+    for name, num_axes in needed.items():
+        shape = tuple(backbone[name].shape) if name in backbone else ()
+        if len(shape) != num_axes or 0 in shape:
+            raise GdistillError(
+                "not a checkpoint of the authors' DiT",
+                where=f"state_dict: {PREFIX}{name}",
+                got=shape or "nothing",
+                expected=f"keys under {PREFIX} as the README of the released files lists them",
+            )
+    numbers = {name.split(".")[1] for name in backbone if name.startswith("blocks.")}
+    if numbers != set(map(str, range(len(numbers)))):
+        got, expected = sorted(numbers)[:8], "blocks 0, 1, 2 and so on"
+        raise GdistillError("blocks are missing", where="state_dict", got=got, expected=expected)
+    return len(numbers)
 
 
-def _lookup(config: Mapping[str, Any], path: str, default: Any) -> Any:
+Value = TypeVar("Value", bool, int, float, str)
+
+
+def setting(config: Mapping[str, Any], path: str, default: Value) -> Value:
+    """A value of the checkpoint's config, of the default's type; the default where it is absent.
+
+    Raises:
+        GdistillError: For a value of another type.
+    """
+    value = _lookup(config, path)
+    if value is None:
+        return default
+    kind = type(default)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)  # type: ignore[return-value]
+    if type(value) is not kind:
+        where, got = f"config: {path}", f"{value!r:.80}"
+        raise GdistillError("not a setting", where=where, got=got, expected=kind.__name__)
+    return value  # type: ignore[return-value]
+
+
+def _lookup(config: Mapping[str, Any], path: str, depth: int = 0) -> Any:
+    """The value at a dotted path, ``${other.path}`` followed; None where there is none."""
     value: Any = config
     for key in path.split("."):
-        if not isinstance(value, Mapping) or value.get(key) is None:
-            return default
-        value = value[key]
-    return value
+        value = value.get(key) if isinstance(value, Mapping) else None
+    reference = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    if reference is None:
+        return value
+    return _lookup(config, reference[1], depth + 1) if depth < MAX_REFERENCES else None
 
 
 def student_name(backbone: Mapping[str, Tensor], config: Mapping[str, Any], clipped: bool) -> str:
-    """Registry name: no noise level is the autoregressive baseline, [x_t ; x_0] is BD3-LM."""
+    """Registry name: without sigma it is the autoregressive baseline, [x_t ; x_0] is BD3-LM."""
     if "sigma_map.mlp.0.weight" not in backbone:
         return "ar"
-    return "bd3lm" if _lookup(config, "algo.cross_attn", clipped) else "mdlm"
+    return "bd3lm" if setting(config, "algo.cross_attn", clipped) else "mdlm"
 
 
 def student_from(
@@ -159,6 +196,7 @@ def student_from(
     ema: bool = True,
     row_length: int | None = None,
     block_size: int | None = None,
+    bos_and_eos: tuple[int | None, int | None] | None = None,
 ) -> tuple[str, Student]:
     """A student with the weights of a loaded checkpoint.
 
@@ -167,40 +205,80 @@ def student_from(
         ema: EMA weights (what the authors evaluate) or the raw ones.
         row_length: Tokens per row, when the checkpoint's config does not say.
         block_size: Tokens per block, likewise.
+        bos_and_eos: Of the tokenizer; without one, GPT-2's: the last token is both.
 
     Raises:
+        UsageError: When neither the checkpoint nor the caller says how long rows or blocks are.
         GdistillError: When keys are missing, unexpected or of another shape; all are listed.
     """
     state = checkpoint.get("state_dict")
-    if not isinstance(state, Mapping):
+    if not isinstance(state, dict):
         raise GdistillError("not a Lightning checkpoint", got="no state_dict")
     backbone, unexpected = backbone_of(state)
-    hyper_parameters = plain_config(checkpoint.get("hyper_parameters")) or {}
-    config = _lookup(hyper_parameters, "config", {})
-    low, high = (float(state.get(f"sampling_eps_{k}", d)) for k, d in (("min", 1e-3), ("max", 1)))
-    # The clips as they were before float32 rounded them: 1e-3 is open, 1.00000005e-3 is not.
-    settings = settings_from(backbone, config, (round(low, 6), round(high, 6)))
+    hyper_parameters = plain_config(checkpoint.get("hyper_parameters"))
+    config = hyper_parameters.get("config") if isinstance(hyper_parameters, dict) else None
+    config = config if isinstance(config, dict) else {}
+    settings = settings_from(backbone, config, _clips(state))
     name = student_name(backbone, config, "sampling_eps_min" in state)
-    length = row_length or _lookup(config, "model.length", None)
-    if length is None:
-        remedy = "pass the row length (1024 for the released files)"
-        raise UsageError("the checkpoint does not say how long a row is", remedy=remedy)
+    length = row_length or _stated(config, "model.length", "row length", "1024 for OpenWebText's")
     if name == "bd3lm":
-        settings = replace(settings, block_size=block_size or _lookup(config, "block_size", None))
+        size = block_size or _stated(config, "block_size", "block size", "4, 8 or 16")
+        settings = replace(settings, block_size=size)
     vocab_size = backbone["vocab_embed.embedding"].shape[0] - 1
+    bos, eos = bos_and_eos or (vocab_size - 1, vocab_size - 1)
+    parameters = our_parameters(with_ema(backbone, checkpoint.get("ema")) if ema else backbone)
+    _require_memory(parameters)
     student_class = STUDENTS[name]
     student = student_class(
         student_class.config_class.build(
             settings,
             vocab_size=vocab_size,
-            row_length=int(length),
-            bos_token_id=vocab_size - 1,
-            eos_token_id=vocab_size - 1,
+            row_length=length,
+            bos_token_id=bos,
+            eos_token_id=eos,
         )
     )
-    parameters = our_parameters(with_ema(backbone, checkpoint.get("ema")) if ema else backbone)
     _load_exactly(student, parameters, unexpected)
     return name, student.eval()
+
+
+def _clips(state: Mapping[Any, Any]) -> tuple[float, float]:
+    bounds = []
+    for name, default in (("sampling_eps_min", 1e-3), ("sampling_eps_max", 1.0)):
+        value = state.get(name, default)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.item()
+        if not isinstance(value, int | float):
+            got, where = f"{value!r:.80}", f"state_dict: {name}"
+            raise GdistillError("not a clip of t", where=where, got=got, expected="one number")
+        bounds.append(before_float32(float(value)))
+    return bounds[0], bounds[1]
+
+
+def _stated(config: Mapping[str, Any], path: str, what: str, example: str) -> int:
+    value = setting(config, path, 0)
+    if value < 1:
+        where, option = f"config: {path}", f"--{what.replace(' ', '-')}"
+        remedy = f"pass {option} ({example} students)"
+        got = value or "nothing"
+        raise UsageError(
+            f"the checkpoint does not say its {what}", where=where, got=got, remedy=remedy
+        )
+    return value
+
+
+def _require_memory(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that claim more than is stored: a few bytes could ask for all memory."""
+    claimed = sum(value.numel() * value.element_size() for value in parameters.values())
+    storages = [value.untyped_storage() for value in parameters.values() if _is_plain(value)]
+    stored = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    if len(storages) < len(parameters) or claimed > sum(stored.values()):
+        got, expected = f"{claimed:,} bytes", "weights that are stored whole, on the CPU"
+        raise GdistillError("not the weights of a model", got=got, expected=expected)
+
+
+def _is_plain(value: Tensor) -> bool:
+    return value.device.type == "cpu" and value.layout == torch.strided and not value.is_quantized
 
 
 def _load_exactly(
@@ -232,6 +310,7 @@ def import_checkpoint(
     *,
     row_length: int | None = None,
     block_size: int | None = None,
+    tokenizer: str | None = None,
 ) -> Imported:
     """Convert one of the authors' checkpoints into a Hugging Face folder.
 
@@ -241,20 +320,42 @@ def import_checkpoint(
         ema: EMA weights (the default, as in the authors' evaluation) or the raw ones.
         row_length: See :func:`student_from`.
         block_size: See :func:`student_from`.
+        tokenizer: Folder of the tokenizer that the students were trained with (or its hub id, from
+            the local cache). It goes into the folder, so that samples have text.
 
     Raises:
-        UsageError: When the checkpoint is absent or the folder is taken.
+        UsageError: When the checkpoint is absent, the folder is taken, or the tokenizer is another.
         GdistillError: When the file cannot be read or does not fit.
     """
     ckpt, out = Path(ckpt), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError("the output folder is taken", where=out, remedy="name a new one")
+    words = None if tokenizer is None else _open_tokenizer(tokenizer)
     checkpoint = read_checkpoint(ckpt)
-    name, student = student_from(checkpoint, ema=ema, row_length=row_length, block_size=block_size)
+    name, student = student_from(
+        checkpoint,
+        ema=ema,
+        row_length=row_length,
+        block_size=block_size,
+        bos_and_eos=None if words is None else (words.bos_token_id, words.eos_token_id),
+    )
+    if words is not None and len(words) != student.config.vocab_size:
+        got, expected = f"{len(words):,} tokens", f"{student.config.vocab_size:,} as the student's"
+        raise UsageError("not its tokenizer", where="--tokenizer", got=got, expected=expected)
     with without_library_bars():
         student.save_pretrained(out)
+        if words is not None:
+            words.save_pretrained(out)
     step = checkpoint.get("global_step")
+    step = step if isinstance(step, int) else None
     weights = "ema" if ema else "raw"
     source = {"file": ckpt.name, "sha256": sha256_file(ckpt), "weights": weights}
     write_json_atomic(out / "import.json", {**source, "student": name, "global_step": step})
     return Imported(name, out, sum(p.numel() for p in student.parameters()), weights, step)
+
+
+def _open_tokenizer(location: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(location, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError("no tokenizer there", where="--tokenizer", got=location) from error

@@ -67,7 +67,10 @@ class Batch:
         return self.tokens.shape[0]
 
     def micro_batches(self, size: int | None) -> Iterator[Batch]:
-        """The batch in consecutive parts of at most ``size`` rows; times and masks stay the same.
+        """The batch in parts of at most ``size`` rows; times and masks stay the same.
+
+        Slots are strata of t, so a part of neighbours would be nearly clean or nearly all masked:
+        every n-th row goes to the same one of n parts, and all are about equally much work.
 
         Args:
             size: Rows of a part; None keeps the batch whole.
@@ -75,8 +78,9 @@ class Batch:
         if size is None or size >= self.num_rows:
             yield self
             return
-        for start in range(0, self.num_rows, size):
-            yield self.rows(slice(start, start + size))
+        num_parts = -(-self.num_rows // size)
+        for first in range(num_parts):
+            yield self.rows(slice(first, None, num_parts))
 
     def rows(self, part: slice) -> Batch:
         """Some of the rows, with their times, masks and noise."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -21,7 +21,7 @@ def generate(
     student: Student,
     input_ids: Int[Tensor, "b l"] | None = None,
     *,
-    attention_mask: Int[Tensor, "b l"] | None = None,
+    attention_mask: Shaped[Tensor, "b l"] | None = None,
     num_samples: int = 1,
     max_length: int | None = None,
     sampler: str | None = None,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         masked_attention,
         training_mask,
     )
+    from trainer.students.base import before_float32
     from trainer.students.conditioning import GumbelConditioner
     from trainer.students.dit import sigma_features
     from trainer.students.folder import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -89,8 +89,23 @@ class AR(Student):
             num_blocks=1,
         )
 
-    def forward(self, input_ids: Int[Tensor, "b l"], **_: Any) -> CausalLMOutput:
-        """Raw logits [B, l, V + 1]; those at position i are about token i + 1."""
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b l"],
+        attention_mask: Shaped[Tensor, "b l"] | None = None,
+        **options: Any,
+    ) -> CausalLMOutput:
+        """Raw logits [B, l, V + 1]; those at position i are about token i + 1.
+
+        Args:
+            input_ids: Tokens.
+            attention_mask: As tokenizers give it; all of it must be 1.
+            **options: Of Hugging Face's callers; what would be ignored is refused.
+
+        Raises:
+            UsageError: For padding or labels.
+        """
+        self._refuse_unread(attention_mask, options)
         return CausalLMOutput(logits=self._project(self._hidden(input_ids), None))
 
     def _hidden(self, tokens: Int[Tensor, "b l"]) -> Float[Tensor, "b l d"]:

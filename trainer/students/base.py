@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,6 +20,14 @@ from trainer.students.conditioning import GumbelConditioner
 from trainer.students.configuration import StudentConfig
 from trainer.students.dit import DiT
 from trainer.students.vocabulary_attention import noise_shares
+
+UNREAD = {
+    "use_cache": True,
+    "return_dict": True,
+    "output_attentions": False,
+    "output_hidden_states": False,
+}
+"""Arguments of Hugging Face's callers that change nothing at these values (or None)."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,11 @@ class LossOutput:
     def block_nlls(self) -> Float[Tensor, "b blocks"]:
         """Mean over each block's tokens: what the clipped-schedule search takes the variance of."""
         return self.token_nlls.unflatten(1, (self.num_blocks, -1)).mean(dim=-1)
+
+
+def before_float32(value: float) -> float:
+    """The number of at most six significant digits that a float32 came from."""
+    return float(f"{value:.6g}")
 
 
 class Student(PreTrainedModel, ABC):
@@ -100,7 +114,7 @@ class Student(PreTrainedModel, ABC):
     @property
     def clips(self) -> tuple[float, float]:
         """Clips of t, as they were before float32 rounded them: 1e-3 is open, 1.00000005e-3 not."""
-        minimum, maximum = (round(bound, 6) for bound in self.time_bounds.tolist())
+        minimum, maximum = (before_float32(bound) for bound in self.time_bounds.tolist())
         return minimum, maximum
 
     @property
@@ -197,6 +211,17 @@ class Student(PreTrainedModel, ABC):
         """
         remedy = "load the student with trainer.load_student"
         raise UsageError("this student has no sampler", where="generate", remedy=remedy)
+
+    def _refuse_unread(self, attention_mask: Tensor | None, options: Mapping[str, Any]) -> None:
+        """What Hugging Face's callers may pass and ``forward`` would otherwise ignore."""
+        if attention_mask is not None and not bool(attention_mask.all()):
+            remedy = "pass rows of one length"
+            raise UsageError("padding is not read", where="attention_mask", remedy=remedy)
+        for name, value in options.items():
+            if value is None or value is UNREAD.get(name):
+                continue
+            remedy = "train with student.loss(batch)" if name == "labels" else "leave it out"
+            raise UsageError("the student does not read this", where=name, remedy=remedy)
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -89,6 +89,13 @@ class BD3LM(MDLM):
         if choice == "auto":
             wide_enough = self.backbone.head_width >= 16
             choice = "flex" if device.type == "cuda" and wide_enough else "sdpa"
+        if choice == "flex" and device.type != "cuda" and torch.is_grad_enabled():
+            raise UsageError(
+                "FlexAttention has no gradient on this device",
+                where="model.attention",
+                got=f"flex on {device.type}",
+                remedy="set model.attention=auto, which takes sdpa here",
+            )
         if choice == "flex":
             return flex_training_attention(length, self.block_size, device)
         return masked_attention(training_mask(length, self.block_size, device))
@@ -117,8 +124,11 @@ class BD3LM(MDLM):
             UsageError: For a time-conditioned student, whose finished blocks change with time.
         """
         if self.settings.time_conditioning:
-            remedy = "sample with predict over the whole prefix"
-            raise UsageError("a time-conditioned student has no block cache", remedy=remedy)
+            raise UsageError(
+                "a time-conditioned student has no block cache",
+                where="time_conditioning",
+                remedy="sample without one (use_cache=false), or with predict over the prefix",
+            )
         return self.backbone.start_cache(batch_size, self.config.row_length)
 
     @torch.no_grad()

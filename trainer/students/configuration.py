@@ -98,6 +98,8 @@ class StudentSettings:
         _require(0 < self.time_beta < math.inf, "time_beta", self.time_beta, "positive and finite")
         share = self.fully_masked_share
         _require(0 <= share <= 1, "fully_masked_share", share, "in [0, 1]")
+        wide = self.attention != "flex" or self.hidden_size >= 16 * self.num_heads
+        _require(wide, "attention", self.attention, "sdpa for heads narrower than 16")
         std = self.embedding_init_std
         _require(std is None or std > 0, "embedding_init_std", std, "positive")
 

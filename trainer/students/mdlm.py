@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from transformers.modeling_outputs import MaskedLMOutput
 
@@ -115,18 +115,36 @@ class MDLM(Student):
         input_ids: Int[Tensor, "b l"],
         noise_embeddings: Float[Tensor, "b l e"] | None = None,
         sigma: Float[Tensor, "b"] | None = None,
-        **_: Any,
+        attention_mask: Shaped[Tensor, "b l"] | None = None,
+        **options: Any,
     ) -> MaskedLMOutput:
         """Raw logits [B, L, V + 1] of noised rows.
 
         Args:
             input_ids: Tokens; the mask id where unknown.
-            noise_embeddings: Noise embeddings, used at masked positions.
+            noise_embeddings: Of ``embed_noise``, used at masked positions; a conditioned student
+                has learnt nothing without them.
             sigma: Noise level, for a time-conditioned student.
+            attention_mask: As tokenizers give it; all of it must be 1.
+            **options: Of Hugging Face's callers; what would be ignored is refused.
+
+        Raises:
+            UsageError: For padding, labels, or masked positions without their noise.
         """
-        return MaskedLMOutput(
-            logits=self._project(*self.sampling_states(input_ids, noise_embeddings, sigma))
-        )
+        self._refuse_unread(attention_mask, options)
+        masked = self.is_conditioned and bool(self.masked_positions(input_ids).any())
+        if masked and noise_embeddings is None:
+            raise UsageError(
+                "a conditioned student needs the noise of masked positions",
+                where="noise_embeddings",
+                remedy="pass student.embed_noise(noise), or call student.generate",
+            )
+        return MaskedLMOutput(logits=self._logits(input_ids, noise_embeddings, sigma))
+
+    def _logits(
+        self, tokens: Tensor, noise_embeddings: Tensor | None, sigma: Tensor | None
+    ) -> Float[Tensor, "b l v1"]:
+        return self._project(*self.sampling_states(tokens, noise_embeddings, sigma))
 
     def sampling_states(
         self,
@@ -167,7 +185,7 @@ class MDLM(Student):
         sigma: Float[Tensor, "b"] | None = None,
     ) -> Float[Tensor, "b l v1"]:
         """Log-probabilities of x_0 (SUBS): one-hot where a token is known, the mask never."""
-        logits = self(tokens, noise_embeddings, sigma).logits
+        logits = self._logits(tokens, noise_embeddings, sigma)
         return substituted_log_probs(logits, tokens, self.mask_id)
 
     def predict_at(

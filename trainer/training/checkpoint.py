@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shards.base import IntegrityError, fsync_path, sha256_file, write_json_atomic
@@ -31,6 +32,7 @@ from trainer.training.parallel import gather_full, on_main_process, scatter_like
 FORMAT_VERSION = 1
 STATE_FILE = "state.json"
 PREFIX = "step-"
+UNFINISHED = ".writing-"
 
 
 @dataclass(frozen=True)
@@ -41,45 +43,46 @@ class Trainee:
     optimizer: torch.optim.Optimizer
     ema: ExponentialMovingAverage
 
-    def gather(self) -> dict[str, dict[str, Tensor]]:
-        """File name -> whole tensors on the CPU; every process must call it."""
-        weights = {name: gather_full(value) for name, value in self.student.state_dict().items()}
-        averages = {name: gather_full(value) for name, value in self.ema.shadows.items()}
-        moments = {}
-        for name, parameter in self.student.named_parameters():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                moments[f"{name}/{key}"] = gather_full(value)
-        return {
-            "weights.safetensors": weights,
-            "ema.safetensors": averages,
+    def gather(self, accelerator: Accelerator) -> dict[str, dict[str, Tensor]]:
+        """File name -> whole tensors on the main process's CPU; every process must call it."""
+        moments = {
+            f"{name}/{key}": value
+            for name, parameter in self.student.named_parameters()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
+        contents = {
+            "weights.safetensors": self.student.state_dict(),
+            "ema.safetensors": self.ema.shadows,
             "optimizer.safetensors": moments,
         }
+        return {name: gather_full(tensors, accelerator) for name, tensors in contents.items()}
 
     def restore(self, directory: Path, num_updates: int) -> None:
-        """Take over the tensors of a checkpoint."""
-        self._restore_weights(load_file(directory / "weights.safetensors"))
-        averages = load_file(directory / "ema.safetensors")
-        placed = {n: scatter_like(v, self.ema.shadows[n]) for n, v in averages.items()}
-        self.ema.load(placed, num_updates)
-        self._restore_moments(load_file(directory / "optimizer.safetensors"))
+        """Take over the tensors of a checkpoint; no process holds more than one whole tensor."""
+        with safe_open(directory / "weights.safetensors", "pt") as weights, torch.no_grad():
+            for name, value in self.student.state_dict().items():
+                value.copy_(scatter_like(weights.get_tensor(name), value))
+        with safe_open(directory / "ema.safetensors", "pt") as averages:
+            shadows = self.ema.shadows
+            self.ema.require_names(averages.keys())
+            placed = {n: scatter_like(averages.get_tensor(n), shadows[n]) for n in shadows}
+            self.ema.load(placed, num_updates)
+        with safe_open(directory / "optimizer.safetensors", "pt") as moments:
+            self._restore_moments(moments)
 
-    @torch.no_grad()
-    def _restore_weights(self, weights: dict[str, Tensor]) -> None:
-        for name, value in self.student.state_dict().items():
-            value.copy_(scatter_like(weights[name], value))
-
-    def _restore_moments(self, moments: dict[str, Tensor]) -> None:
+    def _restore_moments(self, moments: Any) -> None:
         names: dict[Tensor, str] = {
             parameter: name for name, parameter in self.student.named_parameters()
         }
         document = self.optimizer.state_dict()
         for index, parameter in enumerate(_parameters_of(self.optimizer)):
             prefix = f"{names[parameter]}/"
-            entry = {k.removeprefix(prefix): v for k, v in moments.items() if k.startswith(prefix)}
+            entry = {}
             # Scattering is collective: every process must go through the keys in the same order,
             # which that of a set, different in every process, is not.
-            for key in sorted(entry.keys() - {"step"}):
-                entry[key] = scatter_like(entry[key], parameter)
+            for name in sorted(key for key in moments.keys() if key.startswith(prefix)):  # noqa: SIM118
+                key, value = name.removeprefix(prefix), moments.get_tensor(name).clone()
+                entry[key] = value if key == "step" else scatter_like(value, parameter)
             if entry:
                 document["state"][index] = entry
         self.optimizer.load_state_dict(document)
@@ -120,10 +123,14 @@ class CheckpointFolder:
         Raises:
             GdistillError: On every process, when the files cannot be written.
         """
-        tensors = trainee.gather()
+        tensors = trainee.gather(accelerator)
 
         def write() -> None:
-            self._write(step, tensors, {**state, "ema_num_updates": trainee.ema.num_updates})
+            self._remove_unfinished()
+            try:
+                self._write(step, tensors, {**state, "ema_num_updates": trainee.ema.num_updates})
+            finally:
+                self._remove_unfinished()
             self._prune()
 
         on_main_process(write, accelerator)
@@ -131,8 +138,7 @@ class CheckpointFolder:
     def _write(
         self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]
     ) -> None:
-        temporary = self.directory / f".writing-{PREFIX}{step:08d}"
-        shutil.rmtree(temporary, ignore_errors=True)
+        temporary = self.directory / f"{UNFINISHED}{PREFIX}{step:08d}"
         temporary.mkdir(parents=True)
         files = {}
         for name, content in tensors.items():
@@ -146,6 +152,11 @@ class CheckpointFolder:
             shutil.rmtree(replaced)
         os.replace(temporary, replaced)
         fsync_path(self.directory)
+
+    def _remove_unfinished(self) -> None:
+        """What a write that died has left: the run's lock is held, so nobody is writing it."""
+        for folder in self.directory.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(folder)
 
     def _prune(self) -> None:
         steps = self.steps()

@@ -21,6 +21,7 @@ from trainer.training.settings import RunConfig
 
 STORE_BUFFERS = ("time_bounds", "conditioner.unigram_log_probs")
 """Buffers that the run and its store decide, not the model that weights come from."""
+CONDITIONER_SETTINGS = ("injection", "noise_transform", "prior_weight")
 
 NOISE_PARTS = ("conditioner.", "backbone.noise_readings.")
 
@@ -42,7 +43,7 @@ def build_student(config: RunConfig, store: ShardStore, init_from: Path | None) 
     """The student at step 0; initial weights depend on the run seed alone."""
     manifest = store.manifest
     kind = student_class(config.student)
-    _refuse_foreign_settings(config, kind)
+    _refuse_idle_settings(config, kind)
     torch.manual_seed(derive_seed(config.seed, "initial weights"))
     student = kind(
         kind.config_class.build(
@@ -62,14 +63,18 @@ def build_student(config: RunConfig, store: ShardStore, init_from: Path | None) 
     return student
 
 
-def _refuse_foreign_settings(config: RunConfig, kind: type[Student]) -> None:
-    for name in kind.foreign_settings:
+def _refuse_idle_settings(config: RunConfig, kind: type[Student]) -> None:
+    """Settings that would be left undone without a word."""
+    idle = [(name, f"student {config.student}") for name in kind.foreign_settings]
+    if config.model.conditioning == "none":
+        idle += [(name, "model.conditioning=none") for name in CONDITIONER_SETTINGS]
+    for name, chosen in idle:
         value = getattr(config.model, name)
         if value != getattr(StudentSettings(), name):
             raise UsageError(
                 "a setting of another student",
                 where=f"model.{name}",
-                got=f"{value} for student {config.student}",
+                got=f"{value} with {chosen}",
                 remedy="leave it out, or choose the student it belongs to",
             )
 

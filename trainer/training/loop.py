@@ -298,8 +298,7 @@ class Trainer:
 
     def _export(self) -> None:
         """Write the averaged weights, with the buffers as they are."""
-        weights = {name: gather_full(value) for name, value in self.student.state_dict().items()}
-        weights |= {name: gather_full(value) for name, value in self.ema.shadows.items()}
+        weights = gather_full({**self.student.state_dict(), **self.ema.shadows}, self.accelerator)
         record = {
             "format_version": 1,
             "step": self.step,

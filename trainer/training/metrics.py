@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shards.base import GdistillError, IntegrityError, write_bytes_atomic
 from trainer.students import Student
-from trainer.training.parallel import on_main_process
+from trainer.training.parallel import cannot_write, on_main_process
 
 TIMING_FIELDS = ("seconds", "tokens_per_second", "flops_per_second", "mfu")
 PEAK_BF16_FLOPS = {
@@ -50,10 +50,10 @@ class MetricsLog:
 
     def __init__(self, path: Path, accelerator: Accelerator, last_step: int) -> None:
         self._accelerator = accelerator
-        self._file = None
+        self._file, self._path = None, path
         on_main_process(lambda: keep_lines_until(path, last_step), accelerator)
         if accelerator.is_main_process:
-            self._file = open(path, "ab")  # noqa: SIM115 (closed by close)
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
         purge = {"purge_step": last_step + 1}
         accelerator.init_trackers("gdistill", init_kwargs={"tensorboard": purge})
 
@@ -62,10 +62,12 @@ class MetricsLog:
         if self._file is None:
             return
         line = {"kind": kind, "step": step, "num_steps": num_steps, **values}
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
         numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
-        self._accelerator.log(numbers, step=step)
+        try:
+            self._file.write(json.dumps(line).encode() + b"\n")
+            self._accelerator.log(numbers, step=step)
+        except OSError as error:
+            raise cannot_write(error, self._path) from error
 
     def sync(self) -> None:
         """Make every line so far survive a power cut."""

@@ -94,6 +94,12 @@ class ExponentialMovingAverage:
         weights = [self._parameters[name].detach() for name in self.shadows]
         torch._foreach_lerp_(shadows, weights, 1.0 - decay)
 
+    def require_names(self, names: Iterable[str]) -> None:
+        """Raise a GdistillError unless these are the names of the averaged weights."""
+        unknown = sorted(set(names) ^ set(self.shadows))
+        if unknown:
+            raise GdistillError("the saved average has other weights", got=unknown[0])
+
     @torch.no_grad()
     def load(self, shadows: Mapping[str, Tensor], num_updates: int) -> None:
         """Take over saved averages.
@@ -101,9 +107,7 @@ class ExponentialMovingAverage:
         Raises:
             GdistillError: When names do not agree.
         """
-        unknown = sorted(set(shadows) ^ set(self.shadows))
-        if unknown:
-            raise GdistillError("the saved average has other weights", got=unknown[0])
+        self.require_names(shadows)
         for name, shadow in self.shadows.items():
             shadow.copy_(shadows[name])
         self.num_updates = num_updates

@@ -8,7 +8,7 @@ weights, optimiser and moving average into one piece per process instead.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +25,7 @@ from accelerate.utils import (
     broadcast_object_list,
     gather_object,
 )
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -117,11 +118,19 @@ def without_sync(module: nn.Module, accelerator: Accelerator, last: bool) -> Abs
     return nullcontext() if last else accelerator.no_sync(module)
 
 
-def gather_full(tensor: Tensor) -> Tensor:
-    """A whole copy on the CPU of a tensor that may be sharded; every process must call it."""
-    whole = tensor.detach()
-    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-    return whole.to("cpu", copy=True).contiguous()
+def gather_full(tensors: Mapping[str, Tensor], accelerator: Accelerator) -> dict[str, Tensor]:
+    """Whole copies on the main process's CPU of tensors that may be sharded; {} elsewhere.
+
+    Every process must call it with the same names in the same order: one tensor at a time is
+    gathered, and only the main process keeps it.
+    """
+    kept = {}
+    for name, tensor in tensors.items():
+        whole = tensor.detach()
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+        if accelerator.is_main_process:
+            kept[name] = whole.to("cpu", copy=True).contiguous()
+    return kept
 
 
 def scatter_like(whole: Tensor, like: Tensor) -> Tensor:
@@ -147,7 +156,7 @@ def on_main_process(work: Callable[[], None], accelerator: Accelerator) -> None:
     Without that a full disk would leave the others in a barrier until it times out.
 
     Raises:
-        GdistillError: On every process, when ``work`` raised one or an ``OSError``.
+        GdistillError: On every process, when ``work`` raised one, or could not write.
     """
     failure: GdistillError | None = None
     if accelerator.is_main_process:
@@ -155,10 +164,8 @@ def on_main_process(work: Callable[[], None], accelerator: Accelerator) -> None:
             work()
         except GdistillError as error:
             failure = error
-        except OSError as error:
-            failure = GdistillError(
-                "cannot write", where=error.filename or "", got=error.strerror or error
-            )
+        except (OSError, SafetensorError) as error:
+            failure = cannot_write(error)
     if accelerator.num_processes > 1:
         told = None if failure is None else (type(failure), vars(failure))
         told = broadcast_object_list([told])[0]
@@ -166,6 +173,14 @@ def on_main_process(work: Callable[[], None], accelerator: Accelerator) -> None:
             failure = _retold(*told)
     if failure is not None:
         raise failure
+
+
+def cannot_write(error: Exception, where: object = "") -> GdistillError:
+    """A full disk and its like in one line; safetensors has an error of its own for them."""
+    place = getattr(error, "filename", None) or where
+    reason = getattr(error, "strerror", None) or error
+    remedy = "make room and run the same command again"
+    return GdistillError("cannot write", where=place, got=reason, remedy=remedy)
 
 
 def _retold(kind: type[GdistillError], parts: dict[str, str]) -> GdistillError:

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel
+from tokenizers import Tokenizer, models
+from transformers import AutoModel, PreTrainedTokenizerFast
 
 from benchmarks.goldens import absolute, condition_of
 from shards.base.errors import GdistillError, UsageError
 from trainer.importing.inert_pickle import Inert, plain_config, read_checkpoint
 from trainer.importing.lightning import backbone_of, import_checkpoint, student_from, with_ema
+from trainer.students.folder import open_model
 from trainer.students.registry import AR, BD3LM, Student
 
 NAMES = ["mdlm-tiny", "mdlm-gumbel-tiny", "bd3lms-tiny", "bd3lms-gumbel-tiny", "ar-tiny"]
@@ -150,9 +152,82 @@ def test_taken_folder_is_left_alone(golden: Path, tmp_path: Path) -> None:
         import_checkpoint(golden / "mdlm-tiny.ckpt", tmp_path)
 
 
+def with_config(golden: Path, name: str, **settings: Any) -> dict[str, Any]:
+    """A golden checkpoint under another config (dotted names with ``__``)."""
+    checkpoint = read_checkpoint(golden / f"{name}.ckpt")
+    config: dict[str, Any] = {}
+    for path, value in settings.items():
+        *tables, last = path.split("__")
+        table = config
+        for key in tables:
+            table = table.setdefault(key, {})
+        table[last] = value
+    checkpoint["hyper_parameters"] = {"config": config}
+    return checkpoint
+
+
+def test_what_shapes_do_not_show_comes_from_the_config(golden: Path) -> None:
+    checkpoint = with_config(
+        golden,
+        "bd3lms-gumbel-tiny",
+        model__length=16,
+        model__dropout=0.25,
+        model__gumbel_inject_mode="add",
+        noise__type="cosine",
+        algo__time_conditioning=True,
+        algo__mdlm_loss_scale=True,
+        block_size=4,
+    )
+    checkpoint["state_dict"]["sampling_eps_min"] = torch.tensor(0.3)
+    checkpoint["state_dict"]["sampling_eps_max"] = torch.tensor(0.8)
+    name, student = student_from(checkpoint)
+    settings = student.settings
+    assert (name, settings.block_size, student.clips) == ("bd3lm", 4, (0.3, 0.8))
+    assert (settings.dropout, settings.injection) == (0.25, "add")
+    assert (settings.noise_schedule, settings.loss_weighting) == ("cosine", "rate")
+    assert settings.time_conditioning and settings.conditioning == "gumbel"
+
+
+def test_references_in_the_config_are_followed(golden: Path) -> None:
+    checkpoint = with_config(
+        golden, "bd3lms-tiny", model__length="${row}", row=16, block_size="${model.length}"
+    )
+    student = student_from(checkpoint)[1]
+    assert (student.config.row_length, student.settings.block_size) == (16, 16)
+    circle = with_config(golden, "mdlm-tiny", model__length="${model.length}")
+    with pytest.raises(UsageError, match="row length"):
+        student_from(circle)
+
+
+def test_block_size_must_be_known(golden: Path) -> None:
+    checkpoint = with_config(golden, "bd3lms-tiny", model__length=16)
+    with pytest.raises(UsageError, match=r"block size.*--block-size"):
+        student_from(checkpoint)
+    assert student_from(checkpoint, block_size=8)[1].settings.block_size == 8
+
+
+def test_a_tokenizer_comes_along(golden: Path, tmp_path: Path) -> None:
+    vocab_size = student_from(loaded(golden))[1].config.vocab_size
+    names = ["<s>", "</s>", *(f"w{i}" for i in range(vocab_size - 2))]
+    words = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="w0"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(tmp_path / "words")
+    checkpoint, out = golden / "mdlm-gumbel-tiny.ckpt", tmp_path / "model"
+    import_checkpoint(checkpoint, out, tokenizer=str(tmp_path / "words"))
+    model = open_model(out)
+    assert model.tokenizer.decode([2, 3]) == "w0 w1"
+    assert (model.student.config.bos_token_id, model.student.config.eos_token_id) == (0, 1)
+    fast.add_tokens(["another"])
+    fast.save_pretrained(tmp_path / "longer")
+    for place, expected in (("longer", "not its tokenizer"), ("absent", "no tokenizer there")):
+        with pytest.raises(UsageError, match=expected):
+            import_checkpoint(checkpoint, tmp_path / "out", tokenizer=str(tmp_path / place))
+    assert not (tmp_path / "out").exists()
+
+
 def test_row_length_must_be_known(golden: Path) -> None:
     checkpoint = loaded(golden)
     checkpoint["hyper_parameters"] = {}
-    with pytest.raises(UsageError, match="how long"):
+    with pytest.raises(UsageError, match=r"row length.*--row-length"):
         student_from(checkpoint)
     assert student_from(checkpoint, row_length=16)[1].config.row_length == 16

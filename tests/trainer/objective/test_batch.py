@@ -14,6 +14,9 @@ from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch, ShardStream
 from tests.trainer.run_cases import LENGTH, SEED, VOCAB, tiny_run, write_store
 from trainer.objective.batch import Batch, BatchMaker, StoredRowNoise
+from trainer.objective.clipped_schedule import FULL
+from trainer.objective.substitution import corrupt
+from trainer.students.registry import StudentSettings
 from trainer.training.construction import build_student
 from trainer.training.settings import RunConfig
 
@@ -109,16 +112,32 @@ def test_micro_batches_keep_rows_slots_and_noise(store: Path, size: int | None) 
     batch, mask = make_batch(store), a_mask()
     parts = list(batch.micro_batches(size))
     assert len(parts) == {None: 1, 3: 3, 8: 1, 100: 1}[size]
-    assert torch.equal(torch.cat([part.tokens for part in parts]), batch.tokens)
-    assert torch.cat([part.slots for part in parts]).tolist() == list(range(8))
+    assert sorted(torch.cat([part.slots for part in parts]).tolist()) == list(range(8))
     assert all(part.global_batch_size == 8 for part in parts)
-    start, pieces = 0, []
-    for part in parts:
-        assert part.noise is not None
-        pieces.append(dense_arrivals(part.noise.at(mask[start : start + part.num_rows])))
-        start += part.num_rows
+    everywhere = torch.ones_like(mask)
+    everywhere[:, 0] = False
     assert batch.noise is not None
-    assert torch.equal(torch.cat(pieces), dense_arrivals(batch.noise.at(mask)))
+    whole = dense_arrivals(batch.noise.at(everywhere)).unflatten(0, (8, -1))
+    for part in parts:
+        assert part.num_rows <= (size or 8) and part.noise is not None
+        assert torch.equal(part.tokens, batch.tokens[part.slots])
+        assert torch.equal(part.row_ids, batch.row_ids[part.slots])
+        assert torch.equal(part.token_log_probs, batch.token_log_probs[part.slots])
+        wanted = whole[part.slots][mask[part.slots, 1:]]
+        assert torch.equal(dense_arrivals(part.noise.at(mask[part.slots])), wanted)
+
+
+def test_every_micro_batch_has_every_kind_of_time() -> None:
+    """Slots are strata of t: parts of neighbours would be nearly clean or nearly all masked."""
+    rows = torch.arange(64)
+    tokens = torch.zeros(64, LENGTH, dtype=torch.int64)
+    batch = Batch(tokens, tokens.float(), rows, rows, 64, 0, 0, 3)
+    parts = list(batch.micro_batches(8))
+    means = [float(corrupt(part, StudentSettings(), 1, FULL).t.mean()) for part in parts]
+    # Each part holds one time of every eighth of [0, 1]: their means differ by less than an eighth.
+    assert len(parts) == 8 and max(means) - min(means) <= 1 / 8
+    sizes = [part.num_rows for part in batch.micro_batches(10)]
+    assert max(sizes) - min(sizes) <= 1 and max(sizes) <= 10
 
 
 def test_micro_batches_give_the_whole_batchs_gradient(store: Path) -> None:
@@ -139,9 +158,9 @@ def test_keys_name_rows_not_slots(store: Path) -> None:
     batch, mask = make_batch(store), a_mask()
     part = list(batch.micro_batches(3))[1]
     assert part.noise is not None
-    noise = part.noise.at(mask[3:6])
+    noise = part.noise.at(mask[part.slots])
     assert isinstance(noise, KeyedPosterior) and isinstance(noise.keys, PositionKeys)
-    assert set(noise.keys.rows.tolist()) <= {3, 4, 5}
+    assert set(noise.keys.rows.tolist()) <= {1, 4, 7}
 
 
 def test_frozen_noise_of_different_splits_is_independent(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from torch import Tensor
 from shards.base.errors import GdistillError, UsageError
 from trainer.objective.batch import Batch
 from trainer.objective.clipped_schedule import FULL, best_clips, candidates, clip_variance
+from trainer.objective.schedules import RATE_SCHEDULE, SCHEDULES, masking_sigma
 from trainer.objective.substitution import (
+    clipped_loss_weight,
     corrupt,
     draw_mask,
     masked_fraction,
@@ -149,6 +151,73 @@ def test_next_epoch_draws_anew() -> None:
     second = corrupt(batch_of(rows, rows, 8, epoch=1), StudentSettings(), 1, FULL)
     assert not torch.equal(first.t, second.t)
     assert not torch.equal(first.mask, second.mask)
+
+
+def test_another_seed_draws_anew() -> None:
+    rows = torch.arange(8)
+    batch = batch_of(rows, rows, 8)
+    first = corrupt(batch, StudentSettings(), 1, FULL)
+    second = corrupt(dataclasses.replace(batch, seed=4), StudentSettings(), 1, FULL)
+    assert not torch.equal(first.t, second.t)
+    assert not torch.equal(first.mask, second.mask)
+
+
+def test_times_and_masks_are_drawn_apart() -> None:
+    """Uniforms of different purposes, rounds and rows are independent."""
+    rows = torch.arange(4000)
+    batch = batch_of(rows, rows, 4000)
+    draws = [row_uniforms(*key, 1)[:, 0] for key in (("time", batch, 0), ("mask", batch, 0))]
+    draws += [row_uniforms("mask", batch, stream, 1)[:, 0] for stream in (1, 99, 100, 101)]
+    correlations = torch.corrcoef(torch.stack(draws)).fill_diagonal_(0.0)
+    assert float(correlations.abs().max()) < 5 / math.sqrt(4000)
+
+
+def test_a_clip_of_exactly_one_half_keeps_the_schedules_weight() -> None:
+    weight = torch.tensor([1.0, 1.7])
+    assert torch.equal(clipped_loss_weight(weight, 0.5), weight)
+    assert torch.equal(clipped_loss_weight(weight, 0.51), torch.ones(2))
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_weights_are_the_logarithmic_slope_of_p(name: str) -> None:
+    """w = p'(t) / p(t), away from the authors' floors (p >= 1e-3; cosine adds 1e-3 below)."""
+    schedule = SCHEDULES[name]
+    t = torch.linspace(0.1, 0.95, 18, dtype=torch.float64, requires_grad=True)
+    p = schedule.masking_probability(t)
+    (slope,) = torch.autograd.grad(p.sum(), t)
+    floor = 1e-3 if name == "cosine" else 0.0
+    torch.testing.assert_close(schedule.loss_weight(t), slope / (p + floor), rtol=1e-9, atol=0)
+    assert bool((p.diff() > 0).all()) and bool(((p > 0) & (p <= 1)).all())
+
+
+def test_rate_weights_are_sigmas_slope_over_its_growth() -> None:
+    """The older MDLM: p = 1 - e^-sigma, w = sigma' / (e^sigma - 1), p(1) = 0.999."""
+    t = torch.linspace(0.01, 1.0, 12, dtype=torch.float64, requires_grad=True)
+    sigma = -torch.log(1 - 0.999 * t)
+    (slope,) = torch.autograd.grad(sigma.sum(), t)
+    found = RATE_SCHEDULE.loss_weight(t), RATE_SCHEDULE.masking_probability(t)
+    torch.testing.assert_close(found[0], slope / torch.expm1(sigma), rtol=1e-9, atol=0)
+    torch.testing.assert_close(found[1], 0.999 * t, rtol=1e-9, atol=0)
+
+
+def test_settings_choose_the_schedule() -> None:
+    rows = torch.arange(64)
+    batch = batch_of(rows, rows, 64)
+    shares = {}
+    for name in SCHEDULES:
+        drawn = corrupt(batch, StudentSettings(noise_schedule=name), 1, FULL)  # type: ignore[arg-type]
+        p = SCHEDULES[name].masking_probability(drawn.t)
+        shares[name] = float(p.mean())
+        assert torch.allclose(drawn.weight[:, :1], SCHEDULES[name].loss_weight(drawn.t))
+        assert torch.allclose(drawn.sigma, masking_sigma(p[:, 0]))
+    # Means over t of t^2, cosine, t, log2(1 + t), sqrt t: 0.333, 0.364, 0.5, 0.557, 0.667.
+    assert sorted(shares, key=shares.__getitem__) == [
+        "square",
+        "cosine",
+        "loglinear",
+        "log",
+        "square_root",
+    ]
 
 
 def test_weight_is_one_above_one_half() -> None:

@@ -69,4 +69,12 @@ def test_round_trip(tmp_path: Path) -> None:
     student.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert isinstance(loaded, AR)
-    assert torch.equal(loaded.predict(tokens), student.predict(tokens))
+    torch.testing.assert_close(loaded.predict(tokens), student.predict(tokens))
+
+
+def test_forward_refuses_what_it_would_ignore() -> None:
+    student, tokens = make_student(), make_tokens()
+    with pytest.raises(UsageError, match="labels"):
+        student(tokens, labels=tokens)
+    with pytest.raises(UsageError, match="attention_mask"):
+        student(tokens, attention_mask=torch.zeros_like(tokens))

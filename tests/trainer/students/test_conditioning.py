@@ -45,7 +45,7 @@ def transformed(xi: Tensor, transform: str) -> Tensor:
 
 @pytest.mark.parametrize("transform", ["gumbel", "gaussian", "uniform"])
 @pytest.mark.parametrize("tau", [1.0, 0.85, 1.3])
-@pytest.mark.parametrize("prior_weight", [0.0, 1.0])
+@pytest.mark.parametrize("prior_weight", [0.0, 0.4, 1.0])
 def test_equals_dense_softmax(transform: str, tau: float, prior_weight: float) -> None:
     conditioner, noise = make(transform, prior_weight), DenseNoise(arrivals())
     unigram = torch.log_softmax(3 * torch.randn(VOCAB), dim=0)
@@ -98,6 +98,31 @@ def test_sparse_noise_with_every_entry_is_dense_noise() -> None:
     sparse = SparseNoise(ids, full, VOCAB, torch.zeros(NUM))
     conditioner = make()
     assert torch.allclose(conditioner(sparse), conditioner(DenseNoise(full)), atol=1e-5)
+
+
+@pytest.mark.parametrize("tau", [0.85, 1.3])
+@pytest.mark.parametrize("transform", ["gumbel", "gaussian", "uniform"])
+def test_sparse_noise_is_scaled_as_dense_noise_is(transform: str, tau: float) -> None:
+    full, conditioner = arrivals(), make(transform)
+    ids = torch.arange(VOCAB).expand(NUM, VOCAB).contiguous()
+    sparse = SparseNoise(ids, full, VOCAB, torch.zeros(NUM))
+    expected = conditioner(DenseNoise(full), tau)
+    scale = float(expected.detach().abs().max())
+    assert torch.allclose(conditioner(sparse, tau), expected, atol=1e-5 * scale)
+
+
+def test_sparse_rest_by_hand() -> None:
+    """V = 4, two entries kept: rates 2 and 1, rest rate 3; q = (0.1, 0.2, 0.3, 0.4), w = 1.
+
+    The two unknown rates are 1.5 each on average, under priors 0.3 and 0.4: the denominator is
+    2 * 0.1 + 1 * 0.2 + 1.5 * 0.7 = 1.45.
+    """
+    conditioner = GumbelConditioner(4, 1, prior_weight=1.0)
+    conditioner.weight.data = torch.tensor([[1.0], [10.0], [0.0], [0.0]])
+    conditioner.set_unigram(torch.tensor([0.1, 0.2, 0.3, 0.4]).log())
+    kept, rest = torch.tensor([[0.5, 1.0]]), torch.tensor([3.0])
+    noise = SparseNoise(torch.tensor([[0, 1]]), kept, 4, rest)
+    assert conditioner(noise).item() == pytest.approx((0.2 * 1 + 0.2 * 10) / 1.45, rel=1e-5)
 
 
 def test_sparse_noise_keeps_the_denominator() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,54 @@ def test_a_write_that_dies_leaves_nothing_that_looks_finished(
     save(folder, make_trainee(2), 2)
     assert folder.steps() == [1, 2]
     assert folder.read_state(2)["step"] == 2
+
+
+def test_the_folder_is_renamed_when_every_file_in_it_is_synced(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut after the rename must find the bytes that state.json vouches for."""
+    synced: set[int] = set()
+    fsync, replace = os.fsync, os.replace
+
+    def recorded(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def checked(source: Any, target: Any) -> None:
+        if Path(target).name.startswith("step-"):
+            unsynced = [p.name for p in Path(source).iterdir() if p.stat().st_ino not in synced]
+            assert not unsynced
+            synced.clear()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    monkeypatch.setattr(os, "replace", checked)
+    save(folder, make_trainee(1), 1)
+    assert folder.steps() == [1]
+    assert folder.directory.stat().st_ino in synced, "the rename itself must be synced"
+
+
+def test_what_a_killed_save_left_goes_with_the_next_one(folder: CheckpointFolder) -> None:
+    left = folder.directory / ".writing-step-00000001"
+    left.mkdir(parents=True)
+    (left / "weights.safetensors").write_bytes(b"half")
+    save(folder, make_trainee(1), 2)
+    assert {path.name for path in folder.directory.iterdir()} == {"step-00000002"}
+
+
+def test_a_full_disk_is_one_line_and_leaves_room(folder: CheckpointFolder) -> None:
+    """A limit on the size of files fails writes as a full disk does, safetensors' among them."""
+    save(folder, make_trainee(1), 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        with pytest.raises(GdistillError, match="cannot write") as caught:
+            save(folder, make_trainee(2), 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value) and "make room" in str(caught.value)
+    assert {path.name for path in folder.directory.iterdir()} == {"step-00000001"}
+    assert folder.read_state(1)["step"] == 1
 
 
 def test_files_hold_no_pickles(folder: CheckpointFolder) -> None:
