@@ -15,10 +15,16 @@ def exclusive(directory: Path) -> Iterator[None]:
     """Hold ``directory`` for one run.
 
     Raises:
-        UsageError: When another process holds it.
+        UsageError: When another process holds it, or nothing can be written there.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / ".lock", "w") as file:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = open(directory / ".lock", "w")  # noqa: SIM115 (closed below)
+    except OSError as error:
+        where, got = error.filename or directory, error.strerror
+        remedy = "give another --out"
+        raise UsageError("cannot write there", where=where, got=got, remedy=remedy) from error
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
