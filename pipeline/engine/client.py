@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import urllib3
 
-from pipeline.engine.responses import row_of_response
+from pipeline.engine.answers import row_of_response
 from pipeline.engine.scored_rows import ScoredRow
 from shards.base import GdistillError, UsageError
 

@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.engine.responses import row_of_response
+from pipeline.engine.answers import row_of_response
 from pipeline.engine.scored_rows import ScoredRow, scored_row
 from shards.base import GdistillError, UsageError
 
