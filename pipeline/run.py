@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import tempfile
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,6 +23,7 @@ from pipeline.extract import (
     rows_per_unit,
     settle_way,
     side_files,
+    teacher_identity,
     unchanged,
 )
 from pipeline.maze import (
@@ -35,8 +33,9 @@ from pipeline.maze import (
     load_maze,
     train_maze_teacher,
 )
+from pipeline.report import report, require_writable, write_config
+from pipeline.scored_run import is_scored, run_scored
 from pipeline.settings import ExtractRequest, TeacherSettings
-from pipeline.summary import StoreSummary, corpus_lines
 from pipeline.teacher import (
     BatchSize,
     GeneratedRows,
@@ -47,7 +46,7 @@ from pipeline.teacher import (
 )
 from pipeline.tokens import RECORD, TokenDataset, load_tokenizer, prepare_tokens
 from pipeline.workers import Stopped, StopRequest, Worker
-from shards.base import GdistillError, UsageError, progress_bar, write_json_atomic
+from shards.base import GdistillError, UsageError, progress_bar
 from shards.language_model import PretrainedFiles, find_pretrained, resolve_device
 from shards.storage import file_claim, open_location
 from shards.store import MANIFEST_FILE, Manifest, ShardRange, ShardStore, ShardWriter
@@ -98,6 +97,8 @@ def run_extraction(request: ExtractRequest, worker: Worker) -> list[str]:
         UsageError: If the request cannot be met, or differs from what is there.
         GdistillError: If something fails on the way; finished shards are kept.
     """
+    if is_scored(request):
+        return run_scored(request, worker)
     started = time.monotonic()
     device = resolve_device(worker.device(request.settings.device))
     require_writable(request.out)
@@ -114,7 +115,8 @@ def run_extraction(request: ExtractRequest, worker: Worker) -> list[str]:
     if pending:
         done = extract(inputs, writer, resources, pending, worker)
         num_tokens, waiting = done.num_extracted_tokens, done.seconds_waiting
-    lines = report(inputs, writer, num_tokens, time.monotonic() - started - waiting)
+    seconds = time.monotonic() - started - waiting
+    lines = report(request, dataset, writer, num_tokens, seconds)
     return lines if worker.is_main else []
 
 
@@ -200,7 +202,8 @@ def require_known_ids(dataset: TokenDataset) -> None:
 def begin_store(inputs: Inputs) -> tuple[ShardWriter, dict[str, np.ndarray]]:
     """Create the store or take it up; with the arrays that its codec keeps once."""
     request, files = inputs.request, inputs.teacher.files
-    manifest = build_manifest(request, files, inputs.dataset)
+    teacher = teacher_identity(files, request.settings.teacher.dtype)
+    manifest = build_manifest(request, inputs.dataset, teacher, files.hidden_size)
     resources = kept_resources(request.store, manifest) or make_resources(inputs)
     sides = side_files(request.corpus, inputs.dataset, files.folder)
     writer = ShardWriter.create_or_resume(request.store, manifest, resources, sides)
@@ -225,30 +228,6 @@ def train_own_teacher(request: ExtractRequest) -> Path:
     with file_claim(request.out / ".teacher.lock", wait=True):
         train_maze_teacher(load_maze(layout or "k4"), out, config)
     return out
-
-
-def write_config(path: Path, request: ExtractRequest) -> None:
-    """The resolved request beside its outputs; a file that says the same is left alone."""
-    values = request.to_mapping()
-    with contextlib.suppress(OSError, ValueError):
-        if json.loads(path.read_text(encoding="utf-8")) == values:
-            return
-    write_json_atomic(path, values)
-
-
-def require_writable(folder: Path) -> None:
-    """Refuse an output folder that cannot be written, before anything costly.
-
-    Raises:
-        UsageError: If it cannot be made or written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UsageError(
-            "cannot write to the output folder", where=folder, got=error.strerror or error
-        ) from error
 
 
 def kept_resources(location: str, manifest: Manifest) -> dict[str, np.ndarray] | None:
@@ -332,49 +311,3 @@ def row_source(inputs: Inputs, teacher: Teacher, stop: StopRequest) -> tuple[Row
         return CorpusRows(inputs.dataset), unchanged
     rows = GeneratedRows(teacher, inputs.dataset, settings.sequential, settings.seed, stop.check)
     return rows, ProcessOutput(settings.sequential)
-
-
-def report(inputs: Inputs, writer: ShardWriter, num_tokens: int, seconds: float) -> list[str]:
-    """The store in numbers.
-
-    Args:
-        num_tokens: Those that this process extracted.
-        seconds: The time that took it.
-
-    Raises:
-        GdistillError: If files of finished shards went missing meanwhile.
-    """
-    request = inputs.request
-    if not writer.is_complete():
-        raise GdistillError(
-            "finished shards went missing while the run was on",
-            where=request.store,
-            remedy="run the same command again",
-        )
-    summary = StoreSummary.of(ShardStore.open(request.store))
-    if num_tokens:
-        write_summary(request.out, summary, num_tokens, seconds)
-    done = f"{num_tokens / seconds:,.0f} tokens/s" if num_tokens else "nothing was left to do"
-    return [
-        "corpus",
-        *corpus_lines(inputs.dataset),
-        f"store {request.store}",
-        *summary.lines(),
-        f"  seconds        {seconds:.1f} ({done})",
-    ]
-
-
-def write_summary(out: Path, summary: StoreSummary, num_tokens: int, seconds: float) -> None:
-    """Keep the figures beside the store.
-
-    All workers end at once; one that finds another at it leaves it to that one.
-    """
-    record = {
-        **summary.to_json(),
-        "seconds": seconds,
-        "num_tokens_of_this_process": num_tokens,
-        "tokens_per_second": num_tokens / seconds,
-    }
-    with file_claim(out / ".summary.lock", wait=False) as mine:
-        if mine:
-            write_json_atomic(out / "summary.json", record)

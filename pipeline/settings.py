@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.corpus import CorpusConfig, corpus_config
+from pipeline.engine import EngineSettings
 from shards.base import UsageError, merge, parse_override, read_toml, resolve, to_mapping
 from shards.codec import Codec, codec_parameters, make_codec
 from shards.language_model import DtypeName
@@ -126,6 +127,7 @@ class ExtractSettings:
     teacher: TeacherSettings = field(default_factory=TeacherSettings)
     store: StoreSettings = field(default_factory=StoreSettings)
     sequential: SequentialSettings = field(default_factory=SequentialSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
 
     def __post_init__(self) -> None:
         _require(self.batch_size, 1, "batch_size")

@@ -20,7 +20,7 @@ from shards.base import UsageError, read_toml, resolve
 
 PRESETS = Path(__file__).parent / "presets"
 SPLITS = ("train", "validation")
-SCHEMES = ("maze", "text", "jsonl", "csv", "parquet", "hf")
+SCHEMES = ("maze", "text", "jsonl", "csv", "parquet", "hf", "scores")
 SUFFIXES = {
     ".txt": "text",
     ".text": "text",

@@ -34,6 +34,12 @@ def open_source(config: CorpusConfig, split: str) -> Source | None:
 
 def _open(source: str, hub_split: str, config: CorpusConfig, split: str) -> Source:
     scheme, rest = scheme_of(source)
+    if scheme == "scores":
+        raise UsageError(
+            "rows that an engine scored are no text",
+            where=source,
+            remedy="extract from them: they are packed and scored already",
+        )
     if scheme == "text":
         return TextFiles(rest, config.document_separator)
     if scheme == "maze":

@@ -18,7 +18,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -139,6 +139,7 @@ class ScoreFiles:
     def num_rows(self) -> int:
         return sum(file.num_rows for file in self.files)
 
+    @cached_property
     def sha256(self) -> str:
         """Of all bytes of all files: what the rows are."""
         digest = hashlib.sha256()

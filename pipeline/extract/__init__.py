@@ -13,8 +13,15 @@ from shards.base.door import open_door
 
 if TYPE_CHECKING:
     from pipeline.extract.loop import Extractor, Process, resources_on, unchanged
-    from pipeline.extract.manifest import build_manifest, corpus_unigram, rows_per_unit, side_files
+    from pipeline.extract.manifest import (
+        build_manifest,
+        corpus_unigram,
+        rows_per_unit,
+        side_files,
+        teacher_identity,
+    )
     from pipeline.extract.rows import CorpusRows, RowSource
+    from pipeline.extract.scores import ScoreWriter
     from pipeline.extract.way import WayOfComputing, settle_way
 
 __getattr__, __dir__ = open_door(__name__, __file__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,12 +96,32 @@ def num_rows(dataset: TokenDataset, request: ExtractRequest) -> dict[str, int]:
     return {split: count for split, count in rows.items() if count}
 
 
+def teacher_identity(files: PretrainedFiles, dtype: str) -> dict[str, object]:
+    """A teacher that runs here, by its files."""
+    return {
+        "id": files.name,
+        "weights_sha256": files.weights_sha256,
+        "config_sha256": files.config_sha256,
+        "dtype": dtype,
+    }
+
+
 def build_manifest(
-    request: ExtractRequest, teacher: PretrainedFiles, dataset: TokenDataset
+    request: ExtractRequest,
+    dataset: TokenDataset,
+    teacher: Mapping[str, object],
+    hidden_size: int | None = None,
 ) -> Manifest:
-    """The identity of the store that this request makes."""
+    """The identity of the store that this request makes.
+
+    Args:
+        request: With its row length settled.
+        dataset: The token rows.
+        teacher: Who scored them.
+        hidden_size: D of a teacher that runs here.
+    """
     settings, codec = request.settings, request.codec
-    arrays = codec.array_specs(dataset.vocab_size, teacher.hidden_size)
+    arrays = codec.array_specs(dataset.vocab_size, hidden_size)
     unit = rows_per_unit(dataset.row_length, arrays, settings.store)
     return Manifest(
         codec={"name": codec.name, "parameters": codec_parameters(codec)},
@@ -110,12 +131,7 @@ def build_manifest(
         splits=num_rows(dataset, request),
         rows_per_shard=unit.shard,
         rows_per_chunk=unit.chunk,
-        teacher={
-            "id": teacher.name,
-            "weights_sha256": teacher.weights_sha256,
-            "config_sha256": teacher.config_sha256,
-            "dtype": settings.teacher.dtype,
-        },
+        teacher=dict(teacher),
         tokenizer=_tokenizer_identity(dataset),
         tokens=_tokens_identity(request, dataset),
         seed=settings.seed,
@@ -177,7 +193,9 @@ def package_versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in names}
 
 
-def side_files(corpus: CorpusConfig, dataset: TokenDataset, teacher: Path) -> dict[str, bytes]:
+def side_files(
+    corpus: CorpusConfig, dataset: TokenDataset, teacher: Path | None = None
+) -> dict[str, bytes]:
     """Files that make the store self-contained: the tokenizer, and what scores need of a corpus."""
     files = {
         f"tokenizer/{path.relative_to(dataset.tokenizer_path).as_posix()}": path.read_bytes()
@@ -185,7 +203,7 @@ def side_files(corpus: CorpusConfig, dataset: TokenDataset, teacher: Path) -> di
         if path.is_file()
     }
     scheme, layout = scheme_of(corpus.source)
-    if scheme == "maze":
+    if scheme == "maze" and teacher is not None:
         files["corpus/maze.json"] = _maze_file(layout or "k4", corpus.seed, teacher)
     return files
 

@@ -1,7 +1,7 @@
 """Stage 2 from an engine's scores: checked rows -> posterior arrays -> store, shard by shard.
 
 The teacher's forward pass is somewhere else, so there is no pipeline to keep full here: a shard is
-claimed, its rows are fetched (many requests at a time), encoded and written, and the ledger says so.
+claimed, its rows are fetched (many requests at a time), encoded and written.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from shards.base.door import open_door
 if TYPE_CHECKING:
     from pipeline.tokens.build import prepare_tokens
     from pipeline.tokens.dataset import RECORD, TokenDataset, rows_per_group
+    from pipeline.tokens.given_rows import write_given_rows
     from pipeline.tokens.tokenizer import (
         backend,
         encode,

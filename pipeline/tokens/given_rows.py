@@ -12,6 +12,7 @@ import numpy as np
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from pipeline.corpus import Tally
 from pipeline.tokens.dataset import FORMAT_VERSION, RECORD, TokenDataset, fingerprint
 from pipeline.tokens.identity import check_identity
 from pipeline.tokens.tokenizer import tokenizer_sha256
@@ -75,6 +76,9 @@ def write_given_rows(
         "splits": {
             split: {
                 "num_rows": sum(part.num_rows for part in found),
+                "num_tokens": row_length * sum(part.num_rows for part in found),
+                "num_dropped_tokens": 0,
+                **asdict(Tally()),
                 "parts": [asdict(part) for part in found],
             }
             for split, found in parts.items()

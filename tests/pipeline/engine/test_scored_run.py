@@ -1,0 +1,153 @@
+"""Stores from an engine: what our own extraction of the same rows writes, to rounding."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.run import run_extraction
+from pipeline.settings import resolve_request
+from pipeline.workers import Worker
+from shards.base.errors import GdistillError, UsageError
+from shards.store.store import ShardStore
+from tests.pipeline.engine.engine_server import EngineServer
+from tests.pipeline.extract_cases import VOCAB_SIZE, contents, options
+from tests.pipeline.extract_cases import run as run_own
+
+NUM_TOP = 8
+
+
+def engine_options(teacher: Path, corpus: Path, url: str, **changes: Any) -> dict[str, Any]:
+    given = options(teacher, corpus, codec={"num_entries": NUM_TOP}, **changes)
+    given["teacher"] = {"tokenizer": str(teacher)}
+    given["engine"] = {"url": url, "num_top": NUM_TOP, "in_flight": 2, "max_tries": 3}
+    return given
+
+
+def run_scored(out: Path, given: dict[str, Any]) -> ShardStore:
+    run_extraction(resolve_request(out, given), Worker())
+    return ShardStore.open(out / "store")
+
+
+def distributions(store: ShardStore) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities [n, V] and log p of the tokens of the training split."""
+    import torch
+
+    read = store.split("train").read_rows(0, store.manifest.splits["train"])
+    flat = {name: torch.from_numpy(value[:, 1:]).flatten(0, 1) for name, value in read.items()}
+    tokens, own = flat.pop("tokens").long(), flat.pop("token_log_probs")
+    found = store.codec.distribution(flat, tokens, own, store.resources)  # type: ignore[attr-defined]
+    return found.tile(0, VOCAB_SIZE).numpy(), own.numpy()
+
+
+def test_a_server_gives_the_store_that_the_model_itself_gives(
+    teacher: Path, corpus: Path, tmp_path: Path
+) -> None:
+    own = run_own(tmp_path / "own", options(teacher, corpus, codec={"num_entries": NUM_TOP}))
+    with EngineServer(teacher).running() as url:
+        scored = run_scored(tmp_path / "scored", engine_options(teacher, corpus, url))
+    for split in own.manifest.splits:
+        rows = own.manifest.splits[split]
+        ours, theirs = own.split(split).read_rows(0, rows), scored.split(split).read_rows(0, rows)
+        np.testing.assert_array_equal(ours["tokens"], theirs["tokens"])
+        np.testing.assert_allclose(
+            ours["token_log_probs"], theirs["token_log_probs"], rtol=0, atol=1e-3
+        )
+    (ours, _), (theirs, _) = distributions(own), distributions(scored)
+    assert np.abs(ours - theirs).max() < 0.03  # a step of the codec is 1/64 nats
+    assert scored.manifest.teacher["id"] == "tiny"
+    assert scored.manifest.teacher["engine_version"] == "0.0.test"
+
+
+def test_a_killed_run_goes_on_where_the_ledger_ends(
+    teacher: Path, corpus: Path, tmp_path: Path
+) -> None:
+    server = EngineServer(teacher)
+    with server.running() as url:
+        whole = run_scored(tmp_path / "whole", engine_options(teacher, corpus, url))
+        asked = server.num_scored
+        given = engine_options(teacher, corpus, url)
+        server.misdeeds.extend([""] * 25 + [400])  # after the first shard
+        with pytest.raises(GdistillError, match=r"does not answer.*400"):
+            run_scored(tmp_path / "broken", given)
+        server.misdeeds.clear()
+        server.num_scored = 0
+        resumed = run_scored(tmp_path / "broken", given)
+        assert 0 < server.num_scored < asked
+    assert contents(whole.location.root) == contents(resumed.location.root)  # type: ignore[attr-defined]
+
+
+def test_another_model_at_the_same_address_is_refused_on_resume(
+    teacher: Path, corpus: Path, tmp_path: Path
+) -> None:
+    server = EngineServer(teacher)
+    with server.running() as url:
+        given = engine_options(teacher, corpus, url)
+        server.misdeeds.extend([""] * 20 + [400])
+        with pytest.raises(GdistillError):
+            run_scored(tmp_path / "run", given)
+        server.misdeeds.clear()
+        server.shift_nats = 4.0
+        with pytest.raises(GdistillError, match="changed under the same name"):
+            run_scored(tmp_path / "run", given)
+        server.shift_nats, server.name = 0.0, "another"
+        with pytest.raises(UsageError, match=r"other inputs.*teacher.id"):
+            run_scored(tmp_path / "run", given)
+
+
+def scored_lines(teacher: Path, rows: list[list[int]]) -> list[dict[str, Any]]:
+    server = EngineServer(teacher)
+    answers = [server.completion({"prompt": row, "prompt_logprobs": NUM_TOP}) for row in rows]
+    return [{"prompt_token_ids": row, **a} for row, a in zip(rows, answers, strict=True)]
+
+
+def test_files_of_scores_become_a_store(teacher: Path, tmp_path: Path) -> None:
+    rows = np.random.default_rng(1).integers(2, VOCAB_SIZE, (30, 12)).tolist()
+    lines = scored_lines(teacher, rows)
+    (tmp_path / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given: dict[str, Any] = {
+        "corpus": {"spec": f"scores:{tmp_path}/*.jsonl", "validation_fraction": 0.1},
+        "codec": {"name": "posterior", "num_entries": NUM_TOP},
+        "teacher": {"tokenizer": str(teacher)},
+        "store": {"rows_per_shard": 8, "rows_per_chunk": 4},
+    }
+    store = run_scored(tmp_path / "out", given)
+    assert store.manifest.splits == {"train": 27, "validation": 3}
+    np.testing.assert_array_equal(store.split("train").read_rows(0, 27)["tokens"], rows[:27])
+    np.testing.assert_array_equal(store.split("validation").read_rows(0, 3)["tokens"], rows[27:])
+    assert str(tmp_path) not in store.location.read("manifest.json").decode()
+    before = contents(tmp_path / "out/store")
+    assert run_scored(tmp_path / "out", given) and contents(tmp_path / "out/store") == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"codec": {"name": "seeded"}}, "whole distribution.*seeded"),
+        ({"teacher": {}}, "whose token ids"),
+        ({"mode": "sequential"}, "writes none"),
+        ({"corpus": {"spec": "scores:/nowhere/*.jsonl"}}, "no such file"),
+    ],
+)
+def test_requests_that_no_engine_can_meet(
+    teacher: Path, corpus: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    given = {**engine_options(teacher, corpus, "http://127.0.0.1:9"), **changes}
+    with pytest.raises(UsageError, match=message):
+        run_scored(tmp_path / "out", given)
+    assert not os.path.exists(tmp_path / "out/store")
+
+
+def test_a_server_that_is_not_there_is_told_before_stage_1(
+    teacher: Path, corpus: Path, tmp_path: Path
+) -> None:
+    given = engine_options(teacher, corpus, "http://127.0.0.1:9")
+    given["engine"]["max_tries"] = 1
+    with pytest.raises(GdistillError, match="does not answer"):
+        run_scored(tmp_path / "out", given)
+    assert not (tmp_path / "out/tokens").exists()
