@@ -8,6 +8,7 @@ of every inner chunk, and a remote file's by its hash when it is copied into the
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 
@@ -55,6 +56,15 @@ class SplitReader:
     def fingerprint(self) -> str:
         """Names the store's content and the split; what a data order belongs to."""
         return f"store {self.manifest.sha256[:16]}, split {self.split}"
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Decoded bytes of a whole chunk of the store's arrays, whether they are read or not."""
+        tokens = self.rows_per_chunk * self.manifest.row_length
+        specs = self.manifest.all_arrays.values()
+        return tokens * sum(
+            math.prod(spec.trailing_shape) * np.dtype(spec.dtype).itemsize for spec in specs
+        )
 
     def _open(self, name: str) -> NativeShards:
         metadata = f"{self.split}/{name}/zarr.json"

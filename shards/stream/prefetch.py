@@ -43,6 +43,14 @@ class ChunkReader(Protocol):
     @property
     def rows_per_chunk(self) -> int: ...
 
+    @property
+    def chunk_bytes(self) -> int:
+        """Decoded bytes of a whole chunk, with every array that the store has.
+
+        Also where only some are read: what is read must not change the order of the rows.
+        """
+        ...
+
     def read_chunk(self, index: int) -> dict[str, np.ndarray]:
         """All arrays of rows index * rows_per_chunk onwards; called from several threads."""
         ...

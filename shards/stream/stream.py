@@ -22,7 +22,14 @@ from jaxtyping import Int64
 from torch import Tensor, from_numpy
 
 from shards.base import GdistillError, UsageError
-from shards.stream.order import Order, SequentialOrder, Shuffle, ShuffledOrder
+from shards.stream.order import (
+    WINDOW_BYTES,
+    LaneOrder,
+    Order,
+    SequentialOrder,
+    WholeOrder,
+    lanes_for,
+)
 from shards.stream.prefetch import ChunkReader, Gathered, gather, locate_slices
 
 
@@ -54,7 +61,8 @@ class ShardStream:
     Each ``for`` loop runs to the end of the current epoch; the next one starts the next epoch.
     ``state_dict`` between two batches counts exactly the batches handed out so far, and a stream
     given that state continues with the batch that would have come next, bit for bit, with any
-    world size, number of workers and global batch size.
+    world size and number of workers. With another global batch size it goes through the rest of
+    the epoch in the same order of rows; how later epochs are shuffled depends on that size.
 
     Args:
         reader: A split of a store.
@@ -64,8 +72,7 @@ class ShardStream:
         world_size: Processes that share each batch.
         num_workers: Threads that read ahead; 0 reads in the caller's thread, on demand.
         shuffle: False keeps the stored order (for validation).
-        drop_last: Leave out a last batch that is not full; ``shuffle`` unless given.
-        mixing: Lanes and window of the shuffle; derived from the number of chunks unless given.
+        window_bytes: Decoded chunks that shuffling may keep open, over all ranks.
 
     Raises:
         UsageError: If sizes do not fit each other or the split.
@@ -81,18 +88,15 @@ class ShardStream:
         world_size: int = 1,
         num_workers: int = 0,
         shuffle: bool = True,
-        drop_last: bool | None = None,
-        mixing: Shuffle | None = None,
+        window_bytes: int = WINDOW_BYTES,
     ) -> None:
         self._reader, self._seed = reader, seed
         self._batch_size, self._rank, self._world_size = global_batch_size, rank, world_size
         self._num_workers, self._shuffle = num_workers, shuffle
-        self._drop_last = shuffle if drop_last is None else drop_last
-        _check_sizes(
-            reader.num_rows, global_batch_size, rank, world_size, num_workers, self._drop_last
-        )
+        _check_sizes(reader.num_rows, global_batch_size, rank, world_size, num_workers, shuffle)
         num_chunks = -(-reader.num_rows // reader.rows_per_chunk)
-        self._mixing = mixing or Shuffle.for_chunks(num_chunks)
+        self._own_lanes = lanes_for(num_chunks, reader.chunk_bytes, global_batch_size, window_bytes)
+        self._num_lanes = self._own_lanes
         self._epoch, self._rows_consumed, self._step = 0, 0, 0
         self._running: object = None
 
@@ -107,9 +111,8 @@ class ShardStream:
 
     @property
     def fingerprint(self) -> str:
-        """Names the store, the split and everything that decides the order of its rows."""
-        mixing = f"{self._mixing.num_lanes}x{self._mixing.window_chunks}"
-        order = f"seed {self._seed}, mixing {mixing}" if self._shuffle else "stored order"
+        """Names the store, the split and the seed of the order of its rows."""
+        order = f"seed {self._seed}, lanes" if self._shuffle else "stored order"
         return f"{self._reader.fingerprint}, {order}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,6 +120,7 @@ class ShardStream:
         return {
             "fingerprint": self.fingerprint,
             "epoch": self._epoch,
+            "num_lanes": self._num_lanes,
             "rows_consumed": self._rows_consumed,
             "step": self._step,
         }
@@ -125,11 +129,13 @@ class ShardStream:
         """Continue from a state; iterators made before it end with an error.
 
         Raises:
-            GdistillError: If the state belongs to another store, split, seed or mixing.
+            GdistillError: If the state belongs to another store, split, seed or kind of order.
         """
-        epoch, rows_consumed = _checked_state(state, self.fingerprint, self._reader.num_rows)
-        # Older states do not count the batches: then all were of this size.
-        self._step = state.get("step", epoch * len(self) + rows_consumed // self._batch_size)
+        epoch, rows_consumed, num_lanes = _checked_state(
+            state, self.fingerprint, self._reader.num_rows
+        )
+        self._step = state["step"]
+        self._num_lanes = num_lanes
         self._move_to(epoch, rows_consumed)
         self._running = None
 
@@ -140,10 +146,10 @@ class ShardStream:
 
     def one_pass(self, epoch: int = 0) -> Iterator[RowBatch]:
         """All batches of an epoch; leaves the stream's own place alone."""
-        return self._batches(epoch, 0, epoch * len(self))
+        return self._batches(epoch, 0, epoch * len(self), self._own_lanes)
 
     def _run(self, token: object) -> Iterator[RowBatch]:
-        for batch in self._batches(self._epoch, self._rows_consumed, self._step):
+        for batch in self._batches(self._epoch, self._rows_consumed, self._step, self._num_lanes):
             if self._running is not token:
                 raise GdistillError(
                     "the stream was repositioned, or iterated anew, during an iteration",
@@ -160,17 +166,18 @@ class ShardStream:
             self._epoch, self._rows_consumed = epoch, rows_consumed
         else:
             self._epoch, self._rows_consumed = epoch + 1, 0
+            self._num_lanes = self._own_lanes
 
     def _end_of_epoch(self, start: int) -> int:
         """Where the last batch ends when batches begin at position ``start``."""
         num_rows = self._reader.num_rows
-        return num_rows - (num_rows - start) % self._batch_size if self._drop_last else num_rows
+        return num_rows - (num_rows - start) % self._batch_size if self._shuffle else num_rows
 
-    def _batches(self, epoch: int, start: int, step: int) -> Iterator[RowBatch]:
+    def _batches(self, epoch: int, start: int, step: int, lanes: int) -> Iterator[RowBatch]:
         """The batches of an epoch from position ``start`` on, the first of them number ``step``."""
         size, end = self._batch_size, self._end_of_epoch(start)
         bounds = ((first, min(first + size, end)) for first in range(start, end, size))
-        slices = locate_slices(bounds, self._order(epoch), self._rank, self._world_size)
+        slices = locate_slices(bounds, self._order(epoch, lanes), self._rank, self._world_size)
         for index, gathered in enumerate(gather(self._reader, slices, self._num_workers)):
             yield self._batch(gathered, epoch, step + index)
 
@@ -185,11 +192,13 @@ class ShardStream:
             step=step,
         )
 
-    def _order(self, epoch: int) -> Order:
+    def _order(self, epoch: int, num_lanes: int) -> Order:
         num_rows, rows_per_chunk = self._reader.num_rows, self._reader.rows_per_chunk
         if not self._shuffle:
             return SequentialOrder(num_rows, rows_per_chunk)
-        return ShuffledOrder(num_rows, rows_per_chunk, self._seed, epoch, self._mixing)
+        if num_lanes == 0:
+            return WholeOrder(num_rows, rows_per_chunk, self._seed, epoch)
+        return LaneOrder(num_rows, rows_per_chunk, self._seed, epoch, num_lanes)
 
 
 def _check_sizes(
@@ -217,7 +226,10 @@ def _check_sizes(
         refuse("the split is empty", "split", "0 rows", "at least 1", "extract some rows for it")
 
 
-def _checked_state(state: Mapping[str, Any], fingerprint: str, num_rows: int) -> tuple[int, int]:
+def _checked_state(
+    state: Mapping[str, Any], fingerprint: str, num_rows: int
+) -> tuple[int, int, int]:
+    """(epoch, rows consumed, lanes) of a saved state of this stream."""
     if state.get("fingerprint") != fingerprint:
         raise GdistillError(
             "the saved data order is of another store or order",
@@ -227,17 +239,21 @@ def _checked_state(state: Mapping[str, Any], fingerprint: str, num_rows: int) ->
             remedy="resume with the store, split and seed that the run began with",
         )
     epoch, rows_consumed, step = (state.get(key) for key in ("epoch", "rows_consumed", "step"))
+    num_lanes = state.get("num_lanes")
     if not (
         isinstance(epoch, int)
         and isinstance(rows_consumed, int)
         and epoch >= 0
         and 0 <= rows_consumed <= num_rows
-        and ("step" not in state or (isinstance(step, int) and step >= 0))
+        and isinstance(num_lanes, int)
+        and 0 <= num_lanes <= num_rows
+        and isinstance(step, int)
+        and step >= 0
     ):
         raise GdistillError(
             "the saved data order is damaged",
             where="stream state",
-            got=f"epoch {epoch}, rows_consumed {rows_consumed}, step {step}",
-            expected=f"epoch >= 0, rows_consumed in 0..{num_rows}, step >= 0 if there is one",
+            got=f"epoch {epoch}, rows_consumed {rows_consumed}, lanes {num_lanes}, step {step}",
+            expected=f"epoch >= 0, rows_consumed and num_lanes in 0..{num_rows}, step >= 0",
         )
-    return epoch, rows_consumed
+    return epoch, rows_consumed, num_lanes

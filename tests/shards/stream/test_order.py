@@ -9,72 +9,123 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shards.base.errors import UsageError
-from shards.stream import order as order_module
-from shards.stream.order import SequentialOrder, Shuffle, ShuffledOrder, epoch_order
+from shards.stream.order import (
+    LaneOrder,
+    Order,
+    SequentialOrder,
+    WholeOrder,
+    lanes_for,
+    window_bytes_of,
+)
+
+
+def rows_of(order: Order, num_rows: int) -> np.ndarray:
+    return order.locate(np.arange(num_rows))[0]
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     num_rows=st.integers(1, 700),
     rows_per_chunk=st.integers(1, 40),
-    lanes=st.integers(1, 9),
-    window=st.integers(1, 12),
+    lanes=st.integers(1, 90),
     seed=st.integers(0, 2**63 - 1),
 )
-def test_every_row_once(
-    num_rows: int, rows_per_chunk: int, lanes: int, window: int, seed: int
-) -> None:
-    rows = epoch_order(num_rows, rows_per_chunk, seed, 3, Shuffle(lanes, window))
-    assert sorted(rows.tolist()) == list(range(num_rows))
+def test_every_row_once(num_rows: int, rows_per_chunk: int, lanes: int, seed: int) -> None:
+    lane_order = LaneOrder(num_rows, rows_per_chunk, seed, 3, min(lanes, num_rows))
+    for order in (lane_order, WholeOrder(num_rows, rows_per_chunk, seed, 3)):
+        assert sorted(rows_of(order, num_rows).tolist()) == list(range(num_rows))
 
 
-def test_hand_worked_positions() -> None:
-    # Chunks in the order 1 3 | 2 0, two lanes. In lane 0 the first bucket holds one row of chunk 1
-    # (3), the second its other two and one of chunk 3 (11 5 4), the third the rest of chunk 3.
-    # Frozen: a change of these numbers breaks every saved training state.
-    rows = epoch_order(12, 3, 7, 0, Shuffle(2, 2))
-    assert rows[0::2].tolist() == [3, 11, 5, 4, 10, 9]
-    assert rows[1::2].tolist() == [8, 7, 2, 6, 0, 1]
+def test_frozen_orders() -> None:
+    # A change of these numbers breaks every saved training state.
+    assert rows_of(LaneOrder(12, 3, 7, 0, 2), 12).tolist() == LANES_OF_TWO
+    assert rows_of(WholeOrder(8, 3, 7, 0), 8).tolist() == WHOLE
 
 
-def test_pure_in_seed_and_epoch() -> None:
-    first = epoch_order(1000, 8, 1, 0)
-    assert np.array_equal(first, epoch_order(1000, 8, 1, 0))
-    assert not np.array_equal(first, epoch_order(1000, 8, 1, 1))
-    assert not np.array_equal(first, epoch_order(1000, 8, 2, 0))
+LANES_OF_TWO = [5, 7, 3, 8, 4, 6, 11, 0, 9, 2, 10, 1]
+WHOLE = [5, 2, 7, 3, 0, 6, 4, 1]
 
 
-def test_any_positions_in_any_grouping(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = epoch_order(5000, 7, 1, 0, Shuffle(4, 3))
-    monkeypatch.setattr(order_module, "BLOCK_ROWS", 64)
-    order = ShuffledOrder(5000, 7, 1, 0, Shuffle(4, 3))
-    asked = np.random.default_rng(0).permutation(5000)
+def test_lanes_go_through_their_chunks_one_by_one() -> None:
+    rows = rows_of(LaneOrder(600, 5, 1, 0, 8), 600)
+    for lane in range(8):
+        chunks = rows[lane::8] // 5
+        # A chunk is left for good, but for the one at which the turned lane began.
+        runs = [chunk for i, chunk in enumerate(chunks) if i == 0 or chunk != chunks[i - 1]]
+        assert len(runs) <= len(set(runs)) + 1
+
+
+@pytest.mark.parametrize("lanes", [0, 16])
+def test_epoch_and_seed_move_the_chunks_and_the_rows_in_them(lanes: int) -> None:
+    def order(seed: int, epoch: int) -> np.ndarray:
+        whole = WholeOrder(1024, 8, seed, epoch)
+        return rows_of(LaneOrder(1024, 8, seed, epoch, lanes) if lanes else whole, 1024)
+
+    first = order(1, 0)
+    assert np.array_equal(first, order(1, 0))
+    for other in (order(1, 1), order(2, 0)):
+        # Of random permutations a place agrees with probability 1 / 128, or 1 / 8 in a chunk.
+        assert np.mean(first // 8 == other // 8) < 0.05
+        inside = [np.array([o[o // 8 == k] % 8 for k in range(128)]) for o in (first, other)]
+        assert np.mean(inside[0] == inside[1]) < 0.25
+
+
+@pytest.mark.parametrize(("num_rows", "lanes"), [(1000, 4), (1024, 16), (1021, 7)])
+def test_any_positions_in_any_grouping(num_rows: int, lanes: int) -> None:
+    order = LaneOrder(num_rows, 8, 1, 0, lanes)
+    whole, asked = rows_of(order, num_rows), np.random.default_rng(0).permutation(num_rows)
     assert np.array_equal(order.locate(asked)[0], whole[asked])
+    assert np.array_equal(
+        np.concatenate([order.locate(part)[0] for part in np.array_split(asked, 9)]), whole[asked]
+    )
 
 
-def test_last_need_is_the_last_position_of_a_chunk_in_its_lane() -> None:
-    lanes = 4
-    order = ShuffledOrder(1000, 8, 1, 0, Shuffle(lanes, 3))
-    positions = np.arange(1000)
-    rows, last = order.locate(positions)
-    real: dict[tuple[int, int], int] = {}
-    for position, row in zip(positions.tolist(), rows.tolist(), strict=True):
-        real[position % lanes, row // 8] = position
-    bound = {(p % lanes, r // 8): e for p, r, e in zip(positions, rows, last, strict=True)}
-    assert all(bound[key] >= position for key, position in real.items())
-    slack = [bound[key] - position for key, position in real.items()]
-    assert np.mean(slack) < 2 * 8 * lanes  # no chunk lingers beyond its window
+@pytest.mark.parametrize(("num_rows", "lanes"), [(1000, 4), (1024, 16), (1021, 7), (50, 50)])
+def test_last_need_is_the_last_position_of_a_run_of_a_chunk(num_rows: int, lanes: int) -> None:
+    rows, last = LaneOrder(num_rows, 8, 1, 0, lanes).locate(np.arange(num_rows))
+    for lane in range(lanes):
+        chunks, needs = rows[lane::lanes] // 8, last[lane::lanes]
+        for i, (chunk, need) in enumerate(zip(chunks, needs, strict=True)):
+            end = i
+            while end + 1 < len(chunks) and chunks[end + 1] == chunk:
+                end += 1
+            assert need == end * lanes + lane
 
 
-def test_ranks_share_a_batch_and_keep_to_their_lanes() -> None:
-    order = ShuffledOrder(9600, 8, 1, 0)
-    assert order.shuffle.num_lanes == 48
-    for world_size in (1, 2, 3, 4, 8):
-        parts = [order.positions_of_rank(96, 192, r, world_size) for r in range(world_size)]
-        assert sorted(np.concatenate(parts).tolist()) == list(range(96, 192))
-        lanes = [set((part % 48).tolist()) for part in parts]
-        assert sum(map(len, lanes)) == 48
+def reads_per_chunk(num_chunks: int, rows_per_chunk: int, batch: int, world: int) -> float:
+    """Of all ranks over one epoch, each keeping a chunk until its last need."""
+    num_rows = num_chunks * rows_per_chunk
+    lanes = lanes_for(num_chunks, 1 << 20, batch)
+    order = LaneOrder(num_rows, rows_per_chunk, 3, 0, lanes)
+    end = num_rows // batch * batch
+    reads = 0
+    owner = np.empty(end, dtype=np.int64)
+    for start in range(0, end, batch):
+        for rank in range(world):
+            owner[order.positions_of_rank(start, start + batch, rank, world)] = rank
+    rows, last = order.locate(np.arange(end))
+    # A visit of a chunk by a lane ends at a position of its own; each rank in it reads it once.
+    visits = np.unique(np.stack([rows // rows_per_chunk, last, owner]), axis=1)
+    reads = visits.shape[1]
+    return reads / num_chunks
+
+
+@pytest.mark.parametrize("world", [1, 5, 7, 32, 48, 64, 96, 128, 331, 1021, 1024])
+def test_reads_per_chunk_whatever_the_world_size(world: int) -> None:
+    """A store of 48 million tokens and more: 12,288 chunks."""
+    batch = world * max(1, 512 // world)
+    assert reads_per_chunk(12_288, 4, batch, world) <= 1.1
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("lanes", [0, 5, 8, 48])
+def test_ranks_share_a_batch_equally(world: int, lanes: int) -> None:
+    order = LaneOrder(4800, 8, 1, 0, lanes) if lanes else WholeOrder(4800, 8, 1, 0)
+    for start in (0, 120, 7):
+        parts = [order.positions_of_rank(start, start + 120, r, world) for r in range(world)]
+        assert [len(part) for part in parts] == [120 // world] * world
+        assert sorted(np.concatenate(parts).tolist()) == list(range(start, start + 120))
+        assert all((np.diff(part) > 0).all() for part in parts)
 
 
 def test_sequential_ranks_take_contiguous_parts() -> None:
@@ -92,37 +143,41 @@ def rank_correlation(left: np.ndarray, right: np.ndarray) -> float:
 
 def test_consecutive_rows_are_as_unrelated_as_in_a_full_permutation() -> None:
     num_rows = 48 * 64 * 16
-    rows = epoch_order(num_rows, 16, 5, 0)
-    # The coefficient of a random permutation has standard deviation 1 / sqrt(n - 1).
-    bound = 5 / math.sqrt(num_rows)
+    rows = rows_of(LaneOrder(num_rows, 16, 5, 0, 256), num_rows)
+    # The coefficient of a random permutation has standard deviation 1 / sqrt(n - 1); whole chunks
+    # of 16 rows are placed at random: as few free choices as there are chunks.
+    bound = 5 / math.sqrt(num_rows) * math.sqrt(16)
     assert abs(rank_correlation(rows[:-1], rows[1:])) < bound
-    # Whole chunks of 16 rows are placed at random: as few free choices as there are chunks.
-    assert abs(rank_correlation(np.arange(num_rows), rows)) < bound * math.sqrt(16)
-    assert rank_correlation(np.arange(num_rows), np.arange(num_rows)[::-1]) < -0.999
+    assert abs(rank_correlation(np.arange(num_rows), rows)) < bound
 
 
-def test_rows_of_a_chunk_meet_in_a_batch_rarely() -> None:
-    rows = epoch_order(48 * 64 * 16, 16, 5, 0)
-    batches = (rows // 16)[: len(rows) // 256 * 256].reshape(-1, 256)
-    shared = [1 - len(np.unique(batch)) / 256 for batch in batches]
-    # 384 chunks are open: a batch of 256 draws about as if with replacement from that many.
-    assert np.mean(shared) < 0.35
+def test_rows_of_a_batch_come_from_chunks_of_their_own() -> None:
+    rows = rows_of(LaneOrder(48 * 64 * 16, 16, 5, 0, 256), 48 * 64 * 16)
+    batches = (rows // 16).reshape(-1, 256)
+    # Two lanes may meet in the chunk that their border cuts.
+    assert np.mean([1 - len(np.unique(batch)) / 256 for batch in batches]) < 0.02
 
 
-def test_numpy_stream_is_addressed_by_word() -> None:
-    whole = order_module._random_bits(9, 0, 40)
-    for start in range(20):
-        assert np.array_equal(order_module._random_bits(9, start, 11), whole[start : start + 11])
+def test_chunks_are_opened_at_an_even_pace() -> None:
+    """Lanes of the same length as their chunks' multiples would all turn over at once."""
+    rows, last = LaneOrder(64 * 16 * 8, 8, 1, 0, 64).locate(np.arange(64 * 16 * 8))
+    _, first_met = np.unique(np.stack([rows // 8, last]), axis=1, return_index=True)
+    opened = np.bincount(first_met // 64, minlength=128)
+    assert opened[0] == 64 and opened[1:].max() <= 16  # 8 a round on average
 
 
-def test_sizes_are_checked() -> None:
-    with pytest.raises(UsageError, match="num_lanes"):
-        Shuffle(0)
-    assert [Shuffle.for_chunks(n).num_lanes for n in (1, 8, 31, 32, 96, 10**6)] == [
-        1,
-        2,
-        4,
-        8,
-        24,
-        48,
-    ]
+def test_lanes_follow_batch_memory_and_size() -> None:
+    mib = 1 << 20
+    assert lanes_for(100_000, mib, 512) == 512
+    assert lanes_for(100_000, mib, 1021) == 1021
+    assert lanes_for(100_000, mib, 32) == 512
+    assert lanes_for(100_000, mib, 96) == 480
+    assert lanes_for(100_000, 32 * mib, 512) == 32  # 48 fit
+    assert lanes_for(100_000, 1 << 40, 512) == 1
+    assert lanes_for(100_000, 32 * mib, 509) == 48  # a prime: no divisor
+    assert lanes_for(384, mib, 512) == 0
+    assert lanes_for(384, 32 * mib, 512) == 32
+    assert lanes_for(1000, mib, 512) == 512
+    assert lanes_for(400, mib, 512) == 256
+    assert window_bytes_of(100_000, mib, 512) == 512 * mib
+    assert window_bytes_of(20, mib, 512) == 20 * mib
