@@ -49,6 +49,10 @@ class FirstRows:
     def rows_per_chunk(self) -> int:
         return self.reader.rows_per_chunk
 
+    @property
+    def chunk_bytes(self) -> int:
+        return self.reader.chunk_bytes
+
     def read_chunk(self, index: int) -> dict[str, np.ndarray]:
         return self.reader.read_chunk(index)
 
