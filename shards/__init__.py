@@ -7,4 +7,17 @@ storage   names -> bytes, in a folder or at a URL; claims
 store     manifest, ledger, shards: written by any number of processes, read with checks
 stream    the order of an epoch: shuffled, resumable, the same for every world size
 tools     what people do with stores; ``gdistill-shards`` is :mod:`shards.cli`
+
+``shards.open_store(path_or_url)`` opens one for reading.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shards.base.door import open_door
+
+if TYPE_CHECKING:
+    from shards.store import ShardStore, open_store
+
+__getattr__, __dir__ = open_door(__name__, __file__)

@@ -19,7 +19,7 @@ from shards.base import (
 )
 from shards.codec import make_codec
 from shards.storage import open_location
-from shards.store import MANIFEST_FILE, ShardStore, ShardWriter, verify
+from shards.store import ShardStore, ShardWriter, open_store, verify
 from shards.store import forget as forget_shards
 from shards.tools import Description
 
@@ -40,17 +40,8 @@ def info(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """What a store is, from which teacher and corpus, how large and how complete."""
-    description = Description.of(ShardStore.open(_store_of(store), allow_incomplete=True))
+    description = Description.of(open_store(store, allow_incomplete=True))
     typer.echo(json.dumps(description.to_json(), indent=2) if as_json else description.to_text())
-
-
-def _store_of(place: str) -> str:
-    """The store at a place, or the one that a run there has written beside its tokens."""
-    if open_location(place).size(MANIFEST_FILE) is None:
-        inside = f"{place.rstrip('/')}/store"
-        if open_location(inside).size(MANIFEST_FILE) is not None:
-            return inside
-    return place
 
 
 @app.command(name="verify")
@@ -66,7 +57,7 @@ def verify_command(
     ] = False,
 ) -> None:
     """Hash every byte again; name every bad file and what to run. Exit code 1 if any is bad."""
-    place = ShardStore.open(_store_of(store), allow_incomplete=True)
+    place = open_store(store, allow_incomplete=True)
     with progress_bar("verify", sum(place.location.sizes().values()), unit="B") as bar:
         problems = verify(place.location, bar.advance)
     for problem in problems:
@@ -98,7 +89,7 @@ def show(
     """One row made visible: each token's probability, its noise and rank, the alternatives."""
     from shards.tools import row_figure, row_page, view_row
 
-    source = ShardStore.open(_store_of(store), allow_incomplete=True)
+    source = open_store(store, allow_incomplete=True)
     first, views = view_row(source, split, row, draw)
     title = f"{split} row {row} of {store}"
     figure = row_figure(views, title)
@@ -127,7 +118,7 @@ def convert(
     from shards.tools import convert as run
     from shards.tools import require_convertible
 
-    source = ShardStore.open(_store_of(store))
+    source = open_store(store)
     parameters = {".".join(path): value for path, value in map(parse_override, overrides or [])}
     target = make_codec(codec, **parameters)
     require_convertible(source.codec, target)
@@ -153,7 +144,7 @@ def subset(
     from shards.tools import check_subset
     from shards.tools import subset as run
 
-    source = ShardStore.open(_store_of(store))
+    source = open_store(store)
     kept = _kept_rows(
         source.manifest.splits,
         splits.split(",") if splits else list(source.manifest.splits),
@@ -199,7 +190,7 @@ def merge(
     """Gather the finished shards of several stores of one identity into one, byte for byte."""
     from shards.tools import merge as run
 
-    opened = [ShardStore.open(_store_of(store), allow_incomplete=True) for store in stores]
+    opened = [open_store(store, allow_incomplete=True) for store in stores]
     for source in opened:
         _require_other(source, out)
     with progress_bar("merge", _num_tokens(opened[0])) as bar:

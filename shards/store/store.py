@@ -23,12 +23,35 @@ from torch import Tensor
 
 from shards.base import IntegrityError, UsageError, path_inside, write_bytes_atomic
 from shards.codec import Codec, make_codec
-from shards.storage import Location, as_location
+from shards.storage import Location, as_location, open_location
 from shards.store.layout import RESOURCES, ShardRange, shard_ranges
 from shards.store.ledger import LEDGER, record_file
 from shards.store.manifest import MANIFEST_FILE, Manifest
 from shards.store.native import DamagedShard, read_array
 from shards.store.reader import SplitReader
+
+
+def find_store(place: str | Path) -> str:
+    """The store at a place, or the one that a run there has written beside its tokens."""
+    inside = f"{str(place).rstrip('/')}/store"
+    for candidate in (str(place), inside):
+        if open_location(candidate).size(MANIFEST_FILE) is not None:
+            return candidate
+    return str(place)
+
+
+def open_store(place: str | Path, *, allow_incomplete: bool = False) -> ShardStore:
+    """The store at a path or URL, or in the folder of a run that wrote one; see its ``open``.
+
+    ``open_store(place).split("train").read_rows(0, 8)`` gives arrays by name, [8, L, ...].
+
+    Raises:
+        UsageError: If no store is there.
+        GdistillError: If a newer format wrote it.
+        IntegrityError: If the manifest was altered, or shards are missing and
+            ``allow_incomplete`` is off.
+    """
+    return ShardStore.open(find_store(place), allow_incomplete=allow_incomplete)
 
 
 class ShardStore:

@@ -34,10 +34,15 @@ def test_an_ended_process_has_ended(ended: dict[str, object]) -> None:
 
 
 def test_a_process_not_yet_reaped_has_ended() -> None:
+    told, go = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(told[1], json.dumps(this_process()).encode())
+        os.read(go[0], 1)
         os._exit(0)
-    note = {**this_process(), "pid": child}
+    note = json.loads(os.read(told[0], 4096))
+    assert note["pid"] == child and not has_ended(note)
+    os.write(go[1], b"x")
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     assert has_ended(note)
     os.waitpid(child, 0)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
-from threading import Barrier, Thread
+from threading import Barrier, Event, Thread
 from typing import ClassVar
 
 import fsspec
@@ -242,6 +242,36 @@ def test_who_was_too_slow_leaves_the_claim_to_its_new_holder(url: str) -> None:
         assert mine
         place.write(".claims/train-000000", json.dumps(other).encode())
     assert place.claims() == ["train-000000"]
+
+
+class Once(Event):
+    """An event that is waited for in vain once, and has come then."""
+
+    waits = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waits += 1
+        return self.waits > 1
+
+
+def test_a_renewal_leaves_the_claim_of_another_as_it_is() -> None:
+    place = RemoteLocation(f"memory://renewal-{time.monotonic_ns()}")
+    for owner, renewed in (("other", False), ("ours", True)):
+        claim = json.dumps({"id": owner, "renewed": 1.0}).encode()
+        place.write(".claims/one", claim)
+        place._leases._renew(".claims/one", {"id": "ours"}, Once())
+        assert (place.read(".claims/one") != claim) == renewed
+        assert json.loads(place.read(".claims/one"))["id"] == owner
+
+
+def test_a_claim_taken_over_meanwhile_is_not_taken_over_again() -> None:
+    place = RemoteLocation(f"memory://takeover-{time.monotonic_ns()}")
+    void = {"host": "another.example", "pid": 1, "id": "x", "renewed": 1.0}
+    theirs = json.dumps({"id": "theirs", "renewed": time.time()}).encode()
+    place.write(".claims/one", theirs)  # since we looked and found ``void``
+    owner = {**this_process(), "id": "ours"}
+    assert not place._leases._take_over(".claims/one", void, owner)
+    assert place.read(".claims/one") == theirs and place.claims() == ["one"]
 
 
 def _hold(url: str, held: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ import torch
 import zarr
 
 from shards.base.errors import GdistillError, IntegrityError, UsageError
+from shards.codec import ArraySpec
+from shards.storage.local import LocalLocation
 from shards.store.layout import shard_ranges
+from shards.store.ledger import read_record
 from shards.store.store import ShardStore
 from shards.store.verification import verify
 from shards.store.writer import ShardWriter
@@ -165,3 +169,84 @@ def test_arrays_that_cannot_be_right_are_refused(tmp_path: Path, change, message
     with pytest.raises(GdistillError, match=message):
         writer.write(shard, arrays)
     assert shard in writer.pending("train")
+
+
+def test_a_finished_shard_is_not_written_again(tmp_path: Path) -> None:
+    writer = write_store(tmp_path / "store")
+    before = file_bytes(tmp_path / "store")
+    shard = shard_ranges(writer.manifest, "train")[1]
+    arrays = make_arrays(writer.manifest, shard)
+    arrays["mass"][:, 1:] += 1
+    writer.write(shard, arrays)
+    assert file_bytes(tmp_path / "store") == before
+
+
+def test_a_shard_being_rewritten_is_in_no_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = write_store(tmp_path / "store")
+    shard = shard_ranges(writer.manifest, "train")[1]
+    (tmp_path / "store/train/mass/c/1/0").write_bytes(b"damaged")
+    write, seen = LocalLocation.write, []
+
+    def watched(place: LocalLocation, name: str, data: bytes) -> None:
+        seen.append((name, read_record(place, writer.manifest, shard) is not None))
+        write(place, name, data)
+
+    monkeypatch.setattr(LocalLocation, "write", watched)
+    write_pending(writer)
+    assert [recorded for _, recorded in seen] == [False] * 6
+    assert seen[-1][0] == "ledger/train/000001.json", "last"
+
+
+def random_store(root: Path, seed: int, **changes: Any) -> ShardWriter:
+    """A store of incompressible bytes: its files' sizes tell nothing."""
+    spec = {"noise": ArraySpec("uint8", (64,))}
+    manifest = make_manifest(arrays=spec, vocab_size=256, seed=seed, **changes)
+    writer = ShardWriter.create_or_resume(root, manifest, {})
+    for shard in writer.pending("train"):
+        arrays = make_arrays(manifest, shard)
+        rng = np.random.default_rng([seed, shard.index])
+        arrays["noise"][:] = rng.integers(0, 256, arrays["noise"].shape)
+        writer.write(shard, arrays)
+    return writer
+
+
+def test_a_whole_file_of_another_shard_or_run_is_noticed_without_hashing(tmp_path: Path) -> None:
+    splits = {"train": 24}
+    random_store(tmp_path / "older", 1, splits=splits)
+    writer = random_store(tmp_path / "store", 2, splits=splits)
+    root = tmp_path / "store"
+    name = "train/noise/c/0/0/0"
+    foreign = [root / "train/noise/c/1/0/0", tmp_path / "older" / name]
+    sound = (root / name).read_bytes()
+    for path in foreign:
+        assert len(path.read_bytes()) == len(sound)
+        (root / name).write_bytes(path.read_bytes())
+        assert [shard.index for shard in writer.pending("train")] == [0]
+        assert not writer.is_complete()
+        reader = ShardStore.open(root).split("train")
+        with pytest.raises(IntegrityError, match=r"altered.*train shard 0.*another one than"):
+            reader.read_chunk(0)
+        reader.read_chunk(2)
+        (root / name).write_bytes(sound)
+    assert writer.is_complete()
+
+
+def test_what_is_read_is_what_was_asked_for(tmp_path: Path) -> None:
+    write_store(tmp_path / "store")
+    store = ShardStore.open(tmp_path / "store")
+    assert store.split("train", []).read_rows(0, 5) == {}
+    assert set(store.split("train", ["tokens"]).read_chunk(0)) == {"tokens"}
+    with pytest.raises(UsageError, match="no such array"):
+        store.split("train", ["noise"])
+
+
+def test_the_door_opens_a_store_or_the_run_that_wrote_it(tmp_path: Path) -> None:
+    import shards
+
+    write_store(tmp_path / "run/store")
+    for place in (tmp_path / "run/store", tmp_path / "run", f"{tmp_path}/run/"):
+        assert shards.open_store(place).split("validation").num_rows == 5
+    with pytest.raises(UsageError, match="no store there"):
+        shards.open_store(tmp_path / "elsewhere")
