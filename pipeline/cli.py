@@ -7,13 +7,30 @@ from typing import Annotated, Any
 
 import typer
 
-from pipeline.plan import make_plan, what_would_be_done
-from pipeline.run import run_extraction
-from pipeline.settings import resolve_request
+from pipeline.settings import PlanOptions, resolve_request
 from pipeline.workers import Worker
-from shards.base import run_command
+from shards.base import Section, run_command, settings_app
 
+CODEC_SETTINGS = {
+    "posterior": "posterior:PosteriorCodec",
+    "seeded": "seeded:SeededCodec",
+    "hidden": "hidden:HiddenCodec",
+    "topk": "topk:TopKCodec",
+    "quantized": "quantized:QuantizedCodec",
+    "full": "full:FullCodec",
+}
+SETTINGS = (
+    Section("the run", "pipeline.settings:ExtractSettings"),
+    Section("--corpus", "pipeline.corpus.config:CorpusConfig", "corpus"),
+    *(
+        Section(f"--codec {name}", f"shards.codec.{target}", "codec")
+        for name, target in CODEC_SETTINGS.items()
+    ),
+)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+references_app = typer.Typer(
+    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+)
 
 
 @app.command()
@@ -21,7 +38,12 @@ def extract(
     out: Annotated[Path, typer.Option(help="Folder of the run; the store goes to OUT/store.")],
     corpus: Annotated[
         str | None,
-        typer.Option(help="Preset, TOML file, or maze:/text:/jsonl:/parquet:/hf: source."),
+        typer.Option(
+            help="Files (stories.txt, 'stories/*.txt', .jsonl, .csv, .parquet; #field names the"
+            " text), text:/jsonl:/csv:/parquet:/hf: sources, maze:k4, a TOML file, or owt, lm1b,"
+            " wikitext2, wikitext103, ptb, lambada, ag_news, pubmed, arxiv, tinystories, maze;"
+            " eval_ptb and the like for perplexity."
+        ),
     ] = None,
     teacher: Annotated[
         str | None, typer.Option(help="Folder or hub id of a causal language model.")
@@ -32,12 +54,19 @@ def extract(
     store: Annotated[
         str | None, typer.Option(help="Where the shards go: folder or URL [OUT/store].")
     ] = None,
-    codec: Annotated[str | None, typer.Option(help="What a shard stores [posterior].")] = None,
+    codec: Annotated[
+        str | None,
+        typer.Option(
+            help="What a shard stores: posterior [default], seeded, hidden, topk, quantized, full."
+        ),
+    ] = None,
     mode: Annotated[
         str | None,
         typer.Option(help="parallel: score the corpus [default]; sequential: the teacher writes."),
     ] = None,
-    row_length: Annotated[int | None, typer.Option(help="Tokens of a row.")] = None,
+    row_length: Annotated[
+        int | None, typer.Option(help="Tokens of a row [the teacher's context, at most 1024].")
+    ] = None,
     rows: Annotated[int | None, typer.Option(help="Only so many rows of each split.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows of a forward pass [auto].")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 [default] or bfloat16.")] = None,
@@ -47,12 +76,14 @@ def extract(
     compile: Annotated[bool | None, typer.Option(help="Use torch.compile.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything drawn [0].")] = None,
     teacher_preset: Annotated[
-        str | None, typer.Option(help="Teacher trained on the spot: demo or full [default].")
+        str | None, typer.Option(help="Teacher of the maze, trained here: demo or full [default].")
     ] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file of settings.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file of settings, configs/owt-extract.toml say.")
+    ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", help="key=value: codec.*, corpus.*, teacher.*, store.*, ..."),
+        typer.Option("--set", help="key=value; `gdistill-extract settings` lists the keys."),
     ] = None,
     worker: Annotated[int | None, typer.Option(help="This process of a job array, from 0.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes of the job array.")] = None,
@@ -78,7 +109,13 @@ def extract(
     that has nothing left waits for shards in work elsewhere, and takes over those of a process
     that dies. On a machine with several GPUs a process uses the one of its number there
     (LOCAL_RANK, SLURM_LOCALID); where nothing tells the number, give each its --device cuda:N.
+
+    `gdistill-extract settings [WORD]` lists every key of --set with its default and meaning:
+    corpus.*, codec.*, teacher.*, store.*, sequential.*. `gdistill-extract references --help` writes
+    rows of a corpus as text, to compare samples with.
     """
+    figures = PlanOptions(rate, tokens, price)
+    figures.check(plan, dry_run)
     options: dict[str, Any] = {
         "mode": mode,
         "seed": seed,
@@ -96,21 +133,46 @@ def extract(
         },
         "store": {"rows": rows, "location": store},
     }
-    request = resolve_request(out, options, overrides or [], config)
     process = Worker.from_environment(worker, workers)
+    request = resolve_request(out, options, overrides or [], config)
     if plan:
-        lines = make_plan(request, rate, tokens, price).lines()
+        from pipeline.plan import make_plan
+
+        lines = make_plan(request, figures).lines()
     elif dry_run:
+        from pipeline.plan import what_would_be_done
+
         lines = what_would_be_done(request, process)
     else:
+        from pipeline.run import run_extraction
+
         lines = run_extraction(request, process)
     if lines:
         typer.echo("\n".join(lines))
 
 
+@references_app.command()
+def references(
+    source: Annotated[
+        str, typer.Argument(help="A run's folder, its tokens or its store (folder or URL).")
+    ],
+    out: Annotated[Path, typer.Option(help="The .jsonl file to write.")],
+    num: Annotated[int | None, typer.Option(help="Rows, the first ones [all].")] = None,
+    split: Annotated[str, typer.Option(help="validation or train.")] = "validation",
+) -> None:
+    """Write rows of a corpus as text, one {"text": ...} a line: `gdistill-eval --reference FILE`.
+
+    Rows are those that students are trained and judged on, of the same length as samples.
+    """
+    from pipeline.references import write_references
+
+    count = write_references(source, out, num, split)
+    typer.echo(f"wrote {out}: {count:,} rows of {split}", err=True)
+
+
 def main() -> None:
     """Entry point."""
-    run_command(app)
+    run_command(app, settings=settings_app(SETTINGS), references=references_app)
 
 
 if __name__ == "__main__":

@@ -18,19 +18,26 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.corpus import CorpusConfig, corpus_config
 from pipeline.engine import EngineSettings
 from shards.base import UsageError, merge, parse_override, read_toml, resolve, to_mapping
-from shards.codec import Codec, codec_parameters, make_codec
-from shards.language_model import DtypeName
+
+if TYPE_CHECKING:
+    from shards.codec import Codec
+else:
+    Codec = Any  # shards.codec waits for torch, and a wrong option must not
 
 DEFAULT_CODEC = "posterior"
+TABLES_APART = ("corpus", "codec")
+"""Tables of a config file that are no fields of :class:`ExtractSettings`."""
 LONGEST_DEFAULT_ROW = 1024
 
 
@@ -51,7 +58,7 @@ class TeacherSettings:
 
     location: str | None = None
     tokenizer: str | None = None
-    dtype: DtypeName = "float32"
+    dtype: Literal["float32", "bfloat16"] = "float32"
     attention: str | None = None
     compiled: bool = False
     preset: Literal["demo", "full"] = "full"
@@ -137,6 +144,43 @@ class ExtractSettings:
 
 
 @dataclass(frozen=True)
+class PlanOptions:
+    """What a user knows that ``--plan`` would otherwise estimate.
+
+    Attributes:
+        rate: Tokens per second of one process.
+        tokens: Tokens of the corpus.
+        price: Price of an hour of one process, in whatever currency.
+    """
+
+    rate: float | None = None
+    tokens: float | None = None
+    price: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not 0 < value < math.inf:
+                raise UsageError(
+                    "out of range", where=f"--{name}", got=value, expected="a number above 0"
+                )
+
+    def check(self, plan: bool, dry_run: bool) -> None:
+        """Refuse figures without the plan that they are for, and two answers at once.
+
+        Raises:
+            UsageError: For ``--rate``, ``--tokens`` or ``--price`` without ``--plan``, and for
+                ``--plan`` with ``--dry-run``.
+        """
+        given = [f"--{name}" for name, value in vars(self).items() if value is not None]
+        if given and not plan:
+            raise UsageError(
+                "an option of --plan without it", where=given[0], remedy="add --plan, or leave it"
+            )
+        if plan and dry_run:
+            raise UsageError("--plan and --dry-run exclude each other")
+
+
+@dataclass(frozen=True)
 class ExtractRequest:
     """One resolved run of ``gdistill-extract``."""
 
@@ -159,6 +203,8 @@ class ExtractRequest:
 
     def to_mapping(self) -> dict[str, Any]:
         """The resolved request, JSON-ready; written beside the store."""
+        from shards.codec import codec_parameters
+
         codec = {"name": self.codec.name, **codec_parameters(self.codec)}
         return {
             **to_mapping(self.settings),
@@ -176,8 +222,8 @@ def resolve_request(
     """Merge the file, the options (without their None values) and the overrides; later wins.
 
     Raises:
-        UsageError: For an unknown key, a value of another type or out of range, no corpus, or a
-            URL for the run's own folder.
+        UsageError: For an unknown key, a value of another type or out of range, a setting that
+            would mean nothing, no corpus, or a URL for the run's own folder.
     """
     if re.match(r"[a-z][a-z0-9+]+:/", str(out)):
         remedy = "token rows are kept locally; --store takes a URL for the shards"
@@ -189,21 +235,49 @@ def resolve_request(
         for key in reversed(path):
             value = {key: value}
         values = merge(values, value)
-    corpus, codec = (_table(values, name) for name in ("corpus", "codec"))
+    _check_keys(values)
+    corpus, codec = (_table(values, name) for name in TABLES_APART)
     spec = corpus.pop("spec", None) or corpus.pop("source", None)
     if not isinstance(spec, str):
         raise UsageError(
             "no corpus",
             where="--corpus",
-            expected="a preset (owt, lm1b, maze, ...), a TOML file, or text:PATH and the like",
+            expected="files (stories.txt), a preset (owt, lm1b, maze, ...), or a TOML file",
         )
+    settings = resolve(ExtractSettings, values)
+    _check_meaning(settings, values)
+    chosen = corpus_config(spec, settings=corpus)
+    from shards.codec import make_codec  # late: it waits for torch
+
     name = codec.pop("name", DEFAULT_CODEC)
-    return ExtractRequest(
-        out=out,
-        settings=resolve(ExtractSettings, values),
-        corpus=corpus_config(spec, settings=corpus),
-        codec=make_codec(str(name), **codec),
-    )
+    return ExtractRequest(out, settings, chosen, make_codec(str(name), **codec))
+
+
+def _check_keys(values: Mapping[str, Any]) -> None:
+    known = sorted([*TABLES_APART, *(field.name for field in fields(ExtractSettings))])
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {known}"
+            raise UsageError("unknown config key", where=key, remedy=hint)
+
+
+def _check_meaning(settings: ExtractSettings, given: Mapping[str, Any]) -> None:
+    """Refuse settings that this run would not look at."""
+    if given.get("sequential") and settings.mode == "parallel":
+        raise UsageError(
+            "this setting means nothing in parallel mode",
+            where=f"sequential.{next(iter(given['sequential']))}",
+            remedy="leave it out, or --mode sequential",
+        )
+    teacher = given.get("teacher", {})
+    if "preset" in teacher and settings.teacher.location is not None:
+        raise UsageError(
+            "a preset is for a teacher that is trained here",
+            where="--teacher-preset",
+            got=f"--teacher {settings.teacher.location}",
+            remedy="leave one of the two out",
+        )
 
 
 def _table(values: dict[str, Any], name: str) -> dict[str, Any]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shards.base import UsageError, read_toml, run_command
+from shards.base import Section, is_first_process, read_toml, run_command, settings_app
 
+SETTINGS = (Section("a training run", "trainer.training.settings:RunConfig"),)
 app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     no_args_is_help=True,
-    help="Train students, import the authors' checkpoints, count added weights.",
+    help="Train students, import the authors' checkpoints, count added weights. "
+    "`gdistill-train settings [WORD]` lists every key of --set with default and meaning.",
 )
 
 
@@ -47,7 +47,7 @@ def run(
     sources.append({} if conditioning is None else {"model": {"conditioning": conditioning}})
     finished = train(compose_run(sources, overrides or []), store, out, init_from=init_from)
     leave()
-    if _is_first_process():
+    if is_first_process():
         done = f"wrote {out / 'model'}" if finished else f"stopped; checkpoint saved below {out}"
         typer.echo(done, err=True)
 
@@ -85,23 +85,9 @@ def overhead() -> None:
     typer.echo(overhead_table())
 
 
-def _is_first_process() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def main() -> None:
     """Entry point."""
-    run_command(_app_of_one_voice)
-
-
-def _app_of_one_voice() -> None:
-    """Of several processes with the same wrong request, only the first one says so."""
-    try:
-        app()
-    except UsageError as error:
-        if _is_first_process():
-            raise
-        sys.exit(error.exit_code)
+    run_command(app, settings=settings_app(SETTINGS))
 
 
 if __name__ == "__main__":

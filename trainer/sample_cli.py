@@ -7,8 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from shards.base import UsageError, run_command
+from shards.base import Section, UsageError, run_command, settings_app
 
+SETTINGS = tuple(
+    Section(f"--sampler {name}", f"trainer.sampling.{target}")
+    for name, target in (
+        ("ancestral", "ancestral:AncestralConfig"),
+        ("first_hitting", "first_hitting:FirstHittingConfig"),
+        ("fixed_count", "first_hitting:FixedCountConfig"),
+        ("block", "block:BlockConfig"),
+        ("sequential", "sequential:SequentialConfig"),
+        ("apd", "adaptive:AdaptiveConfig"),
+    )
+)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
@@ -55,7 +66,10 @@ def sample(
         list[str] | None, typer.Option("--set", help="Further sampler settings, key=value.")
     ] = None,
 ) -> None:
-    """Draw samples. The same command resumes an interrupted run."""
+    """Draw samples. The same command resumes an interrupted run.
+
+    `gdistill-sample settings [WORD]` lists what --set takes, sampler by sampler.
+    """
     from trainer.sampling.command import Request
 
     named: dict[str, Any] = {
@@ -115,7 +129,7 @@ def parse_budgets(text: str | None) -> tuple[int, ...]:
 
 def main() -> None:
     """Entry point."""
-    run_command(app)
+    run_command(app, settings=settings_app(SETTINGS))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         BadUtf8,
         CorpusConfig,
         Packing,
+        SpecialTokens,
         corpus_config,
         preset_names,
         scheme_of,

@@ -10,13 +10,15 @@ Nothing here reads a document, so that asking for help or a wrong word costs no 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from glob import has_magic, iglob
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.corpus.detokenize import detokenizer
-from shards.base import UsageError, read_toml, resolve
+from shards.base import UsageError, parse_override, read_toml, resolve
 
 PRESETS = Path(__file__).parent / "presets"
 SPLITS = ("train", "validation")
@@ -34,6 +36,16 @@ SUFFIXES = {
 """Kind of a bare path by its suffix, ``.gz`` and ``.zst`` left aside."""
 BadUtf8 = Literal["error", "replace", "skip"]
 Packing = Literal["concat", "wrap", "pad"]
+SpecialTokens = Literal["text", "token"]
+MEANT_FOR = {
+    "field": ("jsonl", "csv", "parquet", "hf"),
+    "split": ("hf",),
+    "revision": ("hf",),
+    "validation_split": ("hf",),
+    "document_separator": ("text",),
+    "seed": ("maze",),
+}
+"""Settings that only some kinds of source look at."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +60,10 @@ class CorpusConfig:
         validation_source: A source of its own for validation, in the same grammar.
         validation_split: Another split of the same hub data set for validation.
         validation_documents: Without either, this many last documents are held out.
-        validation_fraction: Without any of the above, this fraction of the documents, from the
-            end, at least one; of a single document, its tail. 1 holds out everything.
+        validation_fraction: Without any of the above, this fraction from the end. Of many
+            documents it is counted in documents, of few (fewer than 100 held out) in characters;
+            where no border of documents is near, the document there is cut in two. 1 holds out
+            everything.
         limit_documents: Read only this many first documents of each source.
         document_separator: What ends a document of a ``text:`` source: a line of this text
             (``<|endoftext|>`` unless told), or ``line``, ``blank_line`` or ``file``. The end of a
@@ -61,6 +75,9 @@ class CorpusConfig:
         row_length: Tokens of a row; None lets the command choose from the teacher's context.
         separate_train, separate_validation: Whether a separator follows each document of a stream.
         bos_id, eos_id, separator_id: Override what the tokenizer says (``special_ids``).
+        special_tokens: What a special token is that a document spells out (``<s>``,
+            ``<|endoftext|>``): ``text`` like any other, or the ``token``, as ``transformers`` has
+            it. Counted either way.
         seed: Seed of a drawn corpus (``maze``).
     """
 
@@ -85,6 +102,7 @@ class CorpusConfig:
     bos_id: int | None = None
     eos_id: int | None = None
     separator_id: int | None = None
+    special_tokens: SpecialTokens = "text"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -126,7 +144,7 @@ def preset_names() -> list[str]:
 def _unknown(spec: str) -> UsageError:
     known = [*preset_names(), *(f"{scheme}:" for scheme in SCHEMES)]
     near = difflib.get_close_matches(spec.partition(":")[0], [*known, *SCHEMES], n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else "for a file of your own: text:PATH"
+    hint = f"did you mean {near[0]!r}?" if near else "for a file of your own: its path, or text:PATH"
     return UsageError(
         "unknown corpus", where=f"--corpus {spec}", expected=f"one of {known}", remedy=hint
     )
@@ -138,28 +156,90 @@ def corpus_config(
     """The configuration of a corpus named on the command line.
 
     Args:
-        spec: Preset, TOML file or source.
+        spec: Preset, TOML file, source, or the path of files.
         overrides: ``key=value`` texts; they win.
         settings: Further values by field name; None values are ignored.
+
+    Raises:
+        UsageError: For an unknown corpus or setting, a value out of range, or a setting that this
+            kind of source does not look at.
     """
     given = {key: value for key, value in (settings or {}).items() if value is not None}
-    config = resolve(CorpusConfig, _base(spec), given, overrides=overrides)
+    for text in overrides:
+        path, value = parse_override(text)
+        given[".".join(path)] = value
+    config = resolve(CorpusConfig, _base(spec), given)
+    _check_meaning(config, given)
     scheme, rest = scheme_of(config.source)
     if scheme == "maze" and config.row_length is None:
         from pipeline.maze import load_maze  # late: it waits for torch
 
-        fitting = {"row_length": load_maze(rest or "k4").row_length}
-        config = resolve(CorpusConfig, _base(spec), fitting, given, overrides=overrides)
+        config = replace(config, row_length=load_maze(rest or "k4").row_length)
     return config
+
+
+def _check_meaning(config: CorpusConfig, given: dict[str, Any]) -> None:
+    """Refuse settings that nothing would look at."""
+    sources = [source for source in (config.source, config.validation_source) if source]
+    schemes = {scheme_of(source)[0] for source in sources}
+    for name, fitting in MEANT_FOR.items():
+        if name in given and not schemes & set(fitting):
+            raise UsageError(
+                f"this setting means nothing for a {'/'.join(sorted(schemes))}: source",
+                where=f"corpus.{name}",
+                got=repr(given[name]),
+                expected=f"a source of {', '.join(f'{scheme}:' for scheme in fitting)}",
+                remedy="leave it out",
+            )
+    named = config.source.partition("#")[2]
+    if named and given.get("field", named) != named and len(sources) == 1:
+        raise UsageError(
+            "two fields are named", where="corpus.field", got=f"{given['field']!r} and #{named}"
+        )
 
 
 def _base(spec: str) -> dict[str, Any]:
     scheme, colon, _ = spec.partition(":")
     if spec in preset_names():
         return read_toml(PRESETS / f"{spec}.toml")
-    if spec.endswith(".toml") and not colon:
+    if colon and scheme in SCHEMES:
+        preset = read_toml(PRESETS / "maze.toml") if scheme == "maze" else {}
+        return {**preset, "source": spec}
+    if spec.endswith(".toml"):
         return read_toml(Path(spec))
-    if scheme not in SCHEMES or not colon:
+    return {"source": _source_of_path(spec)}
+
+
+def _source_of_path(spec: str) -> str:
+    """A bare path or glob, with ``#field`` if need be, as a source: its suffix tells the kind.
+
+    Raises:
+        UsageError: If there is no such file, or its suffix tells nothing.
+    """
+    path = Path(os.path.expanduser(spec.partition("#")[0]))
+    suffix = Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix
+    pattern = os.path.expanduser(spec if os.path.exists(spec) else spec.partition("#")[0])
+    found = os.path.exists(pattern) or (has_magic(pattern) and any(iglob(pattern, recursive=True)))
+    if not found:
+        if ":" not in spec and (suffix in SUFFIXES or "/" in spec or spec.startswith("~")):
+            raise UsageError(
+                "no such corpus file",
+                where=f"--corpus {spec}",
+                expected="a path, a glob in quotes, a preset (owt, ...) or hf:NAME",
+            )
         raise _unknown(spec)
-    preset = read_toml(PRESETS / "maze.toml") if scheme == "maze" else {}
-    return {**preset, "source": spec}
+    if os.path.isdir(pattern):
+        raise UsageError(
+            "the corpus path is a directory",
+            where=f"--corpus {spec}",
+            expected="a file or a glob",
+            remedy=f"for all text files in it: '{spec.rstrip('/')}/*.txt'",
+        )
+    if suffix not in SUFFIXES:
+        raise UsageError(
+            "the suffix does not tell what the corpus file holds",
+            where=f"--corpus {spec}",
+            expected=f"one of {', '.join(SUFFIXES)}, also with .gz or .zst",
+            remedy=f"say it: text:{spec}, jsonl:{spec}#field, ...",
+        )
+    return f"{SUFFIXES[suffix]}:{spec}"

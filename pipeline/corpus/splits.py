@@ -8,16 +8,22 @@ from dataclasses import dataclass
 from pipeline.corpus.config import CorpusConfig, scheme_of
 from pipeline.corpus.detokenize import detokenizer
 from pipeline.corpus.sources import (
+    CsvFiles,
     HubDataset,
     JsonLines,
     MazePaths,
     ParquetFiles,
+    RawDocument,
     Source,
     TextFiles,
 )
 from pipeline.corpus.text_policy import Tally, decode_document
 from pipeline.maze import NUM_TRAINING_DOCUMENTS, NUM_VALIDATION_DOCUMENTS, load_maze
 from shards.base import GdistillError, UsageError
+
+MANY_HELD_OUT = 100
+"""From so many held-out documents on, a share of them is a share of the text, near enough."""
+MOST_HELD_OUT = 0.05
 
 
 def open_source(config: CorpusConfig, split: str) -> Source | None:
@@ -49,7 +55,7 @@ def _open(source: str, hub_split: str, config: CorpusConfig, split: str) -> Sour
         name, _, variant = rest.partition(":")
         return HubDataset(name, variant or None, hub_split, config.field, config.revision)
     pattern, _, named = rest.rpartition("#") if "#" in rest else (rest, "", "")
-    kind = JsonLines if scheme == "jsonl" else ParquetFiles
+    kind = {"jsonl": JsonLines, "csv": CsvFiles, "parquet": ParquetFiles}[scheme]
     return kind(pattern, named or config.field)
 
 
@@ -58,8 +64,9 @@ class Span:
     """A run of a source's documents that belongs to one split.
 
     Attributes:
-        begin, end: The part of each document that counts, as fractions of its characters; they
-            differ from 0 and 1 only when a single document is divided between the splits.
+        begin: Where the first document starts to count, as a fraction of its characters.
+        end: Where the last document stops to count. Both differ from 0 and 1 only where a
+            document is divided between the splits.
     """
 
     split: str
@@ -68,6 +75,12 @@ class Span:
     stop: int
     begin: float = 0.0
     end: float = 1.0
+
+    def part(self, number: int, text: str) -> str:
+        """What counts of document ``number``, cut at white space."""
+        begin = self.begin if number == self.start else 0.0
+        end = self.end if number == self.stop - 1 else 1.0
+        return text if (begin, end) == (0.0, 1.0) else _part(text, begin, end)
 
 
 def plan_spans(config: CorpusConfig) -> list[Span]:
@@ -80,33 +93,57 @@ def plan_spans(config: CorpusConfig) -> list[Span]:
     train = open_source(config, "train")
     assert train is not None
     validation = open_source(config, "validation")
-    num_documents = _limited_count(train, config)
+    count = _limited_count(train, config)
     if validation is not None:
         return [
-            Span("train", train, 0, num_documents),
+            Span("train", train, 0, count),
             Span("validation", validation, 0, _limited_count(validation, config)),
         ]
     held_out, fraction = config.validation_documents, config.validation_fraction
-    if held_out > num_documents:
+    if held_out > count:
         raise UsageError(
             "more documents are to be held out than there are",
             where="corpus.validation_documents",
             got=held_out,
-            expected=f"at most {num_documents}",
+            expected=f"at most {count}",
         )
-    if num_documents == 1 and not held_out and 0 < fraction < 1:
-        return [
-            Span("train", train, 0, 1, end=1 - fraction),
-            Span("validation", train, 0, 1, begin=1 - fraction),
-        ]
-    if not held_out and fraction:
-        most = num_documents if fraction == 1 else num_documents - 1
-        held_out = min(most, max(1, round(fraction * num_documents)))
-    cut = num_documents - held_out
+    if not held_out and 0 < fraction < 1 and round(fraction * count) < MANY_HELD_OUT:
+        return _fair_spans(train, count, fraction)
+    cut = count - (held_out or round(fraction * count))
+    return [Span("train", train, 0, cut), Span("validation", train, cut, count)]
+
+
+def _fair_spans(source: Source, count: int, fraction: float) -> list[Span]:
+    """Hold out a fraction of few documents by their characters, for they may be of any size.
+
+    The border of documents that is nearest, if it holds out half to one and a half times what is
+    wanted, or 5% at most; else the document where the cut falls is divided.
+    """
+    sizes = [_num_characters(source, raw) for raw in source.documents(0, count)]
+    total = sum(sizes)
+    tails = [0]  # characters of the last 0, 1, 2, ... documents, one at least left to train
+    for size in sizes[:0:-1]:
+        tails.append(tails[-1] + size)
+    wanted = fraction * total
+    held_out = min(range(len(tails)), key=lambda tail: abs(tails[tail] - wanted))
+    if not tails[held_out] and len(tails) > 1:
+        held_out = next((tail for tail in range(len(tails)) if tails[tail]), 0)
+    if wanted / 2 <= tails[held_out] <= max(1.5 * wanted, MOST_HELD_OUT * total) and held_out:
+        cut = count - held_out
+        return [Span("train", source, 0, cut), Span("validation", source, cut, count)]
+    after, place = 0, count - 1
+    while place > 0 and after + sizes[place] < wanted:
+        after, place = after + sizes[place], place - 1
+    at = 1 - (wanted - after) / max(1, sizes[place])
     return [
-        Span("train", train, 0, cut),
-        Span("validation", train, cut, num_documents),
+        Span("train", source, 0, place + 1, end=at),
+        Span("validation", source, place, count, begin=at),
     ]
+
+
+def _num_characters(source: Source, raw: RawDocument) -> int:
+    text = raw.content if isinstance(raw.content, str) else raw.content.decode("utf-8", "replace")
+    return len(source.text(text, raw))
 
 
 def _limited_count(source: Source, config: CorpusConfig) -> int:
@@ -126,10 +163,10 @@ def read_span(
         text = decode_document(raw, span.source, config.on_bad_utf8, tally)
         if text is None:
             continue
-        if (span.begin, span.end) != (0.0, 1.0):
-            whole, text = text, _part(text, span.begin, span.end)
-            tally.num_bytes -= len(whole.encode()) - len(text.encode())
-        text = detokenize(text)
+        part = span.part(number, text)
+        if part is not text:
+            tally.num_bytes -= len(text.encode()) - len(part.encode())
+        text = detokenize(part)
         if not config.keep_empty and (not text or text.isspace()):
             tally.num_empty += 1
             continue

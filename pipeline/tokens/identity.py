@@ -72,8 +72,8 @@ def check_identity(found: dict[str, Any], wanted: dict[str, Any], where: Path) -
             raise GdistillError(
                 "the corpus is not the one that was tokenized",
                 where=f"{where}: {split}: {_first_difference(old, new)}",
-                got=f"sha256 {_digests(new)}",
-                expected=f"sha256 {_digests(old)}",
+                got=f"content {_digests(new)}",
+                expected=f"content {_digests(old)}",
                 remedy=remedy,
             )
 
@@ -97,4 +97,6 @@ def _first_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> s
 
 
 def _digests(files: list[dict[str, Any]]) -> str:
-    return ", ".join(str(file.get("sha256", "-"))[:12] for file in files) or "none"
+    """Short forms of the content, of what has one."""
+    digests = [file.get("sha256") or file.get("fingerprint") for file in files]
+    return ", ".join(str(digest)[:12] for digest in digests if digest) or "none"

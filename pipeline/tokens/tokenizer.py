@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,10 +17,11 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from pipeline.corpus import CorpusConfig, Tally
+from pipeline.corpus import CorpusConfig, SpecialTokens, Tally
 from pipeline.tokens.packing import Ids, SpecialIds
 from pipeline.tokens.pieces import HUGE_CHARACTERS, cut_between_words, encode_with_overlap
 from shards.base import GdistillError, UsageError
+from shards.language_model import looks_local
 
 BATCH_CHARACTERS = 1 << 19
 """Text tokenized at once. Bounds memory (an encoding costs some 150 bytes per token)."""
@@ -36,6 +38,10 @@ def load_tokenizer(location: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         UsageError: If there is none, or it has no fast (``tokenizers``) form.
     """
+    if looks_local(str(location)) and not Path(os.path.expanduser(location)).is_dir():
+        raise UsageError(
+            "no such tokenizer folder", where=location, expected="a folder with tokenizer.json"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(location))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -87,7 +93,7 @@ def special_ids(
         raise UsageError(
             "the tokenizer has neither a bos nor an eos token",
             where=tokenizer.name_or_path,
-            remedy="name one: bos_id, eos_id of the corpus",
+            remedy="name one: --set corpus.eos_id=N (and corpus.bos_id=N if it is another)",
         )
     wanted = config.separate_train if split == "train" else config.separate_validation
     separator = (eos if config.separator_id is None else config.separator_id) if wanted else None
@@ -139,14 +145,26 @@ def batches(documents: Iterator[tuple[int, str]], tally: Tally) -> Iterator[Text
         yield TextBatch(texts, number + 1, replace(tally))
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Ids]:
+def special_token_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Finds the special tokens that a text spells out, the longest first; None without any."""
+    added = backend(tokenizer).get_added_tokens_decoder().values()
+    words = sorted((token.content for token in added if token.special), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, words))) if words else None
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    special_tokens: SpecialTokens = "token",
+) -> list[Ids]:
     """Ids of each text, no special tokens added, on all cores.
 
-    Equal to calling the tokenizer on each text (a special token written out in the text becomes
-    that token, as there).
+    Equal to calling the tokenizer on each text. A special token that a text spells out becomes that
+    token, as there, or with ``special_tokens="text"`` the ids of its letters.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     fast = backend(tokenizer)
+    fast.encode_special_tokens = special_tokens == "text"
     try:
         return _encode(fast, texts)
     except Exception as error:  # the library raises bare Exception, for an unknown word say
@@ -187,13 +205,15 @@ def _encode_at_once(fast: Tokenizer, texts: list[str]) -> Iterator[Ids]:
 
 
 def encoded(
-    tokenizer: PreTrainedTokenizerBase, texts: Iterator[TextBatch]
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Iterator[TextBatch],
+    special_tokens: SpecialTokens = "text",
 ) -> Iterator[tuple[TextBatch, list[Ids]]]:
     """Batches with their ids, in order; reading and tokenizing run ahead in threads."""
     with ThreadPoolExecutor(NUM_ENCODERS) as pool:
         pending: deque[tuple[TextBatch, Future[list[Ids]]]] = deque()
         for batch in ahead(texts):
-            pending.append((batch, pool.submit(encode, tokenizer, batch.texts)))
+            pending.append((batch, pool.submit(encode, tokenizer, batch.texts, special_tokens)))
             if len(pending) > NUM_ENCODERS:
                 done, ids = pending.popleft()
                 yield done, ids.result()

@@ -31,12 +31,20 @@ if TYPE_CHECKING:
         resolve,
         to_mapping,
     )
-    from shards.base.console import Bar, progress_bar, run_command, stderr, without_library_bars
+    from shards.base.console import (
+        Bar,
+        is_first_process,
+        progress_bar,
+        run_command,
+        stderr,
+        without_library_bars,
+    )
     from shards.base.errors import GdistillError, IntegrityError, UsageError
     from shards.base.folder_lock import exclusive
     from shards.base.names import path_inside, safe_name
     from shards.base.process_identity import has_ended, this_process
     from shards.base.seeding import derive_seed, generator
+    from shards.base.settings_table import Section, settings_app
     from shards.base.version_stamp import code_version
 
 __getattr__, __dir__ = open_door(__name__, __file__)

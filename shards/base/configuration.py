@@ -33,7 +33,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def parse_override(text: str) -> tuple[list[str], Any]:
     """Split ``a.b=value``; the value is read as TOML and, failing that, as a plain string."""
     key, separator, raw = text.partition("=")
-    if not separator or not key.strip():
+    if not separator or not all(part.strip() for part in key.split(".")):
         raise UsageError("malformed override", where="--set", got=text, expected="key.path=value")
     try:
         value = tomllib.loads(f"value = {raw}")["value"]

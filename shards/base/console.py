@@ -6,10 +6,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
+import typer
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -23,8 +26,11 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from shards.base.errors import GdistillError
+from shards.base.errors import GdistillError, UsageError
 
+WrongOption = typer.BadParameter.__mro__[2]
+"""ClickException, in whichever package this Typer keeps it."""
+INTERRUPTED = "interrupted; run the same command again to resume"
 stderr = Console(stderr=True, highlight=False)
 DESCRIPTION_WIDTH = 18
 SECONDS_BETWEEN_LINES = 60.0
@@ -32,21 +38,67 @@ FIGURES_WIDTH = 58
 """Of description, counts, rate and time together."""
 
 
-def run_command(app: Callable[[], object]) -> None:
-    """Run a Typer app; a :class:`GdistillError` becomes one line on stderr and its exit code.
+def run_command(app: Callable[..., object], /, **others: typer.Typer) -> None:
+    """Run a Typer app; whatever the user got wrong becomes one line on stderr and an exit code.
 
-    ``GDISTILL_TRACEBACK=1`` lets the traceback through, for developers.
+    A :class:`GdistillError` brings its own code, a wrong option 2. Of several processes with the
+    same wrong request only the first one says so. ``GDISTILL_TRACEBACK=1`` lets the traceback of a
+    :class:`GdistillError` through, for developers.
+
+    Args:
+        app: The command.
+        others: Further commands by the first word that calls them (``settings``).
     """
     try:
-        app()
+        sys.exit(_call(app, others))
     except GdistillError as error:
         if os.environ.get("GDISTILL_TRACEBACK") == "1":
             raise
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        if not isinstance(error, UsageError) or is_first_process():
+            _say(f"error: {error}")
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to resume", file=sys.stderr, flush=True)
+    except WrongOption as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # the help: no word was given
+        elif is_first_process():
+            _say(f"error: {_one_line(error)}")
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        _say(INTERRUPTED)
         sys.exit(130)
+
+
+def is_first_process() -> bool:
+    """Whether this process speaks for all that a launcher (torchrun, accelerate) started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _call(app: Callable[..., object], others: Mapping[str, typer.Typer]) -> int:
+    """The app's exit code; Typer's own handling of errors takes three lines for each."""
+    if not isinstance(app, typer.Typer):
+        app()
+        return 0
+    words: dict[str, Any] = {}
+    if len(sys.argv) > 1 and sys.argv[1] in others:
+        app = others[sys.argv[1]]
+        program = f"{Path(sys.argv[0]).name} {sys.argv[1]}"
+        words = {"args": sys.argv[2:], "prog_name": program}
+    code = app(standalone_mode=False, **words)
+    if code == 130:
+        _say(INTERRUPTED)
+    return code if isinstance(code, int) else 0
+
+
+def _one_line(error: Any) -> str:
+    """What is wrong with an option, and where help is."""
+    message = " ".join(error.format_message().split())
+    context = getattr(error, "ctx", None)
+    remedy = f"; see {context.command_path} --help" if context is not None else ""
+    return message[:1].lower() + message[1:].rstrip(".") + remedy
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 class _Rate(ProgressColumn):

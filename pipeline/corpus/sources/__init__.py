@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from pipeline.corpus.sources.hub import HubDataset
     from pipeline.corpus.sources.json_lines import JsonLines
     from pipeline.corpus.sources.maze_paths import MazePaths
-    from pipeline.corpus.sources.parquet_files import ParquetFiles
     from pipeline.corpus.sources.protocol import RawDocument, Source
+    from pipeline.corpus.sources.tables import CsvFiles, ParquetFiles
     from pipeline.corpus.sources.text_files import TextFiles
 
 __getattr__, __dir__ = open_door(__name__, __file__)

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
-
+from pipeline.corpus.sources.files import file_identity
 from pipeline.corpus.sources.protocol import Known, RawDocument
 from shards.base import GdistillError, UsageError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+else:
+    Dataset = Any
 
 BATCH_ROWS = 256
 
@@ -28,11 +34,16 @@ class HubDataset:
     revision: str | None
 
     @cached_property
-    def _rows(self) -> datasets.Dataset:
+    def _rows(self) -> Dataset:
+        import datasets  # late: other corpora need not wait for it
+
         where = f"hf:{self.name}" + (f":{self.config}" if self.config else "")
+        name = os.path.expanduser(self.name)
+        if (os.path.isabs(name) or self.name.startswith(".")) and not os.path.isdir(name):
+            raise UsageError("no such folder of a data set", where=where)
         try:
             rows = datasets.load_dataset(
-                self.name, self.config, split=self.split, revision=self.revision
+                name, self.config, split=self.split, revision=self.revision
             )
         except ValueError as error:  # an unknown configuration or split, which it lists
             raise UsageError("cannot load the data set", where=where, got=error) from error
@@ -45,7 +56,7 @@ class HubDataset:
             ) from error
         return self._with_field(rows, where)
 
-    def _with_field(self, rows: datasets.Dataset, where: str) -> datasets.Dataset:
+    def _with_field(self, rows: Dataset, where: str) -> Dataset:
         names = rows.column_names
         if self.field not in names:
             near = difflib.get_close_matches(self.field, names, n=1)
@@ -76,14 +87,15 @@ class HubDataset:
         return f"{raw.origin}: row {raw.offset}, byte {byte}"
 
     def identity(self, known: Known = MappingProxyType({})) -> list[dict[str, Any]]:
-        rows = self._rows
-        return [
-            {
-                "name": self.name,
-                "config": self.config,
-                "split": self.split,
-                "revision": self.revision,
-                "num_rows": len(rows),
-                "sha256": rows._fingerprint,
-            }
-        ]
+        rows, folder = self._rows, Path(os.path.expanduser(self.name))
+        facts = {"config": self.config, "split": self.split, "num_rows": len(rows)}
+        if folder.is_dir():  # where it lies says nothing: its files do
+            files = sorted(path for path in folder.rglob("*") if path.is_file())
+            kept = [path for path in files if not _is_hidden(path.relative_to(folder))]
+            return [facts, *(file_identity(path, known) for path in kept)]
+        facts |= {"name": self.name, "revision": self.revision, "fingerprint": rows._fingerprint}
+        return [facts]
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)

@@ -32,7 +32,10 @@ class JsonLines:
         return sum(1 for _ in self._objects())
 
     def _objects(self) -> Iterator[RawDocument]:
-        return (raw for raw in self._lines.all() if raw.content.strip())
+        for path in self._lines.paths:
+            for number, raw in enumerate(self._lines.of_file(path), 1):
+                if raw.content.strip():
+                    yield raw._replace(offset=number)
 
     def count(self) -> int:
         return self._count
@@ -41,7 +44,7 @@ class JsonLines:
         return islice(self._objects(), start, stop)
 
     def text(self, decoded: str, raw: RawDocument) -> str:
-        where = self.place(raw, 0)
+        where = f"{raw.origin}: line {raw.offset}"
         try:
             record = json.loads(decoded)
         except (ValueError, RecursionError) as error:
@@ -62,7 +65,7 @@ class JsonLines:
         return value
 
     def place(self, raw: RawDocument, byte: int) -> str:
-        return self._lines.place(raw, byte)
+        return f"{raw.origin}: line {raw.offset}, byte {byte}"
 
     def identity(self, known: Known = MappingProxyType({})) -> list[dict[str, Any]]:
         return self._lines.identity(known)

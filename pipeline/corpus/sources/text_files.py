@@ -38,7 +38,7 @@ class TextFiles:
 
     @cached_property
     def _counts(self) -> list[int]:
-        return [sum(1 for _ in self._file(path)) for path in self.paths]
+        return [sum(1 for _ in self.of_file(path)) for path in self.paths]
 
     def count(self) -> int:
         return sum(self._counts)
@@ -49,7 +49,7 @@ class TextFiles:
             if position >= stop:
                 return
             if position + count > start:
-                for index, raw in enumerate(self._file(path), position):
+                for index, raw in enumerate(self.of_file(path), position):
                     if index >= stop:
                         return
                     if index >= start:
@@ -65,12 +65,8 @@ class TextFiles:
     def identity(self, known: Known = MappingProxyType({})) -> list[dict[str, Any]]:
         return [file_identity(path, known) for path in self.paths]
 
-    def all(self) -> Iterator[RawDocument]:
-        """Every document, in one pass and without counting first."""
-        for path in self.paths:
-            yield from self._file(path)
-
-    def _file(self, path: Path) -> Iterator[RawDocument]:
+    def of_file(self, path: Path) -> Iterator[RawDocument]:
+        """The documents of one of the files, in one pass and without counting first."""
         origin = str(path)
         with open_bytes(path) as file:
             for offset, content in self._split(file):

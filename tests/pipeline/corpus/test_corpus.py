@@ -203,7 +203,7 @@ def test_requests_that_make_no_sense(tmp_path: Path, spec: str, message: str) ->
     [
         ("a.jsonl", b'{"txt": "a"}\n', "no text in field 'text'.*did you mean 'txt'"),
         ("a.jsonl", b'{"text": 3}\n', "got int"),
-        ("a.jsonl", b'{"text": "a"}\n[1]\n', "byte 14.*got list"),
+        ("a.jsonl", b'{"text": "a"}\n[1]\n', r"a.jsonl: line 2\].*got list"),
         ("a.jsonl", b'{"text"\n', "malformed JSON line"),
         ("a.txt.gz", gzip.compress(b"a" * 10_000)[:-12], "file is damaged"),
         ("a.txt.zst", b"not zstd", "file is damaged"),
@@ -244,9 +244,9 @@ def test_overrides_settings_and_files(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('source = "text:a.txt"\nrow_length = 64\npacking = "wrap"\n')
     config = corpus_config(
-        str(path), ["row_length=32"], {"seed": 3, "row_length": 48, "bos_id": None}
+        str(path), ["row_length=32"], {"bos_id": 3, "row_length": 48, "eos_id": None}
     )
-    assert (config.packing, config.row_length, config.seed) == ("wrap", 32, 3)
+    assert (config.packing, config.row_length, config.bos_id) == ("wrap", 32, 3)
     assert corpus_config("maze:m57").row_length == 11
     assert corpus_config("text:a.txt").row_length is None
     with pytest.raises(UsageError, match="did you mean 'row_length'"):

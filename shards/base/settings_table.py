@@ -1,0 +1,231 @@
+"""Every setting of a command with its type, default and meaning, read from the source.
+
+A command's settings are frozen dataclasses beside their owners, and many of those files wait for
+torch. Their fields and the ``Attributes:`` of their docstrings are therefore read from the syntax
+tree, and asking what can be set costs nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shards.base.errors import UsageError
+
+WIDTH = 96
+REQUIRED = "required"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting.
+
+    Attributes:
+        key: As ``--set`` takes it, ``corpus.packing``.
+        kind: Its type; choices are separated by ``|``.
+        default: As TOML would write it, ``none``, or ``required``.
+        meaning: The docstring's words; empty if it has none.
+    """
+
+    key: str
+    kind: str
+    default: str
+    meaning: str
+
+    def lines(self) -> list[str]:
+        """For people: key, default and type, and below them the meaning."""
+        head = self.key if self.default == REQUIRED else f"{self.key} = {self.default}"
+        note = f"{self.kind}, required" if self.default == REQUIRED else self.kind
+        body = textwrap.wrap(self.meaning, WIDTH, initial_indent="    ", subsequent_indent="    ")
+        return [f"{head}    ({note})", *body]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Settings that belong together.
+
+    Attributes:
+        title: What they are of.
+        target: ``module:Class`` of their dataclass.
+        prefix: What stands before their keys, ``corpus``.
+    """
+
+    title: str
+    target: str
+    prefix: str = ""
+
+
+def settings_of(target: str, prefix: str = "") -> list[Setting]:
+    """The settings of a dataclass, those of dataclasses in it included, inherited ones first.
+
+    Args:
+        target: ``module:Class``; the module is read, not imported.
+        prefix: What stands before the keys.
+    """
+    module, _, name = target.partition(":")
+    found = {setting.key: setting for setting in _of_class(_Source.of(module), name, prefix)}
+    return list(found.values())
+
+
+def settings_app(sections: Sequence[Section]) -> typer.Typer:
+    """The command ``settings`` over these sections."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+    @app.command()
+    def settings(
+        part: Annotated[
+            str, typer.Argument(help="Only keys and titles that contain this, packing say.")
+        ] = "",
+    ) -> None:
+        """Print every setting of --set and --config with its default, type and meaning."""
+        lines = table_lines(sections, part)
+        if not lines:
+            remedy = "leave the word out to see them all"
+            raise UsageError("no setting is called that", got=part, remedy=remedy)
+        typer.echo("\n".join(lines))
+
+    return app
+
+
+def table_lines(sections: Sequence[Section], part: str = "") -> list[str]:
+    """What ``settings`` prints."""
+    lines: list[str] = []
+    for section in sections:
+        settings = settings_of(section.target, section.prefix)
+        if part not in section.title:
+            settings = [setting for setting in settings if part in setting.key]
+        if settings:
+            lines += ["" if lines else None, f"# {section.title}"]  # type: ignore[list-item]
+            lines += [line for setting in settings for line in setting.lines()]
+    return [line for line in lines if line is not None]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One module's syntax tree and the names that it defines or imports."""
+
+    module: str
+    names: dict[str, ast.stmt]
+
+    @staticmethod
+    @cache
+    def of(module: str) -> _Source:
+        spec = importlib.util.find_spec(module)
+        if spec is None or not spec.origin:
+            raise ModuleNotFoundError(module)
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+        return _Source(module, dict(_bindings(tree.body)))
+
+    def find(self, name: str) -> tuple[_Source, ast.stmt] | None:
+        """Where a name is defined, through imports and doors of this project; else None."""
+        node = self.names.get(name)
+        if not isinstance(node, ast.ImportFrom):
+            return None if node is None else (self, node)
+        module = node.module or ""
+        if not any(module == top or module.startswith(f"{top}.") for top in _packages()):
+            return None
+        original = next(a.name for a in node.names if (a.asname or a.name) == name)
+        return _Source.of(module).find(original)
+
+
+@cache
+def _packages() -> tuple[str, ...]:
+    """The packages beside this one: other libraries' names are left as they are written."""
+    root = Path(__file__).resolve().parents[2]
+    return tuple(path.parent.name for path in root.glob("*/__init__.py"))
+
+
+def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
+    for node in body:
+        if isinstance(node, ast.ImportFrom):
+            yield from ((alias.asname or alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.ClassDef):
+            yield node.name, node
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            yield node.targets[0].id, node
+        elif isinstance(node, ast.If):  # the block of a door
+            yield from _bindings(node.body)
+
+
+def _of_class(source: _Source, name: str, prefix: str) -> Iterator[Setting]:
+    place = source.find(name)
+    if place is None or not isinstance(place[1], ast.ClassDef):
+        return
+    source, node = place
+    for base in node.bases:
+        if isinstance(base, ast.Name):
+            yield from _of_class(source, base.id, prefix)
+    meanings = _meanings(ast.get_docstring(node) or "")
+    for field in node.body:
+        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+            continue
+        kind = ast.unparse(field.annotation)
+        if kind.startswith("ClassVar"):
+            continue
+        key = f"{prefix}.{field.target.id}" if prefix else field.target.id
+        nested = list(_of_class(source, kind, key))
+        if nested:
+            yield from nested
+            continue
+        meaning = meanings.get(field.target.id, "")
+        yield Setting(key, _kind(source, field.annotation), _default(source, field.value), meaning)
+
+
+def _meanings(docstring: str) -> dict[str, str]:
+    """The ``Attributes:`` of a docstring, by name; ``a, b: text`` speaks of both."""
+    _, _, section = docstring.partition("Attributes:\n")
+    section = re.split(r"\n(?=\S)", section)[0]
+    meanings = {}
+    for entry in re.split(r"\n(?=    \S)", f"\n{section}"):
+        names, colon, text = entry.partition(":")
+        if colon:
+            words = " ".join(text.replace("``", "").split())
+            meanings |= {name.strip(): words for name in names.split(",")}
+    return meanings
+
+
+def _kind(source: _Source, node: ast.expr) -> str:
+    """An annotation in words: choices spelled out, aliases of this project resolved."""
+    if isinstance(node, ast.BinOp):  # X | Y
+        return f"{_kind(source, node.left)} | {_kind(source, node.right)}"
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+        items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        return " | ".join(str(ast.literal_eval(item)) for item in items)
+    if isinstance(node, ast.Name):
+        place = source.find(node.id)
+        if place is not None and isinstance(place[1], ast.Assign):
+            return _kind(place[0], place[1].value)
+    return ast.unparse(node).replace("None", "none")
+
+
+def _default(source: _Source, node: ast.expr | None) -> str:
+    if node is None:
+        return REQUIRED
+    if isinstance(node, ast.Name):
+        place = source.find(node.id)
+        if place is not None and isinstance(place[1], ast.Assign):
+            return _default(place[0], place[1].value)
+    if isinstance(node, ast.BinOp):  # 1 / 64, 1 << 20: this project's own arithmetic
+        return str(eval(ast.unparse(node), {"__builtins__": {}}))
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        return ast.unparse(node)
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        value = list(value)
+    return str(value).replace("'", '"') if isinstance(value, list) else _toml(value)
+
+
+def _toml(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
