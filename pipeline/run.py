@@ -106,7 +106,13 @@ def run_extraction(request: ExtractRequest, worker: Worker) -> list[str]:
     request, tokenizer, teacher = prepare_teacher(request, device)
     if not (begun and tokenized(request.out)):
         _ = teacher.loaded  # what its weights are refused for comes before hours of tokenization
-    dataset = prepare_tokens(request.corpus, tokenizer, request.out, main_process=worker.is_main)
+    dataset = prepare_tokens(
+        request.corpus,
+        tokenizer,
+        request.out,
+        limits=request.row_limits,
+        main_process=worker.is_main,
+    )
     require_known_ids(dataset)
     inputs = Inputs(request, teacher, dataset)
     writer, resources = begin_store(inputs)

@@ -194,6 +194,14 @@ class ExtractRequest:
         """Where the store goes: a folder or a URL."""
         return self.settings.store.location or str(self.out / "store")
 
+    @property
+    def row_limits(self) -> dict[str, int]:
+        """The most rows of each split that has a limit."""
+        settings = self.settings.store
+        own = settings.validation_rows
+        limits = {"train": settings.rows, "validation": settings.rows if own is None else own}
+        return {split: rows for split, rows in limits.items() if rows is not None}
+
     def with_row_length(self, context_length: int | None) -> ExtractRequest:
         """A row length for a corpus that sets none: the teacher's context, at most 1024."""
         if self.corpus.row_length is not None:

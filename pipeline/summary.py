@@ -74,8 +74,10 @@ def corpus_lines(dataset: TokenDataset) -> list[str]:
             "empty documents left out": tally.num_empty,
             "documents of bad UTF-8": tally.num_bad_utf8,
             "control characters kept": tally.num_control_characters,
+            "special tokens spelled out in the text": record.get("num_special_tokens", 0),
             "tokens left over": record["num_dropped_tokens"],
         }
         parts += [f"{count:,} {what}" for what, count in notes.items() if count]
+        parts += ["cut there, as asked"] * record.get("was_cut", False)
         lines.append(f"  {split:<14} {', '.join(parts)}")
     return lines

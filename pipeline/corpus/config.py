@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from glob import has_magic, iglob
 from pathlib import Path
 from typing import Any, Literal
@@ -128,6 +128,9 @@ class CorpusConfig:
             )
 
 
+DEFAULTS = {field.name: field.default for field in fields(CorpusConfig)}
+
+
 def scheme_of(source: str) -> tuple[str, str]:
     """(scheme, rest) of a source; an unknown scheme is a :class:`UsageError`."""
     scheme, _, rest = source.partition(":")
@@ -144,7 +147,7 @@ def preset_names() -> list[str]:
 def _unknown(spec: str) -> UsageError:
     known = [*preset_names(), *(f"{scheme}:" for scheme in SCHEMES)]
     near = difflib.get_close_matches(spec.partition(":")[0], [*known, *SCHEMES], n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else "for a file of your own: its path, or text:PATH"
+    hint = f"did you mean {near[0]!r}?" if near else "for files of your own: their path"
     return UsageError(
         "unknown corpus", where=f"--corpus {spec}", expected=f"one of {known}", remedy=hint
     )
@@ -183,11 +186,12 @@ def _check_meaning(config: CorpusConfig, given: dict[str, Any]) -> None:
     sources = [source for source in (config.source, config.validation_source) if source]
     schemes = {scheme_of(source)[0] for source in sources}
     for name, fitting in MEANT_FOR.items():
-        if name in given and not schemes & set(fitting):
+        value = getattr(config, name)
+        if name in given and value != DEFAULTS[name] and not schemes & set(fitting):
             raise UsageError(
                 f"this setting means nothing for a {'/'.join(sorted(schemes))}: source",
                 where=f"corpus.{name}",
-                got=repr(given[name]),
+                got=repr(value),
                 expected=f"a source of {', '.join(f'{scheme}:' for scheme in fitting)}",
                 remedy="leave it out",
             )

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +37,14 @@ from pipeline.tokens.tokenizer import (
     encoded,
     load_tokenizer,
     special_ids,
+    special_token_pattern,
     tokenizer_sha256,
 )
 from pipeline.tokens.writer import PartWriter
 from shards.base import (
     Bar,
     GdistillError,
+    UsageError,
     progress_bar,
     publish_folder,
     to_mapping,
@@ -49,6 +53,8 @@ from shards.base import (
 
 JOURNAL = "journal.json"
 LONGEST_DEFAULT_ROW = 1024
+Limits = Mapping[str, int]
+"""The most rows of a split, by its name."""
 
 
 @dataclass
@@ -61,6 +67,8 @@ class _Progress:
     parts: dict[str, list[Part]] = field(default_factory=dict)
     tallies: dict[str, Tally] = field(default_factory=dict)
     num_dropped_tokens: dict[str, int] = field(default_factory=dict)
+    num_special_tokens: dict[str, int] = field(default_factory=dict)
+    was_cut: dict[str, bool] = field(default_factory=dict)
 
 
 def prepare_tokens(
@@ -68,6 +76,7 @@ def prepare_tokens(
     tokenizer: PreTrainedTokenizerBase | str | Path,
     out: Path,
     *,
+    limits: Limits | None = None,
     main_process: bool = True,
 ) -> TokenDataset:
     """Tokenize and pack a corpus into ``out/tokens``, or open what is already there.
@@ -78,6 +87,7 @@ def prepare_tokens(
         config: The corpus; without a row length, the tokenizer's own limit or 1024.
         tokenizer: A fast tokenizer, or where to load it from (a teacher).
         out: The run's folder.
+        limits: The most rows of a split; of the corpus no more is tokenized than fills them.
         main_process: Whether to show progress.
 
     Raises:
@@ -90,21 +100,34 @@ def prepare_tokens(
     if config.row_length is None:
         length = int(min(tokenizer.model_max_length, LONGEST_DEFAULT_ROW))
         config = replace(config, row_length=length)
+    limits = limits or {}
     try:
         out.mkdir(parents=True, exist_ok=True)
         with _alone(out / ".tokens.lock"):
             if (out / "tokens").exists():
-                return _finished(config, tokenizer, out / "tokens")
-            return _build(config, tokenizer, out, main_process)
+                return _finished(config, tokenizer, out / "tokens", limits)
+            return _build(config, tokenizer, out, dict(limits), main_process)
     except OSError as error:
         raise GdistillError("cannot write the token rows", where=out, got=error) from error
 
 
-def _finished(config: CorpusConfig, tokenizer: PreTrainedTokenizerBase, done: Path) -> TokenDataset:
+def _finished(
+    config: CorpusConfig, tokenizer: PreTrainedTokenizerBase, done: Path, limits: Limits
+) -> TokenDataset:
     """The rows that are there, if they are the ones asked for."""
     dataset = TokenDataset.open(done)
     wanted = corpus_identity(config, tokenizer, dataset.record["identity"])
     check_identity(dataset.record["identity"], wanted, done)
+    for split in dataset.splits:
+        limit, rows = limits.get(split), dataset.num_rows(split)
+        if dataset.record["splits"][split].get("was_cut") and (limit is None or limit > rows):
+            raise UsageError(
+                "the token rows here are only the first ones of the corpus",
+                where=f"{done}: {split}",
+                got=f"{rows} rows",
+                expected="all of them" if limit is None else limit,
+                remedy=f"ask for as many, choose another output folder, or remove {done}",
+            )
     return dataset
 
 
@@ -117,17 +140,25 @@ def _alone(path: Path) -> Iterator[None]:
 
 
 def _build(
-    config: CorpusConfig, tokenizer: PreTrainedTokenizerBase, out: Path, main_process: bool
+    config: CorpusConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    limits: Limits,
+    main_process: bool,
 ) -> TokenDataset:
     work = out / ".tokens.partial"
     spans = plan_spans(config)
     identity = corpus_identity(config, tokenizer, None)
-    progress = _resume(work, identity)
+    progress = _resume(work, {**identity, "limits": limits})
     with progress_bar("tokenize", None, main_process=main_process) as bar:
         for index in range(progress.span, len(spans)):
-            _tokenize_span(spans[index], config, tokenizer, work, identity, progress, bar)
+            note = partial(_save, work, {**identity, "limits": limits}, progress)
+            split, limit = spans[index].split, limits.get(spans[index].split)
+            _tokenize_span(
+                spans[index], config, tokenizer, work / split, limit, progress, bar, note
+            )
             progress.span, progress.next_document, progress.packer = index + 1, None, None
-            _save(work, identity, progress)
+            note()
     if not sources_unchanged(identity):
         raise GdistillError(
             "the corpus changed while it was read",
@@ -147,7 +178,16 @@ def _resume(work: Path, identity: dict[str, Any]) -> _Progress:
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         return _Progress()
-    check_identity(journal.pop("identity"), identity, work)
+    found = journal.pop("identity")
+    check_identity(found, identity, work)
+    if found.get("limits") != identity["limits"]:
+        raise UsageError(
+            "another number of rows is being tokenized here",
+            where=work,
+            got=found.get("limits"),
+            expected=identity["limits"],
+            remedy=f"finish that run with its --rows, or remove {work}",
+        )
     journal["parts"] = {
         split: [Part(**part) for part in parts] for split, parts in journal["parts"].items()
     }
@@ -163,10 +203,11 @@ def _tokenize_span(
     span: Span,
     config: CorpusConfig,
     tokenizer: PreTrainedTokenizerBase,
-    work: Path,
-    identity: dict[str, Any],
+    folder: Path,
+    limit: int | None,
     progress: _Progress,
     bar: Bar,
+    note: Callable[[], None],
 ) -> None:
     """Write the parts of one split, noting every closed part in the journal."""
     assert config.row_length is not None
@@ -175,22 +216,32 @@ def _tokenize_span(
     packer = make_packer(config.packing, config.row_length, ids, config.group_documents)
     if progress.packer is not None:
         packer.restore(progress.packer)
-    writer = PartWriter(work / split, config.row_length, len(parts))
-    tally = progress.tallies.get(split, Tally())
-    texts = batches(read_span(span, config, tally, progress.next_document), tally)
-    for batch, documents in encoded(tokenizer, texts):
-        writer.write(packer.pack(documents))
-        bar.advance(sum(map(len, documents)))
+    writer = PartWriter(folder, config.row_length, len(parts))
+    num_left = math.inf if limit is None else limit - sum(part.num_rows for part in parts)
+    tally, specials = progress.tallies.get(split, Tally()), special_token_pattern(tokenizer)
+    documents = read_span(span, config, tally, progress.next_document) if num_left else iter(())
+    texts = batches(documents, tally, num_left * config.row_length)
+    for batch, encoded_documents in encoded(tokenizer, texts, config.special_tokens):
+        rows = packer.pack(encoded_documents)
+        writer.write(rows[: int(min(num_left, len(rows)))])
+        num_left -= min(num_left, len(rows))
+        found = sum(len(specials.findall(text)) for text in batch.texts) if specials else 0
+        progress.num_special_tokens[split] = progress.num_special_tokens.get(split, 0) + found
+        bar.advance(sum(map(len, encoded_documents)))
         bar.note(f"{split} {batch.next_document - span.start}/{span.stop - span.start} documents")
         progress.tallies[split] = batch.tally
+        if not num_left:
+            break
         if writer.is_full and (part := writer.close()):
             parts.append(part)
             progress.next_document, progress.packer = batch.next_document, packer.state()
-            _save(work, identity, progress)
-    packer.finish()
+            note()
+    progress.was_cut[split] = not num_left
+    if not progress.was_cut[split]:
+        packer.finish()
+        progress.tallies[split] = tally
     if part := writer.close():
         parts.append(part)
-    progress.tallies[split] = tally
     progress.num_dropped_tokens[split] = packer.num_dropped_tokens
 
 
@@ -241,6 +292,8 @@ def _split_record(
         "num_rows": num_rows,
         "num_tokens": num_rows * (config.row_length or 0),
         "num_dropped_tokens": progress.num_dropped_tokens.get(split, 0),
+        "num_special_tokens": progress.num_special_tokens.get(split, 0),
+        "was_cut": progress.was_cut.get(split, False),
         **asdict(progress.tallies.get(split, Tally())),
         "parts": [asdict(part) for part in parts],
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from collections import deque
@@ -128,17 +129,24 @@ class TextBatch:
     tally: Tally
 
 
-def batches(documents: Iterator[tuple[int, str]], tally: Tally) -> Iterator[TextBatch]:
+def batches(
+    documents: Iterator[tuple[int, str]], tally: Tally, most_tokens: int | float = math.inf
+) -> Iterator[TextBatch]:
     """Group numbered documents by the amount of text; where the groups end is reproducible.
 
-    ``tally`` is the one that the documents' reader counts in.
+    Args:
+        documents: Numbers and texts.
+        tally: The one that the documents' reader counts in.
+        most_tokens: Tokens that are wanted in all. Where few are, the groups are small, so that
+            little is read in vain: a token has four characters, as a rule.
     """
     texts: list[str] = []
     num_characters = 0
+    most_characters = min(BATCH_CHARACTERS, 4 * most_tokens)
     for number, text in documents:
         texts.append(text)
         num_characters += len(text)
-        if num_characters >= BATCH_CHARACTERS or len(texts) >= BATCH_DOCUMENTS:
+        if num_characters >= most_characters or len(texts) >= BATCH_DOCUMENTS:
             yield TextBatch(texts, number + 1, replace(tally))
             texts, num_characters = [], 0
     if texts:

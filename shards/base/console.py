@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import typer
 from rich.console import Console
@@ -28,7 +28,7 @@ from rich.text import Text
 
 from shards.base.errors import GdistillError, UsageError
 
-WrongOption = typer.BadParameter.__mro__[2]
+WrongOption = cast(type[Exception], typer.BadParameter.__mro__[2])
 """ClickException, in whichever package this Typer keeps it."""
 INTERRUPTED = "interrupted; run the same command again to resume"
 stderr = Console(stderr=True, highlight=False)
@@ -57,9 +57,10 @@ def run_command(app: Callable[..., object], /, **others: typer.Typer) -> None:
         if not isinstance(error, UsageError) or is_first_process():
             _say(f"error: {error}")
         sys.exit(error.exit_code)
-    except WrongOption as error:
+    except WrongOption as wrong:
+        error: Any = wrong
         if type(error).__name__ == "NoArgsIsHelpError":
-            error.show()  # the help: no word was given
+            _say(error.ctx.get_help())  # no word was given
         elif is_first_process():
             _say(f"error: {_one_line(error)}")
         sys.exit(error.exit_code)

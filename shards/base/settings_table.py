@@ -157,10 +157,9 @@ def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def _of_class(source: _Source, name: str, prefix: str) -> Iterator[Setting]:
-    place = source.find(name)
-    if place is None or not isinstance(place[1], ast.ClassDef):
+    source, node = source.find(name) or (source, None)
+    if not isinstance(node, ast.ClassDef):
         return
-    source, node = place
     for base in node.bases:
         if isinstance(base, ast.Name):
             yield from _of_class(source, base.id, prefix)

@@ -187,6 +187,8 @@ def test_a_deeply_nested_json_line(command, tmp_path: Path, teacher: Path) -> No
     corpus.write_text('{"text": "w1 w2"}\n' + "[" * 100_000 + "\n")
     words = good(teacher, corpus, tmp_path / "out")
     words[1] = f"jsonl:{corpus}"
+    at = words.index("corpus.document_separator=line")
+    del words[at - 1 : at + 1]
     code, _, err = command(*words)
     assert code == 1 and "malformed JSON line" in error_line(err)
 

@@ -94,7 +94,7 @@ def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.Monkey
         list(read_documents(CorpusConfig(f"hf:{folder}", field="label")))
     with pytest.raises(UsageError, match="cannot load the data set"):
         list(read_documents(CorpusConfig(f"hf:{folder}", split="tset")))
-    with pytest.raises(GdistillError, match="cannot load the data set"):
+    with pytest.raises(UsageError, match="no such folder of a data set"):
         list(read_documents(CorpusConfig(f"hf:{tmp_path}/nowhere")))
 
 

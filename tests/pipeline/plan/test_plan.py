@@ -8,7 +8,7 @@ from transformers import CLIPConfig, PreTrainedConfig, T5Config
 
 from pipeline.plan.codec_sizes import measured_bytes_per_token
 from pipeline.plan.plan import human_bytes, make_plan
-from pipeline.settings import resolve_request
+from pipeline.settings import PlanOptions, resolve_request
 from pipeline.teacher.model import Teacher
 from shards.base.errors import GdistillError, UsageError
 from shards.codec.registry import CODECS, make_codec
@@ -34,10 +34,9 @@ def test_figures_out_of_range_are_refused_by_name(
     tmp_path: Path, teacher: Path, corpus: Path, value: float
 ) -> None:
     request = resolve_request(tmp_path, options(teacher, corpus))
-    arguments = {"rate": "--rate", "num_tokens": "--tokens", "price_per_hour": "--price"}
-    for argument, option in arguments.items():
-        with pytest.raises(UsageError, match=rf"out of range \[{option}\]"):
-            make_plan(request, **{argument: value})
+    for name in ("rate", "tokens", "price"):
+        with pytest.raises(UsageError, match=rf"out of range \[--{name}\]"):
+            PlanOptions(**{name: value})
     (tmp_path / "summary.json").write_text(json.dumps({"tokens_per_second": value}))
     with pytest.raises(GdistillError, match=r"cannot read an earlier run's rate.*--rate"):
         make_plan(request)
@@ -69,7 +68,7 @@ def test_plan_runs_no_teacher_and_writes_nothing(
     block = (16 * 48 + 48) + (16 * 16 + 16) + (16 * 64 + 64) + (64 * 16 + 16) + 4 * 16
     assert plan.teacher.num_parameters == (VOCAB_SIZE + CONTEXT_LENGTH) * 16 + 2 * block + 32
     text = "\n".join(plan.lines())
-    assert "*posterior" in text and "process hours" in text and "assumed: 40%" in text
+    assert "*posterior" in text and "hours of this CPU" in text and "measured just now" in text
 
 
 def test_tokens_are_estimated_and_then_counted(tmp_path: Path, teacher: Path, corpus: Path) -> None:
@@ -83,16 +82,17 @@ def test_tokens_are_estimated_and_then_counted(tmp_path: Path, teacher: Path, co
     assert exact % ROW_LENGTH == 0
     # All 54 training documents are in the sample; what differs is the remainder of the packing.
     assert abs(estimate.num_tokens["this corpus"] - exact) < 0.1 * exact
-    assert "measured by the run" in counted.rate.origin
+    (rate,) = counted.rates
+    assert "measured by the run" in rate.origin
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert counted.rate.tokens_per_second == summary["tokens_per_second"]
+    assert rate.tokens_per_second == summary["tokens_per_second"]
 
 
 def test_hours_and_price_follow_from_the_rate(tmp_path: Path, teacher: Path, corpus: Path) -> None:
     request = resolve_request(tmp_path, options(teacher, corpus))
-    plan = make_plan(request, rate=1000.0, num_tokens=7_200_000, price_per_hour=3.0)
-    rows = {line.split("  ")[0].strip(): line for line in plan.table()}
-    assert rows["process hours"].split() == ["process", "hours", "2", "2,500", "2,777,778"]
+    plan = make_plan(request, PlanOptions(rate=1000.0, tokens=7.2e6, price=3.0))
+    rows = {line.strip().split("  ")[0]: line for line in plan.table()}
+    assert rows["hours of one process"].split()[-3:] == ["2", "2,500", "2,777,778"]
     assert rows["price at 3 per hour"].split()[-3:] == ["6", "7,500", "8,333,333"]
 
 
