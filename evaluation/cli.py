@@ -12,7 +12,7 @@ from evaluation.compare_command import compare
 from evaluation.curve_command import curve
 from evaluation.report import open_folder, write_report
 from evaluation.samples import find_sample_files, read_samples
-from evaluation.score_tables import cautions_of, results_of, tables_of
+from evaluation.score_tables import browser_of, cautions_of, results_of, tables_of
 from evaluation.scorers import ScoreOptions, make_scorers
 from shards.base import run_command
 
@@ -84,16 +84,17 @@ def evaluate(
     sets = [read_samples(file, folder) for file in find_sample_files(samples)]
     open_folder(directory)
     scorers = make_scorers(options, sets)
-    scored = [(one, [score for scorer in scorers for score in scorer(one)]) for one in sets]
+    scored = [(one, scorers(one)) for one in sets]
     tables, cautions = tables_of(scored), cautions_of(scored)
     page = write_report(
         directory,
         title="Scores",
-        summary=f"{len(scored)} sample file(s) under {samples}.",
+        summary=f"{len(scored)} sample file(s) of {samples.resolve().name}.",
         tables=tables,
         figures=[],
         results=results_of(scored),
         cautions=cautions,
+        sections=[browser_of(scored, scorers.judging.pieces if scorers.judging else None)],
     )
     for table in tables:
         typer.echo(table.to_text() + "\n")

@@ -22,7 +22,7 @@ from evaluation.curve import (
 )
 from evaluation.report import open_folder, write_report
 from evaluation.samples import read_data_rows
-from evaluation.scorers import ScoreOptions, perplexity_scorer
+from evaluation.scorers import Judging, ScoreOptions
 from evaluation.text import entropy_score, unigram_entropy_nats
 from shards.base import UsageError, code_version
 
@@ -83,14 +83,14 @@ def curve(
 
 def _score(runs: list[Run], options: ScoreOptions) -> list[Curve]:
     files = [samples for run in runs for samples in run.files]
-    perplexity = perplexity_scorer(options, files)
+    judging = Judging.start(options, files)
     return [
         line
         for run in runs
         for line in curves_of(
             run,
             entropy=lambda samples: entropy_score(samples.tokens, samples.indices),
-            perplexity=lambda samples: perplexity(samples)[0],
+            perplexity=judging.perplexity,
         )
     ]
 

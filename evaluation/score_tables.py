@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from evaluation.report import Table
+from evaluation.report import MAX_ROWS, ShownSample, Table, browser_section
 from evaluation.samples import SampleSet, drawn_with
 from evaluation.score import Score
 from shards.base import code_version
@@ -74,6 +74,40 @@ def drawn_table(sets: Sequence[SampleSet]) -> Table:
     )
 
 
+def browser_of(
+    scored: Scored, pieces: Callable[[str], Sequence[tuple[str, float | None]]] | None
+) -> str:
+    """HTML of the samples themselves; empty where they have no text.
+
+    Args:
+        scored: The files.
+        pieces: A text in tokens with their surprise; None without a judge.
+    """
+    columns = {
+        samples.name: {
+            index: ShownSample(
+                _facts(samples, scores, index), [(text, None)] if pieces is None else pieces(text)
+            )
+            for index, text in list(zip(samples.indices, samples.texts, strict=True))[:MAX_ROWS]
+            if text is not None
+        }
+        for samples, scores in scored
+    }
+    return browser_section(columns) if any(columns.values()) else ""
+
+
+def _facts(samples: SampleSet, scores: Sequence[Score], index: int) -> str:
+    """What is known of one sample: its forward passes, and its own part of every score."""
+    nfe = samples.nfe[samples.indices.index(index)]
+    told = [] if nfe is None else [f"NFE {nfe}"]
+    names = {"generative_perplexity": "perplexity", "entropy_nats": "entropy"}
+    for score in scores:
+        parts = score.per_sample
+        if parts is not None and score.name in names and index in parts.indices:
+            told.append(f"{names[score.name]} {_number(parts.select([index]).value())}")
+    return ", ".join(told)
+
+
 def cautions_of(scored: Scored) -> list[str]:
     """Why numbers should not be trusted as they stand, each with the files it is about."""
     found: dict[str, list[str]] = {}
@@ -92,14 +126,21 @@ def _columns(score: Score) -> Iterator[str]:
 def _cells(score: Score) -> Iterator[str]:
     text = _number(score.value)
     if score.interval:
-        text += f" [{score.interval[0]:.3g}, {score.interval[1]:.3g}]"
+        text += f" [{_number(score.interval[0])}, {_number(score.interval[1])}]"
     yield text
     for name in BESIDE.get(score.name, {}):
         yield _number(score.details[name])
 
 
 def _number(value: float) -> str:
-    return f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}"
+    """Four digits or so, without an exponent."""
+    return (
+        f"{value:.3f}"
+        if abs(value) < 10
+        else f"{value:.1f}"
+        if abs(value) < 1e4
+        else f"{value:.0f}"
+    )
 
 
 def _nfe(samples: SampleSet) -> str:

@@ -14,7 +14,7 @@ from evaluation.text import entropy_score
 from shards.base import UsageError
 
 if TYPE_CHECKING:
-    from evaluation.text import JudgeModel, ReadingLimits
+    from evaluation.text import JudgeMemory, JudgeModel, Piece, ReadingLimits
 
 Scorer = Callable[[SampleSet], list[Score]]
 DEFAULT_MAX_TOKENS = 1024
@@ -58,7 +58,78 @@ class ScoreOptions:
                 )
 
 
-def make_scorers(options: ScoreOptions, sets: Sequence[SampleSet]) -> list[Scorer]:
+@dataclass(frozen=True)
+class Judging:
+    """A judge with how it reads and what it has read.
+
+    Attributes:
+        judge: The model and its tokenizer.
+        limits: Windows and longest text.
+        memory: Texts that it has read before.
+    """
+
+    judge: JudgeModel
+    limits: ReadingLimits
+    memory: JudgeMemory
+
+    @classmethod
+    def start(cls, options: ScoreOptions, sets: Sequence[SampleSet]) -> Judging:
+        """Load the judge and check what it will be asked to read.
+
+        Raises:
+            UsageError: For a judge, device or limit that cannot be used.
+            GdistillError: For samples without text.
+        """
+        # Imported here, so that scores without a model do not wait for transformers.
+        from evaluation.text import JudgeMemory, load_judge
+
+        for samples in sets:
+            samples.require_texts()
+        assert options.judge is not None
+        judge = load_judge(options.judge, options.device or "auto")
+        limits = judge_limits(judge, options)  # refused here, before the first file is scored
+        identity = {**judge.identity, **asdict(limits)}
+        return cls(judge, limits, JudgeMemory(options.kept, identity))
+
+    def perplexity(self, samples: SampleSet) -> Score:
+        """Generative perplexity of a file."""
+        from evaluation.text import generative_perplexity
+
+        return generative_perplexity(
+            self.judge,
+            samples.require_texts(),
+            stride=self.limits.stride_tokens,
+            max_tokens=self.limits.max_tokens,
+            indices=samples.indices,
+            memory=self.memory,
+            where=samples.source,
+        )
+
+    def pieces(self, text: str) -> list[Piece]:
+        """A text that was read, in tokens with their surprise."""
+        from evaluation.text import surprise_pieces
+
+        return surprise_pieces(self.judge, text, self.memory[text])
+
+
+@dataclass(frozen=True)
+class Scorers:
+    """What the options ask for, ready to run.
+
+    Attributes:
+        functions: Each scores a file.
+        judging: The judge among them, if there is one.
+    """
+
+    functions: Sequence[Scorer]
+    judging: Judging | None
+
+    def __call__(self, samples: SampleSet) -> list[Score]:
+        """All scores of a file."""
+        return [score for function in self.functions for score in function(samples)]
+
+
+def make_scorers(options: ScoreOptions, sets: Sequence[SampleSet]) -> Scorers:
     """Entropy, and what the options ask for.
 
     Files and models are read here, and every set is looked at, so that a last file's fault does
@@ -73,15 +144,19 @@ def make_scorers(options: ScoreOptions, sets: Sequence[SampleSet]) -> list[Score
         GdistillError: For a reference or maze file with something else in it, or samples without
             text where text is scored.
     """
-    scorers: list[Scorer] = [lambda samples: [entropy_score(samples.tokens, samples.indices)]]
-    if options.judge is not None or options.maze is not None:
+    functions: list[Scorer] = [lambda samples: [entropy_score(samples.tokens, samples.indices)]]
+    if options.maze is not None:
         for samples in sets:
             samples.require_texts()
-    if options.maze is not None:
-        scorers.append(_maze_scorer(options.maze))
-    if options.judge is not None:
-        scorers += _judge_scorers(options, options.judge, sets)
-    return scorers
+        functions.append(_maze_scorer(options.maze))
+    if options.judge is None:
+        return Scorers(functions, None)
+    references = _references(options.reference, sets)
+    judging = Judging.start(options, sets)
+    functions.append(lambda samples: [judging.perplexity(samples)])
+    if references is not None:
+        functions.append(_mauve_scorer(judging, references, options.kept))
+    return Scorers(functions, judging)
 
 
 def _maze_scorer(file: Path) -> Scorer:
@@ -99,56 +174,6 @@ def _maze_scorer(file: Path) -> Scorer:
             settings={"uniform over": f"the {len(maze.paths)} paths of the maze"},
         )
         return [success, variation]
-
-    return score
-
-
-def perplexity_scorer(options: ScoreOptions, sets: Sequence[SampleSet]) -> Scorer:
-    """Generative perplexity alone, for commands that make more of it.
-
-    Raises:
-        UsageError: For a judge, device or limit that cannot be used.
-        GdistillError: For samples without text.
-    """
-    from evaluation.text import load_judge
-
-    for samples in sets:
-        samples.require_texts()
-    assert options.judge is not None
-    return _perplexity(load_judge(options.judge, options.device or "auto"), options)
-
-
-def _judge_scorers(options: ScoreOptions, name: str, sets: Sequence[SampleSet]) -> list[Scorer]:
-    # Imported here, so that scores without a model do not wait for transformers.
-    from evaluation.text import load_judge
-
-    references = _references(options.reference, sets)
-    judge = load_judge(name, options.device or "auto")
-    perplexity = _perplexity(judge, options)
-    if references is None:
-        return [perplexity]
-    shortest = min(judge_limits(judge, options).max_tokens, judge.context_length)
-    return [perplexity, _mauve_scorer(judge, references, shortest, options.kept)]
-
-
-def _perplexity(judge: JudgeModel, options: ScoreOptions) -> Scorer:
-    from evaluation.text import JudgeMemory, generative_perplexity
-
-    limits = judge_limits(judge, options)  # refused here, before the first file is scored
-    memory = JudgeMemory(options.kept, {**judge.identity, **asdict(limits)})
-
-    def score(samples: SampleSet) -> list[Score]:
-        return [
-            generative_perplexity(
-                judge,
-                samples.require_texts(),
-                stride=limits.stride_tokens,
-                max_tokens=limits.max_tokens,
-                indices=samples.indices,
-                memory=memory,
-                where=samples.source,
-            )
-        ]
 
     return score
 
@@ -180,11 +205,11 @@ def _references(file: Path | None, sets: Sequence[SampleSet]) -> list[str] | Non
     return references
 
 
-def _mauve_scorer(
-    judge: JudgeModel, references: Sequence[str], max_tokens: int, kept: Path | None
-) -> Scorer:
+def _mauve_scorer(judging: Judging, references: Sequence[str], kept: Path | None) -> Scorer:
     from evaluation.text import mauve_score, text_features
 
+    judge = judging.judge
+    max_tokens = min(judging.limits.max_tokens, judge.context_length)
     real = text_features(judge, references, max_tokens, kept)
 
     def score(samples: SampleSet) -> list[Score]:

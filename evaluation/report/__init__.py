@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
+    from evaluation.report.browser import MAX_ROWS, ShownSample, browser_section
     from evaluation.report.page import open_folder, write_report
     from evaluation.report.table import Table
 

@@ -29,6 +29,7 @@ def drawn_with(samples: SampleSet) -> dict[str, Any]:
         "precision": settings.get("precision"),
         "seed": samples.seed,
         "tokens": _lengths(samples),
+        "data": _fingerprint(settings.get("store")),
         "code_version": settings.get("code_version"),
     }
     return {name: value for name, value in known.items() if value is not None}
@@ -40,6 +41,13 @@ def _student(settings: Mapping[str, Any]) -> str | None:
     if isinstance(conditioning, str) and conditioning != "none":
         return f"{name} + {conditioning}"
     return name if isinstance(name, str) else None
+
+
+def _fingerprint(store: object) -> str | None:
+    """Of the token dataset that the student was trained on."""
+    tokens = store.get("tokens") if isinstance(store, Mapping) else None
+    value = tokens.get("fingerprint") if isinstance(tokens, Mapping) else None
+    return value if isinstance(value, str) else None
 
 
 def _lengths(samples: SampleSet) -> str:

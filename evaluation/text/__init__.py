@@ -22,5 +22,6 @@ if TYPE_CHECKING:
         read_texts,
         reading_limits,
     )
+    from evaluation.text.pieces import Piece, surprise_pieces
 
 __getattr__, __dir__ = open_door(__name__, __file__)
