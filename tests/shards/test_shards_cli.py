@@ -6,9 +6,7 @@ import json
 import math
 import re
 import shlex
-import shutil
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,93 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from shards import cli
 from shards.base.errors import IntegrityError, UsageError
-from shards.codec.protocol import Codec, TeacherOutput
-from shards.codec.registry import codec_parameters, make_codec
+from shards.codec.registry import make_codec
 from shards.noise.kinds import dense_arrivals
-from shards.store.manifest import Manifest
 from shards.store.store import ShardStore
-from shards.store.writer import ShardWriter
 from shards.tools.rewriting import stored_noise
 from shards.tools.row_view import view_row
+from tests.shards.cli_cases import LENGTH, SPLITS, Run, teacher_output, write_encoded
 from tests.shards.store.fault_trials import flipped
 from tests.shards.store_cases import file_bytes, open_writer, write_store
-
-VOCAB, LENGTH, SEED = 23, 6, 5
-SPLITS = {"train": 20, "validation": 3}
-Run = Callable[..., tuple[int, str]]
-
-
-def teacher_output(split: str, start: int, stop: int) -> TeacherOutput:
-    """A teacher of made-up distributions, a pure function of the rows."""
-    generator = torch.Generator().manual_seed(sorted(SPLITS).index(split))
-    logits = 2 * torch.randn(SPLITS[split], LENGTH - 1, VOCAB, generator=generator)
-    log_probs = logits.log_softmax(-1)
-    tokens = torch.multinomial(log_probs.exp().flatten(0, 1), 1, generator=generator)
-    tokens = tokens.reshape(logits.shape[:2])
-    return TeacherOutput(log_probs[start:stop], tokens[start:stop], torch.arange(start, stop))
-
-
-def write_encoded(location: Path, codec: Codec) -> ShardStore:
-    """A store as extraction with ``codec`` writes it."""
-    manifest = Manifest(
-        codec={"name": codec.name, "parameters": codec_parameters(codec)},
-        arrays=codec.array_specs(VOCAB, None),
-        vocab_size=VOCAB,
-        row_length=LENGTH,
-        splits=SPLITS,
-        rows_per_shard=8,
-        rows_per_chunk=4,
-        teacher={"id": "made up", "weights_sha256": "ab" * 32},
-        tokenizer={"id": "none", "sha256": "cd" * 32},
-        tokens={"fingerprint": "ef" * 32, "corpus": "text:a.txt"},
-        seed=SEED,
-        versions={},
-    )
-    unigram = np.full(VOCAB, -math.log(VOCAB), dtype=np.float32)
-    resources = {"unigram_log_probs": unigram}
-    writer = ShardWriter.create_or_resume(location, manifest, resources)
-    tensors = {name: torch.from_numpy(value) for name, value in resources.items()}
-    for split in SPLITS:
-        for shard in writer.pending(split):
-            output = teacher_output(split, shard.start, shard.stop)
-            encoded: dict[str, Any] = dict(codec.encode(output, SEED, tensors))
-            own = output.log_probs.gather(-1, output.tokens[..., None]).squeeze(-1)
-            arrays = {
-                name: np.zeros((shard.num_rows, LENGTH, *spec.trailing_shape), spec.dtype)
-                for name, spec in manifest.all_arrays.items()
-            }
-            for name, value in {**encoded, "token_log_probs": own, "tokens": output.tokens}.items():
-                arrays[name][:, 1:] = value.numpy()
-            writer.write(shard, arrays)
-    return ShardStore.open(location)
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Exit code and output of one call."""
-
-    def call(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["gdistill-shards", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as done:
-            code = int(done.code or 0)
-        captured = capsys.readouterr()
-        return code, captured.out + captured.err
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def posterior(tmp_path_factory: pytest.TempPathFactory) -> ShardStore:
-    """A store with every probability (num_entries = V)."""
-    folder = tmp_path_factory.mktemp("posterior") / "store"
-    return write_encoded(folder, make_codec("posterior", num_entries=VOCAB))
 
 
 def test_info_says_what_is_there(run: Run, tmp_path: Path) -> None:
@@ -394,43 +316,3 @@ def test_verify_counts_every_byte_it_will_read(
     monkeypatch.setattr(cli, "progress_bar", counted)
     assert run("verify", tmp_path)[0] == 0
     assert totals == [sum(read)]
-
-
-def test_what_cannot_be_is_refused_before_anything_is_shown(
-    run: Run, posterior: ShardStore, tmp_path: Path
-) -> None:
-    url, out = posterior.location.url, tmp_path / "out"
-    for arguments in (
-        ("subset", url, "--out", out, "--rows", -5),
-        ("subset", url, "--out", out, "--rows", 10**6),
-        ("convert", url, "--out", out, "--codec", "posterior"),
-        ("convert", url, "--out", out, "--codec", "nosuch"),
-        ("show", url, "--draw", -1, "--out", out),
-        ("show", url, "--row", -1, "--out", out),
-    ):
-        code, text = run(*arguments)
-        assert code == 2 and text.startswith("error: ") and text.count("\n") == 1, arguments
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_run_is_looked_into(run: Run, tmp_path: Path) -> None:
-    write_store(tmp_path / "store")
-    assert run("info", tmp_path)[0] == 0 and run("verify", tmp_path)[0] == 0
-    code, text = run("info", tmp_path / "nothing")
-    assert code == 2 and "no store there" in text
-
-
-def test_a_subset_is_not_taken_for_an_extraction_of_so_few_rows(
-    run: Run, posterior: ShardStore, tmp_path: Path
-) -> None:
-    run("subset", posterior.location.url, "--out", tmp_path / "part", "--rows", 8)
-    made = ShardStore.open(tmp_path / "part").manifest
-    assert made.tokens == {**posterior.manifest.tokens, "subset_of": posterior.manifest.sha256}
-
-
-def test_names_are_text_on_the_page(run: Run, tmp_path: Path, posterior: ShardStore) -> None:
-    harmful = tmp_path / "<script>alert(1)<"
-    shutil.copytree(posterior.location.url, harmful)
-    code, _ = run("show", harmful, "--out", tmp_path / "row.html")
-    page = (tmp_path / "row.html").read_text()
-    assert code == 0 and "<script" not in page and "&lt;script&gt;" in page

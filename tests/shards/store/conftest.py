@@ -1,0 +1,23 @@
+"""A sound store, and copies of it to be spoilt."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.shards.store_cases import write_store
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sound") / "store"
+    write_store(root, codec={"name": "quantized", "parameters": {"bits": 8}})
+    return root
+
+
+@pytest.fixture
+def store(sound: Path, tmp_path: Path) -> Path:
+    """A store of one's own, to be spoilt."""
+    return Path(shutil.copytree(sound, tmp_path / "store"))
