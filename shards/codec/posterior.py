@@ -68,7 +68,7 @@ class PosteriorCodec(FreshDraws):
 
     @property
     def _max_step(self) -> int:
-        return math.ceil(-math.log(self.min_probability) / self.log_prob_step_nats) + 1
+        return math.ceil(-math.log(self.min_probability) / self.log_prob_step_nats)
 
     def array_specs(self, vocab_size: int, hidden_size: int | None) -> dict[str, ArraySpec]:
         if self.num_entries >= vocab_size:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from shards.base import UsageError
+from shards.base import GdistillError, UsageError
 from shards.codec.array_spec import ArraySpec
 from shards.codec.frozen import encode_draw
 from shards.codec.ids import FrequencyOrder, from_planes, plane_specs, to_planes
@@ -30,7 +30,11 @@ from shards.noise import Entries, KeyedPosterior, KeyedPrior, PositionKeys, Shif
 LARGEST_EXPONENTIAL = 16.7
 LARGEST_SHIFT_NATS = 26.0
 """log(E_0 / E_j) with E_0 <= 16.7 and E_j >= 1.2e-10."""
-MAX_COARSENING = 24
+LARGEST_TOLERANCE_NATS = 0.5
+"""Beyond log 2 a shift left out could make another token the argmax."""
+COARSENED = 128
+"""A position's ``coarsening`` is 0, or COARSENED + c: its shifts have a tolerance of their own,
+min(eps 2^c, 0.5). Older stores have c itself, for codes of the tolerance eps times 2^c."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +78,12 @@ class SeededCodec(Codec):
     E_0 / (e^eps - 1), and the generator gives no E_0 above 16.7: the default M is that mean plus
     six standard deviations, which no distribution fills. Unused slots cost next to nothing once
     compressed. Where ``max_entries`` is set lower, a position with more shifts than slots is stored
-    at eps * 2^coarsening, the least that fits, and its error may pass eps.
+    at the least tolerance eps * 2^c that fits, up to 0.5: its error may pass eps, and its token
+    stays the argmax.
 
     Attributes:
         tolerance_nats: eps, the largest error of any xi where ``coarsening`` is 0.
-        max_entries: M; None for as many as any distribution takes, at most V.
+        max_entries: M, at least 57; None for as many as any distribution takes, at most V.
     """
 
     tolerance_nats: float = 0.01
@@ -103,12 +108,25 @@ class SeededCodec(Codec):
     def _scale(self) -> ShiftScale:
         return ShiftScale(self.tolerance_nats)
 
+    @property
+    def _scales(self) -> list[ShiftScale]:
+        """The scale of every coarsening c = 0, 1, ..."""
+        num = max(0, math.ceil(math.log2(LARGEST_TOLERANCE_NATS / self.tolerance_nats)))
+        tolerances = [self.tolerance_nats * 2**c for c in range(num + 1)]
+        return [ShiftScale(min(tolerance, LARGEST_TOLERANCE_NATS)) for tolerance in tolerances]
+
     def _num_slots(self, vocab_size: int) -> int:
-        most = LARGEST_EXPONENTIAL / math.expm1(self.tolerance_nats)
-        wanted = self.max_entries or math.ceil(most + 6 * math.sqrt(most))
-        return min(wanted, vocab_size)
+        return min(self.max_entries or _slots_for(self.tolerance_nats), vocab_size)
 
     def array_specs(self, vocab_size: int, hidden_size: int | None) -> dict[str, ArraySpec]:
+        least = min(vocab_size, _slots_for(LARGEST_TOLERANCE_NATS))
+        if self._num_slots(vocab_size) < least:
+            raise UsageError(
+                "too few entries to keep every token the argmax",
+                where="codec.max_entries",
+                got=self.max_entries,
+                expected=f">= {least}",
+            )
         slots = (self._num_slots(vocab_size),)
         return {
             **plane_specs("shift_gap", vocab_size, slots),
@@ -130,12 +148,15 @@ class SeededCodec(Codec):
         rows, ids, slots = _slots(moved, order)
         ratios = waits[rows, ids] / prior[rows, ids]
         shifts = add_wait_(torch.ones_like(ratios), ratios).double().log()
-        codes = self._scale.encode(shifts / torch.exp2(coarsening[rows].double())).clamp(min=1)
+        codes = torch.ones_like(rows)
+        for level in coarsening.unique().tolist():
+            chosen = coarsening[rows] == level
+            codes[chosen] = self._scales[level].encode(shifts[chosen]).clamp(min=1)
         shape = (len(moved), self._num_slots(vocab_size))
         return {
             **to_planes("shift_gap", _gaps(shape, rows, slots, order.rank_of_id[ids]), vocab_size),
             **to_planes("shift_code", _table(shape, rows, slots, codes), self._scale.max_code),
-            "coarsening": coarsening.to(torch.uint8),
+            "coarsening": torch.where(coarsening > 0, coarsening + COARSENED, 0).to(torch.uint8),
         }
 
     def _moved(
@@ -144,22 +165,41 @@ class SeededCodec(Codec):
         prior: Float[Tensor, "n v"],
         coarsening: Int[Tensor, "n"],
     ) -> Bool[Tensor, "n v"]:
-        """log(1 + p_j E_0 / E_j) > unit * 2^coarsening."""
-        least = torch.expm1(self._scale.unit * torch.exp2(coarsening.double())).float()
+        """log(1 + p_j E_0 / E_j) > the unit of the position's scale."""
+        units = torch.tensor([scale.unit for scale in self._scales], dtype=torch.float64)
+        least = torch.expm1(units.to(waits.device)[coarsening]).float()
         return waits > prior * least[:, None]
 
     def _coarsening(
         self, waits: Float[Tensor, "n v"], prior: Float[Tensor, "n v"]
     ) -> Int[Tensor, "n"]:
-        """The least power of two on eps at which the moved entries fit."""
+        """The least c at which the moved entries fit."""
         coarsening = torch.zeros(len(waits), dtype=torch.int64, device=waits.device)
         num_slots = self._num_slots(waits.shape[1])
-        for _ in range(MAX_COARSENING):
+        for _ in self._scales:
             excess = self._moved(waits, prior, coarsening).sum(1) > num_slots
             if not bool(excess.any()):
-                break
+                return coarsening
             coarsening += excess
-        return coarsening
+        raise GdistillError(  # six standard deviations at the largest E_0: never seen
+            "more entries moved than the codec has slots for",
+            where="codec seeded",
+            got=f"{num_slots} slots",
+            remedy="leave max_entries out",
+        )
+
+    def _shifts(
+        self, codes: Int[Tensor, "n m"], coarsening: UInt8[Tensor, "n"]
+    ) -> Float[Tensor, "n m"]:
+        """Shifts in nats (float64)."""
+        shifts = self._scale.decode(codes)
+        for level in coarsening.unique().tolist():
+            chosen = coarsening == level
+            if level > COARSENED:
+                shifts[chosen] = self._scales[level - COARSENED].decode(codes[chosen])
+            elif level:
+                shifts[chosen] *= 2.0**level
+        return shifts
 
     def decode(
         self,
@@ -176,12 +216,17 @@ class SeededCodec(Codec):
         width = int(used.sum(1).max()) if len(used) else 0
         used, gaps = used[:, :width], gaps[:, :width]
         codes = from_planes("shift_code", arrays, self._scale.max_code)[:, :width]
-        coarsening = torch.exp2(arrays["coarsening"].double())[:, None]
-        factors = (self._scale.decode(codes) * coarsening).exp().float()
+        factors = self._shifts(codes, arrays["coarsening"]).exp().float()
         ids = order.id_of_rank[(gaps.cumsum(1) - 1).clamp(min=0)]
         frozen = PositionKeys(keys.seed, keys.rows, keys.positions)
         entries = Entries(ids, factors, used)
         return ShiftedNoise(frozen, tokens, token_log_probs, entries, vocab_size)
+
+
+def _slots_for(tolerance_nats: float) -> int:
+    """As many entries as any distribution moves by more than a tolerance."""
+    most = LARGEST_EXPONENTIAL / math.expm1(tolerance_nats)
+    return math.ceil(most + 6 * math.sqrt(most))
 
 
 def _slots(

@@ -54,6 +54,23 @@ def test_a_head_that_is_not_linear_is_refused() -> None:
         make_codec("hidden").encode(output, SEED, {**resources, "lm_head": torch.ones(80, 8)})
 
 
+@pytest.mark.parametrize(("nats", "refused"), [(0.02, False), (0.3, True)])
+def test_logits_may_be_off_by_rounding_only(nats: float, refused: bool) -> None:
+    """Of the likeliest tokens one differs from what the head gives, by so many nats."""
+    output, resources = teacher_output(vocab_size=80, hidden_size=16)
+    best = output.log_probs.argmax(-1, keepdim=True)
+    log_probs = output.log_probs.scatter_add(
+        -1, best, torch.full_like(best, nats, dtype=torch.float32)
+    )
+    off = TeacherOutput(log_probs.log_softmax(-1), output.tokens, output.rows, output.hidden)
+    codec = make_codec("hidden", dtype="float16")
+    if refused:
+        with pytest.raises(GdistillError, match="off by"):
+            codec.encode(off, SEED, resources)
+    else:
+        codec.encode(off, SEED, resources)
+
+
 def test_a_hidden_state_too_large_for_half_precision_is_not_stored(tmp_path: Path) -> None:
     codec = make_codec("hidden", dtype="float16")
     manifest = make_manifest(

@@ -13,7 +13,7 @@ from shards.codec.ids import from_planes
 from shards.codec.registry import make_codec
 from shards.codec.seeded import SeededCodec, ShiftScale
 from shards.noise.gumbel import gumbel_argmax
-from shards.noise.kinds import dense_arrivals
+from shards.noise.kinds import ShiftedNoise, dense_arrivals
 from tests.shards.codec_cases import SEED, decode, flat_log_probs, teacher_output
 
 
@@ -48,6 +48,38 @@ def test_number_of_entries_is_at_or_below_its_bound(tolerance: float) -> None:
     assert abs(float((stored - expected).mean())) < 4.5 * sigma + 2e-3 * float(expected.mean())
 
 
+@pytest.mark.parametrize(("tolerance", "least"), [(0.003, 57), (0.01, 100), (0.3, 57)])
+@pytest.mark.parametrize("spread", [0.1, 1.0])
+def test_coarsened_positions_keep_the_token_first(
+    tolerance: float, least: int, spread: float
+) -> None:
+    output, resources = teacher_output(20, 60, 2000, spread=spread)
+    codec = SeededCodec(tolerance_nats=tolerance, max_entries=least)
+    arrays = codec.encode(output, SEED, resources)
+    noise = decode(codec, output, resources, arrays=arrays)
+    level = arrays["coarsening"].flatten().long()
+    assert tolerance > 0.2 or bool((level > 0).any())
+    allowed = (tolerance * torch.exp2((level % 128).double())).clamp(max=0.5)
+    exact = frozen_posterior(output, SEED).gumbels().double()
+    assert bool(((noise.gumbels().double() - exact).abs().amax(1) <= allowed).all())
+    chosen = (flat_log_probs(output).double() + noise.gumbels().double()).argmax(1)
+    assert torch.equal(chosen, output.tokens.flatten())
+
+
+def test_positions_coarsened_by_an_older_version_are_read() -> None:
+    """There a code stood for 2^c times the shift that it stands for at eps."""
+    output, resources = teacher_output(4, 10, 300, spread=1.0)
+    codec = SeededCodec(tolerance_nats=0.01)
+    arrays = codec.encode(output, SEED, resources)
+    plain = decode(codec, output, resources, arrays=arrays)
+    arrays["coarsening"] = torch.full_like(arrays["coarsening"], 2)
+    older = decode(codec, output, resources, arrays=arrays)
+    assert isinstance(plain, ShiftedNoise) and isinstance(older, ShiftedNoise)
+    used = plain.factors.used
+    shifts, theirs = (n.factors.values[used].log() for n in (plain, older))
+    torch.testing.assert_close(theirs[shifts < 5], 4 * shifts[shifts < 5], rtol=1e-5, atol=1e-5)
+
+
 def test_too_few_slots_coarsen_the_tolerance_where_needed() -> None:
     output, resources = teacher_output(20, 30, 300, spread=0.1)
     codec = SeededCodec(tolerance_nats=0.01, max_entries=60)
@@ -57,7 +89,7 @@ def test_too_few_slots_coarsen_the_tolerance_where_needed() -> None:
     assert 0 < int((coarsening > 0).sum()) < len(coarsening)
     decoded = noise.gumbels().double()
     exact = frozen_posterior(output, SEED).gumbels().double()
-    allowed = 0.01 * torch.exp2(coarsening.double())
+    allowed = 0.01 * torch.exp2((coarsening % 128).double())
     assert bool(((decoded - exact).abs().amax(1) <= allowed).all())
 
 
@@ -100,3 +132,17 @@ def test_bad_parameters() -> None:
         make_codec("seeded", tolerance_nats=0.9)
     with pytest.raises(UsageError, match="max_entries"):
         make_codec("seeded", max_entries=0)
+    with pytest.raises(UsageError, match=r"max_entries.*57"):
+        make_codec("seeded", max_entries=4).array_specs(300, None)
+    assert make_codec("seeded", max_entries=4).array_specs(4, None)
+
+
+@pytest.mark.parametrize("tolerance", [0.001, 0.01, 0.1, 0.5])
+def test_shifts_rounded_up_stay_up_in_float32(tolerance: float) -> None:
+    """Above the nearest region a factor may not fall below the exact one, not by a rounding."""
+    scale = ShiftScale(tolerance)
+    multiples = torch.arange(2 * scale.num_nearest + 1, int(20 / scale.unit))
+    exact = scale.unit * multiples.double()
+    for shifts in (exact, exact * (1 - 1e-9), exact * (1 + 1e-9)):
+        factors = scale.decode(scale.encode(shifts)).exp().float()
+        assert bool((factors.double() > shifts.exp() * (1 + 1e-7)).all())
