@@ -1,0 +1,155 @@
+"""A store under any sequence of events against a model of it: what is done, what is spoilt."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from shards.base import Bar, IntegrityError
+from shards.store import ShardRange, ShardStore, forget, shard_ranges, verify
+from shards.tools import merge
+from tests.shards.store_cases import (
+    file_bytes,
+    make_arrays,
+    make_manifest,
+    open_writer,
+    write_pending,
+    write_store,
+)
+
+SHARDS = shard_ranges(make_manifest(), "train") + shard_ranges(make_manifest(), "validation")
+shards = st.sampled_from(SHARDS)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """The model: shards that are whole, shards whose files a fault has spoilt, claims held."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.root = self.folder / "store"
+        write_store(self.folder / "reference")
+        self.reference = file_bytes(self.folder / "reference")
+        self.writer = open_writer(self.root)
+        self.whole: set[ShardRange] = set()
+        self.spoilt: set[ShardRange] = set()
+        self.held: dict[ShardRange, ExitStack] = {}
+
+    def teardown(self) -> None:
+        if hasattr(self, "folder"):
+            for claim in self.held.values():
+                claim.close()
+            shutil.rmtree(self.folder)
+
+    def file(self, shard: ShardRange, array: str = "mass") -> Path:
+        return self.root / f"{shard.split}/{array}/c/{shard.index}/0"
+
+    @rule(shard=shards)
+    def write(self, shard: ShardRange) -> None:
+        """By any writer; a shard that looks done is left alone, a claimed one to its holder."""
+        with open_writer(self.root).claim(shard) as mine:
+            assert mine == (shard not in self.whole | self.spoilt and shard not in self.held)
+            if mine:
+                self.writer = open_writer(self.root)
+        if mine:
+            self.writer.write(shard, make_arrays(self.writer.manifest, shard))
+            self.whole.add(shard)
+
+    @rule(shard=shards, files=st.integers(1, 4))
+    def killed(self, shard: ShardRange, files: int) -> None:
+        """A writer that got so far: files without a record, and the temporary one it was at."""
+        if shard in self.whole | self.spoilt | set(self.held):
+            return
+        names = [n for n in self.reference if n.startswith(f"{shard.split}/") and "/c/" in n]
+        names = [n for n in names if n.split("/")[3] == str(shard.index)]
+        for name in names[:files]:
+            path = self.root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(self.reference[name])
+        half = path.with_name(f".{path.name}.{'0' * 32}.tmp")
+        half.write_bytes(self.reference[name][:10])
+
+    @rule(shard=shards)
+    def claim(self, shard: ShardRange) -> None:
+        if shard in self.held:
+            self.held.pop(shard).close()
+            return
+        stack = ExitStack()
+        mine = stack.enter_context(self.writer.claim(shard))
+        assert mine == (shard not in self.whole | self.spoilt)
+        if mine:
+            self.held[shard] = stack
+
+    @rule(shard=shards, bit=st.integers(0, 300))
+    def flip(self, shard: ShardRange, bit: int) -> None:
+        """In a chunk's bytes: its file keeps its size and tail, so only readers find out."""
+        if shard in self.whole:
+            data = bytearray(self.file(shard).read_bytes())
+            data[bit // 8 % 8] ^= 1 << bit % 8
+            self.file(shard).write_bytes(data)
+            self.whole.discard(shard)
+            self.spoilt.add(shard)
+
+    @rule()
+    def forget(self) -> None:
+        gone = forget(self.root, verify(self.root))
+        assert set(gone) == self.spoilt
+        self.spoilt.clear()
+
+    @rule()
+    def merge(self) -> None:
+        """With an empty store's parts: what is whole arrives, what is spoilt is refused."""
+        out = self.folder / "merged"
+        stores = [ShardStore.open(self.root, allow_incomplete=True)]
+        try:
+            _, missing = merge(stores, str(out), Bar())
+            assert not self.spoilt
+            assert set(missing) == set(SHARDS) - self.whole
+        except IntegrityError:
+            assert self.spoilt
+        shutil.rmtree(out, ignore_errors=True)
+
+    @rule()
+    def finish(self) -> None:
+        """Resume to the end; byte for byte the store of one undisturbed writer."""
+        for claim in self.held.values():
+            claim.close()
+        self.held.clear()
+        forget(self.root, verify(self.root))
+        write_pending(open_writer(self.root))
+        self.whole, self.spoilt = set(SHARDS), set()
+        found = file_bytes(self.root)
+        assert found == self.reference
+
+    @invariant()
+    def reads_as_the_model(self) -> None:
+        if not hasattr(self, "root"):
+            return
+        store = ShardStore.open(self.root, allow_incomplete=True)
+        assert set(store.unfinished()) == set(SHARDS) - self.whole - self.spoilt
+        for shard in SHARDS:
+            try:
+                rows = store.split(shard.split).read_rows(shard.start, shard.stop)
+            except IntegrityError:
+                assert shard not in self.whole
+                continue
+            assert shard in self.whole
+            expected = make_arrays(store.manifest, shard)
+            assert all(np.array_equal(rows[name], expected[name]) for name in expected)
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(
+    max_examples=8,
+    stateful_step_count=12,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+)
