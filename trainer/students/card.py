@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
+
+from huggingface_hub import ModelCardData
 
 from trainer.students.registry import Student
 
 NAMES = {"mdlm": "MDLM", "bd3lm": "BD3-LM", "ar": "Autoregressive baseline"}
 
+FOLDERS = re.compile(r"(?<![\w.:/])(?:file://)?~?/(?:[^/\s]+/)*|(?<=:)~?/(?!/)(?:[^/\s]+/)*")
+"""The folders of an absolute path, bare or behind a scheme's colon; a URL keeps its places."""
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
 TEMPLATE = """\
 ---
-library_name: transformers
-tags:
-- gdistill
-- diffusion-language-model
-- {student}
+{metadata}
 ---
 # {title}
 
@@ -42,8 +45,40 @@ gdistill-sample PATH-TO-THIS-FOLDER --num 16 --out samples/
 gdistill-eval samples/
 ```
 
-`student.json` holds the full configuration and the identity of the shards.
+```python
+import trainer
+
+student = trainer.load_student("PATH-TO-THIS-FOLDER")
+rows = student.generate(num_samples=4, seed=0)
+```
+
+The model's code is that of gdistill, which must be installed. `student.json` holds the full
+configuration and the identity of the shards. The license is not chosen: whoever publishes the model
+sets it, with regard to those of the teacher and the corpus.
 """
+
+
+def without_places(value: Any) -> Any:
+    """A record for others to read: absolute paths in it become the names at their ends."""
+    if isinstance(value, Mapping):
+        return {key: without_places(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_places(entry) for entry in value]
+    return FOLDERS.sub("", value) if isinstance(value, str) else value
+
+
+def _metadata(name: str, store: Mapping[str, Any]) -> str:
+    """The front matter that the Hugging Face hub reads, as YAML."""
+    teacher, corpus = str(store["teacher"].get("id", "")), str(store["tokens"].get("corpus", ""))
+    scheme, _, rest = corpus.partition(":")
+    data = ModelCardData(
+        library_name="transformers",
+        license="unknown",
+        base_model=teacher if HUB_ID.fullmatch(teacher) else None,
+        datasets=[rest.split(":")[0]] if scheme == "hf" else None,
+        tags=["gdistill", "diffusion-language-model", name],
+    )
+    return data.to_yaml()
 
 
 def model_card(record: Mapping[str, Any], student: Student) -> str:
@@ -58,7 +93,7 @@ def model_card(record: Mapping[str, Any], student: Student) -> str:
     conditioned = student.is_conditioned
     title = NAMES.get(name, name) + (" + Gumbel" if conditioned else "")
     return TEMPLATE.format(
-        student=name,
+        metadata=_metadata(name, store),
         title=title,
         sentence=_sentence(conditioned),
         parameters=student.num_parameters(),

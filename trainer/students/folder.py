@@ -31,7 +31,7 @@ from shards.base import (
     write_json_atomic,
 )
 from shards.store import ShardStore
-from trainer.students.card import model_card
+from trainer.students.card import model_card, without_places
 from trainer.students.registry import Student, StudentConfig
 
 STUDENT_FILE = "student.json"
@@ -51,9 +51,10 @@ def export_model(
         directory: Where the model goes.
         student: Gives class and config; its weights are not looked at.
         weights: State dict to write, whole tensors.
-        record: Content of ``student.json``.
+        record: Content of ``student.json``, where absolute paths become names.
         store: Gives tokenizer and corpus files.
     """
+    record = without_places(record)
     temporary = directory.with_name(f".writing-{directory.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
