@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 from shards.base import (
     GdistillError,
     UsageError,
+    from_mapping,
     sha256_file,
     without_library_bars,
     write_json_atomic,
@@ -29,6 +30,7 @@ from trainer.students import STUDENTS, Student, StudentSettings, before_float32
 
 NOISE_WEIGHT = "gumbel_noise_embed.linear.weight"
 ROTARY = "rotary_emb.inv_freq"
+SIGMA_WEIGHT = "sigma_map.mlp.0.weight"
 BUFFERS = (ROTARY,)
 PREFIX = "backbone."
 COMPILED = "_orig_mod."
@@ -76,7 +78,7 @@ def backbone_of(state: Mapping[Any, Any]) -> tuple[dict[str, Tensor], list[str]]
     backbone: dict[str, Tensor] = {}
     unexpected = []
     for key, value in state.items():
-        name = str(key)
+        name = key if isinstance(key, str) else f"a {type(key).__name__}"
         if name.startswith(IGNORED):
             continue
         if name.startswith(PREFIX) and isinstance(value, Tensor):
@@ -114,27 +116,30 @@ def settings_from(
     """Architecture from the shapes; what shapes do not show from the checkpoint's own config."""
     num_layers = _require_architecture(backbone)
     width = backbone["vocab_embed.embedding"].shape[1]
-    level = backbone.get("sigma_map.mlp.0.weight")
-    return StudentSettings(
-        hidden_size=width,
-        num_layers=num_layers,
-        num_heads=width // (2 * backbone[ROTARY].shape[0]),
-        condition_size=128 if level is None else level.shape[0],
-        mlp_ratio=backbone["blocks.0.mlp.0.weight"].shape[0] // width,
-        dropout=setting(config, "model.dropout", 0.1),
-        conditioning="gumbel" if NOISE_WEIGHT in backbone else "none",
-        injection=setting(config, "model.gumbel_inject_mode", "replace"),  # type: ignore[arg-type]
-        noise_schedule=setting(config, "noise.type", "loglinear"),  # type: ignore[arg-type]
-        time_conditioning=setting(config, "algo.time_conditioning", False),
-        loss_weighting="rate" if setting(config, "algo.mdlm_loss_scale", False) else "schedule",
-        min_time=bounds[0],
-        max_time=bounds[1],
-    )
+    level = backbone.get(SIGMA_WEIGHT)
+    values = {
+        "hidden_size": width,
+        "num_layers": num_layers,
+        "num_heads": width // (2 * backbone[ROTARY].shape[0]),
+        "condition_size": 128 if level is None else level.shape[0],
+        "mlp_ratio": backbone["blocks.0.mlp.0.weight"].shape[0] // width,
+        "dropout": setting(config, "model.dropout", 0.1),
+        "conditioning": "gumbel" if NOISE_WEIGHT in backbone else "none",
+        "injection": setting(config, "model.gumbel_inject_mode", "replace"),
+        "noise_schedule": setting(config, "noise.type", "loglinear"),
+        "time_conditioning": setting(config, "algo.time_conditioning", False),
+        "loss_weighting": "rate" if setting(config, "algo.mdlm_loss_scale", False) else "schedule",
+        "min_time": bounds[0],
+        "max_time": bounds[1],
+    }
+    return from_mapping(StudentSettings, values, where="the checkpoint's config")
 
 
 def _require_architecture(backbone: Mapping[str, Tensor]) -> int:
     """The number of blocks of the authors' DiT; a GdistillError where the keys are not its."""
     needed = {"vocab_embed.embedding": 2, ROTARY: 1, "blocks.0.mlp.0.weight": 2}
+    if SIGMA_WEIGHT in backbone:
+        needed[SIGMA_WEIGHT] = 2
     for name, num_axes in needed.items():
         shape = tuple(backbone[name].shape) if name in backbone else ()
         if len(shape) != num_axes or 0 in shape:
@@ -185,7 +190,7 @@ def _lookup(config: Mapping[str, Any], path: str, depth: int = 0) -> Any:
 
 def student_name(backbone: Mapping[str, Tensor], config: Mapping[str, Any], clipped: bool) -> str:
     """Registry name: without sigma it is the autoregressive baseline, [x_t ; x_0] is BD3-LM."""
-    if "sigma_map.mlp.0.weight" not in backbone:
+    if SIGMA_WEIGHT not in backbone:
         return "ar"
     return "bd3lm" if setting(config, "algo.cross_attn", clipped) else "mdlm"
 
