@@ -1,15 +1,30 @@
-"""For tests, of this project and of others: noise held in memory, draws that are given."""
+"""For tests, of this project and of others: what a codec must pass, noise held in memory.
+
+def test_my_codec():
+    shards.testing.check_codec(MyCodec(), min_agreement=0.9)
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shards.noise import DenseProbabilities, Index, KeyedPosterior, PositionKeys, TiledNoise
+from shards.base import from_mapping
+from shards.codec import Codec, TeacherOutput, codec_parameters
+from shards.noise import (
+    DenseProbabilities,
+    Index,
+    KeyedPosterior,
+    Noise,
+    PositionKeys,
+    TiledNoise,
+    dense_arrivals,
+)
 
 
 @dataclass(frozen=True)
@@ -59,3 +74,117 @@ def given_posterior(
     own = log_probs.gather(1, tokens[:, None]).squeeze(1)
     keys = PositionKeys(0, index, index)
     return GivenPosterior(keys, tokens, own, DenseProbabilities(log_probs), others, first)
+
+
+VOCAB_SIZE, HIDDEN_SIZE, NUM_ROWS, NUM_TOKENS, SEED = 90, 16, 12, 20, 1234
+
+
+def random_teacher(seed: int = 0) -> tuple[TeacherOutput, dict[str, Tensor]]:
+    """A teacher with a linear head whose tokens were drawn from it, and its store's resources."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(NUM_ROWS, NUM_TOKENS, HIDDEN_SIZE, generator=generator)
+    head = torch.randn(VOCAB_SIZE, HIDDEN_SIZE, generator=generator) * 0.75
+    log_probs = (hidden @ head.T).log_softmax(-1)
+    tokens = torch.multinomial(log_probs.flatten(0, 1).exp(), 1, generator=generator)
+    resources = {
+        "unigram_log_probs": log_probs.flatten(0, 1).logsumexp(0).log_softmax(0),
+        "lm_head": head,
+        "lm_head_bias": torch.zeros(VOCAB_SIZE),
+    }
+    tokens = tokens.view(NUM_ROWS, NUM_TOKENS)
+    return TeacherOutput(log_probs, tokens, torch.arange(NUM_ROWS) + 3, hidden), resources
+
+
+def check_codec(codec: Codec, *, min_agreement: float = 0.0) -> None:
+    """What every codec must pass; an AssertionError says which of it does not hold.
+
+    Args:
+        codec: With its parameters.
+        min_agreement: Least share of positions at which argmax(log p + decoded xi) is the token.
+    """
+    output, resources = random_teacher()
+    if not codec.needs_hidden:
+        output = replace(output, hidden=None)
+    resources = {name: resources[name] for name in codec.resource_names}
+    arrays = codec.encode(output, SEED, resources)
+    _check_arrays(codec, output, arrays)
+    _check_rows(codec, output, arrays, resources)
+    rebuilt = from_mapping(type(codec), json.loads(json.dumps(codec_parameters(codec))))
+    assert rebuilt == codec, "parameters must rebuild the codec through JSON"
+    noises = [_decoded(codec, output, arrays, resources, draw) for draw in (1, 1, 2)]
+    first, again, other = (dense_arrivals(noise) for noise in noises)
+    assert torch.equal(first, again), "the same draw must be the same noise"
+    assert torch.equal(first, other) != codec.is_fresh, "is_fresh must say whether draws differ"
+    check_noise(noises[0], VOCAB_SIZE)
+    log_probs = output.log_probs.flatten(0, 1)
+    winners = (log_probs.double() + noises[0].gumbels().double()).argmax(1)
+    agreement = float((winners == output.tokens.flatten()).double().mean())
+    assert agreement >= min_agreement, f"the token is the argmax at {agreement:.3f} of positions"
+    keys = _keys(output, 0)
+    prior = codec.prior(keys, VOCAB_SIZE)
+    check_noise(prior, VOCAB_SIZE)
+    assert torch.equal(
+        dense_arrivals(prior.redrawn(2)), dense_arrivals(codec.prior(keys.redrawn(2), VOCAB_SIZE))
+    ), "redrawn(d) must be the prior of draw d"
+    known = [torch.isfinite(dense_arrivals(noise)).sum(1).double() for noise in (noises[0], prior)]
+    assert bool((known[0] == known[1]).all()), "sampling must cut off as training does"
+
+
+def check_noise(noise: Noise, vocab_size: int) -> None:
+    """Reads in tiles and selections are parts of the whole, and softmax_embed is the softmax."""
+    whole = dense_arrivals(noise)
+    assert whole.shape == (noise.num_positions, vocab_size) and whole.dtype == torch.float32
+    assert bool((whole > 0).all()), "arrival times must be positive"
+    for width in (7, 32):
+        parts = [noise.tile(i, min(i + width, vocab_size)) for i in range(0, vocab_size, width)]
+        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=0)
+    chosen = torch.tensor([3, 0, 3])
+    torch.testing.assert_close(
+        dense_arrivals(noise.select(chosen)), whole[chosen], rtol=1e-4, atol=0
+    )
+    if bool(torch.isfinite(whole).all()):
+        rates = whole.double().reciprocal()
+        shares = (rates / rates.sum(1, keepdim=True)).float()
+        embedded = noise.softmax_embed(torch.eye(vocab_size))
+        torch.testing.assert_close(embedded, shares, rtol=1e-3, atol=1e-6)
+
+
+def _check_arrays(codec: Codec, output: TeacherOutput, arrays: dict[str, Tensor]) -> None:
+    hidden_size = None if output.hidden is None else HIDDEN_SIZE
+    specs = codec.array_specs(VOCAB_SIZE, hidden_size)
+    assert set(specs) == set(arrays), "array_specs must name what encode returns"
+    for name, spec in specs.items():
+        expected = (*output.tokens.shape, *spec.trailing_shape)
+        assert arrays[name].shape == expected, f"{name}: shape {tuple(arrays[name].shape)}"
+        assert str(arrays[name].dtype) == f"torch.{spec.dtype}", f"{name}: {arrays[name].dtype}"
+
+
+def _check_rows(
+    codec: Codec, output: TeacherOutput, arrays: dict[str, Tensor], resources: dict[str, Tensor]
+) -> None:
+    part = slice(2, 3)
+    hidden = None if output.hidden is None else output.hidden[part]
+    one = TeacherOutput(output.log_probs[part], output.tokens[part], output.rows[part], hidden)
+    for name, array in codec.encode(one, SEED, resources).items():
+        # Matrix products over other rows round their last bit differently.
+        torch.testing.assert_close(
+            array.double(), arrays[name][part].double(), rtol=1e-2, atol=1e-2
+        )
+
+
+def _keys(output: TeacherOutput, draw: int) -> PositionKeys:
+    rows = output.rows.repeat_interleave(NUM_TOKENS)
+    return PositionKeys(SEED, rows, torch.arange(1, NUM_TOKENS + 1).repeat(NUM_ROWS), draw)
+
+
+def _decoded(
+    codec: Codec,
+    output: TeacherOutput,
+    arrays: dict[str, Tensor],
+    resources: dict[str, Tensor],
+    draw: int,
+) -> Noise:
+    flat = {name: array.flatten(0, 1) for name, array in arrays.items()}
+    tokens = output.tokens.flatten()
+    own = output.log_probs.flatten(0, 1).gather(1, tokens[:, None]).squeeze(1)
+    return codec.decode(flat, tokens, own, _keys(output, draw), resources)

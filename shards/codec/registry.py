@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from importlib.metadata import entry_points
 from typing import Any
 
 from shards.base import UsageError, from_mapping
@@ -28,17 +29,45 @@ CODECS: dict[str, type[Any]] = {
 }
 
 
+ENTRY_POINTS = "gdistill.codecs"
+
+
+def codec_class(name: str) -> type[Any]:
+    """The codec of that name: one of ours, or PACKAGE/NAME, as an installed package registers it.
+
+    A package registers a codec under the name that stores and students will call it by::
+
+        [project.entry-points."gdistill.codecs"]
+        "acme-codecs/path" = "acme_codecs.path:PathCodec"
+
+    Raises:
+        UsageError: For an unknown name; for one of a package that is missing, naming the package.
+    """
+    if name in CODECS:
+        return CODECS[name]
+    installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name in installed:
+        return installed[name].load()
+    package, slash, _ = name.partition("/")
+    if slash:
+        raise UsageError(
+            "the codec is of a package that is not installed, or offers it no more",
+            got=name,
+            remedy=f"pip install {package}",
+        )
+    known = [*CODECS, *installed]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]!r}?" if near else f"known codecs: {sorted(known)}"
+    raise UsageError("unknown codec", got=name, remedy=hint)
+
+
 def make_codec(name: str, /, **parameters: Any) -> Codec:
     """The codec of that name.
 
     Raises:
         UsageError: For an unknown name or parameter (naming the nearest known one), or a bad value.
     """
-    if name not in CODECS:
-        near = difflib.get_close_matches(name, CODECS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"known codecs: {sorted(CODECS)}"
-        raise UsageError("unknown codec", got=name, remedy=hint)
-    return from_mapping(CODECS[name], parameters, where=f"codec {name}")
+    return from_mapping(codec_class(name), parameters, where=f"codec {name}")
 
 
 def codec_parameters(codec: Codec) -> dict[str, Any]:
