@@ -9,7 +9,13 @@ STAMP   := $(VENV)/.installed
 # `make extract` leaves out/latest pointing at its folder; train and sample go on there unless told
 # otherwise by CORPUS, OUT, SHARDS or MODEL.
 ifdef CORPUS
-OUT     ?= out/$(subst /,_,$(subst :,_,$(notdir $(CORPUS))))
+# stories.txt, 'text:stories/*.txt' and jsonl:stories.jsonl#text all go to out/stories; a preset, a
+# data set of the hub and a maze to their names.
+OUT     ?= out/$(shell printf '%s' '$(CORPUS)' | sed -E -e 's,\#[^/]*$$,,' \
+             -e 's,^(text|jsonl|csv|parquet|hf):,,' -e ':a' -e 's,(^|/)[^/]*[*?[][^/]*$$,,' -e 'ta' \
+             -e 's,/+$$,,' -e 's,.*/,,' -e 's,\.(gz|zst)$$,,' \
+             -e 's,\.(txt|text|md|jsonl|ndjson|csv|tsv|parquet|toml)$$,,' \
+             -e 's,[^A-Za-z0-9._-]+,_,g' -e 's,^[._]*$$,corpus,')
 else
 OUT     ?= out/latest
 endif
@@ -22,6 +28,7 @@ SHARDS  ?= $(OUT)/store
 MODEL   ?= $(OUT)/$(STUDENT)-$(CONDITIONING)
 SAMPLES ?= samples
 JUDGE   ?=
+REFERENCE ?=
 NFE     ?= 16
 NUM     ?= 64
 STEPS   ?=
@@ -35,13 +42,13 @@ export TOKENIZERS_PARALLELISM ?= true
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo maze extract train sample eval test test-portable test-portable-sample lint bench \
+.PHONY: help setup demo maze extract train sample references eval test test-portable test-portable-sample lint bench \
         bench-codecs bench-stream bench-sampling bench-extract bench-training \
         bench-faults clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
-	@echo "  variables        CORPUS TEACHER CODEC STUDENT PRESET CONDITIONING SHARDS OUT NFE NUM JUDGE ARGS"
+	@echo "  variables        CORPUS TEACHER CODEC STUDENT PRESET CONDITIONING SHARDS OUT NFE NUM JUDGE REFERENCE ARGS"
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -57,7 +64,7 @@ maze: $(STAMP) ## the paper's full maze protocol, three seeds
 	$(BIN)/python -m evaluation.maze.walk --config configs/maze-full.toml --out out/maze-full $(ARGS)
 
 extract: $(STAMP) ## stage 1 and 2: make extract CORPUS=owt TEACHER=gpt2-large CODEC=posterior
-	@test -n '$(CORPUS)' || { echo "error: no corpus; make extract CORPUS=maze:k4 | owt | text:FILE [TEACHER=...]"; exit 2; }
+	@test -n '$(CORPUS)' || { echo "error: no corpus; make extract CORPUS=maze:k4 | owt | FILES [TEACHER=...]"; exit 2; }
 	$(BIN)/gdistill-extract --corpus '$(CORPUS)' $(if $(TEACHER),--teacher '$(TEACHER)') \
 	  --codec $(CODEC) --out '$(OUT)' $(ARGS)
 	@mkdir -p out && ln -sfn "$$(realpath '$(OUT)')" out/latest
@@ -70,8 +77,12 @@ train: $(STAMP) ## train a student from shards: make train STUDENT=bd3lm SHARDS=
 sample: $(STAMP) ## draw samples from a trained student: make sample MODEL=... NFE=16 NUM=64
 	$(BIN)/gdistill-sample '$(MODEL)/model' --num $(NUM) --nfe $(NFE) --out '$(SAMPLES)' $(ARGS)
 
-eval: $(STAMP) ## score samples: make eval SAMPLES=samples JUDGE=gpt2-large
-	$(BIN)/gdistill-eval '$(SAMPLES)' $(if $(JUDGE),--judge '$(JUDGE)') $(ARGS)
+references: $(STAMP) ## rows of the corpus as text, for MAUVE: make references NUM=1000
+	$(BIN)/gdistill-extract references '$(SHARDS)' --num $(NUM) --out '$(OUT)/references.jsonl'
+
+eval: $(STAMP) ## score samples: make eval SAMPLES=samples JUDGE=gpt2-large REFERENCE=out/latest/references.jsonl
+	$(BIN)/gdistill-eval '$(SAMPLES)' $(if $(JUDGE),--judge '$(JUDGE)') \
+	  $(if $(REFERENCE),--reference '$(REFERENCE)') $(ARGS)
 
 test: $(STAMP) ## the test suite
 	OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(ARGS)

@@ -19,6 +19,8 @@ CASES = {
         ("at 20 ° C", "at 20°C"),
         ("N of N", "N of N"),
         ("a N b", "a 1 b"),
+        ("one \n two", "one\ntwo"),
+        ("one\n two", "one\ntwo"),
     ],
     "ptb": [
         ("the company 's profit did n't rise", "the company's profit didn't rise"),
@@ -35,6 +37,7 @@ CASES = {
         ('the " big " one ( so to say )', 'the "big" one (so to say)'),
         ("it 's $ 5 or £ 4", "it's $5 or £4"),
         ("http : / / a / b", "http://a/b"),
+        ("https : / / a / b", "https://a/b"),
         ('"quoted" .', '"quoted" .'),
     ],
     "lambada": [(" “ Yes , ” he said \n", '\n" Yes , " he said')],
