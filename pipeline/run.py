@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
-import torch
-from transformers import PreTrainedTokenizerBase
 
-from pipeline.corpus import scheme_of
 from pipeline.extract import (
     CorpusRows,
     Extractor,
@@ -20,57 +15,32 @@ from pipeline.extract import (
     build_manifest,
     corpus_unigram,
     resources_on,
-    rows_per_unit,
     settle_way,
     side_files,
     teacher_identity,
     unchanged,
 )
-from pipeline.maze import (
-    MOVES,
-    MazeTeacherConfig,
-    demo_teacher_config,
-    load_maze,
-    train_maze_teacher,
+from pipeline.inputs import (
+    LazyTeacher,
+    prepare_teacher,
+    require_known_ids,
+    require_store_place,
+    tokenized,
 )
 from pipeline.report import report, require_writable, write_config
 from pipeline.scored_run import is_scored, run_scored
-from pipeline.settings import ExtractRequest, TeacherSettings
+from pipeline.settings import ExtractRequest
 from pipeline.teacher import (
     BatchSize,
     GeneratedRows,
     ProcessOutput,
     Teacher,
-    check_row_length,
-    check_vocabulary,
 )
-from pipeline.tokens import RECORD, TokenDataset, load_tokenizer, prepare_tokens
+from pipeline.tokens import TokenDataset, prepare_tokens
 from pipeline.workers import Stopped, StopRequest, Worker
-from shards.base import GdistillError, UsageError, progress_bar
-from shards.language_model import PretrainedFiles, find_pretrained, resolve_device
-from shards.storage import file_claim, open_location
-from shards.store import MANIFEST_FILE, Manifest, ShardRange, ShardStore, ShardWriter
-
-
-@dataclass
-class LazyTeacher:
-    """The teacher, loaded when it is first needed: never, where nothing is left to do."""
-
-    files: PretrainedFiles
-    settings: TeacherSettings
-    vocab_size: int
-    device: torch.device
-
-    @cached_property
-    def loaded(self) -> Teacher:
-        return Teacher.load(
-            self.files,
-            self.settings.dtype,
-            self.device,
-            vocab_size=self.vocab_size,
-            attention=self.settings.attention,
-            compiled=self.settings.compiled,
-        )
+from shards.base import GdistillError, progress_bar
+from shards.language_model import resolve_device
+from shards.store import Manifest, ShardRange, ShardStore, ShardWriter
 
 
 @dataclass(frozen=True)
@@ -123,86 +93,16 @@ def run_extraction(request: ExtractRequest, worker: Worker) -> list[str]:
         num_tokens, waiting = done.num_extracted_tokens, done.seconds_waiting
     seconds = time.monotonic() - started - waiting
     lines = report(request, dataset, writer, num_tokens, seconds)
-    return lines if worker.is_main else []
+    return [*lines, *padding_lines(teacher)] if worker.is_main else []
 
 
-def prepare_teacher(
-    request: ExtractRequest, device: torch.device
-) -> tuple[ExtractRequest, PreTrainedTokenizerBase, LazyTeacher]:
-    """Find or train the teacher, and check all that its files tell.
-
-    Returns:
-        The request with its row length settled, the tokenizer, the teacher not yet loaded.
-
-    Raises:
-        UsageError: If teacher, tokenizer, rows, corpus and store do not fit together.
-    """
-    settings = request.settings.teacher
-    files = find_pretrained(
-        settings.location or train_own_teacher(request),
-        revision=settings.revision,
-        trust_remote_code=settings.trust_remote_code,
+def padding_lines(teacher: LazyTeacher) -> list[str]:
+    """Says so where the model's output is wider than its vocabulary."""
+    width = teacher.files.num_logits
+    padding = width - teacher.vocab_size
+    return [f"  logits         {width:,}, the last {padding:,} of no token: left out"] * bool(
+        padding
     )
-    request = request.with_row_length(files.context_length)
-    assert request.corpus.row_length is not None
-    check_row_length(files, request.corpus.row_length)
-    place = settings.tokenizer or files.folder
-    tokenizer = load_tokenizer(place)
-    check_vocabulary(files.num_logits, len(tokenizer), f"{place} and {files.name}")
-    if scheme_of(request.corpus.source)[0] == "maze":
-        check_maze_vocabulary(tokenizer, files.name)
-    arrays = request.codec.array_specs(len(tokenizer), files.hidden_size)
-    rows_per_unit(request.corpus.row_length, arrays, request.settings.store)
-    return request, tokenizer, LazyTeacher(files, settings, len(tokenizer), device)
-
-
-def check_maze_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Refuse a teacher that does not speak in moves.
-
-    Raises:
-        UsageError: If it is one.
-    """
-    unknown = sorted(set(MOVES) - set(tokenizer.get_vocab()))
-    if unknown:
-        raise UsageError(
-            "the teacher does not know the moves of a maze",
-            where=f"--teacher {name}",
-            got=f"no token {unknown[0]!r}",
-            expected=f"the tokens {', '.join(MOVES)}",
-            remedy="leave --teacher out: a maze trains its own",
-        )
-
-
-def require_store_place(store: str) -> bool:
-    """Refuse a place where no store can be, before anything costly; whether one is begun there.
-
-    Raises:
-        UsageError: If the place is a file, or its scheme is not known here.
-        GdistillError: If it cannot be reached.
-    """
-    if Path(store).is_file():
-        raise UsageError("the store is a folder", where="--store", got=f"the file {store}")
-    return open_location(store).size(MANIFEST_FILE) is not None
-
-
-def tokenized(out: Path) -> bool:
-    """Whether stage 1 is finished."""
-    return (out / "tokens" / RECORD).is_file()
-
-
-def require_known_ids(dataset: TokenDataset) -> None:
-    """Refuse rows with ids that the vocabulary has not.
-
-    Raises:
-        UsageError: If there are any.
-    """
-    if dataset.max_token_id >= dataset.vocab_size:
-        raise UsageError(
-            "token id outside the vocabulary",
-            where=dataset.path,
-            got=dataset.max_token_id,
-            expected=f"below {dataset.vocab_size}",
-        )
 
 
 def begin_store(inputs: Inputs) -> tuple[ShardWriter, dict[str, np.ndarray]]:
@@ -215,25 +115,6 @@ def begin_store(inputs: Inputs) -> tuple[ShardWriter, dict[str, np.ndarray]]:
     writer = ShardWriter.create_or_resume(request.store, manifest, resources, sides)
     write_config(request.out / "config.json", request)
     return writer, resources
-
-
-def train_own_teacher(request: ExtractRequest) -> Path:
-    """The teacher that a corpus brings along, trained once into ``<out>/teacher``."""
-    scheme, layout = scheme_of(request.corpus.source)
-    if scheme != "maze":
-        raise UsageError(
-            "no teacher",
-            where="--teacher",
-            expected="a local folder or the hub id of a causal language model",
-        )
-    config = MazeTeacherConfig()
-    if request.settings.teacher.preset == "demo":
-        config = demo_teacher_config()
-    config = replace(config, seed=request.corpus.seed)
-    out = request.out / "teacher"
-    with file_claim(request.out / ".teacher.lock", wait=True):
-        train_maze_teacher(load_maze(layout or "k4"), out, config)
-    return out
 
 
 def kept_resources(location: str, manifest: Manifest) -> dict[str, np.ndarray] | None:

@@ -311,7 +311,7 @@ def test_maze_brings_its_own_teacher(
     small = MazeTeacherConfig(
         num_layers=2, num_heads=2, hidden_size=32, num_steps=120, learning_rate=1e-2
     )
-    monkeypatch.setattr("pipeline.run.demo_teacher_config", lambda: small)
+    monkeypatch.setattr("pipeline.inputs.demo_teacher_config", lambda: small)
     words = ["--corpus", "maze:k4", "--teacher-preset", "demo", "--out", tmp_path]
     words += ["--device", "cpu", "--set", "corpus.limit_documents=50"]
     code, _, err = command(*words)
