@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shards.base import IntegrityError, UsageError, canonical_json
+from shards.base import IntegrityError, UsageError, canonical_json, safe_name
 
 FORMAT_VERSION = 1
 RECORD = "tokens.json"
@@ -238,10 +238,11 @@ class TokenDataset:
             raise IntegrityError("a field is missing", where=where, got=missing[0], remedy=remedy)
         try:
             for split in self.splits:
-                self.parts(split)
-        except (KeyError, TypeError, AttributeError) as error:
+                for part in self.parts(split):
+                    safe_name(f"{split}/{part.name}")  # the folder may come from anywhere
+        except (KeyError, TypeError, AttributeError, UsageError) as error:
             raise IntegrityError(
-                "malformed list of parts", where=where, got=repr(error), remedy=remedy
+                "malformed list of parts", where=where, got=str(error)[:400], remedy=remedy
             ) from error
 
     def _check_sizes(self) -> None:

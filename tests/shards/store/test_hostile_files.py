@@ -118,6 +118,7 @@ def test_an_array_that_the_manifest_does_not_vouch_for(store: Path, tmp_path: Pa
     [
         {"files": []},
         {"files": {"../up": {"bytes": 1, "sha256": "0" * 64}}},
+        {"files": {"../up": {"bytes": 1, "sha256": "0" * 64}}, "tails": {}},
         {"tails": []},
         {"tails": {"train/tokens/c/0/0": "0" * 64}},
         {"tails": {"a": "../../etc/passwd"}},
