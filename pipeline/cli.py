@@ -9,7 +9,7 @@ import typer
 
 from pipeline.settings import PlanOptions, resolve_request
 from pipeline.workers import Worker
-from shards.base import Section, run_command, settings_app
+from shards.base import Section, UsageError, run_command, settings_app
 
 CODEC_SETTINGS = {
     "posterior": "posterior:PosteriorCodec",
@@ -47,6 +47,14 @@ def extract(
     ] = None,
     teacher: Annotated[
         str | None, typer.Option(help="Folder or hub id of a causal language model.")
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="In place of a teacher: address of an OpenAI-compatible server."),
+    ] = None,
+    from_logprobs: Annotated[
+        str | None,
+        typer.Option(help="In place of corpus and teacher: files of rows that an engine scored."),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Tokenizer, if it does not lie beside the teacher.")
@@ -107,8 +115,10 @@ def extract(
     resume: run the same command again after any interruption. Start it under `accelerate launch`,
     or as `--worker i --workers n`, for many processes. Each ends when the store is complete; one
     that has nothing left waits for shards in work elsewhere, and takes over those of a process
-    that dies. On a machine with several GPUs a process uses the one of its number there
-    (LOCAL_RANK, SLURM_LOCALID); where nothing tells the number, give each its --device cuda:N.
+    that dies. --engine has a running server score the rows, --from-logprobs reads what one said;
+    both need --tokenizer and write `posterior` stores. On a machine with several GPUs a process
+    uses the one of its number there (LOCAL_RANK, SLURM_LOCALID); where nothing tells the number,
+    give each its --device cuda:N.
 
     `gdistill-extract settings [WORD]` lists every key of --set with its default and meaning:
     corpus.*, codec.*, teacher.*, store.*, sequential.*. `gdistill-extract references --help` writes
@@ -122,7 +132,8 @@ def extract(
         "device": device,
         "batch_size": batch_size,
         "strict": strict or None,
-        "corpus": {"spec": corpus, "row_length": row_length},
+        "corpus": {"spec": corpus_of(corpus, from_logprobs), "row_length": row_length},
+        "engine": {"url": engine},
         "codec": {"name": codec},
         "teacher": {
             "location": teacher,
@@ -149,6 +160,22 @@ def extract(
         lines = run_extraction(request, process)
     if lines:
         typer.echo("\n".join(lines))
+
+
+def corpus_of(corpus: str | None, scores: str | None) -> str | None:
+    """The corpus, which scored rows bring along.
+
+    Raises:
+        UsageError: If both are named.
+    """
+    if corpus is not None and scores is not None:
+        raise UsageError(
+            "scored rows are their own corpus",
+            where="--from-logprobs",
+            got=f"--corpus {corpus} too",
+            remedy="leave --corpus out",
+        )
+    return corpus if scores is None else f"scores:{scores}"
 
 
 @references_app.command()

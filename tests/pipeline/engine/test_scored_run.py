@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline import cli
 from pipeline.run import run_extraction
 from pipeline.settings import resolve_request
 from pipeline.workers import Worker
@@ -151,3 +152,25 @@ def test_a_server_that_is_not_there_is_told_before_stage_1(
     with pytest.raises(GdistillError, match="does not answer"):
         run_scored(tmp_path / "out", given)
     assert not (tmp_path / "out/tokens").exists()
+
+
+def test_the_command_takes_files_or_a_server(teacher: Path, corpus: Path, tmp_path: Path) -> None:
+    rows = np.random.default_rng(1).integers(2, VOCAB_SIZE, (6, 12)).tolist()
+    lines = scored_lines(teacher, rows)
+    (tmp_path / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["--tokenizer", str(teacher), "--set", f"codec.num_entries={NUM_TOP}"]
+    files = ["--from-logprobs", f"{tmp_path}/scores.jsonl"]
+    typer_app(cli.app, [*files, *words, "--out", str(tmp_path / "files")])
+    assert ShardStore.open(tmp_path / "files/store").manifest.splits["train"] == 5
+    with EngineServer(teacher).running() as url:
+        asked = ["--engine", url, "--corpus", str(corpus), "--row-length", "12", "--rows", "4"]
+        typer_app(cli.app, [*asked, *words, "--out", str(tmp_path / "asked")])
+    assert ShardStore.open(tmp_path / "asked/store").manifest.teacher["id"] == "tiny"
+    with pytest.raises(UsageError, match="their own corpus"):
+        cli.corpus_of("owt", "scores.jsonl")
+
+
+def typer_app(app: Any, words: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        app(words)
+    assert not ended.value.code
