@@ -261,6 +261,7 @@ class TokenDataset:
 
     def verify(self) -> list[str]:
         """Re-hash every row; what is wrong, one line per part."""
+        self._group.cache_clear()  # what is on disk, not what was read before
         problems = []
         for split in self.splits:
             first = 0

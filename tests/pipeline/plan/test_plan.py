@@ -88,6 +88,23 @@ def test_tokens_are_estimated_and_then_counted(tmp_path: Path, teacher: Path, co
     assert rate.tokens_per_second == summary["tokens_per_second"]
 
 
+def test_every_split_and_every_part_of_a_corpus_is_counted(tmp_path: Path, teacher: Path) -> None:
+    """One document in two splits, all of it validation, and short documents before long ones."""
+    words = " ".join(f"w{i % 21}" for i in range(3000))
+    (tmp_path / "one.txt").write_text(words)
+    lines = ["w1 w2 w3"] * 400 + [" ".join(["w4"] * 60)] * 400
+    (tmp_path / "many.txt").write_text("\n".join(lines) + "\n")
+    every_line = sum(len(line.split()) + 1 for line in lines)
+    cases = [("one.txt", 0.1, 3000), ("one.txt", 1.0, 3000), ("many.txt", 0.3, every_line)]
+    for name, fraction, expected in cases:
+        given = options(teacher, tmp_path / name, corpus={"validation_fraction": fraction})
+        plan = make_plan(resolve_request(tmp_path / "out", given), PlanOptions(rate=1.0))
+        assert plan.num_tokens["this corpus"] == pytest.approx(expected, rel=0.02)
+    limited = {**given, "store": {"rows": 7}}
+    plan = make_plan(resolve_request(tmp_path / "out", limited), PlanOptions(rate=1.0))
+    assert plan.num_tokens["this corpus"] == 2 * 7 * ROW_LENGTH
+
+
 def test_hours_and_price_follow_from_the_rate(tmp_path: Path, teacher: Path, corpus: Path) -> None:
     request = resolve_request(tmp_path, options(teacher, corpus))
     plan = make_plan(request, PlanOptions(rate=1000.0, tokens=7.2e6, price=3.0))
