@@ -110,7 +110,7 @@ def test_time_spent_waiting_is_not_in_the_rate(
 ) -> None:
     seen: list[float] = []
     monkeypatch.setattr(
-        "pipeline.run.write_summary", lambda out, summary, tokens, seconds: seen.append(seconds)
+        "pipeline.report.write_summary", lambda out, summary, tokens, seconds: seen.append(seconds)
     )
     monkeypatch.setattr(extract, "POLL_SECONDS", 1000.0)
     at_each_pause(monkeypatch, holder.close)
