@@ -8,7 +8,8 @@ store     manifest, ledger, shards: written by any number of processes, read wit
 stream    the order of an epoch: shuffled, resumable, the same for every world size
 tools     what people do with stores; ``gdistill-shards`` is :mod:`shards.cli`
 
-``shards.open_store(path_or_url)`` opens one for reading.
+``shards.open_store(path_or_url)`` opens one for reading; its ``stream(batch_size=32, seed=0)``
+is a torch ``IterableDataset``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
-    from shards.store import ShardStore, open_store
+    from shards.reading import open_store
+    from shards.store import ShardStore
 
 __getattr__, __dir__ = open_door(__name__, __file__)

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
-    from shards.stream.order import LaneOrder, WholeOrder, lanes_for, window_bytes_of
+    from shards.stream.dataset import RowStream
+    from shards.stream.order import (
+        WINDOW_BYTES,
+        LaneOrder,
+        WholeOrder,
+        lanes_for,
+        window_bytes_of,
+    )
     from shards.stream.stream import RowBatch, ShardStream
 
 __getattr__, __dir__ = open_door(__name__, __file__)
