@@ -115,6 +115,8 @@ def measure(teacher: Teacher, settings: list[Measurement]) -> dict[str, Any]:
         codec, arrays = setting.codec, setting.arrays
         sizes = stored_bytes_per_token(codec, arrays, outputs, vocab_size, teacher.hidden_size)
         token_bytes = sizes.pop("tokens")
+        if setting.peer:  # they do not keep the token's own log-probability
+            del sizes["token_log_probs"]
         results.append(setting.result(sizes))
     layouts = [
         id_layouts(s.codec, s.arrays, resources)
