@@ -68,6 +68,7 @@ def check_row_length(files: PretrainedFiles, row_length: int) -> None:
             where=f"row_length, teacher {files.name}",
             got=row_length,
             expected=f"at most {limit}",
+            remedy=f"--row-length {limit}",
         )
 
 
