@@ -36,6 +36,9 @@ def quality(
     extract: Annotated[
         str, typer.Option(help="Further words of gdistill-extract: the corpus and the teacher.")
     ] = "",
+    judge: Annotated[
+        str, typer.Option(help="The same for the text that a second judge is trained on.")
+    ] = "",
     parallel: Annotated[int, typer.Option(help="Students trained side by side.")] = 2,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value")] = None,
 ) -> None:
@@ -46,7 +49,7 @@ def quality(
     words = extract.split()
     store = extracted(home, (*plan.extract, *words))
     train(plan, plan.runs, store, home, parallel)
-    bench = open_bench(plan, home, words, make_judge(plan, home, parallel))
+    bench = open_bench(plan, home, words, make_judge(plan, judge.split(), home, parallel))
     figures = measure(plan, home, bench)
     out.mkdir(parents=True, exist_ok=True)
     place = out / f"quality-{plan_file.stem}"
@@ -85,11 +88,11 @@ def train(plan: Plan, runs: list[Run], store: Path, home: Path, parallel: int) -
             remember(home / run.folder / "done.json", run.command(plan, store, home), True)
 
 
-def make_judge(plan: Plan, home: Path, parallel: int) -> Path | None:
-    """The second judge, trained on a store of its own; None where the plan has none."""
-    if not plan.judge:
+def make_judge(plan: Plan, words: Sequence[str], home: Path, parallel: int) -> Path | None:
+    """The second judge, trained on a store of its own; None where no text is given for it."""
+    if not words:
         return None
-    store = extracted(home / "judge-data", plan.judge)
+    store = extracted(home / "judge-data", (*plan.judge, *words))
     judge = Run(Recipe("judge", student="ar", settings=plan.judge_settings), seed=0)
     train(plan, [judge], store, home, parallel)
     return home / judge.folder

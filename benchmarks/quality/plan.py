@@ -47,7 +47,7 @@ class Plan:
         num_samples: Samples per sampling seed.
         nfe: Forward passes per sample.
         judge: ``gdistill-extract`` words of a second store, on which a judge that is not the
-            teacher is trained; empty for none.
+            teacher is trained, all but corpus and teacher.
         judge_settings: Settings of that judge, a student of kind ``ar``.
     """
 

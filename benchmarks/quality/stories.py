@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from benchmarks.quality.ahead import Fills, Prefixes, fills
+from benchmarks.quality.gain import gain_of_first
 from benchmarks.quality.plan import Plan, Run
+from evaluation.curve import CurvePoint, matched_perplexity, matched_table
 from evaluation.text import unigram_entropy_nats
 from shards.store import ShardStore
 from trainer import load_student
@@ -75,6 +77,56 @@ class StoriesBench:
             }
         }
 
+    def summarise(self, figures: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) -> list[str]:
+        """Perplexity at the entropy of the teacher's own rows, per judge; then the gain map."""
+        rows = self.validation.tolist()
+        entropy = float(np.mean([unigram_entropy_nats(row) for row in rows]))
+        lines: list[str] = []
+        for judge in self.judges:
+            matched = {
+                (name, float(nfe)): matched_perplexity(
+                    _points([cells["samples"][nfe] for cells in seeds], judge),
+                    entropy,
+                    is_paired=True,
+                )
+                for name, seeds in figures.items()
+                for nfe in seeds[0]["samples"]
+            }
+            source = f"the teacher's own rows; judge: {judge}"
+            lines += [matched_table(matched, entropy, source).to_text(), ""]
+        return [*lines, *self._gain_lines()]
+
+    def _gain_lines(self) -> list[str]:
+        """Every conditioned recipe against every plain one of its kind, token by token ahead."""
+        head = ["gain in nats at equal entropy", *(f"{count} ahead" for count in DISTANCES)]
+        lines = [head, ["---"] * len(head)]
+        recipes = self.plan.recipes
+        for noisy in (recipe for recipe in recipes if recipe.conditioning != "none"):
+            for plain in (other for other in recipes if other.conditioning == "none"):
+                if plain.student == noisy.student:
+                    for seed in self.plan.seeds:
+                        cells = self._gains(Run(plain, seed), Run(noisy, seed))
+                        lines.append([f"{noisy.name} over {plain.name}, seed {seed}", *cells])
+        return ["| " + " | ".join(line) + " |" for line in lines]
+
+    def _gains(self, plain: Run, noisy: Run) -> list[str]:
+        without, given = (read_ahead(self.home / run.folder / AHEAD_FILE) for run in (plain, noisy))
+        width = given[0.0].nll.shape[1]
+        cells = []
+        for count in DISTANCES:
+            if count > width:
+                cells.append("")
+                continue
+            gain = gain_of_first(without, given, count)
+            equal = float(given[0.0].equal[:, count - 1].float().mean())
+            coupled = float(without[1.0].equal[:, count - 1].float().mean())
+            low, high = gain.interval
+            cells.append(
+                f"{gain.value:+.2f} [{low:+.2f}, {high:+.2f}], agreement {100 * equal:.0f} "
+                f"against {100 * coupled:.0f}"
+            )
+        return cells
+
     def _save_ahead(self, student: Any, file: Path) -> None:
         width = min(DISTANCES[-1], student.config.tokens_per_block)
         arrays: dict[str, np.ndarray] = {}
@@ -109,6 +161,20 @@ class StoriesBench:
             "num_tokens": length - 1,
             "entropies": [unigram_entropy_nats(row) for row in tokens.tolist()],
         }
+
+
+def _points(seeds: Sequence[Mapping[str, Mapping[str, Any]]], judge: str) -> list[CurvePoint]:
+    """A point per way of sampling, the samples of all training seeds together."""
+    return [
+        CurvePoint(
+            np.concatenate([np.array(cells[way]["nll_sums"][judge]) for cells in seeds]),
+            np.concatenate(
+                [np.full(len(cells[way]["entropies"]), cells[way]["num_tokens"]) for cells in seeds]
+            ).astype(float),
+            np.concatenate([np.array(cells[way]["entropies"]) for cells in seeds]),
+        )
+        for way in seeds[0]
+    ]
 
 
 @torch.no_grad()

@@ -13,9 +13,8 @@ from shards.base.door import open_door
 
 if TYPE_CHECKING:
     from evaluation.maze.jobs import Job, run_jobs, run_visibly
-    from evaluation.maze.results import load_task, natural_rule, pool
+    from evaluation.maze.results import load_task, natural_rule, pool, score_samples, teacher_rows
     from evaluation.maze.success import Maze, maze_success, moves_of_words
-    from evaluation.maze.teacher_decode import teacher_agreement, teacher_decode
     from evaluation.maze.walk import TrainingProgress
 
 __getattr__, __dir__ = open_door(__name__, __file__)

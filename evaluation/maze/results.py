@@ -109,11 +109,11 @@ def score_samples(task: MazeTask, samples: SampleSet) -> tuple[Score, Score]:
     """Success, and agreement with the teacher's own decode of the same noise."""
     moves = moves_of(task.words, samples)
     success = maze_success(task.maze, moves, task.path_probabilities, "teacher")
-    decoded = _teacher_rows(task, samples)
+    decoded = teacher_rows(task, samples)
     return success, teacher_agreement(samples.tokens, decoded)
 
 
-def _teacher_rows(task: MazeTask, samples: SampleSet) -> Int[Tensor, "n l"]:
+def teacher_rows(task: MazeTask, samples: SampleSet) -> Int[Tensor, "n l"]:
     """The teacher's decode of the samples' noise; the same for every model, NFE and rule."""
     first = tuple(row[0] for row in samples.tokens)
     key = (samples.seed, tuple(samples.indices), first)

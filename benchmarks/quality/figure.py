@@ -1,0 +1,123 @@
+"""The bench's figure: the maze's recipes, where they miss, and what noise can be worth on stories.
+
+python -m benchmarks.quality.figure
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shards.base import run_command
+
+
+def draw(results: Path) -> Path:
+    """Read the JSON files of the maze and of the headroom; write ``quality.png`` beside them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    maze = json.loads((results / "quality-maze.json").read_text(encoding="utf-8"))
+    headroom = json.loads((results / "quality-headroom.json").read_text(encoding="utf-8"))
+    figure, panels = pyplot.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+    _draw_success(panels[0], maze)
+    _draw_margins(panels[1], maze)
+    _draw_headroom(panels[2], headroom)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+    path = results / "quality.png"
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path
+
+
+def _draw_success(axes: Any, maze: dict[str, Any]) -> None:
+    """A line per recipe over NFE, a mark per training seed."""
+    budgets = maze["plan"]["nfe"]
+    for number, (name, seeds) in enumerate(maze["recipes"].items()):
+        for place, cells in enumerate(seeds):
+            values = [100 * cells[str(nfe)]["success"] for nfe in budgets]
+            label = name if place == 0 else None
+            axes.plot(budgets, values, "o-", color=f"C{number}", ms=4, lw=1, label=label)
+    axes.axhline(95, color="grey", lw=0.8, ls=":")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(budgets, [str(nfe) for nfe in budgets])
+    axes.set_ylim(0, 100)
+    axes.set_xlabel("forward passes")
+    axes.set_ylabel("success, %")
+    axes.set_title("m57: success (dotted: 95%)", fontsize=10)
+    axes.legend(frameon=False, fontsize=7, loc="lower right")
+
+
+def _draw_margins(axes: Any, maze: dict[str, Any]) -> None:
+    """Agreement in one pass by the teacher's margin, for the conditioned recipes."""
+    conditioned = [r["name"] for r in maze["plan"]["recipes"] if r["conditioning"] != "none"]
+    names = list(maze["recipes"])
+    ticks: list[str] = []
+    for name in conditioned:
+        for cells in maze["recipes"][name]:
+            rows = [row for row in cells["by_margin"] if row["num_samples"]]
+            shares = [100 * row["num_equal"] / row["num_samples"] for row in rows]
+            low = [100 * row["interval_95"][0] for row in rows]
+            high = [100 * row["interval_95"][1] for row in rows]
+            spread = [
+                [share - bound for share, bound in zip(shares, low, strict=True)],
+                [bound - share for share, bound in zip(shares, high, strict=True)],
+            ]
+            color = f"C{names.index(name)}"
+            axes.errorbar(range(len(rows)), shares, spread, fmt="o-", color=color, ms=4, lw=1)
+            ticks = [
+                f"{row['from_nats']:g} to {row['to_nats']:g}"
+                if row["to_nats"]
+                else f"above {row['from_nats']:g}"
+                for row in rows
+            ]
+    axes.set_xticks(range(len(ticks)), ticks, fontsize=8)
+    axes.set_ylim(0, 102)
+    axes.set_xlabel("least distance of the two largest log p + xi in a row, nats")
+    axes.set_ylabel("equal to the teacher's decode, %")
+    axes.set_title("m57 in one pass: what is missed are near ties", fontsize=10)
+
+
+def _draw_headroom(axes: Any, headroom: dict[str, Any]) -> None:
+    """NLL of the best model without noise over tokens per pass, and the teacher's."""
+    sizes = [int(size) for size in headroom["blocks"]]
+    for key, label, color in (
+        ("first_block_nll_nats", "without noise, first pass", "C3"),
+        ("nll_nats", "without noise, 32 tokens, pass after pass", "C1"),
+    ):
+        rows = [headroom["blocks"][str(size)][key] for size in sizes]
+        values = [row["value"] for row in rows]
+        spread = [
+            [row["value"] - row["interval_95"][0] for row in rows],
+            [row["interval_95"][1] - row["value"] for row in rows],
+        ]
+        axes.errorbar(sizes, values, spread, fmt="o-", color=color, ms=4, lw=1, label=label)
+    own = headroom["teacher"]["nll_nats"]["value"]
+    axes.axhline(own, color="C2", lw=1, label="with noise at best: the teacher")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_ylim(0, None)
+    axes.set_xlabel("tokens per pass")
+    axes.set_ylabel("NLL under the teacher, nats per token")
+    axes.set_title("stories: exact optima at equal entropy", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def main(
+    results: Annotated[Path, typer.Option(help="Folder of the JSON files.")] = Path(
+        "benchmarks/results"
+    ),
+) -> None:
+    """Draw the figure from the recorded numbers."""
+    typer.echo(str(draw(results)))
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command()(main)
+    run_command(app)
