@@ -14,7 +14,7 @@ from evaluation.report import open_folder, write_report
 from evaluation.samples import find_sample_files, read_samples
 from evaluation.score_tables import browser_of, cautions_of, results_of, tables_of
 from evaluation.scorers import ScoreOptions, make_scorers
-from shards.base import run_command
+from shards.base import LogFormatOption, run_command, use_log_format
 
 DEFAULT = "score"
 
@@ -71,11 +71,13 @@ def evaluate(
     device: Annotated[
         str | None, typer.Option(help="Device of the judge: cpu or cuda (a GPU if there is one).")
     ] = None,
+    log_format: LogFormatOption = "plain",
 ) -> None:
     """Score samples: entropy always, more with --judge, --reference or --maze.
 
     Interrupted, the same command goes on: what a judge has read is kept beside the results.
     """
+    use_log_format(log_format)
     folder = samples if samples.is_dir() else samples.parent
     directory = out or folder
     options = ScoreOptions(

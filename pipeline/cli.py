@@ -9,7 +9,14 @@ import typer
 
 from pipeline.settings import PlanOptions, resolve_request
 from pipeline.workers import Worker
-from shards.base import Section, UsageError, run_command, settings_app
+from shards.base import (
+    LogFormatOption,
+    Section,
+    UsageError,
+    run_command,
+    settings_app,
+    use_log_format,
+)
 
 CODEC_SETTINGS = {
     "posterior": "posterior:PosteriorCodec",
@@ -108,6 +115,7 @@ def extract(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would be done; touch nothing.")
     ] = False,
+    log_format: LogFormatOption = "plain",
 ) -> None:
     """Run the teacher once over a corpus and store what students learn from.
 
@@ -124,6 +132,7 @@ def extract(
     corpus.*, codec.*, teacher.*, store.*, sequential.*. `gdistill-extract references --help` writes
     rows of a corpus as text, to compare samples with.
     """
+    use_log_format(log_format)
     figures = PlanOptions(rate, tokens, price)
     figures.check(plan, dry_run)
     options: dict[str, Any] = {

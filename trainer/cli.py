@@ -1,13 +1,22 @@
-"""``gdistill-train``: train students, import the authors' checkpoints, count added weights."""
+"""``gdistill-train``: train, tell how far a run is, import checkpoints, count added weights."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shards.base import Section, is_first_process, read_toml, run_command, settings_app
+from shards.base import (
+    LogFormatOption,
+    Section,
+    is_first_process,
+    read_toml,
+    run_command,
+    settings_app,
+    use_log_format,
+)
 
 SETTINGS = (Section("a training run", "trainer.training.settings:RunConfig"),)
 app = typer.Typer(
@@ -15,8 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     no_args_is_help=True,
-    help="Train students, import the authors' checkpoints, count added weights. "
-    "`gdistill-train settings [WORD]` lists every key of --set with default and meaning.",
+    help="Train students, see how far a run is, import the authors' checkpoints, count added "
+    "weights. `gdistill-train settings [WORD]` lists every key of --set with default and meaning.",
 )
 
 
@@ -34,10 +43,12 @@ def run(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="key.path=value, e.g. training.num_steps=500")
     ] = None,
+    log_format: LogFormatOption = "plain",
 ) -> None:
     """Train a student from a store; no teacher is needed."""
     from trainer.training import compose_run, leave, read_recipe, train
 
+    use_log_format(log_format)
     sources: list[dict[str, Any]] = []
     if preset is not None:
         sources.append(read_recipe(preset))
@@ -50,6 +61,18 @@ def run(
     if is_first_process():
         done = f"wrote {out / 'model'}" if finished else f"stopped; checkpoint saved below {out}"
         typer.echo(done, err=True)
+
+
+@app.command()
+def status(
+    out: Annotated[Path, typer.Argument(help="Folder of a run, the --out of a training.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """How far a run is and how fast: steps, losses, checkpoints, whether a process is at it."""
+    from trainer.training import RunStatus
+
+    found = RunStatus.of(out)
+    typer.echo(json.dumps(found.to_json(), indent=2) if as_json else found.to_text())
 
 
 @app.command("import")

@@ -7,7 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from shards.base import Section, UsageError, run_command, settings_app
+from shards.base import (
+    LogFormatOption,
+    Section,
+    UsageError,
+    run_command,
+    settings_app,
+    use_log_format,
+)
 
 SETTINGS = tuple(
     Section(f"--sampler {name}", f"trainer.sampling.{target}")
@@ -65,6 +72,7 @@ def sample(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Further sampler settings, key=value.")
     ] = None,
+    log_format: LogFormatOption = "plain",
 ) -> None:
     """Draw samples. The same command resumes an interrupted run.
 
@@ -72,6 +80,7 @@ def sample(
     """
     from trainer.sampling.command import Request
 
+    use_log_format(log_format)
     named: dict[str, Any] = {
         "nucleus_p": nucleus_p,
         "nucleus_rule": nucleus_rule,

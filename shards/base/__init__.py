@@ -33,14 +33,16 @@ if TYPE_CHECKING:
     )
     from shards.base.console import (
         Bar,
+        LogFormatOption,
         is_first_process,
         progress_bar,
         run_command,
         stderr,
+        use_log_format,
         without_library_bars,
     )
     from shards.base.errors import GdistillError, IntegrityError, UsageError
-    from shards.base.folder_lock import exclusive
+    from shards.base.folder_lock import exclusive, is_held
     from shards.base.names import path_inside, safe_name
     from shards.base.process_identity import has_ended, this_process
     from shards.base.seeding import derive_seed, generator

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
@@ -36,6 +38,21 @@ DESCRIPTION_WIDTH = 18
 SECONDS_BETWEEN_LINES = 60.0
 FIGURES_WIDTH = 58
 """Of description, counts, rate and time together."""
+LogFormat = Literal["plain", "json"]
+LogFormatOption = Annotated[
+    LogFormat,
+    typer.Option(
+        "--log-format",
+        help="Progress on stderr. plain: a bar, or a line a minute where stderr is no terminal;"
+        " json: one JSON object a minute and stage, for machines.",
+    ),
+]
+_chosen: dict[str, LogFormat] = {"log_format": "plain"}
+
+
+def use_log_format(log_format: LogFormat) -> None:
+    """How this process tells its progress from here on."""
+    _chosen["log_format"] = log_format
 
 
 def run_command(app: Callable[..., object], /, **others: typer.Typer) -> None:
@@ -148,8 +165,8 @@ class Bar:
     def advance(self, amount: int) -> None:
         """Count ``amount`` further units as done."""
 
-    def note(self, text: str) -> None:
-        """Show ``text`` (a loss, say) at the end of the bar."""
+    def note(self, text: str, **figures: float | int) -> None:
+        """Show ``text`` at the end of the bar; machines are told ``figures`` (``loss``) by name."""
 
 
 class _TerminalBar(Bar):
@@ -159,16 +176,28 @@ class _TerminalBar(Bar):
     def advance(self, amount: int) -> None:
         self._progress.advance(self._task, amount)
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, **figures: float | int) -> None:
         self._progress.update(self._task, note=text)
 
 
 class _LineBar(Bar):
-    """For log files: a line a minute, and one at the end."""
+    """For log files: a line a minute, and one at the end.
 
-    def __init__(self, description: str, total: int | None, unit: str, done: int) -> None:
-        self._description, self._total, self._unit = description, total, unit
+    Args:
+        line: Makes a line of the figures; see :func:`_plain_line`.
+    """
+
+    def __init__(
+        self,
+        description: str,
+        total: int | None,
+        unit: str,
+        done: int,
+        line: Callable[[_Figures], str],
+    ) -> None:
+        self._description, self._total, self._unit, self._line = description, total, unit, line
         self._begun, self._done, self._note = done, done, ""
+        self._named: dict[str, float | int] = {}
         self._start = self._said = time.monotonic()
         self._lock = threading.Lock()
 
@@ -177,30 +206,69 @@ class _LineBar(Bar):
             self._done += amount
             self._say_now_and_then()
 
-    def note(self, text: str) -> None:
+    def note(self, text: str, **figures: float | int) -> None:
         with self._lock:
-            self._note = text
+            self._note, self._named = text, figures
             self._say_now_and_then()
 
     def _say_now_and_then(self) -> None:
         if time.monotonic() - self._said >= SECONDS_BETWEEN_LINES:
-            self.say()
+            self.say(finished=False)
 
-    def say(self) -> None:
-        """One line: done, rate, time left, note."""
+    def say(self, *, finished: bool) -> None:
+        """One line on stderr."""
         self._said = time.monotonic()
         seconds = self._said - self._start
         rate = (self._done - self._begun) / seconds if seconds > 0 else 0.0
-        parts = [f"{self._description}: {_amount(self._done, self._total, self._unit)}"]
-        if rate and self._unit != "%":
-            parts.append(f"{_si(rate)} {self._unit}/s")
-        if rate and self._total is not None and self._total > self._done:
-            left = timedelta(seconds=round((self._total - self._done) / rate))
-            parts.append(f"{left} left")
-        else:
-            parts.append(f"{timedelta(seconds=round(seconds))} so far")
-        parts += [self._note] if self._note else []
-        print(", ".join(parts), file=sys.stderr, flush=True)
+        left = (self._total or 0) - self._done
+        figures = _Figures(
+            stage=self._description,
+            done=self._done,
+            total=self._total,
+            unit=self._unit,
+            rate=rate,
+            eta_seconds=left / rate if rate and left > 0 else None,
+            seconds=seconds,
+            finished=finished,
+            note=self._note,
+            named=self._named,
+        )
+        print(self._line(figures), file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """What one line tells; rate is units per second since the stage began in this process."""
+
+    stage: str
+    done: int
+    total: int | None
+    unit: str
+    rate: float
+    eta_seconds: float | None
+    seconds: float
+    finished: bool
+    note: str
+    named: dict[str, float | int]
+
+
+def _plain_line(now: _Figures) -> str:
+    parts = [f"{now.stage}: {_amount(now.done, now.total, now.unit)}"]
+    if now.rate and now.unit != "%":
+        parts.append(f"{_si(now.rate)} {now.unit}/s")
+    if now.eta_seconds is not None:
+        parts.append(f"{timedelta(seconds=round(now.eta_seconds))} left")
+    else:
+        parts.append(f"{timedelta(seconds=round(now.seconds))} so far")
+    return ", ".join([*parts, *([now.note] if now.note else [])])
+
+
+def _json_line(now: _Figures) -> str:
+    values = {**vars(now), **now.named}
+    del values["named"]
+    for name in ("rate", "eta_seconds", "seconds"):
+        values[name] = None if values[name] is None else float(f"{values[name]:.4g}")
+    return json.dumps(values)
 
 
 @contextmanager
@@ -214,6 +282,10 @@ def progress_bar(
 ) -> Iterator[Bar]:
     """One bar on stderr for one stage; where stderr is no terminal, a line per minute.
 
+    A line for machines is a JSON object: ``stage``, ``done``, ``total`` and ``unit``, ``rate``
+    (units per second), ``eta_seconds`` (null where unknown, or nothing is left), ``seconds`` since
+    the stage began here, ``finished``, ``note``, and figures such as ``loss``.
+
     Args:
         description: The stage, in a word or two.
         total: Units in the whole stage; None when unknown.
@@ -224,10 +296,12 @@ def progress_bar(
     if not main_process:
         yield Bar()
         return
-    if not stderr.is_terminal:
-        lines = _LineBar(description, total, unit, done)
+    as_json = _chosen["log_format"] == "json"
+    if as_json or not stderr.is_terminal:
+        line = _json_line if as_json else _plain_line
+        lines = _LineBar(description, total, unit, done, line)
         yield lines
-        lines.say()
+        lines.say(finished=True)
         return
     with Progress(*_columns(stderr.width), console=stderr, refresh_per_second=4) as progress:
         task = progress.add_task(description, total=total, completed=done, unit=unit, note="")

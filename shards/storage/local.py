@@ -63,6 +63,12 @@ class LocalLocation:
                 return None
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
+        return {name: found.st_size for name, found in self._listing(prefix).items()}
+
+    def written_at(self, prefix: str) -> dict[str, float]:
+        return {name: found.st_mtime for name, found in self._listing(prefix).items()}
+
+    def _listing(self, prefix: str) -> dict[str, os.stat_result]:
         top = self.root / safe_name(prefix) if prefix else self.root
         found = {}
         with self._explained(prefix, "list"):
@@ -72,7 +78,7 @@ class LocalLocation:
                 for name in names:
                     path = Path(folder, name)
                     with suppress(FileNotFoundError):  # renamed since, by who wrote it
-                        found[path.relative_to(self.root).as_posix()] = path.lstat().st_size
+                        found[path.relative_to(self.root).as_posix()] = path.lstat()
         return found
 
     def open_file(self, name: str, record: FileRecord) -> int:

@@ -43,6 +43,10 @@ class Location(Protocol):
         """Every file below ``prefix`` (a folder; "" for all) with its size; claims left out."""
         ...
 
+    def written_at(self, prefix: str) -> dict[str, float]:
+        """Unix time of the last write of every file below ``prefix``, where the place tells it."""
+        ...
+
     def discard_leftovers(self, name: str) -> None:
         """Remove what killed writers left of a file; only for who holds its claim."""
         ...

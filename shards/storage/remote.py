@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import datetime
 from typing import Any
 
 import fsspec
@@ -23,6 +24,7 @@ from shards.storage.leases import LEASE_SECONDS, TAKEOVER, Leases
 CLAIMS = ".claims"
 EXCLUSIVE_CREATION = {"s3", "s3a", "memory"}
 """Protocols whose clients create a file only if there is none, whoever else tries."""
+WRITTEN_AT = ("LastModified", "last_modified", "updated", "mtime", "created")
 NO_BUCKET = "bucket does not exist"
 """How the absence of the whole place differs, in a client's words, from that of a file."""
 
@@ -97,6 +99,14 @@ class RemoteLocation:
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Every file below ``prefix`` with its size; claims left out."""
+        return {name: int(info["size"]) for name, info in self._listing(prefix).items()}
+
+    def written_at(self, prefix: str) -> dict[str, float]:
+        """Unix time of the last write of every file below ``prefix``, where the client tells it."""
+        found = {name: _written_at(info) for name, info in self._listing(prefix).items()}
+        return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+    def _listing(self, prefix: str) -> dict[str, Mapping[str, Any]]:
         with self._explained(prefix, "list"):
             self._files.invalidate_cache()
             try:
@@ -105,8 +115,8 @@ class RemoteLocation:
             except FileNotFoundError:
                 return {}
         start = len(self._root.rstrip("/")) + 1
-        names = {path[start:]: int(info["size"]) for path, info in found.items()}
-        return {name: size for name, size in names.items() if not name.startswith(f"{CLAIMS}/")}
+        names = {path[start:]: info for path, info in found.items()}
+        return {name: info for name, info in names.items() if not name.startswith(f"{CLAIMS}/")}
 
     def open_file(self, name: str, record: FileRecord) -> int:
         """A descriptor of a local copy of the file, checked against its record.
@@ -181,3 +191,14 @@ class RemoteLocation:
             got=" ".join(f"{type(error).__name__}: {error}".split()),
             remedy="check bucket, credentials, endpoint and network, then run the same again",
         )
+
+
+def _written_at(info: Mapping[str, Any]) -> float | None:
+    """Each client of fsspec has a word of its own for the time of the last write."""
+    value = next((info[word] for word in WRITTEN_AT if info.get(word) is not None), None)
+    if isinstance(value, str):  # Google's, in ISO 8601
+        with suppress(ValueError):
+            value = datetime.fromisoformat(value)
+    if isinstance(value, datetime):
+        return value.timestamp()
+    return float(value) if isinstance(value, int | float) else None

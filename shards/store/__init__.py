@@ -23,7 +23,14 @@ if TYPE_CHECKING:
         shard_files,
         shard_ranges,
     )
-    from shards.store.ledger import ShardRecord, read_record, rewrite_remedy
+    from shards.store.ledger import (
+        LEDGER,
+        ShardRecord,
+        claim_name,
+        read_record,
+        record_file,
+        rewrite_remedy,
+    )
     from shards.store.manifest import MANIFEST_FILE, STORE_ARRAYS, Manifest
     from shards.store.reader import SplitReader
     from shards.store.store import ShardStore, find_store, open_store

@@ -2,12 +2,88 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any
 
-from shards.store import ShardStore, shard_files, shard_ranges
+from shards.store import (
+    LEDGER,
+    ShardRange,
+    ShardStore,
+    claim_name,
+    record_file,
+    shard_files,
+    shard_ranges,
+)
 
 FP16_BYTES = 2
+MOST_SHARDS_OF_RATE = 64
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a store that is not complete grows, by the times of its ledger's files.
+
+    Attributes:
+        tokens_per_second: Of the newest shards, at most 64, until now: of all processes together,
+            and falling while nobody works. None before the second shard.
+        num_shards: How many shards that is measured over, and
+        seconds: in what time.
+        eta_seconds: What the tokens left take at that rate.
+        seconds_since_shard: Age of the last finished shard; None where no time is known.
+        num_claimed: Unfinished shards that a process holds, or held when it was killed.
+    """
+
+    tokens_per_second: float | None
+    num_shards: int
+    seconds: float
+    eta_seconds: float | None
+    seconds_since_shard: float | None
+    num_claimed: int
+
+    @classmethod
+    def of(
+        cls, store: ShardStore, finished: Sequence[ShardRange], left: Sequence[ShardRange]
+    ) -> Pace:
+        """Measure a store of which some shards are finished and some are left."""
+        times = store.location.written_at(LEDGER)
+        ordered = sorted(
+            (times[record_file(shard)], shard.num_rows)
+            for shard in finished
+            if record_file(shard) in times
+        )
+        newest = ordered[-MOST_SHARDS_OF_RATE - 1 :]
+        now, length = time.time(), store.manifest.row_length
+        seconds = now - newest[0][0] if newest else 0.0
+        rate = None
+        if len(newest) > 1 and seconds > 0:
+            rate = sum(rows for _, rows in newest[1:]) * length / seconds
+        claims = set(store.location.claims())
+        return cls(
+            tokens_per_second=rate,
+            num_shards=max(0, len(newest) - 1),
+            seconds=seconds,
+            eta_seconds=sum(shard.num_rows for shard in left) * length / rate if rate else None,
+            seconds_since_shard=max(0.0, now - newest[-1][0]) if newest else None,
+            num_claimed=sum(claim_name(shard) in claims for shard in left),
+        )
+
+    def to_text(self) -> str:
+        """One line."""
+        parts = [f"{self.num_claimed} shards in work"]
+        if self.seconds_since_shard is not None:
+            parts.append(f"last one finished {_duration(self.seconds_since_shard)} ago")
+        if self.tokens_per_second and self.eta_seconds is not None:
+            over = f"{self.num_shards} shards in {_duration(self.seconds)}"
+            parts.append(f"{self.tokens_per_second:,.0f} tok/s ({over})")
+            parts.append(f"{_duration(self.eta_seconds)} left")
+        return ", ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
 
 
 @dataclass(frozen=True)
@@ -20,6 +96,7 @@ class Description:
         num_tokens: Tokens in the finished shards.
         num_bytes: Bytes of all files of the store.
         shard_bytes: Bytes of the finished shards' files alone.
+        pace: How fast it grows; None of a complete store.
     """
 
     store: ShardStore
@@ -28,6 +105,7 @@ class Description:
     num_tokens: int
     num_bytes: int
     shard_bytes: int
+    pace: Pace | None
 
     @classmethod
     def of(cls, store: ShardStore) -> Description:
@@ -47,7 +125,14 @@ class Description:
             rows * manifest.row_length,
             sum(sizes.values()),
             shard_bytes,
+            Pace.of(store, finished, [*unfinished]) if unfinished else None,
         )
+
+    @property
+    def num_all_tokens(self) -> int:
+        """Tokens of the complete store."""
+        manifest = self.store.manifest
+        return sum(manifest.splits.values()) * manifest.row_length
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -78,6 +163,7 @@ class Description:
             "num_bytes": self.num_bytes,
             "bytes_per_token": self.bytes_per_token,
             "fp16_vector_bytes_per_token": self.fp16_vector_bytes_per_token,
+            "pace": None if self.pace is None else asdict(self.pace),
         }
 
     def to_text(self) -> str:
@@ -96,7 +182,9 @@ class Description:
             "rows": ", ".join(f"{name} {rows:,}" for name, rows in manifest.splits.items())
             + f" of {manifest.row_length} tokens",
             "complete": f"{self.num_finished} of {self.num_shards} shards, "
-            f"{self.num_tokens:,} tokens",
+            f"{self.num_tokens:,} tokens"
+            + (f" ({100 * self.num_tokens / self.num_all_tokens:.1f}%)" if self.pace else ""),
+            **({} if self.pace is None else {"running": self.pace.to_text()}),
             "bytes": f"{self.num_bytes:,}",
         }
         if per_token and ratio:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from shards.tools.rewriting import stored_noise
 from shards.tools.row_view import view_row
 from tests.shards.cli_cases import LENGTH, SPLITS, Run, teacher_output, write_encoded
 from tests.shards.store.fault_trials import flipped
-from tests.shards.store_cases import file_bytes, open_writer, write_store
+from tests.shards.store_cases import file_bytes, make_arrays, open_writer, write_store
 
 
 def test_info_says_what_is_there(run: Run, tmp_path: Path) -> None:
@@ -42,6 +43,36 @@ def test_info_says_what_is_there(run: Run, tmp_path: Path) -> None:
     shards = sum(sizes[name] for name in files)
     assert value["bytes_per_token"] == pytest.approx(shards / value["num_tokens"])
     assert value["fp16_vector_bytes_per_token"] == 100
+
+
+def test_info_tells_the_pace_of_a_store_at_work(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = open_writer(tmp_path)
+    assert "0 shards in work" in run("info", tmp_path)[1]
+    shards = [*writer.pending("train"), *writer.pending("validation")]
+    for index, shard in enumerate(shards[:3]):  # 8 rows of 6 tokens each; 12 + 5 rows are left
+        with writer.claim(shard):
+            writer.write(shard, make_arrays(writer.manifest, shard))
+        os.utime(tmp_path / "ledger" / "train" / f"{shard.index:06d}.json", (0, 1000 + 10 * index))
+    monkeypatch.setattr("shards.tools.description.time.time", lambda: 1024.0)
+    with writer.claim(shards[3]):
+        _, text = run("info", tmp_path)
+        pace = json.loads(run("info", tmp_path, "--json")[1])["pace"]
+    # 96 tokens in the 24 seconds since the first one was there: 4 a second; 9 rows of 6 to go.
+    assert pace == {
+        "tokens_per_second": 4.0,
+        "num_shards": 2,
+        "seconds": 24.0,
+        "eta_seconds": pytest.approx(13.5),
+        "seconds_since_shard": 4.0,
+        "num_claimed": 1,
+    }
+    assert "3 of 5 shards, 144 tokens (72.7%)" in text
+    assert "1 shards in work, last one finished 0:00:04 ago, 4 tok/s (2 shards in 0:00:24)" in text
+    write_store(tmp_path)
+    _, text = run("info", tmp_path, "--json")
+    assert json.loads(text)["pace"] is None and "running" not in run("info", tmp_path)[1]
 
 
 def test_verify_names_bad_files(run: Run, tmp_path: Path) -> None:

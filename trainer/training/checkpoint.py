@@ -28,10 +28,9 @@ from torch import Tensor, nn
 from shards.base import IntegrityError, fsync_path, sha256_file, write_json_atomic
 from trainer.training.optimization import ExponentialMovingAverage
 from trainer.training.parallel import gather_full, on_main_process, scatter_like
+from trainer.training.run_folder import PREFIX, STATE_FILE, checkpoint_steps
 
 FORMAT_VERSION = 1
-STATE_FILE = "state.json"
-PREFIX = "step-"
 UNFINISHED = ".writing-"
 
 
@@ -107,9 +106,7 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Steps of all whole checkpoints, ascending."""
-        found = self.directory.glob(f"{PREFIX}*/{STATE_FILE}")
-        numbers = (path.parent.name.removeprefix(PREFIX) for path in found)
-        return sorted(int(number) for number in numbers if number.isdigit())
+        return checkpoint_steps(self.directory)
 
     def path(self, step: int) -> Path:
         """Folder of the checkpoint after ``step`` steps."""

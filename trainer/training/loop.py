@@ -61,6 +61,7 @@ from trainer.training.parallel import (
     sum_over_processes,
     without_sync,
 )
+from trainer.training.run_folder import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, MODEL
 from trainer.training.settings import RunConfig, operational_fields
 from trainer.training.validation import Validator, has_validation_rows
 
@@ -105,7 +106,7 @@ class Trainer:
             stderr.print(f"noise kernel: eager; {obstacle}", markup=False)
         self.identity = run_identity(config, store.manifest, init_from)
         self.checkpoints = CheckpointFolder(
-            out / "checkpoints", training.keep_last, training.keep_every_steps
+            out / CHECKPOINTS, training.keep_last, training.keep_every_steps
         )
         begun = bool(self.checkpoints.steps())  # then the first weights need not be there any more
         self.student = build_student(config, store, None if begun else init_from)
@@ -150,10 +151,8 @@ class Trainer:
         """Resume if there is something to resume, train, export; see :func:`train`."""
         self._resume()
         config = to_mapping(self.config)
-        on_main_process(
-            lambda: write_json_atomic(self.out / "config.json", config), self.accelerator
-        )
-        self.metrics = MetricsLog(self.out / "metrics.jsonl", self.accelerator, self.step)
+        on_main_process(lambda: write_json_atomic(self.out / CONFIG_FILE, config), self.accelerator)
+        self.metrics = MetricsLog(self.out / METRICS_FILE, self.accelerator, self.step)
         try:
             with self.stop.listening():
                 finished = self._loop()
@@ -243,7 +242,11 @@ class Trainer:
             values["num_tokens"] = self.step * num_tokens
             values["epoch"] = epoch
             self.metrics.write("train", self.step, self.num_steps, values)
-            bar.note(f"loss {values['loss']:.3f}")
+            note, figures = f"loss {values['loss']:.3f}", {"loss": values["loss"]}
+            if self.validation is not None:
+                figures["validation_nll_nats"] = self.validation["nll_nats"]
+                note += f", validation {figures['validation_nll_nats']:.3f}"
+            bar.note(note, step=self.step, **figures)
         if self.validator is not None and self._is_due(training.validate_every_steps):
             paused_at = self.window.pause()
             self._validate(self.validator)
@@ -306,6 +309,6 @@ class Trainer:
             "validation": self.validation,
         }
         on_main_process(
-            lambda: export_model(self.out / "model", self.student, weights, record, self.store),
+            lambda: export_model(self.out / MODEL, self.student, weights, record, self.store),
             self.accelerator,
         )

@@ -31,6 +31,8 @@ def test_a_listing_beside_a_writer_misses_what_is_gone_and_nothing_else(
     monkeypatch.setattr(Path, "lstat", renamed_meanwhile)
     assert place.sizes() == {"train/a": 3, "train/c/d": 3}
     assert place.sizes("nowhere") == {}
+    os.utime(tmp_path / "train" / "a", (5, 7))
+    assert place.written_at("train")["train/a"] == 7.0
 
 
 def test_a_listing_is_whole_while_others_write(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def test_it_is_a_location(url: str) -> None:
     place.write("a/b", b"other")
     assert place.read("a/b") == b"other" and place.size("a/b") == 5
     assert place.sizes("a") == {"a/b": 5}
+    assert abs(place.written_at("a")["a/b"] - time.time()) < 3600  # UTC or not, in seconds or not
     place.delete("a/b")
     place.delete("a/b")
     with pytest.raises(FileNotFoundError):
