@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from evaluation.compare_command import compare
 from evaluation.curve_command import curve
+from evaluation.likelihood_command import perplexity, tasks
 from evaluation.report import open_folder, write_report
 from evaluation.samples import find_sample_files, read_samples
 from evaluation.score_tables import browser_of, cautions_of, results_of, tables_of
@@ -107,6 +108,8 @@ def evaluate(
 
 app.command("curve")(curve)
 app.command("compare")(compare)
+app.command("perplexity")(perplexity)
+app.command("tasks")(tasks)
 
 
 def main() -> None:

@@ -1,0 +1,180 @@
+"""Validation perplexity of a student, with the noise it was given said beside the number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evaluation.bootstrap import PerSample
+from evaluation.likelihood.prior import PriorRowNoise
+from evaluation.samples import DataRows
+from evaluation.score import Score
+from shards.base import GdistillError, UsageError, progress_bar
+from shards.store import ShardStore
+from shards.stream import RowBatch
+from trainer.objective import FULL, Batch, BatchMaker
+from trainer.students import AR, Student
+
+NoiseSource = Literal["posterior", "prior", "none"]
+"""Inferred from the very text by the teacher; drawn without looking at it; or no noise at all."""
+CAVEAT = (
+    "given noise that the teacher inferred from the very text: the paper's conditional validation "
+    "perplexity, no likelihood of the text, and not to be compared with one without noise"
+)
+
+
+def validation_perplexity(
+    student: Student,
+    data: DataRows,
+    *,
+    noise: NoiseSource,
+    store: Path | None = None,
+    split: str = "validation",
+    num_draws: int = 1,
+    batch_size: int = 16,
+    seed: int = 0,
+) -> Score:
+    """exp of the mean NLL per token: exact for AR, else of the bound over t in (1e-3, 1).
+
+    Position 0 is given and not counted.
+
+    Args:
+        student: In evaluation mode.
+        data: Rows, of the student's row length and vocabulary.
+        noise: What a conditioned student is given; others take ``none``.
+        store: Where posterior noise is read; the rows must be its own.
+        split: Of the store.
+        num_draws: Times, masks and noise drawn for each row, averaged.
+        batch_size: Rows at a time; changes no number but by rounding.
+        seed: Of times, masks and noise.
+
+    Raises:
+        UsageError: For rows or noise that do not suit the student.
+        GdistillError: When a likelihood is no number.
+    """
+    _check(student, data, noise, store)
+    nats = np.zeros(len(data.rows))
+    with progress_bar("validation", num_draws * data.rows.size) as bar:
+        for batch in _batches(student, data, noise, store, split, num_draws, batch_size, seed):
+            with torch.no_grad():
+                output = student.loss(batch, time_bounds=FULL)
+            nats[batch.row_ids.cpu().numpy()] += output.row_nlls.double().cpu().numpy() / num_draws
+            bar.advance(batch.tokens.numel())
+    if not np.isfinite(nats).all():
+        raise GdistillError(
+            "the student gives a likelihood that is no number",
+            where=data.name,
+            got=f"{int((~np.isfinite(nats)).sum())} of {len(nats)} rows",
+            remedy="check the student's weights",
+        )
+    tokens_per_row = data.rows.shape[1] - 1
+    kept = PerSample(
+        tuple(range(len(nats))), tuple(nats.tolist()), (float(tokens_per_row),) * len(nats), True
+    )
+    kind = "exact" if isinstance(student, AR) else "bound, t in (1e-3, 1)"
+    return Score(
+        name="validation_perplexity"
+        if noise != "posterior"
+        else "conditional_validation_perplexity",
+        value=kept.value(),
+        num_samples=len(nats),
+        interval=kept.interval(),
+        settings={
+            "data": data.name,
+            "data_fingerprint": data.fingerprint,
+            "estimate": kind,
+            "noise": noise,
+            "draws_per_row": num_draws,
+            "seed": seed,
+            "precision": "fp32",
+        },
+        details={"nll_nats_per_token": float(nats.sum() / len(nats) / tokens_per_row)},
+        cautions=(CAVEAT,) if noise == "posterior" else (),
+        per_sample=kept,
+    )
+
+
+def _check(student: Student, data: DataRows, noise: NoiseSource, store: Path | None) -> None:
+    config = student.config
+    wrong = None
+    if data.rows.shape[1] != config.row_length:
+        wrong = ("rows", f"{data.rows.shape[1]} tokens", f"{config.row_length}, the student's")
+    elif data.vocab_size != config.vocab_size:
+        wrong = ("vocabulary", data.vocab_size, f"{config.vocab_size}, the student's")
+    elif student.is_conditioned == (noise == "none"):
+        fitting = "posterior or prior" if student.is_conditioned else "none"
+        wrong = ("--noise", noise, f"{fitting}: conditioning is {student.settings.conditioning}")
+    elif noise == "posterior" and store is None:
+        wrong = ("--noise posterior", "rows without a teacher's noise", "a store of that codec")
+    if wrong is not None:
+        raise UsageError(
+            "the data do not suit the student", where=wrong[0], got=wrong[1], expected=wrong[2]
+        )
+
+
+def _batches(
+    student: Student,
+    data: DataRows,
+    noise: NoiseSource,
+    store: Path | None,
+    split: str,
+    num_draws: int,
+    batch_size: int,
+    seed: int,
+) -> Iterator[Batch]:
+    device = student.device
+    opened = None if store is None else ShardStore.open(store)
+    for draw in range(num_draws):
+        for start in range(0, len(data.rows), batch_size):
+            stop = min(start + batch_size, len(data.rows))
+            if noise == "posterior" and opened is not None:
+                yield _stored(opened, split, start, stop, draw, seed, device)
+                continue
+            yield _plain(student, data, start, stop, draw, seed, noise)
+
+
+def _stored(
+    store: ShardStore, split: str, start: int, stop: int, draw: int, seed: int, device: torch.device
+) -> Batch:
+    make = BatchMaker(store, split, seed, device, with_noise=True)
+    arrays = store.split(split, make.arrays).read_rows(start, stop)
+    ids, slots = _ids(start, stop)
+    tensors: dict[str, Any] = {name: torch.from_numpy(value) for name, value in arrays.items()}
+    return make(RowBatch(tensors, ids, slots, stop - start, draw, 0), 0)
+
+
+def _plain(
+    student: Student,
+    data: DataRows,
+    start: int,
+    stop: int,
+    draw: int,
+    seed: int,
+    noise: NoiseSource,
+) -> Batch:
+    device = student.device
+    tokens = torch.from_numpy(data.rows[start:stop]).to(device)
+    ids, slots = (part.to(device) for part in _ids(start, stop))
+    given = None
+    if noise == "prior":
+        given = PriorRowNoise(student, ids, tokens.shape[1], seed, draw)
+    return Batch(
+        tokens=tokens,
+        token_log_probs=torch.zeros(tokens.shape, device=device),
+        row_ids=ids,
+        slots=slots,
+        global_batch_size=stop - start,
+        step=0,
+        epoch=draw,
+        seed=seed,
+        noise=given,
+    )
+
+
+def _ids(start: int, stop: int) -> tuple[Tensor, Tensor]:
+    return torch.arange(start, stop), torch.arange(stop - start)

@@ -1,0 +1,126 @@
+"""``gdistill-eval perplexity`` and ``tasks``: what students make of given text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from evaluation.report import Table, open_folder, write_report
+from evaluation.samples import read_data_rows
+from evaluation.score import Score
+from shards.base import UsageError, code_version
+
+
+def perplexity(
+    model: Annotated[Path, typer.Argument(help="Model folder, or the --out of a training.")],
+    data: Annotated[
+        list[Path], typer.Argument(help="Stores or tokens/ folders of gdistill-extract.")
+    ],
+    noise: Annotated[
+        Literal["posterior", "prior", "none", "all"],
+        typer.Option(
+            help="Noise of a conditioned student: the store's, drawn anew, or both (all)."
+        ),
+    ] = "all",
+    split: Annotated[str, typer.Option(help="Split of the data.")] = "validation",
+    rows: Annotated[int | None, typer.Option(help="At most so many rows.")] = None,
+    draws: Annotated[int, typer.Option(help="Times, masks and noise drawn for each row.")] = 1,
+    batch_size: Annotated[int, typer.Option(help="Rows at a time; changes no number.")] = 16,
+    seed: Annotated[int, typer.Option(help="Of times, masks and noise.")] = 0,
+    out: Annotated[Path, typer.Option(help="Where to write.")] = Path("perplexity"),
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Validation perplexity of a student on stores and token datasets."""
+    from evaluation.likelihood import validation_perplexity
+    from shards.language_model import resolve_device
+    from shards.store import MANIFEST_FILE
+    from trainer.students import open_model
+
+    for name, value in (("--draws", draws), ("--batch-size", batch_size), ("--rows", rows)):
+        if value is not None and value < 1:
+            raise UsageError("a count below 1", where=name, got=value)
+    read = [(place, read_data_rows(place, split, rows)) for place in data]
+    open_folder(out)
+    folder = open_model(model, resolve_device(device))
+    scored = []
+    for place, part in read:
+        store = next((p for p in (place, place / "store") if (p / MANIFEST_FILE).is_file()), None)
+        for source in _sources(noise, folder.student.is_conditioned, store is not None):
+            score = validation_perplexity(
+                folder.student,
+                part,
+                noise=source,
+                store=store,
+                split=split,
+                num_draws=draws,
+                batch_size=batch_size,
+                seed=seed,
+            )
+            scored.append((part.name, score))
+    table = _table(scored)
+    facts = {
+        "student": str(folder.student.config.model_type),
+        "weights_sha256": folder.weights_sha256,
+    }
+    page = write_report(
+        out,
+        title="Validation perplexity",
+        summary=f"{facts['student']} {facts['weights_sha256'][:12]}.",
+        tables=[table],
+        figures=[],
+        results={
+            f"{name}, noise {score.settings['noise']}": {
+                "name": f"{name}, noise {score.settings['noise']}",
+                "drawn_with": {**facts, "seed": seed},
+                "nfe_mean": None,
+                "code_version": code_version(),
+                "scores": [score.to_json()],
+            }
+            for name, score in scored
+        },
+    )
+    typer.echo(table.to_text())
+    typer.echo(f"wrote {out / 'results.json'} and {page}")
+
+
+def _sources(noise: str, is_conditioned: bool, has_store: bool) -> list[Any]:
+    if noise != "all":
+        return [noise]
+    if not is_conditioned:
+        return ["none"]
+    return ["posterior", "prior"] if has_store else ["prior"]
+
+
+def _table(scored: list[tuple[str, Score]]) -> Table:
+    rows = tuple(
+        (
+            name,
+            str(score.settings["noise"]),
+            f"{score.value:.2f}" + (" (conditional)" if score.cautions else ""),
+            "-"
+            if score.interval is None
+            else f"[{score.interval[0]:.2f}, {score.interval[1]:.2f}]",
+            f"{score.details['nll_nats_per_token']:.3f}",
+            str(score.settings["estimate"]),
+        )
+        for name, score in scored
+    )
+    cautions = tuple(dict.fromkeys(f"(conditional): {c}" for _, s in scored for c in s.cautions))
+    header = ("data", "noise", "perplexity", "95% interval", "nats per token", "estimate")
+    return Table("Validation perplexity", header, rows, notes=cautions)
+
+
+def tasks(
+    questions: Annotated[Path, typer.Argument(help="Folder of question files, .jsonl.")],
+    out: Annotated[Path, typer.Option(help="For the harness's --include_path.")] = Path("tasks"),
+) -> None:
+    """Write lm-evaluation-harness tasks over local question files."""
+    from evaluation.likelihood import write_tasks
+
+    names = write_tasks(questions, out)
+    typer.echo(
+        f"wrote {len(names)} tasks; score them with\ngdistill-lm-eval --model gdistill "
+        f"--model_args pretrained=RUN --include_path {out} --tasks {','.join(names)}"
+    )

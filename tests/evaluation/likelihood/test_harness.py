@@ -1,0 +1,125 @@
+"""The student in lm-evaluation-harness, over local questions and without a network."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from shards.base.errors import UsageError
+from tests.trainer.sampling_cases import tiny_student
+
+lm_eval = pytest.importorskip("lm_eval")
+
+from evaluation.likelihood import GdistillLM, write_tasks  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, judge_folder: Path) -> Path:
+    """A student over the judge's four words."""
+    folder = tmp_path_factory.mktemp("student")
+    tiny_student("mdlm", "gumbel", vocab_size=4, row_length=16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(judge_folder).save_pretrained(folder)
+    return folder
+
+
+def request(*arguments: Any) -> Any:
+    return SimpleNamespace(args=arguments)
+
+
+def test_completions_are_scored_behind_their_context(model_folder: Path) -> None:
+    model = GdistillLM(str(model_folder), draws=2)
+    asked = [request("b a", " b"), request("b a", " b a b"), request("b", " a")]
+    found = model.loglikelihood(asked, disable_tqdm=True)
+    first = model.prefix_token_id
+    rows = [[first, 1, 0, 1], [first, 1, 0, 1, 0, 1], [first, 1, 0]]
+    for number, (row, given) in enumerate(zip(rows, (3, 3, 2), strict=True)):
+        value, _ = model.scorer(torch.tensor([row]), [given], [number])
+        assert found[number][0] == pytest.approx(value[0], abs=1e-4)
+
+
+def test_long_contexts_lose_their_beginning_and_long_completions_too(model_folder: Path) -> None:
+    model = GdistillLM(str(model_folder))
+    first = model.prefix_token_id
+    row, given = model._row([0] * 20 + [1], [1, 1])
+    assert row == [first] + [0] * 12 + [1] + [1, 1] and given == 14
+    row, given = model._row([0], [1] * 30)
+    assert row == [first] + [1] * 15 and given == 1
+    assert model._row([first], [1])[0] == [first, 1]  # an empty context is bos alone
+
+
+def test_rolling_windows_score_every_token_once(model_folder: Path) -> None:
+    model = GdistillLM(str(model_folder), draws=1)
+    seen: list[int] = []
+    inner = model.scorer
+
+    def counted(tokens: Any, num_given: Any, row_ids: Any) -> Any:
+        seen.append(sum(tokens.shape[1] - given for given in num_given))
+        return inner(tokens, num_given, row_ids)
+
+    object.__setattr__(model, "scorer", counted)
+    (value,) = model.loglikelihood_rolling([request("a b " * 20)], disable_tqdm=True)
+    assert sum(seen) == 40 and math.isfinite(value)
+
+
+def test_generation_stops_where_it_is_told(model_folder: Path) -> None:
+    model = GdistillLM(str(model_folder), nfe=4)
+    options = {"max_gen_toks": 6}
+    free, again = model.generate_until([request("a b", options), request("a b", options)])
+    assert model.generate_until([request("a b", options)])[0] == free
+    assert len(free.split()) <= 6
+    word = free.split()[0] if free.split() else "a"
+    stopped = model.generate_until([request("a b", options | {"until": [word]})])[0]
+    assert word not in stopped
+    assert isinstance(again, str)
+
+
+def test_the_harness_scores_local_questions(tmp_path: Path, model_folder: Path) -> None:
+    questions = tmp_path / "questions"
+    questions.mkdir()
+    lines = [{"query": "a b", "choices": ["a", "b b"], "gold": 1}] * 3
+    (questions / "choice.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [{"context_options": ["a", "b"], "continuation": "b a", "gold": 0}] * 2
+    (questions / "context.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = write_tasks(questions, tmp_path / "tasks")
+    assert names == ["local_choice", "local_context"]
+    found = lm_eval.simple_evaluate(
+        model="gdistill",
+        model_args=f"pretrained={model_folder},draws=2,device=cpu",
+        tasks=names,
+        task_manager=lm_eval.tasks.TaskManager(
+            include_path=str(tmp_path / "tasks"), include_defaults=False
+        ),
+        bootstrap_iters=0,
+    )
+    assert found is not None
+    accuracy = {name: found["results"][name]["acc,none"] for name in names}
+    assert set(accuracy.values()) <= {0.0, 1.0, 1 / 3, 2 / 3, 0.5}
+    told = found["config"]["scoring"]
+    assert told["noise"] == "mean over 2 prior draws" and told["estimate"] == "one_pass"
+    model = GdistillLM(str(model_folder), draws=2, device="cpu")
+    pairs = [request("a b", f" {choice}") for choice in ("a", "b b")]
+    by_hand = [value for value, _ in model.loglikelihood(pairs, disable_tqdm=True)]
+    if accuracy["local_choice"] in (0.0, 1.0):  # each question has noise of its own
+        assert (by_hand[1] > by_hand[0]) == (accuracy["local_choice"] == 1.0)
+
+
+def test_questions_of_other_fields_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no questions"):
+        write_tasks(tmp_path, tmp_path / "out")
+    (tmp_path / "x.jsonl").write_text('{"question": 1}\n')
+    with pytest.raises(UsageError, match="other fields"):
+        write_tasks(tmp_path, tmp_path / "out")
+
+
+def test_unknown_arguments_are_refused(model_folder: Path) -> None:
+    with pytest.raises(UsageError, match="unknown model_args"):
+        GdistillLM(str(model_folder), tau=0.5)
+    with pytest.raises(UsageError, match="unknown noise"):
+        GdistillLM(str(model_folder), noise="posterior")
