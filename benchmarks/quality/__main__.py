@@ -39,11 +39,12 @@ def quality(
     judge: Annotated[
         str, typer.Option(help="The same for the text that a second judge is trained on.")
     ] = "",
+    only: Annotated[str, typer.Option(help="Recipes whose name has this text.")] = "",
     parallel: Annotated[int, typer.Option(help="Students trained side by side.")] = 2,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value")] = None,
 ) -> None:
     """Compare recipes; interrupted, the same command goes on."""
-    plan = read_plan(plan_file, overrides or [])
+    plan = read_plan(plan_file, overrides or [], only)
     home = home or Path("out/quality") / plan_file.stem
     torch.set_num_threads(1)
     words = extract.split()

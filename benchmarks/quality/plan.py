@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -106,9 +106,18 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def read_plan(path: Path, overrides: list[str]) -> Plan:
-    """The plan in a TOML file, with ``key=value`` overrides."""
-    return resolve(Plan, read_toml(path), overrides=overrides)
+def read_plan(path: Path, overrides: list[str], only: str = "") -> Plan:
+    """The plan in a TOML file, with overrides, of the recipes whose name contains ``only``.
+
+    Raises:
+        UsageError: When no recipe has it.
+    """
+    plan = resolve(Plan, read_toml(path), overrides=overrides)
+    chosen = tuple(recipe for recipe in plan.recipes if only in recipe.name)
+    if not chosen:
+        names = [recipe.name for recipe in plan.recipes]
+        raise UsageError("no recipe of that name", where="--only", got=only, expected=names)
+    return replace(plan, recipes=chosen)
 
 
 def remember(path: Path, key: object, value: object) -> None:

@@ -144,6 +144,10 @@ def test_every_plan_in_the_repository_can_be_read() -> None:
     assert files
     for file in files:
         plan = read_plan(file, [])
+        first, *_ = plan.recipes
+        assert read_plan(file, [], only=first.name).recipes[0] == first
+        with pytest.raises(UsageError, match="--only"):
+            read_plan(file, [], only="no such recipe")
         for run in plan.runs:
             settings = [*plan.settings, *run.recipe.settings]
             source = {"student": run.recipe.student}
