@@ -21,7 +21,7 @@ import zarr
 
 from benchmarks.measure import machine
 from shards.base import progress_bar, write_json_atomic
-from tests.shards import fault_trials as trials
+from tests.shards.store import fault_trials as trials
 from tests.shards.store_cases import file_bytes, write_store
 
 

@@ -1,7 +1,7 @@
 """Chi-square tests of the samplers against exact distributions of a tiny model.
 
-The goldens enumerate, in float64, what each sampler of the reference makes of a model of five
-tokens and rows of four. Here ours draw many samples of the same model with fixed seeds; cells with
+The goldens enumerate, in float64, what each sampler of the reference makes of a model of few
+tokens and short rows. Here ours draw many samples of the same model with fixed seeds; cells with
 an expectation below 5 are pooled. Beside each p-value stands the power: the smallest effect size w
 (w^2 = sum (q - p)^2 / p; total variation is at most w / 2) that the test would reject at the
 stated level with probability 0.99.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -119,8 +120,8 @@ class Goldens:
         info = json.loads((folder / "samplers.json").read_text())
         return cls(load_file(folder / "samplers.safetensors"), info)
 
-    def exact(self, case: str) -> Float[Tensor, "v v v"]:
-        """Probability of each row behind bos; index V means still masked."""
+    def exact(self, case: str) -> Float[Tensor, "*row"]:
+        """Probability of each row behind bos, one axis a position; index V means still masked."""
         return self.tensors[f"{case}.exact"]
 
     def student(self, model: str) -> Student:
@@ -196,22 +197,33 @@ class Case:
         nucleus_p = float(rest.removesuffix(".noise_removal"))
         return cls(model, kind or "sequential", int(steps or 0), nucleus_p, "noise_removal" in rest)
 
-    def config(self, is_conditioned: bool) -> Sampler:
-        """Our sampler of the case."""
+    def config(self, is_conditioned: bool, row_length: int, block_size: int) -> Sampler:
+        """Our sampler of the case.
+
+        Raises:
+            ValueError: Where no sampler of ours reveals as many tokens a pass.
+        """
         common = {"nucleus_p": self.nucleus_p}
         if self.sampler == "sequential":
             return SequentialConfig(**common)
         common["tau"] = 1.0 if is_conditioned else None
         if self.model.startswith("bd3lm"):
-            # Blocks of 2: T = 1 fills a block in one pass, T = 2 one token per pass.
-            if self.num_steps == 1:
-                return BlockConfig(nfe=2, final_argmax=False, **common)
+            per_pass = block_size // self.num_steps if self.num_steps else 1
+            if per_pass == block_size > 1:
+                passes = row_length // block_size
+                return BlockConfig(nfe=passes, final_argmax=False, **common)
+            if per_pass != 1:
+                raise ValueError(f"{self}: {per_pass} tokens a pass in blocks of {block_size}")
             return BlockConfig(inner="first_hitting", **common)
         if self.sampler == "first_hitting":
             return FirstHittingConfig(**common)
         if self.sampler == "fixed_k":
-            # The golden counts position 0 too: k = floor(4 / T) of 3 masked tokens.
-            return FixedCountConfig(nfe=-(-3 // (4 // self.num_steps)), **common)
+            # The golden counts position 0 too: k = floor(L / T) of L - 1 masked tokens.
+            masked, per_pass = row_length - 1, row_length // self.num_steps
+            nfe = -(-masked // per_pass)
+            if -(-masked // nfe) != min(per_pass, masked):
+                raise ValueError(f"{self}: {per_pass} of {masked} tokens a pass")
+            return FixedCountConfig(nfe=nfe, **common)
         return AncestralConfig(nfe=self.num_steps, **common)
 
 
@@ -219,14 +231,15 @@ def draw_case(goldens: Goldens, case: Case, sample_ids: Tensor, seed: int) -> Te
     """Samples [N, L] of a case, with masks left where the golden leaves them."""
     student, num = goldens.student(case.model), len(sample_ids)
     tokens, noise = goldens.rows(num), goldens.noise(case.model, num)
-    config = case.config(noise is not None)
+    sizes = goldens.info["config"]
+    config = case.config(noise is not None, sizes["length"], sizes["block_size_bd3"])
     if case.sampler == "ancestral" and not case.noise_removal:
         return _without_final_fill(config, student, tokens, sample_ids, noise, seed)
     return config.sample(student, tokens, sample_ids, noise, seed).tokens
 
 
 def _without_final_fill(config, student, tokens, sample_ids, noise, seed) -> Tensor:
-    """T ancestral steps and nothing more: a token stays masked with probability 1e-5."""
+    """T ancestral steps and nothing more: a token stays masked with probability p(1e-5) / p(1)."""
     keys = SampleKeys(seed, sample_ids)
     use = NoiseUse(noise, config.tau).checked(student, tokens)
     with inference(student):
@@ -235,11 +248,12 @@ def _without_final_fill(config, student, tokens, sample_ids, noise, seed) -> Ten
         return reveal(predict, tokens, drawn, config.rule, keys)[0]
 
 
-def count_rows(tokens: Int[Tensor, "n l"], num_values: int) -> Int[Tensor, "v v v"]:
-    """How often each row occurs behind its first token."""
-    place = torch.tensor([num_values**2, num_values, 1])
+def count_rows(tokens: Int[Tensor, "n l"], num_values: int) -> Int[Tensor, "*row"]:
+    """How often each row occurs behind its first token, one axis of ``num_values`` a position."""
+    num_free = tokens.shape[1] - 1
+    place = num_values ** torch.arange(num_free - 1, -1, -1)
     index = (tokens[:, 1:] * place).sum(dim=1)
-    return torch.bincount(index, minlength=num_values**3).view((num_values,) * 3)
+    return torch.bincount(index, minlength=num_values**num_free).view((num_values,) * num_free)
 
 
 def run_case(
@@ -255,14 +269,14 @@ def run_case(
     return chi_square(case, counts, exact)
 
 
-def exact_one_step(goldens: Goldens, tau: float) -> Float[Tensor, "v v v"]:
+def exact_one_step(goldens: Goldens, tau: float) -> Float[Tensor, "*row"]:
     """T = 1, all positions at once: the product of the marginals at this tau."""
     student, noise = goldens.student("mdlm_gumbel"), goldens.noise("mdlm_gumbel", 1)
     assert noise is not None
     condition = student.embed_noise(noise, tau)[None]
     with torch.no_grad():
         p = student.predict(goldens.rows(1), condition)[0, 1:].double().exp()
-    return torch.einsum("i,j,k->ijk", *p)
+    return reduce(lambda rows, marginal: rows[..., None] * marginal, p)
 
 
 def run_tau(goldens: Goldens, tau: float, num_samples: int, *, judged_by: float) -> ChiSquare:

@@ -34,7 +34,9 @@ def stratified_times(
     max_time: float,
     quantile: Callable[[Tensor], Tensor] = lambda v: v,
 ) -> Float[Tensor, "b blocks"]:
-    """t = v (max - min) + min, v = (u + i)/N mod 1 with i = slot * nb + block, N = batch * nb.
+    """t = v (max - min) + min, v = (u/N + i/N) mod 1 with i = slot * nb + block, N = batch * nb.
+
+    In float32 in the authors' order: near t = 1 sigma = -log(1 - p) shows every last bit of t.
 
     ``slots`` are the rows' indices in the *global* batch, so every rank gets its own strata.
     ``quantile`` maps v, uniform and stratified, to another distribution on [0, 1].
@@ -43,8 +45,8 @@ def stratified_times(
     block = torch.arange(num_blocks, device=uniforms.device)
     stratum = slots.to(uniforms.device)[:, None] * num_blocks + block
     num_strata = global_batch_size * num_blocks
-    t = quantile(((uniforms.double() + stratum) / num_strata) % 1)
-    return (t * (max_time - min_time) + min_time).float()
+    t = quantile((uniforms / num_strata + stratum / num_strata) % 1)
+    return t * (max_time - min_time) + min_time
 
 
 def time_quantile(

@@ -24,9 +24,10 @@ class AncestralConfig(WholeRowSampler):
 
     Attributes:
         nfe: T, the most forward passes per sample (but see ``final_argmax``).
-        final_argmax: Tokens that are still masked after T steps (each with probability 1e-5) are
-            filled by one more forward pass with the most probable tokens, nucleus off: the
-            authors' noise removal. False: the last step goes to t = 0 and leaves none.
+        final_argmax: Tokens that are still masked after T steps, each with probability
+            p(1e-5) / p(1) (1e-5 of the loglinear schedule, 3.2e-3 of ``square_root``), are filled
+            by one more forward pass with the most probable tokens, nucleus off: the authors' noise
+            removal. False: the last step goes to t = 0 and leaves none.
 
     Further settings as in :class:`WholeRowSampler`.
     """

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from shards.base.errors import GdistillError, UsageError
@@ -39,6 +41,17 @@ def test_times_by_hand() -> None:
     assert t.tolist() == [[0.125, 0.25], [0.5625, 0.0]]
     clipped = stratified_times(uniforms, torch.tensor([0, 1]), 2, 0.3, 0.8)
     assert torch.allclose(clipped, 0.3 + 0.5 * t)
+
+
+def test_times_are_the_authors_to_the_last_bit(golden: Path) -> None:
+    """The same float32 operations in the same order, each correctly rounded by IEEE 754."""
+    tensors = load_file(golden / "ops.safetensors")
+    for name, config in json.loads((golden / "ops.json").read_text())["sample_t"].items():
+        batch, bounds = config["batch"], (config["eps_min"], config["eps_max"])
+        t = stratified_times(tensors[f"{name}.u"], torch.arange(batch), batch, *bounds)
+        expected = tensors[f"{name}.t"]
+        width = expected.shape[1] // t.shape[1]
+        assert t.repeat_interleave(width, dim=1).tolist() == expected.tolist()
 
 
 def test_every_stratum_holds_one_time() -> None:
