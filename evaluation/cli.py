@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from evaluation.compare_command import compare
 from evaluation.curve_command import curve
+from evaluation.judge_command import judge
 from evaluation.likelihood_command import perplexity, tasks
 from evaluation.report import open_folder, write_report
 from evaluation.samples import find_sample_files, read_samples
@@ -108,6 +109,7 @@ def evaluate(
 
 app.command("curve")(curve)
 app.command("compare")(compare)
+app.command("judge")(judge)
 app.command("perplexity")(perplexity)
 app.command("tasks")(tasks)
 
