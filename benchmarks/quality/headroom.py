@@ -135,7 +135,7 @@ def headroom_table(found: dict[str, Any]) -> list[str]:
         ratio = math.exp(-row["headroom_nats"]["value"])
         names = ("first_block_nll_nats", "first_block_headroom_nats", "nll_nats", "headroom_nats")
         cells = " | ".join(_cell(row[name]) for name in names)
-        lines.append(f"| {size} | {cells} | {ratio:.2f} |")
+        lines.append(f"| {size} | {cells} | {ratio:.2g} |")
     return lines
 
 

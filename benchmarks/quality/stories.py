@@ -93,7 +93,7 @@ class StoriesBench:
                 for nfe in seeds[0]["samples"]
             }
             source = f"the teacher's own rows; judge: {judge}"
-            lines += [matched_table(matched, entropy, source).to_text(), ""]
+            lines += [matched_table(matched, entropy, source).to_markdown(), ""]
         return [*lines, *self._gain_lines()]
 
     def _gain_lines(self) -> list[str]:

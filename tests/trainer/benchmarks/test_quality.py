@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.quality import stories
 from benchmarks.quality.ahead import (
     Fills,
     Prefixes,
@@ -22,16 +24,18 @@ from benchmarks.quality.gain import gain_of_first, read_curve
 from benchmarks.quality.plan import Plan, Recipe, Run, read_plan, recall, remember
 from evaluation.maze.teacher_decode import teacher_decode
 from shards.base.errors import UsageError
+from tests.trainer.run_cases import tiny_run
 from trainer.sampling.noise import sampling_noise
 from trainer.students.registry import BD3LM, MDLM, StudentSettings
+from trainer.training.loop import train
 
 VOCAB, LENGTH = 9, 12
 
 
-def make_teacher() -> Any:
+def make_teacher(vocab_size: int = VOCAB) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=2,
@@ -153,6 +157,30 @@ def test_every_plan_in_the_repository_can_be_read() -> None:
             source = {"student": run.recipe.student}
             model = {"model": {"conditioning": run.recipe.conditioning}}
             compose_run([read_recipe(plan.preset), source, model], settings)
+
+
+def test_stories_are_measured_and_told(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two students of one step: fills, samples, matched perplexity and a line of the gain map."""
+    monkeypatch.setattr(stories, "STARTS", (2, 3))
+    monkeypatch.setattr(stories, "DISTANCES", (1, 2, 4))
+    recipes = (Recipe("plain", nfe=(2,)), Recipe("noisy", conditioning="gumbel", nfe=(2,)))
+    plan = Plan("stories", (), recipes, seeds=(1,), sample_seeds=(5,), num_samples=4)
+    (tmp_path / "store").symlink_to(store)
+    bench = stories.StoriesBench(plan, tmp_path, "", None)
+    bench.__dict__["judges"] = {"teacher": make_teacher(vocab_size=12)}
+    figures: dict[str, list[Any]] = {}
+    for run in plan.runs:
+        folder = tmp_path / run.folder
+        config = tiny_run(model__conditioning=run.recipe.conditioning, training__num_steps=1)
+        assert train(config, store, folder)
+        figures[run.recipe.name] = [json.loads(json.dumps(bench.measure(run, folder)))]
+    table = "\n".join(bench.summarise(figures, tmp_path / "out"))
+    assert "| noisy over plain, seed 1 |" in table and "NFE 2" in table
+    ways = figures["noisy"][0]["samples"]["2"]
+    assert ways.keys() == {*stories.WAYS, "argmax"}
+    assert len(ways["argmax"]["entropies"]) == len(ways["argmax"]["nll_sums"]["teacher"]) == 4
 
 
 def test_finished_work_is_kept_with_what_it_was_made_from(tmp_path: Path) -> None:
