@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from evaluation.compare_command import compare
 from evaluation.curve_command import curve
+from evaluation.infill_command import rows
 from evaluation.judge_command import judge
 from evaluation.likelihood_command import perplexity, tasks
 from evaluation.report import open_folder, write_report
@@ -57,6 +58,13 @@ def evaluate(
         Path | None,
         typer.Option(help="STORE/corpus/maze.json: score sampled paths."),
     ] = None,
+    infill: Annotated[
+        Path | None,
+        typer.Option(help="Rows that were filled, with the truth: exact match, filled part."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="The student's model folder, for --infill with a judge.")
+    ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
@@ -83,7 +91,15 @@ def evaluate(
     folder = samples if samples.is_dir() else samples.parent
     directory = out or folder
     options = ScoreOptions(
-        judge, reference, maze, max_tokens, stride, device, kept=directory / "judged"
+        judge,
+        reference,
+        maze,
+        max_tokens,
+        stride,
+        device,
+        kept=directory / "judged",
+        infill=infill,
+        tokenizer=tokenizer,
     )
     sets = [read_samples(file, folder) for file in find_sample_files(samples)]
     open_folder(directory)
@@ -108,6 +124,7 @@ def evaluate(
 
 
 app.command("curve")(curve)
+app.command("rows")(rows)
 app.command("compare")(compare)
 app.command("judge")(judge)
 app.command("perplexity")(perplexity)

@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from evaluation.maze import Maze, maze_success, moves_of_words
-from evaluation.samples import SampleSet, read_references
+from evaluation.samples import (
+    InfillRow,
+    SampleSet,
+    read_infill_rows,
+    read_references,
+    rows_of_samples,
+)
 from evaluation.score import Score
 from evaluation.text import entropy_score
 from shards.base import UsageError
@@ -29,6 +35,9 @@ class ScoreOptions:
         judge: Causal language model for perplexity and MAUVE features: hub id or folder.
         reference: Reference texts for MAUVE.
         maze: ``maze.json`` of a corpus.
+        infill: Rows that ``gdistill-sample --infill`` filled, with the truth under the mask.
+        tokenizer: Folder of the student's tokenizer for ``infill``; the model folder that the
+            samples name unless told.
         max_tokens: Texts are truncated to this many judge tokens; None for
             :data:`DEFAULT_MAX_TOKENS` and, unless a stride is given, at most the judge's context.
         stride: Tokens between windows; None for half a window.
@@ -44,6 +53,8 @@ class ScoreOptions:
     stride: int | None = None
     device: str | None = None
     kept: Path | None = None
+    infill: Path | None = None
+    tokenizer: Path | None = None
 
     def __post_init__(self) -> None:
         if self.judge is not None:
@@ -149,11 +160,21 @@ def make_scorers(options: ScoreOptions, sets: Sequence[SampleSet]) -> Scorers:
         for samples in sets:
             samples.require_texts()
         functions.append(_maze_scorer(options.maze))
+    rows = None if options.infill is None else read_infill_rows(options.infill)
+    if rows is not None:
+        for samples in sets:
+            rows_of_samples(rows, samples)
+        functions.append(lambda samples: [_exact_match(rows, samples)])
     if options.judge is None:
         return Scorers(functions, None)
     references = _references(options.reference, sets)
     judging = Judging.start(options, sets)
     functions.append(lambda samples: [judging.perplexity(samples)])
+    if rows is not None:
+        tokenizers = {one.source: _student_tokenizer(options.tokenizer, one) for one in sets}
+        functions.append(
+            lambda samples: [_filled(judging, rows, samples, tokenizers[samples.source])]
+        )
     if references is not None:
         functions.append(_mauve_scorer(judging, references, options.kept))
     return Scorers(functions, judging)
@@ -176,6 +197,54 @@ def _maze_scorer(file: Path) -> Scorer:
         return [success, variation]
 
     return score
+
+
+def _exact_match(rows: list[InfillRow], samples: SampleSet) -> Score:
+    from evaluation.text import exact_match
+
+    own = rows_of_samples(rows, samples)
+    truths, masked = [row.tokens for row in own], [row.masked for row in own]
+    return exact_match(samples.tokens, truths, masked, samples.indices)
+
+
+def _filled(judging: Judging, rows: list[InfillRow], samples: SampleSet, tokenizer: Any) -> Score:
+    """Perplexity of what was filled in, in the reading of the whole row."""
+    from evaluation.text import filled_perplexity, filled_spans, read_texts
+
+    texts = samples.require_texts()
+    own = rows_of_samples(rows, samples)
+    return filled_perplexity(
+        judging.judge,
+        texts,
+        read_texts(judging.judge, texts, judging.limits, judging.memory),
+        [
+            filled_spans(tokenizer, tokens, row.masked, text)
+            for tokens, row, text in zip(samples.tokens, own, texts, strict=True)
+        ],
+        samples.indices,
+        {**judging.judge.identity, **asdict(judging.limits)},
+    )
+
+
+def _student_tokenizer(folder: Path | None, samples: SampleSet) -> Any:
+    """The tokenizer that wrote the samples' text.
+
+    Raises:
+        UsageError: When the samples name no model folder with one.
+    """
+    from trainer import load_tokenizer
+
+    place = folder or Path(str(samples.settings.get("checkpoint", "")))
+    found = load_tokenizer(place) if place.is_dir() else None
+    if found is None:
+        raise UsageError(
+            "no tokenizer to find the filled characters with",
+            where=f"--tokenizer, {samples.source}",
+            got=place,
+            expected="the student's model folder",
+            remedy="name it with --tokenizer",
+        )
+    return found
 
 
 def judge_limits(judge: JudgeModel, options: ScoreOptions) -> ReadingLimits:

@@ -13,6 +13,13 @@ from shards.base.door import open_door
 
 if TYPE_CHECKING:
     from evaluation.samples.drawn import drawn_with
+    from evaluation.samples.infill_rows import (
+        InfillRow,
+        make_infill_rows,
+        read_infill_rows,
+        rows_of_samples,
+        write_infill_rows,
+    )
     from evaluation.samples.references import read_references
     from evaluation.samples.rows import DataRows, read_data_rows
     from evaluation.samples.samples import SampleSet, find_sample_files, read_samples

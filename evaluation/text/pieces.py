@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from evaluation.text.judge import JudgeModel
 from evaluation.text.memory import JudgedText
 
@@ -19,22 +17,29 @@ def surprise_pieces(judge: JudgeModel, text: str, reading: JudgedText) -> list[P
         text: The text.
         reading: What the judge made of it.
     """
+    spans = token_spans(judge, text, reading)
+    rest = spans[-1][1] if spans else 0
+    pieces = [(text[start:end], value) for start, end, value in spans]
+    return [piece for piece in [*pieces, (text[rest:], None)] if piece[0]]
+
+
+def token_spans(
+    judge: JudgeModel, text: str, reading: JudgedText
+) -> list[tuple[int, int, float | None]]:
+    """(start, end, nats) of each token of the judge; nats are None where it does not count.
+
+    Characters between two tokens (spaces that a tokenizer skips) belong to the later one, so spans
+    follow each other; of the tokens that write one character together all but the first are empty.
+    Nothing for a judge without a fast tokenizer, which cannot tell.
+    """
     if not judge.tokenizer.is_fast:
-        return [(text, None)]
+        return []
     encoded = judge.tokenizer(
         text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )
-    # Characters between two tokens (spaces that a tokenizer skips) belong to the later one; the
-    # tokens of one character of several bytes end at the same place.
-    ends = [end for _, end in encoded["offset_mapping"][: len(reading.ids)]]
-    values = [
-        nll if flag else None for nll, flag in zip(reading.nll_nats, reading.counted, strict=True)
-    ]
-    cuts = [0]
-    for end in ends:
-        cuts.append(max(cuts[-1], end))
-    pieces: list[Piece] = [
-        (text[start:end], value) for (start, end), value in zip(pairwise(cuts), values, strict=True)
-    ]
-    pieces.append((text[cuts[-1] :], None))
-    return [piece for piece in pieces if piece[0]]
+    spans, start = [], 0
+    told = zip(encoded["offset_mapping"], reading.nll_nats, reading.counted, strict=False)
+    for (_, end), nats, counted in told:
+        spans.append((start, max(start, end), nats if counted else None))
+        start = max(start, end)
+    return spans
