@@ -23,6 +23,10 @@ def test_by_hand() -> None:
     assert torch.allclose(strict, torch.tensor([[0, 2 / 3, 1 / 3, 0]], dtype=torch.float64))
     crossing = truncate_to_nucleus(probs, 0.8, "crossing")
     assert int((crossing > 0).sum()) == 3
+    # Three tokens add up to p exactly: the strict rule keeps a sum of p, crossing needs no more.
+    for rule in ("strict", "crossing"):
+        assert (truncate_to_nucleus(probs, 0.875, rule) > 0).tolist() == [[True, True, True, False]]
+        assert (truncate_to_nucleus(probs, 0.75, rule) > 0).tolist() == [[False, True, True, False]]
     assert truncate_to_nucleus(probs, 1e-9).tolist() == [[0, 1, 0, 0]]
     assert truncate_to_nucleus(probs, 1.0) is probs
 
