@@ -32,7 +32,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @app.command()
 def sample(
-    checkpoint: Annotated[Path, typer.Argument(help="Model folder, or the --out of a training.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="Model folder, the --out of a training, or a hub id.")
+    ],
     out: Annotated[Path, typer.Option(help="Folder for samples.jsonl and settings.json.")] = Path(
         "samples"
     ),
@@ -47,6 +49,9 @@ def sample(
     nucleus_p: Annotated[float | None, typer.Option(help="Nucleus p (1 = off).")] = None,
     nucleus_rule: Annotated[
         str | None, typer.Option(help="strict (the authors') or crossing (transformers').")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Divides the log-probabilities (1 = off).")
     ] = None,
     tau: Annotated[float | None, typer.Option(help="Scale of the Gumbel noise (0.85).")] = None,
     decision: Annotated[
@@ -72,6 +77,10 @@ def sample(
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Further sampler settings, key=value.")
     ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(help="nucleus_p=0.7,0.8,0.9: a folder OUT/nucleus_p=0.7 for each value."),
+    ] = None,
     log_format: LogFormatOption = "plain",
 ) -> None:
     """Draw samples. The same command resumes an interrupted run.
@@ -84,6 +93,7 @@ def sample(
     named: dict[str, Any] = {
         "nucleus_p": nucleus_p,
         "nucleus_rule": nucleus_rule,
+        "temperature": temperature,
         "tau": tau,
         "decision": decision,
         "verifier": verifier,
@@ -98,6 +108,7 @@ def sample(
         sampler=sampler,
         settings={name: value for name, value in named.items() if value is not None},
         overrides=tuple(settings or ()),
+        sweep=sweep,
         seed=seed,
         batch_size=batch_size,
         length=length,
@@ -107,12 +118,12 @@ def sample(
         precision=precision,
         device=device,
     )
-    run = request.resolve()
-    for path in run.run():
-        typer.echo(f"wrote {path}", err=True)
-    if run.num_flagged:
-        kept = f"{run.num_flagged} samples stayed below the least entropy in every try"
-        typer.echo(f"warning: {kept}; they are flagged low_entropy", err=True)
+    for run in request.resolve():
+        for path in run.run():
+            typer.echo(f"wrote {path}", err=True)
+        if run.num_flagged:
+            kept = f"{run.num_flagged} samples stayed below the least entropy in every try"
+            typer.echo(f"warning: {kept}; they are flagged low_entropy", err=True)
 
 
 def parse_budgets(text: str | None) -> tuple[int, ...]:

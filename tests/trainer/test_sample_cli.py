@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 
@@ -230,3 +232,50 @@ def test_adaptive_parallel_decoding(
     assert command(*arguments, "--verifier", other, "--out", tmp_path / "out") == 2
     error = capsys.readouterr().err
     assert "another tokenizer" in error and "'down' is 2; expected 3" in error
+
+
+def test_a_sweep_writes_a_folder_that_describes_itself(models_folder: Path, tmp_path: Path) -> None:
+    arguments = (models_folder / "mdlm", "--num", 3, "--nfe", 3, "--seed", 4)
+    sweep = (*arguments, "--sweep", "nucleus_p=0.7,1", "--out", tmp_path)
+    assert command(*sweep) == 0
+    before = (tmp_path / "nucleus_p=1" / "samples.jsonl").read_bytes()
+    for value in ("0.7", "1"):
+        folder = tmp_path / f"nucleus_p={value}"
+        alone = tmp_path / "alone" / value
+        assert command(*arguments, "--nucleus-p", value, "--out", alone) == 0
+        swept = without_seconds(folder / "samples.jsonl")
+        assert swept == without_seconds(alone / "samples.jsonl")
+        settings = json.loads((folder / "settings.json").read_text())
+        assert settings["identity"] == json.loads((alone / "settings.json").read_text())["identity"]
+        assert settings["code_version"] and settings["precision"] == "fp32"
+        assert len(settings["identity"]["weights_sha256"]) == 64
+        assert str(models_folder) not in (folder / "settings.json").read_text()
+        for record in swept:
+            drawn = record["settings"]
+            assert drawn["sampler"] == "ancestral" and drawn["nucleus_p"] == float(value)
+            assert drawn["nfe"] == 3 and drawn["tau"] == 0.85 and record["seed"] == 4
+            assert drawn["decision"] == "categorical" and drawn["temperature"] == 1
+    assert command(*sweep) == 0
+    assert (tmp_path / "nucleus_p=1" / "samples.jsonl").read_bytes() == before
+
+
+def test_a_model_in_the_hub_cache_is_sampled_by_its_id(
+    models_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    repository = tmp_path / "cache" / "models--someone--student"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0123abc")
+    shutil.copytree(models_folder / "mdlm", repository / "snapshots" / "0123abc")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    arguments = ("--num", 2, "--nfe", 2, "--out")
+    assert command("someone/student", *arguments, tmp_path / "hub") == 0
+    assert command(models_folder / "mdlm", *arguments, tmp_path / "folder") == 0
+    ours, theirs = (
+        [record["tokens"] for record in read(tmp_path / name / "samples.jsonl")]
+        for name in ("hub", "folder")
+    )
+    assert ours == theirs
+    capsys.readouterr()
+    assert command("someone/else", *arguments, tmp_path / "none") == 2
+    error = capsys.readouterr().err.strip()
+    assert "\n" not in error and "cannot find the student [someone/else]" in error

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from trainer.sampling.generation import generate
     from trainer.sampling.noise import sampling_noise
     from trainer.sampling.noise_use import NoiseUse
-    from trainer.sampling.registry import make_sampler
+    from trainer.sampling.registry import SAMPLERS, make_sampler, sampler_class
     from trainer.sampling.sampler import Sampler
     from trainer.sampling.sequential import SequentialConfig
     from trainer.sampling.verifier import require_same_tokenizer

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shards.base import UsageError
 from shards.noise import Noise, PositionKeys
-from trainer.sampling.noise_use import NoiseUse, check_noise_settings
+from trainer.sampling.noise_use import NoiseUse, check_noise_settings, require_times
 from trainer.sampling.rules import SampleKeys, SampleResult, inference, position_chunks
 from trainer.sampling.sampler import NoisySampler, check_rows
 from trainer.sampling.verifier import Verifier, load_verifier
@@ -44,7 +44,7 @@ class AdaptiveConfig(NoisySampler):
     Further settings as in :class:`NoisySampler`; they hold for draft and target alike.
     """
 
-    verifier: str
+    verifier: str = ""
     mixture_weight: float = 0.7
     max_lookahead: int | None = None
     kv_window: int | None = None
@@ -53,6 +53,12 @@ class AdaptiveConfig(NoisySampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.verifier:
+            raise UsageError(
+                "apd needs a verifier",
+                where="--sampler apd",
+                remedy="--verifier FOLDER: a causal language model with the student's tokenizer",
+            )
         if not 0 <= self.mixture_weight <= 1:
             raise UsageError(
                 "bad mixture", where="mixture_weight", got=self.mixture_weight, expected="in [0, 1]"
@@ -74,8 +80,7 @@ class AdaptiveConfig(NoisySampler):
                 got=context,
                 expected=tokens.shape[1],
             )
-        if student.settings.time_conditioning:
-            raise UsageError("a time-conditioned student needs a sampler with times")
+        require_times(student, False, "use --sampler ancestral")
         return require_whole_row_student(student, "adaptive")
 
     def load(self, student: Student) -> Verifier:

@@ -22,7 +22,7 @@ from torch import Tensor
 from shards.base import UsageError
 from trainer.objective import schedule_of
 from trainer.sampling.block_state import BlockState, Window
-from trainer.sampling.noise_use import NoiseUse
+from trainer.sampling.noise_use import NoiseUse, require_times
 from trainer.sampling.rules import (
     LAST_TIME,
     SampleKeys,
@@ -83,6 +83,9 @@ class BlockConfig(DiffusionSampler):
                 expected="a BD3-LM student",
                 remedy="use --sampler ancestral for an MDLM",
             )
+        has_times = self.inner == "ancestral" and not self.use_cache
+        # Finished blocks are read at the time of the current one, so no cache can hold them.
+        require_times(student, has_times, "--set inner=ancestral --set use_cache=false")
         length, block = tokens.shape[1], student.block_size
         if length % block:
             raise UsageError(

@@ -134,24 +134,29 @@ class StepLevels:
 
     @classmethod
     def of(cls, student: Student, times: Float[Tensor, "steps1"] | None) -> StepLevels:
-        """Levels at the start of each step, and at the last time for the final fill.
-
-        Raises:
-            UsageError: When the student is time-conditioned and the sampler has no times.
-        """
-        if not student.settings.time_conditioning:
+        """Levels at the start of each step, and at the last time for the final fill."""
+        if not student.settings.time_conditioning or times is None:
             return cls(None)
-        if times is None:
-            raise UsageError(
-                "a time-conditioned student needs a sampler with times",
-                remedy="use the ancestral sampler",
-            )
         p = schedule_of(student.settings).masking_probability(times.float())
         return cls(masking_sigma(p).to(student.device))
 
     def at(self, steps: Int[Tensor, "m"]) -> Float[Tensor, "m"] | None:
         """Levels of rows in these steps."""
         return None if self.sigma is None else self.sigma[steps - 1]
+
+
+def require_times(student: Student, has_times: bool, remedy: str) -> None:
+    """Refuse a time-conditioned student where its steps have no time that it could be told.
+
+    Raises:
+        UsageError: With the remedy.
+    """
+    if student.settings.time_conditioning and not has_times:
+        raise UsageError(
+            "a time-conditioned student must be told the time of each step",
+            where="sampler",
+            remedy=remedy,
+        )
 
 
 def check_noise_settings(student: Student, tau: float | None, redraw_noise: bool) -> None:

@@ -33,11 +33,11 @@ SAMPLERS: dict[str, type[Sampler]] = {
 }
 
 
-def make_sampler(name: str, **settings: Any) -> Sampler:
-    """The sampler of that name.
+def sampler_class(name: str) -> type[Sampler]:
+    """The settings of the sampler of that name.
 
     Raises:
-        UsageError: For an unknown name or setting (naming the nearest known one), or a bad value.
+        UsageError: For an unknown name, naming the nearest known one.
     """
     name = name.replace("-", "_")
     if name not in SAMPLERS:
@@ -45,4 +45,13 @@ def make_sampler(name: str, **settings: Any) -> Sampler:
         hint = f"did you mean {near[0]!r}?" if near else ""
         known = f"one of {sorted(SAMPLERS)}"
         raise UsageError("unknown sampler", where=name, expected=known, remedy=hint)
-    return from_mapping(SAMPLERS[name], settings, where=name)
+    return SAMPLERS[name]
+
+
+def make_sampler(name: str, **settings: Any) -> Sampler:
+    """The sampler of that name.
+
+    Raises:
+        UsageError: For an unknown name or setting (naming the nearest known one), or a bad value.
+    """
+    return from_mapping(sampler_class(name), settings, where=name)

@@ -19,7 +19,8 @@ from trainer.sampling.rules import (
     SampleResult,
     StopRule,
     TokenRule,
-    check_settings,
+    check_nfe,
+    check_positive,
     inference,
 )
 from trainer.students import Student
@@ -32,23 +33,25 @@ class Sampler(ABC):
     Attributes:
         nucleus_p: Nucleus truncation of the prediction; 1 is off.
         nucleus_rule: ``strict`` (the authors') or ``crossing`` (transformers').
+        temperature: Divides the log-probabilities of the prediction; 1 leaves them.
         decision: Draw the revealed tokens, or take the most probable ones.
     """
 
     nucleus_p: float = 1.0
     nucleus_rule: NucleusRule = "strict"
+    temperature: float = 1.0
     decision: Decision = "categorical"
 
     label: ClassVar[str]
 
     def __post_init__(self) -> None:
-        nfe = getattr(self, "nfe", None)
-        check_settings(self.nucleus_p, getattr(self, "tau", None), 1 if nfe is None else nfe)
+        _ = self.rule  # which refuses what it cannot follow
+        check_nfe(getattr(self, "nfe", None))
 
     @property
     def rule(self) -> TokenRule:
         """How tokens are chosen."""
-        return TokenRule(self.decision, self.nucleus_p, self.nucleus_rule)
+        return TokenRule(self.decision, self.nucleus_p, self.nucleus_rule, self.temperature)
 
     def settled(self, student: Student) -> Sampler:
         """The same sampler with everything written out that it left to the student."""
@@ -94,6 +97,10 @@ class NoisySampler(Sampler):
     """
 
     tau: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(tau=self.tau)
 
     def settled(self, student: Student) -> Sampler:
         """The same sampler with tau written out, where the student is conditioned."""

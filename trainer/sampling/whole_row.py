@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.base import UsageError
-from trainer.sampling.noise_use import NoiseUse, StepLevels
+from trainer.sampling.noise_use import NoiseUse, StepLevels, require_times
 from trainer.sampling.rules import SampleKeys, SampleResult, TokenRule, reveal
 from trainer.sampling.sampler import DiffusionSampler, check_rows
 from trainer.students import BD3LM, MDLM, Student
@@ -99,6 +99,7 @@ class WholeRowSampler(DiffusionSampler):
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> MDLM:
         """See :class:`Sampler`."""
         super().check(student, tokens)
+        require_times(student, self.times is not None, "use --sampler ancestral")
         check_rows(student, tokens)
         return require_whole_row_student(student, self.label)
 

@@ -69,3 +69,13 @@ def test_no_position_no_token() -> None:
     log_probs, keys = log_probs_and_keys(0, 4, 2000)
     for rule in (TokenRule(), TokenRule(nucleus_p=0.9), TokenRule("argmax")):
         assert rule.choose(log_probs, keys).shape == (0,)
+
+
+def test_temperature_divides_before_the_nucleus_is_taken() -> None:
+    """At temperature 1/2 probabilities are squared, so fewer tokens make up the nucleus."""
+    probs = torch.tensor([[0.5, 0.25, 0.25, 0.0]], dtype=torch.float64)
+    squared = TokenRule(temperature=0.5).probabilities(probs.log())
+    assert torch.allclose(squared, torch.tensor([[4, 1, 1]], dtype=torch.float64) / 6)
+    cold = TokenRule(temperature=0.5, nucleus_p=0.7).probabilities(probs.log())
+    assert torch.allclose(cold, torch.tensor([[1.0, 0, 0]], dtype=torch.float64))
+    assert (TokenRule(nucleus_p=0.8).probabilities(probs.log()) > 0).sum() == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +10,16 @@ from typing import Any
 
 import torch
 
-from shards.base import UsageError, merge, parse_override
+from shards.base import UsageError, flatten, merge, parse_override
+from shards.language_model import find_pretrained, looks_local
 from shards.noise import use_noise_kernel
-from trainer.sampling import AdaptiveConfig, make_sampler, require_same_tokenizer
+from trainer.sampling import (
+    SAMPLERS,
+    AdaptiveConfig,
+    make_sampler,
+    require_same_tokenizer,
+    sampler_class,
+)
 from trainer.sampling.command.given_rows import (
     GivenRows,
     prompted,
@@ -24,6 +32,7 @@ from trainer.students import ModelFolder, open_model
 
 DEFAULT_NUM = 64
 PRECISIONS = ("fp32", "bf16")
+STOP_OPTIONS = "--stop-at-eos, --min-entropy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +40,14 @@ class Request:
     """The options of ``gdistill-sample``.
 
     Attributes:
-        checkpoint: Model folder, or the output of a training run.
+        checkpoint: Model folder, the output of a training run, or a hub id.
         out: Folder for the samples.
         num: Samples; None is 64, or one per prompt or infill row.
         budgets: NFE of each file; empty leaves the sampler's own.
         sampler: Registry name; None takes the one that suits the student.
         settings: Sampler settings by name.
         overrides: Further sampler settings, ``key=value``.
+        sweep: ``key=value,value,...``: a folder of samples below ``out`` for each value.
         seed: Sampling seed.
         batch_size: Samples per forward pass.
         length: Tokens per sample; None is the student's row length.
@@ -48,13 +58,14 @@ class Request:
         device: ``auto`` or a torch device.
     """
 
-    checkpoint: Path
+    checkpoint: str
     out: Path
     num: int | None = None
     budgets: tuple[int, ...] = ()
     sampler: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
+    sweep: str | None = None
     seed: int = 0
     batch_size: int = 32
     length: int | None = None
@@ -89,29 +100,70 @@ class Request:
                 remedy="leave --length out: a row to infill has its own",
             )
 
-    def resolve(self) -> SampleRun:
-        """Load the student and settle everything else.
+    def resolve(self) -> list[SampleRun]:
+        """Load the student and settle everything else: one run, or one per value of the sweep.
 
         Raises:
             UsageError: For any part of the request that cannot be met.
         """
         device = self._device()
         use_noise_kernel("auto", device)
-        loaded = open_model(self.checkpoint, device)
-        name = loaded.student.default_sampler if self.sampler is None else self.sampler
+        loaded = open_model(find_checkpoint(self.checkpoint), device)
+        name = (self.sampler or loaded.student.default_sampler).replace("-", "_")
+        settings = self._sampler_settings(name)
+        given = self._given(loaded)
+        runs = [
+            self._run(loaded, name, merge(settings, change), given, self.out / folder)
+            for folder, change in self._variants(settings)
+        ]
+        for run in runs:
+            check_given(run)
+        return runs
+
+    def _sampler_settings(self, name: str) -> dict[str, Any]:
+        """Options and overrides as one mapping."""
+        taken = {field.name for field in dataclasses.fields(sampler_class(name))}  # type: ignore[arg-type]
+        for key, value in self.settings.items():
+            if key not in taken:
+                having = [other for other in SAMPLERS if _takes(other, key)]
+                raise UsageError(
+                    f"the {name} sampler takes no {key}",
+                    where=STOP_OPTIONS if key == "stop" else f"--{key.replace('_', '-')}",
+                    got=value,
+                    remedy=f"leave it out, or take --sampler {' or '.join(having)}",
+                )
         settings = dict(self.settings)
         for text in self.overrides:
-            path, value = parse_override(text)
-            for key in reversed(path):
-                value = {key: value}
-            settings = merge(settings, value)
+            settings = merge(settings, nested(*parse_override(text)))
+        return settings
+
+    def _variants(self, settings: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+        """(folder below ``out``, change of the settings) of each run."""
+        if self.sweep is None:
+            return [("", {})]
+        key, values = parse_sweep(self.sweep)
+        if key in flatten(settings):
+            raise UsageError("named beside the sweep", where=f"--sweep {key}", got=settings)
+        if key == "nfe" and self.budgets:
+            raise UsageError("these exclude each other", where="--sweep nfe, --nfe")
+        return [(f"{key}={text}", nested(*parse_override(f"{key}={text}"))) for text in values]
+
+    def _run(
+        self,
+        loaded: ModelFolder,
+        name: str,
+        settings: Mapping[str, Any],
+        given: GivenRows,
+        out: Path,
+    ) -> SampleRun:
         sampler = make_sampler(name, **settings).settled(loaded.student)
         budgets = [with_nfe(name, sampler, nfe) for nfe in self.budgets] or [sampler]
         files = [f"samples-nfe{nfe}.jsonl" for nfe in self.budgets]
-        given = self._given(loaded)
-        run = SampleRun(
+        if isinstance(sampler, AdaptiveConfig):
+            require_same_tokenizer(sampler.verifier, loaded.tokenizer)
+        return SampleRun(
             loaded=loaded,
-            sampler_name=name.replace("-", "_"),
+            sampler_name=name,
             samplers=tuple(budgets),
             files=tuple(files) if len(files) > 1 else ("samples.jsonl",),
             given=given,
@@ -119,12 +171,8 @@ class Request:
             num_samples=self.num or self._default_num(given),
             batch_size=self.batch_size,
             precision=self.precision,
-            out=self.out,
+            out=out,
         )
-        check_given(run)
-        if isinstance(sampler, AdaptiveConfig):
-            require_same_tokenizer(sampler.verifier, loaded.tokenizer)
-        return run
 
     def _device(self) -> torch.device:
         if self.device == "auto":
@@ -152,6 +200,44 @@ class Request:
     def _default_num(self, given: GivenRows) -> int:
         many = self.infill is not None or self.prompt_file is not None
         return len(given.rows) if many else DEFAULT_NUM
+
+
+def find_checkpoint(name: str) -> Path:
+    """A folder as it is; anything else is asked of the hub's cache, and of the hub.
+
+    Raises:
+        UsageError: When neither has such a model.
+    """
+    if Path(name).exists() or looks_local(name):
+        return Path(name)
+    return find_pretrained(name, role="student").folder
+
+
+def parse_sweep(text: str) -> tuple[str, list[str]]:
+    """``nucleus_p=0.7,0.8`` as the setting and its values.
+
+    Raises:
+        UsageError: For anything else, or a value that is named twice.
+    """
+    key, _, listed = text.partition("=")
+    values = [value.strip() for value in listed.split(",")]
+    if not key.strip() or not all(values):
+        expected = "a setting and its values, nucleus_p=0.7,0.8,0.9"
+        raise UsageError("bad sweep", where="--sweep", got=text, expected=expected)
+    if len(set(map(str.lower, values))) < len(values):
+        raise UsageError("a value is named twice", where="--sweep", got=text)
+    return key.strip(), values
+
+
+def nested(path: list[str], value: Any) -> dict[str, Any]:
+    """``stop.max_tries`` and 3 as a mapping."""
+    for key in reversed(path):
+        value = {key: value}
+    return value
+
+
+def _takes(name: str, key: str) -> bool:
+    return any(field.name == key for field in dataclasses.fields(SAMPLERS[name]))  # type: ignore[arg-type]
 
 
 def check_given(run: SampleRun) -> None:

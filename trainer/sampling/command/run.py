@@ -19,6 +19,7 @@ from shards.base import (
     Bar,
     UsageError,
     canonical_json,
+    code_version,
     exclusive,
     progress_bar,
     to_mapping,
@@ -65,14 +66,14 @@ class SampleRun:
     def identity(self) -> dict[str, Any]:
         """What decides the samples, as JSON; two runs of one identity give the same samples."""
         first = self.samplers[0]
-        sampler = to_mapping(first)
+        sampler = self._described(first)
         if len(self.samplers) > 1:
             sampler.pop("nfe")  # each file of a curve has its own
         rows = hashlib.sha256(canonical_json([list(row) for row in self.given.rows])).hexdigest()
         return {
             **student_identity(self.loaded),
             "verifier_sha256": verifier_sha256(first, self.loaded.student),
-            "sampler": {"name": self.sampler_name, **sampler},
+            "sampler": sampler,
             "seed": self.seed,
             "given_rows_sha256": rows,
             "precision": self.precision,
@@ -86,7 +87,7 @@ class SampleRun:
         return {
             "identity": identity,
             "config_sha256": hashlib.sha256(canonical_json(identity)).hexdigest(),
-            "checkpoint": str(self.loaded.directory.resolve()),
+            "checkpoint": published_name(self.loaded.directory),
             "student": type(student).__name__.lower(),
             "student_config": to_mapping(student.settings),
             "vocab_size": student.config.vocab_size,
@@ -96,14 +97,22 @@ class SampleRun:
             "row_length": len(self.given.rows[0]),
             "store": dict(self.loaded.store),
             "files": {
-                name: {"sampler": self.sampler_name, **to_mapping(sampler)}
+                name: self._described(sampler)
                 for name, sampler in zip(self.files, self.samplers, strict=True)
             },
             "seed": self.seed,
             "num_samples": self.num_samples,
             "precision": self.precision,
+            "code_version": code_version(),
             "torch": torch.__version__,
         }
+
+    def _described(self, sampler: Sampler) -> dict[str, Any]:
+        """All settings of a sampler, other models by name."""
+        settings = {"sampler": self.sampler_name, **to_mapping(sampler)}
+        if "verifier" in settings:
+            settings["verifier"] = published_name(settings["verifier"])
+        return settings
 
     def run(self) -> list[Path]:
         """Draw what is missing; the finished files.
@@ -157,7 +166,7 @@ class SampleRun:
     def _fill(
         self, sampler: Sampler, file: SampleFile, indices: list[int], digest: str, bar: Bar
     ) -> None:
-        settings = {"sampler": self.sampler_name, **to_mapping(sampler)}
+        settings = self._described(sampler)
         common = {"seed": self.seed, "settings": settings, "config_sha256": digest}
         for batch in self._batches(indices):
             started = time.perf_counter()
@@ -212,6 +221,15 @@ class SampleRun:
             return None
         text = tokens if self.given.first_token_is_text else tokens[1:]
         return tokenizer.decode(text, skip_special_tokens=False)
+
+
+def published_name(place: str | Path) -> str:
+    """The last two parts of a folder's path, which tell it from its neighbours; a hub id as it is.
+
+    Samples are shown to others, whom the paths of this machine do not concern.
+    """
+    folder = Path(place)
+    return "/".join(folder.resolve().parts[-2:]) if folder.exists() else str(place)
 
 
 def with_nfe(name: str, sampler: Sampler, nfe: int) -> Sampler:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
         Decision,
         NucleusRule,
         TokenRule,
-        check_settings,
+        check_nfe,
+        check_positive,
     )
 
 __getattr__, __dir__ = open_door(__name__, __file__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -31,21 +31,33 @@ class TokenRule:
             of x_0: with noise as input the student's map is meant to be deterministic).
         nucleus_p: p of nucleus truncation, in (0, 1]; 1 is off.
         nucleus_rule: ``strict`` (the authors') or ``crossing`` (transformers').
+        temperature: Divides the log-probabilities, before the nucleus is taken.
     """
 
     decision: Decision = "categorical"
     nucleus_p: float = 1.0
     nucleus_rule: NucleusRule = "strict"
+    temperature: float = 1.0
 
-    @property
-    def greedy(self) -> TokenRule:
-        """The same rule, but taking the most probable token."""
-        return replace(self, decision="argmax")
+    def __post_init__(self) -> None:
+        check_positive(temperature=self.temperature)
+        if not 0 < self.nucleus_p <= 1:
+            raise UsageError(
+                "bad nucleus p", where="nucleus_p", got=self.nucleus_p, expected="in (0, 1]"
+            )
+        for name in ("nucleus_p", "temperature"):
+            if self.decision == "argmax" and getattr(self, name) != 1:
+                raise UsageError(
+                    "the most probable token stays the same whatever the setting",
+                    where=name,
+                    got=getattr(self, name),
+                    remedy="leave it out, or draw with --decision categorical",
+                )
 
     def probabilities(self, log_probs: Float[Tensor, "n v1"]) -> Float[Tensor, "n v"]:
         """Truncated float64 probabilities of the V real tokens (the last entry is the mask's)."""
         # Normalised again: a float32 log-softmax over 50,000 tokens is off by 1e-5 or so.
-        probs = log_probs[:, :-1].double().softmax(dim=-1)
+        probs = (log_probs[:, :-1].double() / self.temperature).softmax(dim=-1)
         return truncate_to_nucleus(probs, self.nucleus_p, self.nucleus_rule)
 
     def choose(self, log_probs: Float[Tensor, "n v1"], keys: PositionKeys) -> Int[Tensor, "n"]:
@@ -62,21 +74,28 @@ class TokenRule:
         return torch.cat(parts)
 
 
-def check_settings(nucleus_p: float, tau: float | None, nfe: int = 1) -> None:
-    """Validate the settings that samplers share.
+def check_positive(**settings: float | None) -> None:
+    """Validate scales and temperatures; None is not looked at.
 
     Raises:
         UsageError: Naming the setting.
     """
-    if nfe < 1:
+    for name, value in settings.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise UsageError("bad scale", where=name, got=value, expected="above 0, finite")
+
+
+def check_nfe(nfe: int | None) -> None:
+    """Validate a budget of forward passes; None is not looked at.
+
+    Raises:
+        UsageError: For one that is too small or too large.
+    """
+    if nfe is not None and nfe < 1:
         raise UsageError("too few forward passes", where="nfe", got=nfe, expected="at least 1")
-    if nfe > MOST_STEPS:
+    if nfe is not None and nfe > MOST_STEPS:
         expected = f"at most {MOST_STEPS}"
         raise UsageError("too many forward passes", where="nfe", got=nfe, expected=expected)
-    if tau is not None and not (tau > 0 and math.isfinite(tau)):
-        raise UsageError("bad noise scale", where="tau", got=tau, expected="above 0, finite")
-    if not 0 < nucleus_p <= 1:
-        raise UsageError("bad nucleus p", where="nucleus_p", got=nucleus_p, expected="in (0, 1]")
 
 
 def truncate_to_nucleus(
