@@ -14,18 +14,16 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
-    from trainer.sampling.adaptive import AdaptiveConfig
     from trainer.sampling.ancestral import AncestralConfig
     from trainer.sampling.block import BlockConfig
     from trainer.sampling.block_state import BlockState
     from trainer.sampling.first_hitting import FirstHittingConfig, FixedCountConfig
     from trainer.sampling.generation import generate
     from trainer.sampling.noise import sampling_noise
-    from trainer.sampling.noise_use import NoiseUse
     from trainer.sampling.registry import SAMPLERS, make_sampler, sampler_class
-    from trainer.sampling.sampler import Sampler
+    from trainer.sampling.rules import NoiseUse, Sampler
     from trainer.sampling.sequential import SequentialConfig
-    from trainer.sampling.verifier import require_same_tokenizer
+    from trainer.sampling.verified import AdaptiveConfig
     from trainer.sampling.whole_row import WholeRow
 
 __getattr__, __dir__ = open_door(__name__, __file__)

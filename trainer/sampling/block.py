@@ -22,17 +22,19 @@ from torch import Tensor
 from shards.base import UsageError
 from trainer.objective import schedule_of
 from trainer.sampling.block_state import BlockState, Window
-from trainer.sampling.noise_use import NoiseUse, require_times
 from trainer.sampling.rules import (
     LAST_TIME,
+    DiffusionSampler,
+    NoiseUse,
     SampleKeys,
     SampleResult,
     TokenRule,
     ancestral_order,
     ancestral_times,
+    check_tokens,
+    require_times,
     uniform_order,
 )
-from trainer.sampling.sampler import DiffusionSampler, check_tokens
 from trainer.students import BD3LM, Student
 
 

@@ -9,8 +9,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trainer.sampling.noise_use import NoiseUse, StepLevels
-from trainer.sampling.rules import SampleKeys, SampleResult, StopRule, TokenRule, reveal
+from trainer.sampling.rules import (
+    NoiseUse,
+    SampleKeys,
+    SampleResult,
+    StepLevels,
+    StopRule,
+    TokenRule,
+    reveal,
+)
 from trainer.students import BD3LM
 
 

@@ -16,12 +16,12 @@ import difflib
 from typing import Any
 
 from shards.base import UsageError, from_mapping
-from trainer.sampling.adaptive import AdaptiveConfig
 from trainer.sampling.ancestral import AncestralConfig
 from trainer.sampling.block import BlockConfig
 from trainer.sampling.first_hitting import FirstHittingConfig, FixedCountConfig
-from trainer.sampling.sampler import Sampler
+from trainer.sampling.rules import Sampler
 from trainer.sampling.sequential import SequentialConfig
+from trainer.sampling.verified import AdaptiveConfig
 
 SAMPLERS: dict[str, type[Sampler]] = {
     "ancestral": AncestralConfig,

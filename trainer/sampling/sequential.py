@@ -11,8 +11,14 @@ from torch import Tensor
 
 from shards.base import UsageError
 from shards.noise import Noise
-from trainer.sampling.rules import SampleKeys, SampleResult, StopRule, inference
-from trainer.sampling.sampler import Sampler, check_rows
+from trainer.sampling.rules import (
+    SampleKeys,
+    Sampler,
+    SampleResult,
+    StopRule,
+    check_rows,
+    inference,
+)
 from trainer.students import AR, Student
 
 

@@ -9,11 +9,19 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shards.base import UsageError
-from trainer.sampling.noise_use import NoiseUse, StepLevels, require_times
-from trainer.sampling.rules import SampleKeys, SampleResult, TokenRule, reveal
-from trainer.sampling.sampler import DiffusionSampler, check_rows
-from trainer.students import BD3LM, MDLM, Student
+from trainer.sampling.rules import (
+    DiffusionSampler,
+    NoiseUse,
+    SampleKeys,
+    SampleResult,
+    StepLevels,
+    TokenRule,
+    check_rows,
+    require_times,
+    require_whole_row_student,
+    reveal,
+)
+from trainer.students import MDLM, Student
 
 
 class WholeRow:
@@ -52,24 +60,6 @@ class WholeRow:
         else:
             condition = None if self.condition is None else self.condition[rows]
         return self.student.predict_at(tokens, where, condition, self.levels.at(steps))
-
-
-def require_whole_row_student(student: Student, sampler: str) -> MDLM:
-    """The student, if it predicts whole rows at once.
-
-    Raises:
-        UsageError: For block-diffusion and autoregressive students.
-    """
-    blocks = isinstance(student, BD3LM) and student.num_blocks > 1
-    if not isinstance(student, MDLM) or blocks:
-        raise UsageError(
-            f"the {sampler} sampler fills whole rows",
-            where="sampler",
-            got=type(student).__name__,
-            expected="an MDLM student",
-            remedy="use --sampler block for block diffusion",
-        )
-    return student
 
 
 @dataclass(frozen=True, kw_only=True)

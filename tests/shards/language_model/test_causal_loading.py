@@ -28,7 +28,7 @@ from shards.base.errors import GdistillError, UsageError
 from shards.language_model import loading
 from shards.language_model.files import PretrainedFiles, find_pretrained
 from tests.pipeline.extract_cases import CONTEXT_LENGTH, VOCAB_SIZE, save_teacher, save_tokenizer
-from trainer.sampling.verifier import load_verifier
+from trainer.sampling.verified.verifier import load_verifier
 
 CPU = torch.device("cpu")
 LOADERS: dict[str, Callable[[Path], Any]] = {

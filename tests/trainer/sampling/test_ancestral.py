@@ -19,8 +19,8 @@ from trainer.sampling import (
     FixedCountConfig,
     make_sampler,
 )
-from trainer.sampling.noise_use import NoiseUse
 from trainer.sampling.rules.draws import SampleKeys, position_uniforms, race
+from trainer.sampling.rules.noise_use import NoiseUse
 from trainer.sampling.rules.order import ancestral_steps, ancestral_times, random_ranks
 from trainer.sampling.rules.revealing import dense_ranks
 from trainer.sampling.whole_row import WholeRow

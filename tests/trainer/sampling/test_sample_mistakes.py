@@ -57,7 +57,7 @@ def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("timed", ["--sampler", "apd", "--verifier", "x"], "use --sampler ancestral"),
         ("timed_blocks", [], "--set inner=ancestral --set use_cache=false"),
         ("timed_blocks", ["--set", "use_cache=false", "--set", "inner=first_hitting"], "ancestral"),
-        ("mdlm", ["--sampler", "apd", "--verifier", "absent"], "neither a model's folder"),
+        ("mdlm", ["--sampler", "apd", "--verifier", "absent"], "cannot find the verifier"),
         ("mdlm", ["--nucleus-p", "0"], "nucleus_p"),
         ("mdlm", ["--decision", "beam"], "decision"),
         ("mdlm", ["--set", "finalargmax=false"], "did you mean 'final_argmax'"),
@@ -107,7 +107,7 @@ def test_verifiers_that_cannot_be_judged_are_refused(
     """No causal model, one without a tokenizer; a training run's folder is as good as its model."""
     arguments = (models_folder / "mdlm", "--sampler", "apd", "--num", 2, "--verifier")
     assert command(*arguments, models_folder / "mdlm", "--out", tmp_path / "a") == 2
-    assert "no causal language model" in capsys.readouterr().err
+    assert "expected a causal language model" in capsys.readouterr().err
     bare = save(tmp_path / "run" / "model", "ar", "none")
     assert command(*arguments, tmp_path / "run", "--out", tmp_path / "b") == 0
     for file in bare.glob("tokenizer*"):

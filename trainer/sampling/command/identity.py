@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shards.base import GdistillError, UsageError, flatten, to_mapping
-from trainer.sampling import AdaptiveConfig, Sampler
-from trainer.students import ModelFolder, Student
+from trainer.students import ModelFolder
 
 
 def student_identity(loaded: ModelFolder) -> dict[str, Any]:
@@ -25,13 +24,6 @@ def student_identity(loaded: ModelFolder) -> dict[str, Any]:
         "eos_id": config.eos_token_id,
         "codec": config.codec,
     }
-
-
-def verifier_sha256(sampler: Sampler, student: Student) -> str | None:
-    """Hash of the verifier's weights; None for a sampler without one."""
-    if not isinstance(sampler, AdaptiveConfig):
-        return None
-    return sampler.load(student).weights_sha256
 
 
 def files_of_same_run(settings_file: Path, identity: Mapping[str, Any]) -> dict[str, Any]:

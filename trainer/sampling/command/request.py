@@ -13,13 +13,7 @@ import torch
 from shards.base import UsageError, flatten, merge, parse_override
 from shards.language_model import find_pretrained, looks_local
 from shards.noise import use_noise_kernel
-from trainer.sampling import (
-    SAMPLERS,
-    AdaptiveConfig,
-    make_sampler,
-    require_same_tokenizer,
-    sampler_class,
-)
+from trainer.sampling import SAMPLERS, make_sampler, sampler_class
 from trainer.sampling.command.given_rows import (
     GivenRows,
     prompted,
@@ -109,7 +103,8 @@ class Request:
         device = self._device()
         use_noise_kernel("auto", device)
         loaded = open_model(find_checkpoint(self.checkpoint), device)
-        name = (self.sampler or loaded.student.default_sampler).replace("-", "_")
+        name = loaded.student.default_sampler if self.sampler is None else self.sampler
+        name = name.replace("-", "_")
         settings = self._sampler_settings(name)
         given = self._given(loaded)
         runs = [
@@ -118,6 +113,7 @@ class Request:
         ]
         for run in runs:
             check_given(run)
+            run.samplers[0].check_tokenizer(loaded.tokenizer)
         return runs
 
     def _sampler_settings(self, name: str) -> dict[str, Any]:
@@ -159,8 +155,6 @@ class Request:
         sampler = make_sampler(name, **settings).settled(loaded.student)
         budgets = [with_nfe(name, sampler, nfe) for nfe in self.budgets] or [sampler]
         files = [f"samples-nfe{nfe}.jsonl" for nfe in self.budgets]
-        if isinstance(sampler, AdaptiveConfig):
-            require_same_tokenizer(sampler.verifier, loaded.tokenizer)
         return SampleRun(
             loaded=loaded,
             sampler_name=name,

@@ -28,7 +28,7 @@ from shards.base import (
 from trainer.sampling import Sampler, sampling_noise
 from trainer.sampling.command.file import SampleFile
 from trainer.sampling.command.given_rows import GivenRows
-from trainer.sampling.command.identity import files_of_same_run, student_identity, verifier_sha256
+from trainer.sampling.command.identity import files_of_same_run, student_identity
 from trainer.sampling.rules import SampleResult
 from trainer.students import ModelFolder, Student
 
@@ -72,7 +72,7 @@ class SampleRun:
         rows = hashlib.sha256(canonical_json([list(row) for row in self.given.rows])).hexdigest()
         return {
             **student_identity(self.loaded),
-            "verifier_sha256": verifier_sha256(first, self.loaded.student),
+            "verifier_sha256": first.verifier_sha256(self.loaded.student),
             "sampler": sampler,
             "seed": self.seed,
             "given_rows_sha256": rows,

@@ -1,9 +1,10 @@
-"""The rules that samplers are composed of, none of which knows a model.
+"""The rules that samplers are composed of.
 
 In come log-probabilities and the names of samples; out go random draws (``draws``), the step in
 which each position is revealed (``order``), its token (``token_rule``), the loop over forward
 passes (``revealing``), and when a sample has ended or must be drawn anew (``stopping``). Everything
-random is a pure function of (seed, purpose, sample, position, attempt).
+random is a pure function of (seed, purpose, sample, position, attempt). ``sampler`` holds what all
+samplers are, ``noise_use`` how their noise reaches a student.
 """
 
 from __future__ import annotations
@@ -14,6 +15,13 @@ from shards.base.door import open_door
 
 if TYPE_CHECKING:
     from trainer.sampling.rules.draws import SampleKeys, position_chunks, race, uniforms
+    from trainer.sampling.rules.noise_use import (
+        STEPS_PER_ATTEMPT,
+        NoiseUse,
+        StepLevels,
+        check_noise_settings,
+        require_times,
+    )
     from trainer.sampling.rules.order import (
         LAST_TIME,
         ancestral_order,
@@ -21,12 +29,19 @@ if TYPE_CHECKING:
         uniform_order,
     )
     from trainer.sampling.rules.revealing import Predict, inference, reveal
+    from trainer.sampling.rules.sampler import (
+        DiffusionSampler,
+        NoisySampler,
+        Sampler,
+        check_rows,
+        check_tokens,
+        require_whole_row_student,
+    )
     from trainer.sampling.rules.stopping import SampleResult, StopRule
     from trainer.sampling.rules.token_rule import (
         Decision,
         NucleusRule,
         TokenRule,
-        check_nfe,
         check_positive,
     )
 

@@ -11,19 +11,18 @@ from torch import Tensor
 
 from shards.base import UsageError
 from shards.noise import Noise
-from trainer.sampling.noise_use import DEFAULT_TAU, NoiseUse, check_noise_settings
-from trainer.sampling.rules import (
+from trainer.sampling.rules.draws import SampleKeys
+from trainer.sampling.rules.noise_use import DEFAULT_TAU, NoiseUse, check_noise_settings
+from trainer.sampling.rules.revealing import inference
+from trainer.sampling.rules.stopping import SampleResult, StopRule
+from trainer.sampling.rules.token_rule import (
     Decision,
     NucleusRule,
-    SampleKeys,
-    SampleResult,
-    StopRule,
     TokenRule,
     check_nfe,
     check_positive,
-    inference,
 )
-from trainer.students import Student
+from trainer.students import BD3LM, MDLM, Student
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +55,18 @@ class Sampler(ABC):
     def settled(self, student: Student) -> Sampler:
         """The same sampler with everything written out that it left to the student."""
         return self
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Refuse a tokenizer (None where the student has none) that is not the verifier's.
+
+        Raises:
+            UsageError: Naming the first word whose id differs.
+        """
+        return  # there is no second model
+
+    def verifier_sha256(self, student: Student) -> str | None:
+        """Hash of the verifier's weights; None for a sampler without one."""
+        return None
 
     @abstractmethod
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> Student:
@@ -192,3 +203,21 @@ def check_tokens(student: Student, tokens: Int[Tensor, "b l"]) -> None:
             got=int(tokens[row, position]),
             expected=f"0..{student.mask_id - 1}, or the mask id {student.mask_id}",
         )
+
+
+def require_whole_row_student(student: Student, sampler: str) -> MDLM:
+    """The student, if it predicts whole rows at once.
+
+    Raises:
+        UsageError: For block-diffusion and autoregressive students.
+    """
+    blocks = isinstance(student, BD3LM) and student.num_blocks > 1
+    if not isinstance(student, MDLM) or blocks:
+        raise UsageError(
+            f"the {sampler} sampler fills whole rows",
+            where="sampler",
+            got=type(student).__name__,
+            expected="an MDLM student",
+            remedy="use --sampler block for block diffusion",
+        )
+    return student

@@ -14,7 +14,7 @@ the student reads again (keys and values of older ones are kept as they were).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,11 +22,19 @@ from torch import Tensor
 
 from shards.base import UsageError
 from shards.noise import Noise, PositionKeys
-from trainer.sampling.noise_use import NoiseUse, check_noise_settings, require_times
-from trainer.sampling.rules import SampleKeys, SampleResult, inference, position_chunks
-from trainer.sampling.sampler import NoisySampler, check_rows
-from trainer.sampling.verifier import Verifier, load_verifier
-from trainer.sampling.whole_row import require_whole_row_student
+from trainer.sampling.rules import (
+    NoiseUse,
+    NoisySampler,
+    SampleKeys,
+    SampleResult,
+    check_noise_settings,
+    check_rows,
+    inference,
+    position_chunks,
+    require_times,
+    require_whole_row_student,
+)
+from trainer.sampling.verified.verifier import Verifier, load_verifier, require_same_tokenizer
 from trainer.students import MDLM, Student
 
 
@@ -82,6 +90,14 @@ class AdaptiveConfig(NoisySampler):
             )
         require_times(student, False, "use --sampler ancestral")
         return require_whole_row_student(student, "adaptive")
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """See :class:`Sampler`."""
+        require_same_tokenizer(self.verifier, tokenizer)
+
+    def verifier_sha256(self, student: Student) -> str:
+        """See :class:`Sampler`."""
+        return self.load(student).weights_sha256
 
     def load(self, student: Student) -> Verifier:
         """The verifier on the student's device; loaded once."""
