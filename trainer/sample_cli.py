@@ -44,7 +44,9 @@ def sample(
     ] = None,
     sampler: Annotated[
         str | None,
-        typer.Option(help="ancestral, first_hitting, fixed_count, block, apd or sequential."),
+        typer.Option(
+            help="ancestral, first_hitting, fixed_count, block, sequential, apd, coupled."
+        ),
     ] = None,
     nucleus_p: Annotated[float | None, typer.Option(help="Nucleus p (1 = off).")] = None,
     nucleus_rule: Annotated[
@@ -58,7 +60,8 @@ def sample(
         str | None, typer.Option(help="categorical draws, or argmax of x_0.")
     ] = None,
     verifier: Annotated[
-        str | None, typer.Option(help="apd: a causal language model with the student's tokenizer.")
+        str | None,
+        typer.Option(help="apd, coupled: a causal LM of the same tokenizer."),
     ] = None,
     seed: Annotated[int, typer.Option(help="With the sample index it names all randomness.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Samples at a time; changes no sample.")] = 32,

@@ -20,8 +20,8 @@ from shards.store.store import ShardStore
 from tests.rehearsal.pretend_cuda import WATCH
 from tests.trainer.sampling_cases import open_rows
 from trainer.objective.batch import Batch, BatchMaker
-from trainer.sampling.noise import sampling_noise
 from trainer.sampling.registry import make_sampler
+from trainer.sampling.rules.noise import sampling_noise
 from trainer.students.configuration import StudentSettings
 from trainer.students.registry import STUDENTS, Student
 from trainer.training.optimization import clip_gradients, make_optimizer

@@ -19,7 +19,7 @@ import torch
 from tests.trainer.sample_cli_cases import WORDS, command, read, save, save_models, without_seconds
 from tests.trainer.sampling_cases import LENGTH, VOCAB, tiny_student
 from trainer.sampling.command.file import SampleFile
-from trainer.sampling.noise import sampling_noise
+from trainer.sampling.rules.noise import sampling_noise
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,9 @@
 
 A sampler is a frozen dataclass of settings with one method, ``sample``: ``ancestral``,
 ``first_hitting`` and ``fixed_count`` fill whole rows (``whole_row``), ``block`` goes block by
-block, ``sequential`` token by token, ``apd`` as far as a verifier agrees. What they are composed of
-stands in ``rules``; what ``gdistill-sample`` adds, in ``command``. In come students and
-their noise; out go ``SampleResult`` records.
+block, ``sequential`` token by token, ``apd`` and ``coupled`` as far as a verifier agrees
+(``verified``). What they are composed of stands in ``rules``; what ``gdistill-sample`` adds, in
+``command``. In come students and their noise; out go ``SampleResult`` records.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from trainer.sampling.block_state import BlockState
     from trainer.sampling.first_hitting import FirstHittingConfig, FixedCountConfig
     from trainer.sampling.generation import generate
-    from trainer.sampling.noise import sampling_noise
     from trainer.sampling.registry import SAMPLERS, make_sampler, sampler_class
-    from trainer.sampling.rules import NoiseUse, Sampler
+    from trainer.sampling.rules import NoiseUse, Sampler, sampling_noise
     from trainer.sampling.sequential import SequentialConfig
-    from trainer.sampling.verified import AdaptiveConfig
+    from trainer.sampling.verified import AdaptiveConfig, CoupledConfig
     from trainer.sampling.whole_row import WholeRow
 
 __getattr__, __dir__ = open_door(__name__, __file__)

@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from shards.base import UsageError
 from shards.noise import Noise
-from trainer.sampling.noise import sampling_noise
 from trainer.sampling.registry import make_sampler
+from trainer.sampling.rules.noise import sampling_noise
 from trainer.students import Student
 
 

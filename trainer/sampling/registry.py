@@ -21,7 +21,7 @@ from trainer.sampling.block import BlockConfig
 from trainer.sampling.first_hitting import FirstHittingConfig, FixedCountConfig
 from trainer.sampling.rules import Sampler
 from trainer.sampling.sequential import SequentialConfig
-from trainer.sampling.verified import AdaptiveConfig
+from trainer.sampling.verified import AdaptiveConfig, CoupledConfig
 
 SAMPLERS: dict[str, type[Sampler]] = {
     "ancestral": AncestralConfig,
@@ -30,6 +30,7 @@ SAMPLERS: dict[str, type[Sampler]] = {
     "block": BlockConfig,
     "sequential": SequentialConfig,
     "apd": AdaptiveConfig,
+    "coupled": CoupledConfig,
 }
 
 

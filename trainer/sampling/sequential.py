@@ -13,9 +13,9 @@ from shards.base import UsageError
 from shards.noise import Noise
 from trainer.sampling.rules import (
     SampleKeys,
-    Sampler,
     SampleResult,
     StopRule,
+    TokenSampler,
     check_rows,
     inference,
 )
@@ -23,7 +23,7 @@ from trainer.students import AR, Student
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequentialConfig(Sampler):
+class SequentialConfig(TokenSampler):
     """Ordinary autoregressive sampling with a key/value cache.
 
     NFE is the number of tokens from the first to the last position to fill; given tokens among

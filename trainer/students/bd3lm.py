@@ -175,9 +175,9 @@ class BD3LM(MDLM):
     def predict_after(
         self,
         finished: Int[Tensor, "b new"],
-        block_tokens: Int[Tensor, "b block"],
-        where: Bool[Tensor, "b block"],
-        noise_embeddings: Float[Tensor, "b block e"] | None,
+        block_tokens: Int[Tensor, "b open"],
+        where: Bool[Tensor, "b open"],
+        noise_embeddings: Float[Tensor, "b open e"] | None,
         cache: KeyValueCache,
     ) -> Float[Tensor, "n v1"]:
         """``extend_cache`` and ``predict_block`` in one forward pass, for a sampler.
@@ -185,9 +185,10 @@ class BD3LM(MDLM):
         Args:
             finished: Finished blocks that the cache lacks (none, one, or a prompt of several); the
                 cache grows by them.
-            block_tokens: Tokens of the block behind them, the mask id where unknown.
-            where: Masked positions of the block to predict; only those go through the head.
-            noise_embeddings: Noise embeddings of the block's positions, used where masked.
+            block_tokens: Tokens of the block behind them, or of several blocks where rows differ in
+                the block they are in; the mask id where unknown.
+            where: Masked positions to predict; only those go through the head.
+            noise_embeddings: Noise embeddings of these positions, used where masked.
             cache: Keys and values of the blocks before ``finished``.
 
         Returns:
@@ -201,7 +202,7 @@ class BD3LM(MDLM):
         positions, level = self._next_positions(both, cache), self._embed_sigma(None)
         keys = torch.arange(cache.length + both.shape[1], device=both.device)
         allowed = positions[:, None] // self.block_size >= keys[None, :] // self.block_size
-        attend = masked_attention(allowed) if new else full_attention
+        attend = masked_attention(allowed) if both.shape[1] > self.block_size else full_attention
         hidden = self.backbone(embeddings, level, positions, attend, cache)[:, new:]
         cache.length += new
         logits = self.backbone.output_layer(self._masked_features(hidden, where, level))

@@ -25,7 +25,7 @@ from benchmarks.quality.plan import Plan, Recipe, Run, read_plan, recall, rememb
 from evaluation.maze.teacher_decode import teacher_decode
 from shards.base.errors import UsageError
 from tests.trainer.run_cases import tiny_run
-from trainer.sampling.noise import sampling_noise
+from trainer.sampling.rules.noise import sampling_noise
 from trainer.students.registry import BD3LM, MDLM, StudentSettings
 from trainer.training.loop import train
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from shards.noise import dense_arrivals
 from tests.trainer.sampling_cases import LENGTH, VOCAB, draw, noise_for, open_rows, tiny_student
 from trainer.sampling import AncestralConfig, BlockConfig, NoiseUse, Sampler
-from trainer.sampling.noise import sampling_noise
 from trainer.sampling.rules import SampleKeys, StopRule
+from trainer.sampling.rules.noise import sampling_noise
 from trainer.students import BD3LM, MDLM
 
 IDS = torch.tensor([5, 0, 17])

@@ -25,32 +25,10 @@ from trainer.sampling.rules.token_rule import (
 from trainer.students import BD3LM, MDLM, Student
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sampler(ABC):
-    """Base of all samplers.
-
-    Attributes:
-        nucleus_p: Nucleus truncation of the prediction; 1 is off.
-        nucleus_rule: ``strict`` (the authors') or ``crossing`` (transformers').
-        temperature: Divides the log-probabilities of the prediction; 1 leaves them.
-        decision: Draw the revealed tokens, or take the most probable ones.
-    """
-
-    nucleus_p: float = 1.0
-    nucleus_rule: NucleusRule = "strict"
-    temperature: float = 1.0
-    decision: Decision = "categorical"
+    """What every sampler offers."""
 
     label: ClassVar[str]
-
-    def __post_init__(self) -> None:
-        _ = self.rule  # which refuses what it cannot follow
-        check_nfe(getattr(self, "nfe", None))
-
-    @property
-    def rule(self) -> TokenRule:
-        """How tokens are chosen."""
-        return TokenRule(self.decision, self.nucleus_p, self.nucleus_rule, self.temperature)
 
     def settled(self, student: Student) -> Sampler:
         """The same sampler with everything written out that it left to the student."""
@@ -100,7 +78,33 @@ class Sampler(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoisySampler(Sampler):
+class TokenSampler(Sampler):
+    """Base of the samplers that choose tokens by the student's prediction alone, or mixed.
+
+    Attributes:
+        nucleus_p: Nucleus truncation of the prediction; 1 is off.
+        nucleus_rule: ``strict`` (the authors') or ``crossing`` (transformers').
+        temperature: Divides the log-probabilities of the prediction; 1 leaves them.
+        decision: Draw the revealed tokens, or take the most probable ones.
+    """
+
+    nucleus_p: float = 1.0
+    nucleus_rule: NucleusRule = "strict"
+    temperature: float = 1.0
+    decision: Decision = "categorical"
+
+    def __post_init__(self) -> None:
+        _ = self.rule  # which refuses what it cannot follow
+        check_nfe(getattr(self, "nfe", None))
+
+    @property
+    def rule(self) -> TokenRule:
+        """How tokens are chosen."""
+        return TokenRule(self.decision, self.nucleus_p, self.nucleus_rule, self.temperature)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisySampler(TokenSampler):
     """Base of the samplers whose student may take noise.
 
     Attributes:

@@ -80,15 +80,8 @@ class AdaptiveConfig(NoisySampler):
         """See :class:`Sampler`; a verifier that does not fit is refused too."""
         check_noise_settings(student, self.tau, False)
         check_rows(student, tokens)
-        context = self.load(student).context_length
-        if context is not None and context < tokens.shape[1]:
-            raise UsageError(
-                "the verifier reads shorter rows",
-                where="verifier",
-                got=context,
-                expected=tokens.shape[1],
-            )
         require_times(student, False, "use --sampler ancestral")
+        self.load(student).require_context(tokens.shape[1])
         return require_whole_row_student(student, "adaptive")
 
     def check_tokenizer(self, tokenizer: Any) -> None:

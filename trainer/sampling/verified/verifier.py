@@ -33,6 +33,21 @@ class Verifier:
         self.cache: DynamicCache | None = None
         self.read: Tensor | None = None
 
+    def require_context(self, row_length: int) -> None:
+        """Refuse rows that the verifier cannot read.
+
+        Raises:
+            UsageError: With the longest that it can.
+        """
+        if self.context_length is not None and self.context_length < row_length:
+            raise UsageError(
+                "the verifier reads shorter rows",
+                where="verifier",
+                got=self.context_length,
+                expected=row_length,
+                remedy="give a --length that it can read, or another verifier",
+            )
+
     @functools.cached_property
     def weights_sha256(self) -> str:
         """Hash of names and values of all weights, whatever files they lie in."""
