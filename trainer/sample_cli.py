@@ -24,7 +24,8 @@ SETTINGS = tuple(
         ("fixed_count", "first_hitting:FixedCountConfig"),
         ("block", "block:BlockConfig"),
         ("sequential", "sequential:SequentialConfig"),
-        ("apd", "adaptive:AdaptiveConfig"),
+        ("apd", "verified.adaptive:AdaptiveConfig"),
+        ("coupled", "verified.coupled:CoupledConfig"),
     )
 )
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -16,7 +16,7 @@ from shards.noise.philox import PositionKeys
 from tests.trainer.sampling_cases import tiny_student
 from trainer.objective.batch import StoredRowNoise
 from trainer.sampling.generation import generate
-from trainer.sampling.noise import sampling_noise
+from trainer.sampling.rules.noise import sampling_noise
 
 NUM_ROWS, LENGTH, SEED = 6, 9, 5
 SETTINGS = {
