@@ -22,10 +22,10 @@ from trainer.students.dit import DiT
 from trainer.students.vocabulary_attention import noise_shares
 
 UNREAD = {
-    "use_cache": True,
-    "return_dict": True,
-    "output_attentions": False,
-    "output_hidden_states": False,
+    "use_cache": (True, False),
+    "return_dict": (True,),
+    "output_attentions": (False,),
+    "output_hidden_states": (False,),
 }
 """Arguments of Hugging Face's callers that change nothing at these values (or None)."""
 
@@ -218,7 +218,7 @@ class Student(PreTrainedModel, ABC):
             remedy = "pass rows of one length"
             raise UsageError("padding is not read", where="attention_mask", remedy=remedy)
         for name, value in options.items():
-            if value is None or value is UNREAD.get(name):
+            if value is None or any(value is known for known in UNREAD.get(name, ())):
                 continue
             remedy = "train with student.loss(batch)" if name == "labels" else "leave it out"
             raise UsageError("the student does not read this", where=name, remedy=remedy)
