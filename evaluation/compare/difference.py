@@ -68,8 +68,8 @@ def _drawn(
     if is_paired and set(ours.indices) == set(theirs.indices):
         common = sorted(ours.indices)
         draws = bootstrap_draws(len(common))
-        pair = (part.select(common).resampled(draws) for part in (ours, theirs))
-        return (*pair, len(common))
+        one, other = (part.select(common).resampled(draws) for part in (ours, theirs))
+        return one, other, len(common)
     return (
         ours.resampled(bootstrap_draws(len(ours.indices), seed=1)),
         theirs.resampled(bootstrap_draws(len(theirs.indices), seed=2)),
