@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -153,8 +154,10 @@ def extract(
         },
         "store": {"rows": rows, "location": store},
     }
-    process = Worker.from_environment(worker, workers)
     request = resolve_request(out, options, overrides or [], config)
+    # The processes that share a teacher are one worker, whatever number a launcher gave them.
+    launched = {} if request.settings.teacher.tensor_parallel else os.environ
+    process = Worker.from_environment(worker, workers, launched)
     if plan:
         from pipeline.plan import make_plan
 

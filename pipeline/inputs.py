@@ -22,12 +22,20 @@ from pipeline.maze import (
     train_maze_teacher,
 )
 from pipeline.settings import ExtractRequest, TeacherSettings
-from pipeline.teacher import Teacher, check_row_length, check_vocabulary
+from pipeline.teacher import (
+    ModelGroup,
+    Teacher,
+    check_row_length,
+    check_vocabulary,
+    tokenizer_size,
+)
 from pipeline.tokens import RECORD, TokenDataset, load_tokenizer
 from shards.base import UsageError
-from shards.language_model import PretrainedFiles, find_pretrained
+from shards.language_model import PretrainedFiles, Spread, find_pretrained
 from shards.storage import file_claim, open_location
 from shards.store import MANIFEST_FILE
+
+MOST_OTHER_TOKENS = 0.01
 
 
 @dataclass
@@ -38,9 +46,16 @@ class LazyTeacher:
     settings: TeacherSettings
     vocab_size: int
     device: torch.device
+    group: ModelGroup | None = None
 
     @cached_property
     def loaded(self) -> Teacher:
+        if self.group is None:
+            return self.load(Spread(self.settings.device_map))
+        return self.group.load(self.load)
+
+    def load(self, spread: Spread) -> Teacher:
+        """The teacher with its weights, on the devices of ``spread``."""
         return Teacher.load(
             self.files,
             self.settings.dtype,
@@ -48,11 +63,12 @@ class LazyTeacher:
             vocab_size=self.vocab_size,
             attention=self.settings.attention,
             compiled=self.settings.compiled,
+            spread=spread,
         )
 
 
 def prepare_teacher(
-    request: ExtractRequest, device: torch.device
+    request: ExtractRequest, device: torch.device, group: ModelGroup | None = None
 ) -> tuple[ExtractRequest, PreTrainedTokenizerBase, LazyTeacher]:
     """Find or train the teacher, and check all that its files tell.
 
@@ -63,6 +79,8 @@ def prepare_teacher(
         UsageError: If teacher, tokenizer, rows, corpus and store do not fit together.
     """
     settings = request.settings.teacher
+    if group is None:
+        Spread(settings.device_map)  # a device that is not there is told before anything is read
     files = find_pretrained(
         settings.location or train_own_teacher(request),
         revision=settings.revision,
@@ -74,11 +92,40 @@ def prepare_teacher(
     place = settings.tokenizer or files.folder
     tokenizer = load_tokenizer(place)
     check_vocabulary(files.num_logits, len(tokenizer), f"{place} and {files.name}")
+    if settings.tokenizer is not None:
+        check_same_tokens(tokenizer, files, place)
     if scheme_of(request.corpus.source)[0] == "maze":
         check_maze_vocabulary(tokenizer, files.name)
     arrays = request.codec.array_specs(len(tokenizer), files.hidden_size)
     rows_per_unit(request.corpus.row_length, arrays, request.settings.store)
-    return request, tokenizer, LazyTeacher(files, settings, len(tokenizer), device)
+    return request, tokenizer, LazyTeacher(files, settings, len(tokenizer), device, group)
+
+
+def check_same_tokens(
+    tokenizer: PreTrainedTokenizerBase, files: PretrainedFiles, place: object
+) -> None:
+    """Refuse a tokenizer whose ids mean other tokens than those beside the teacher.
+
+    A few may differ, as special tokens get new names; vocabularies of one size that are another's
+    would otherwise pass for the teacher's own.
+
+    Raises:
+        UsageError: If more than 1% of the ids differ.
+    """
+    if tokenizer_size(files) is None:
+        return
+    own = {index: token for token, index in load_tokenizer(files.folder).get_vocab().items()}
+    given = {index: token for token, index in tokenizer.get_vocab().items()}
+    others = sorted(index for index in given if index in own and own[index] != given[index])
+    if len(others) > MOST_OTHER_TOKENS * len(given):
+        first = others[0]
+        raise UsageError(
+            "the tokenizer is of another family than the teacher",
+            where=f"{place} and {files.name}",
+            got=f"{len(others):,} ids that mean other tokens: {first} is {given[first]!r}",
+            expected=f"{own[first]!r}, as beside the teacher",
+            remedy="leave --tokenizer out",
+        )
 
 
 def check_maze_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str) -> None:

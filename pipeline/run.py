@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from pipeline.extract import (
     CorpusRows,
@@ -33,6 +34,7 @@ from pipeline.settings import ExtractRequest
 from pipeline.teacher import (
     BatchSize,
     GeneratedRows,
+    ModelGroup,
     ProcessOutput,
     Teacher,
 )
@@ -69,11 +71,27 @@ def run_extraction(request: ExtractRequest, worker: Worker) -> list[str]:
     """
     if is_scored(request):
         return run_scored(request, worker)
+    if not request.settings.teacher.tensor_parallel:
+        return run_teacher(request, worker)
+    group = ModelGroup.join()
+    if not group.is_leader:
+        group.follow(prepare_teacher(request, torch.device("cpu"), group)[-1].load)
+        return []
+    try:
+        return run_teacher(request, worker, group)
+    finally:
+        group.end()
+
+
+def run_teacher(
+    request: ExtractRequest, worker: Worker, group: ModelGroup | None = None
+) -> list[str]:
+    """The same with a teacher that runs here, alone or as the first of a group."""
     started = time.monotonic()
     device = resolve_device(worker.device(request.settings.device))
     require_writable(request.out)
     begun = require_store_place(request.store)
-    request, tokenizer, teacher = prepare_teacher(request, device)
+    request, tokenizer, teacher = prepare_teacher(request, device, group)
     if not (begun and tokenized(request.out)):
         _ = teacher.loaded  # what its weights are refused for comes before hours of tokenization
     dataset = prepare_tokens(

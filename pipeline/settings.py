@@ -54,6 +54,11 @@ class TeacherSettings:
         preset: Size of a teacher that is trained on the spot.
         revision: Revision of a hub model.
         trust_remote_code: Whether code that comes with the model may run.
+        device_map: Spread the model's layers over the devices of this machine, where one is too
+            small: ``auto``, ``balanced``, ``balanced_low_0``, ``sequential``, a device, or in a
+            TOML file a table of module name -> device. One process uses them all.
+        tensor_parallel: Cut every layer over the processes that torchrun starts, one GPU each; all
+            of them are one worker.
     """
 
     location: str | None = None
@@ -64,6 +69,8 @@ class TeacherSettings:
     preset: Literal["demo", "full"] = "full"
     revision: str | None = None
     trust_remote_code: bool = False
+    device_map: str | dict[str, Any] | None = None
+    tensor_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -278,6 +285,7 @@ def _check_meaning(settings: ExtractSettings, given: Mapping[str, Any]) -> None:
             where=f"sequential.{next(iter(given['sequential']))}",
             remedy="leave it out, or --mode sequential",
         )
+    _check_spread(settings)
     teacher = given.get("teacher", {})
     if "preset" in teacher and settings.teacher.location is not None:
         raise UsageError(
@@ -286,6 +294,28 @@ def _check_meaning(settings: ExtractSettings, given: Mapping[str, Any]) -> None:
             got=f"--teacher {settings.teacher.location}",
             remedy="leave one of the two out",
         )
+
+
+def _check_spread(settings: ExtractSettings) -> None:
+    """Refuse what a teacher on several devices cannot also be."""
+    teacher = settings.teacher
+    where = "teacher.device_map" if teacher.device_map is not None else "teacher.tensor_parallel"
+    if teacher.device_map is None and not teacher.tensor_parallel:
+        return
+    others = {
+        f"--device {settings.device}": settings.device != "auto",
+        "teacher.tensor_parallel": teacher.device_map is not None and teacher.tensor_parallel,
+        "--compile": teacher.compiled and teacher.tensor_parallel,
+        "--mode sequential": settings.mode == "sequential" and teacher.tensor_parallel,
+    }
+    for other, is_given in others.items():
+        if is_given:
+            raise UsageError(
+                "two settings that exclude each other",
+                where=where,
+                got=f"{other} too",
+                remedy="leave one of the two out",
+            )
 
 
 def _table(values: dict[str, Any], name: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class WayOfComputing:
     """What decides the last bits of a forward pass.
 
     Attributes:
-        device: ``cpu``, or the GPU's name.
+        device: ``cpu``, or the GPU's name; ``4 x`` before it where the teacher lies on several.
         threads: CPU threads of a forward pass; 0 on a GPU.
         rows_per_pass: Rows of a forward pass.
         kernels: Instruction set of the CPU's kernels; on a GPU, whether TF32 is allowed.
@@ -91,7 +91,9 @@ def _own_way(
 ) -> WayOfComputing:
     on_gpu = teacher.device.type == "cuda"
     device = torch.cuda.get_device_name(teacher.device) if on_gpu else "cpu"
-    followed = first if (first.get("device") == "cpu") == (device == "cpu") else {}
+    if teacher.num_devices > 1:
+        device = f"{teacher.num_devices} x {device}"
+    followed = first if str(first.get("device")).endswith("cpu") != on_gpu else {}
     threads = 0
     if not on_gpu:
         threads = settings.threads or followed.get("threads") or torch.get_num_threads()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         check_vocabulary,
         tokenizer_size,
     )
+    from pipeline.teacher.model_group import ModelGroup
     from pipeline.teacher.output import RawLogits, check_output, rows_tensor
 
 __getattr__, __dir__ = open_door(__name__, __file__)

@@ -23,10 +23,12 @@ from pipeline.tokens import load_tokenizer
 from shards.base import UsageError
 from shards.codec import TeacherOutput
 from shards.language_model import (
+    ONE_DEVICE,
     CausalModel,
     DtypeName,
     Float32Head,
     PretrainedFiles,
+    Spread,
     find_pretrained,
     load_causal_model,
     resolve_device,
@@ -80,6 +82,7 @@ class Teacher:
         vocab_size: V.
         dtype: Precision of the weights.
         device: Where it runs.
+        num_processes: Processes that hold it together.
     """
 
     def __init__(self, loaded: CausalModel, vocab_size: int) -> None:
@@ -87,6 +90,7 @@ class Teacher:
         self.dtype, self.device = loaded.dtype, loaded.device
         self.vocab_size = vocab_size
         self.scorer: Any = self.model
+        self.num_processes = 1
 
     @classmethod
     def load(
@@ -98,6 +102,7 @@ class Teacher:
         vocab_size: int | None = None,
         attention: str | None = None,
         compiled: bool = False,
+        spread: Spread = ONE_DEVICE,
     ) -> Teacher:
         """Load a model for scoring.
 
@@ -108,6 +113,7 @@ class Teacher:
             vocab_size: V; the tokenizer's beside the model unless told, else the output's width.
             attention: Attention kernel by transformers' name; its own choice unless told.
             compiled: Run the model through ``torch.compile``.
+            spread: Over which devices, if one is too small; ``device`` then means nothing.
 
         Raises:
             UsageError: If it is no causal LM, lacks weights, or does not fit the tokenizer; if
@@ -120,7 +126,13 @@ class Teacher:
             vocab_size = tokenizer_size(files) or files.num_logits
         check_vocabulary(files.num_logits, vocab_size, files.name)
         loaded = load_causal_model(
-            files, dtype, place, vocab_size=vocab_size, attention=attention, float32_logits=True
+            files,
+            dtype,
+            place,
+            vocab_size=vocab_size,
+            attention=attention,
+            float32_logits=True,
+            spread=spread,
         )
         teacher = cls(loaded, vocab_size)
         if compiled:
@@ -188,7 +200,21 @@ class Teacher:
             hidden = self._hidden(logits) if need_hidden else None
         finally:  # a smaller batch needs the memory of one that did not fit
             self._forget()
-        return RawLogits(logits, rows[:, 1:], row_ids.to(self.device), hidden)
+        place = logits.device  # of a model on several devices, the last one's
+        return RawLogits(logits, rows[:, 1:].to(place), row_ids.to(place), hidden)
+
+    @torch.inference_mode()
+    def forward_only(self, rows: Int[Tensor, "b t"]) -> None:
+        """A forward pass for the sake of the other processes that hold parts of this teacher."""
+        try:
+            self.model(input_ids=rows.to(self.device), use_cache=False)
+        finally:
+            self._forget()
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that hold its weights, those of other processes included."""
+        return max(self.num_processes, len({p.device for p in self.model.parameters()}))
 
     @torch.inference_mode()
     def next_log_probs(
@@ -249,14 +275,15 @@ class Teacher:
     def _hidden(self, logits: Tensor) -> Tensor:
         head = self._require_head()
         assert head.last_hidden is not None and head.last_logits is not None
-        if logits is not head.last_logits and not torch.equal(logits, head.last_logits):
+        last = head.last_logits.to(logits.device)
+        if logits is not last and not torch.equal(logits, last):
             raise UsageError(
                 "this teacher changes its logits after the LM head",
                 where=self.files.name,
                 expected="logits that are a linear function of the last hidden state",
                 remedy="choose another codec than hidden",
             )
-        return head.last_hidden
+        return head.last_hidden.to(logits.device)
 
 
 def tokenizer_size(files: PretrainedFiles) -> int | None:

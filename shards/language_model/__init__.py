@@ -24,5 +24,6 @@ if TYPE_CHECKING:
     )
     from shards.language_model.head import Float32Head
     from shards.language_model.loading import CausalModel, load_causal_model
+    from shards.language_model.spread import ONE_DEVICE, Spread
 
 __getattr__, __dir__ = open_door(__name__, __file__)

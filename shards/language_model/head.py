@@ -9,11 +9,14 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 
 class Float32Head(nn.Module):
     """Takes the place of a model's output layer and remembers what went through it.
+
+    Of a layer that is cut over several GPUs it takes the whole: each of them then has all logits.
 
     Attributes:
         last_hidden: [B, T, D] its last input, in the model's precision.
@@ -22,7 +25,7 @@ class Float32Head(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight, self.bias = _whole(linear.weight), _whole(linear.bias)
         self.last_hidden: Tensor | None = None
         self.last_logits: Tensor | None = None
         self._wide = None
@@ -30,6 +33,7 @@ class Float32Head(nn.Module):
             self._wide = self.weight.float()
 
     def forward(self, hidden: Float[Tensor, "b t d"]) -> Float[Tensor, "b t v"]:
+        hidden = hidden.to(self.weight.device)  # the layer before may lie on another one
         self.last_hidden = hidden
         self.last_logits = self._logits(hidden)
         return self.last_logits
@@ -48,6 +52,12 @@ class Float32Head(nn.Module):
     def forget(self) -> None:
         """Let go of the remembered tensors."""
         self.last_hidden = self.last_logits = None
+
+
+def _whole(parameter: nn.Parameter | None) -> nn.Parameter | None:
+    if isinstance(parameter, DTensor):
+        return nn.Parameter(parameter.detach().full_tensor(), requires_grad=False)
+    return parameter
 
 
 def install_float32_head(network: nn.Module) -> Float32Head | None:

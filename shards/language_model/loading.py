@@ -14,6 +14,7 @@ from shards.language_model.device import DtypeName
 from shards.language_model.files import PretrainedFiles, first_line, not_causal_lm
 from shards.language_model.head import Float32Head, install_float32_head
 from shards.language_model.probe import LENGTH, TOLERANCES, look_ahead, probe_rows
+from shards.language_model.spread import ONE_DEVICE, Spread
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ def load_causal_model(
     vocab_size: int | None = None,
     attention: str | None = None,
     float32_logits: bool = False,
+    spread: Spread = ONE_DEVICE,
 ) -> CausalModel:
     """Load a model's weights and ask it, in one tiny forward pass, whether it is causal.
 
@@ -54,22 +56,29 @@ def load_causal_model(
         vocab_size: V, the columns of the output that are real tokens; its whole width unless told.
         attention: Attention kernel by transformers' name; its own choice unless told.
         float32_logits: Put a float32 head in place of the output layer.
+        spread: Over which devices, if not on ``device`` alone.
 
     Raises:
-        UsageError: If there are no weights, it is no causal language model, looks ahead, or its
-            logits cannot be had in float32 though they are asked for.
+        UsageError: If there are no weights, it is no causal language model, looks ahead, cannot
+            be spread so, or its logits cannot be had in float32 though they are asked for.
         GdistillError: If the weights are damaged or incomplete.
     """
     place = torch.device(device)
-    network = _load_network(files, dtype, attention).to(place)
+    network = _load_network(files, dtype, attention, spread)
+    if spread == ONE_DEVICE:
+        network = network.to(place)
+    else:
+        place = spread.input_device(network, files.role)
     head = install_float32_head(network) if float32_logits else None
     model = CausalModel(files, network, head, dtype, place)
     _probe(model, vocab_size or files.num_logits, float32_logits)
     return model
 
 
-def _load_network(files: PretrainedFiles, dtype: DtypeName, attention: str | None) -> Any:
-    options: dict[str, Any] = {"use_safetensors": files.has_safetensors}
+def _load_network(
+    files: PretrainedFiles, dtype: DtypeName, attention: str | None, spread: Spread
+) -> Any:
+    options = {"use_safetensors": files.has_safetensors, **spread.load_options()}
     if attention:
         options["attn_implementation"] = attention
     try:
@@ -92,6 +101,8 @@ def _load_network(files: PretrainedFiles, dtype: DtypeName, attention: str | Non
                 expected="eager, sdpa, or another one of transformers that is installed here",
                 remedy=first_line(error),
             ) from error
+        if spread != ONE_DEVICE:
+            raise spread.refused(files.role, error) from error
         raise not_causal_lm(files, error) from error
     missing = sorted(report["missing_keys"])
     if missing:
