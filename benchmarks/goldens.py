@@ -13,7 +13,7 @@ from torch import Tensor
 from shards.noise import Noise
 from shards.testing import DenseNoise, given_posterior
 from trainer.importing import our_parameters
-from trainer.objective import Batch, Corruption, corruption_from_uniforms
+from trainer.objective import Batch, Corruption, Places, corruption_from_uniforms
 from trainer.students import STUDENTS, Student, StudentSettings
 
 
@@ -56,13 +56,17 @@ class ArrivalRows:
 
     arrivals: Tensor
 
-    def at(self, mask: Tensor) -> Noise:
+    def at(self, where: Tensor | Places) -> Noise:
         """Noise of the masked positions."""
-        return DenseNoise(self.arrivals[mask])
+        return DenseNoise(Places.of(where).read(self.arrivals))
 
     def rows(self, part: slice) -> ArrivalRows:
         """The noise of some of the rows."""
         return ArrivalRows(self.arrivals[part])
+
+    def to(self, device: torch.device) -> ArrivalRows:
+        """The same noise on another device."""
+        return ArrivalRows(self.arrivals.to(device))
 
 
 def row_noise(gumbel: Tensor, length: int) -> ArrivalRows:

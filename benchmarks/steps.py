@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import GPT2LMHeadModel
 
 from shards.noise import DenseProbabilities, KeyedPosterior, Noise, PositionKeys, dense_arrivals
-from trainer.objective import Batch, substituted_log_probs
+from trainer.objective import Batch, Places, substituted_log_probs
 from trainer.students import MDLM
 from trainer.training import clip_gradients
 
@@ -69,9 +69,9 @@ class OnlineNoise:
     tokens: Tensor
     row_ids: Tensor
 
-    def at(self, mask: Tensor) -> Noise:
+    def at(self, where: Tensor | Places) -> Noise:
         """Posterior noise of the masked positions, drawn anew."""
-        rows, positions = mask.nonzero(as_tuple=True)
+        rows, positions = Places.of(where).index
         log_probs, tokens = self.log_probs[rows, positions - 1], self.tokens[rows, positions]
         chosen = log_probs.gather(-1, tokens[:, None])[:, 0]
         keys = PositionKeys(3, self.row_ids[rows], positions)
@@ -80,6 +80,10 @@ class OnlineNoise:
     def rows(self, part: slice) -> OnlineNoise:
         """The noise of some of the rows."""
         return OnlineNoise(self.log_probs[part], self.tokens[part], self.row_ids[part])
+
+    def to(self, device: torch.device) -> OnlineNoise:
+        """The same noise on another device."""
+        return OnlineNoise(*(t.to(device) for t in (self.log_probs, self.tokens, self.row_ids)))
 
 
 @torch.no_grad()

@@ -83,7 +83,7 @@ def read_batch(store: ShardStore, num_rows: int, device: torch.device) -> Batch:
     index = torch.arange(num_rows)
     arrays = {name: torch.from_numpy(value) for name, value in read.items()}
     rows = RowBatch(arrays, index, index, num_rows, epoch=0, step=0)
-    return BatchMaker(store, "train", 7, device, with_noise=True)(rows, step=0)
+    return BatchMaker(store, "train", 7, device, with_noise=True)(rows, step=0).to(device)
 
 
 def random_batch(

@@ -114,6 +114,8 @@ def check_codec(codec: Codec, *, min_agreement: float = 0.0) -> None:
     noises = [_decoded(codec, output, arrays, resources, draw) for draw in (1, 1, 2)]
     first, again, other = (dense_arrivals(noise) for noise in noises)
     assert torch.equal(first, again), "the same draw must be the same noise"
+    cut = dense_arrivals(_decoded(codec, output, codec.cut(arrays), resources, 1))
+    assert torch.equal(first, cut), "slots that no row uses must not matter"
     assert torch.equal(first, other) != codec.is_fresh, "is_fresh must say whether draws differ"
     check_noise(noises[0], VOCAB_SIZE)
     log_probs = output.log_probs.flatten(0, 1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
 from shards.codec.array_spec import ArraySpec
@@ -45,6 +45,33 @@ def from_planes(name: str, arrays: Arrays, max_value: int) -> Int[Tensor, "*shap
     for i, plane in enumerate(planes[1:], start=1):
         result |= arrays[plane].long() << 8 * i
     return result
+
+
+def used_width(used: Bool[Tensor, "n m"]) -> int:
+    """Slots that some position uses, where the first ones of each are used.
+
+    A GPU is not asked, since the host would wait for the answer: rows are cut before they go there.
+    """
+    if used.device.type != "cpu":
+        return used.shape[1]
+    return int(used.sum(1).max()) if len(used) else 0
+
+
+def cut_slots(arrays: Arrays, name: str, *others: str) -> Arrays:
+    """Arrays [..., m] of these names cut to the last slot in which ``name`` is not 0."""
+    used = [(array != 0).flatten(0, -2).any(0) for key, array in arrays.items() if _is(key, name)]
+    slots = torch.stack(used).any(0).nonzero() if used else None
+    if slots is None:
+        return arrays
+    width = int(slots.max()) + 1 if len(slots) else 0
+    return {
+        key: array[..., :width] if any(_is(key, n) for n in (name, *others)) else array
+        for key, array in arrays.items()
+    }
+
+
+def _is(plane: str, name: str) -> bool:
+    return plane.startswith(f"{name}_byte")
 
 
 @dataclass(frozen=True)

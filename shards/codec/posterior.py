@@ -24,7 +24,14 @@ from shards.base import UsageError
 from shards.codec.array_spec import ArraySpec
 from shards.codec.fresh import FreshDraws
 from shards.codec.frozen import encode_in_parts
-from shards.codec.ids import FrequencyOrder, from_planes, plane_specs, to_planes
+from shards.codec.ids import (
+    FrequencyOrder,
+    cut_slots,
+    from_planes,
+    plane_specs,
+    to_planes,
+    used_width,
+)
 from shards.codec.likeliest import likeliest_tokens
 from shards.codec.protocol import Arrays, TeacherOutput
 from shards.noise import DenseProbabilities, Entries, HeadAndTail, Probabilities
@@ -160,6 +167,9 @@ class PosteriorCodec(FreshDraws):
         levels = (-listed / self.log_prob_step_nats).round_()
         return levels.clamp_(0, self._max_step).int()
 
+    def cut(self, arrays: Arrays) -> Arrays:
+        return cut_slots(arrays, "entry_rank", "entry_step")
+
     def distribution(
         self,
         arrays: Arrays,
@@ -185,7 +195,7 @@ class PosteriorCodec(FreshDraws):
         """((ids, rounded probabilities), which slots are used), cut to the widest position."""
         ranks = from_planes("entry_rank", arrays, len(order.id_of_rank))
         used = ranks > 0
-        width = int(used.sum(1).max()) if len(used) else 0
+        width = used_width(used)
         steps = from_planes("entry_step", arrays, self._max_step)[:, :width]
         probs = (-self.log_prob_step_nats * steps.cumsum(1).float()).exp()
         ids = order.id_of_rank[(ranks[:, :width] - 1).clamp(min=0)]

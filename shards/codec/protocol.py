@@ -77,6 +77,13 @@ class Codec(Protocol):
         """
         ...
 
+    def cut(self, arrays: Arrays) -> Arrays:
+        """The arrays of some rows, on the host, without slots that none of them uses.
+
+        ``decode`` gives the same from them. All of the arrays, where every slot is used.
+        """
+        return arrays
+
     def distribution(
         self,
         arrays: Arrays,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -23,7 +24,14 @@ from torch import Tensor
 from shards.base import GdistillError, UsageError
 from shards.codec.array_spec import ArraySpec
 from shards.codec.frozen import encode_draw
-from shards.codec.ids import FrequencyOrder, from_planes, plane_specs, to_planes
+from shards.codec.ids import (
+    FrequencyOrder,
+    cut_slots,
+    from_planes,
+    plane_specs,
+    to_planes,
+    used_width,
+)
 from shards.codec.protocol import Arrays, Codec, TeacherOutput
 from shards.noise import Entries, KeyedPosterior, KeyedPrior, PositionKeys, ShiftedNoise, add_wait_
 
@@ -192,14 +200,13 @@ class SeededCodec(Codec):
         self, codes: Int[Tensor, "n m"], coarsening: UInt8[Tensor, "n"]
     ) -> Float[Tensor, "n m"]:
         """Shifts in nats (float64)."""
-        shifts = self._scale.decode(codes)
-        for level in coarsening.unique().tolist():
-            chosen = coarsening == level
-            if level > COARSENED:
-                shifts[chosen] = self._scales[level - COARSENED].decode(codes[chosen])
-            elif level:
-                shifts[chosen] *= 2.0**level
-        return shifts
+        units, nearest = _scale_table(self.tolerance_nats, codes.device)
+        level = coarsening.long()
+        doubled = codes.minimum(nearest[level][:, None])
+        return units[level][:, None] * (codes + doubled).double()
+
+    def cut(self, arrays: Arrays) -> Arrays:
+        return cut_slots(arrays, "shift_gap", "shift_code")
 
     def decode(
         self,
@@ -213,7 +220,7 @@ class SeededCodec(Codec):
         vocab_size = len(order.id_of_rank)
         gaps = from_planes("shift_gap", arrays, vocab_size)
         used = gaps > 0
-        width = int(used.sum(1).max()) if len(used) else 0
+        width = used_width(used)
         used, gaps = used[:, :width], gaps[:, :width]
         codes = from_planes("shift_code", arrays, self._scale.max_code)[:, :width]
         factors = self._shifts(codes, arrays["coarsening"]).exp().float()
@@ -221,6 +228,23 @@ class SeededCodec(Codec):
         frozen = PositionKeys(keys.seed, keys.rows, keys.positions)
         entries = Entries(ids, factors, used)
         return ShiftedNoise(frozen, tokens, token_log_probs, entries, vocab_size)
+
+
+@lru_cache(maxsize=8)
+def _scale_table(
+    tolerance_nats: float, device: torch.device
+) -> tuple[Float[Tensor, "256"], Int[Tensor, "256"]]:
+    """(unit, ``num_nearest``) of every value that ``coarsening`` can have."""
+    codec = SeededCodec(tolerance_nats)
+    scales = [codec._scale] * COARSENED + codec._scales
+    scales += scales[-1:] * (256 - len(scales))
+    factors = [2.0 ** (level % COARSENED) if level < COARSENED else 1.0 for level in range(256)]
+    units = [scale.unit * factor for scale, factor in zip(scales, factors, strict=True)]
+    nearest = [scale.num_nearest for scale in scales]
+    return (
+        torch.tensor(units, dtype=torch.float64, device=device),
+        torch.tensor(nearest, device=device),
+    )
 
 
 def _slots_for(tolerance_nats: float) -> int:

@@ -9,7 +9,7 @@ regenerated tiles. Where only k entries are known, it is a gather of k rows of W
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -81,6 +81,10 @@ class Tiles(Protocol):
 
     def select(self, index: Index) -> Tiles: ...
 
+    def split(self, width: int) -> Sequence[Tiles]:
+        """The same of ``width`` consecutive positions at a time; there is always one part."""
+        ...
+
 
 @dataclass(frozen=True)
 class Weighting:
@@ -116,8 +120,13 @@ class Walk:
     def position_chunks(self) -> list[tuple[slice, Walk]]:
         """The same walk over consecutive groups of positions (views of the noise)."""
         size, width = self.noise.num_positions, _tile_shape(self.noise.device)[0]
-        chunks = [slice(start, min(start + width, size)) for start in range(0, size, width)]
-        return [(chunk, replace(self, noise=self.noise.select(chunk))) for chunk in chunks]
+        if size == 0:
+            return []
+        parts = zip(range(0, size, width), self.noise.split(width), strict=True)
+        return [
+            (slice(start, min(start + width, size)), replace(self, noise=part))
+            for start, part in parts
+        ]
 
     def rates(self, ids: slice) -> Float[Tensor, "n tile"]:
         """Unnormalised softmax weights of a range of vocabulary ids, float32."""
@@ -149,13 +158,14 @@ class TiledProjection(torch.autograd.Function):
     ) -> Float[Tensor, "n d"]:
         totals = torch.zeros(walk.noise.num_positions, 1, device=weight.device)
         mixed = torch.zeros(walk.noise.num_positions, weight.shape[1], device=weight.device)
+        chunks = walk.position_chunks()
         with torch.autocast(weight.device.type, enabled=False):
-            for rows, part in walk.position_chunks():
+            for rows, part in chunks:
                 for ids in walk.vocabulary_tiles():
                     rates = part.rates(ids)
                     totals[rows] += rates.sum(dim=-1, keepdim=True)
                     add_product(mixed[rows], rates.to(dtype), weight[ids].to(dtype))
-        ctx.walk, ctx.dtype = walk, dtype
+        ctx.walk, ctx.chunks, ctx.dtype = walk, chunks, dtype
         ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
         ctx.save_for_backward(totals)
         return mixed.div_(totals)
@@ -164,9 +174,8 @@ class TiledProjection(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Float[Tensor, "n d"]) -> tuple[None, Float[Tensor, "v d"], None]:
         (totals,) = ctx.saved_tensors
-        walk, dtype = ctx.walk, ctx.dtype
+        walk, chunks, dtype = ctx.walk, ctx.chunks, ctx.dtype
         scaled = (grad.float() / totals).to(dtype)
-        chunks = walk.position_chunks()
         blank = torch.empty if chunks else torch.zeros
         grad_weight = blank(ctx.weight_shape, device=grad.device)
         with torch.autocast(grad.device.type, enabled=False):

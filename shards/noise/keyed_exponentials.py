@@ -11,6 +11,7 @@ Philox call serves four vocabulary ids, its first two rounds are shared along ro
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Literal, get_args, no_type_check
 
 import torch
@@ -126,7 +127,9 @@ def _is_large(num_positions: int, num_blocks: int) -> bool:
     return min(num_positions, num_blocks) > 1 and num_positions * num_blocks >= SMALLEST_COMPILED
 
 
+@lru_cache(maxsize=64)
 def _later_keys(seed: int, device: torch.device) -> Tensor:
+    """Kept on the device: copying them there at every call would make the host wait."""
     return torch.tensor(round_keys(seed)[SHARED_ROUNDS:], device=device)
 
 

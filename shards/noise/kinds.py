@@ -20,7 +20,7 @@ from shards.noise.embedding import Tiles, Weighting, embed_entries, embed_tiles
 from shards.noise.gumbel import arrivals_from_gumbel, place_tokens, token_gumbels
 from shards.noise.keyed_exponentials import first_arrivals, keyed_exponentials
 from shards.noise.philox import Index, PositionKeys
-from shards.noise.probabilities import Entries, Probabilities
+from shards.noise.probabilities import Entries, Probabilities, Splits
 
 
 @runtime_checkable
@@ -72,8 +72,8 @@ class PriorNoise(Noise, Protocol):
     def to(self, device: torch.device | str) -> PriorNoise: ...
 
 
-class TiledNoise:
-    """What follows from ``tile`` alone."""
+class TiledNoise(Splits):
+    """What follows from ``tile`` and ``select`` alone."""
 
     def gumbels(self: Tiles, start: int = 0, stop: int | None = None) -> Float[Tensor, "n tile"]:
         return -self.tile(start, self.vocab_size if stop is None else stop).log()
@@ -200,6 +200,18 @@ class KeyedPosterior(TokenNoise):
             self.probabilities.select(index),
         )
 
+    def split(self, width: int) -> list[KeyedPosterior]:
+        parts = enumerate(self.probabilities.split(width))
+        return [
+            KeyedPosterior(
+                self.keys.select(slice(i * width, (i + 1) * width)),
+                self.tokens[i * width : (i + 1) * width],
+                self.token_log_probs[i * width : (i + 1) * width],
+                probabilities,
+            )
+            for i, probabilities in parts
+        ]
+
     def to(self, device: torch.device | str) -> KeyedPosterior:
         return KeyedPosterior(
             self.keys.to(device),
@@ -246,6 +258,18 @@ class ShiftedNoise(TokenNoise):
             self.factors.select(index),
             self.vocab_size,
         )
+
+    def split(self, width: int) -> list[ShiftedNoise]:
+        return [
+            ShiftedNoise(
+                self.keys.select(slice(i * width, (i + 1) * width)),
+                self.tokens[i * width : (i + 1) * width],
+                self.token_log_probs[i * width : (i + 1) * width],
+                factors,
+                self.vocab_size,
+            )
+            for i, factors in enumerate(self.factors.split(width, self.vocab_size))
+        ]
 
     def to(self, device: torch.device | str) -> ShiftedNoise:
         return ShiftedNoise(

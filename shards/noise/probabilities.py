@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,6 +14,9 @@ from torch import Tensor
 
 from shards.noise.gumbel import add_wait_
 from shards.noise.philox import Index
+
+GRAIN = 512
+"""Ids between two counts of entries; every tile of :mod:`shards.noise.embedding` begins at one."""
 
 
 @runtime_checkable
@@ -33,7 +38,57 @@ class Probabilities(Protocol):
 
     def select(self, index: Index) -> Probabilities: ...
 
+    def split(self, width: int) -> Sequence[Probabilities]:
+        """Those of ``width`` consecutive positions at a time."""
+        ...
+
     def to(self, device: torch.device | str) -> Probabilities: ...
+
+
+class Splits:
+    """``split`` by ``select``."""
+
+    @property
+    def num_positions(self) -> int:
+        """n."""
+        raise NotImplementedError
+
+    def select(self, index: Index) -> Any:
+        """Those of some of the positions."""
+        raise NotImplementedError
+
+    def split(self, width: int) -> list[Any]:
+        """Those of ``width`` consecutive positions at a time; there is always one part."""
+        starts = range(0, max(1, self.num_positions), width)
+        return [self.select(slice(start, start + width)) for start in starts]
+
+
+@dataclass(frozen=True)
+class ById:
+    """(id, row, value) entries in ascending order of their ids.
+
+    Attributes:
+        offsets: Entries below id 0, GRAIN, 2 GRAIN, ..., V; empty where nobody has counted them.
+    """
+
+    ids: Int[Tensor, "k"]
+    rows: Int[Tensor, "k"]
+    values: Float[Tensor, "k"]
+    offsets: tuple[int, ...] = ()
+
+    def in_tile(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See :meth:`Entries.in_tile`."""
+        low, high = self._bounds(start, stop)
+        return self.rows[low:high], self.ids[low:high] - start, self.values[low:high]
+
+    def _bounds(self, start: int, stop: int) -> tuple[int, int]:
+        first, last = start // GRAIN, -(-stop // GRAIN)
+        is_last = last == len(self.offsets) - 1
+        if start % GRAIN == 0 and last < len(self.offsets) and (is_last or stop % GRAIN == 0):
+            return self.offsets[first], self.offsets[last]
+        bounds = torch.tensor([start, stop], device=self.ids.device)
+        low, high = torch.searchsorted(self.ids, bounds).tolist()
+        return low, high
 
 
 @dataclass(frozen=True)
@@ -44,25 +99,57 @@ class Entries:
         ids: [n, m] int64; the used ones of a row are distinct.
         values: [n, m] float32.
         used: [n, m]; the other slots count for nothing.
+        sorted: The used ones by id, where that is known already.
     """
 
     ids: Int[Tensor, "n m"]
     values: Float[Tensor, "n m"]
     used: Bool[Tensor, "n m"]
+    sorted: ById | None = None
 
     @cached_property
-    def _by_id(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Used slots as (ids, rows, values) with ids ascending, so that a tile is one slice."""
+    def by_id(self) -> ById:
+        """Used slots by id, so that those of a tile are one slice."""
+        if self.sorted is not None:
+            return self.sorted
         rows, slots = self.used.nonzero(as_tuple=True)
         ids, order = self.ids[rows, slots].sort(stable=True)
-        return ids, rows[order], self.values[rows, slots][order]
+        return ById(ids, rows[order], self.values[rows, slots][order])
 
     def in_tile(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """(rows, columns in the tile, values) of the entries with ids start..stop-1."""
-        ids, rows, values = self._by_id
-        bounds = torch.tensor([start, stop], device=ids.device)
-        low, high = torch.searchsorted(ids, bounds).tolist()
-        return rows[low:high], ids[low:high] - start, values[low:high]
+        return self.by_id.in_tile(start, stop)
+
+    def split(self, width: int, vocab_size: int) -> list[Entries]:
+        """The entries of ``width`` consecutive positions at a time, each part sorted by id.
+
+        All parts are sorted, and the entries of all tiles counted, at once: a GPU is waited for
+        twice, however many parts and tiles there are.
+        """
+        num_parts = max(1, -(-len(self.ids) // width))
+        rows, slots = self.used.nonzero(as_tuple=True)
+        part = rows // width
+        keys, order = (part * vocab_size + self.ids[rows, slots]).sort(stable=True)
+        rows, slots, part = rows[order], slots[order], part[order]
+        ids, values = self.ids[rows, slots], self.values[rows, slots]
+        grains = torch.arange(-(-vocab_size // GRAIN) + 1, device=rows.device) * GRAIN
+        first = torch.arange(num_parts, device=rows.device)[:, None] * vocab_size
+        counts = torch.searchsorted(keys, first + grains.clamp(max=vocab_size)).tolist()
+        rows = rows - part * width
+        return [
+            Entries(
+                self.ids[index * width : (index + 1) * width],
+                self.values[index * width : (index + 1) * width],
+                self.used[index * width : (index + 1) * width],
+                ById(
+                    ids[offsets[0] : offsets[-1]],
+                    rows[offsets[0] : offsets[-1]],
+                    values[offsets[0] : offsets[-1]],
+                    tuple(offset - offsets[0] for offset in offsets),
+                ),
+            )
+            for index, offsets in enumerate(counts)
+        ]
 
     def select(self, index: Index | slice) -> Entries:
         """The entries of some of the positions."""
@@ -74,10 +161,14 @@ class Entries:
 
 
 @dataclass(frozen=True)
-class DenseProbabilities:
+class DenseProbabilities(Splits):
     """All probabilities in memory, as log-probabilities; [n, V] float32."""
 
     log_probs: Float[Tensor, "n v"]
+
+    @property
+    def num_positions(self) -> int:
+        return self.log_probs.shape[0]
 
     @property
     def vocab_size(self) -> int:
@@ -135,6 +226,13 @@ class HeadAndTail:
     def select(self, index: Index) -> HeadAndTail:
         return HeadAndTail(self.head.select(index), self.tail_scale[index], self.unigram_probs)
 
+    def split(self, width: int) -> list[HeadAndTail]:
+        heads = self.head.split(width, self.vocab_size)
+        return [
+            HeadAndTail(head, self.tail_scale[start : start + width], self.unigram_probs)
+            for head, start in zip(heads, itertools.count(0, width), strict=False)
+        ]
+
     def to(self, device: torch.device | str) -> HeadAndTail:
         return HeadAndTail(
             self.head.to(device), self.tail_scale.to(device), self.unigram_probs.to(device)
@@ -142,7 +240,7 @@ class HeadAndTail:
 
 
 @dataclass(frozen=True)
-class HeadLogits:
+class HeadLogits(Splits):
     """Probabilities rebuilt from hidden states, one matrix product per tile.
 
     Attributes:
@@ -156,6 +254,10 @@ class HeadLogits:
     log_normalizers: Float[Tensor, "n"]
     weight: Float[Tensor, "v d"]
     bias: Float[Tensor, "v"]
+
+    @property
+    def num_positions(self) -> int:
+        return self.hidden.shape[0]
 
     @property
     def vocab_size(self) -> int:

@@ -1,7 +1,7 @@
 """What one training step sees: token rows, their teacher log-probabilities and their noise.
 
 The noise of a row is decoded where the corruption has masked it and nowhere else: a batch carries
-the stored arrays, and ``RowNoise.at(mask)`` hands the masked positions to the codec.
+the stored arrays, and ``RowNoise.at(places)`` hands the masked positions to the codec.
 """
 
 from __future__ import annotations
@@ -20,18 +20,23 @@ from shards.codec import Codec
 from shards.noise import Noise, PositionKeys
 from shards.store import ShardStore
 from shards.stream import RowBatch
+from trainer.objective.places import Places
 
 
 @runtime_checkable
 class RowNoise(Protocol):
     """The noise of a batch of rows, read at the masked positions only."""
 
-    def at(self, mask: Bool[Tensor, "b l"]) -> Noise:
+    def at(self, where: Bool[Tensor, "b l"] | Places) -> Noise:
         """Noise of the masked positions in row-major order; column 0 is never masked."""
         ...
 
     def rows(self, part: slice) -> RowNoise:
         """The noise of some of the rows."""
+        ...
+
+    def to(self, device: torch.device) -> RowNoise:
+        """The same noise, decoded on that device."""
         ...
 
 
@@ -93,6 +98,22 @@ class Batch:
             noise=None if self.noise is None else self.noise.rows(part),
         )
 
+    def to(self, device: torch.device) -> Batch:
+        """The same rows on another device, without waiting for it.
+
+        Meant for micro-batches: arrays of a store with full noise take 50 KB and more per token.
+        """
+        if self.tokens.device == device:
+            return self
+        return replace(
+            self,
+            tokens=placed(self.tokens, device),
+            token_log_probs=placed(self.token_log_probs, device),
+            row_ids=placed(self.row_ids, device),
+            slots=placed(self.slots, device),
+            noise=None if self.noise is None else self.noise.to(device),
+        )
+
 
 @dataclass(frozen=True)
 class StoredRowNoise:
@@ -106,7 +127,7 @@ class StoredRowNoise:
         row_ids: [B].
         seed: Stream seed of the position keys.
         draw: Draw number of the position keys.
-        resources: The store's resources.
+        resources: The store's resources, on the device that decodes.
     """
 
     codec: Codec
@@ -118,14 +139,15 @@ class StoredRowNoise:
     draw: int
     resources: dict[str, Tensor]
 
-    def at(self, mask: Bool[Tensor, "b l"]) -> Noise:
+    def at(self, where: Bool[Tensor, "b l"] | Places) -> Noise:
         """See :class:`RowNoise`."""
-        rows, positions = mask.nonzero(as_tuple=True)
-        keys = PositionKeys(self.seed, self.row_ids[rows], positions, self.draw)
+        places = Places.of(where)
+        row_ids = self.row_ids[places.rows]
+        keys = PositionKeys(self.seed, row_ids, places.positions, self.draw)
         return self.codec.decode(
-            {name: array[rows, positions] for name, array in self.arrays.items()},
-            self.tokens[rows, positions],
-            self.token_log_probs[rows, positions],
+            {name: places.read(array) for name, array in self.arrays.items()},
+            places.read(self.tokens),
+            places.read(self.token_log_probs),
             keys,
             self.resources,
         )
@@ -140,10 +162,27 @@ class StoredRowNoise:
             row_ids=self.row_ids[part],
         )
 
+    def to(self, device: torch.device) -> StoredRowNoise:
+        """The same rows, cut to the slots that they use."""
+        return replace(
+            self,
+            arrays={n: placed(a, device) for n, a in self.codec.cut(self.arrays).items()},
+            tokens=placed(self.tokens, device),
+            token_log_probs=placed(self.token_log_probs, device),
+            row_ids=placed(self.row_ids, device),
+        )
+
+
+def placed(array: Tensor, device: torch.device) -> Tensor:
+    """A host's array on the device; the host goes on while it is copied."""
+    if device.type == "cuda" and array.device.type == "cpu":
+        return array.contiguous().pin_memory().to(device, non_blocking=True)
+    return array.to(device)
+
 
 @dataclass(frozen=True)
 class BatchMaker:
-    """Turns rows of one split into batches on a device.
+    """Turns rows of one split into batches on the host; ``Batch.to`` takes parts to the device.
 
     A codec that stores the teacher's distribution gives a fresh draw at every visit, keyed by
     (seed, epoch, row, position); one that stores a draw is read with the keys it was written with.
@@ -152,7 +191,7 @@ class BatchMaker:
         store: Where the rows come from.
         split: Which of its splits.
         seed: Run seed.
-        device: Where batches go.
+        device: Where micro-batches will go.
         with_noise: Whether the student looks at noise.
     """
 
@@ -175,12 +214,12 @@ class BatchMaker:
 
     def __call__(self, rows: RowBatch, step: int) -> Batch:
         """The batch of optimiser step ``step``."""
-        arrays = {name: self._place(array) for name, array in rows.arrays.items()}
+        arrays = dict(rows.arrays)
         batch = Batch(
             tokens=arrays.pop("tokens").long(),
             token_log_probs=arrays.pop("token_log_probs"),
-            row_ids=self._place(rows.row_ids),
-            slots=self._place(rows.slots),
+            row_ids=rows.row_ids,
+            slots=rows.slots,
             global_batch_size=rows.num_global_rows,
             step=step,
             epoch=rows.epoch,
@@ -201,8 +240,3 @@ class BatchMaker:
             draw=batch.epoch if codec.is_fresh else 0,
             resources=self._resources,
         )
-
-    def _place(self, array: Tensor) -> Tensor:
-        if self.device.type == "cuda":
-            return array.pin_memory().to(self.device, non_blocking=True)
-        return array

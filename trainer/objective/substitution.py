@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -18,12 +19,16 @@ from torch import Tensor
 from shards.base import GdistillError, UsageError, derive_seed
 from shards.noise import PositionKeys, stream_bits
 from trainer.objective.batch import Batch
+from trainer.objective.places import Places
 from trainer.objective.schedules import RATE_SCHEDULE, SCHEDULES, Schedule, masking_sigma
 
 OPEN_BOUND = 1e-3
 """A lower clip of 1e-3 (and an upper one of 1) is never enforced by resampling."""
 MASK_LOGIT_OFFSET = -1e6
 NUM_STREAMS = 100
+ROUNDS_AT_ONCE = 16
+"""Redraws between two questions whether any is left, on a GPU, whose answer the host waits for; one
+too many changes nothing."""
 
 
 def stratified_times(
@@ -99,10 +104,13 @@ def _redraw(
     block_size = mask.shape[1] // num_blocks
     require_reachable(bounds, block_size)
     low = _enforced_low(bounds)
+    if low <= 0 and bounds[1] >= 1:
+        return mask
+    every = 1 if mask.device.type == "cpu" else ROUNDS_AT_ONCE
     for round_number in range(1, 10_000):
         fraction = masked_fraction(mask, num_blocks)
         outside = (fraction < low) | (fraction > bounds[1])
-        if not bool(outside.any()):
+        if round_number % every == 0 and not bool(outside.any()):
             return mask
         again = outside.repeat_interleave(block_size, dim=1)
         mask = torch.where(again, uniforms(round_number) < p, mask)
@@ -152,7 +160,7 @@ def substituted_log_probs(
 def masked_log_probs(logits: Float[Tensor, "*s v1"], mask_id: int) -> Float[Tensor, "*s v1"]:
     """Log-softmax in float32 of the logits of masked positions; the mask itself gets -1e6."""
     offset = torch.zeros(logits.shape[-1], device=logits.device)
-    offset[mask_id] = MASK_LOGIT_OFFSET
+    offset[mask_id : mask_id + 1].fill_(MASK_LOGIT_OFFSET)  # a number set by index is copied
     return torch.log_softmax(logits.float() + offset, dim=-1)
 
 
@@ -192,6 +200,11 @@ class Corruption:
     sigma: Float[Tensor, "b"]
     counted: Bool[Tensor, "b l"] | None = None
 
+    @cached_property
+    def places(self) -> Places:
+        """The masked places, counted once."""
+        return Places.of(self.mask)
+
     @property
     def num_counted(self) -> int:
         """Tokens in the training loss's denominator."""
@@ -200,8 +213,9 @@ class Corruption:
     @property
     def num_scored(self) -> int:
         """The same without position 0, which is given: the denominator of a validation loss."""
-        counted = torch.ones_like(self.mask) if self.counted is None else self.counted
-        return int(counted[:, 1:].sum())
+        if self.counted is None:
+            return self.mask[:, 1:].numel()
+        return int(self.counted[:, 1:].sum())
 
     @property
     def token_weight(self) -> Float[Tensor, "b l"]:

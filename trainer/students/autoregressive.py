@@ -72,7 +72,8 @@ class AR(Student):
         """
         inputs, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
         scored = torch.ones_like(targets, dtype=torch.bool) if counted is None else counted[:, 1:]
-        head, num_tokens = self.backbone.output_layer, int(scored.sum())
+        num_tokens = targets.numel() if counted is None else int(scored.sum())
+        head = self.backbone.output_layer
         weights = scored.float() / num_tokens
         loss, nlls = weighted_nll(
             head.features(self._hidden(inputs), None).flatten(0, 1),

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from shards.base import UsageError
 from shards.codec import Codec, make_codec
 from shards.noise import Noise
-from trainer.objective import Batch
+from trainer.objective import Batch, Places
 from trainer.students.conditioning import GumbelConditioner
 from trainer.students.configuration import StudentConfig
 from trainer.students.dit import DiT
@@ -92,6 +92,8 @@ class Student(PreTrainedModel, ABC):
         self.conditioner = self._make_conditioner()
         bounds = torch.tensor([settings.min_time, settings.max_time])
         self.register_buffer("time_bounds", bounds)
+        # What the buffer said at that version of it: reading it makes the host wait for a GPU.
+        self._clips: tuple[Tensor, int, tuple[float, float]] | None = None
         self.post_init()
 
     def _make_conditioner(self) -> GumbelConditioner | None:
@@ -114,8 +116,11 @@ class Student(PreTrainedModel, ABC):
     @property
     def clips(self) -> tuple[float, float]:
         """Clips of t, as they were before float32 rounded them: 1e-3 is open, 1.00000005e-3 not."""
-        minimum, maximum = (before_float32(bound) for bound in self.time_bounds.tolist())
-        return minimum, maximum
+        bounds = self.time_bounds
+        if self._clips is None or self._clips[0] is not bounds or self._clips[1] != bounds._version:
+            minimum, maximum = (before_float32(bound) for bound in bounds.tolist())
+            self._clips = bounds, bounds._version, (minimum, maximum)
+        return self._clips[2]
 
     @property
     def num_read_tokens(self) -> int:
@@ -176,7 +181,7 @@ class Student(PreTrainedModel, ABC):
     def inject(
         self,
         embeddings: Float[Tensor, "b l d"],
-        masked: Bool[Tensor, "b l"],
+        masked: Bool[Tensor, "b l"] | Places,
         noise_embeddings: Float[Tensor, "n e"],
     ) -> Float[Tensor, "b l e"]:
         """Put n noise embeddings at the n masked positions (row-major), replacing or adding.
@@ -184,14 +189,31 @@ class Student(PreTrainedModel, ABC):
         What is longer than the embeddings, the shares for later layers, goes behind them: zeros
         at other positions.
         """
-        rows, width = masked.nonzero(as_tuple=True), embeddings.shape[-1]
+        index, width = Places.of(masked).index, embeddings.shape[-1]
         values = noise_embeddings[:, :width].to(embeddings.dtype)
-        filled = embeddings.index_put(rows, values, accumulate=self.settings.injection == "add")
+        filled = embeddings.index_put(index, values, accumulate=self.settings.injection == "add")
         if noise_embeddings.shape[1] == width:
             return filled
-        shares = noise_embeddings.new_zeros(*masked.shape, noise_embeddings.shape[1] - width)
-        shares = shares.index_put(rows, noise_embeddings[:, width:])
+        shares = noise_embeddings.new_zeros(
+            *embeddings.shape[:2], noise_embeddings.shape[1] - width
+        )
+        shares = shares.index_put(index, noise_embeddings[:, width:])
         return torch.cat((filled, shares), dim=-1)
+
+    def blend(
+        self,
+        embeddings: Float[Tensor, "b l d"],
+        masked: Bool[Tensor, "b l"],
+        noise_embeddings: Float[Tensor, "b l e"],
+    ) -> Float[Tensor, "b l e"]:
+        """:meth:`inject` of noise embeddings that are laid out like the row; no place is listed."""
+        here, width = masked[..., None], embeddings.shape[-1]
+        values = noise_embeddings[..., :width].to(embeddings.dtype)
+        added = embeddings + values if self.settings.injection == "add" else values
+        filled = torch.where(here, added, embeddings)
+        if noise_embeddings.shape[-1] == width:
+            return filled
+        return torch.cat((filled, torch.where(here, noise_embeddings[..., width:], 0.0)), dim=-1)
 
     def _project(
         self, hidden: Float[Tensor, "b l d"], sigma_embedding: Float[Tensor, "rows c"] | None

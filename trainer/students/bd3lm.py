@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shards.base import UsageError
-from trainer.objective import masked_log_probs, substituted_log_probs
+from trainer.objective import Places, masked_log_probs, substituted_log_probs
 from trainer.students.attention import (
     Attend,
     KeyValueCache,
@@ -176,7 +176,7 @@ class BD3LM(MDLM):
         self,
         finished: Int[Tensor, "b new"],
         block_tokens: Int[Tensor, "b open"],
-        where: Bool[Tensor, "b open"],
+        where: Bool[Tensor, "b open"] | Places,
         noise_embeddings: Float[Tensor, "b open e"] | None,
         cache: KeyValueCache,
     ) -> Float[Tensor, "n v1"]:

@@ -10,7 +10,14 @@ from torch import Tensor
 from transformers.modeling_outputs import MaskedLMOutput
 
 from shards.base import UsageError
-from trainer.objective import Batch, Corruption, corrupt, masked_log_probs, substituted_log_probs
+from trainer.objective import (
+    Batch,
+    Corruption,
+    Places,
+    corrupt,
+    masked_log_probs,
+    substituted_log_probs,
+)
 from trainer.students.attention import KeyValueCache, full_attention, masked_attention
 from trainer.students.base import LossOutput, Student
 from trainer.students.configuration import StudentConfig
@@ -54,18 +61,18 @@ class MDLM(Student):
 
     def corrupted_loss(self, batch: Batch, corruption: Corruption) -> LossOutput:
         """The loss of given times and masks."""
-        mask = corruption.mask
-        noised = batch.tokens.masked_fill(mask, self.mask_id)
+        places = corruption.places
+        noised = batch.tokens.masked_fill(corruption.mask, self.mask_id)
         embeddings = self.backbone.vocab_embed(noised)
         if self.conditioner is not None:
-            embeddings = self.inject(embeddings, mask, self._batch_noise(batch, mask))
+            embeddings = self.inject(embeddings, places, self._batch_noise(batch, places))
         sigma_embedding = self._embed_sigma(corruption.sigma)
         hidden = self.contextualize(embeddings, batch.tokens, sigma_embedding)
         loss, nlls = weighted_nll(
-            self._masked_features(hidden, mask, sigma_embedding),
+            self._masked_features(hidden, places, sigma_embedding),
             self.backbone.output_layer.linear,
-            batch.tokens[mask],
-            corruption.token_weight[mask] / corruption.num_counted,
+            places.read(batch.tokens),
+            places.read(corruption.token_weight) / corruption.num_counted,
             self.mask_id,
         )
         return self._summarise(loss, nlls, corruption)
@@ -80,11 +87,11 @@ class MDLM(Student):
         positions = torch.arange(embeddings.shape[1], device=embeddings.device)
         return self.backbone(embeddings, sigma_embedding, positions, full_attention)
 
-    def _batch_noise(self, batch: Batch, mask: Bool[Tensor, "b l"]) -> Float[Tensor, "n e"]:
+    def _batch_noise(self, batch: Batch, places: Places) -> Float[Tensor, "n e"]:
         if batch.noise is None:
             remedy = "read it from a store whose codec gives noise"
             raise UsageError("the batch carries no noise", where="conditioning", remedy=remedy)
-        return self.embed_noise(batch.noise.at(mask))
+        return self.embed_noise(batch.noise.at(places))
 
     def _embed_sigma(self, sigma: Float[Tensor, "b"] | None) -> Float[Tensor, "rows c"] | None:
         if sigma is None or not self.settings.time_conditioning:
@@ -92,16 +99,16 @@ class MDLM(Student):
         return self.backbone.embed_sigma(sigma)
 
     def _masked_features(
-        self, hidden: Tensor, mask: Bool[Tensor, "b l"], sigma_embedding: Tensor | None
+        self, hidden: Tensor, where: Bool[Tensor, "b l"] | Places, sigma_embedding: Tensor | None
     ) -> Float[Tensor, "n d"]:
-        return self.backbone.output_layer.features(hidden, sigma_embedding)[mask]
+        features = self.backbone.output_layer.features(hidden, sigma_embedding)
+        return Places.of(where).read(features)
 
     def _summarise(
         self, loss: Float[Tensor, ""], nlls: Float[Tensor, "n"], corruption: Corruption
     ) -> LossOutput:
-        mask = corruption.mask
-        blank = torch.zeros(mask.shape, device=mask.device)
-        per_token = blank.index_put(mask.nonzero(as_tuple=True), nlls) * corruption.token_weight
+        blank = torch.zeros(corruption.mask.shape, device=nlls.device)
+        per_token = blank.index_put(corruption.places.index, nlls) * corruption.token_weight
         return LossOutput(
             loss=loss,
             token_nlls=per_token,
@@ -175,8 +182,7 @@ class MDLM(Student):
         embeddings = self.backbone.vocab_embed(tokens)
         if noise_embeddings is None:
             return embeddings
-        mask = self.masked_positions(tokens)
-        return self.inject(embeddings, mask, noise_embeddings[mask])
+        return self.blend(embeddings, self.masked_positions(tokens), noise_embeddings)
 
     def predict(
         self,
@@ -191,7 +197,7 @@ class MDLM(Student):
     def predict_at(
         self,
         tokens: Int[Tensor, "b l"],
-        where: Bool[Tensor, "b l"],
+        where: Bool[Tensor, "b l"] | Places,
         noise_embeddings: Float[Tensor, "b l e"] | None = None,
         sigma: Float[Tensor, "b"] | None = None,
         visible: Bool[Tensor, "b l"] | None = None,
@@ -218,7 +224,7 @@ class MDLM(Student):
     def predict_behind(
         self,
         tokens: Int[Tensor, "b new"],
-        where: Bool[Tensor, "b new"],
+        where: Bool[Tensor, "b new"] | Places,
         noise_embeddings: Float[Tensor, "b new e"] | None,
         cache: KeyValueCache,
     ) -> Float[Tensor, "n v1"]:

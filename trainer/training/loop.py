@@ -198,8 +198,10 @@ class Trainer:
         rate = learning_rate(config, self.step, self.num_steps)
         set_learning_rate(self.optimizer, rate)
         losses = self._backward(batch)
-        norm = float(clip_gradients(self.parameters, config.max_grad_norm))
-        local_loss = sum(float(o.loss.detach()) * share for _, o, share in losses)
+        clipped = clip_gradients(self.parameters, config.max_grad_norm)
+        scalars = [clipped.float(), *(output.loss.detach().float() for _, output, _ in losses)]
+        norm, *parts = torch.stack(scalars).tolist()  # the only time that the host waits
+        local_loss = sum(part * share for part, (_, _, share) in zip(parts, losses, strict=True))
         num_masked = sum(output.num_masked for _, output, _ in losses)
         values = [local_loss, float(num_masked), float(self.stop.is_pending)]
         loss_sum, all_masked, stops = sum_over_processes(values, self.accelerator)
@@ -224,7 +226,8 @@ class Trainer:
             torch.manual_seed(derive_seed(self.config.seed, "dropout", self.step, rank))
         parts = list(batch.micro_batches(self.config.training.micro_batch_size))
         outputs = []
-        for index, part in enumerate(parts):
+        for index, rows in enumerate(parts):
+            part = rows.to(self.accelerator.device)
             share = part.num_rows / batch.num_rows
             with without_sync(self.module, self.accelerator, index == len(parts) - 1):
                 output = self.module(part)

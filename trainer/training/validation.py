@@ -97,9 +97,10 @@ class Validator:
         """NLL per token in nats (a bound for diffusion students), position 0 not counted."""
         nll_sum, num_tokens = 0.0, 0
         for batch in self._batches():
-            for output in self._outputs(module, batch, FULL):
-                nll_sum += float(output.nll_sum.double())
-                num_tokens += output.num_tokens
+            outputs = self._outputs(module, batch, FULL)
+            for value in torch.stack([output.nll_sum for output in outputs]).tolist():
+                nll_sum += value
+            num_tokens += sum(output.num_tokens for output in outputs)
         total, count = sum_over_processes([nll_sum, float(num_tokens)], self._accelerator)
         nll = total / count
         if not math.isfinite(nll):
@@ -134,7 +135,8 @@ class Validator:
             yield self._make_batch(rows, rows.step)
 
     def _outputs(self, module: nn.Module, batch: Batch, clips: Clips) -> list[LossOutput]:
-        outputs = [module(part, clips) for part in self._parts(batch)]
+        device = self._accelerator.device
+        outputs = [module(part.to(device), clips) for part in self._parts(batch)]
         if isinstance(module, FSDPModule):
             module.reshard()  # else the next forward would reuse these gathered weights
         return outputs

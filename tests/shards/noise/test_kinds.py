@@ -119,6 +119,26 @@ def test_any_noise_reads_in_tiles_and_selections(kind: str) -> None:
     assert dense_arrivals(noise.select(torch.zeros(40, dtype=torch.bool))).shape == (0, 97)
 
 
+@pytest.mark.parametrize("width", [7, 20, 40, 64])
+@pytest.mark.parametrize("kind", [*NOISES, "wide head_and_tail", "wide shifted"])
+def test_parts_of_consecutive_positions_read_like_the_whole(kind: str, width: int) -> None:
+    """Also where the entries of many tiles are counted at once, and between such tiles."""
+    wide = {
+        "wide head_and_tail": lambda: head_and_tail(40, 1300, 9)[0],
+        "wide shifted": lambda: shifted(40, 1300),
+    }
+    noise = (NOISES | wide)[kind]()
+    whole = dense_arrivals(noise)
+    parts = noise.split(width)
+    assert [part.num_positions for part in parts] == [
+        min(width, 40 - i) for i in range(0, 40, width)
+    ]
+    for first, last in ((0, 512), (512, 1024), (1024, 1300), (0, 1300), (30, 700), (513, 514)):
+        start, stop = min(first, noise.vocab_size - 1), min(last, noise.vocab_size)
+        read = torch.cat([part.tile(start, stop) for part in parts])
+        assert torch.equal(read, whole[:, start:stop])
+
+
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (3, 90), (5, 5), (50251, 50257)])
 @pytest.mark.parametrize("num", [0, 1, 300])
 def test_fast_exponentials_equal_the_plain_formula(num: int, start: int, stop: int) -> None:

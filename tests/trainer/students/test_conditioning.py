@@ -14,6 +14,7 @@ from shards.noise.embedding import Transform, gaussian_rates, gumbel_rates, unif
 from shards.noise.kinds import KeyedPrior, Noise, SparseNoise, dense_arrivals
 from shards.noise.philox import PositionKeys
 from shards.testing import DenseNoise
+from tests.trainer.sampling_cases import LENGTH, tiny_student
 from trainer.students.conditioning import GumbelConditioner
 
 VOCAB, WIDTH, NUM = 300, 12, 37
@@ -255,3 +256,16 @@ def test_refusals() -> None:
         make(prior_weight=1.0)(DenseNoise(arrivals()))
     with pytest.raises(UsageError, match="unigram"):
         make(prior_weight=1.0).set_unigram(torch.zeros(3))
+
+
+@pytest.mark.parametrize("injection", ["replace", "add"])
+@pytest.mark.parametrize("num_shares", [0, 5])
+def test_embeddings_laid_out_like_the_row_blend_as_those_listed(
+    injection: str, num_shares: int
+) -> None:
+    student = tiny_student(injection=injection)
+    embeddings, noise = torch.randn(3, LENGTH, 8), torch.randn(3, LENGTH, 8 + num_shares)
+    masked = torch.rand(3, LENGTH) < 0.5
+    listed = student.inject(embeddings, masked, noise[masked])
+    assert torch.equal(student.blend(embeddings, masked, noise), listed)
+    assert not torch.equal(listed[..., :8], embeddings)
