@@ -83,7 +83,7 @@ def batches(codec: str, with_noise: bool) -> Callable[[int], Batch]:
     read = split.read_rows(0, ROWS)
     arrays = {name: torch.from_numpy(value) for name, value in read.items() if name in make.arrays}
     index = torch.arange(ROWS)
-    device = torch.device("cuda", 0)
+    device = torch.device("cuda:0")
     rows = partial(RowBatch, arrays, index, index, ROWS)
     return lambda step: make(rows(epoch=step, step=step), step).to(device)
 
