@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from evaluation.certify_command import certify
 from evaluation.compare_command import compare
 from evaluation.curve_command import curve
 from evaluation.infill_command import rows
@@ -123,6 +124,7 @@ def evaluate(
     typer.echo(f"wrote {directory / 'results.json'} and {page}")
 
 
+app.command("certify")(certify)
 app.command("curve")(curve)
 app.command("rows")(rows)
 app.command("compare")(compare)

@@ -125,6 +125,8 @@ def sample(
     for run in request.resolve():
         for path in run.run():
             typer.echo(f"wrote {path}", err=True)
+        for line in run.verification:
+            typer.echo(line, err=True)
         if run.num_flagged:
             kept = f"{run.num_flagged} samples stayed below the least entropy in every try"
             typer.echo(f"warning: {kept}; they are flagged low_entropy", err=True)

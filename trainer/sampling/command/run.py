@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,16 @@ class SampleRun:
         return [file.path for file in files]
 
     @property
+    def verification(self) -> list[str]:
+        """What a verified run was like, a line per file; nothing for other samplers."""
+        lines = []
+        for path in (self.out / name for name in self.files):
+            records = SampleFile(path).read()
+            if "reached" in records[0]:
+                lines.append(f"{path.name}: {verified_line(records)}")
+        return lines
+
+    @property
     def num_flagged(self) -> int:
         """Samples that were kept although their entropy stayed too low."""
         files = [SampleFile(self.out / name) for name in self.files]
@@ -212,7 +222,7 @@ class SampleRun:
             record["filled"] = filled
         record["num_given"] = len(self.given.row(index)) - len(filled)
         for name, values in result.details.items():
-            record[name] = values[slot].item()
+            record[name] = values[slot].tolist()
         return record
 
     def _text(self, tokens: list[int]) -> str | None:
@@ -221,6 +231,23 @@ class SampleRun:
             return None
         text = tokens if self.given.first_token_is_text else tokens[1:]
         return tokenizer.decode(text, skip_special_tokens=False)
+
+
+def verified_line(records: Sequence[Mapping[str, Any]]) -> str:
+    """Tokens per pass of the verifier, and the draft's agreement by distance, as one line."""
+    passes = sum(record["verifier_nfe"] for record in records)
+    own = sum(record["nfe"] for record in records)
+    accepted = sum(sum(record["accepted"]) for record in records)
+    shares = []
+    for distance in range(len(records[0]["drafted"])):
+        drafted = sum(record["drafted"][distance] for record in records)
+        agreed = sum(record["agreed"][distance] for record in records)
+        shares.append(f"{agreed / drafted:.2f}" if drafted else "-")
+    # Each pass of the verifier gives what it accepts and one token of its own.
+    return (
+        f"{(accepted + passes) / passes:.2f} tokens per pass of the verifier ({passes} passes, "
+        f"{own} of the student); agreement by distance {' '.join(shares)}"
+    )
 
 
 def published_name(place: str | Path) -> str:

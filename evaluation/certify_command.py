@@ -1,0 +1,57 @@
+"""``gdistill-eval certify``: are the samples the teacher's own decode of their noise?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from evaluation.samples import find_sample_files
+from shards.base import GdistillError, write_json_atomic
+
+
+def certify(
+    samples: Annotated[Path, typer.Argument(help="Folder or .jsonl file of gdistill-sample.")],
+    teacher: Annotated[
+        str, typer.Option(help="Causal LM: local folder, or a hub id in its cache.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for certificate.json (the samples' own).")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
+) -> None:
+    """Find the noise of each sample again and compare each token with argmax(l + tau xi).
+
+    Samples of the coupled sampler must agree everywhere, or the command fails; those of a student
+    get the share that does. Ties within float32 rounding are listed in certificate.json.
+    """
+    from evaluation.certificate import certify_file, read_drawn
+    from shards.language_model import resolve_device
+    from trainer.sampling.verified import load_verifier
+
+    files = [read_drawn(file) for file in find_sample_files(samples)]
+    place, found, broken = resolve_device(device), {}, []
+    for drawn in files:
+        model = load_verifier(teacher, drawn.vocab_size, place)
+        result = certify_file(drawn, model)
+        found[drawn.source.name] = {"sampler": drawn.sampler, "tau": drawn.tau, **result.to_json()}
+        typer.echo(
+            f"{drawn.source}: {result.num_agreeing} of {result.num_positions} tokens are "
+            f"argmax(l + {drawn.tau:g} xi) ({result.agreement:.2%}); smallest margin "
+            f"{result.smallest_margin:.2g} nats; {len(result.ties)} ties, "
+            f"{result.num_mismatches} mismatches"
+        )
+        if drawn.sampler == "coupled" and result.num_mismatches:
+            broken.append((drawn.source, result.mismatches[0]))
+    folder = out or (samples if samples.is_dir() else samples.parent)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(folder / "certificate.json", found)
+    for source, first in broken:
+        raise GdistillError(
+            "a verified sample is not the teacher's",
+            where=f"{source}: sample {first.index}, position {first.position}",
+            got=f"token {first.token}",
+            expected=f"token {first.winner}, better by {-first.margin:.3g} nats",
+            remedy="the file was altered, or the teacher is another one",
+        )

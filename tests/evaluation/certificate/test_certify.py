@@ -1,0 +1,118 @@
+"""``gdistill-eval certify``: verified samples agree everywhere; one altered token is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evaluation import cli
+from evaluation.certificate.margins import token_margins
+from tests.trainer.sample_cli_cases import command, read, save
+from tests.trainer.sampling.test_adaptive import tiny_llama
+from tests.trainer.sampling_cases import LENGTH
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save(folder / "mdlm")
+    save(folder / "plain", conditioning="none")
+    save(folder / "teacher", conditioning="none")  # for its tokenizer
+    tiny_llama().save_pretrained(folder / "teacher")
+    for file in (folder / "teacher").glob("student.json"):
+        file.unlink()
+    return folder
+
+
+def sample(models: Path, out: Path, *arguments: object, model: str = "mdlm") -> None:
+    assert command(models / model, "--num", 20, "--out", out, *arguments) == 0
+
+
+def certify(samples: Path, teacher: Path) -> int:
+    before = sys.argv
+    sys.argv = ["gdistill-eval", "certify", str(samples), "--teacher", str(teacher)]
+    try:
+        cli.main()
+    except SystemExit as done:
+        return int(done.code or 0)
+    finally:
+        sys.argv = before
+    return 0
+
+
+def found(samples: Path) -> dict[str, Any]:
+    return json.loads((samples / "certificate.json").read_text())["samples.jsonl"]
+
+
+@pytest.mark.parametrize("tau", [1.0, 0.7])
+@pytest.mark.parametrize("model", ["mdlm", "plain"])
+def test_verified_samples_agree_everywhere(
+    model: str, tau: float, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    coupled = ("--sampler", "coupled", "--verifier", models / "teacher", "--tau", tau)
+    sample(models, tmp_path, *coupled, "--seed", 6, model=model)
+    told = capsys.readouterr().err
+    assert "tokens per pass of the verifier" in told and "agreement by distance 0." in told
+    assert certify(tmp_path, models / "teacher") == 0
+    result = found(tmp_path)
+    assert result["num_positions"] == 20 * (LENGTH - 1)
+    assert result["num_agreeing"] + len(result["ties"]) >= result["num_positions"]
+    assert result["num_mismatches"] == 0 and result["tau"] == tau
+    # One token replaced, as an editor would.
+    records = read(tmp_path / "samples.jsonl")
+    altered = records[7]["tokens"]
+    altered[LENGTH - 1] = (altered[LENGTH - 1] + 1) % 11
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    capsys.readouterr()
+    assert certify(tmp_path, models / "teacher") == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"sample 7, position {LENGTH - 1}" in error
+    assert found(tmp_path)["num_mismatches"] == 1
+
+
+def test_a_students_own_samples_get_their_agreement(models: Path, tmp_path: Path) -> None:
+    sample(models, tmp_path, "--nfe", 3, "--tau", 0.9)
+    assert certify(tmp_path, models / "teacher") == 0
+    result = found(tmp_path)
+    assert 0 < result["agreement"] < 0.6 and result["tau"] == 0.9
+    assert result["num_mismatches"] + result["num_agreeing"] <= result["num_positions"]
+
+
+def test_what_cannot_be_certified_is_named(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def error_of(samples: Path, teacher: Path = models / "teacher") -> str:
+        capsys.readouterr()
+        assert certify(samples, teacher) == 2
+        error = capsys.readouterr().err.strip()
+        assert "\n" not in error
+        return error
+
+    sample(models, tmp_path / "plain", "--nfe", 2, model="plain")
+    assert "without noise" in error_of(tmp_path / "plain")
+    sample(models, tmp_path / "redrawn", "--nfe", 2, "--set", "redraw_noise=true")
+    assert "redraw_noise" in error_of(tmp_path / "redrawn")
+    coupled = ("--sampler", "coupled", "--verifier", models / "teacher")
+    sample(models, tmp_path / "coupled", *coupled)
+    other = tmp_path / "other"
+    model = tiny_llama()
+    model.lm_head.weight.data += 1
+    model.save_pretrained(other)
+    assert "verified by another model" in error_of(tmp_path / "coupled", other)
+    tiny_llama(vocab_size=5).save_pretrained(tmp_path / "small")
+    assert "fewer tokens" in error_of(tmp_path / "coupled", tmp_path / "small")
+    file = tmp_path / "coupled" / "samples.jsonl"
+    records = [{k: v for k, v in record.items() if k != "seed"} for record in read(file)]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert "no recorded seed" in error_of(tmp_path / "coupled")
+
+
+def test_margins_by_hand() -> None:
+    scores = torch.tensor([[1.0, 3.0, 2.0], [5.0, 5.0, 0.0]], dtype=torch.float64)
+    margins, winners = token_margins(scores, torch.tensor([2, 0]))
+    assert margins.tolist() == [-1.0, 0.0] and winners.tolist() == [1, 1]
