@@ -58,8 +58,8 @@ def perplexity(
                 batch_size=batch_size,
                 seed=seed,
             )
-            scored.append((part.name, score))
-    table = _table(scored)
+            scored.append((place, part.name, score))
+    table = _table([(name, score) for _, name, score in scored])
     facts = {
         "student": str(folder.student.config.model_type),
         "weights_sha256": folder.weights_sha256,
@@ -71,14 +71,14 @@ def perplexity(
         tables=[table],
         figures=[],
         results={
-            f"{name}, noise {score.settings['noise']}": {
+            f"{place}, noise {score.settings['noise']}": {
                 "name": f"{name}, noise {score.settings['noise']}",
                 "drawn_with": {**facts, "seed": seed},
                 "nfe_mean": None,
                 "code_version": code_version(),
                 "scores": [score.to_json()],
             }
-            for name, score in scored
+            for place, name, score in scored
         },
     )
     typer.echo(table.to_text())
