@@ -38,7 +38,7 @@ def extract(out: Path, text: Path, num_entries: int, teacher: Mapping[str, Any])
         "corpus": {"spec": f"text:{text}", "row_length": ROW_LENGTH, "validation_fraction": 0.0},
         "codec": {"name": "posterior", "num_entries": num_entries},
         "store": {"rows": NUM_ROWS, "rows_per_shard": 32, "rows_per_chunk": 8},
-        "device": "cpu",
+        **({} if "engine" in teacher else {"device": "cpu"}),
         **teacher,
     }
     run_extraction(resolve_request(out, given), Worker())

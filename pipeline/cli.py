@@ -58,11 +58,18 @@ def extract(
     ] = None,
     engine: Annotated[
         str | None,
-        typer.Option(help="In place of a teacher: address of an OpenAI-compatible server."),
+        typer.Option(
+            help="In place of a teacher: address of an OpenAI-compatible server (vLLM, SGLang),"
+            " http://host:8000, that gives log-probabilities of a prompt."
+        ),
     ] = None,
     from_logprobs: Annotated[
         str | None,
-        typer.Option(help="In place of corpus and teacher: files of rows that an engine scored."),
+        typer.Option(
+            help="In place of corpus and teacher: rows that an engine scored, 'scores/*.parquet' or"
+            " .jsonl; lists token_ids, token_log_probs, top_ids and top_log_probs a row (nats), or"
+            " in JSONL answers of /v1/completions with prompt_logprobs and prompt_token_ids."
+        ),
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="Tokenizer, if it does not lie beside the teacher.")
@@ -125,7 +132,8 @@ def extract(
     or as `--worker i --workers n`, for many processes. Each ends when the store is complete; one
     that has nothing left waits for shards in work elsewhere, and takes over those of a process
     that dies. --engine has a running server score the rows, --from-logprobs reads what one said;
-    both need --tokenizer and write `posterior` stores. On a machine with several GPUs a process
+    both need --tokenizer and write `posterior` stores (`settings engine`: requests in flight, how
+    many likeliest tokens, server dialect, API key). On a machine with several GPUs a process
     uses the one of its number there (LOCAL_RANK, SLURM_LOCALID); where nothing tells the number,
     give each its --device cuda:N.
 
@@ -155,6 +163,8 @@ def extract(
         "store": {"rows": rows, "location": store},
     }
     request = resolve_request(out, options, overrides or [], config)
+    if plan or dry_run:
+        refuse_scored(engine, from_logprobs)
     # The processes that share a teacher are one worker, whatever number a launcher gave them.
     launched = {} if request.settings.teacher.tensor_parallel else os.environ
     process = Worker.from_environment(worker, workers, launched)
@@ -172,6 +182,20 @@ def extract(
         lines = run_extraction(request, process)
     if lines:
         typer.echo("\n".join(lines))
+
+
+def refuse_scored(engine: str | None, scores: str | None) -> None:
+    """Nothing can be said beforehand of a teacher that runs elsewhere.
+
+    Raises:
+        UsageError: If there is one.
+    """
+    if engine is not None or scores is not None:
+        raise UsageError(
+            "--plan and --dry-run are for a teacher that runs here",
+            where="--from-logprobs" if engine is None else "--engine",
+            remedy="try it with --rows 100: what is done stays, and the report says bytes and rate",
+        )
 
 
 def corpus_of(corpus: str | None, scores: str | None) -> str | None:

@@ -209,7 +209,13 @@ def ask_engine(
     engine = Engine(request.settings.engine, len(tokenizer))
     identity = engine.identity()  # a server that cannot be reached is told before stage 1
     request = request.with_row_length(None)
-    dataset = prepare_tokens(request.corpus, tokenizer, request.out, main_process=worker.is_main)
+    dataset = prepare_tokens(
+        request.corpus,
+        tokenizer,
+        request.out,
+        limits=request.row_limits,
+        main_process=worker.is_main,
+    )
     first = dataset.read_rows("train", 0, 1)[0].tolist()
     record = request.out / ENGINE_FILE
     known = read_record(record)

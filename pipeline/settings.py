@@ -39,6 +39,9 @@ DEFAULT_CODEC = "posterior"
 TABLES_APART = ("corpus", "codec")
 """Tables of a config file that are no fields of :class:`ExtractSettings`."""
 LONGEST_DEFAULT_ROW = 1024
+OF_OWN_TEACHER = ("device", "batch_size", "threads", "strict")
+OF_TOKENIZER = ("tokenizer", "location", "revision", "trust_remote_code")
+"""Settings of the teacher that an engine leaves to us: whose token ids these are."""
 
 
 @dataclass(frozen=True)
@@ -260,11 +263,13 @@ def resolve_request(
             expected="files (stories.txt), a preset (owt, lm1b, maze, ...), or a TOML file",
         )
     settings = resolve(ExtractSettings, values)
-    _check_meaning(settings, values)
+    _check_meaning(settings, {**values, "spec": spec})
     chosen = corpus_config(spec, settings=corpus)
     from shards.codec import make_codec  # late: it waits for torch
 
     name = codec.pop("name", DEFAULT_CODEC)
+    if settings.engine.url is not None and name == DEFAULT_CODEC:
+        codec.setdefault("num_entries", settings.engine.num_top)  # more room would stay empty
     return ExtractRequest(out, settings, chosen, make_codec(str(name), **codec))
 
 
@@ -286,6 +291,7 @@ def _check_meaning(settings: ExtractSettings, given: Mapping[str, Any]) -> None:
             remedy="leave it out, or --mode sequential",
         )
     _check_spread(settings)
+    _check_engine(settings, given)
     teacher = given.get("teacher", {})
     if "preset" in teacher and settings.teacher.location is not None:
         raise UsageError(
@@ -293,6 +299,37 @@ def _check_meaning(settings: ExtractSettings, given: Mapping[str, Any]) -> None:
             where="--teacher-preset",
             got=f"--teacher {settings.teacher.location}",
             remedy="leave one of the two out",
+        )
+
+
+def _check_engine(settings: ExtractSettings, given: Mapping[str, Any]) -> None:
+    """Refuse settings of an engine without one, and of our own teacher beside one."""
+    from_files = str(given.get("spec")).startswith("scores:")
+    engine = given.get("engine", {})
+    if from_files and engine:
+        name = next(iter(engine))
+        raise UsageError(
+            "files of scores need no engine",
+            where="--engine" if name == "url" else f"engine.{name}",
+            got=f"{engine[name]} beside --from-logprobs",
+            remedy="leave one of the two out; codec.num_entries says how many tokens are kept",
+        )
+    if engine and settings.engine.url is None:
+        raise UsageError(
+            "a setting of an engine without one",
+            where=f"engine.{next(iter(engine))}",
+            remedy="add --engine URL, or leave it out",
+        )
+    if not from_files and settings.engine.url is None:
+        return
+    own = [name for name in OF_OWN_TEACHER if name in given]
+    own += [f"teacher.{name}" for name in given.get("teacher", {}) if name not in OF_TOKENIZER]
+    if own:
+        raise UsageError(
+            "this setting means nothing where the teacher runs elsewhere",
+            where=own[0],
+            got="an engine's scores",
+            remedy="leave it out; how the model computes is said where the engine is started",
         )
 
 

@@ -69,7 +69,8 @@ def corpus_lines(dataset: TokenDataset) -> list[str]:
     lines = []
     for split, record in dataset.record["splits"].items():
         tally = Tally(**{name: record[name] for name in vars(Tally())})
-        parts = [f"{tally.num_documents:,} documents", f"{record['num_rows']:,} rows"]
+        documents = [f"{tally.num_documents:,} documents"] * bool(tally.num_documents)
+        parts = [*documents, f"{record['num_rows']:,} rows"]  # scored rows come without documents
         notes = {
             "empty documents left out": tally.num_empty,
             "documents of bad UTF-8": tally.num_bad_utf8,

@@ -11,10 +11,10 @@ Tokens must be named by id (``return_tokens_as_token_ids``): a text can stand fo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from pipeline.engine.scored_rows import ScoredRow, Top, scored_row
+from pipeline.engine.scored_rows import ScoredRow, Top, id_list, scored_row
 from shards.base import GdistillError
 
 NAMED_BY_ID = "token_id:"
@@ -22,7 +22,7 @@ NAMED_BY_ID = "token_id:"
 
 def row_of_response(
     response: Mapping[str, Any],
-    token_ids: Sequence[int],
+    token_ids: Any,
     *,
     vocab_size: int,
     num_top: int,
@@ -41,7 +41,7 @@ def row_of_response(
         GdistillError: If the answer has neither shape, or is about another tokenization.
     """
     choice = _choice(response, where)
-    sent = [int(token) for token in token_ids]
+    sent = id_list(token_ids, where)
     if "prompt_logprobs" in choice or "prompt_logprobs" in response:
         tops = choice.get("prompt_logprobs") or response.get("prompt_logprobs")
         log_probs, likeliest = _by_position(tops, sent, where)
@@ -69,12 +69,12 @@ def _choice(response: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     return choices[0]
 
 
-def _by_position(tops: Any, sent: list[int], where: str) -> tuple[list[float | None], list[Top]]:
+def _by_position(tops: Any, sent: list[int], where: str) -> tuple[list[Any], list[Top]]:
     """``prompt_logprobs``: the prompt's own token is among the entries of every position."""
     if not isinstance(tops, list) or len(tops) != len(sent):
         count = len(tops) if isinstance(tops, list) else repr(tops)[:40]
         raise _other_tokenization(where, f"scores of {count} positions", f"{len(sent)}")
-    log_probs: list[float | None] = [None]
+    log_probs: list[Any] = [None]
     likeliest: list[Top] = [None]
     for position, entries in enumerate(tops[1:], start=1):
         named = _numbers(entries, f"{where}, position {position}")
@@ -86,9 +86,7 @@ def _by_position(tops: Any, sent: list[int], where: str) -> tuple[list[float | N
     return log_probs, likeliest
 
 
-def _echoed(
-    scores: Mapping[str, Any], sent: list[int], where: str
-) -> tuple[list[float | None], list[Top]]:
+def _echoed(scores: Mapping[str, Any], sent: list[int], where: str) -> tuple[list[Any], list[Top]]:
     """``logprobs`` of an echoed prompt; what was generated after it is left out."""
     missing = [key for key in ("tokens", "token_logprobs", "top_logprobs") if key not in scores]
     if missing:
@@ -104,14 +102,14 @@ def _echoed(
     return list(scores["token_logprobs"][: len(sent)]), tops
 
 
-def _numbers(entries: Any, where: str) -> dict[int, float]:
+def _numbers(entries: Any, where: str) -> dict[int, Any]:
     """id -> log-probability, from either way of writing an entry."""
     if not entries:
         return {}
     if not isinstance(entries, Mapping):
         raise GdistillError("not a table of likeliest tokens", where=where, got=repr(entries)[:60])
     return {
-        _id_of(name, where): value["logprob"] if isinstance(value, Mapping) else value
+        _id_of(name, where): value.get("logprob") if isinstance(value, Mapping) else value
         for name, value in entries.items()
     }
 

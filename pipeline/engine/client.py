@@ -35,7 +35,8 @@ class EngineSettings:
     Attributes:
         url: Its address, with or without ``/v1``; None where no engine is used.
         model: Name of the model to ask; the only one served unless told.
-        num_top: m, likeliest tokens asked for at every position.
+        num_top: m, likeliest tokens asked for at every position; codec.num_entries keeps as many
+            unless told. Servers have a limit of their own (vLLM: --max-logprobs, 20).
         in_flight: Requests under way at a time.
         max_tries: Of one request, before the run ends (finished shards are kept).
         timeout_seconds: Longest wait for one answer.

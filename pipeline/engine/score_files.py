@@ -28,10 +28,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.engine.answers import row_of_response
-from pipeline.engine.scored_rows import ScoredRow, scored_row
+from pipeline.engine.scored_rows import ScoredRow, id_list, scored_row
 from shards.base import GdistillError, UsageError
 
 COLUMNS = ("token_ids", "token_log_probs", "top_ids", "top_log_probs")
+TYPE = "a list for each row; see the schema in gdistill-extract --help"
 HASH_BYTES = 1 << 20
 
 
@@ -128,7 +129,12 @@ class ScoreFiles:
         unknown = [path for path in paths if path.suffix not in kinds]
         if unknown or not paths:
             got = unknown[0] if unknown else "no file"
-            raise UsageError("no scored rows", where="--from-logprobs", got=got, expected=[*kinds])
+            raise UsageError(
+                "no scored rows",
+                where="--from-logprobs",
+                got=got,
+                expected="files that end in .parquet or .jsonl, or a pattern such as 'DIR/*.jsonl'",
+            )
         try:
             files = tuple(kinds[path.suffix](path) for path in sorted(paths))
         except OSError as error:
@@ -164,9 +170,12 @@ class ScoreFiles:
     def _parse(self, record: Mapping[str, Any], where: str) -> ScoredRow:
         if "token_ids" in record or "token_log_probs" in record:
             return self._own_schema(record, where)
-        body: Mapping[str, Any] = record.get("response", {}).get("body") or record
-        choice = (body.get("choices") or [{}])[0]
-        ids = body.get("prompt_token_ids") or choice.get("prompt_token_ids")
+        body = _answer_in(record)
+        choices = body.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices else None
+        ids = body.get("prompt_token_ids")
+        if ids is None and isinstance(choice, Mapping):
+            ids = choice.get("prompt_token_ids")
         if ids is None:
             raise GdistillError(
                 "a row without token ids",
@@ -182,6 +191,10 @@ class ScoreFiles:
         if missing:
             got, expected = sorted(record), f"{missing[0]}, one of {list(COLUMNS)}"
             raise GdistillError("a column is missing", where=where, got=got, expected=expected)
+        for name in COLUMNS:
+            if not isinstance(record[name], list):
+                got = f"{name} = {record[name]!r}"[:60]
+                raise GdistillError("a column of another type", where=where, got=got, expected=TYPE)
         ids, log_probs = record["top_ids"], record["top_log_probs"]
         if len(ids) != len(log_probs):
             got = f"{len(ids)} and {len(log_probs)} positions"
@@ -200,15 +213,25 @@ class ScoreFiles:
         )
 
 
-def _table(
-    ids: Sequence[int] | None, log_probs: Sequence[float] | None, where: str
-) -> dict[int, float] | None:
+def _answer_in(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The answer in a line of a batch's output, or the record, if it is one itself."""
+    response = record.get("response")
+    body = response.get("body") if isinstance(response, Mapping) else None
+    return body if isinstance(body, Mapping) else record
+
+
+def _table(ids: Any, log_probs: Any, where: str) -> dict[int, Any] | None:
     if not ids and not log_probs:
         return None
-    if ids is None or log_probs is None or len(ids) != len(log_probs):
-        got = f"{len(ids or ())} ids, {len(log_probs or ())} log-probabilities"
+    named = id_list(ids or [], where)
+    if not isinstance(log_probs, list) or len(named) != len(log_probs):
+        count = len(log_probs) if isinstance(log_probs, list) else 0
+        got = f"{len(named)} ids, {count} log-probabilities"
         raise GdistillError("top_ids and top_log_probs differ", where=where, got=got)
-    return dict(zip(ids, log_probs, strict=True))
+    if len(set(named)) < len(named):
+        twice = next(token for token in named if named.count(token) > 1)
+        raise GdistillError("a token is twice among the likeliest", where=where, got=twice)
+    return dict(zip(named, log_probs, strict=True))
 
 
 def same_length(rows: Sequence[ScoredRow], row_length: int, where: str) -> np.ndarray:

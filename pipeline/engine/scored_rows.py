@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Int64
@@ -21,7 +22,8 @@ MAX_LOG_PROB = 1e-3
 MAX_DISAGREEMENT_NATS = 1e-2
 """Between a token's log-probability as the text's own and as one of the likeliest."""
 
-Top = Mapping[int, float] | None
+Top = Mapping[int, Any] | None
+"""id -> log-probability as a file or a server gives it, not yet checked."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class ScoredRow:
 
 
 def scored_row(
-    token_ids: Sequence[int],
-    token_log_probs: Sequence[float | None],
+    token_ids: Sequence[Any],
+    token_log_probs: Sequence[Any],
     tops: Sequence[Top],
     *,
     vocab_size: int,
@@ -69,7 +71,7 @@ def scored_row(
     if len(token_log_probs) != length or len(tops) != length or length < 2:
         got = f"{length} tokens, {len(token_log_probs)} log p, {len(tops)} lists of likeliest"
         raise GdistillError("a scored row does not fit itself", where=where, got=got)
-    ids = np.asarray(token_ids, dtype=np.int64)
+    ids = np.asarray(id_list(token_ids, where), dtype=np.int64)
     _require_known(ids, vocab_size, where)
     row = ScoredRow(
         ids,
@@ -79,11 +81,35 @@ def scored_row(
     )
     for position in range(1, length):
         place = f"{where}, position {position}"
+        _require_top(tops[position], place)
         own = _log_prob(token_log_probs[position], place)
         row.token_log_probs[position] = own
-        _fill_top(row, position, _checked_top(tops[position], own, int(ids[position]), place))
-        _require_known(row.top_ids[position], vocab_size, place)
+        top = _checked_top(tops[position], own, int(ids[position]), place)
+        _require_known(np.fromiter(top, np.int64), vocab_size, place)
+        _fill_top(row, position, top)
     return row
+
+
+def id_list(values: Any, where: str) -> list[int]:
+    """Token ids as they came from a file or a server.
+
+    Raises:
+        GdistillError: If they are no list of integers.
+    """
+    if not isinstance(values, list | tuple):
+        raise _no_ids(values, where)
+    wrong = [value for value in values if isinstance(value, bool) or not isinstance(value, int)]
+    if wrong:
+        raise _no_ids(wrong[0], where)
+    if any(abs(value) >= 1 << 62 for value in values):
+        raise _no_ids(max(values, key=abs), where)
+    return [*values]
+
+
+def _no_ids(got: object, where: str) -> GdistillError:
+    return GdistillError(
+        "not token ids", where=where, got=repr(got)[:60], expected="a list of integers"
+    )
 
 
 def _fill_top(row: ScoredRow, position: int, top: dict[int, float]) -> None:
@@ -92,7 +118,7 @@ def _fill_top(row: ScoredRow, position: int, top: dict[int, float]) -> None:
     row.top_log_probs[position, : len(best)] = [log_prob for _, log_prob in best]
 
 
-def _checked_top(top: Top, own: float, token: int, where: str) -> dict[int, float]:
+def _require_top(top: Top, where: str) -> None:
     if not top:
         raise GdistillError(
             "a position without its likeliest tokens",
@@ -100,7 +126,10 @@ def _checked_top(top: Top, own: float, token: int, where: str) -> dict[int, floa
             expected="a list of ids with log-probabilities at every position but the first",
             remedy="ask the engine for prompt log-probabilities of at least one token",
         )
-    found = {int(name): _log_prob(value, where) for name, value in top.items()}
+
+
+def _checked_top(top: Top, own: float, token: int, where: str) -> dict[int, float]:
+    found = {name: _log_prob(value, where) for name, value in (top or {}).items()}
     if token in found and abs(found[token] - own) > MAX_DISAGREEMENT_NATS:
         raise GdistillError(
             "a token has two log-probabilities",
@@ -118,17 +147,21 @@ def _checked_top(top: Top, own: float, token: int, where: str) -> dict[int, floa
     return found
 
 
-def _log_prob(value: float | None, where: str) -> float:
-    number = float("nan") if value is None else float(value)
+def _log_prob(value: object, where: str) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = float(value) if is_number else float("nan")  # type: ignore[arg-type]
     if not np.isfinite(number) or number > MAX_LOG_PROB:
         raise GdistillError(
-            "not a log-probability", where=where, got=value, expected="a finite number, at most 0"
+            "not a log-probability",
+            where=where,
+            got=repr(value)[:60],
+            expected="a finite number, at most 0",
         )
     return min(number, 0.0)
 
 
 def _require_known(ids: np.ndarray, vocab_size: int, where: str) -> None:
-    unknown = ids[(ids < -1) | (ids >= vocab_size)]
+    unknown = ids[(ids < 0) | (ids >= vocab_size)]
     if len(unknown):
         raise GdistillError(
             "token id outside the vocabulary",

@@ -21,10 +21,13 @@ from tests.pipeline.extract_cases import VOCAB_SIZE, contents, options
 from tests.pipeline.extract_cases import run as run_own
 
 NUM_TOP = 8
+OWT = ("--corpus", "owt")
 
 
 def engine_options(teacher: Path, corpus: Path, url: str, **changes: Any) -> dict[str, Any]:
     given = options(teacher, corpus, codec={"num_entries": NUM_TOP}, **changes)
+    for name in ("device", "batch_size", "threads"):  # the server's business
+        given.pop(name)
     given["teacher"] = {"tokenizer": str(teacher)}
     given["engine"] = {"url": url, "num_top": NUM_TOP, "in_flight": 2, "max_tries": 3}
     return given
@@ -132,7 +135,11 @@ def test_files_of_scores_become_a_store(teacher: Path, tmp_path: Path) -> None:
         ({"codec": {"name": "seeded"}}, "whole distribution.*seeded"),
         ({"teacher": {}}, "whose token ids"),
         ({"mode": "sequential"}, "writes none"),
-        ({"corpus": {"spec": "scores:/nowhere/*.jsonl"}}, "no such file"),
+        ({"corpus": {"spec": "scores:/nowhere/*.jsonl"}, "engine": {}}, "no such file"),
+        ({"corpus": {"spec": "scores:/nowhere/*.jsonl"}}, "need no engine.*--engine"),
+        ({"engine": {"num_top": 5}}, "without one.*engine.num_top"),
+        ({"batch_size": 4}, "runs elsewhere.*batch_size"),
+        ({"teacher": {"tokenizer": "x", "dtype": "bfloat16"}}, "elsewhere.*teacher.dtype"),
     ],
 )
 def test_requests_that_no_engine_can_meet(
@@ -168,6 +175,23 @@ def test_the_command_takes_files_or_a_server(teacher: Path, corpus: Path, tmp_pa
     assert ShardStore.open(tmp_path / "asked/store").manifest.teacher["id"] == "tiny"
     with pytest.raises(UsageError, match="their own corpus"):
         cli.corpus_of("owt", "scores.jsonl")
+
+
+def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
+    for option in ("--plan", "--dry-run"):
+        for source in (["--from-logprobs", "a.jsonl"], ["--engine", "http://x", *OWT]):
+            words = ["--out", str(tmp_path), *source, option]
+            with pytest.raises(UsageError, match=rf"teacher that runs here.*{source[0]}"):
+                cli.app(words, standalone_mode=False)
+
+
+def test_a_store_keeps_as_many_tokens_as_the_engine_is_asked_for(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"corpus": {"spec": "owt"}, "engine": {"url": "http://x"}}
+    assert resolve_request(tmp_path, given).codec.num_entries == 20  # type: ignore[attr-defined]
+    given["engine"]["num_top"] = 5
+    assert resolve_request(tmp_path, given).codec.num_entries == 5  # type: ignore[attr-defined]
+    given["codec"] = {"num_entries": 3}
+    assert resolve_request(tmp_path, given).codec.num_entries == 3  # type: ignore[attr-defined]
 
 
 def typer_app(app: Any, words: list[str]) -> None:
