@@ -133,7 +133,8 @@ def decode_chunk(data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> n
     except zstandard.ZstdError as error:
         raise DamagedShard(f"an inner chunk does not decompress: {error}") from error
     if num_bytes != rows.nbytes or more:
-        raise DamagedShard(f"an inner chunk holds {num_bytes} bytes, expected {rows.nbytes}")
+        got = f"more than {num_bytes}" if more else num_bytes
+        raise DamagedShard(f"an inner chunk holds {got} bytes, expected {rows.nbytes}")
     return rows
 
 
@@ -296,7 +297,11 @@ def _checked(data: bytes, expected: int, what: str) -> bytes:
 
 
 def _decompressor() -> zstandard.ZstdDecompressor:
-    """One per thread: a decompressor must not be shared."""
+    """One per thread: a decompressor must not be shared.
+
+    Not numcodecs, through which zarr-python compresses: into a buffer it takes a frame that ends
+    early for a whole one, and without a buffer it allocates whatever a frame claims.
+    """
     if not hasattr(_of_thread, "decompressor"):
         _of_thread.decompressor = zstandard.ZstdDecompressor()
     return _of_thread.decompressor

@@ -237,8 +237,17 @@ def test_a_chunk_that_grows_without_end_is_refused(sound) -> None:
     _, array = sound
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 24))
     bomb += google_crc32c.value(bomb).to_bytes(4, "little")
-    with pytest.raises(DamagedShard, match="holds 60 bytes, expected 60"):
+    with pytest.raises(DamagedShard, match="holds more than 60 bytes, expected 60"):
         native_of(array).decode_chunk(bomb)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 59])
+def test_a_chunk_that_ends_early_is_refused_and_never_filled_up(sound, num_bytes: int) -> None:
+    _, array = sound
+    short = zstandard.ZstdCompressor().compress(bytes(num_bytes))
+    short += google_crc32c.value(short).to_bytes(4, "little")
+    with pytest.raises(DamagedShard, match=f"holds {num_bytes} bytes, expected 60"):
+        native_of(array).decode_chunk(short)
 
 
 @pytest.fixture()
