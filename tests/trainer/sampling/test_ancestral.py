@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from shards.base.errors import UsageError
+from shards.noise import dense_arrivals
 from shards.testing import DenseNoise
 from tests.trainer.sampling_cases import BOS, LENGTH, draw, noise_for, open_rows, tiny_student
 from trainer.sampling import (
@@ -23,7 +25,7 @@ from trainer.sampling.rules.draws import SampleKeys, position_uniforms, race
 from trainer.sampling.rules.noise_use import NoiseUse
 from trainer.sampling.rules.order import ancestral_steps, ancestral_times, random_ranks
 from trainer.sampling.rules.revealing import dense_ranks
-from trainer.sampling.whole_row import WholeRow
+from trainer.sampling.whole_row import WholeRow, WholeRowSampler
 from trainer.students.registry import Student
 
 SAMPLERS = (
@@ -177,6 +179,38 @@ def test_redrawn_noise_is_that_of_the_step() -> None:
     held = NoiseUse(noise, 1.0).checked(student, tokens).embed(student, masked, torch.arange(4))
     assert held is not None
     assert not torch.allclose(both[0], held[3])
+
+
+def test_every_attempt_at_a_row_has_noise_of_its_own() -> None:
+    """No step of an earlier attempt has met it either."""
+    student, ids = tiny_student(), torch.arange(3)
+    use = NoiseUse(noise_for(student, ids, 3), 1.0, redraw=True).checked(
+        student, open_rows(student, 3)
+    )
+    rows = torch.tensor([2, 0])
+    attempts = [use.of(rows, attempt).noise for attempt in range(3)]
+    seen = [dense_arrivals(noise.redrawn(step)) for noise in attempts for step in range(4)]
+    assert seen[0].shape == (2 * LENGTH, student.config.vocab_size)
+    assert len(torch.stack(seen).unique()) == 12 * seen[0].numel()
+    whole = dense_arrivals(use.noise).unflatten(0, (3, LENGTH))
+    assert seen[0].tolist() == whole[rows].flatten(0, 1).tolist(), "the first is what was given"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NothingDrawn(WholeRowSampler):
+    """Leaves every masked position to the final fill."""
+
+    label: ClassVar[str] = "nothing drawn"
+
+    def steps(self, student, masked, keys, first=0):  # type: ignore[no-untyped-def]
+        return torch.zeros_like(masked, dtype=torch.int64), masked.long()
+
+
+def test_the_final_fill_takes_the_most_probable_tokens_whatever_the_rule() -> None:
+    student = tiny_student()
+    drawn = NothingDrawn(decision="categorical", nucleus_p=0.3)
+    expected = draw(student, AncestralConfig(nfe=1, decision="argmax"), IDS).tokens
+    assert draw(student, drawn, IDS).tokens.tolist() == expected.tolist()
 
 
 def test_time_conditioned_student_is_told_the_time() -> None:

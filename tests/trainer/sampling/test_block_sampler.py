@@ -125,6 +125,14 @@ def test_one_block_is_the_whole_row_sampler() -> None:
     )
 
 
+def test_noise_redrawn_in_every_step_is_that_of_the_whole_row_sampler() -> None:
+    student = tiny_student("bd3lm", block_size=LENGTH)
+    redrawn = {"nfe": 5, "redraw_noise": True}
+    block = draw(student, BlockConfig(**redrawn), IDS).tokens
+    assert block.tolist() == draw(student, AncestralConfig(**redrawn), IDS).tokens.tolist()
+    assert block.tolist() != draw(student, BlockConfig(nfe=5), IDS).tokens.tolist()
+
+
 def test_budget_is_spread_and_counted() -> None:
     student, ids = tiny_student("bd3lm", block_size=4), torch.arange(40)
     assert BlockConfig(nfe=7).block_budgets(3, 4) == [2, 2, 3]
