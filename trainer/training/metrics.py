@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,6 +37,7 @@ PEAK_BF16_FLOPS = {
 }
 """Dense bf16 peaks of the vendors' data sheets, FLOP/s, by a part of the device's name."""
 MAX_NAMED_ROWS = 16
+WANDB_RUN_ID = "wandb-run-id"
 
 
 class MetricsLog:
@@ -54,8 +56,7 @@ class MetricsLog:
         on_main_process(lambda: keep_lines_until(path, last_step), accelerator)
         if accelerator.is_main_process:
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
-        purge = {"purge_step": last_step + 1}
-        accelerator.init_trackers("gdistill", init_kwargs={"tensorboard": purge})
+        on_main_process(lambda: start_trackers(accelerator, path.parent, last_step), accelerator)
 
     def write(self, kind: str, step: int, num_steps: int, values: Mapping[str, Any]) -> None:
         """Add one line, visible at once to whoever reads the file."""
@@ -81,6 +82,32 @@ class MetricsLog:
             self._file.close()
         for tracker in self._accelerator.trackers:
             tracker.finish()
+
+
+def start_trackers(accelerator: Accelerator, out: Path, last_step: int) -> None:
+    """Begin, or go on with, what the trackers show of the run in ``out``.
+
+    Weights & Biases knows a run by an id, kept in the folder: a resumed run is the same one there.
+
+    Raises:
+        GdistillError: If a tracker does not start (no account, no network).
+    """
+    options: dict[str, Any] = {"tensorboard": {"purge_step": last_step + 1}}
+    if any(str(getattr(t, "value", t)) == "wandb" for t in accelerator.log_with):
+        run_id = out / WANDB_RUN_ID
+        if not run_id.exists():
+            write_bytes_atomic(run_id, secrets.token_hex(8).encode())
+        same = {"id": run_id.read_text().strip(), "resume": "allow"}
+        options["wandb"] = {"dir": str(out), "name": out.resolve().name, **same}
+    try:
+        accelerator.init_trackers("gdistill", init_kwargs=options)
+    except Exception as error:  # of the trackers' own libraries
+        raise GdistillError(
+            "a tracker does not start",
+            where="training.trackers",
+            got=(str(error).strip().splitlines() or [type(error).__name__])[0],
+            remedy="log in to it (wandb login), set WANDB_MODE=offline, or leave it out",
+        ) from error
 
 
 def keep_lines_until(path: Path, last_step: int) -> None:

@@ -91,7 +91,7 @@ class TrainingConfig:
         checkpoint_every_steps: Steps between checkpoints; the last step always gets one.
         keep_last: Newest checkpoints to keep.
         keep_every_steps: Also keep checkpoints at multiples of this; None keeps no more.
-        trackers: Trackers of Accelerate beside metrics.jsonl.
+        trackers: Beside metrics.jsonl: ``tensorboard``, and ``wandb`` where it is installed.
         peak_flops_per_second: Peak of one device for the utilisation figure (MFU); None looks the
             device up and leaves MFU out where it is unknown.
     """
