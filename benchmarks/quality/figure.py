@@ -85,7 +85,7 @@ def _draw_margins(axes: Any, maze: dict[str, Any]) -> None:
 
 def _draw_headroom(axes: Any, headroom: dict[str, Any]) -> None:
     """NLL of the best model without noise over tokens per pass, and the teacher's."""
-    sizes = [int(size) for size in headroom["blocks"]]
+    sizes = sorted(int(size) for size in headroom["blocks"])
     for key, label, color in (
         ("first_block_nll_nats", "without noise, first pass", "C3"),
         ("nll_nats", "without noise, 32 tokens, pass after pass", "C1"),

@@ -131,7 +131,7 @@ def headroom_table(found: dict[str, Any]) -> list[str]:
         " teacher's perplexity over the optimum's |",
         "|---|---|---|---|---|---|",
     ]
-    for size, row in found["blocks"].items():
+    for size, row in sorted(found["blocks"].items(), key=lambda item: int(item[0])):
         ratio = math.exp(-row["headroom_nats"]["value"])
         names = ("first_block_nll_nats", "first_block_headroom_nats", "nll_nats", "headroom_nats")
         cells = " | ".join(_cell(row[name]) for name in names)
