@@ -1,14 +1,17 @@
 """Attention over the vocabulary with the noise as bias: the noise read again inside the network.
 
-    h <- h + softmax((gamma * LN(h)) E^T + tau xi + w log q) W        at masked positions
+    h <- h + softmax(beta ((gamma * LN(h)) E^T + tau xi + w log q)) W     at masked positions
 
 E is the output head. With h = 0 this is what the conditioner shows the first layer; with h it is
-one soft step of x = argmax(l + xi), l being what the layers below have understood so far. A reading
-costs two products with [V, D] matrices per masked position and holds [n, V] scores: meant for small
-vocabularies.
+one soft step of x = argmax(l + xi), l being what the layers below have understood so far. The
+learnt beta says how soft: a near tie read with beta = 1 is one half of each and decides nothing. A
+reading costs two products with [V, D] matrices per masked position and holds [n, V] scores: meant
+for small vocabularies.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from jaxtyping import Float
@@ -37,11 +40,13 @@ class VocabularyAttention(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.empty(hidden_size))
+        self.log_beta = nn.Parameter(torch.empty(()))
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
 
     def reset_parameters(self) -> None:
-        """gamma 1; W uniform(+-1/sqrt V), as the conditioner's."""
+        """gamma 1, beta 2; W uniform(+-1/sqrt V), as the conditioner's."""
         nn.init.ones_(self.gamma)
+        nn.init.constant_(self.log_beta, math.log(2.0))
         bound = self.weight.shape[0] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
 
@@ -59,7 +64,8 @@ class VocabularyAttention(nn.Module):
             head: E.
         """
         masked = shares.any(dim=-1).nonzero(as_tuple=True)
-        query = self.gamma * layer_norm(x[masked].float(), self.gamma.shape)
-        scores = (query.to(head.dtype) @ head.T).float() + shares[masked].log()
-        read = torch.softmax(scores, dim=-1).to(self.weight.dtype) @ self.weight
+        with torch.autocast(x.device.type, enabled=False):  # near ties of l + xi are lost in bf16
+            query = self.gamma * layer_norm(x[masked].float(), self.gamma.shape)
+            scores = query @ head.float().T + shares[masked].log()
+            read = torch.softmax(self.log_beta.exp() * scores, dim=-1) @ self.weight.float()
         return x.index_put(masked, read.to(x.dtype), accumulate=True)

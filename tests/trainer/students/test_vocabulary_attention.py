@@ -54,17 +54,20 @@ def make_student(kind: type[MDLM], **changes: Any) -> MDLM:
     return student
 
 
-def test_one_reading_by_hand() -> None:
-    """D = 2, V = 2, LN(h) = (1, -1): scores (2, -2) + log (0.2, 0.8) against W."""
+@pytest.mark.parametrize("beta", [1.0, 3.0])
+def test_one_reading_by_hand(beta: float) -> None:
+    """D = 2, V = 2, LN(h) = (1, -1): beta ((2, -2) + log (0.2, 0.8)) against W."""
     reading = VocabularyAttention(2, 2)
     with torch.no_grad():
+        reading.log_beta.fill_(math.log(beta))
         reading.gamma.copy_(torch.tensor([2.0, 1.0]))
         reading.weight.copy_(torch.eye(2))
     x = torch.tensor([[[5.0, -5.0], [3.0, 1.0]]])
     shares = torch.tensor([[[0.2, 0.8], [0.0, 0.0]]])
     head = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
     result = reading(x, shares, head)
-    first = 0.2 * math.exp(2) / (0.2 * math.exp(2) + 0.8 * math.exp(-2))
+    odds = (0.2 / 0.8 * math.exp(4)) ** beta
+    first = odds / (1 + odds)
     assert torch.allclose(result[0, 0], torch.tensor([5 + first, -5 + 1 - first]), atol=1e-5)
     assert torch.equal(result[0, 1], x[0, 1])  # nothing is read at a known token
 
@@ -74,6 +77,7 @@ def test_without_head_it_is_the_conditioner() -> None:
     conditioner, reading = student.conditioner, student.backbone.noise_readings["1"]
     with torch.no_grad():
         reading.weight.copy_(conditioner.weight)
+        reading.log_beta.zero_()
     noise = make_batch().noise.at(torch.ones(3, LENGTH, dtype=torch.bool))
     embedded = student.embed_noise(noise, 0.7)
     x, shares = torch.zeros(1, len(embedded), 16), embedded[None, :, 16:]
