@@ -194,14 +194,14 @@ class Teacher:
         """
         check_row_length(self.files, rows.shape[1])
         self._check_ids(rows, row_ids)
-        rows = rows.to(self.device)
+        rows = sent(rows, self.device)
         try:
             logits = self.scorer(input_ids=rows[:, :-1], use_cache=False).logits
             hidden = self._hidden(logits) if need_hidden else None
         finally:  # a smaller batch needs the memory of one that did not fit
             self._forget()
         place = logits.device  # of a model on several devices, the last one's
-        return RawLogits(logits, rows[:, 1:].to(place), row_ids.to(place), hidden)
+        return RawLogits(logits, rows[:, 1:].to(place), sent(row_ids, place), hidden)
 
     @torch.inference_mode()
     def forward_only(self, rows: Int[Tensor, "b t"]) -> None:
@@ -292,3 +292,10 @@ def tokenizer_size(files: PretrainedFiles) -> int | None:
     if not any((files.folder / name).is_file() for name in names):
         return None
     return len(load_tokenizer(files.folder))
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host's tensor on the device; a GPU need not finish its work first."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -66,11 +66,16 @@ def encode_draw(
     return encode_in_parts(output, lambda part: encode(noise.select(part)))
 
 
-def passes_token(noise: KeyedPosterior, gumbels: Float[Tensor, "n v"]) -> Bool[Tensor, "n v"]:
+def passes_token(
+    noise: KeyedPosterior, gumbels: Float[Tensor, "n v"]
+) -> tuple[Int[Tensor, "k"], Int[Tensor, "k"], Bool[Tensor, "k"]]:
     """Where rounding of xi has lifted log p_j + xi_j to the token's value or past it.
 
     The exact xi never does; rounding those entries down instead of to the nearest restores the
     order, so that the token stays the argmax of what is stored.
+
+    Returns:
+        Rows and columns of the entries that come close, and which of them pass the token.
     """
     assert isinstance(noise.probabilities, DenseProbabilities)
     log_probs = noise.probabilities.log_probs
@@ -79,9 +84,7 @@ def passes_token(noise: KeyedPosterior, gumbels: Float[Tensor, "n v"]) -> Bool[T
     close.scatter_(1, noise.tokens[:, None], False)
     rows, columns = close.nonzero(as_tuple=True)
     sums = log_probs[rows, columns].double() + gumbels[rows, columns].double()
-    passes = torch.zeros_like(close)
-    passes[rows, columns] = sums >= winner[rows]
-    return passes
+    return rows, columns, sums >= winner[rows]
 
 
 TileDecoder = Callable[[tuple[Tensor, ...], int, int], Tensor]

@@ -66,8 +66,9 @@ def half_gumbels(noise: KeyedPosterior, arrivals: Float[Tensor, "n v"]) -> Float
     """xi = -log F as float16, rounded so that no entry passes the token's."""
     exact = -arrivals.log()
     rounded = exact.half()
-    low = passes_token(noise, rounded.float())
-    rounded[low] = round_down_to_half(exact[low])
+    rows, columns, passes = passes_token(noise, rounded.float())
+    lower = round_down_to_half(exact[rows, columns])
+    rounded[rows, columns] = torch.where(passes, lower, rounded[rows, columns])
     return rounded
 
 

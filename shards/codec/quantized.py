@@ -63,7 +63,9 @@ class QuantizedCodec(Codec):
         scaled = (gumbels - lowest[:, None]) / spacing[:, None]
         levels = scaled.round().clamp(0, 2**self.bits - 1)
         rounded = lowest[:, None] + levels * spacing[:, None]
-        levels = torch.where(passes_token(noise, rounded), scaled.floor().clamp(min=0), levels)
+        rows, columns, passes = passes_token(noise, rounded)
+        lower = scaled[rows, columns].floor().clamp(min=0)
+        levels[rows, columns] = torch.where(passes, lower, levels[rows, columns])
         return {
             "levels": _pack(levels.to(torch.uint8), self.bits),
             "lowest": lowest,

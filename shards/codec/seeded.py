@@ -67,10 +67,7 @@ class ShiftScale:
 
     def encode(self, shifts: Float[Tensor, "k"]) -> Int[Tensor, "k"]:
         """Codes of shifts in nats (float64)."""
-        nearest = (shifts / (2 * self.unit)).round()
-        above = shifts / self.unit - 2 * self.num_nearest
-        upward = self.num_nearest + (above + 2.0**-12).ceil()
-        return torch.where(above > 0, upward, nearest).long().clamp(max=self.max_code)
+        return _codes(shifts, self.unit, self.num_nearest, self.max_code)
 
     def decode(self, codes: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
         """Shifts in nats (float64)."""
@@ -156,15 +153,14 @@ class SeededCodec(Codec):
         rows, ids, slots = _slots(moved, order)
         ratios = waits[rows, ids] / prior[rows, ids]
         shifts = add_wait_(torch.ones_like(ratios), ratios).double().log()
-        codes = torch.ones_like(rows)
-        for level in coarsening.unique().tolist():
-            chosen = coarsening[rows] == level
-            codes[chosen] = self._scales[level].encode(shifts[chosen]).clamp(min=1)
+        scales = _scale_table(self.tolerance_nats, rows.device)
+        level = _level(coarsening)[rows]
+        codes = _codes(shifts, *(numbers[level] for numbers in scales)).clamp(min=1)
         shape = (len(moved), self._num_slots(vocab_size))
         return {
             **to_planes("shift_gap", _gaps(shape, rows, slots, order.rank_of_id[ids]), vocab_size),
             **to_planes("shift_code", _table(shape, rows, slots, codes), self._scale.max_code),
-            "coarsening": torch.where(coarsening > 0, coarsening + COARSENED, 0).to(torch.uint8),
+            "coarsening": _level(coarsening).to(torch.uint8),
         }
 
     def _moved(
@@ -174,8 +170,8 @@ class SeededCodec(Codec):
         coarsening: Int[Tensor, "n"],
     ) -> Bool[Tensor, "n v"]:
         """log(1 + p_j E_0 / E_j) > the unit of the position's scale."""
-        units = torch.tensor([scale.unit for scale in self._scales], dtype=torch.float64)
-        least = torch.expm1(units.to(waits.device)[coarsening]).float()
+        units, _, _ = _scale_table(self.tolerance_nats, waits.device)
+        least = torch.expm1(units[_level(coarsening)]).float()
         return waits > prior * least[:, None]
 
     def _coarsening(
@@ -200,7 +196,7 @@ class SeededCodec(Codec):
         self, codes: Int[Tensor, "n m"], coarsening: UInt8[Tensor, "n"]
     ) -> Float[Tensor, "n m"]:
         """Shifts in nats (float64)."""
-        units, nearest = _scale_table(self.tolerance_nats, codes.device)
+        units, nearest, _ = _scale_table(self.tolerance_nats, codes.device)
         level = coarsening.long()
         doubled = codes.minimum(nearest[level][:, None])
         return units[level][:, None] * (codes + doubled).double()
@@ -233,8 +229,8 @@ class SeededCodec(Codec):
 @lru_cache(maxsize=8)
 def _scale_table(
     tolerance_nats: float, device: torch.device
-) -> tuple[Float[Tensor, "256"], Int[Tensor, "256"]]:
-    """(unit, ``num_nearest``) of every value that ``coarsening`` can have."""
+) -> tuple[Float[Tensor, "256"], Int[Tensor, "256"], Int[Tensor, "256"]]:
+    """(unit, ``num_nearest``, ``max_code``) of every value that ``coarsening`` can have."""
     codec = SeededCodec(tolerance_nats)
     scales = [codec._scale] * COARSENED + codec._scales
     scales += scales[-1:] * (256 - len(scales))
@@ -244,7 +240,25 @@ def _scale_table(
     return (
         torch.tensor(units, dtype=torch.float64, device=device),
         torch.tensor(nearest, device=device),
+        torch.tensor([scale.max_code for scale in scales], device=device),
     )
+
+
+def _level(coarsening: Int[Tensor, "n"]) -> Int[Tensor, "n"]:
+    """How a coarsening c is stored."""
+    return torch.where(coarsening > 0, coarsening + COARSENED, 0)
+
+
+def _codes(
+    shifts: Float[Tensor, "k"],
+    unit: float | Tensor,
+    num_nearest: int | Tensor,
+    max_code: int | Tensor,
+) -> Int[Tensor, "k"]:
+    nearest = (shifts / (2 * unit)).round()
+    above = shifts / unit - 2 * num_nearest
+    upward = num_nearest + (above + 2.0**-12).ceil()
+    return torch.where(above > 0, upward, nearest).long().clamp(max=max_code)  # type: ignore[arg-type]
 
 
 def _slots_for(tolerance_nats: float) -> int:

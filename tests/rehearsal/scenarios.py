@@ -10,12 +10,15 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
 
 import torch
 
-from benchmarks.synthetic import write_store
+from benchmarks.synthetic import synthetic_output, unigram, write_store
+from pipeline.extract.transfer import to_host
+from shards.codec import TeacherOutput, make_codec
 from shards.store.store import ShardStore
 from tests.rehearsal.pretend_cuda import WATCH
 from tests.trainer.sampling_cases import open_rows
@@ -27,7 +30,7 @@ from trainer.students.registry import STUDENTS, Student
 from trainer.training.optimization import clip_gradients, make_optimizer
 from trainer.training.settings import OptimizationConfig
 
-VOCAB, LENGTH, ROWS = 3000, 16, 8
+VOCAB, LENGTH, ROWS, HIDDEN = 3000, 16, 8, 8
 """Several noise tiles wide at the block size used here, so that waits per tile would show."""
 Counts = Counter[tuple[str, str]]
 SCENARIOS: dict[str, Callable[[], Counts]] = {}
@@ -107,7 +110,24 @@ def _training(kind: str, conditioning: str, codec: str) -> Counts:
     return waits_per(step)
 
 
+@cache
+def teacher_output() -> TeacherOutput:
+    """What a teacher says of two rows, with hidden states; on the host."""
+    output = synthetic_output(torch.arange(2), LENGTH, VOCAB)
+    return replace(output, hidden=torch.zeros(2, LENGTH - 1, HIDDEN))
+
+
+def _extraction(name: str) -> Counts:
+    """Encoding and fetching one batch; its forward pass waits for nothing."""
+    codec, output = make_codec(name), teacher_output()
+    tensors = {field.name: getattr(output, field.name).to("cuda") for field in fields(output)}
+    resources = {"unigram_log_probs": unigram(VOCAB).to("cuda")}
+    return waits_per(lambda _: to_host(dict(codec.encode(TeacherOutput(**tensors), 5, resources))))
+
+
 CODECS = ("posterior", "seeded", "topk", "quantized", "full")
+for _codec in CODECS:
+    scenario(f"extraction batch, {_codec}")(partial(_extraction, _codec))
 for _codec in CODECS:
     scenario(f"micro-batch, mdlm, {_codec}")(partial(_training, "mdlm", "gumbel", _codec))
 OTHERS = (("mdlm", "none"), ("bd3lm", "gumbel"), ("bd3lm", "none"), ("ar", "none"))

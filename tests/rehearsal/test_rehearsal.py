@@ -13,9 +13,11 @@ CEILINGS = {
     "micro-batch": 4,
     "micro-batch, ar": 0,
     "optimiser step": 2,
-    "sampling pass": 12,
-    "sampling pass, ancestral": 8,
-    "sampling token, sequential": 4,
+    "extraction batch": 2,
+    "extraction batch, seeded": 3,
+    "sampling pass": 2,
+    "sampling pass, block": 3,
+    "sampling token, sequential": 0,
 }
 """Waits per repetition, by the longest name that a scenario's name begins with."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
-    from trainer.objective.batch import Batch, BatchMaker, StoredRowNoise
+    from trainer.objective.batch import Batch, BatchMaker, StoredRowNoise, placed
     from trainer.objective.clipped_schedule import FULL, MAX_BATCHES, Clips, best_clips, candidates
     from trainer.objective.places import Places
     from trainer.objective.schedules import (

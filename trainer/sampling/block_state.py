@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from trainer.objective import Places
 from trainer.sampling.rules import (
     NoiseUse,
     SampleKeys,
@@ -106,7 +107,7 @@ class BlockState:
         self,
         rows: Int[Tensor, "m"],
         tokens: Int[Tensor, "m block"],
-        where: Bool[Tensor, "m block"],
+        where: Places,
         steps: Int[Tensor, "m"],
     ) -> Float[Tensor, "n v1"]:
         condition = self._condition(rows, tokens, steps)
@@ -120,21 +121,21 @@ class BlockState:
         # The cache holds all rows or none, so those with nothing to reveal come along. Their NFE
         # does not grow: alone they would read the finished block with the next one.
         everyone = self.tokens_here.index_put((rows,), tokens)
-        everywhere = torch.zeros_like(everyone, dtype=torch.bool).index_put((rows,), where)
+        everywhere = Places(rows[where.rows], where.positions)
         if condition is not None:
             blank = condition.new_zeros(len(everyone), *condition.shape[1:])
             condition = blank.index_put((rows,), condition)
         return self.student.predict_after(finished, everyone, everywhere, condition, self.cache)
 
     def _predict_from_window(
-        self, rows: Tensor, tokens: Tensor, where: Tensor, condition: Tensor | None, steps: Tensor
+        self, rows: Tensor, tokens: Tensor, where: Places, condition: Tensor | None, steps: Tensor
     ) -> Float[Tensor, "n v1"]:
         context = self.tokens[self.active[rows], self.window_start : self.start]
         width = context.shape[1]
         if condition is not None:
             condition = pad(condition, (0, 0, width, 0))
         both = torch.cat((context, tokens), dim=1)
-        where = pad(where, (width, 0))
+        where = where.shifted(width)
         return self.student.predict_at(both, where, condition, self.levels.at(steps))
 
     def _condition(
@@ -155,7 +156,7 @@ class BlockState:
             has_ended |= (tokens[:, -1] == self.student.config.eos_token_id) & filled[:, -1]
         monotonous = stop.is_monotonous(tokens, lengths)
         self.low_entropy[self.active] |= monotonous
-        self.lengths[self.active[has_ended]] = lengths[has_ended]
+        self.lengths[self.active] = torch.where(has_ended, lengths, self.lengths[self.active])
         is_done = has_ended if is_last_try else has_ended | monotonous
         if bool(is_done.any()):
             kept = (~is_done).nonzero()[:, 0]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shards.base import UsageError
 from shards.noise import Noise
+from trainer.objective import Places
 from trainer.sampling.rules import (
     SampleKeys,
     SampleResult,
@@ -20,6 +21,9 @@ from trainer.sampling.rules import (
     inference,
 )
 from trainer.students import AR, Student
+
+TOKENS_BETWEEN_QUESTIONS = 8
+"""How often rows that may end early are asked whether all have, which makes the host wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,16 +81,19 @@ class SequentialConfig(TokenSampler):
         end = torch.where(masked, place + 1, 0).amax(dim=1)
         first, cache = int(begin.min()), student.start_cache(len(tokens))
         has_ended = torch.zeros_like(begin, dtype=torch.bool)
-        new = tokens[:, :first]
+        new, everyone = tokens[:, :first], torch.arange(len(tokens), device=tokens.device)
         for position in range(first, int(end.max())):
             log_probs = student.predict_next(new, cache)
-            where = masked[:, position : position + 1] & ~has_ended[:, None]
-            names = keys.at("sampling tokens", where, position)
-            tokens[where[:, 0], position] = self.rule.choose(log_probs[where[:, 0]], names)
+            # All rows draw, also those whose token is given: to leave some out is to count them.
+            here = masked[:, position] & ~has_ended
+            names = keys.at("sampling tokens", Places(everyone, everyone * 0), position)
+            drawn = self.rule.choose(log_probs, names)
+            tokens[:, position] = torch.where(here, drawn, tokens[:, position])
             if self.stop.at_eos:
-                has_ended |= where[:, 0] & (tokens[:, position] == eos_id)
-                tokens[has_ended, position + 1 :] = eos_id  # type: ignore[assignment]
-                if bool(has_ended.all()):
+                has_ended |= here & (tokens[:, position] == eos_id)
+                rest = tokens[:, position + 1 :]
+                tokens[:, position + 1 :] = torch.where(has_ended[:, None], eos_id, rest)
+                if position % TOKENS_BETWEEN_QUESTIONS == 0 and bool(has_ended.all()):
                     break
             new = tokens[:, position : position + 1]
         lengths = self.stop.ends(tokens, masked, eos_id)

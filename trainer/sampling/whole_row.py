@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from trainer.objective import Places
 from trainer.sampling.rules import (
     DiffusionSampler,
     NoiseUse,
@@ -51,7 +52,7 @@ class WholeRow:
         self,
         rows: Int[Tensor, "m"],
         tokens: Int[Tensor, "m l"],
-        where: Bool[Tensor, "m l"],
+        where: Places,
         steps: Int[Tensor, "m"],
     ) -> Float[Tensor, "n v1"]:
         if self.use.redraw:

@@ -17,10 +17,13 @@ from torch import Tensor
 
 from shards.base import derive_seed
 from shards.noise import PositionKeys, keyed_bits
+from trainer.objective import Places
 
 RACE_EPS = 1e-10
 ELEMENTS_PER_CHUNK = 1 << 22
 """Most float64 probabilities at a time: 32 MiB, of which a draw holds a dozen copies."""
+ELEMENTS_PER_GPU_CHUNK = 1 << 25
+"""The same on a GPU, which small chunks would leave idle."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,9 @@ class SampleKeys:
     sample_ids: Int[Tensor, "b"]
     attempt: int = 0
 
-    def at(self, purpose: str, where: Bool[Tensor, "b l"], first_position: int = 0) -> PositionKeys:
+    def at(
+        self, purpose: str, where: Bool[Tensor, "b l"] | Places, first_position: int = 0
+    ) -> PositionKeys:
         """Keys of the positions marked in ``where``, row-major.
 
         Args:
@@ -45,7 +50,7 @@ class SampleKeys:
             where: Positions; column 0 is row position ``first_position``.
             first_position: Row position of column 0.
         """
-        rows, positions = where.nonzero(as_tuple=True)
+        rows, positions = Places.of(where).index
         seed = derive_seed(self.seed, purpose)
         ids = self.sample_ids.to(rows.device)[rows]
         return PositionKeys(seed, ids, positions + first_position, self.attempt)
@@ -64,8 +69,11 @@ def position_uniforms(
     keys: SampleKeys, purpose: str, num_positions: int, first_position: int = 0
 ) -> Float[Tensor, "b l"]:
     """One float64 uniform for each of ``num_positions`` consecutive positions of each sample."""
-    everywhere = keys.sample_ids.new_ones(len(keys.sample_ids), num_positions, dtype=torch.bool)
-    return uniforms(keys.at(purpose, everywhere, first_position), 0, 1).view(everywhere.shape)
+    count, device = len(keys.sample_ids), keys.sample_ids.device
+    rows = torch.arange(count, device=device).repeat_interleave(num_positions)
+    everywhere = Places(rows, torch.arange(num_positions, device=device).repeat(count))
+    named = keys.at(purpose, everywhere, first_position)
+    return uniforms(named, 0, 1).view(count, num_positions)
 
 
 def race(probs: Float[Tensor, "n v"], uniform: Float[Tensor, "n v"]) -> Int[Tensor, "n"]:
@@ -81,11 +89,14 @@ def draw_tokens(probs: Float[Tensor, "n v"], keys: PositionKeys) -> Int[Tensor, 
     return race(probs, uniforms(keys, 0, probs.shape[-1]))
 
 
-def position_chunks(num_positions: int, size: int) -> Iterator[slice]:
+def position_chunks(
+    num_positions: int, size: int, device: torch.device | None = None
+) -> Iterator[slice]:
     """Groups of positions whose float64 probabilities of ``size`` tokens fit in memory.
 
     There is always one, which is empty where there are no positions.
     """
-    step = max(1, ELEMENTS_PER_CHUNK // size)
+    on_host = device is None or device.type == "cpu"
+    step = max(1, (ELEMENTS_PER_CHUNK if on_host else ELEMENTS_PER_GPU_CHUNK) // size)
     for first in range(0, max(1, num_positions), step):
         yield slice(first, first + step)

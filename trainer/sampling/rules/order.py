@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trainer.objective import Schedule
+from trainer.objective import Schedule, placed
 from trainer.sampling.rules.draws import SampleKeys, position_uniforms
 
 NOT_REVEALED = 0
@@ -84,7 +84,7 @@ def ancestral_order(
         times: Times of the steps.
     """
     uniform = position_uniforms(keys, "sampling order", masked.shape[1], first)
-    survival = survival_probability(schedule, times).to(uniform.device)
+    survival = placed(survival_probability(schedule, times), uniform.device)
     steps = ancestral_steps(uniform, masked, survival)
     is_left = steps >= len(times)
     return steps.masked_fill(is_left, 0), torch.where(is_left, steps, 0)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from trainer.objective import Places, placed
 from trainer.sampling.rules.draws import SampleKeys
 from trainer.sampling.rules.token_rule import TokenRule
 
@@ -26,15 +28,15 @@ class Predict(Protocol):
         self,
         rows: Int[Tensor, "m"],
         tokens: Int[Tensor, "m l"],
-        where: Bool[Tensor, "m l"],
+        where: Places,
         steps: Int[Tensor, "m"],
     ) -> Float[Tensor, "n v1"]:
-        """Log-probabilities of x_0 at the n positions of ``where``, row-major.
+        """Log-probabilities of x_0 at the n places of ``where``.
 
         Args:
             rows: Batch rows that take part.
             tokens: Their tokens so far, the mask id where unknown.
-            where: Positions to predict, all of them masked.
+            where: Places among those rows to predict, all of them masked.
             steps: Step of the sampler that each row is in, from 1.
         """
         ...
@@ -67,18 +69,61 @@ def reveal(
         Tokens, and the forward passes each row took part in.
     """
     tokens = tokens.clone()
-    passes = dense_ranks(steps)
-    for number in range(1, int(passes.max()) + 1 if passes.numel() else 1):
-        where = passes == number
-        rows = where.any(dim=1).nonzero()[:, 0]
-        now = torch.where(where[rows], steps[rows], 0).amax(dim=1)
-        for group in row_groups(where[rows].sum(dim=1).tolist()):
-            chosen, here = rows[group], torch.zeros_like(where)
-            here[chosen] = where[chosen]
-            log_probs = predict(chosen, tokens[chosen], where[chosen], now[group])
-            names = keys.at("sampling tokens", here, first_position)
-            tokens[here] = rule.choose(log_probs, names)
-    return tokens, passes.amax(dim=1)
+    ranks = dense_ranks(steps)
+    for part in plan_passes(ranks, steps):
+        log_probs = predict(part.rows, tokens[part.rows], part.where, part.steps)
+        names = keys.at("sampling tokens", part.places, first_position)
+        tokens[part.places.index] = rule.choose(log_probs, names)
+    return tokens, ranks.amax(dim=1)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass: m rows, and the n places that it reveals in them.
+
+    Attributes:
+        rows: [m] int64.
+        steps: [m] int64, the step each of them is in.
+        places: Places of the batch.
+        where: The same places among the m rows.
+    """
+
+    rows: Int[Tensor, "m"]
+    steps: Int[Tensor, "m"]
+    places: Places
+    where: Places
+
+
+def plan_passes(ranks: Int[Tensor, "b l"], steps: Int[Tensor, "b l"]) -> Iterator[Pass]:
+    """All forward passes, from the pass (1, 2, ...; 0 is none) and the step of each position.
+
+    Planned on the host, which waits for a GPU here and in no pass.
+    """
+    device, length = ranks.device, ranks.shape[1]
+    pass_of, step_of = torch.stack((ranks, steps)).to("cpu").flatten(1)
+    open_places = pass_of.nonzero()[:, 0]
+    order = open_places[pass_of[open_places].argsort(stable=True)]
+    rows = order // length
+    first = pass_of[order] * len(ranks) + rows  # ascending: pass by pass, row by row
+    groups, group_of, sizes = first.unique_consecutive(return_inverse=True, return_counts=True)
+    ends = sizes.cumsum(0)
+    starts = ends - sizes
+    group_rows, group_steps = groups % max(1, len(ranks)), step_of[order[starts]]
+    group_data = placed(torch.stack((group_rows, group_steps)), device)
+    place_data = placed(torch.stack((rows, order % length, group_of)), device)
+    counts = (groups // max(1, len(ranks))).unique_consecutive(return_counts=True)[1].tolist()
+    begin, lengths, stops = 0, sizes.tolist(), ends.tolist()
+    for count in counts:
+        for part in row_groups(lengths[begin : begin + count]):
+            low, high = begin + part.start, begin + part.stop
+            inside = slice(stops[low] - lengths[low], stops[high - 1])
+            batch_rows, positions, group = place_data[:, inside]
+            yield Pass(
+                *group_data[:, low:high],
+                Places(batch_rows, positions),
+                Places(group - low, positions),
+            )
+        begin += count
 
 
 def row_groups(num_positions: Sequence[int]) -> Iterator[slice]:
