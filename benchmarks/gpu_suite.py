@@ -204,7 +204,7 @@ def run_suite(
     """
     start = time.monotonic()
     obstacle = use_noise_kernel("auto", device)
-    kernel = noise_kernel() + (f": {obstacle}" if obstacle else "")
+    kernel = noise_kernel(device) + (f": {obstacle}" if obstacle else "")
     checks = check_everything(shape.vocab_size, device)
     found: Found = {"noise_kernel": kernel, "checks": checks, "left_out_for_time": []}
     keep(found)

@@ -109,6 +109,22 @@ def block_causal_mask(length: int, block_size: int, device: torch.device) -> Ten
 
 
 @functools.lru_cache(maxsize=16)
+def flex_obstacle(device: torch.device) -> str:
+    """Why FlexAttention cannot train on this device, tried once on a few tokens; else empty."""
+    if device.type != "cuda":
+        return f"it has no gradient on {device.type}"
+    try:
+        attend = flex_training_attention(64, 16, device)
+        query, key, value = (
+            torch.zeros(2, 1, 128, 16, device=device, requires_grad=True) for _ in range(3)
+        )
+        attend(query, key, value).sum().backward()
+    except Exception as error:  # whatever a compiler may lack
+        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ""
+
+
+@functools.lru_cache(maxsize=16)
 def flex_training_attention(row_length: int, block_size: int, device: torch.device) -> Attend:
     """FlexAttention with the training pattern; the block mask is built once per shape and device.
 

@@ -12,17 +12,20 @@ finished blocks in memory::
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shards.base import UsageError
+from shards.base import UsageError, stderr
 from trainer.objective import Places, masked_log_probs, substituted_log_probs
 from trainer.students.attention import (
     Attend,
     KeyValueCache,
     block_causal_mask,
+    flex_obstacle,
     flex_training_attention,
     full_attention,
     masked_attention,
@@ -88,7 +91,9 @@ class BD3LM(MDLM):
         choice = self.settings.attention
         if choice == "auto":
             wide_enough = self.backbone.head_width >= 16
-            choice = "flex" if device.type == "cuda" and wide_enough else "sdpa"
+            choice = "sdpa"
+            if device.type == "cuda" and wide_enough:
+                choice = "sdpa" if _told_obstacle(device) else "flex"
         if choice == "flex" and device.type != "cuda" and torch.is_grad_enabled():
             raise UsageError(
                 "FlexAttention has no gradient on this device",
@@ -217,3 +222,12 @@ class BD3LM(MDLM):
 
     def _next_positions(self, tokens: Tensor, cache: KeyValueCache) -> Int[Tensor, "new"]:
         return torch.arange(cache.length, cache.length + tokens.shape[1], device=tokens.device)
+
+
+@functools.lru_cache(maxsize=16)
+def _told_obstacle(device: torch.device) -> str:
+    """What keeps FlexAttention from training here; said once, since sdpa is slower."""
+    obstacle = flex_obstacle(device)
+    if obstacle:
+        stderr.print(f"attention: sdpa on {device}; FlexAttention fails: {obstacle}", markup=False)
+    return obstacle

@@ -28,7 +28,7 @@ from shards.base import (
     to_mapping,
     write_json_atomic,
 )
-from shards.noise import use_noise_kernel
+from shards.noise import noise_kernel, use_noise_kernel
 from shards.store import ShardStore
 from shards.stream import RowBatch, ShardStream
 from trainer.objective import Batch, BatchMaker
@@ -103,7 +103,8 @@ class Trainer:
         self.accelerator = open_accelerator(training, out / "tensorboard")
         obstacle = use_noise_kernel(training.noise_kernel, self.accelerator.device)
         if obstacle and self.accelerator.is_main_process:
-            stderr.print(f"noise kernel: eager; {obstacle}", markup=False)
+            where = self.accelerator.device
+            stderr.print(f"noise kernel: eager on {where}; {obstacle}", markup=False)
         self.identity = run_identity(config, store.manifest, init_from)
         self.checkpoints = CheckpointFolder(
             out / CHECKPOINTS, training.keep_last, training.keep_every_steps
@@ -244,6 +245,7 @@ class Trainer:
             values["learning_rate"] = self.optimizer.param_groups[0]["lr"]
             values["num_tokens"] = self.step * num_tokens
             values["epoch"] = epoch
+            values["noise_kernel"] = noise_kernel(self.accelerator.device)
             self.metrics.write("train", self.step, self.num_steps, values)
             note, figures = f"loss {values['loss']:.3f}", {"loss": values["loss"]}
             if self.validation is not None:

@@ -272,7 +272,39 @@ def test_auto_compiles_on_cuda_alone_and_tells_why_not(monkeypatch: pytest.Monke
         raise GdistillError("cannot compile the noise kernel", got="no Triton")
 
     monkeypatch.setattr("shards.noise.keyed_exponentials._compile", fails)
-    monkeypatch.setattr("shards.noise.keyed_exponentials._compiled", None)
+    monkeypatch.setattr("shards.noise.keyed_exponentials._compiled", {})
     assert use_noise_kernel("auto", "cpu") == "" and not calls
     assert "no Triton" in use_noise_kernel("auto", "cuda") and calls == [torch.device("cuda")]
     assert noise_kernel() == "eager"
+
+
+@pytest.mark.parametrize(
+    ("ulps", "most", "fits"), [(0, 0, True), (1, 0, False), (2, 2, True), (3, 2, False)]
+)
+def test_a_compiled_kernel_may_differ_as_far_as_its_device_allows(
+    monkeypatch: pytest.MonkeyPatch, ulps: int, most: int, fits: bool
+) -> None:
+    """Not at all on a CPU, whose results are reproduced bit for bit."""
+
+    def compiled(work: Callable[..., Tensor], **_: object) -> Callable[..., Tensor]:
+        def run(*words: Tensor) -> Tensor:
+            found = work(*words)
+            found.view(torch.int32)[3, 5, 1] += ulps
+            return found
+
+        return run
+
+    from shards.noise import keyed_exponentials as module
+
+    assert module.LARGEST_ULPS == {"cpu": 0, "cuda": 2}
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(module, "_compiled", {})
+    monkeypatch.setitem(module.LARGEST_ULPS, "cpu", most)
+    obstacle = ""
+    try:
+        use_noise_kernel("compiled", "cpu")
+    except GdistillError as error:
+        obstacle = str(error)
+    assert noise_kernel("cpu") == ("compiled" if fits else "eager")
+    assert noise_kernel("cuda") == "eager", "another device keeps its own kernel"
+    assert fits or f"{ulps} units" in obstacle

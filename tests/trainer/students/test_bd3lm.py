@@ -194,3 +194,21 @@ def test_no_rows_cost_nothing(attention: str) -> None:
     with torch.no_grad():
         output = student.loss(make_batch(2).rows(slice(0)))
     assert output.nll_sum == 0.0 and output.num_tokens == output.num_masked == 0
+
+
+def test_training_goes_on_without_flexattention_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from trainer.students import attention, bd3lm
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no gcc")
+
+    device = torch.device("cuda", 3)
+    monkeypatch.setattr(attention, "flex_training_attention", broken)
+    attention.flex_obstacle.cache_clear()
+    bd3lm._told_obstacle.cache_clear()
+    assert [bd3lm._told_obstacle(device) for _ in range(2)] == ["no gcc", "no gcc"]
+    said = capsys.readouterr().err
+    assert said.count("FlexAttention fails: no gcc") == 1 and "sdpa on cuda:3" in said
+    assert "no gradient" in attention.flex_obstacle(torch.device("cpu"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shards.base import UsageError, flatten, merge, parse_override
+from shards.base import UsageError, flatten, merge, parse_override, stderr
 from shards.language_model import find_pretrained, looks_local
 from shards.noise import use_noise_kernel
 from trainer.sampling import SAMPLERS, make_sampler, sampler_class
@@ -101,7 +101,8 @@ class Request:
             UsageError: For any part of the request that cannot be met.
         """
         device = self._device()
-        use_noise_kernel("auto", device)
+        if obstacle := use_noise_kernel("auto", device):
+            stderr.print(f"noise kernel: eager on {device}; {obstacle}", markup=False)
         loaded = open_model(find_checkpoint(self.checkpoint), device)
         name = loaded.student.default_sampler if self.sampler is None else self.sampler
         name = name.replace("-", "_")
