@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -54,3 +55,18 @@ def rehearse(module: str, *words: str) -> subprocess.CompletedProcess[str]:
     }
     command = [sys.executable, "-m", module, *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def main() -> None:
+    """A table of every scenario: how often the host waits in one repetition, and where."""
+    done = rehearse("tests.rehearsal.run_scenarios", *sys.argv[1:])
+    print("| scenario | waits | where |\n|---|---:|---|")
+    for record in map(json.loads, done.stdout.splitlines()):
+        places = [f"{kind} ({count:g})" for kind, count in record.get("places", {}).items()]
+        waits = f"{record['waits']:g}" if "waits" in record else "failed"
+        print(f"| {record['scenario']} | {waits} | {', '.join(places) or '-'} |")
+    sys.exit(done.returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -185,6 +185,11 @@ def ancestral_none() -> Counts:
     return _sampling("mdlm", "ancestral", (4, 12), nfe=0, conditioning="none")
 
 
+@scenario("sampling pass, fixed_count")
+def fixed_count() -> Counts:
+    return _sampling("mdlm", "fixed_count", (4, 12), nfe=0)
+
+
 @scenario("sampling pass, first_hitting")
 def first_hitting() -> Counts:
     return _sampling("mdlm", "first_hitting", (8, 16))
