@@ -25,8 +25,11 @@ class Bench(Protocol):
     def measure(self, run: Run, folder: Path) -> Any:
         """JSON-ready figures of the student in ``folder``."""
 
-    def summarise(self, figures: Mapping[str, Sequence[Any]], out: Path) -> list[str]:
-        """Lines of the table of recipe -> figures per seed; figures go to ``out`` + suffix."""
+    def reference(self) -> dict[str, Any]:
+        """JSON-ready figures that hold for every student."""
+
+    def summarise(self, figures: Mapping[str, Sequence[Any]]) -> list[str]:
+        """Lines of the table of recipe -> figures per seed."""
 
 
 def quality(
@@ -54,9 +57,11 @@ def quality(
     figures = measure(plan, home, bench)
     out.mkdir(parents=True, exist_ok=True)
     place = out / f"quality-{plan_file.stem}"
-    table = bench.summarise(figures, place)
+    table = bench.summarise(figures)
     results = {"machine": machine(torch.device("cpu")), "plan": to_mapping(plan)}
-    write_json_atomic(place.with_suffix(".json"), {**results, "recipes": figures})
+    write_json_atomic(
+        place.with_suffix(".json"), {**results, "reference": bench.reference(), "recipes": figures}
+    )
     place.with_suffix(".md").write_text("\n".join(table) + "\n", encoding="utf-8")
     typer.echo("\n".join(table))
 

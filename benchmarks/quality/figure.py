@@ -22,9 +22,10 @@ def draw(results: Path) -> Path:
     from matplotlib import pyplot
 
     maze = json.loads((results / "quality-maze.json").read_text(encoding="utf-8"))
+    full = json.loads((results / "maze-full.json").read_text(encoding="utf-8"))
     headroom = json.loads((results / "quality-headroom.json").read_text(encoding="utf-8"))
     figure, panels = pyplot.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
-    _draw_success(panels[0], maze)
+    _draw_success(panels[0], maze, full)
     _draw_margins(panels[1], maze)
     _draw_headroom(panels[2], headroom)
     for axes in panels:
@@ -35,14 +36,21 @@ def draw(results: Path) -> Path:
     return path
 
 
-def _draw_success(axes: Any, maze: dict[str, Any]) -> None:
-    """A line per recipe over NFE, a mark per training seed."""
+def _draw_success(axes: Any, maze: dict[str, Any], full: dict[str, Any]) -> None:
+    """A line per student over NFE, beside what was before and the optimum without noise."""
     budgets = maze["plan"]["nfe"]
     for number, (name, seeds) in enumerate(maze["recipes"].items()):
         for place, cells in enumerate(seeds):
             values = [100 * cells[str(nfe)]["success"] for nfe in budgets]
             label = name if place == 0 else None
             axes.plot(budgets, values, "o-", color=f"C{number}", ms=4, lw=1, label=label)
+    optimum = maze["reference"]["optimum"]
+    values = [100 * optimum[str(nfe)] for nfe in budgets]
+    axes.plot(budgets, values, "s--", color="C3", ms=4, lw=1, label="exact optimum without noise")
+    earlier = full["layouts"]["m57"]["models"]["gumbel"]["argmax"]
+    values = [100 * earlier[str(nfe)]["success"] for nfe in budgets]
+    label = "MDLM + Gumbel, preset maze (maze-full.json)"
+    axes.plot(budgets, values, "^-", color="grey", ms=4, lw=1, label=label)
     axes.axhline(95, color="grey", lw=0.8, ls=":")
     axes.set_xscale("log", base=2)
     axes.set_xticks(budgets, [str(nfe) for nfe in budgets])
@@ -105,7 +113,7 @@ def _draw_headroom(axes: Any, headroom: dict[str, Any]) -> None:
     axes.set_xlabel("tokens per pass")
     axes.set_ylabel("NLL under the teacher, nats per token")
     axes.set_title("stories: exact optima at equal entropy", fontsize=10)
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 0.16))
 
 
 def main(

@@ -99,9 +99,11 @@ class MazeBench:
             source=Path(),
         )
 
-    def summarise(
-        self, figures: Mapping[str, Sequence[Mapping[str, Cell]]], out: Path
-    ) -> list[str]:
+    def reference(self) -> Cell:
+        """NFE -> success of the exact optimum of every student without noise."""
+        return {"optimum": {str(nfe): value for nfe, value in self.task.optimum.items()}}
+
+    def summarise(self, figures: Mapping[str, Sequence[Mapping[str, Cell]]]) -> list[str]:
         """Markdown, a line per recipe: success in per cent, total variation, agreement, paths."""
         budgets = [str(nfe) for nfe in self.plan.nfe]
         head = ["recipe", *(f"NFE {nfe}" for nfe in budgets), "TV at NFE 1", "agreement", "paths"]

@@ -176,7 +176,7 @@ def test_stories_are_measured_and_told(
         config = tiny_run(model__conditioning=run.recipe.conditioning, training__num_steps=1)
         assert train(config, store, folder)
         figures[run.recipe.name] = [json.loads(json.dumps(bench.measure(run, folder)))]
-    table = "\n".join(bench.summarise(figures, tmp_path / "out"))
+    table = "\n".join(bench.summarise(figures))
     assert "| noisy over plain, seed 1 |" in table and "NFE 2" in table
     ways = figures["noisy"][0]["samples"]["2"]
     assert ways.keys() == {*stories.WAYS, "argmax"}
