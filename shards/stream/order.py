@@ -34,6 +34,9 @@ WHOLE_CHUNKS = 384
 TARGET_LANES = 512
 """Small batches take turns over so many lanes."""
 
+BITS_AT_ONCE = 1 << 20
+"""Random numbers of chunks drawn at a time."""
+
 Indices = Int64[np.ndarray, "n"]
 
 
@@ -131,12 +134,11 @@ class LaneOrder:
         num_chunks = -(-num_rows // rows_per_chunk)
         self.num_rows, self.rows_per_chunk, self.num_lanes = num_rows, rows_per_chunk, num_lanes
         self._key = derive_seed(seed, "row order", epoch)
-        bits = _random_bits(derive_seed(seed, "chunk order", epoch), np.arange(num_chunks))
-        self._chunks = np.argsort(bits, kind="stable")
-        self._sizes = np.full(num_chunks, rows_per_chunk, dtype=np.int64)
-        short = num_rows - (num_chunks - 1) * rows_per_chunk
-        self._sizes[self._chunks == num_chunks - 1] = short
-        self._ends = np.cumsum(self._sizes)
+        bits = _chunk_bits(derive_seed(seed, "chunk order", epoch), num_chunks)
+        # The one array that grows with the corpus: 4 bytes a chunk, an eighth of a byte a row.
+        self._chunks = np.argsort(bits, kind="stable").astype(np.int32)
+        self._short_place = int(np.flatnonzero(self._chunks == num_chunks - 1)[0])
+        self._num_missing = num_chunks * rows_per_chunk - num_rows
         lanes, longer = np.arange(num_lanes), num_rows % num_lanes
         self._lengths = num_rows // num_lanes + (lanes < longer)
         self._starts = lanes * (num_rows // num_lanes) + np.minimum(lanes, longer)
@@ -154,20 +156,36 @@ class LaneOrder:
         lanes, indices = positions % self.num_lanes, positions // self.num_lanes
         starts, lengths, turns = (a[lanes] for a in (self._starts, self._lengths, self._turns))
         inside = (indices + turns) % lengths
-        chunks = np.searchsorted(self._ends, starts + inside, side="right")
-        offsets = starts + inside - (self._ends[chunks] - self._sizes[chunks])
-        rows = self._chunks[chunks] * self.rows_per_chunk + self._shuffled(chunks, offsets)
+        chunks, offsets, ends = self._place(starts + inside)
+        first_rows = self._chunks[chunks].astype(np.int64) * self.rows_per_chunk
+        rows = first_rows + self._shuffled(chunks, offsets)
         # The lane is done with the chunk at its end, or where the lane came round to its turn.
-        stops = np.minimum(self._ends[chunks] - starts, lengths)
+        stops = np.minimum(ends - starts, lengths)
         last = np.where(inside >= turns, stops - turns, np.minimum(stops, turns) + lengths - turns)
         return rows, (last - 1) * self.num_lanes + lanes
+
+    def _place(self, sequence: Indices) -> tuple[Indices, Indices, Indices]:
+        """Of places in the sequence of all chunks' rows: chunk, offset in it, where it ends.
+
+        All chunks are whole but the last one of the split, wherever it stands in the sequence.
+        """
+        behind = sequence >= self._short_place * self.rows_per_chunk
+        whole = sequence + np.where(behind, self._num_missing, 0)
+        chunks = whole // self.rows_per_chunk
+        later = chunks > self._short_place
+        begins = chunks * self.rows_per_chunk - np.where(later, self._num_missing, 0)
+        return chunks, sequence - begins, begins + self._size_of(chunks)
+
+    def _size_of(self, chunks: Indices) -> Indices:
+        missing = np.where(chunks == self._short_place, self._num_missing, 0)
+        return self.rows_per_chunk - missing
 
     def _shuffled(self, chunks: Indices, offsets: Indices) -> Indices:
         """The rows within their chunks at some offsets of the chunks' own permutations."""
         unique, inverse = np.unique(chunks, return_inverse=True)
         places = np.arange(self.rows_per_chunk)
         bits = _random_bits(self._key, unique[:, None] * self.rows_per_chunk + places)
-        missing = places >= self._sizes[unique][:, None]
+        missing = places >= self._size_of(unique)[:, None]
         order = np.argsort(np.where(missing, np.iinfo(np.uint64).max, bits), kind="stable")
         return order[inverse, offsets]
 
@@ -183,6 +201,15 @@ def _cut(owners: Indices, start: int, rank: int, world_size: int) -> Int64[np.nd
     size = len(owners)
     by_owner = np.argsort(owners, kind="stable")
     return start + np.sort(by_owner[rank * size // world_size : (rank + 1) * size // world_size])
+
+
+def _chunk_bits(key: int, num_chunks: int) -> UInt64[np.ndarray, "chunks"]:
+    """A random number for each chunk, in parts: drawing takes many times the numbers' memory."""
+    bits = np.empty(num_chunks, dtype=np.uint64)
+    for start in range(0, num_chunks, BITS_AT_ONCE):
+        stop = min(start + BITS_AT_ONCE, num_chunks)
+        bits[start:stop] = _random_bits(key, np.arange(start, stop))
+    return bits
 
 
 def _random_bits(key: int, places: Int64[np.ndarray, "*shape"]) -> UInt64[np.ndarray, "*shape"]:
