@@ -34,6 +34,9 @@ NUM     ?= 64
 STEPS   ?=
 DEMO    ?= configs/maze-demo.toml
 ARGS    ?=
+# Tests that run beside each other, and the threads of each.
+JOBS    ?= 2
+THREADS ?= 1
 SENSITIVE = tests/pipeline/teacher tests/pipeline/maze tests/pipeline/extract/test_way.py \
             tests/shards/noise tests/shards/language_model tests/trainer/students
 
@@ -85,7 +88,7 @@ eval: $(STAMP) ## score samples: make eval SAMPLES=samples JUDGE=gpt2-large REFE
 	  $(if $(REFERENCE),--reference '$(REFERENCE)') $(ARGS)
 
 test: $(STAMP) ## the test suite
-	OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 # Other kernels, other thread counts: no test may hang on the rounding of one CPU.
 test-portable: $(STAMP) ## the test suite under other kernels of the CPU, with 1 and 2 threads (ARGS: which tests)

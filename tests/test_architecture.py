@@ -198,3 +198,10 @@ def test_no_module_shadows_the_standard_library_or_a_dependency() -> None:
     shadows = [path for path in FILES if path.stem in taken and not path.stem.startswith("__")]
     assert not shadows, shadows
     assert not [path for path in FILES if path.stem == "utils"]
+
+
+def test_readme_prints_the_floors() -> None:
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    for room, floors in FLOORS.items():
+        line = f"{room:<11} " + " < ".join(", ".join(names) for names in floors)
+        assert line in readme, f"README lacks or misstates the floors of {room}: {line}"

@@ -1,0 +1,75 @@
+"""README is run: every shell and Python block, at toy size, in the order in which it stands."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.extract_cases import WORDS, save_teacher
+from tests.readme.blocks import Block, read_blocks
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+BLOCKS = read_blocks(REPOSITORY / "README.md")
+RUN = [block for block in BLOCKS if block.text]
+TOY = {"STEPS": "3", "DEMO": "tests/readme/demo.toml"}
+"""Environment variables that make every block small."""
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that looks like a fresh clone with a user's stories and teacher beside the code."""
+    folder = tmp_path_factory.mktemp("clone")
+    for entry in REPOSITORY.iterdir():
+        if entry.name not in ("out", "samples", ".git") and not entry.name.endswith("_cache"):
+            (folder / entry.name).symlink_to(entry)
+    save_teacher((folder / "path/or/hub-id").resolve())
+    draw = random.Random(0)
+    (folder / "stories").mkdir()
+    for part in "ab":
+        words = [draw.choices(WORDS[2:], k=draw.randint(20, 60)) for _ in range(80)]
+        text = "\n<|endoftext|>\n".join(" ".join(document) for document in words)
+        (folder / f"stories/{part}.txt").write_text(text + "\n")
+    return folder
+
+
+def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The block as a reader would type it: any line that fails ends it."""
+    binaries = Path(sys.executable).parent
+    environment = os.environ | TOY | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    environment |= {"PATH": f"{binaries}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    environment.pop("MAKEFLAGS", None)
+    shell = ["bash", "-euo", "pipefail", "-c", block.text]
+    command = [sys.executable, "-c", block.text] if block.language == "python" else shell
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("block", RUN, ids=lambda block: block.name)
+def test_a_block_does_what_it_says(block: Block, clone: Path) -> None:
+    done = run_block(block, clone)
+    output = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == 0, f"README, {block.name}\n{block.text}\n{output}"
+
+
+def test_whatever_is_not_run_says_why() -> None:
+    for block in BLOCKS:
+        assert block.text or block.reasons, f"README, {block.name} runs nothing and gives no reason"
+    assert len(RUN) >= 6, "most of README runs"
+
+
+def test_readme_is_a_front_door_not_a_manual() -> None:
+    lines = (REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 213
+
+
+def test_links_lead_somewhere() -> None:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    targets = [part.split(")")[0].split("#")[0] for part in text.split("](")[1:]]
+    local = [target for target in targets if target and "://" not in target]
+    assert local and [target for target in local if not (REPOSITORY / target).exists()] == []
