@@ -38,7 +38,7 @@ def test_the_small_recipe_is_the_papers() -> None:
     ids=lambda path: path.stem,
 )
 def test_shipped_configs(path: Path) -> None:
-    compose_run([read_toml(path)])
+    compose_run([read_toml(path), {"model": {"conditioning": "gumbel"}}])
 
 
 def test_block_diffusion_configs_add_up_to_a_million_steps() -> None:
