@@ -228,3 +228,17 @@ def test_rows_depend_on_the_seed_the_row_and_the_position(teacher: Teacher) -> N
     assert (rows != other).any(1).float().mean() > 0.8
     # With one draw for every position a row would repeat the token its noise likes best.
     assert (rows[:, 1:] != rows[:, 1:2]).any(1).float().mean() > 0.5
+
+
+@pytest.mark.parametrize("at_once", [1, 20, 1 << 26])
+def test_the_nucleus_does_not_depend_on_how_many_rows_are_sorted_at_once(
+    monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    log_probs = torch.randn(3, 4, 7, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    monkeypatch.setattr("pipeline.teacher.generate.SORTED_AT_ONCE", at_once)
+    kept = nucleus(log_probs, 0.6)
+    ordered = log_probs.double().exp().sort(-1, descending=True).values.cumsum(-1)
+    counts = (ordered <= 0.6).sum(-1).clamp_min(1)
+    least = log_probs.sort(-1, descending=True).values.gather(-1, counts[..., None] - 1)
+    assert torch.equal(kept, log_probs >= least)
+    assert nucleus(log_probs[:0], 0.6).shape == (0, 4, 7)
