@@ -6,6 +6,8 @@ KL per token. The product of bfloat16 factors is exact in float32, so the head n
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -25,7 +27,8 @@ class Float32Head(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.weight, self.bias = _whole(linear.weight), _whole(linear.bias)
+        self.weight = _whole(linear.weight)
+        self.bias = None if linear.bias is None else _whole(linear.bias)
         self.last_hidden: Tensor | None = None
         self.last_logits: Tensor | None = None
         self._wide = None
@@ -54,9 +57,10 @@ class Float32Head(nn.Module):
         self.last_hidden = self.last_logits = None
 
 
-def _whole(parameter: nn.Parameter | None) -> nn.Parameter | None:
+def _whole(parameter: Any) -> nn.Parameter:
     if isinstance(parameter, DTensor):
-        return nn.Parameter(parameter.detach().full_tensor(), requires_grad=False)
+        whole: Any = parameter.detach()
+        return nn.Parameter(whole.full_tensor(), requires_grad=False)
     return parameter
 
 
