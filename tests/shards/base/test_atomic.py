@@ -8,7 +8,12 @@ from threading import Barrier, Thread
 
 import pytest
 
-from shards.base.atomic import make_folders, write_bytes_atomic, write_json_atomic
+from shards.base.atomic import (
+    make_folders,
+    publish_folder,
+    write_bytes_atomic,
+    write_json_atomic,
+)
 from shards.storage.local import LocalLocation
 
 
@@ -79,6 +84,17 @@ def test_every_created_folder_is_synced_into_its_parent(tmp_path: Path, synced: 
 def test_other_files_have_durable_folders_too(tmp_path: Path, synced: list[Path]) -> None:
     write_bytes_atomic(tmp_path / "a/b/file", b"x")
     assert {tmp_path, tmp_path / "a", tmp_path / "a/b"} <= set(synced)
+
+
+def test_a_published_folder_is_on_disk_before_its_name_and_its_name_too(
+    tmp_path: Path, synced: list[Path]
+) -> None:
+    work, final = tmp_path / ".work", tmp_path / "model"
+    (work / "sub").mkdir(parents=True)
+    (work / "sub/weights").write_bytes(b"x")
+    publish_folder(work, final)
+    assert {work, work / "sub", work / "sub/weights"} <= set(synced[:-1])
+    assert synced[-1] == tmp_path and (final / "sub/weights").read_bytes() == b"x"
 
 
 def test_a_deleted_file_stays_deleted(tmp_path: Path, synced: list[Path]) -> None:

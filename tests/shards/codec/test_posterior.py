@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from shards.base.errors import UsageError
+from shards.codec.ids import from_planes
 from shards.codec.posterior import PosteriorCodec
+from shards.codec.protocol import TeacherOutput
 from shards.codec.registry import make_codec
 from shards.noise.gumbel import gumbel_argmax
 from shards.noise.kinds import KeyedPosterior, dense_arrivals
@@ -40,6 +44,18 @@ def test_agreement_is_one_over_one_plus_the_total_variation() -> None:
     sigma = float(agreement.std()) / agreement.numel() ** 0.5
     assert abs(float(agreement.mean()) - expected) < 4.5 * sigma
     assert expected < 0.97, "the case must be able to tell"
+
+
+def test_every_listed_probability_is_within_half_a_step_the_least_included() -> None:
+    step = 0.25
+    least = math.exp(-12.8 * step)  # nearer to 13 steps than to 12
+    probs = torch.tensor([0.5, 0.3, least, *[(0.2 - least) / 7] * 7])
+    output = TeacherOutput(probs.log()[None, None], torch.tensor([[0]]), torch.tensor([0]))
+    codec = PosteriorCodec(3, min_probability=0.999 * least, log_prob_step_nats=step)
+    arrays = codec.encode(output, 0, {"unigram_log_probs": torch.full((10,), -math.log(10))})
+    steps = from_planes("entry_step", arrays, codec._max_step).flatten()
+    errors = step * steps.cumsum(0) + probs[:3].log()
+    assert float(errors.abs().max()) <= step / 2 + 1e-6
 
 
 def test_draws_differ_by_visit_and_repeat_within_one() -> None:

@@ -13,7 +13,8 @@ import zarr
 from shards.base.errors import GdistillError, IntegrityError, UsageError
 from shards.codec import ArraySpec
 from shards.storage.local import LocalLocation
-from shards.store.layout import shard_ranges
+from shards.store import reader
+from shards.store.layout import shard_files, shard_ranges
 from shards.store.ledger import read_record
 from shards.store.store import ShardStore
 from shards.store.verification import verify
@@ -250,3 +251,21 @@ def test_the_door_opens_a_store_or_the_run_that_wrote_it(tmp_path: Path) -> None
         assert shards.open_store(place).split("validation").num_rows == 5
     with pytest.raises(UsageError, match="no store there"):
         shards.open_store(tmp_path / "elsewhere")
+
+
+def test_a_shard_counts_as_known_once_all_of_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread that finds it known reads its sizes and hashes at once."""
+    write_store(tmp_path / "store")
+    store = ShardStore.open(tmp_path / "store")
+    shard = shard_ranges(store.manifest, "train")[0]
+    record = read_record(store.location, store.manifest, shard)
+    names = shard_files(store.manifest, shard)
+    known = reader._KnownFiles(1, [*names])
+    seen, digest = [], reader._digest
+    monkeypatch.setattr(reader, "_digest", lambda text: seen.append(0 in known) or digest(text))
+    assert record is not None
+    known.add(record, names)
+    assert len(seen) >= len(names) and not any(seen) and 0 in known
+    assert all(known.record(0, array) == record.files[name] for array, name in names.items())

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shards.base.console import Bar
+from shards.base.errors import UsageError
 from shards.codec.protocol import Codec, TeacherOutput
 from shards.codec.registry import codec_parameters, make_codec
 from shards.noise.kinds import dense_arrivals
@@ -17,7 +18,7 @@ from shards.store.manifest import Manifest
 from shards.store.store import ShardStore
 from shards.store.verification import verify
 from shards.store.writer import ShardWriter
-from shards.tools.rewriting import convert, stored_noise
+from shards.tools.rewriting import convert, merge, stored_noise, subset
 from shards.tools.unigram import count_unigram
 
 VOCAB, LENGTH, HIDDEN, SEED = 31, 7, 6, 5
@@ -112,6 +113,18 @@ def test_what_was_converted_decodes_to_the_same_draw(
         theirs = dense_arrivals(stored_noise(made, split, 0, after)).log()
         assert bool(theirs.isfinite().all())
         assert float((ours - theirs).abs().max()) < max_error_nats
+
+
+def test_a_subset_tells_its_store_and_is_taken_for_no_other(
+    source: ShardStore, tmp_path: Path
+) -> None:
+    """Even with all rows: what was done to a store belongs to what it is."""
+    splits = {"train": 20, "validation": 3}
+    subset(source, str(tmp_path / "all"), splits, Bar())
+    made = ShardStore.open(tmp_path / "all").manifest
+    assert made.tokens["subset_of"] == source.manifest.sha256
+    with pytest.raises(UsageError, match="begun with other inputs"):
+        merge([source], str(tmp_path / "all"), Bar())
 
 
 @pytest.mark.parametrize("name", ["topk", "quantized", "full"])

@@ -208,9 +208,10 @@ class NothingDrawn(WholeRowSampler):
 
 def test_the_final_fill_takes_the_most_probable_tokens_whatever_the_rule() -> None:
     student = tiny_student()
-    drawn = NothingDrawn(decision="categorical", nucleus_p=0.3)
-    expected = draw(student, AncestralConfig(nfe=1, decision="argmax"), IDS).tokens
-    assert draw(student, drawn, IDS).tokens.tolist() == expected.tolist()
+    expected = draw(student, AncestralConfig(nfe=1, decision="argmax"), IDS).tokens.tolist()
+    assert draw(student, NothingDrawn(decision="categorical"), IDS).tokens.tolist() == expected
+    drawn = AncestralConfig(nfe=1, decision="categorical")
+    assert draw(student, drawn, IDS).tokens.tolist() != expected, "the case must be able to tell"
 
 
 def test_time_conditioned_student_is_told_the_time() -> None:

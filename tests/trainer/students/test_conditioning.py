@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shards.base.errors import UsageError
 from shards.noise import embedding
-from shards.noise.embedding import Transform, gaussian_rates, gumbel_rates, uniform_rates
+from shards.noise.embedding import Transform, Weighting
 from shards.noise.kinds import KeyedPrior, Noise, SparseNoise, dense_arrivals
 from shards.noise.philox import PositionKeys
 from shards.testing import DenseNoise
@@ -215,14 +215,14 @@ def test_transforms_have_their_marginals() -> None:
     """log of the rates at tau 1 is the transformed noise: moments against those of the law."""
     count = 200_000
     sample = -torch.log(torch.rand(count, generator=torch.Generator().manual_seed(3)))
-    uniform = uniform_rates(sample.clone(), 1.0).log()
-    normal = gaussian_rates(sample.clone(), 1.0).log()
+    uniform = Weighting(transform="uniform").rates(sample.clone()).log()
+    normal = Weighting(transform="gaussian").rates(sample.clone()).log()
     tolerance = 5 / math.sqrt(count)
     assert abs(uniform.mean() - 0.5) < tolerance * math.sqrt(1 / 12)
     assert abs(uniform.var() - 1 / 12) < tolerance * math.sqrt(1 / 180)
     assert abs(normal.mean()) < tolerance
     assert abs(normal.var() - 1) < tolerance * math.sqrt(2)
-    order = gumbel_rates(sample.clone(), 1.0).argsort()
+    order = Weighting(transform="gumbel").rates(sample.clone()).argsort()
     assert (normal[order].diff() >= 0).all()
     assert (uniform[order].diff() >= 0).all()
 

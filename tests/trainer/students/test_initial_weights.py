@@ -9,6 +9,7 @@ import torch
 
 from trainer.students.conditioning import GumbelConditioner
 from trainer.students.registry import MDLM, MDLMConfig, StudentSettings
+from trainer.students.vocabulary_attention import VocabularyAttention
 
 SETTINGS = StudentSettings(
     hidden_size=64, num_layers=1, num_heads=2, condition_size=8, conditioning="gumbel"
@@ -36,9 +37,12 @@ def test_without_one_it_is_uniform_over_the_width() -> None:
     assert float(weights.std()) == pytest.approx(64**-0.5 / 3**0.5, rel=0.02)
 
 
-def test_the_noise_projection_is_uniform_over_the_vocabulary() -> None:
+@pytest.mark.parametrize("reader", [GumbelConditioner, VocabularyAttention])
+def test_a_projection_of_noise_is_uniform_over_the_vocabulary(reader: type) -> None:
     torch.manual_seed(0)
-    weights = GumbelConditioner(VOCAB, 64).weight.detach()
+    module = reader(VOCAB, 64)
+    module.reset_parameters()
+    weights = module.weight.detach()
     assert float(weights.abs().max()) <= VOCAB**-0.5
     assert float(weights.std()) == pytest.approx(VOCAB**-0.5 / 3**0.5, rel=0.02)
     assert abs(float(weights.mean())) < 5 * VOCAB**-0.5 / (3 * weights.numel()) ** 0.5
