@@ -223,8 +223,9 @@ def test_transforms_have_their_marginals() -> None:
     assert abs(normal.mean()) < tolerance
     assert abs(normal.var() - 1) < tolerance * math.sqrt(2)
     order = Weighting(transform="gumbel").rates(sample.clone()).argsort()
-    assert (normal[order].diff() >= 0).all()
-    assert (uniform[order].diff() >= 0).all()
+    rounding = 2e-6  # four spacings of float32 at 4.7, the largest normal of so many
+    assert (normal[order].diff() > -rounding).all()
+    assert (uniform[order].diff() > -rounding).all()
 
 
 def test_rates_leave_the_noise_alone() -> None:
