@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from shards.base import derive_seed
 from shards.noise import Noise
+from trainer.objective import Places
 from trainer.sampling import sampling_noise
 from trainer.students import Student
 
@@ -31,8 +33,9 @@ class PriorRowNoise:
     seed: int
     draw: int = 0
 
-    def at(self, mask: Bool[Tensor, "b l"]) -> Noise:
+    def at(self, where: Bool[Tensor, "b l"] | Places) -> Noise:
         """Noise of the masked positions in row-major order."""
+        places = Places.of(where)
         noise = sampling_noise(
             derive_seed(self.seed, "likelihood"),
             self.row_ids,
@@ -41,11 +44,15 @@ class PriorRowNoise:
             codec=self.student.codec,
             draw=self.draw,
         )
-        return noise.select(mask.flatten())
+        return noise.select(places.rows * self.row_length + places.positions)
 
     def rows(self, part: slice) -> PriorRowNoise:
         """The noise of some of the rows."""
         return replace(self, row_ids=self.row_ids[part])
+
+    def to(self, device: torch.device) -> PriorRowNoise:
+        """The same noise, drawn on that device."""
+        return replace(self, row_ids=self.row_ids.to(device))
 
     def embeddings(self, masked: Bool[Tensor, "b l"]) -> Tensor:
         """[B, L, E] noise embeddings, zeros where a token is known."""
