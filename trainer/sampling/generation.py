@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from shards.base import UsageError
 from shards.noise import Noise
 from trainer.sampling.registry import make_sampler
-from trainer.sampling.rules.noise import sampling_noise
+from trainer.sampling.rules import sampling_noise
 from trainer.students import Student
 
 

@@ -118,8 +118,10 @@ def plan_passes(ranks: Int[Tensor, "b l"], steps: Int[Tensor, "b l"]) -> Iterato
             low, high = begin + part.start, begin + part.stop
             inside = slice(stops[low] - lengths[low], stops[high - 1])
             batch_rows, positions, group = place_data[:, inside]
+            rows_of_pass, steps_of_pass = group_data[:, low:high]
             yield Pass(
-                *group_data[:, low:high],
+                rows_of_pass,
+                steps_of_pass,
                 Places(batch_rows, positions),
                 Places(group - low, positions),
             )

@@ -69,7 +69,7 @@ class TokenRule:
             return log_probs[:, :-1].argmax(dim=-1)
         parts = [
             draw_tokens(self.probabilities(log_probs[chunk]), keys.select(chunk))
-            for chunk in position_chunks(*log_probs.shape, log_probs.device)
+            for chunk in position_chunks(len(log_probs), log_probs.shape[1], log_probs.device)
         ]
         return torch.cat(parts)
 

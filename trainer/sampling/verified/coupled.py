@@ -253,7 +253,7 @@ class CoupledRows:
         index = (rows * self.tokens.shape[1] + places).to(self.xi.device)
         parts = [
             gumbel_scores(logits[chunk], self.xi.select(index[chunk]), self.config.tau)
-            for chunk in position_chunks(*logits.shape)
+            for chunk in position_chunks(len(logits), logits.shape[1])
         ]
         return torch.cat([scores.argmax(dim=-1) for scores in parts])
 
