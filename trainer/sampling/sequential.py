@@ -89,7 +89,7 @@ class SequentialConfig(TokenSampler):
             names = keys.at("sampling tokens", Places(everyone, everyone * 0), position)
             drawn = self.rule.choose(log_probs, names)
             tokens[:, position] = torch.where(here, drawn, tokens[:, position])
-            if self.stop.at_eos:
+            if self.stop.at_eos and eos_id is not None:
                 has_ended |= here & (tokens[:, position] == eos_id)
                 rest = tokens[:, position + 1 :]
                 tokens[:, position + 1 :] = torch.where(has_ended[:, None], eos_id, rest)
