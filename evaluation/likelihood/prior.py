@@ -46,10 +46,6 @@ class PriorRowNoise:
         )
         return noise.select(places.rows * self.row_length + places.positions)
 
-    def to(self, device: torch.device) -> PriorRowNoise:
-        """The same noise, drawn on that device."""
-        return replace(self, row_ids=self.row_ids.to(device))
-
     def rows(self, part: slice) -> PriorRowNoise:
         """The noise of some of the rows."""
         return replace(self, row_ids=self.row_ids[part])
