@@ -36,6 +36,8 @@ DEMO    ?= configs/maze-demo.toml
 ARGS    ?=
 # Tests that run beside each other, and the threads of each.
 JOBS    ?= 2
+# What `make setup` installs besides: `evaluation` brings lm-evaluation-harness.
+EXTRAS  ?= dev
 THREADS ?= 1
 SENSITIVE = tests/pipeline/teacher tests/pipeline/maze tests/pipeline/extract/test_way.py \
             tests/shards/noise tests/shards/language_model tests/trainer/students
@@ -55,7 +57,7 @@ help: ## list the targets
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 setup: $(STAMP) ## create .venv with everything pinned

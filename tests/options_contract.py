@@ -100,7 +100,6 @@ def config_roots() -> Iterator[tuple[str, type[Any]]]:
     from pipeline.settings import ExtractSettings
     from shards.codec.registry import CODECS
     from trainer.sampling.registry import SAMPLERS
-    from trainer.students.configuration import StudentSettings
     from trainer.training.settings import RunConfig
 
     yield "gdistill-extract --set", ExtractSettings
@@ -108,7 +107,6 @@ def config_roots() -> Iterator[tuple[str, type[Any]]]:
     for name, codec in sorted(CODECS.items()):
         yield f"gdistill-extract --set codec.* ({name})", codec
     yield "gdistill-train run --set", RunConfig
-    yield "gdistill-train run --set model.*", StudentSettings
     for name, sampler in sorted(SAMPLERS.items()):
         yield f"gdistill-sample --set ({name})", sampler
     yield "python -m evaluation.maze.walk --config", WalkConfig
@@ -118,8 +116,12 @@ def contract() -> str:
     """The whole list."""
     lines: list[str] = []
     for name, module in sorted(scripts().items()):
-        app = importlib.import_module(module).app
-        lines += command_lines(name, typer.main.get_command(app))
+        found = vars(importlib.import_module(module))
+        apps = {key: value for key, value in found.items() if isinstance(value, typer.Typer)}
+        lines += [] if apps else [name]  # lm-evaluation-harness has options of its own
+        for key, app in sorted(apps.items()):
+            sub = key.removesuffix("app").strip("_")
+            lines += command_lines(f"{name} {sub}".strip(), typer.main.get_command(app))
     for title, config in config_roots():
         lines += ["", title, *sorted(key_lines(config))]
     return "\n".join(lines) + "\n"
