@@ -7,6 +7,7 @@ def test_my_codec():
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -182,7 +183,7 @@ def _keys(output: TeacherOutput, draw: int) -> PositionKeys:
 def _decoded(
     codec: Codec,
     output: TeacherOutput,
-    arrays: dict[str, Tensor],
+    arrays: Mapping[str, Tensor],
     resources: dict[str, Tensor],
     draw: int,
 ) -> Noise:

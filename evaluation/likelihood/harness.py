@@ -22,9 +22,9 @@ from shards.language_model import resolve_device
 from trainer.students import open_model
 
 try:
-    from lm_eval.api.model import TemplateLM
-    from lm_eval.api.registry import register_model
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+    from lm_eval import utils as windows  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+    from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise UsageError(
         "lm-evaluation-harness is not installed",
@@ -178,7 +178,9 @@ class GdistillLM(TemplateLM):
             tokens = self.tok_encode(request.args[0])
             windows = map(
                 make_disjoint_window,
-                get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length - 1, 1),
+                windows.get_rolling_token_windows(
+                    tokens, self.prefix_token_id, self.max_length - 1, 1
+                ),
             )
             parts = [(("", ""), context, completion) for context, completion in windows]
             results.append(sum(value for value, _ in self._loglikelihood_tokens(parts, True)))
@@ -208,7 +210,7 @@ class GdistillLM(TemplateLM):
 
 def main() -> None:
     """The harness's own command, with the student among its models."""
-    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
 
     from shards.base import run_command
 
