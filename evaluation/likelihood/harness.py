@@ -22,7 +22,7 @@ from shards.language_model import resolve_device
 from trainer.students import open_model
 
 try:
-    from lm_eval import utils as windows  # pyright: ignore[reportMissingImports]
+    from lm_eval import utils as rolling  # pyright: ignore[reportMissingImports]
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 except ImportError as error:
@@ -177,8 +177,8 @@ class GdistillLM(TemplateLM):
         for request in requests:
             tokens = self.tok_encode(request.args[0])
             windows = map(
-                make_disjoint_window,
-                windows.get_rolling_token_windows(
+                rolling.make_disjoint_window,
+                rolling.get_rolling_token_windows(
                     tokens, self.prefix_token_id, self.max_length - 1, 1
                 ),
             )
