@@ -66,6 +66,7 @@ def test_epoch_and_seed_move_the_chunks_and_the_rows_in_them(lanes: int) -> None
     for other in (order(1, 1), order(2, 0)):
         # Of random permutations a place agrees with probability 1 / 128, or 1 / 8 in a chunk.
         assert np.mean(first // 8 == other // 8) < 0.05
+        assert np.mean(first % 8 == other % 8) < 0.25
         inside = [np.array([o[o // 8 == k] % 8 for k in range(128)]) for o in (first, other)]
         assert np.mean(inside[0] == inside[1]) < 0.25
 

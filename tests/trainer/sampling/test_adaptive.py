@@ -117,6 +117,14 @@ def exact_two_tokens(student: Student, verifier: Verifier, weight: float) -> Ten
     return exact / exact.sum()
 
 
+def test_a_mixture_by_hand() -> None:
+    """R = 3/4 of the student: p^(3/4) q^(1/4), normalised, and nothing for the mask."""
+    p, q = torch.tensor([16.0, 1.0]) / 17, torch.tensor([1.0, 16.0]) / 17
+    student = torch.nn.functional.pad(p.log(), (0, 1), value=-1e6)[None]
+    mixed = mixture(student, q.log()[None], 0.75).exp()
+    assert mixed[0].tolist() == pytest.approx([0.8, 0.2, 0.0])  # 8 : 2
+
+
 @pytest.mark.parametrize("weight", [0.0, 0.6])
 def test_exact_law_of_two_tokens(verifier: str, weight: float) -> None:
     student = tiny_student(conditioning="none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import tiny_run
 from trainer.objective.batch import Batch
+from trainer.objective.clipped_schedule import FULL
+from trainer.objective.substitution import corrupt
 from trainer.training.loop import Trainer
 
 SETTINGS: dict[str, Any] = {
@@ -149,6 +152,19 @@ def test_validation_is_of_the_averaged_weights_without_dropout(store: Path, tmp_
     trainer._validate(validator)
     assert trainer.validation == averaged and averaged["nll_nats"] != raw["nll_nats"]
     assert trainer.student.training
+
+
+def test_validation_draws_are_none_of_trainings(store: Path, tmp_path: Path) -> None:
+    """Row 0 of the one split is not masked as row 0 of the other."""
+    trainer = make_trainer(store, tmp_path / "run")
+    assert trainer.validator is not None
+    batch = next(trainer.validator._batches())
+    as_in_training = dataclasses.replace(batch, seed=trainer.config.seed)
+    masks = [
+        corrupt(rows, trainer.student.settings, 1, FULL).mask.tolist()
+        for rows in (batch, as_in_training)
+    ]
+    assert masks[0] != masks[1]
 
 
 def test_clips_are_searched_each_under_its_own(
