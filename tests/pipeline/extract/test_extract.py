@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -279,7 +280,11 @@ def test_a_corpus_that_changed_between_the_stages_is_refused(tmp_path: Path, tea
         run(tmp_path / "out", options(teacher, corpus))
 
 
-def test_rows_limit_takes_the_first_rows(tmp_path: Path, teacher: Path, corpus: Path) -> None:
+def test_rows_limit_takes_the_first_rows(
+    tmp_path: Path, teacher: Path, corpus: Path, finished: Path
+) -> None:
+    """Of token rows, too, that were made for all of them."""
+    shutil.copytree(finished / "tokens", tmp_path / "tokens")
     store = run(tmp_path, options(teacher, corpus, store={"rows": 20, "validation_rows": 1}))
     assert store.manifest.splits == {"train": 20, "validation": 1}
     dataset = TokenDataset.open(tmp_path / "tokens")
