@@ -34,14 +34,37 @@ Store = Annotated[str, typer.Argument(help="A store: folder or URL.")]
 Out = Annotated[str, typer.Option("--out", help="Where the new store goes: folder or URL.")]
 
 
+SHOWN_BATCH = 512
+"""Rows of the global batch that ``info`` tells the memory of shuffling for: the paper's."""
+
+
 @app.command()
 def info(
     store: Store,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """What a store is, from which teacher and corpus, how large and how complete."""
-    description = Description.of(open_store(store, allow_incomplete=True))
-    typer.echo(json.dumps(description.to_json(), indent=2) if as_json else description.to_text())
+    opened = open_store(store, allow_incomplete=True)
+    description = Description.of(opened)
+    window = {
+        split: shuffle_bytes(opened, split)
+        for split, rows in opened.manifest.splits.items()
+        if rows
+    }
+    if as_json:
+        typer.echo(json.dumps({**description.to_json(), "shuffle_bytes": window}, indent=2))
+        return
+    typer.echo(description.to_text())
+    most = f"{max(window.values(), default=0):,} bytes of decoded chunks"
+    typer.echo(f"{'shuffling':<12} {most} in memory, over all ranks, at {SHOWN_BATCH} rows a batch")
+
+
+def shuffle_bytes(store: ShardStore, split: str) -> int:
+    """Decoded bytes that shuffling a split keeps in memory, over all ranks of a run."""
+    from shards.stream import window_bytes_of
+
+    reader = store.split(split)
+    return window_bytes_of(reader.num_chunks, reader.chunk_bytes, SHOWN_BATCH)
 
 
 @app.command(name="verify")

@@ -23,6 +23,7 @@ from pipeline.teacher import check_row_length, tokenizer_size
 from pipeline.tokens import load_tokenizer
 from shards.codec import CODECS, Codec, make_codec
 from shards.language_model import PretrainedFiles, find_pretrained, not_causal_lm
+from shards.stream import WINDOW_BYTES
 
 REFERENCE_TOKENS = {"OpenWebText": 9_000_000_000, "FineWeb scale": 10_000_000_000_000}
 
@@ -92,6 +93,8 @@ class Plan:
             f"tokens: {self.token_origin}",
             "bytes: what each codec writes for synthetic distributions; * is the codec asked for",
             *(f"rate: {rate.line()}" for rate in self.rates),
+            f"training: shuffling keeps at most {human_bytes(WINDOW_BYTES)} of decoded chunks in "
+            "memory, over all ranks",
             "",
             *self.table(),
         ]

@@ -347,3 +347,18 @@ def test_verify_counts_every_byte_it_will_read(
     monkeypatch.setattr(cli, "progress_bar", counted)
     assert run("verify", tmp_path)[0] == 0
     assert totals == [sum(read)]
+
+
+def test_info_says_what_shuffling_keeps_in_memory(run: Run, tmp_path: Path) -> None:
+    """Rows times the decoded bytes of each: a small split is shuffled whole, chunk by chunk."""
+    manifest = write_store(tmp_path).manifest
+    row_bytes = manifest.row_length * sum(
+        math.prod(spec.trailing_shape) * np.dtype(spec.dtype).itemsize
+        for spec in manifest.all_arrays.values()
+    )
+    code, text = run("info", tmp_path, "--json")
+    chunk = manifest.rows_per_chunk
+    assert code == 0 and json.loads(text)["shuffle_bytes"] == {
+        split: -(-rows // chunk) * chunk * row_bytes for split, rows in manifest.splits.items()
+    }
+    assert "bytes of decoded chunks in memory" in run("info", tmp_path)[1]
