@@ -161,7 +161,7 @@ def public_source(source: str) -> str:
 
 def _tokens_identity(request: ExtractRequest, dataset: TokenDataset) -> dict[str, object]:
     identity: dict[str, object] = {
-        "corpus": published_source(dataset.record["corpus"]["source"]),
+        "corpus": public_source(dataset.record["corpus"]["source"]),
         "fingerprint": dataset.fingerprint,
         "mode": request.settings.mode,
     }
@@ -170,17 +170,6 @@ def _tokens_identity(request: ExtractRequest, dataset: TokenDataset) -> dict[str
         identity["temperature"] = sampling.temperature
         identity["nucleus_p"] = sampling.nucleus_p
     return identity
-
-
-def published_source(source: str) -> str:
-    """A corpus as the store names it: what lies in a folder of this machine by its last part only.
-
-    Stores are published; the fingerprint beside it says what the corpus was.
-    """
-    scheme, colon, place = source.partition(":") if ":" in source else ("", "", source)
-    if place.startswith(("/", "~")) or ".." in place.split("/"):
-        place = place.rstrip("/").rpartition("/")[2]
-    return f"{scheme}{colon}{place}"
 
 
 def package_versions() -> dict[str, str]:

@@ -77,7 +77,7 @@ def claim_name(shard: ShardRange) -> str:
 def rewrite_remedy(url: str) -> str:
     """How to get a damaged shard of the store at ``url`` written anew.
 
-    A writer trusts the ledger and looks at sizes only, so the record has to go first.
+    A writer trusts the ledger, sizes and tails, so the record has to go first.
     """
     return (
         f"run `gdistill-shards verify {shlex.quote(url)} --forget`, then run the command that wrote"
