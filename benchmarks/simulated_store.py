@@ -76,6 +76,9 @@ class SimulatedLocation:
             found |= self._sizes_of(shard, prefix)
         return found
 
+    def written_at(self, prefix: str) -> dict[str, float]:
+        return dict.fromkeys(self.sizes(prefix), 0.0)
+
     def _sizes_of(self, shard: ShardRange, prefix: str) -> dict[str, int]:
         if prefix == "ledger":
             return {f"ledger/train/{shard.index:06d}.json": 1}

@@ -20,6 +20,7 @@ from evaluation.maze.success import Maze, maze_success
 from evaluation.maze.teacher_decode import teacher_agreement, teacher_decode
 from evaluation.score import wilson_interval
 from shards.base.errors import GdistillError
+from shards.testing import DenseNoise
 
 ROUND = ("up", "right", "right", "down")
 OTHER = ("up", "right", "down", "right")
@@ -78,38 +79,6 @@ class Bigram:
         return SimpleNamespace(logits=self.log_probs[input_ids], past_key_values=None)
 
 
-class Arrivals:
-    """Fixed arrival times, position by position; Gumbel noise is -log of them."""
-
-    vocab_size = 3
-
-    def __init__(self, table: Tensor) -> None:
-        self.table = table
-
-    @property
-    def num_positions(self) -> int:
-        return len(self.table)
-
-    @property
-    def device(self) -> torch.device:
-        return self.table.device
-
-    def select(self, index: Any) -> Arrivals:
-        return Arrivals(self.table[index])
-
-    def to(self, device: Any) -> Arrivals:
-        return self
-
-    def tile(self, start: int, stop: int) -> Tensor:
-        return self.table[:, start:stop]
-
-    def gumbels(self, start: int = 0, stop: int | None = None) -> Tensor:
-        return -self.table[:, start:stop].log()
-
-    def softmax_embed(self, weight: Tensor, weighting: Any = None) -> Tensor:
-        return self.gumbels().softmax(-1) @ weight
-
-
 def test_the_teacher_decodes_by_the_first_arrival() -> None:
     """argmax(log p - log t) is the token whose t / p is smallest: by hand from [0] and [1].
 
@@ -118,7 +87,7 @@ def test_the_teacher_decodes_by_the_first_arrival() -> None:
     """
     ones = [1.0, 1.0, 1.0]
     rows = [ones, [1.0, 1.5, 1.0], [3.0, 1.0, 2.0], ones, [1.0, 2.0, 9.0], [2.0, 9.0, 1.0]]
-    found = teacher_decode(Bigram(), torch.tensor([0, 1]), Arrivals(torch.tensor(rows)), 3)
+    found = teacher_decode(Bigram(), torch.tensor([0, 1]), DenseNoise(torch.tensor(rows)), 3)
     assert found.tolist() == [[0, 1, 1], [1, 0, 2]]
 
 

@@ -15,6 +15,7 @@ from shards.base.errors import UsageError
 from shards.noise import dense_arrivals
 from shards.testing import DenseNoise
 from tests.trainer.sampling_cases import BOS, LENGTH, draw, noise_for, open_rows, tiny_student
+from trainer.objective.places import Places
 from trainer.sampling import (
     AncestralConfig,
     FirstHittingConfig,
@@ -221,7 +222,7 @@ def test_time_conditioned_student_is_told_the_time() -> None:
     tokens = open_rows(student, 2)
     sampler = AncestralConfig(nfe=4, final_argmax=False)
     predict = WholeRow(student, tokens, NoiseUse(None), sampler.times)
-    rows, where = torch.arange(2), tokens == student.mask_id
+    rows, where = torch.arange(2), Places.of(tokens == student.mask_id)
     both = predict(rows, tokens, where, torch.tensor([2, 4])).unflatten(0, (2, -1))
     for slot, t in enumerate((0.75, 0.25)):  # time at the start of steps 2 and 4
         sigma = torch.full((2,), -math.log(1 - t))
