@@ -4,7 +4,7 @@
 PYTHON  ?= python3
 VENV    ?= .venv
 BIN     := $(VENV)/bin
-STAMP   := $(VENV)/.installed
+STAMP    = $(VENV)/.installed-$(EXTRAS)
 
 # `make extract` leaves out/latest pointing at its folder; train and sample go on there unless told
 # otherwise by CORPUS, OUT, SHARDS or MODEL.

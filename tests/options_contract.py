@@ -20,6 +20,8 @@ from typing import Any
 import typer
 from typer.core import TyperArgument, TyperGroup
 
+from shards.base.errors import UsageError
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONTRACT = REPOSITORY / "tests" / "options.txt"
 
@@ -116,7 +118,10 @@ def contract() -> str:
     """The whole list."""
     lines: list[str] = []
     for name, module in sorted(scripts().items()):
-        found = vars(importlib.import_module(module))
+        try:
+            found = vars(importlib.import_module(module))
+        except UsageError:  # an extra that is not installed
+            found = {}
         apps = {key: value for key, value in found.items() if isinstance(value, typer.Typer)}
         lines += [] if apps else [name]  # lm-evaluation-harness has options of its own
         for key, app in sorted(apps.items()):

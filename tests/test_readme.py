@@ -16,7 +16,7 @@ from tests.readme.blocks import Block, read_blocks
 REPOSITORY = Path(__file__).resolve().parent.parent
 BLOCKS = read_blocks(REPOSITORY / "README.md")
 RUN = [block for block in BLOCKS if block.text]
-TOY = {"STEPS": "3", "DEMO": "tests/readme/demo.toml"}
+TOY = {"EXTRAS": "dev", "STEPS": "3", "DEMO": "tests/readme/demo.toml"}
 """Environment variables that make every block small."""
 
 
@@ -30,9 +30,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # The tests' own environment, as `make setup` leaves one: nothing is installed.
     (folder / ".venv").mkdir()
     for entry in Path(sys.prefix).iterdir():
-        if entry.name != ".installed":
+        if not entry.name.startswith(".installed"):
             (folder / ".venv" / entry.name).symlink_to(entry)
-    (folder / ".venv/.installed").touch()
+    (folder / ".venv/.installed-dev").touch()
     save_teacher((folder / "path/or/hub-id").resolve())
     draw = random.Random(0)
     (folder / "stories").mkdir()
