@@ -47,7 +47,7 @@ def test_line_ends_and_byte_order_marks_are_no_text(tmp_path: Path) -> None:
 
 def test_globs_and_compression(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("plain")
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"gzip"))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"gzip", mtime=0))
     packed = zstandard.compress(b"zstd\n<|endoftext|>\n") + zstandard.compress(b"second frame")
     (tmp_path / "c.txt.zst").write_bytes(packed)
     (tmp_path / "folder.txt").mkdir()
@@ -205,7 +205,7 @@ def test_requests_that_make_no_sense(tmp_path: Path, spec: str, message: str) ->
         ("a.jsonl", b'{"text": 3}\n', "got int"),
         ("a.jsonl", b'{"text": "a"}\n[1]\n', r"a.jsonl: line 2\].*got list"),
         ("a.jsonl", b'{"text"\n', "malformed JSON line"),
-        ("a.txt.gz", gzip.compress(b"a" * 10_000)[:-12], "file is damaged"),
+        ("a.txt.gz", gzip.compress(b"a" * 10_000, mtime=0)[:-12], "file is damaged"),
         ("a.txt.zst", b"not zstd", "file is damaged"),
         ("b.txt.zst", zstandard.compress(b"a" * 10_000)[:-2], "file is damaged.*Truncated"),
         ("a.parquet", b"not parquet", "not a Parquet file"),

@@ -35,7 +35,7 @@ def test_the_seven_validation_corpora_are_packed_alike() -> None:
 def test_bare_paths_tell_their_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("a story")
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"a packed story"))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"a packed story", mtime=0))
     (tmp_path / "c.jsonl").write_text(json.dumps({"story": "a line"}) + "\n")
     (tmp_path / "d.csv").write_text('id,story\n1,"a row, ""quoted""\nin two lines"\n')
     (tmp_path / "e.tsv").write_text("id\tstory\nx\ta tab\n")
