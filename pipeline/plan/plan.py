@@ -93,8 +93,8 @@ class Plan:
             f"tokens: {self.token_origin}",
             "bytes: what each codec writes for synthetic distributions; * is the codec asked for",
             *(f"rate: {rate.line()}" for rate in self.rates),
-            f"training: shuffling keeps at most {human_bytes(float(WINDOW_BYTES))} of decoded chunks in "
-            "memory, over all ranks",
+            f"training: shuffling keeps at most {human_bytes(float(WINDOW_BYTES))} of decoded "
+            "chunks in memory, over all ranks",
             "",
             *self.table(),
         ]
