@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +21,37 @@ from trainer.training.loop import Trainer
 SCRIPT = Path(__file__).with_name("two_processes.py")
 
 
-@pytest.fixture(scope="module")
-def runs(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the runs ``one`` (this process), ``ddp`` and ``fsdp`` (two processes)."""
-    out = tmp_path_factory.mktemp("world")
+def told_by_each(logs: Path) -> str:
+    """The end of what every process wrote: the one that fell first is not the one that shows."""
+    files = sorted(logs.rglob("stderr.log"))
+    return "\n".join(f"{file.parent.name}: {file.read_text()[-4000:]}" for file in files)
+
+
+def run_in_two_processes(store: Path, out: Path) -> str:
+    """Run the script; returns what the processes said if one fell, else ``""``."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    logs = ["--redirects", "3", "--log-dir", str(out / "logs")]
     done = subprocess.run(
-        [sys.executable, *launch, str(SCRIPT), str(store), str(out)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        [sys.executable, *launch, *logs, str(SCRIPT), str(store), str(out)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    return "" if done.returncode == 0 else told_by_each(out / "logs") + done.stderr[-1500:]
+
+
+@pytest.fixture(scope="module")
+def runs(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the runs ``one`` (this process), ``ddp`` and ``fsdp`` (two processes)."""
+    out = tmp_path_factory.mktemp("world")
+    failure = run_in_two_processes(store, out)
+    if "Signal 6" in failure:
+        # Seen once in some seventy runs: abort() in a process, below Python. Told, tried once more.
+        warnings.warn(failure, stacklevel=1)
+        out = tmp_path_factory.mktemp("world-again")
+        failure = run_in_two_processes(store, out)
+    assert not failure, failure
     return out
 
 
