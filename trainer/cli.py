@@ -37,6 +37,10 @@ def run(
     preset: Annotated[str | None, typer.Option(help="tiny, small, medium or maze.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with the run's settings.")] = None,
     conditioning: Annotated[str | None, typer.Option(help="none or gumbel.")] = None,
+    kd: Annotated[
+        str | None,
+        typer.Option(help="none, token (KL to stored probabilities), sequence (teacher's rows)."),
+    ] = None,
     init_from: Annotated[
         Path | None, typer.Option(help="Model folder whose weights the student starts from.")
     ] = None,
@@ -56,6 +60,7 @@ def run(
         sources.append(read_toml(config))
     sources.append({} if student is None else {"student": student})
     sources.append({} if conditioning is None else {"model": {"conditioning": conditioning}})
+    sources.append({} if kd is None else {"model": {"kd": kd}})
     finished = train(compose_run(sources, overrides or []), store, out, init_from=init_from)
     leave()
     if is_first_process():

@@ -207,6 +207,13 @@ class HeadAndTail:
     def vocab_size(self) -> int:
         return self.unigram_probs.shape[0]
 
+    @property
+    def tail_mass(self) -> Float[Tensor, "n"]:
+        """Probability of all ids that are not listed, together."""
+        unigram = torch.where(self.head.used, self.unigram_probs[self.head.ids], 0.0)
+        rest = (1 - unigram.sum(1, dtype=torch.float64)).clamp(min=1e-9)
+        return (self.tail_scale * rest).float()
+
     def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         rows, columns, probs = self.head.in_tile(start, stop)
         result = self.tail_scale[:, None] * self.unigram_probs[start:stop]

@@ -20,15 +20,18 @@ VOCAB, LENGTH, SEED = 12, 8, 7
 ROWS = {"train": 40, "validation": 10}
 
 
-def write_store(path: Path, codec_name: str = "posterior", **changes: Any) -> Path:
+def write_store(
+    path: Path, codec_name: str = "posterior", num_entries: int = 4, **changes: Any
+) -> Path:
     """A finished store of random rows under a random bigram teacher.
 
     Args:
         path: Where.
         codec_name: Codec.
+        num_entries: Entries of codec ``posterior``.
         changes: Other manifest fields.
     """
-    parameters = {"num_entries": 4} if codec_name == "posterior" else {}
+    parameters = {"num_entries": num_entries} if codec_name == "posterior" else {}
     codec = make_codec(codec_name, **parameters)
     vocab, length = changes.pop("vocab_size", VOCAB), changes.pop("row_length", LENGTH)
     fields: dict[str, Any] = {
@@ -60,12 +63,17 @@ def write_store(path: Path, codec_name: str = "posterior", **changes: Any) -> Pa
     return path
 
 
+def teacher_logits(vocab: int = VOCAB) -> torch.Tensor:
+    """[V, V] logits of the bigram teacher: row i is about the token after token i."""
+    return torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(SEED)) * 2
+
+
 def encode_rows(
     codec: Any, rows: torch.Tensor, vocab: int, length: int, split: str, seed: int
 ) -> dict[str, np.ndarray]:
     """Stored arrays of some rows: tokens drawn from the teacher that is then encoded."""
     generator = torch.Generator().manual_seed(int(rows[0]) + 1000 * len(split))
-    table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(SEED)) * 2
+    table = teacher_logits(vocab)
     tokens = torch.zeros(len(rows), length, dtype=torch.int64)
     for position in range(1, length):
         probs = table[tokens[:, position - 1]].softmax(-1)

@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shards.base import derive_seed
+from shards.base import UsageError, derive_seed
 from shards.codec import Codec
-from shards.noise import Noise, PositionKeys
+from shards.noise import Noise, PositionKeys, Probabilities
 from shards.store import ShardStore
 from shards.stream import RowBatch
 from trainer.objective.places import Places
@@ -53,7 +53,8 @@ class Batch:
         step: Optimizer step the batch belongs to.
         epoch: Pass over the split.
         seed: Run seed; with epoch and row id it keys times and masks.
-        noise: Noise of the rows; None when the store's noise is not needed.
+        noise: Noise of the rows (and, from a store, the teacher's probabilities); None when
+            neither is needed.
     """
 
     tokens: Int[Tensor, "b l"]
@@ -70,6 +71,17 @@ class Batch:
     def num_rows(self) -> int:
         """B."""
         return self.tokens.shape[0]
+
+    def distribution(self, where: Bool[Tensor, "b l"] | Places) -> Probabilities:
+        """The teacher's stored probabilities at places other than column 0, row-major.
+
+        Raises:
+            UsageError: When the batch carries none, or its codec stores a draw instead.
+        """
+        if not isinstance(self.noise, StoredRowNoise):
+            remedy = "read it from a store whose codec keeps the teacher's distribution"
+            raise UsageError("the batch carries no teacher probabilities", remedy=remedy)
+        return self.noise.distribution(where)
 
     def micro_batches(self, size: int | None) -> Iterator[Batch]:
         """The batch in parts of at most ``size`` rows; times and masks stay the same.
@@ -152,6 +164,16 @@ class StoredRowNoise:
             self.resources,
         )
 
+    def distribution(self, where: Bool[Tensor, "b l"] | Places) -> Probabilities:
+        """See :meth:`Batch.distribution`."""
+        places = Places.of(where)
+        return self.codec.distribution(
+            {name: places.read(array) for name, array in self.arrays.items()},
+            places.read(self.tokens),
+            places.read(self.token_log_probs),
+            self.resources,
+        )
+
     def rows(self, part: slice) -> StoredRowNoise:
         """The noise of some of the rows."""
         return replace(
@@ -192,7 +214,7 @@ class BatchMaker:
         split: Which of its splits.
         seed: Run seed.
         device: Where micro-batches will go.
-        with_noise: Whether the student looks at noise.
+        with_noise: Whether the student looks at noise, or at the teacher's probabilities.
     """
 
     store: ShardStore

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
 
 from shards.base import UsageError
-from trainer.objective import Batch, masked_log_probs
+from trainer.objective import Batch, Places, masked_log_probs
 from trainer.students.attention import KeyValueCache, causal_attention, full_attention
 from trainer.students.base import LossOutput, Student
 from trainer.students.configuration import StudentConfig
@@ -63,7 +63,7 @@ class AR(Student):
         time_bounds: tuple[float, float] | None = None,
         counted: Bool[Tensor, "b l"] | None = None,
     ) -> LossOutput:
-        """Mean NLL of tokens 1..L-1 given the tokens before them.
+        """Mean NLL of tokens 1..L-1 given the tokens before them; with ``kd=token`` mixed with KL.
 
         Args:
             batch: Rows; their noise is not looked at.
@@ -81,6 +81,7 @@ class AR(Student):
             targets.flatten(),
             weights.flatten(),
             self.mask_id,
+            self._distillation(batch, _all_but_first(batch.tokens)),
         )
         return LossOutput(
             loss=loss,
@@ -144,3 +145,10 @@ class AR(Student):
         hidden = self.backbone(embeddings, None, positions, attend, cache)
         cache.length += new
         return masked_log_probs(self._project(hidden[:, -1:], None)[:, 0], self.mask_id)
+
+
+def _all_but_first(tokens: Int[Tensor, "b l"]) -> Places:
+    """Every place but those of column 0, row-major, listed without asking a mask."""
+    rows, length = tokens.shape
+    index = torch.arange(rows * (length - 1), device=tokens.device)
+    return Places(index // (length - 1), index % (length - 1) + 1)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from shards.base import UsageError
 from shards.codec import Codec, make_codec
 from shards.noise import Noise
-from trainer.objective import Batch, Places
+from trainer.objective import Batch, Distillation, Places
 from trainer.students.conditioning import GumbelConditioner
 from trainer.students.configuration import StudentConfig
 from trainer.students.dit import DiT
@@ -160,6 +160,16 @@ class Student(PreTrainedModel, ABC):
     @abstractmethod
     def loss(self, batch: Batch, *, time_bounds: tuple[float, float] | None = None) -> LossOutput:
         """The training loss of a batch; see the subclass."""
+
+    def _distillation(self, batch: Batch, places: Places) -> Distillation | None:
+        """The teacher at the places that are predicted, where the student trains on it.
+
+        In evaluation mode a loss is the likelihood's, whatever the student is trained on.
+        """
+        settings = self.settings
+        if settings.kd != "token" or not self.training:
+            return None
+        return Distillation(batch.distribution(places), settings.kd_weight, settings.kd_temperature)
 
     def embed_noise(self, noise: Noise, tau: float = 1.0) -> Float[Tensor, "n e"]:
         """Embeddings of n noise vectors for ``predict``: D numbers each.

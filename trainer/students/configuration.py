@@ -42,6 +42,10 @@ class StudentSettings:
         time_beta: a of t ~ Beta(a, 1) between the clips; 1 is uniform, 2 prefers masked rows.
         fully_masked_share: Share of the rows (BD3-LM: blocks) of a batch that train at
             ``max_time``, where few-step decoding begins.
+        kd: Knowledge distillation: ``token`` adds the KL from the teacher's stored probabilities
+            at the predicted positions, ``sequence`` demands a store whose rows the teacher wrote.
+        kd_weight: Share of the KL in the loss, the rest is the tokens' NLL; ``token`` only.
+        kd_temperature: T of both distributions in the KL, which is scaled by T^2; ``token`` only.
         min_time: Lower clip of t; with ``search_schedule`` only where the search starts.
         max_time: Upper clip of t.
         resample: Draw blocks anew whose masked fraction leaves [min_time, max_time].
@@ -68,6 +72,9 @@ class StudentSettings:
     max_loss_weight: float | None = None
     time_beta: float = 1.0
     fully_masked_share: float = 0.0
+    kd: Literal["none", "token", "sequence"] = "none"
+    kd_weight: float = 1.0
+    kd_temperature: float = 1.0
     min_time: float = 1e-3
     max_time: float = 1.0
     resample: bool = False
@@ -100,6 +107,9 @@ class StudentSettings:
         _require(0 <= share <= 1, "fully_masked_share", share, "in [0, 1]")
         wide = self.attention != "flex" or self.hidden_size >= 16 * self.num_heads
         _require(wide, "attention", self.attention, "sdpa for heads narrower than 16")
+        _require(0 < self.kd_weight <= 1, "kd_weight", self.kd_weight, "in (0, 1]")
+        hot = 0 < self.kd_temperature < math.inf
+        _require(hot, "kd_temperature", self.kd_temperature, "positive and finite")
         std = self.embedding_init_std
         _require(std is None or std > 0, "embedding_init_std", std, "positive")
 

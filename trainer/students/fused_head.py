@@ -3,7 +3,9 @@
 With logits z = features W^T + b and p = softmax(z), the loss sum_i w_i (-log p_i[target_i]) has
 d loss / dz = w (p - onehot). The weights w are known in the forward pass, so it also computes the
 gradients, chunk by chunk, and the backward pass only scales them: three matrix products in all,
-as in the plain formulation, and memory for one chunk of logits.
+as in the plain formulation, and memory for one chunk of logits. With a teacher the loss of a row
+is that of :class:`~trainer.objective.Distillation`, and d loss / dz is left to autograd, chunk by
+chunk (of a quarter of the rows, since it keeps intermediate results).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shards.noise import add_product, product_dtype
-from trainer.objective import MASK_LOGIT_OFFSET
+from trainer.objective import MASK_LOGIT_OFFSET, Distillation
 
 CHUNK_ROWS = {"cpu": 512, "cuda": 4096}
 
@@ -34,11 +36,14 @@ class WeightedNLL(torch.autograd.Function):
         row_weights: Tensor,
         mask_id: int,
         dtype: torch.dtype,
+        distillation: Distillation | None,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "n"]]:
         needs_gradient = any(ctx.needs_input_grad[:3])
         nlls = torch.empty(len(targets), device=features.device)
+        losses = nlls if distillation is None else torch.empty_like(nlls)
         gradients = _empty_gradients(features, weight, bias) if needs_gradient else None
         width = CHUNK_ROWS.get(features.device.type, CHUNK_ROWS["cuda"])
+        width = width if distillation is None else max(1, width // 4)
         narrow = weight.to(dtype)
         with torch.autocast(features.device.type, enabled=False):
             for start in range(0, len(targets), width):
@@ -47,13 +52,19 @@ class WeightedNLL(torch.autograd.Function):
                 logits = torch.addmm(bias.to(dtype), inputs, narrow.T).float()
                 logits[:, mask_id] += MASK_LOGIT_OFFSET
                 nlls[rows] = _row_nlls(logits, targets[rows])
-                if gradients is not None:
+                slope = None
+                if distillation is not None:
+                    losses[rows], slope = _distilled(
+                        distillation, logits, targets[rows], row_weights[rows], rows
+                    )
+                elif needs_gradient:
                     slope = _slope_(logits, nlls[rows], targets[rows], row_weights[rows])
+                if gradients is not None and slope is not None:
                     _accumulate(gradients, rows, slope, inputs, narrow)
         ctx.save_for_backward(*(gradients or ()))
         ctx.dtypes = features.dtype, weight.dtype, bias.dtype
         ctx.mark_non_differentiable(nlls)
-        return (nlls * row_weights).sum(), nlls
+        return (losses * row_weights).sum(), nlls
 
     @staticmethod
     @once_differentiable
@@ -63,7 +74,7 @@ class WeightedNLL(torch.autograd.Function):
             for gradient in ctx.saved_tensors
         ]
         cast = [value.to(dtype) for value, dtype in zip(scaled, ctx.dtypes, strict=True)]
-        return *cast, None, None, None, None
+        return *cast, None, None, None, None, None
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -90,6 +101,17 @@ def _slope_(logits: Tensor, nlls: Tensor, targets: Tensor, row_weights: Tensor) 
     return slope.mul_(row_weights[:, None])
 
 
+def _distilled(
+    distillation: Distillation, logits: Tensor, targets: Tensor, row_weights: Tensor, rows: slice
+) -> tuple[Float[Tensor, "c"], Float[Tensor, "c v1"]]:
+    """(losses, d sum_i w_i loss_i / d logits) of one chunk."""
+    with torch.enable_grad():
+        logits = logits.detach().requires_grad_()
+        losses = distillation.losses(logits.log_softmax(dim=-1), targets, rows)
+        (slope,) = torch.autograd.grad((losses * row_weights).sum(), logits)
+    return losses.detach(), slope
+
+
 def _accumulate(
     gradients: Gradients, rows: slice, slope: Tensor, inputs: Tensor, weight: Tensor
 ) -> None:
@@ -106,8 +128,11 @@ def weighted_nll(
     targets: Int[Tensor, "n"],
     row_weights: Float[Tensor, "n"],
     mask_id: int,
+    distillation: Distillation | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "n"]]:
     """sum_i w_i NLL_i with the mask excluded from the distribution, and the NLLs (detached), nats.
+
+    With a teacher the sum is of :meth:`Distillation.losses`; the NLLs stay what they are.
 
     Args:
         features: What the projection sees, one row per masked token.
@@ -115,6 +140,7 @@ def weighted_nll(
         targets: The tokens to predict.
         row_weights: w, without gradient.
         mask_id: Column whose probability is zero.
+        distillation: The teacher at the same rows, and how much it counts.
     """
     return WeightedNLL.apply(  # type: ignore[no-any-return]
         features,
@@ -124,4 +150,5 @@ def weighted_nll(
         row_weights,
         mask_id,
         product_dtype(projection.weight),
+        distillation,
     )

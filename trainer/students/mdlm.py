@@ -74,6 +74,7 @@ class MDLM(Student):
             places.read(batch.tokens),
             places.read(corruption.token_weight) / corruption.num_counted,
             self.mask_id,
+            self._distillation(batch, places),
         )
         return self._summarise(loss, nlls, corruption)
 

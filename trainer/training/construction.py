@@ -22,6 +22,7 @@ from trainer.training.settings import RunConfig
 STORE_BUFFERS = ("time_bounds", "conditioner.unigram_log_probs")
 """Buffers that the run and its store decide, not the model that weights come from."""
 CONDITIONER_SETTINGS = ("injection", "noise_transform", "prior_weight")
+KD_SETTINGS = ("kd_weight", "kd_temperature")
 
 NOISE_PARTS = ("conditioner.", "backbone.noise_readings.")
 
@@ -44,6 +45,7 @@ def build_student(config: RunConfig, store: ShardStore, init_from: Path | None) 
     manifest = store.manifest
     kind = student_class(config.student)
     _refuse_idle_settings(config, kind)
+    _require_taught(config.model.kd, store)
     torch.manual_seed(derive_seed(config.seed, "initial weights"))
     student = kind(
         kind.config_class.build(
@@ -68,6 +70,8 @@ def _refuse_idle_settings(config: RunConfig, kind: type[Student]) -> None:
     idle = [(name, f"student {config.student}") for name in kind.foreign_settings]
     if config.model.conditioning == "none":
         idle += [(name, "model.conditioning=none") for name in CONDITIONER_SETTINGS]
+    if config.model.kd != "token":
+        idle += [(name, f"model.kd={config.model.kd}") for name in KD_SETTINGS]
     for name, chosen in idle:
         value = getattr(config.model, name)
         if value != getattr(StudentSettings(), name):
@@ -77,6 +81,27 @@ def _refuse_idle_settings(config: RunConfig, kind: type[Student]) -> None:
                 got=f"{value} with {chosen}",
                 remedy="leave it out, or choose the student it belongs to",
             )
+
+
+def _require_taught(kd: str, store: ShardStore) -> None:
+    """Refuse a store that lacks what the student is to learn from its teacher."""
+    if kd == "token" and not store.codec.is_fresh:
+        raise UsageError(
+            "the store keeps one draw of the noise, not the teacher's distribution",
+            where="model.kd=token",
+            got=f"codec {store.codec.name}",
+            expected="codec posterior or hidden",
+            remedy="extract with one of them",
+        )
+    mode = store.manifest.tokens.get("mode", "parallel")
+    if kd == "sequence" and mode != "sequential":
+        raise UsageError(
+            "sequence-level distillation trains on rows that the teacher wrote",
+            where="model.kd=sequence",
+            got=f"a store of {mode} extraction",
+            expected="sequential extraction",
+            remedy="gdistill-extract --mode sequential",
+        )
 
 
 def load_initial_weights(student: Student, directory: Path, manifest: Manifest) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shards.noise import DenseProbabilities
+from trainer.objective.distillation import Distillation
 from trainer.students import fused_head
 from trainer.students.fused_head import weighted_nll
 
@@ -68,3 +70,20 @@ def test_autocast_multiplies_in_bfloat16_and_sums_in_float32() -> None:
     assert loss.dtype == torch.float32
     assert 0 < abs(loss.item() / exact.item() - 1) < 1e-2
     assert given[1].weight.grad.dtype == torch.float32
+
+
+def test_with_a_teacher_gradients_are_those_of_the_plain_mixture() -> None:
+    features, projection, targets, weights = inputs()
+    teacher = DenseProbabilities(torch.randn(ROWS, VOCAB).log_softmax(-1))
+    distillation = Distillation(teacher, weight=0.6, temperature=1.5)
+    logits = projection(features)
+    logits = torch.cat((logits[:, :VOCAB], logits[:, VOCAB:] - 1e6), dim=1)
+    losses = distillation.losses(logits.log_softmax(-1), targets, slice(None))
+    results = []
+    fused, nlls = weighted_nll(features, projection, targets, weights, VOCAB, distillation)
+    for loss in ((losses * weights).sum(), fused):
+        tensors = (features, projection.weight, projection.bias)
+        results.append((loss.detach(), *torch.autograd.grad(3 * loss, tensors)))
+    for reference, ours in zip(*results, strict=True):
+        assert torch.allclose(ours, reference, rtol=1e-4, atol=1e-6)
+    assert torch.allclose(nlls, plain(features, projection, targets, weights)[1], atol=1e-6)

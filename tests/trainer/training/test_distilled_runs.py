@@ -1,0 +1,141 @@
+"""Students that learn from the teacher's stored probabilities, with and without noise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from shards.base.errors import UsageError
+from shards.store import ShardStore
+from shards.stream import ShardStream
+from tests.trainer.run_cases import VOCAB, teacher_logits, tiny_run, write_store
+from trainer.objective.batch import Batch, BatchMaker
+from trainer.students.folder import read_model
+from trainer.students.registry import AR, BD3LM, MDLM
+from trainer.training.construction import build_student
+from trainer.training.loop import train
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that keeps all V probabilities."""
+    return write_store(tmp_path_factory.mktemp("whole") / "store", num_entries=VOCAB)
+
+
+def first_batch(store: Path) -> Batch:
+    opened = ShardStore.open(store)
+    maker = BatchMaker(opened, "train", 3, CPU, with_noise=True)
+    stream = ShardStream(opened.split("train", maker.arrays), seed=0, global_batch_size=8)
+    return maker(next(iter(stream)), 0)
+
+
+STUDENTS = [("mdlm", 8), ("bd3lm", 4)]
+
+
+@pytest.mark.parametrize("conditioning", ["none", "gumbel"])
+@pytest.mark.parametrize(("name", "block"), STUDENTS)
+def test_a_diffusion_student_pays_the_dense_kl_where_it_is_masked(
+    whole: Path, name: str, block: int, conditioning: str
+) -> None:
+    extra = {"model__block_size": block} if name == "bd3lm" else {}
+    weight = 0.75
+    config = tiny_run(
+        student=name,
+        model__conditioning=conditioning,
+        model__kd="token",
+        model__kd_weight=weight,
+        **extra,
+    )
+    student = build_student(config, ShardStore.open(whole), None)
+    assert isinstance(student, MDLM | BD3LM)
+    for parameter in student.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    batch = first_batch(whole)
+    corruption = student.corrupt(batch)
+    noised = batch.tokens.masked_fill(corruption.mask, student.mask_id)
+    noise = None
+    if student.is_conditioned and batch.noise is not None:
+        embedded = student.embed_noise(batch.noise.at(corruption.mask))
+        noise = torch.zeros(*noised.shape, embedded.shape[-1])
+        noise[corruption.mask] = embedded
+    with torch.no_grad():
+        found = student.denoise(noised, batch.tokens, noise)[..., :VOCAB].log_softmax(-1)
+        teacher = teacher_logits()[batch.tokens[:, :-1]].log_softmax(-1)
+        kl = functional.kl_div(found[:, 1:], teacher, reduction="none", log_target=True).sum(-1)
+        nll = -found.gather(-1, batch.tokens[..., None])[..., 0]
+        loss = weight * functional.pad(kl, (1, 0)) + (1 - weight) * nll
+        expected = (loss * corruption.weight * corruption.mask).sum() / noised.numel()
+    output = student.train().loss(batch)
+    torch.testing.assert_close(output.loss, expected, rtol=3e-3, atol=1e-5)
+    likelihood = student.eval().loss(batch)
+    torch.testing.assert_close(likelihood.token_nlls, output.token_nlls, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        likelihood.loss, (nll * corruption.weight * corruption.mask).sum() / noised.numel()
+    )
+
+
+def test_an_autoregressive_student_learns_the_teacher_at_every_position(
+    whole: Path, tmp_path: Path
+) -> None:
+    settings = {"student": "ar", "model__conditioning": "none", "training__num_steps": 60}
+    config = tiny_run(model__kd="token", model__kd_temperature=2.0, **settings)
+    build = build_student(config, ShardStore.open(whole), None)
+    assert train(config, whole, tmp_path / "run")
+    student = read_model(tmp_path / "run" / "model")
+    assert isinstance(student, AR) and isinstance(build, AR)
+    tokens = first_batch(whole).tokens
+    teacher = teacher_logits()[tokens[:, :-1]].log_softmax(-1)
+
+    def distance(model: AR) -> torch.Tensor:
+        with torch.no_grad():
+            found = model.eval().predict(tokens)[:, :-1, :VOCAB]
+        return functional.kl_div(found, teacher, reduction="none", log_target=True).sum(-1).mean(0)
+
+    assert (distance(student) < 0.7 * distance(build)).all()
+
+
+def test_listed_probabilities_with_noise_train_and_resume(store: Path, tmp_path: Path) -> None:
+    config = tiny_run(model__kd="token", model__conditioning="gumbel")
+    assert train(config, store, tmp_path / "run")
+    with pytest.raises(UsageError, match="another setting"):
+        train(tiny_run(model__conditioning="gumbel"), store, tmp_path / "run")
+
+
+@pytest.mark.parametrize("codec", ["seeded", "topk", "quantized", "full"])
+def test_a_frozen_draw_is_no_teacher(tmp_path: Path, codec: str) -> None:
+    store = write_store(tmp_path / "store", codec)
+    with pytest.raises(UsageError, match=rf"one draw of the noise.*{codec}.*posterior or hidden"):
+        train(tiny_run(model__kd="token"), store, tmp_path / "run")
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_sequence_level_distillation_wants_rows_of_the_teacher(store: Path, tmp_path: Path) -> None:
+    config = tiny_run(model__kd="sequence", training__num_steps=2)
+    with pytest.raises(UsageError, match=r"rows that the teacher wrote.*--mode sequential"):
+        train(config, store, tmp_path / "run")
+    tokens = {"fingerprint": "ef" * 32, "corpus": "random", "mode": "sequential"}
+    written = write_store(tmp_path / "written", tokens=tokens)
+    assert train(config, written, tmp_path / "run")
+    sealed = (tmp_path / "run" / "model" / "config.json").read_text()
+    assert '"kd": "sequence"' in sealed
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model__kd": "tokens"}, "token"),
+        ({"model__kd_weight": 0.5}, "model.kd=none"),
+        ({"model__kd": "sequence", "model__kd_temperature": 2}, "model.kd=sequence"),
+        ({"model__kd": "token", "model__kd_weight": 0}, "kd_weight"),
+        ({"model__kd": "token", "model__kd_weight": 1.5}, "kd_weight"),
+        ({"model__kd": "token", "model__kd_temperature": 0}, "kd_temperature"),
+    ],
+)
+def test_mistakes(store: Path, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        build_student(tiny_run(**settings), ShardStore.open(store), None)
