@@ -26,6 +26,7 @@ PRESET  ?= tiny
 CONDITIONING ?= $(if $(filter ar,$(STUDENT)),none,gumbel)
 # Distillation: token (KL to the teacher's stored probabilities), or sequence (rows it wrote itself).
 KD      ?=
+BACKBONE ?=
 SHARDS  ?= $(OUT)/store
 MODEL   ?= $(OUT)/$(STUDENT)-$(CONDITIONING)$(addprefix -kd-,$(KD))
 SAMPLES ?= samples
@@ -55,7 +56,7 @@ export OMP_WAIT_POLICY ?= passive
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
-	@echo "  variables        CORPUS TEACHER CODEC STUDENT PRESET CONDITIONING KD SHARDS OUT NFE NUM JUDGE REFERENCE ARGS"
+	@echo "  variables        CORPUS TEACHER CODEC STUDENT BACKBONE PRESET CONDITIONING KD SHARDS OUT NFE NUM JUDGE REFERENCE ARGS"
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -79,6 +80,7 @@ extract: $(STAMP) ## stage 1 and 2: make extract CORPUS=owt TEACHER=gpt2-large C
 train: $(STAMP) ## train a student from shards: make train STUDENT=bd3lm SHARDS=out/owt/store
 	$(BIN)/gdistill-train run --store '$(SHARDS)' --student $(STUDENT) --preset $(PRESET) \
 	  --conditioning $(CONDITIONING) $(if $(KD),--kd $(KD)) --out '$(MODEL)' \
+	  $(if $(BACKBONE),--backbone '$(BACKBONE)') \
 	  $(if $(STEPS),--set training.num_steps=$(STEPS)) $(ARGS)
 
 sample: $(STAMP) ## draw samples from a trained student: make sample MODEL=... NFE=16 NUM=64

@@ -33,13 +33,17 @@ app = typer.Typer(
 def run(
     store: Annotated[str, typer.Option(help="Store to train on: a folder or URL.")],
     out: Annotated[Path, typer.Option(help="Folder of this run; the same command resumes it.")],
-    student: Annotated[str | None, typer.Option(help="mdlm, bd3lm or ar.")] = None,
+    student: Annotated[str | None, typer.Option(help="mdlm, bd3lm, ar or medusa.")] = None,
     preset: Annotated[str | None, typer.Option(help="tiny, small, medium or maze.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with the run's settings.")] = None,
     conditioning: Annotated[str | None, typer.Option(help="none or gumbel.")] = None,
     kd: Annotated[
         str | None,
         typer.Option(help="none, token (KL to stored probabilities), sequence (teacher's rows)."),
+    ] = None,
+    backbone: Annotated[
+        str | None,
+        typer.Option(help="Frozen causal LM below the student: the teacher of the shards."),
     ] = None,
     init_from: Annotated[
         Path | None, typer.Option(help="Model folder whose weights the student starts from.")
@@ -61,6 +65,7 @@ def run(
     sources.append({} if student is None else {"student": student})
     sources.append({} if conditioning is None else {"model": {"conditioning": conditioning}})
     sources.append({} if kd is None else {"model": {"kd": kd}})
+    sources.append({} if backbone is None else {"model": {"backbone": backbone}})
     finished = train(compose_run(sources, overrides or []), store, out, init_from=init_from)
     leave()
     if is_first_process():

@@ -16,7 +16,9 @@ from trainer.students import Student, open_model
 Student.generate = generate  # type: ignore[method-assign]
 
 
-def load_student(path: str | Path, device: torch.device | str = "cpu") -> Student:
+def load_student(
+    path: str | Path, device: torch.device | str = "cpu", backbone: str | None = None
+) -> Student:
     """A student in evaluation mode, float32, with every weight from the file.
 
     >>> student = trainer.load_student("out/maze/mdlm")
@@ -25,8 +27,9 @@ def load_student(path: str | Path, device: torch.device | str = "cpu") -> Studen
     Args:
         path: A model folder, or the ``--out`` folder of a finished run.
         device: Where it goes.
+        backbone: Where the language model is that it stands on, if not where its config says.
 
     Raises:
         UsageError: When the folder holds no student of ours, or a broken one.
     """
-    return open_model(Path(path), device).student
+    return open_model(Path(path), device, backbone).student

@@ -78,6 +78,10 @@ def sample(
     ] = None,
     precision: Annotated[str, typer.Option(help="fp32, or bf16 for autocast.")] = "fp32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    backbone: Annotated[
+        str | None,
+        typer.Option(help="Where the student's frozen language model is, if it has moved."),
+    ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Further sampler settings, key=value.")
     ] = None,
@@ -121,6 +125,7 @@ def sample(
         infill=infill,
         precision=precision,
         device=device,
+        backbone=backbone,
     )
     for run in request.resolve():
         for path in run.run():

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
         BD3LMConfig,
         LossOutput,
         MDLMConfig,
+        Medusa,
+        MedusaConfig,
         Student,
         StudentConfig,
         StudentSettings,

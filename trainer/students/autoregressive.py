@@ -13,7 +13,7 @@ from shards.base import UsageError
 from trainer.objective import Batch, Places, masked_log_probs
 from trainer.students.attention import KeyValueCache, causal_attention, full_attention
 from trainer.students.base import LossOutput, Student
-from trainer.students.configuration import StudentConfig
+from trainer.students.configuration import BACKBONE_SETTINGS, StudentConfig
 from trainer.students.fused_head import weighted_nll
 
 
@@ -33,7 +33,7 @@ class AR(Student):
     config_class = ARConfig
     uses_sigma = False
     default_sampler = "sequential"
-    foreign_settings = ("block_size", "resample", "search_schedule")
+    foreign_settings = ("block_size", "resample", "search_schedule", *BACKBONE_SETTINGS)
 
     def __init__(self, config: StudentConfig) -> None:
         if config.settings.conditioning != "none":

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shards.base import UsageError
 from shards.codec import Codec, make_codec
 from shards.noise import Noise
+from shards.store import Manifest
 from trainer.objective import Batch, Distillation, Places
 from trainer.students.conditioning import GumbelConditioner
-from trainer.students.configuration import StudentConfig
+from trainer.students.configuration import BACKBONE_SETTINGS, StudentConfig, StudentSettings
 from trainer.students.dit import DiT
 from trainer.students.vocabulary_attention import noise_shares
 
@@ -81,20 +83,58 @@ class Student(PreTrainedModel, ABC):
     _no_split_modules = ["Block"]  # noqa: RUF012
     uses_sigma = True
     default_sampler = "ancestral"
-    foreign_settings: ClassVar[tuple[str, ...]] = ("block_size",)
+    foreign_settings: ClassVar[tuple[str, ...]] = ("block_size", *BACKBONE_SETTINGS)
     """Settings of other students, refused here: left unsaid they would be left undone."""
 
     def __init__(self, config: StudentConfig) -> None:
         super().__init__(config)
         settings = config.settings
         self.settings = settings
-        self.backbone = DiT(config, uses_sigma=self.uses_sigma)
+        self._build(config)
         self.conditioner = self._make_conditioner()
         bounds = torch.tensor([settings.min_time, settings.max_time])
         self.register_buffer("time_bounds", bounds)
         # What the buffer said at that version of it: reading it makes the host wait for a GPU.
         self._clips: tuple[Tensor, int, tuple[float, float]] | None = None
         self.post_init()
+
+    def _build(self, config: StudentConfig) -> None:
+        """Make the modules that are trained, the noise embedding aside."""
+        self.backbone = DiT(config, uses_sigma=self.uses_sigma)
+
+    @classmethod
+    def configure(cls, settings: StudentSettings, manifest: Manifest) -> StudentConfig:
+        """The config of a student with these settings for that store."""
+        return cls.config_class.build(
+            settings,
+            vocab_size=manifest.vocab_size,
+            row_length=manifest.row_length,
+            bos_token_id=manifest.bos_id,
+            eos_token_id=manifest.eos_id,
+        )
+
+    @classmethod
+    def make(cls, settings: StudentSettings, manifest: Manifest) -> Student:
+        """The student at step 0, with initial weights drawn from torch's global generator."""
+        return cls(cls.configure(settings, manifest))
+
+    def complete(self, directory: Path, backbone: str | None = None) -> None:
+        """Bring in what a model folder only names.
+
+        Args:
+            directory: The folder.
+            backbone: Where the frozen language model is, if not where the config says.
+
+        Raises:
+            UsageError: If it cannot be had, is another one, or the student stands on none.
+        """
+        if backbone is not None:
+            remedy = "leave --backbone out"
+            raise UsageError("the student stands on no backbone", got=backbone, remedy=remedy)
+
+    def published(self, directory: Path) -> dict[str, Any]:
+        """Fields of the config that read otherwise in the model folder ``directory``."""
+        return {}
 
     def _make_conditioner(self) -> GumbelConditioner | None:
         settings = self.settings
@@ -131,6 +171,28 @@ class Student(PreTrainedModel, ABC):
     def num_attended_pairs(self) -> int:
         """Pairs of positions that attend to each other in one training pass over a row."""
         return self.config.row_length**2
+
+    @property
+    def sharded_blocks(self) -> Iterable[nn.Module]:
+        """Parts that FSDP gathers one at a time."""
+        return self.backbone.blocks
+
+    @property
+    def flops_per_row(self) -> float:
+        """FLOPs of a training pass (backward included, no recomputation) before the output head.
+
+        6 per weight of the blocks and token read, 12 D per layer and attended pair of positions.
+        """
+        width, layers = self.settings.hidden_size, self.settings.num_layers
+        matrices = (4 + 2 * self.settings.mlp_ratio) * width * width * layers
+        pairs = 12 * width * layers * self.num_attended_pairs
+        return float(6 * matrices * self.num_read_tokens + pairs)
+
+    @property
+    def flops_per_masked(self) -> float:
+        """6 D V of the head and 4 D V of the noise projection (noise has no gradient)."""
+        width = self.settings.hidden_size
+        return float((6 + 4 * self.is_conditioned) * width * (self.config.vocab_size + 1))
 
     @property
     def mask_id(self) -> int:

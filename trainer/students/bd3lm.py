@@ -31,7 +31,7 @@ from trainer.students.attention import (
     masked_attention,
     training_mask,
 )
-from trainer.students.configuration import StudentConfig
+from trainer.students.configuration import BACKBONE_SETTINGS, StudentConfig
 from trainer.students.mdlm import MDLM
 
 
@@ -46,7 +46,7 @@ class BD3LM(MDLM):
 
     config_class = BD3LMConfig
     default_sampler = "block"
-    foreign_settings = ()
+    foreign_settings = BACKBONE_SETTINGS
 
     @property
     def block_size(self) -> int:

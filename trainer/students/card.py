@@ -10,7 +10,7 @@ from huggingface_hub import ModelCardData
 
 from trainer.students.registry import Student
 
-NAMES = {"mdlm": "MDLM", "bd3lm": "BD3-LM", "ar": "Autoregressive baseline"}
+NAMES = {"mdlm": "MDLM", "bd3lm": "BD3-LM", "ar": "Autoregressive baseline", "medusa": "Medusa"}
 
 FOLDERS = re.compile(r"(?<![\w.:/])(?:file://)?~?/(?:[^/\s]+/)*|(?<=:)~?/(?!/)(?:[^/\s]+/)*")
 """The folders of an absolute path, bare or behind a scheme's colon; a URL keeps its places."""

@@ -11,6 +11,28 @@ from transformers import PretrainedConfig
 
 from shards.base import UsageError, from_mapping, read_toml, to_mapping
 
+MEDUSA_SETTINGS = ("head_output", "head_rank")
+"""Settings of Medusa heads alone."""
+BACKBONE_SETTINGS = ("backbone", "backbone_dtype", "num_proposed", *MEDUSA_SETTINGS)
+"""Settings of the students that stand on a frozen language model, refused by all others."""
+DIFFUSION_SETTINGS = (
+    "injection",
+    "noise_readings",
+    "block_size",
+    "noise_schedule",
+    "loss_weighting",
+    "max_loss_weight",
+    "time_beta",
+    "fully_masked_share",
+    "min_time",
+    "max_time",
+    "resample",
+    "search_schedule",
+    "time_conditioning",
+    "embedding_init_std",
+    "kd",
+)
+"""Settings of the diffusion students, refused by those that stand on a language model."""
 PRESETS = Path(__file__).resolve().parent.parent / "presets" / "students"
 
 
@@ -53,6 +75,13 @@ class StudentSettings:
         time_conditioning: Tell the backbone the noise level; otherwise it always sees 0.
         embedding_init_std: Normal initialisation of the token embedding; None is kaiming-uniform.
         attention: FlexAttention or SDPA for block masks; ``auto`` takes flex on CUDA.
+        backbone: Folder or hub id of the frozen language model that the student stands on: the
+            teacher of its shards. The widths above are then those of what is trained beside it.
+        backbone_dtype: Precision of the backbone's weights.
+        num_proposed: K, tokens that a student on a backbone proposes in one pass.
+        head_output: What a Medusa head learns of its output layer beside the backbone's own, which
+            all heads share: nothing, a product of rank ``head_rank``, or a whole matrix.
+        head_rank: See ``head_output``.
     """
 
     hidden_size: int = 768
@@ -82,9 +111,15 @@ class StudentSettings:
     time_conditioning: bool = False
     embedding_init_std: float | None = None
     attention: Literal["auto", "sdpa", "flex"] = "auto"
+    backbone: str | None = None
+    backbone_dtype: Literal["float32", "bfloat16"] = "float32"
+    num_proposed: int = 3
+    head_output: Literal["shared", "low_rank", "full"] = "shared"
+    head_rank: int = 64
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_layers", "num_heads", "condition_size", "mlp_ratio"):
+        sizes = ("hidden_size", "num_layers", "num_heads", "condition_size", "mlp_ratio")
+        for name in (*sizes, "num_proposed", "head_rank"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         heads = self.hidden_size % (2 * self.num_heads) == 0
         _require(heads, "hidden_size", self.hidden_size, f"a multiple of {2 * self.num_heads}")
@@ -151,6 +186,7 @@ class StudentConfig(PretrainedConfig):
         eos_token_id: End of a document; None when the tokenizer has none.
         codec: ``{"name": ..., "parameters": {...}}`` of the store whose noise the student has
             learnt to read; None for the untruncated prior.
+        frozen: Name, hash and sizes of the backbone that the student stands on, if it does.
     """
 
     # transformers builds __init__ (and its **kwargs) itself, which jaxtyping's wrapper cannot bind.
@@ -165,6 +201,7 @@ class StudentConfig(PretrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     codec: dict[str, Any] | None = None
+    frozen: dict[str, Any] | None = None
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:

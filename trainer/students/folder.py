@@ -9,6 +9,7 @@ model/
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -58,7 +59,10 @@ def export_model(
     temporary = directory.with_name(f".writing-{directory.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    whole = type(student)(student.config)
+    config = copy.deepcopy(student.config)
+    for name, value in student.published(directory).items():
+        setattr(config, name, value)
+    whole = type(student)(config)
     whole.load_state_dict(dict(weights))
     with without_library_bars():
         whole.save_pretrained(temporary)
@@ -102,19 +106,24 @@ class ModelFolder:
         return hashes[0] if len(hashes) == 1 else "+".join(hashes)
 
 
-def open_model(path: Path, device: torch.device | str = "cpu") -> ModelFolder:
+def open_model(
+    path: Path, device: torch.device | str = "cpu", backbone: str | None = None
+) -> ModelFolder:
     """Read a student in Hugging Face layout, with its tokenizer and its record.
 
     Args:
         path: A model folder, or the ``--out`` folder of a finished run.
         device: Where the student goes.
+        backbone: Where the language model is that the student stands on, if not where it says.
 
     Raises:
-        UsageError: When the folder holds no student of ours, or a broken one.
+        UsageError: When the folder holds no student of ours, or a broken one, or its backbone is
+            another one or absent.
         GdistillError: When its tokenizer or its record is damaged.
     """
     directory = find_model(path)
     student = read_model(directory)
+    student.complete(directory, backbone)
     student = student.to(device).eval()  # type: ignore[arg-type]
     model = ModelFolder(directory, student, load_tokenizer(directory), _read_record(directory))
     if student.is_conditioned and student.config.codec is None:

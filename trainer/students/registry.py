@@ -9,8 +9,14 @@ from trainer.students.base import LossOutput, Student
 from trainer.students.bd3lm import BD3LM, BD3LMConfig
 from trainer.students.configuration import StudentConfig, StudentSettings, read_preset
 from trainer.students.mdlm import MDLM, MDLMConfig
+from trainer.students.on_backbone.medusa import Medusa, MedusaConfig
 
-STUDENTS: dict[str, type[Student]] = {"mdlm": MDLM, "bd3lm": BD3LM, "ar": AR}
+STUDENTS: dict[str, type[Student]] = {
+    "mdlm": MDLM,
+    "bd3lm": BD3LM,
+    "ar": AR,
+    "medusa": Medusa,
+}
 
 for _student in STUDENTS.values():
     AutoConfig.register(_student.config_class.model_type, _student.config_class, exist_ok=True)
@@ -28,6 +34,8 @@ __all__ = [
     "BD3LMConfig",
     "LossOutput",
     "MDLMConfig",
+    "Medusa",
+    "MedusaConfig",
     "Student",
     "StudentConfig",
     "StudentSettings",

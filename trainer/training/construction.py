@@ -47,15 +47,7 @@ def build_student(config: RunConfig, store: ShardStore, init_from: Path | None) 
     _refuse_idle_settings(config, kind)
     _require_taught(config.model.kd, store)
     torch.manual_seed(derive_seed(config.seed, "initial weights"))
-    student = kind(
-        kind.config_class.build(
-            config.model,
-            vocab_size=manifest.vocab_size,
-            row_length=manifest.row_length,
-            bos_token_id=manifest.bos_id,
-            eos_token_id=manifest.eos_id,
-        )
-    )
+    student = kind.make(config.model, manifest)
     if init_from is not None:
         load_initial_weights(student, init_from, manifest)
     if student.is_conditioned:
@@ -121,6 +113,13 @@ def load_initial_weights(student: Student, directory: Path, manifest: Manifest) 
     """
     source = read_model(find_model(directory))
     require_same_shape(source.config, manifest, f"--init-from {directory}")
+    if source.config.frozen != student.config.frozen:
+        raise UsageError(
+            "the model stands on another backbone",
+            where=f"--init-from {directory}",
+            got=source.config.frozen,
+            expected=student.config.frozen,
+        )
     weights = source.state_dict()
     target = student.state_dict()
     for name in STORE_BUFFERS:

@@ -200,21 +200,12 @@ class StepWindow:
 def training_flops(student: Student, num_rows: int, num_masked: int) -> float:
     """FLOPs of one forward and backward pass, as the model needs them (no recomputation).
 
-    6 per weight of the blocks and token read, 12 D per layer and attended pair of positions; the
-    head (6 D V) and the noise projection (4 D V: noise has no gradient) for masked rows only.
-
     Args:
         student: What is trained.
         num_rows: Rows.
         num_masked: Positions that met the head.
     """
-    settings, config = student.settings, student.config
-    width, layers = settings.hidden_size, settings.num_layers
-    matrices = (4 + 2 * settings.mlp_ratio) * width * width * layers
-    per_row = 6 * matrices * student.num_read_tokens
-    per_row += 12 * width * layers * student.num_attended_pairs
-    per_masked = (6 + 4 * student.is_conditioned) * width * (config.vocab_size + 1)
-    return float(num_rows * per_row + num_masked * per_masked)
+    return num_rows * student.flops_per_row + num_masked * student.flops_per_masked
 
 
 def peak_flops_per_second(

@@ -91,7 +91,7 @@ def shard_student(step: TrainingStep, accelerator: Accelerator) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    for block in step.student.backbone.blocks:
+    for block in step.student.sharded_blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(step, mesh=mesh)
 

@@ -15,7 +15,9 @@ def student_identity(loaded: ModelFolder) -> dict[str, Any]:
     """The weights, the time bounds among them, and what is made of them: JSON."""
     student = loaded.student
     config = student.config
+    frozen = {} if config.frozen is None else {"backbone": config.frozen}
     return {
+        **frozen,
         "weights_sha256": loaded.weights_sha256,
         "student": type(student).__name__.lower(),
         "student_config": to_mapping(student.settings),

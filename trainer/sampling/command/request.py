@@ -50,6 +50,7 @@ class Request:
         infill: File of rows with open positions.
         precision: ``fp32`` or ``bf16``.
         device: ``auto`` or a torch device.
+        backbone: Where the language model is that the student stands on, if not where it says.
     """
 
     checkpoint: str
@@ -68,6 +69,7 @@ class Request:
     infill: Path | None = None
     precision: str = "fp32"
     device: str = "auto"
+    backbone: str | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("--num", self.num), ("--batch-size", self.batch_size)):
@@ -103,7 +105,7 @@ class Request:
         device = self._device()
         if obstacle := use_noise_kernel("auto", device):
             stderr.print(f"noise kernel: eager on {device}; {obstacle}", markup=False)
-        loaded = open_model(find_checkpoint(self.checkpoint), device)
+        loaded = open_model(find_checkpoint(self.checkpoint), device, self.backbone)
         name = loaded.student.default_sampler if self.sampler is None else self.sampler
         name = name.replace("-", "_")
         settings = self._sampler_settings(name)
