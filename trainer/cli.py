@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +17,9 @@ from shards.base import (
     settings_app,
     use_log_format,
 )
+
+if TYPE_CHECKING:
+    from trainer.training.settings import RunConfig
 
 SETTINGS = (Section("a training run", "trainer.training.settings:RunConfig"),)
 app = typer.Typer(
@@ -51,6 +54,10 @@ def run(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="key.path=value, e.g. training.num_steps=500")
     ] = None,
+    plan: Annotated[
+        bool, typer.Option(help="Print the memory that the run would hold, part by part; no more.")
+    ] = False,
+    processes: Annotated[int, typer.Option(help="Processes that --plan is made for.")] = 1,
     log_format: LogFormatOption = "plain",
 ) -> None:
     """Train a student from a store; no teacher is needed."""
@@ -66,11 +73,25 @@ def run(
     sources.append({} if conditioning is None else {"model": {"conditioning": conditioning}})
     sources.append({} if kd is None else {"model": {"kd": kd}})
     sources.append({} if backbone is None else {"model": {"backbone": backbone}})
-    finished = train(compose_run(sources, overrides or []), store, out, init_from=init_from)
+    composed = compose_run(sources, overrides or [])
+    if plan:
+        typer.echo(planned_memory(composed, store, processes))
+        return
+    finished = train(composed, store, out, init_from=init_from)
     leave()
     if is_first_process():
         done = f"wrote {out / 'model'}" if finished else f"stopped; checkpoint saved below {out}"
         typer.echo(done, err=True)
+
+
+def planned_memory(config: RunConfig, store: str, processes: int) -> str:
+    """The text of ``--plan``; a GPU is planned for unless training.device says otherwise."""
+    from shards.store import open_store
+    from trainer.training import plan_memory
+
+    device = "cpu" if config.training.device == "cpu" else "cuda"
+    planned = plan_memory(config, open_store(store), device=device, world_size=processes)
+    return f"peak memory of one of {processes} processes on {device}\n{planned.to_text()}"
 
 
 @app.command()

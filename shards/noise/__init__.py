@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
-    from shards.noise.embedding import Transform, Weighting, add_product, product_dtype
+    from shards.noise.embedding import TILES, Transform, Weighting, add_product, product_dtype
     from shards.noise.gumbel import add_wait_, arrivals_from_gumbel, gumbel_argmax
     from shards.noise.keyed_exponentials import NoiseKernel, noise_kernel, use_noise_kernel
     from shards.noise.kinds import (

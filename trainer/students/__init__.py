@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         open_model,
         read_model,
     )
+    from trainer.students.fused_head import CHUNK_ROWS
     from trainer.students.registry import (
         AR,
         BD3LM,

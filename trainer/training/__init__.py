@@ -13,6 +13,7 @@ from shards.base.door import open_door
 
 if TYPE_CHECKING:
     from trainer.training.loop import train
+    from trainer.training.memory_plan import MemoryPlan, plan_memory
     from trainer.training.optimization import (
         ExponentialMovingAverage,
         clip_gradients,
