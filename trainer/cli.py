@@ -19,7 +19,7 @@ from shards.base import (
 )
 
 if TYPE_CHECKING:
-    from trainer.training.settings import RunConfig
+    from trainer.training import RunConfig
 
 SETTINGS = (Section("a training run", "trainer.training.settings:RunConfig"),)
 app = typer.Typer(

@@ -22,6 +22,6 @@ if TYPE_CHECKING:
     from trainer.training.overhead import overhead_table
     from trainer.training.parallel import leave
     from trainer.training.run_folder import RunStatus
-    from trainer.training.settings import OptimizationConfig, compose_run, read_recipe
+    from trainer.training.settings import OptimizationConfig, RunConfig, compose_run, read_recipe
 
 __getattr__, __dir__ = open_door(__name__, __file__)
