@@ -23,8 +23,8 @@ def certify(
 ) -> None:
     """Find the noise of each sample again and compare each token with argmax(l + tau xi).
 
-    Samples of the coupled sampler must agree everywhere, or the command fails; those of a student
-    get the share that does. Ties within float32 rounding are listed in certificate.json.
+    Samples that a teacher has verified must agree everywhere, or the command fails; those of a
+    student get the share that does. Ties within float32 rounding are listed in certificate.json.
     """
     from evaluation.certificate import certify_file, read_drawn
     from shards.language_model import resolve_device
@@ -42,7 +42,7 @@ def certify(
             f"{result.smallest_margin:.2g} nats; {len(result.ties)} ties, "
             f"{result.num_mismatches} mismatches"
         )
-        if drawn.sampler == "coupled" and result.num_mismatches:
+        if drawn.is_verified and result.num_mismatches:
             broken.append((drawn.source, result.mismatches[0]))
     folder = out or (samples if samples.is_dir() else samples.parent)
     folder.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,7 @@ SETTINGS = tuple(
         ("sequential", "sequential:SequentialConfig"),
         ("apd", "verified.adaptive:AdaptiveConfig"),
         ("coupled", "verified.coupled:CoupledConfig"),
+        ("medusa", "verified.medusa:MedusaConfig"),
     )
 )
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -46,7 +47,7 @@ def sample(
     sampler: Annotated[
         str | None,
         typer.Option(
-            help="ancestral, first_hitting, fixed_count, block, sequential, apd, coupled."
+            help="ancestral, first_hitting, fixed_count, block, sequential, apd, coupled, medusa."
         ),
     ] = None,
     nucleus_p: Annotated[float | None, typer.Option(help="Nucleus p (1 = off).")] = None,

@@ -17,6 +17,9 @@ from trainer.sampling import sampling_noise
 from trainer.sampling.rules import STEPS_PER_ATTEMPT
 from trainer.sampling.verified import require_whole_noise
 
+VERIFIED = ("coupled", "medusa")
+"""Samplers whose tokens a teacher verifies."""
+
 
 @dataclass(frozen=True)
 class DrawnRow:
@@ -47,6 +50,7 @@ class DrawnFile:
         vocab_size: V.
         codec: What the student's noise was cut off by; None for none.
         sampler: The sampler's name.
+        is_verified: Whether every token was verified to be the teacher's for its noise.
         verifier_sha256: Of the model that verified the samples, where one did.
     """
 
@@ -57,6 +61,7 @@ class DrawnFile:
     vocab_size: int
     codec: Codec | None
     sampler: str
+    is_verified: bool
     verifier_sha256: str | None
 
     def noise(self, row: DrawnRow) -> Noise:
@@ -86,8 +91,11 @@ def read_drawn(file: Path) -> DrawnFile:
     sampler = first.get("settings", {})
     identity = settings["identity"]
     conditioning = settings.get("student_config", {}).get("conditioning")
-    coupled = sampler.get("sampler") == "coupled"
-    if conditioning == "none" and not coupled:
+    kind, rule = sampler.get("sampler"), sampler.get("acceptance", "coupled")
+    verified = kind in VERIFIED and rule == "coupled"
+    if kind in VERIFIED and not verified:
+        raise _no_noise(file, f"drawn with acceptance={rule}")
+    if conditioning == "none" and not verified:
         raise _no_noise(file, "drawn by a student without noise")
     if sampler.get("redraw_noise"):
         raise _no_noise(file, "redraw_noise: other noise at every step")
@@ -100,7 +108,8 @@ def read_drawn(file: Path) -> DrawnFile:
         vocab_size=settings["vocab_size"],
         codec=None if codec is None else make_codec(codec["name"], **codec["parameters"]),
         sampler=str(sampler.get("sampler")),
-        verifier_sha256=identity.get("verifier_sha256") if coupled else None,
+        is_verified=verified,
+        verifier_sha256=identity.get("verifier_sha256") if verified else None,
     )
     require_whole_noise(drawn.noise(drawn.rows[0]).select(slice(0, 1)))
     return drawn
@@ -132,5 +141,6 @@ def _no_noise(file: Path, got: str) -> UsageError:
         "no noise that decided these samples can be found again",
         where=file,
         got=got,
-        expected="samples of the coupled sampler, or of a student with noise held fixed",
+        expected="samples of the coupled sampler, of medusa with acceptance=coupled, or of a "
+        "student with noise held fixed",
     )

@@ -51,7 +51,7 @@ def write_backbone(folder: Path, shape: str = "llama", seed: int = 0, **changes:
     model = AutoModelForCausalLM.from_config(tiny_config(shape, **changes))
     for name, weight in model.named_parameters():
         if weight.dim() == 2:
-            torch.nn.init.normal_(weight, std=1.0 if "embed" in name or "wte" in name else 0.3)
+            torch.nn.init.normal_(weight, std=0.5 if "embed" in name or "wte" in name else 0.3)
     model.save_pretrained(folder)
     return folder
 

@@ -21,7 +21,7 @@ from trainer.sampling.block import BlockConfig
 from trainer.sampling.first_hitting import FirstHittingConfig, FixedCountConfig
 from trainer.sampling.rules import Sampler
 from trainer.sampling.sequential import SequentialConfig
-from trainer.sampling.verified import AdaptiveConfig, CoupledConfig
+from trainer.sampling.verified import AdaptiveConfig, CoupledConfig, MedusaConfig
 
 SAMPLERS: dict[str, type[Sampler]] = {
     "ancestral": AncestralConfig,
@@ -31,6 +31,7 @@ SAMPLERS: dict[str, type[Sampler]] = {
     "sequential": SequentialConfig,
     "apd": AdaptiveConfig,
     "coupled": CoupledConfig,
+    "medusa": MedusaConfig,
 }
 
 

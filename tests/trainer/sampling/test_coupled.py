@@ -15,8 +15,8 @@ from tests.trainer.sampling.test_adaptive import tiny_llama
 from tests.trainer.sampling_cases import BOS, LENGTH, VOCAB, draw, open_rows, tiny_student
 from trainer.sampling import CoupledConfig, make_sampler, sampling_noise
 from trainer.sampling.rules import SampleResult, StopRule
-from trainer.sampling.verified.coupled import gumbel_scores
 from trainer.sampling.verified.reader import CausalReader
+from trainer.sampling.verified.rows import gumbel_scores
 from trainer.students import Student
 
 IDS = torch.tensor([4, 0, 11, 7, 23])
@@ -216,7 +216,7 @@ def test_mistakes_are_named(verifier: str, tmp_path: Path) -> None:
     tiny_llama(vocab_size=5).save_pretrained(tmp_path / "small")
     with pytest.raises(UsageError, match="fewer tokens"):
         draw(student, CoupledConfig(verifier=str(tmp_path / "small")), IDS)
-    with pytest.raises(UsageError, match="one token at a time"):
+    with pytest.raises(UsageError, match="drafts no rows"):
         draw(tiny_student("ar", "none"), CoupledConfig(verifier=verifier), IDS)
     student.config.codec = {"name": "topk", "parameters": {"num_entries": 3}}
     with pytest.raises(UsageError, match="cuts off"):

@@ -22,7 +22,7 @@ class Drafter(Protocol):
 
     def log_probs(
         self, tokens: Int[Tensor, "m l"], where: Bool[Tensor, "m l"]
-    ) -> Float[Tensor, "n v1"]:
+    ) -> Float[Tensor, "n v"]:
         """Log-probabilities at the n masked positions of ``where``, row-major.
 
         Args:
@@ -53,9 +53,9 @@ class WholeRowDrafter:
 
     def log_probs(
         self, tokens: Int[Tensor, "m l"], where: Bool[Tensor, "m l"]
-    ) -> Float[Tensor, "n v1"]:
+    ) -> Float[Tensor, "n v"]:
         """See :class:`Drafter`."""
-        return self.student.predict_at(tokens, where, self.condition)
+        return self.student.predict_at(tokens, where, self.condition)[:, :-1]
 
     def select(self, rows: Int[Tensor, "m"]) -> None:
         """See :class:`Drafter`."""
@@ -87,7 +87,7 @@ class BlockDrafter:
 
     def log_probs(
         self, tokens: Int[Tensor, "m l"], where: Bool[Tensor, "m l"]
-    ) -> Float[Tensor, "n v1"]:
+    ) -> Float[Tensor, "n v"]:
         """See :class:`Drafter`; rows without a position in ``where`` hold the others up."""
         size = self.student.block_size
         masked = tokens == self.student.mask_id
@@ -99,7 +99,7 @@ class BlockDrafter:
             where[:, start:stop],
             None if self.condition is None else self.condition[:, start:stop],
             self.cache,
-        )
+        )[:, :-1]
 
     def select(self, rows: Int[Tensor, "m"]) -> None:
         """See :class:`Drafter`."""
@@ -115,10 +115,11 @@ def require_drafter(student: Student) -> MDLM:
     """
     if not isinstance(student, MDLM):
         raise UsageError(
-            "this student drafts one token at a time",
+            "this student drafts no rows for another model",
             where="sampler",
             got=type(student).__name__,
             expected="an MDLM or BD3-LM student",
+            remedy="use --sampler sequential, or medusa for heads on a backbone",
         )
     return student
 

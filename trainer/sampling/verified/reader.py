@@ -35,6 +35,8 @@ class CausalReader:
     Attributes:
         num_passes: Forward passes made.
         lengths: [B] tokens of each row whose keys and values are kept.
+        keeps_hidden: Whether ``hidden`` is wanted.
+        hidden: [B, n, D] of the last pass: what the output layer saw in each column of its logits.
     """
 
     def __init__(
@@ -43,6 +45,8 @@ class CausalReader:
         self.model, self.vocab_size = model, vocab_size
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.num_passes = 0
+        self.keeps_hidden = False
+        self.hidden: Tensor | None = None
         accepted = inspect.signature(model.forward).parameters
         self.accepted = accepted.keys() & {"position_ids", "logits_to_keep"}
         self.cache = DynamicCache() if "past_key_values" in accepted else None
@@ -71,7 +75,7 @@ class CausalReader:
         is_new = places >= self.lengths[:, None]
         places = torch.where(is_new, places, 0)
         options = {"position_ids": places, "logits_to_keep": num_last}
-        output = self.model(
+        logits, hidden = self._run(
             input_ids=tokens.gather(1, places),
             attention_mask=torch.cat((self._is_known(width), is_new), dim=1).long(),
             past_key_values=self.cache,
@@ -83,7 +87,20 @@ class CausalReader:
             self.lengths.zero_()
             return self._read_from_the_start(tokens, stops, num_last)
         self._realign(width, new, counts)
-        return output.logits[:, -num_last:, : self.vocab_size].float()
+        self.hidden = None if hidden is None else hidden[:, -num_last:]
+        return logits[:, -num_last:, : self.vocab_size].float()
+
+    def _run(self, **inputs: Any) -> tuple[Tensor, Tensor | None]:
+        """Logits, and what the output layer saw where that is wanted."""
+        if not self.keeps_hidden:
+            return self.model(**inputs).logits, None
+        seen: list[Tensor] = []
+        layer = self.model.get_output_embeddings()
+        handle = layer.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+        try:
+            return self.model(**inputs).logits, seen[0]
+        finally:
+            handle.remove()
 
     def _read_from_the_start(
         self, tokens: Tensor, stops: Tensor, num_last: int
@@ -91,10 +108,12 @@ class CausalReader:
         """What stands behind a row's tokens is read too, and seen by none of them."""
         longest = int(stops.max())
         rows = tokens[:, :longest].clamp(max=self.vocab_size - 1)
-        logits = self.model(input_ids=rows).logits[..., : self.vocab_size].float()
+        logits, hidden = self._run(input_ids=rows)
         places = stops[:, None] - num_last + torch.arange(num_last, device=tokens.device)
-        places = places.clamp_min(0)[..., None].expand(-1, -1, self.vocab_size)
-        return logits.gather(1, places)
+        everyone = torch.arange(len(rows), device=tokens.device)[:, None]
+        index = everyone, places.clamp_min(0)
+        self.hidden = None if hidden is None else hidden[index]
+        return logits[index][..., : self.vocab_size].float()
 
     def _is_known(self, width: int) -> Bool[Tensor, "b width"]:
         slots = torch.arange(width, device=self.lengths.device)

@@ -1,0 +1,210 @@
+"""Medusa decoding: the backbone verifies what the heads proposed from its own hidden states.
+
+One pass of the backbone reads the tokens proposed last and says at each of them what it would have
+taken; what agrees stays, with the backbone's own token behind it, and the hidden state in front of
+that token is what the heads propose from next. Three rules say what agrees:
+
+- ``coupled``: the draft is argmax(l + tau xi), with the noise that the heads were shown. The output
+  is the backbone's own sequential decode of that noise (:mod:`~trainer.sampling.verified.coupled`).
+- ``greedy``: the draft is argmax l. The output is the backbone's own greedy continuation.
+- ``typical``: p(draft) > min(epsilon, delta exp(-H(p))), p the backbone at temperature tau (Cai et
+  al., arXiv 2401.10774, section 2.3.1). Fast, and no sample of the backbone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from shards.base import UsageError
+from shards.noise import Noise
+from trainer.sampling.rules import NoiseUse, check_positive, check_tokens
+from trainer.sampling.verified.coupled import check_open_end
+from trainer.sampling.verified.drafters import Drafter
+from trainer.sampling.verified.reader import CausalReader
+from trainer.sampling.verified.rows import VerifiedRows, VerifiedSampler
+from trainer.sampling.verified.verifier import Verifier
+from trainer.students import Medusa, Student
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig(VerifiedSampler):
+    """The backbone's tokens, several per pass, proposed by the heads on it.
+
+    Attributes:
+        acceptance: Which proposals stay: ``coupled``, ``greedy`` or ``typical``.
+        max_lookahead: Most tokens proposed at a time; None is one of each head.
+        epsilon: Of typical acceptance.
+        delta: Of typical acceptance.
+
+    Further settings as in :class:`VerifiedSampler`; ``draft`` left to itself is ``race`` for heads
+    without noise under ``coupled`` acceptance, else ``map``.
+    """
+
+    max_lookahead: int | None = None  # type: ignore[assignment]
+    acceptance: Literal["coupled", "greedy", "typical"] = "coupled"
+    epsilon: float = 0.1
+    delta: float = 1.0
+
+    label: ClassVar[str] = "medusa"
+
+    def __post_init__(self) -> None:
+        check_positive(tau=self.tau, epsilon=self.epsilon, delta=self.delta)
+        if self.max_lookahead is not None and self.max_lookahead < 0:
+            raise UsageError("a count below 0", where="max_lookahead", got=self.max_lookahead)
+
+    @property
+    def seen_tau(self) -> float:
+        """Greedy decoding is the limit of small noise: no token is preferred by it."""
+        return 0.0 if self.acceptance == "greedy" else self.tau
+
+    def settled(self, student: Student) -> MedusaConfig:
+        """The same sampler with look-ahead and ``draft`` written out."""
+        races = self.acceptance == "coupled" and not student.is_conditioned
+        num_heads = student.settings.num_proposed
+        ahead = num_heads if self.max_lookahead is None else min(self.max_lookahead, num_heads)
+        return replace(self, draft=self.draft or ("race" if races else "map"), max_lookahead=ahead)
+
+    def load(self, student: Student) -> Verifier:
+        """The student's own backbone."""
+        backbone = require_heads(student).language_model
+        return Verifier(backbone.network, backbone.vocab_size, backbone.context_length)
+
+    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> Student:
+        """See :class:`Sampler`; rows may be as long as the backbone reads."""
+        require_heads(student)
+        check_tokens(student, tokens)
+        self.stop.check(student, tokens)
+        check_open_end(student, tokens)
+        self.load(student).require_context(tokens.shape[1])
+        return student
+
+    def rows(
+        self, student: Student, tokens: Int[Tensor, "b l"], use: NoiseUse, xi: Noise
+    ) -> VerifiedRows:
+        """See :class:`VerifiedSampler`."""
+        return MedusaRows(self, student, tokens, use, xi)
+
+
+def require_heads(student: Student) -> Medusa:
+    """The student, if it has Medusa heads.
+
+    Raises:
+        UsageError: If not.
+    """
+    if not isinstance(student, Medusa):
+        raise UsageError(
+            "the medusa sampler needs heads on a backbone",
+            where="sampler",
+            got=type(student).__name__,
+            expected="a Medusa student",
+            remedy="use --sampler coupled with --verifier",
+        )
+    return student
+
+
+class HeadDrafter:
+    """Proposals from the hidden states that the last pass of the backbone left.
+
+    Args:
+        student: The heads.
+        condition: Noise embeddings of the positions to fill; None without noise.
+
+    Attributes:
+        hidden: [m, D] behind the last token but one of each row; None before the first pass.
+    """
+
+    def __init__(self, student: Medusa, condition: Float[Tensor, "b l e"] | None) -> None:
+        self.student, self.num_heads = student, student.settings.num_proposed
+        self.condition = None if condition is None else pad(condition, (0, 0, 0, self.num_heads))
+        self.hidden: Tensor | None = None
+
+    def reach(self, first: Int[Tensor, "m"]) -> Int[Tensor, "m"]:
+        """See :class:`Drafter`; nothing before the backbone has read a token."""
+        return first if self.hidden is None else first + self.num_heads
+
+    def log_probs(
+        self, tokens: Int[Tensor, "m l"], where: Bool[Tensor, "m l"]
+    ) -> Float[Tensor, "n v"]:
+        """See :class:`Drafter`."""
+        assert self.hidden is not None
+        rows, places = where.nonzero(as_tuple=True)
+        first = where.int().argmax(dim=1)  # of a row without places it is not used
+        embedded = None
+        if self.condition is not None:
+            window = torch.arange(self.num_heads + 1, device=first.device)
+            index = (first.clamp_min(1) - 1)[:, None] + window
+            everyone = torch.arange(len(tokens), device=first.device)
+            embedded = self.condition[everyone[:, None], index]
+        proposed = self.student.propose(self.hidden, embedded)
+        return proposed[rows, places - first[rows]]
+
+    def select(self, rows: Int[Tensor, "m"]) -> None:
+        """See :class:`Drafter`."""
+        self.condition = None if self.condition is None else self.condition[rows]
+        self.hidden = None if self.hidden is None else self.hidden[rows]
+
+
+class MedusaRows(VerifiedRows):
+    """Rows that heads draft and their backbone verifies, in one pass per round."""
+
+    drafter: HeadDrafter
+    config: MedusaConfig
+
+    def _drafter(self, use: NoiseUse) -> Drafter:
+        condition = use.embed(self.student, self.filled[self.active], self.active)
+        return HeadDrafter(require_heads(self.student), condition)
+
+    def _reader(self, verifier: Verifier) -> CausalReader:
+        reader = super()._reader(verifier)
+        reader.keeps_hidden = True
+        return reader
+
+    def _judge(
+        self,
+        logits: Float[Tensor, "m width v"],
+        places: Int[Tensor, "m width"],
+        unsettled: Bool[Tensor, "m width"],
+        drafts: Int[Tensor, "m width"],
+    ) -> tuple[Int[Tensor, "m width"], Bool[Tensor, "m width"]]:
+        """See :class:`VerifiedRows`."""
+        if self.config.acceptance == "greedy":
+            verdict = logits.argmax(dim=-1)
+            return verdict, verdict == drafts
+        verdict, agrees = super()._judge(logits, places, unsettled, drafts)
+        if self.config.acceptance == "typical":
+            config, size = self.config, logits.shape[-1]
+            drafted = drafts.clamp(max=size - 1)
+            agrees = is_typical(logits / config.tau, drafted, config.epsilon, config.delta)
+            agrees &= drafts < size  # behind the last draft stands the mask
+            verdict = torch.where(agrees, drafts, verdict)
+        return verdict, agrees
+
+    def _settle(
+        self,
+        verdict: Int[Tensor, "m width"],
+        places: Int[Tensor, "m width"],
+        taken: Bool[Tensor, "m width"],
+    ) -> None:
+        """See :class:`VerifiedRows`; the heads go on from where the last taken token was told."""
+        hidden = self.reader.hidden
+        assert hidden is not None
+        columns = torch.arange(taken.shape[1], device=taken.device)
+        last = torch.where(taken, columns, -1).amax(dim=1)
+        self.drafter.hidden = hidden[torch.arange(len(last), device=last.device), last]
+        super()._settle(verdict, places, taken)
+
+
+def is_typical(
+    logits: Float[Tensor, "*n v"], tokens: Int[Tensor, "*n"], epsilon: float, delta: float
+) -> Bool[Tensor, "*n"]:
+    """p(token) > min(epsilon, delta exp(-H(p))): unlikely only where the model is sure."""
+    log_probs = logits.float().log_softmax(dim=-1)
+    entropy = -(log_probs.exp() * log_probs).nansum(dim=-1)
+    least = (delta * torch.exp(-entropy)).clamp_max(epsilon)
+    return log_probs.gather(-1, tokens[..., None])[..., 0].exp() > least
