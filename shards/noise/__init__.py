@@ -6,7 +6,8 @@ which embeds itself: ``noise.softmax_embed(weight)``.
 
 gumbel.py says what the posterior is; philox and keyed_exponentials draw without state;
 probabilities holds the teacher's side; kinds puts them together; order_statistics draws the k
-largest of V without the V; embedding is softmax(xi) W.
+largest of V without the V; embedding is softmax(xi) W. couplings and token_tree compare other ways
+to make a token from noise.
 """
 
 from __future__ import annotations
@@ -16,6 +17,13 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
+    from shards.noise.couplings import (
+        gumbel_same_token,
+        intervals,
+        inverse_cdf,
+        total_variation,
+        uniform_same_token,
+    )
     from shards.noise.embedding import TILES, Transform, Weighting, add_product, product_dtype
     from shards.noise.gumbel import add_wait_, arrivals_from_gumbel, gumbel_argmax
     from shards.noise.keyed_exponentials import NoiseKernel, noise_kernel, use_noise_kernel
@@ -39,5 +47,6 @@ if TYPE_CHECKING:
         HeadLogits,
         Probabilities,
     )
+    from shards.noise.token_tree import TokenTree, along_widest, balanced_tree, huffman_tree
 
 __getattr__, __dir__ = open_door(__name__, __file__)
