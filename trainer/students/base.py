@@ -205,6 +205,11 @@ class Student(PreTrainedModel, ABC):
         return self.conditioner is not None
 
     @property
+    def reads_codec(self) -> bool:
+        """Whether training reads the codec's arrays: for noise, or the teacher's probabilities."""
+        return self.is_conditioned or self.settings.kd == "token"
+
+    @property
     def codec(self) -> Codec | None:
         """Knows how to truncate the noise of sampling; None where the student takes it whole.
 

@@ -24,6 +24,7 @@ DIFFUSION_SETTINGS = (
     "max_loss_weight",
     "time_beta",
     "fully_masked_share",
+    "kd",
     "min_time",
     "max_time",
     "resample",

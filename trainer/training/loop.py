@@ -111,10 +111,8 @@ class Trainer:
         )
         begun = bool(self.checkpoints.steps())  # then the first weights need not be there any more
         self.student = build_student(config, store, None if begun else init_from)
-        with_noise = self.student.is_conditioned
-        reads_codec = with_noise or config.model.kd == "token"
-        device = self.accelerator.device
-        self.make_batch = BatchMaker(store, "train", config.seed, device, reads_codec)
+        with_noise, device = self.student.is_conditioned, self.accelerator.device
+        self.make_batch = BatchMaker(store, "train", config.seed, device, self.student.reads_codec)
         self.stream = ShardStream(
             store.split("train", self.make_batch.arrays),
             seed=config.seed,

@@ -132,7 +132,7 @@ def saved_bytes(step: TrainingStep, batch: Batch) -> int:
 
 def _batches(config: RunConfig, store: ShardStore, student: Student, rows: int) -> list[Batch]:
     cpu = torch.device("cpu")
-    make_batch = BatchMaker(store, "train", config.seed, cpu, student.is_conditioned)
+    make_batch = BatchMaker(store, "train", config.seed, cpu, student.reads_codec)
     reader = store.split("train", make_batch.arrays)
     stream = ShardStream(reader, seed=config.seed, global_batch_size=rows)
     return [make_batch(next(stream.one_pass()), 0)]
@@ -183,7 +183,7 @@ def _host_bytes(
     config: RunConfig, store: ShardStore, student: Student, share_bytes: int, world_size: int
 ) -> dict[str, int]:
     """The shuffle's window (spread over the processes), batches read ahead, a checkpoint's copy."""
-    arrays = BatchMaker(store, "train", 0, torch.device("cpu"), student.is_conditioned).arrays
+    arrays = BatchMaker(store, "train", 0, torch.device("cpu"), student.reads_codec).arrays
     reader = store.split("train", arrays)
     batch_size = config.training.global_batch_size
     window = window_bytes_of(reader.num_chunks, reader.chunk_bytes, batch_size)

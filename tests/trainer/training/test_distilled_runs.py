@@ -11,12 +11,13 @@ from torch.nn import functional
 from shards.base.errors import UsageError
 from shards.store import ShardStore
 from shards.stream import ShardStream
-from tests.trainer.run_cases import VOCAB, teacher_logits, tiny_run, write_store
+from tests.trainer.run_cases import LENGTH, VOCAB, teacher_logits, tiny_run, write_store
 from trainer.objective.batch import Batch, BatchMaker
 from trainer.students.folder import read_model
 from trainer.students.registry import AR, BD3LM, MDLM
 from trainer.training.construction import build_student
 from trainer.training.loop import train
+from trainer.training.memory_plan import plan_memory
 
 CPU = torch.device("cpu")
 
@@ -104,6 +105,17 @@ def test_listed_probabilities_with_noise_train_and_resume(store: Path, tmp_path:
     assert train(config, store, tmp_path / "run")
     with pytest.raises(UsageError, match="another setting"):
         train(tiny_run(model__conditioning="gumbel"), store, tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["mdlm", "ar"])
+def test_the_memory_of_a_distilled_run_can_be_planned(whole: Path, name: str) -> None:
+    config = {"student": name, "model__conditioning": "none"}
+    plain, distilled = (
+        plan_memory(tiny_run(model__kd=kd, **config), ShardStore.open(whole))
+        for kd in ("none", "token")
+    )
+    rows = "stored rows of a micro-batch"
+    assert distilled.device[rows] - plain.device[rows] == 8 * LENGTH * VOCAB * 2
 
 
 @pytest.mark.parametrize("codec", ["seeded", "topk", "quantized", "full"])
