@@ -18,7 +18,7 @@ from evaluation.report import open_folder, write_report
 from evaluation.samples import find_sample_files, read_samples
 from evaluation.score_tables import browser_of, cautions_of, results_of, tables_of
 from evaluation.scorers import ScoreOptions, make_scorers
-from shards.base import LogFormatOption, run_command, use_log_format
+from shards.base import LogFormatOption, command_app, run_command, use_log_format
 
 DEFAULT = "score"
 
@@ -32,12 +32,9 @@ class DefaultGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(
+app = command_app(
     cls=DefaultGroup,
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
     help="Score samples. Without a command's name: score. A folder of that name is ./NAME.",
 )
 

@@ -14,6 +14,7 @@ from shards.base import (
     LogFormatOption,
     Section,
     UsageError,
+    command_app,
     run_command,
     settings_app,
     use_log_format,
@@ -35,10 +36,7 @@ SETTINGS = (
         for name, target in CODEC_SETTINGS.items()
     ),
 )
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-references_app = typer.Typer(
-    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
-)
+app, references_app = command_app(), command_app()
 
 
 @app.command()

@@ -18,7 +18,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -28,7 +27,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.corpus import CorpusConfig, corpus_config
 from pipeline.engine import EngineSettings
-from shards.base import UsageError, merge, parse_override, read_toml, resolve, to_mapping
+from shards.base import (
+    UsageError,
+    did_you_mean,
+    merge,
+    parse_override,
+    read_toml,
+    resolve,
+    to_mapping,
+)
 
 if TYPE_CHECKING:
     from shards.codec import Codec
@@ -277,8 +284,7 @@ def _check_keys(values: Mapping[str, Any]) -> None:
     known = sorted([*TABLES_APART, *(field.name for field in fields(ExtractSettings))])
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {known}"
+            hint = did_you_mean(key, known, f"known keys: {known}")
             raise UsageError("unknown config key", where=key, remedy=hint)
 
 

@@ -12,6 +12,7 @@ import typer
 from shards.base import (
     IntegrityError,
     UsageError,
+    command_app,
     parse_override,
     progress_bar,
     run_command,
@@ -23,10 +24,7 @@ from shards.store import ShardStore, ShardWriter, open_store, verify
 from shards.store import forget as forget_shards
 from shards.tools import Description
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+app = command_app(
     no_args_is_help=True,
     help="Look at stores of Gumbel posteriors, check them, make new ones from them.",
 )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shards.store import ShardStore
-from shards.store import open_store as find_and_open
+from shards.store import ShardStore, find_store
 from shards.stream import WINDOW_BYTES, RowStream
 
 
@@ -51,5 +50,4 @@ def open_store(place: str | Path, *, allow_incomplete: bool = False) -> OpenStor
         IntegrityError: If the manifest was altered, or shards are missing and
             ``allow_incomplete`` is off.
     """
-    found = find_and_open(place, allow_incomplete=allow_incomplete)
-    return OpenStore(found.location, found.manifest)
+    return OpenStore.open(find_store(place), allow_incomplete=allow_incomplete)

@@ -16,10 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from shards.base import from_mapping
-from shards.codec import Codec, TeacherOutput, codec_parameters
+from shards.codec import Codec, TeacherOutput, codec_parameters, position_keys
 from shards.noise import (
     DenseProbabilities,
-    Index,
     KeyedPosterior,
     Noise,
     PositionKeys,
@@ -48,12 +47,6 @@ class DenseNoise(TiledNoise):
 
     def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         return self.arrivals[:, start:stop]
-
-    def select(self, index: Index) -> DenseNoise:
-        return DenseNoise(self.arrivals[index])
-
-    def to(self, device: torch.device | str) -> DenseNoise:
-        return DenseNoise(self.arrivals.to(device))
 
 
 @dataclass(frozen=True)
@@ -123,7 +116,7 @@ def check_codec(codec: Codec, *, min_agreement: float = 0.0) -> None:
     winners = (log_probs.double() + noises[0].gumbels().double()).argmax(1)
     agreement = float((winners == output.tokens.flatten()).double().mean())
     assert agreement >= min_agreement, f"the token is the argmax at {agreement:.3f} of positions"
-    keys = _keys(output, 0)
+    keys = position_keys(output, SEED)
     prior = codec.prior(keys, VOCAB_SIZE)
     check_noise(prior, VOCAB_SIZE)
     assert torch.equal(
@@ -175,11 +168,6 @@ def _check_rows(
         )
 
 
-def _keys(output: TeacherOutput, draw: int) -> PositionKeys:
-    rows = output.rows.repeat_interleave(NUM_TOKENS)
-    return PositionKeys(SEED, rows, torch.arange(1, NUM_TOKENS + 1).repeat(NUM_ROWS), draw)
-
-
 def _decoded(
     codec: Codec,
     output: TeacherOutput,
@@ -190,4 +178,4 @@ def _decoded(
     flat = {name: array.flatten(0, 1) for name, array in arrays.items()}
     tokens = output.tokens.flatten()
     own = output.log_probs.flatten(0, 1).gather(1, tokens[:, None]).squeeze(1)
-    return codec.decode(flat, tokens, own, _keys(output, draw), resources)
+    return codec.decode(flat, tokens, own, position_keys(output, SEED, draw), resources)

@@ -11,6 +11,7 @@ import typer
 from shards.base import (
     LogFormatOption,
     Section,
+    command_app,
     is_first_process,
     read_toml,
     run_command,
@@ -22,10 +23,7 @@ if TYPE_CHECKING:
     from trainer.training import RunConfig
 
 SETTINGS = (Section("a training run", "trainer.training.settings:RunConfig"),)
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+app = command_app(
     no_args_is_help=True,
     help="Train students, see how far a run is, import the authors' checkpoints, count added "
     "weights. `gdistill-train settings [WORD]` lists every key of --set with default and meaning.",

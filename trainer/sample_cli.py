@@ -11,6 +11,7 @@ from shards.base import (
     LogFormatOption,
     Section,
     UsageError,
+    command_app,
     run_command,
     settings_app,
     use_log_format,
@@ -29,7 +30,7 @@ SETTINGS = tuple(
         ("medusa", "verified.medusa:MedusaConfig"),
     )
 )
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = command_app()
 
 
 @app.command()

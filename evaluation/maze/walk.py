@@ -33,9 +33,17 @@ from evaluation.maze.results import (
 from evaluation.maze.success import Maze, Path_
 from evaluation.report import open_folder
 from evaluation.samples import read_samples
-from shards.base import UsageError, read_toml, resolve, run_command, to_mapping, write_json_atomic
+from shards.base import (
+    UsageError,
+    command_app,
+    read_toml,
+    resolve,
+    run_command,
+    to_mapping,
+    write_json_atomic,
+)
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = command_app()
 KINDS = (PLAIN, "gumbel")
 RULES = ("categorical", "argmax")
 Panels = dict[str, dict[str, tuple[Maze, Sequence[Path_ | None]]]]

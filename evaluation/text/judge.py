@@ -7,11 +7,10 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from shards.base import GdistillError, UsageError
+from shards.base import GdistillError, UsageError, first_line
 from shards.language_model import (
     PretrainedFiles,
     find_pretrained,
-    first_line,
     load_causal_model,
     resolve_device,
 )

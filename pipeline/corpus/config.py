@@ -9,7 +9,6 @@ Nothing here reads a document, so that asking for help or a wrong word costs no 
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.corpus.detokenize import detokenizer
-from shards.base import UsageError, parse_override, read_toml, resolve
+from shards.base import UsageError, did_you_mean, parse_override, read_toml, resolve
 
 PRESETS = Path(__file__).parent / "presets"
 SPLITS = ("train", "validation")
@@ -146,8 +145,8 @@ def preset_names() -> list[str]:
 
 def _unknown(spec: str) -> UsageError:
     known = [*preset_names(), *(f"{scheme}:" for scheme in SCHEMES)]
-    near = difflib.get_close_matches(spec.partition(":")[0], [*known, *SCHEMES], n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else "for files of your own: their path"
+    own = "for files of your own: their path"
+    hint = did_you_mean(spec.partition(":")[0], [*known, *SCHEMES], own, cutoff=0.5)
     return UsageError(
         "unknown corpus", where=f"--corpus {spec}", expected=f"one of {known}", remedy=hint
     )

@@ -7,11 +7,10 @@ joined to a plain word) are kept, since published perplexities were measured on 
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Sequence
 
-from shards.base import UsageError
+from shards.base import UsageError, did_you_mean
 
 Detokenizer = Callable[[str], str]
 Rewrite = tuple[str | re.Pattern[str], str]
@@ -107,11 +106,10 @@ def detokenizer(name: str) -> Detokenizer:
     """A detokenizer by name; an unknown one is a :class:`UsageError` naming the nearest."""
     if name in DETOKENIZERS:
         return DETOKENIZERS[name]
-    near = difflib.get_close_matches(name, DETOKENIZERS, n=1, cutoff=0.4)
     raise UsageError(
         "unknown detokenizer",
         where="corpus.detokenizer",
         got=repr(name),
         expected=f"one of {sorted(DETOKENIZERS)}",
-        remedy=f"did you mean {near[0]!r}?" if near else "",
+        remedy=did_you_mean(name, DETOKENIZERS),
     )

@@ -7,7 +7,6 @@ moves, written ``up up right ...``. The corpus is drawn uniformly with replaceme
 
 from __future__ import annotations
 
-import difflib
 import shutil
 import tomllib
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from shards.base import UsageError, generator, write_json_atomic
+from shards.base import UsageError, did_you_mean, generator, write_json_atomic
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 TOKENS = ("<bos>", "<eos>", *MOVES)
@@ -149,13 +148,11 @@ def load_maze(layout: str | Path) -> Maze:
         return Maze(str(layout), LAYOUTS[str(layout)])
     path = Path(layout)
     if not path.is_file():
-        near = difflib.get_close_matches(str(layout), LAYOUTS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else ""
         raise UsageError(
             "unknown maze layout",
             where=f"maze:{layout}",
             expected=f"one of {sorted(LAYOUTS)} or a layout file",
-            remedy=hint,
+            remedy=did_you_mean(str(layout), LAYOUTS),
         )
     try:
         text = path.read_text(encoding="utf-8")

@@ -9,8 +9,7 @@ from typing import TypeVar
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
-from shards.base import GdistillError, stderr
-from shards.language_model import first_line
+from shards.base import GdistillError, first_line, stderr
 
 Result = TypeVar("Result")
 

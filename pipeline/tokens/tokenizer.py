@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from pipeline.corpus import CorpusConfig, SpecialTokens, Tally
 from pipeline.tokens.packing import Ids, SpecialIds
 from pipeline.tokens.pieces import HUGE_CHARACTERS, cut_between_words, encode_with_overlap
-from shards.base import GdistillError, UsageError
+from shards.base import GdistillError, UsageError, first_line
 from shards.language_model import looks_local
 
 BATCH_CHARACTERS = 1 << 19
@@ -49,7 +49,7 @@ def load_tokenizer(location: str | Path) -> PreTrainedTokenizerBase:
         raise UsageError(
             "cannot load a tokenizer",
             where=location,
-            got=str(error).splitlines()[0] if str(error) else type(error).__name__,
+            got=first_line(error),
             expected="a folder with tokenizer.json, or the hub id of a model",
         ) from error
     backend(tokenizer)

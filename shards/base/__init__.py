@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from shards.base.console import (
         Bar,
         LogFormatOption,
+        command_app,
         is_first_process,
         progress_bar,
         run_command,
@@ -41,7 +42,13 @@ if TYPE_CHECKING:
         use_log_format,
         without_library_bars,
     )
-    from shards.base.errors import GdistillError, IntegrityError, UsageError
+    from shards.base.errors import (
+        GdistillError,
+        IntegrityError,
+        UsageError,
+        did_you_mean,
+        first_line,
+    )
     from shards.base.folder_lock import exclusive, is_held
     from shards.base.names import path_inside, safe_name
     from shards.base.process_identity import has_ended, this_process

@@ -8,14 +8,13 @@ Later sources win: defaults, then the preset or file, then the overrides.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from shards.base.errors import UsageError
+from shards.base.errors import UsageError, did_you_mean
 
 Config = TypeVar("Config")
 
@@ -82,8 +81,7 @@ def from_mapping(config_class: type[Config], values: Mapping[str, Any], where: s
     for key, value in values.items():
         place = f"{where}.{key}" if where else key
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {sorted(known)}"
+            hint = did_you_mean(key, known, f"known keys: {sorted(known)}")
             raise UsageError("unknown config key", where=place, remedy=hint)
         arguments[key] = _convert(hints[key], value, place)
     missing = [field.name for field in fields if _is_missing(field, arguments)]
@@ -93,12 +91,7 @@ def from_mapping(config_class: type[Config], values: Mapping[str, Any], where: s
             where=where or config_class.__name__,
             got=f"no {', '.join(missing)}",
         )
-    try:
-        return config_class(**arguments)
-    except TypeError as error:
-        raise UsageError(
-            "incomplete config", where=where or config_class.__name__, got=error
-        ) from error
+    return config_class(**arguments)
 
 
 def _is_missing(field: dataclasses.Field[Any], given: Mapping[str, Any]) -> bool:
@@ -165,9 +158,9 @@ def to_mapping(config: Any) -> dict[str, Any]:
 
 
 def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted names."""
+    """Nested mappings as dotted names; an empty one is a value."""
     flat: dict[str, Any] = {}
     for key, entry in value.items():
-        name = f"{prefix}{key}"
-        flat.update(flatten(entry, f"{name}.") if isinstance(entry, Mapping) else {name: entry})
+        name, nested = f"{prefix}{key}", isinstance(entry, Mapping) and entry
+        flat.update(flatten(nested, f"{name}.") if nested else {name: entry})
     return flat

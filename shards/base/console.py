@@ -50,6 +50,13 @@ LogFormatOption = Annotated[
 _chosen: dict[str, LogFormat] = {"log_format": "plain"}
 
 
+def command_app(**options: Any) -> typer.Typer:
+    """A Typer app for :func:`run_command`, which tells what went wrong in one line."""
+    return typer.Typer(
+        add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, **options
+    )
+
+
 def use_log_format(log_format: LogFormat) -> None:
     """How this process tells its progress from here on."""
     _chosen["log_format"] = log_format

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class GdistillError(Exception):
     """A failure told in one line. Commands print it and leave with ``exit_code``.
@@ -53,3 +56,16 @@ class UsageError(GdistillError):
 
 class IntegrityError(GdistillError):
     """Stored data are missing, truncated or altered; nothing was returned from them."""
+
+
+def did_you_mean(
+    name: str, known: Iterable[str], otherwise: str = "", *, cutoff: float = 0.4
+) -> str:
+    """A remedy that names the known name nearest to ``name``; ``otherwise`` if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}?" if near else otherwise
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of another library's error, or its type if it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

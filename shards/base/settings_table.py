@@ -19,6 +19,7 @@ from typing import Annotated
 
 import typer
 
+from shards.base.console import command_app
 from shards.base.errors import UsageError
 
 WIDTH = 96
@@ -78,7 +79,7 @@ def settings_of(target: str, prefix: str = "") -> list[Setting]:
 
 def settings_app(sections: Sequence[Section]) -> typer.Typer:
     """The command ``settings`` over these sections."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app = command_app()
 
     @app.command()
     def settings(
@@ -104,9 +105,10 @@ def table_lines(sections: Sequence[Section], part: str = "") -> list[str]:
         if part not in section.title:
             settings = [setting for setting in settings if part in setting.key]
         if settings:
-            lines += ["" if lines else None, f"# {section.title}"]  # type: ignore[list-item]
+            lines += [""] if lines else []
+            lines.append(f"# {section.title}")
             lines += [line for setting in settings for line in setting.lines()]
-    return [line for line in lines if line is not None]
+    return lines
 
 
 @dataclass(frozen=True)
@@ -223,8 +225,6 @@ def _default(source: _Source, node: ast.expr | None) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         value = list(value)
-    return str(value).replace("'", '"') if isinstance(value, list) else _toml(value)
-
-
-def _toml(value: object) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value).replace("'", '"') if isinstance(value, list) else str(value)

@@ -19,7 +19,7 @@ from shards.base.door import open_door
 
 if TYPE_CHECKING:
     from shards.codec.array_spec import ArraySpec
-    from shards.codec.frozen import frozen_posterior
+    from shards.codec.frozen import frozen_posterior, position_keys
     from shards.codec.ids import FrequencyOrder, from_planes
     from shards.codec.posterior import PosteriorCodec
     from shards.codec.protocol import Arrays, Codec, TeacherOutput

@@ -12,7 +12,6 @@ from torch import Tensor
 from shards.codec.protocol import TeacherOutput
 from shards.noise import (
     DenseProbabilities,
-    Index,
     KeyedPosterior,
     PositionKeys,
     TokenNoise,
@@ -113,18 +112,3 @@ class StoredNoise(TokenNoise):
 
     def other_arrivals(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         return arrivals_from_gumbel(self.other_gumbels(start, stop))
-
-    def _map(self, function: Callable[[Tensor], Tensor]) -> StoredNoise:
-        return StoredNoise(
-            tuple(function(column) for column in self.columns),
-            self.decode_tile,
-            function(self.tokens),
-            function(self.token_gumbels),
-            self.vocab_size,
-        )
-
-    def select(self, index: Index) -> StoredNoise:
-        return self._map(lambda column: column[index])
-
-    def to(self, device: torch.device | str) -> StoredNoise:
-        return self._map(lambda column: column.to(device))

@@ -27,8 +27,6 @@ class FullCodec(Codec):
     """
 
     name: ClassVar[str] = "full"
-    is_fresh: ClassVar[bool] = False
-    needs_hidden: ClassVar[bool] = False
     resource_names: ClassVar[tuple[str, ...]] = ()
 
     def array_specs(self, vocab_size: int, hidden_size: int | None) -> dict[str, ArraySpec]:

@@ -59,8 +59,6 @@ class PosteriorCodec(FreshDraws):
     log_prob_step_nats: float = 1 / 64
 
     name: ClassVar[str] = "posterior"
-    needs_hidden: ClassVar[bool] = False
-    resource_names: ClassVar[tuple[str, ...]] = ("unigram_log_probs",)
 
     def __post_init__(self) -> None:
         checks = {

@@ -38,17 +38,16 @@ class TeacherOutput:
 class Codec(Protocol):
     """A frozen dataclass that turns teacher output into stored arrays and back into noise.
 
-    Subclass it (or one of :class:`~shards.codec.fresh.FreshDraws`,
-    :class:`~shards.codec.frozen.FrozenDraw`) and run ``shards.testing.check_codec`` on it.
-    ``resources`` are arrays kept once per store (``unigram_log_probs`` [V], an LM head), given to
-    both directions.
+    Subclass it (or :class:`~shards.codec.fresh.FreshDraws`) and run ``shards.testing.check_codec``
+    on it. ``resources`` are arrays kept once per store (``unigram_log_probs`` [V], an LM head),
+    given to both directions.
     """
 
     name: ClassVar[str]
-    is_fresh: ClassVar[bool]
+    is_fresh: ClassVar[bool] = False
     """True: every visit draws anew from the posterior; False: one frozen draw is stored."""
-    needs_hidden: ClassVar[bool]
-    resource_names: ClassVar[tuple[str, ...]]
+    needs_hidden: ClassVar[bool] = False
+    resource_names: ClassVar[tuple[str, ...]] = ("unigram_log_probs",)
 
     def array_specs(self, vocab_size: int, hidden_size: int | None) -> dict[str, ArraySpec]:
         """The codec's own arrays (``tokens`` and ``token_log_probs`` belong to the store)."""

@@ -35,9 +35,6 @@ class QuantizedCodec(Codec):
     bits: Literal[4, 8] = 8
 
     name: ClassVar[str] = "quantized"
-    is_fresh: ClassVar[bool] = False
-    needs_hidden: ClassVar[bool] = False
-    resource_names: ClassVar[tuple[str, ...]] = ("unigram_log_probs",)
 
     def __post_init__(self) -> None:
         if self.bits not in (4, 8):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from importlib.metadata import entry_points
 from typing import Any
 
-from shards.base import UsageError, from_mapping
+from shards.base import UsageError, did_you_mean, from_mapping
 from shards.codec.full import FullCodec
 from shards.codec.hidden import HiddenCodec
 from shards.codec.posterior import PosteriorCodec
@@ -18,17 +17,8 @@ from shards.codec.topk import TopKCodec
 
 CODECS: dict[str, type[Any]] = {
     codec.name: codec
-    for codec in (
-        FullCodec,
-        QuantizedCodec,
-        TopKCodec,
-        SeededCodec,
-        PosteriorCodec,
-        HiddenCodec,
-    )
+    for codec in (FullCodec, QuantizedCodec, TopKCodec, SeededCodec, PosteriorCodec, HiddenCodec)
 }
-
-
 ENTRY_POINTS = "gdistill.codecs"
 
 
@@ -55,9 +45,8 @@ def codec_class(name: str) -> type[Any]:
             got=name,
             remedy=f"pip install {package}",
         )
-    known = [*CODECS, *installed]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f"did you mean {near[0]!r}?" if near else f"known codecs: {sorted(known)}"
+    known = sorted([*CODECS, *installed])
+    hint = did_you_mean(name, known, f"known codecs: {known}")
     raise UsageError("unknown codec", got=name, remedy=hint)
 
 

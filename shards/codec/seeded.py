@@ -65,14 +65,6 @@ class ShiftScale:
     def max_code(self) -> int:
         return self.num_nearest + math.ceil(LARGEST_SHIFT_NATS / self.unit)
 
-    def encode(self, shifts: Float[Tensor, "k"]) -> Int[Tensor, "k"]:
-        """Codes of shifts in nats (float64)."""
-        return _codes(shifts, self.unit, self.num_nearest, self.max_code)
-
-    def decode(self, codes: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-        """Shifts in nats (float64)."""
-        return self.unit * (codes + codes.clamp(max=self.num_nearest)).double()
-
 
 @dataclass(frozen=True)
 class SeededCodec(Codec):
@@ -95,9 +87,6 @@ class SeededCodec(Codec):
     max_entries: int | None = None
 
     name: ClassVar[str] = "seeded"
-    is_fresh: ClassVar[bool] = False
-    needs_hidden: ClassVar[bool] = False
-    resource_names: ClassVar[tuple[str, ...]] = ("unigram_log_probs",)
 
     def __post_init__(self) -> None:
         if not 1e-3 <= self.tolerance_nats <= 0.5:
@@ -255,6 +244,7 @@ def _codes(
     num_nearest: int | Tensor,
     max_code: int | Tensor,
 ) -> Int[Tensor, "k"]:
+    """Codes of shifts in nats (float64)."""
     nearest = (shifts / (2 * unit)).round()
     above = shifts / unit - 2 * num_nearest
     upward = num_nearest + (above + 2.0**-12).ceil()

@@ -44,9 +44,6 @@ class TopKCodec(Codec):
     num_entries: int = 128
 
     name: ClassVar[str] = "topk"
-    is_fresh: ClassVar[bool] = False
-    needs_hidden: ClassVar[bool] = False
-    resource_names: ClassVar[tuple[str, ...]] = ("unigram_log_probs",)
 
     def __post_init__(self) -> None:
         if self.num_entries < 1:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         PretrainedFiles,
         Role,
         find_pretrained,
-        first_line,
         looks_local,
         not_causal_lm,
     )

@@ -22,7 +22,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig
 
-from shards.base import GdistillError, UsageError, canonical_json, sha256_file
+from shards.base import GdistillError, UsageError, canonical_json, first_line, sha256_file
 
 SAFE_FILE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 LEGACY_FILE, LEGACY_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -268,9 +268,3 @@ def not_causal_lm(files: PretrainedFiles, error: BaseException) -> GdistillError
         got=first_line(error),
         expected="a causal language model of transformers",
     )
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its type if it says nothing."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

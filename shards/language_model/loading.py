@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from shards.base import GdistillError, UsageError, without_library_bars
+from shards.base import GdistillError, UsageError, first_line, without_library_bars
 from shards.language_model.device import DtypeName
-from shards.language_model.files import PretrainedFiles, first_line, not_causal_lm
+from shards.language_model.files import PretrainedFiles, not_causal_lm
 from shards.language_model.head import Float32Head, install_float32_head
 from shards.language_model.probe import LENGTH, TOLERANCES, look_ahead, probe_rows
 from shards.language_model.spread import ONE_DEVICE, Spread

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from shards.base import UsageError
+from shards.base import UsageError, first_line
 from shards.language_model.device import resolve_device
-from shards.language_model.files import first_line
 
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
         dense_arrivals,
     )
     from shards.noise.order_statistics import TopPrior
-    from shards.noise.philox import Index, PositionKeys, keyed_bits, philox4x32, stream_bits
+    from shards.noise.philox import PositionKeys, keyed_bits, philox4x32, stream_bits
+    from shards.noise.positions import Index
     from shards.noise.probabilities import (
         DenseProbabilities,
         Entries,

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
-from shards.noise.philox import Index
+from shards.noise.positions import Index
 
 TILES = {"cpu": (1024, 512), "cuda": (8192, 2048)}
 """(positions, vocabulary ids) of a tile: within a core's cache, or enough to fill a GPU."""

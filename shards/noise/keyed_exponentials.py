@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shards.base import GdistillError, UsageError
+from shards.base import GdistillError, UsageError, first_line
 from shards.noise.gumbel import exponential_from_bits
 from shards.noise.philox import (
     MASK,
@@ -194,19 +194,19 @@ def _compile(device: torch.device) -> Callable[..., Tensor]:
     try:
         found = kernel(*rows, *columns, _later_keys(keys.seed, index.device))
     except Exception as error:
-        reason = str(error).strip().splitlines()
         raise GdistillError(
             "cannot compile the noise kernel",
-            got=reason[0] if reason else type(error).__name__,
+            got=first_line(error),
             remedy="install a C++ compiler, or choose the kernel eager",
         ) from error
-    ulps, most = _ulps_apart(found, _eager(rows, columns, keys.seed)), LARGEST_ULPS
-    if ulps > most.get(device.type, 0):
+    ulps = _ulps_apart(found, _eager(rows, columns, keys.seed))
+    most = LARGEST_ULPS.get(device.type, 0)
+    if ulps > most:
         raise GdistillError(
             "the compiled noise kernel gives other numbers",
             where=str(device),
             got=f"{ulps} units of the last place apart",
-            expected=f"at most {most.get(device.type, 0)}",
+            expected=f"at most {most}",
             remedy="choose the kernel eager",
         )
     return kernel

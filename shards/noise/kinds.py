@@ -8,7 +8,7 @@ how it is embedded, so that noise from a store and noise to sample with are trea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
@@ -19,8 +19,9 @@ from torch import Tensor
 from shards.noise.embedding import Tiles, Weighting, embed_entries, embed_tiles
 from shards.noise.gumbel import arrivals_from_gumbel, place_tokens, token_gumbels
 from shards.noise.keyed_exponentials import first_arrivals, keyed_exponentials
-from shards.noise.philox import Index, PositionKeys
-from shards.noise.probabilities import Entries, Probabilities, Splits
+from shards.noise.philox import PositionKeys
+from shards.noise.positions import Index, OfPositions
+from shards.noise.probabilities import Entries, Probabilities
 
 
 @runtime_checkable
@@ -72,8 +73,8 @@ class PriorNoise(Noise, Protocol):
     def to(self, device: torch.device | str) -> PriorNoise: ...
 
 
-class TiledNoise(Splits):
-    """What follows from ``tile`` and ``select`` alone."""
+class TiledNoise(OfPositions):
+    """What follows from ``tile`` and the fields alone."""
 
     def gumbels(self: Tiles, start: int = 0, stop: int | None = None) -> Float[Tensor, "n tile"]:
         return -self.tile(start, self.vocab_size if stop is None else stop).log()
@@ -131,7 +132,7 @@ class KeyedPrior(TiledNoise):
 
     @property
     def num_positions(self) -> int:
-        return self.keys.rows.shape[0]
+        return self.keys.num_positions
 
     @property
     def device(self) -> torch.device:
@@ -141,13 +142,8 @@ class KeyedPrior(TiledNoise):
         return keyed_exponentials(self.keys, start, min(stop, self.vocab_size))
 
     def redrawn(self, draw: int) -> KeyedPrior:
-        return KeyedPrior(self.keys.redrawn(draw), self.vocab_size)
-
-    def select(self, index: Index) -> KeyedPrior:
-        return KeyedPrior(self.keys.select(index), self.vocab_size)
-
-    def to(self, device: torch.device | str) -> KeyedPrior:
-        return KeyedPrior(self.keys.to(device), self.vocab_size)
+        """The ``draw``-th draw after this one, of the same positions."""
+        return replace(self, keys=self.keys.redrawn(draw))
 
 
 @dataclass(frozen=True)
@@ -192,33 +188,9 @@ class KeyedPosterior(TokenNoise):
         """E_j + p_j E_0 of a tile."""
         return self.probabilities.add_waits(self.remaining(start, stop), self.first, start, stop)
 
-    def select(self, index: Index) -> KeyedPosterior:
-        return KeyedPosterior(
-            self.keys.select(index),
-            self.tokens[index],
-            self.token_log_probs[index],
-            self.probabilities.select(index),
-        )
-
     def split(self, width: int) -> list[KeyedPosterior]:
-        parts = enumerate(self.probabilities.split(width))
-        return [
-            KeyedPosterior(
-                self.keys.select(slice(i * width, (i + 1) * width)),
-                self.tokens[i * width : (i + 1) * width],
-                self.token_log_probs[i * width : (i + 1) * width],
-                probabilities,
-            )
-            for i, probabilities in parts
-        ]
-
-    def to(self, device: torch.device | str) -> KeyedPosterior:
-        return KeyedPosterior(
-            self.keys.to(device),
-            self.tokens.to(device),
-            self.token_log_probs.to(device),
-            self.probabilities.to(device),
-        )
+        parts = zip(super().split(width), self.probabilities.split(width), strict=True)
+        return [replace(part, probabilities=probabilities) for part, probabilities in parts]
 
 
 @dataclass(frozen=True)
@@ -250,35 +222,9 @@ class ShiftedNoise(TokenNoise):
         arrivals[rows, columns] *= factors
         return arrivals
 
-    def select(self, index: Index) -> ShiftedNoise:
-        return ShiftedNoise(
-            self.keys.select(index),
-            self.tokens[index],
-            self.token_log_probs[index],
-            self.factors.select(index),
-            self.vocab_size,
-        )
-
     def split(self, width: int) -> list[ShiftedNoise]:
-        return [
-            ShiftedNoise(
-                self.keys.select(slice(i * width, (i + 1) * width)),
-                self.tokens[i * width : (i + 1) * width],
-                self.token_log_probs[i * width : (i + 1) * width],
-                factors,
-                self.vocab_size,
-            )
-            for i, factors in enumerate(self.factors.split(width, self.vocab_size))
-        ]
-
-    def to(self, device: torch.device | str) -> ShiftedNoise:
-        return ShiftedNoise(
-            self.keys.to(device),
-            self.tokens.to(device),
-            self.token_log_probs.to(device),
-            self.factors.to(device),
-            self.vocab_size,
-        )
+        parts = zip(super().split(width), self.factors.split(width, self.vocab_size), strict=True)
+        return [replace(part, factors=factors) for part, factors in parts]
 
 
 @dataclass(frozen=True)
@@ -318,19 +264,6 @@ class SparseNoise(TiledNoise):
     ) -> Float[Tensor, "n d"]:
         weighting = weighting or Weighting()
         return embed_entries(self.ids, self.arrivals, self.rest_rate, weight, weighting)
-
-    def select(self, index: Index) -> SparseNoise:
-        return SparseNoise(
-            self.ids[index], self.arrivals[index], self.vocab_size, self.rest_rate[index]
-        )
-
-    def to(self, device: torch.device | str) -> SparseNoise:
-        return SparseNoise(
-            self.ids.to(device),
-            self.arrivals.to(device),
-            self.vocab_size,
-            self.rest_rate.to(device),
-        )
 
 
 def dense_arrivals(noise: Tiles) -> Float[Tensor, "n v"]:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from shards.noise.embedding import Weighting
 from shards.noise.keyed_exponentials import keyed_exponentials, stream_exponentials
-from shards.noise.kinds import SparseNoise, TiledNoise
-from shards.noise.philox import Index, PositionKeys, stream_bits
+from shards.noise.kinds import KeyedPrior, SparseNoise
+from shards.noise.philox import PositionKeys, stream_bits
 
 GAP_STREAM, ID_STREAM, REST_STREAM = 1, 2, 3
 DENSE_VOCABULARY = 1024
@@ -29,7 +29,7 @@ EXPONENTIAL_INTEGRAL = (-0.57721566, 0.99999193, -0.24991055, 0.05519968, -0.009
 
 
 @dataclass(frozen=True)
-class TopPrior(TiledNoise):
+class TopPrior(KeyedPrior):
     """Prior noise of which a student is shown the ``num_kept`` largest entries; drawn when read.
 
     Attributes:
@@ -38,17 +38,7 @@ class TopPrior(TiledNoise):
         num_kept: k; all V where V is less.
     """
 
-    keys: PositionKeys
-    vocab_size: int
     num_kept: int
-
-    @property
-    def num_positions(self) -> int:
-        return self.keys.rows.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.keys.rows.device
 
     @cached_property
     def drawn(self) -> SparseNoise:
@@ -62,15 +52,6 @@ class TopPrior(TiledNoise):
         self, weight: Float[Tensor, "v d"], weighting: Weighting | None = None
     ) -> Float[Tensor, "n d"]:
         return self.drawn.softmax_embed(weight, weighting)
-
-    def redrawn(self, draw: int) -> TopPrior:
-        return TopPrior(self.keys.redrawn(draw), self.vocab_size, self.num_kept)
-
-    def select(self, index: Index) -> TopPrior:
-        return TopPrior(self.keys.select(index), self.vocab_size, self.num_kept)
-
-    def to(self, device: torch.device | str) -> TopPrior:
-        return TopPrior(self.keys.to(device), self.vocab_size, self.num_kept)
 
 
 def first_arrivals_of(keys: PositionKeys, vocab_size: int, num_kept: int) -> SparseNoise:

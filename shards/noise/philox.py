@@ -20,8 +20,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
+
+from shards.noise.positions import OfPositions
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -35,12 +37,8 @@ STREAM_STRIDE = 1 << 24
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-Index = Int[Tensor, "m"] | Bool[Tensor, "n"] | slice
-"""Which of n positions: their places, a mask, or a range."""
-
-
 @dataclass(frozen=True)
-class PositionKeys:
+class PositionKeys(OfPositions):
     """Names n token positions for the counter-based generator.
 
     Attributes:
@@ -55,17 +53,13 @@ class PositionKeys:
     positions: Int[Tensor, "n"]
     draw: int = 0
 
-    def select(self, index: Index) -> PositionKeys:
-        """The keys of some of the positions."""
-        return PositionKeys(self.seed, self.rows[index], self.positions[index], self.draw)
+    @property
+    def num_positions(self) -> int:
+        return self.rows.shape[0]
 
     def redrawn(self, draw: int) -> PositionKeys:
         """The same positions, ``draw`` draws further on."""
         return replace(self, draw=self.draw + draw)
-
-    def to(self, device: torch.device | str) -> PositionKeys:
-        """The same keys on another device."""
-        return PositionKeys(self.seed, self.rows.to(device), self.positions.to(device), self.draw)
 
 
 def round_keys(seed: int) -> list[tuple[int, int]]:

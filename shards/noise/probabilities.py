@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.noise.gumbel import add_wait_
-from shards.noise.philox import Index
+from shards.noise.positions import Index, OfPositions
 
 GRAIN = 512
 """Ids between two counts of entries; every tile of :mod:`shards.noise.embedding` begins at one."""
@@ -43,24 +42,6 @@ class Probabilities(Protocol):
         ...
 
     def to(self, device: torch.device | str) -> Probabilities: ...
-
-
-class Splits:
-    """``split`` by ``select``."""
-
-    @property
-    def num_positions(self) -> int:
-        """n."""
-        raise NotImplementedError
-
-    def select(self, index: Index) -> Any:
-        """Those of some of the positions."""
-        raise NotImplementedError
-
-    def split(self, width: int) -> list[Any]:
-        """Those of ``width`` consecutive positions at a time; there is always one part."""
-        starts = range(0, max(1, self.num_positions), width)
-        return [self.select(slice(start, start + width)) for start in starts]
 
 
 @dataclass(frozen=True)
@@ -151,7 +132,7 @@ class Entries:
             for index, offsets in enumerate(counts)
         ]
 
-    def select(self, index: Index | slice) -> Entries:
+    def select(self, index: Index) -> Entries:
         """The entries of some of the positions."""
         return Entries(self.ids[index], self.values[index], self.used[index])
 
@@ -161,7 +142,7 @@ class Entries:
 
 
 @dataclass(frozen=True)
-class DenseProbabilities(Splits):
+class DenseProbabilities(OfPositions):
     """All probabilities in memory, as log-probabilities; [n, V] float32."""
 
     log_probs: Float[Tensor, "n v"]
@@ -182,15 +163,9 @@ class DenseProbabilities(Splits):
     ) -> Float[Tensor, "n tile"]:
         return add_wait_(arrivals, self.tile(start, stop) * first[:, None])
 
-    def select(self, index: Index) -> DenseProbabilities:
-        return DenseProbabilities(self.log_probs[index])
-
-    def to(self, device: torch.device | str) -> DenseProbabilities:
-        return DenseProbabilities(self.log_probs.to(device))
-
 
 @dataclass(frozen=True)
-class HeadAndTail:
+class HeadAndTail(OfPositions):
     """A few known probabilities per position, the rest spread in proportion to the unigram.
 
     Attributes:
@@ -202,6 +177,12 @@ class HeadAndTail:
     head: Entries
     tail_scale: Float[Tensor, "n"]
     unigram_probs: Float[Tensor, "v"]
+
+    of_vocabulary: ClassVar[tuple[str, ...]] = ("unigram_probs",)
+
+    @property
+    def num_positions(self) -> int:
+        return self.tail_scale.shape[0]
 
     @property
     def vocab_size(self) -> int:
@@ -230,24 +211,13 @@ class HeadAndTail:
         arrivals[rows, columns] = known
         return arrivals
 
-    def select(self, index: Index) -> HeadAndTail:
-        return HeadAndTail(self.head.select(index), self.tail_scale[index], self.unigram_probs)
-
     def split(self, width: int) -> list[HeadAndTail]:
-        heads = self.head.split(width, self.vocab_size)
-        return [
-            HeadAndTail(head, self.tail_scale[start : start + width], self.unigram_probs)
-            for head, start in zip(heads, itertools.count(0, width), strict=False)
-        ]
-
-    def to(self, device: torch.device | str) -> HeadAndTail:
-        return HeadAndTail(
-            self.head.to(device), self.tail_scale.to(device), self.unigram_probs.to(device)
-        )
+        parts = zip(super().split(width), self.head.split(width, self.vocab_size), strict=True)
+        return [replace(part, head=head) for part, head in parts]
 
 
 @dataclass(frozen=True)
-class HeadLogits(Splits):
+class HeadLogits(OfPositions):
     """Probabilities rebuilt from hidden states, one matrix product per tile.
 
     Attributes:
@@ -261,6 +231,8 @@ class HeadLogits(Splits):
     log_normalizers: Float[Tensor, "n"]
     weight: Float[Tensor, "v d"]
     bias: Float[Tensor, "v"]
+
+    of_vocabulary: ClassVar[tuple[str, ...]] = ("weight", "bias")
 
     @property
     def num_positions(self) -> int:
@@ -286,14 +258,3 @@ class HeadLogits(Splits):
         self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
     ) -> Float[Tensor, "n tile"]:
         return add_wait_(arrivals, self.tile(start, stop).mul_(first[:, None]))
-
-    def select(self, index: Index) -> HeadLogits:
-        return HeadLogits(self.hidden[index], self.log_normalizers[index], self.weight, self.bias)
-
-    def to(self, device: torch.device | str) -> HeadLogits:
-        return HeadLogits(
-            self.hidden.to(device),
-            self.log_normalizers.to(device),
-            self.weight.to(device),
-            self.bias.to(device),
-        )

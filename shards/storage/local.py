@@ -11,7 +11,7 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from shards.base import (
@@ -28,7 +28,7 @@ CLAIMS = ".claims"
 
 
 class LocalLocation:
-    """A folder on a file system with atomic rename and flock."""
+    """A folder on a file system with atomic rename and flock; see ``location.Location``."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.expanduser().resolve()
@@ -107,11 +107,8 @@ class LocalLocation:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a file")
 
-    def claim(self, name: str, *, wait: bool) -> AbstractContextManager[bool]:
-        return self._claim(name, wait)
-
     @contextmanager
-    def _claim(self, name: str, wait: bool) -> Iterator[bool]:
+    def claim(self, name: str, *, wait: bool) -> Iterator[bool]:
         with ExitStack() as stack:
             with self._explained(f"{CLAIMS}/{name}", "lock"):
                 mine = stack.enter_context(

@@ -30,7 +30,7 @@ NO_BUCKET = "bucket does not exist"
 
 
 class RemoteLocation:
-    """A place that fsspec can reach.
+    """A place that fsspec can reach; see ``location.Location``.
 
     Credentials and endpoints come from the scheme's usual environment variables (for S3
     ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL`` ...) or from ``storage_options``.
@@ -68,7 +68,6 @@ class RemoteLocation:
         return f"{self._root}/{safe_name(name)}"
 
     def read(self, name: str) -> bytes:
-        """The whole file; FileNotFoundError if there is none."""
         with self._explained(name, "read"):
             return self._files.cat_file(self._path(name))
 
@@ -85,12 +84,10 @@ class RemoteLocation:
             self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
 
     def delete(self, name: str) -> None:
-        """Remove the file if it is there."""
         with self._explained(name, "delete"), suppress(FileNotFoundError):
             self._files.rm_file(self._path(name))
 
     def size(self, name: str) -> int | None:
-        """Bytes of the file, None if there is none."""
         with self._explained(name, "look at"):
             try:
                 return int(self._files.info(self._path(name))["size"])
@@ -98,11 +95,9 @@ class RemoteLocation:
                 return None
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Every file below ``prefix`` with its size; claims left out."""
         return {name: int(info["size"]) for name, info in self._listing(prefix).items()}
 
     def written_at(self, prefix: str) -> dict[str, float]:
-        """Unix time of the last write of every file below ``prefix``, where the client tells it."""
         found = {name: _written_at(info) for name, info in self._listing(prefix).items()}
         return {name: seconds for name, seconds in found.items() if seconds is not None}
 
@@ -119,27 +114,19 @@ class RemoteLocation:
         return {name: info for name, info in names.items() if not name.startswith(f"{CLAIMS}/")}
 
     def open_file(self, name: str, record: FileRecord) -> int:
-        """A descriptor of a local copy of the file, checked against its record.
-
-        Raises:
-            DamagedCopy: If the file at the URL is not what the record says.
-            FileNotFoundError: If there is none.
-        """
+        """See ``Location``; DamagedCopy if the file at the URL is not what the record says."""
         return self.cache.open(record, lambda: self.read(name))
 
     def peek(self, name: str, start: int, length: int) -> bytes | None:
-        """None: every look would be a request."""
-        return None
+        return None  # every look would be a request
 
     def discard_leftovers(self, name: str) -> None:
         """Nothing: a put leaves none."""
 
     def discard_altered_copy(self, record: FileRecord) -> bool:
-        """Drop the cached copy of a file if it is not what ``record`` says; whether it was so."""
         return self.cache.discard_altered(record)
 
     def claims(self) -> list[str]:
-        """Names held now, or left behind by a process that was killed."""
         with self._explained(CLAIMS, "list"):
             self._files.invalidate_cache()
             try:
@@ -150,17 +137,14 @@ class RemoteLocation:
         return sorted(name for name in names if TAKEOVER not in name)
 
     def claim(self, name: str, *, wait: bool) -> AbstractContextManager[bool]:
-        """Hold ``name`` against every other process while the context lasts; False if taken."""
         return self._leases.hold(f"{CLAIMS}/{name}", wait)
 
     @property
     def creates_exclusively(self) -> bool:
-        """Whether the client creates a file only if there is none, whoever else tries."""
         protocol = self._files.protocol
         return bool(EXCLUSIVE_CREATION & {*([protocol] if isinstance(protocol, str) else protocol)})
 
     def create(self, name: str, data: bytes) -> bool:
-        """Write the file if there is none; whether there was none."""
         path = self._path(name)
         with self._explained(name, "write"):
             self._make_folder(path)

@@ -9,13 +9,13 @@
             ledger/<split>/<i>.json         one record per finished shard
 
 Inner chunks are bytes(little) -> zstd -> crc32c; the bytes of a shard: :mod:`shards.store.native`.
-Encoding in memory first lets the writer hash and
-store exactly the bytes it meant, on any kind of storage, in one atomic put per file.
+Encoding in memory first lets the writer hash and store exactly the bytes it meant, on any kind of
+storage, in one atomic put per file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,8 +167,4 @@ def _create_resource(group: zarr.Group, name: str, value: np.ndarray) -> None:
 
 
 def _contents(store: MemoryStore) -> dict[str, bytes]:
-    def entries() -> Iterator[tuple[str, bytes]]:
-        for name, buffer in store._store_dict.items():
-            yield name, buffer.to_bytes()
-
-    return dict(sorted(entries()))
+    return {name: store._store_dict[name].to_bytes() for name in sorted(store._store_dict)}

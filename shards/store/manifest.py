@@ -16,7 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from shards.base import GdistillError, IntegrityError, UsageError, derive_seed, safe_name
+from shards.base import (
+    GdistillError,
+    IntegrityError,
+    UsageError,
+    derive_seed,
+    flatten,
+    safe_name,
+)
 from shards.codec import ArraySpec
 from shards.storage import FileRecord
 from shards.store.sealed import digest, parse, seal, unseal
@@ -113,7 +120,8 @@ class Manifest:
             for name, spec in self.arrays.items()
         }
         value["files"] = {name: record.to_json() for name, record in self.files.items()}
-        return json.loads(json.dumps({**value, "mask_id": self.mask_id}, default=dict))
+        value["mask_id"] = self.mask_id
+        return json.loads(json.dumps(value, default=dict, sort_keys=True))
 
     def to_bytes(self) -> bytes:
         """The content of ``manifest.json``."""
@@ -157,7 +165,8 @@ class Manifest:
 
     def identity(self) -> dict[str, Any]:
         """Every field under its dotted name (``teacher.weights_sha256``), codec first."""
-        return dict(_flatten(self.to_json(), [f.name for f in fields(self)]))
+        value = self.to_json()
+        return flatten({f.name: value[f.name] for f in fields(self)})
 
     def difference(self, other: Manifest) -> tuple[str, Any, Any] | None:
         """The first identity field that differs with both values, or None; "absent" if missing."""
@@ -167,15 +176,6 @@ class Manifest:
             if left != right or type(left) is not type(right):
                 return name, left, right
         return None
-
-
-def _flatten(value: Mapping[str, Any], order: list[str], prefix: str = "") -> Any:
-    for key in order:
-        entry = value[key]
-        if isinstance(entry, Mapping) and entry:
-            yield from _flatten(entry, sorted(entry), f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", entry
 
 
 def _check(manifest: Manifest) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ from shards.store.ledger import LEDGER, record_file
 from shards.store.manifest import MANIFEST_FILE, Manifest
 from shards.store.native import DamagedShard, read_array
 from shards.store.reader import SplitReader
+
+Opened = TypeVar("Opened", bound="ShardStore")
 
 
 def find_store(place: str | Path) -> str:
@@ -61,7 +64,9 @@ class ShardStore:
         self.location, self.manifest = location, manifest
 
     @classmethod
-    def open(cls, location: str | Path | Location, *, allow_incomplete: bool = False) -> ShardStore:
+    def open(
+        cls: type[Opened], location: str | Path | Location, *, allow_incomplete: bool = False
+    ) -> Opened:
         """Open a store and check its manifest and that every shard is in the ledger.
 
         Args:

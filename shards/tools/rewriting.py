@@ -224,7 +224,9 @@ def _encode(
 def _teacher_output(store: ShardStore, split: str, first_row: int, rows: Rows) -> TeacherOutput:
     """The teacher's distribution as the store approximates it, p of the token exact."""
     num_rows, length = rows["tokens"].shape
-    posterior = stored_posterior(store, split, first_row, rows)
+    posterior = stored_noise(store, split, first_row, rows)
+    if not isinstance(posterior, KeyedPosterior):
+        raise GdistillError("the codec keeps no distribution", where=store.codec.name)
     probabilities = posterior.probabilities.tile(0, store.manifest.vocab_size).double()
     log_probs = (probabilities / probabilities.sum(1, keepdim=True)).log().float()
     # Probabilities below e^-103 are 0 in float32; the token's must stay what the store has.
@@ -235,16 +237,6 @@ def _teacher_output(store: ShardStore, split: str, first_row: int, rows: Rows) -
         tokens=posterior.tokens.reshape(shape),
         rows=torch.arange(first_row, first_row + num_rows),
     )
-
-
-def stored_posterior(
-    store: ShardStore, split: str, first_row: int, rows: Mapping[str, Any], draw: int = 0
-) -> KeyedPosterior:
-    """The posterior noise of positions 1..L-1 of consecutive rows, row-major."""
-    noise = stored_noise(store, split, first_row, rows, draw)
-    if not isinstance(noise, KeyedPosterior):
-        raise GdistillError("the codec keeps no distribution", where=store.codec.name)
-    return noise
 
 
 def stored_noise(

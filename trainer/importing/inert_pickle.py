@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from shards.base import GdistillError, UsageError
+from shards.base import GdistillError, UsageError, first_line
 
 HARMLESS = {
     "builtins": {"bool", "complex", "dict", "float", "frozenset", "int", "list"}
@@ -102,7 +102,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     except GdistillError:
         raise
     except Exception as error:  # a damaged pickle may raise anything at all
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise GdistillError("cannot read the checkpoint", where=path, got=reason) from error
     if not isinstance(loaded, dict):
         kind = type(loaded).__name__

@@ -12,10 +12,9 @@ are drawn in nor on their order, and samplers that differ in one setting share t
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
-from shards.base import UsageError, from_mapping
+from shards.base import UsageError, did_you_mean, from_mapping
 from trainer.sampling.ancestral import AncestralConfig
 from trainer.sampling.block import BlockConfig
 from trainer.sampling.first_hitting import FirstHittingConfig, FixedCountConfig
@@ -43,9 +42,7 @@ def sampler_class(name: str) -> type[Sampler]:
     """
     name = name.replace("-", "_")
     if name not in SAMPLERS:
-        near = difflib.get_close_matches(name, SAMPLERS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else ""
-        known = f"one of {sorted(SAMPLERS)}"
+        known, hint = f"one of {sorted(SAMPLERS)}", did_you_mean(name, SAMPLERS)
         raise UsageError("unknown sampler", where=name, expected=known, remedy=hint)
     return SAMPLERS[name]
 

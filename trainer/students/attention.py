@@ -12,6 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from shards.base import first_line
+
 Heads = Float[Tensor, "b heads l width"]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(query, key, value), each [B, heads, length, head width] -> attended values like query."""
@@ -120,7 +122,7 @@ def flex_obstacle(device: torch.device) -> str:
         )
         attend(query, key, value).sum().backward()
     except Exception as error:  # whatever a compiler may lack
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return first_line(error)
     return ""
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 import torch
 
-from shards.base import UsageError, derive_seed
+from shards.base import UsageError, derive_seed, did_you_mean
 from shards.store import Manifest, ShardStore
 from trainer.students import (
     STUDENTS,
@@ -34,8 +33,7 @@ def student_class(name: str) -> type[Student]:
         UsageError: For an unknown name, with the nearest known one.
     """
     if name not in STUDENTS:
-        near = difflib.get_close_matches(name, STUDENTS, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"known students: {sorted(STUDENTS)}"
+        hint = did_you_mean(name, STUDENTS, f"known students: {sorted(STUDENTS)}")
         raise UsageError("unknown student", where="student", got=name, remedy=hint)
     return STUDENTS[name]
 

@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.base import GdistillError, IntegrityError, write_bytes_atomic
+from shards.base import GdistillError, IntegrityError, first_line, write_bytes_atomic
 from trainer.students import Student
 from trainer.training.parallel import cannot_write, on_main_process
 
@@ -105,7 +105,7 @@ def start_trackers(accelerator: Accelerator, out: Path, last_step: int) -> None:
         raise GdistillError(
             "a tracker does not start",
             where="training.trackers",
-            got=(str(error).strip().splitlines() or [type(error).__name__])[0],
+            got=first_line(error),
             remedy="log in to it (wandb login), set WANDB_MODE=offline, or leave it out",
         ) from error
 

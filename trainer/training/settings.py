@@ -6,14 +6,13 @@ A run is composed from a recipe (``presets/NAME.toml`` or a file), command-line 
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shards.base import UsageError, merge, parse_override, read_toml, resolve
+from shards.base import UsageError, did_you_mean, merge, parse_override, read_toml, resolve
 from shards.noise import NoiseKernel
 from trainer.students import StudentSettings, read_preset
 
@@ -190,8 +189,7 @@ def read_recipe(name: str) -> dict[str, Any]:
     """
     known = sorted(path.stem for path in RECIPES.glob("*.toml"))
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"known presets: {known}"
+        hint = did_you_mean(name, known, f"known presets: {known}")
         raise UsageError("unknown preset", where="--preset", got=name, remedy=hint)
     return read_toml(RECIPES / f"{name}.toml")
 

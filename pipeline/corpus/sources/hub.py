@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.corpus.sources.files import file_identity
 from pipeline.corpus.sources.protocol import Known, RawDocument
-from shards.base import GdistillError, UsageError
+from shards.base import GdistillError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -59,12 +58,11 @@ class HubDataset:
     def _with_field(self, rows: Dataset, where: str) -> Dataset:
         names = rows.column_names
         if self.field not in names:
-            near = difflib.get_close_matches(self.field, names, n=1)
             raise UsageError(
                 f"no field {self.field!r}",
                 where=where,
                 got=f"fields {names}",
-                remedy=f"did you mean {near[0]!r}?" if near else "",
+                remedy=did_you_mean(self.field, names),
             )
         kind = getattr(rows.features[self.field], "dtype", "")
         if kind not in ("string", "large_string"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 
 from pipeline.corpus.sources.protocol import Known, RawDocument
 from pipeline.corpus.sources.text_files import TextFiles
-from shards.base import GdistillError
+from shards.base import GdistillError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,11 @@ class JsonLines:
             )
         value = record.get(self.field)
         if not isinstance(value, str):
-            near = difflib.get_close_matches(self.field, record, n=1)
             raise GdistillError(
                 f"no text in field {self.field!r}",
                 where=where,
                 got=f"fields {sorted(record)}" if value is None else type(value).__name__,
-                remedy=f"did you mean {near[0]!r}?" if near and near[0] != self.field else "",
+                remedy=did_you_mean(self.field, record.keys() - {self.field}),
             )
         return value
 

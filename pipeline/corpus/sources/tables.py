@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ import pyarrow.parquet as pq
 
 from pipeline.corpus.sources.files import expand, file_identity, open_bytes
 from pipeline.corpus.sources.protocol import Known, RawDocument
-from shards.base import GdistillError, UsageError
+from shards.base import GdistillError, UsageError, did_you_mean
 
 BATCH_ROWS = 256
 CSV_BLOCK_BYTES = 1 << 26
@@ -79,12 +78,11 @@ class TableFiles(ABC):
     def _require_column(self, path: Path, names: list[str]) -> None:
         if self.column in names:
             return
-        near = difflib.get_close_matches(self.column, names, n=1)
         raise UsageError(
             f"no column {self.column!r}",
             where=path,
             got=f"columns {names}",
-            remedy=f"did you mean {near[0]!r}?" if near else "name one: PATH#column",
+            remedy=did_you_mean(self.column, names, "name one: PATH#column"),
         )
 
 
