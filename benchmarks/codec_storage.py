@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeline.plan import one_shard_manifest, with_position_0
+from pipeline.extract import with_position_0
+from pipeline.plan import one_shard_manifest
 from shards.codec import Codec, TeacherOutput
 from shards.store import encode_shard, shard_file, shard_ranges
 

@@ -63,16 +63,6 @@ BARS = {"cpu": 1.15, "cuda": 1.10}
 PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}
 
 
-@dataclass(frozen=True)
-class FixedRows:
-    """Rows in memory: both sides read them at no cost."""
-
-    rows: np.ndarray
-
-    def read(self, split: str, start: int, stop: int, note: Callable[[str], None]) -> np.ndarray:
-        return self.rows[start:stop]
-
-
 @dataclass
 class Case:
     """One teacher with its rows and their batches."""
@@ -98,7 +88,7 @@ class Case:
         writer = ShardWriter.create_or_resume(self.folder, self.manifest(codec), resources)
         extractor = Extractor(
             teacher=self.teacher,
-            rows=FixedRows(self.rows),
+            read_rows=lambda split, start, stop, note: self.rows[start:stop],
             codec=codec,
             writer=writer,
             resources=resources_on(self.teacher.device, resources),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.settings import ExtractRequest
-from pipeline.summary import StoreSummary, corpus_lines
+from pipeline.summary import corpus_lines, store_figures, store_lines
 from pipeline.tokens import TokenDataset
 from shards.base import GdistillError, UsageError, write_json_atomic
 from shards.storage import file_claim
@@ -61,26 +62,28 @@ def report(
             where=request.store,
             remedy="run the same command again",
         )
-    summary = StoreSummary.of(ShardStore.open(request.store))
+    figures = store_figures(ShardStore.open(request.store))
     if num_tokens:
-        write_summary(request.out, summary, num_tokens, seconds)
+        write_summary(request.out, figures, num_tokens, seconds)
     done = f"{num_tokens / seconds:,.0f} tokens/s" if num_tokens else "nothing was left to do"
     return [
         "corpus",
         *corpus_lines(dataset),
         f"store {request.store}",
-        *summary.lines(),
+        *store_lines(figures),
         f"  seconds        {seconds:.1f} ({done})",
     ]
 
 
-def write_summary(out: Path, summary: StoreSummary, num_tokens: int, seconds: float) -> None:
+def write_summary(
+    out: Path, figures: Mapping[str, int | float], num_tokens: int, seconds: float
+) -> None:
     """Keep the figures beside the store.
 
     All workers end at once; one that finds another at it leaves it to that one.
     """
     record = {
-        **summary.to_json(),
+        **figures,
         "seconds": seconds,
         "num_tokens_of_this_process": num_tokens,
         "tokens_per_second": num_tokens / seconds,

@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from pipeline.extract import (
-    CorpusRows,
     Extractor,
     Process,
-    RowSource,
+    ReadRows,
     build_manifest,
     corpus_unigram,
     resources_on,
@@ -20,6 +19,7 @@ from pipeline.extract import (
     side_files,
     teacher_identity,
     unchanged,
+    write_all,
 )
 from pipeline.inputs import (
     LazyTeacher,
@@ -39,8 +39,8 @@ from pipeline.teacher import (
     Teacher,
 )
 from pipeline.tokens import TokenDataset, prepare_tokens
-from pipeline.workers import Stopped, StopRequest, Worker
-from shards.base import GdistillError, progress_bar
+from pipeline.workers import StopRequest, Worker
+from shards.base import GdistillError
 from shards.language_model import resolve_device
 from shards.store import Manifest, ShardRange, ShardStore, ShardWriter
 
@@ -104,7 +104,7 @@ def run_teacher(
     require_known_ids(dataset)
     inputs = Inputs(request, teacher, dataset)
     writer, resources = begin_store(inputs)
-    pending = [shard for split in writer.manifest.splits for shard in writer.pending(split)]
+    pending = writer.all_pending()
     num_tokens, waiting = 0, 0.0
     if pending:
         done = extract(inputs, writer, resources, pending, worker)
@@ -177,12 +177,12 @@ def extract(
     Raises:
         Stopped: With what remains.
     """
-    manifest, stop, teacher = writer.manifest, StopRequest(), inputs.teacher.loaded
+    stop, teacher = StopRequest(), inputs.teacher.loaded
     way = settle_way(writer, inputs.request.settings, teacher)
-    rows, process = row_source(inputs, teacher, stop)
+    read_rows, process = row_source(inputs, teacher, stop)
     extractor = Extractor(
         teacher=teacher,
-        rows=rows,
+        read_rows=read_rows,
         process=process,
         codec=inputs.request.codec,
         writer=writer,
@@ -190,29 +190,15 @@ def extract(
         batch_size=BatchSize(way.rows_per_pass),
         stop=stop,
     )
-    total = sum(manifest.splits.values()) * manifest.row_length
-    left = sum(shard.num_rows for shard in pending) * manifest.row_length
-    with (
-        stop.listening(),
-        progress_bar("extract", total, done=total - left, main_process=worker.is_main) as bar,
-    ):
-        try:
-            extractor.run(pending, worker, bar)
-        except Stopped as error:
-            remaining = sum(len(writer.pending(split)) for split in manifest.splits)
-            raise Stopped(
-                "stopped by SIGTERM",
-                where=writer.location.url,
-                got=f"{remaining} shards still to do",
-                remedy="run the same command again to finish",
-            ) from error
+    write_all(extractor, pending, worker, "extract")
     return extractor
 
 
-def row_source(inputs: Inputs, teacher: Teacher, stop: StopRequest) -> tuple[RowSource, Process]:
+def row_source(inputs: Inputs, teacher: Teacher, stop: StopRequest) -> tuple[ReadRows, Process]:
     """Where rows come from in this mode, and what is done to the teacher's distribution."""
     settings = inputs.request.settings
     if settings.mode == "parallel":
-        return CorpusRows(inputs.dataset), unchanged
+        read = inputs.dataset.read_rows
+        return lambda split, start, stop, note: read(split, start, stop), unchanged
     rows = GeneratedRows(teacher, inputs.dataset, settings.sequential, settings.seed, stop.check)
-    return rows, ProcessOutput(settings.sequential)
+    return rows.read, ProcessOutput(settings.sequential)

@@ -21,12 +21,12 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.corpus import scheme_of
 from pipeline.engine import Engine, ScoredRow, ScoreFiles, same_length
-from pipeline.extract import ScoreWriter, build_manifest, corpus_unigram, side_files
+from pipeline.extract import ScoreWriter, build_manifest, corpus_unigram, side_files, write_all
 from pipeline.report import report, require_writable, write_config
 from pipeline.settings import ExtractRequest
 from pipeline.tokens import TokenDataset, load_tokenizer, prepare_tokens, write_given_rows
-from pipeline.workers import Stopped, StopRequest, Worker
-from shards.base import UsageError, progress_bar, write_json_atomic
+from pipeline.workers import StopRequest, Worker
+from shards.base import UsageError, write_json_atomic
 from shards.codec import PosteriorCodec
 from shards.store import ShardRange, ShardWriter
 
@@ -113,39 +113,12 @@ def run_scored(request: ExtractRequest, worker: Worker) -> list[str]:
     sides = side_files(request.corpus, dataset)
     writer = ShardWriter.create_or_resume(request.store, manifest, resources, sides)
     write_config(request.out / "config.json", request)
-    stop = StopRequest()
     tensors = {name: torch.from_numpy(array) for name, array in resources.items()}
-    work = ScoreWriter(teacher.fetch, dataset, codec, writer, tensors, stop)
-    write_all(work, worker)
+    work = ScoreWriter(teacher.fetch, dataset, codec, writer, tensors, StopRequest())
+    write_all(work, writer.all_pending(), worker, "scores")
     seconds = time.monotonic() - started - work.seconds_waiting
     lines = report(request, dataset, writer, work.num_extracted_tokens, seconds)
     return lines if worker.is_main else []
-
-
-def write_all(work: ScoreWriter, worker: Worker) -> None:
-    """All pending shards, behind one progress bar.
-
-    Raises:
-        Stopped: With what remains.
-    """
-    manifest, writer = work.writer.manifest, work.writer
-    pending = [shard for split in manifest.splits for shard in writer.pending(split)]
-    total = sum(manifest.splits.values()) * manifest.row_length
-    left = sum(shard.num_rows for shard in pending) * manifest.row_length
-    with (
-        work.stop.listening(),
-        progress_bar("scores", total, done=total - left, main_process=worker.is_main) as bar,
-    ):
-        try:
-            work.run(pending, worker, bar)
-        except Stopped as error:
-            remaining = sum(len(writer.pending(split)) for split in manifest.splits)
-            raise Stopped(
-                "stopped by SIGTERM",
-                where=writer.location.url,
-                got=f"{remaining} shards still to do",
-                remedy="run the same command again to finish",
-            ) from error
 
 
 def require_posterior(request: ExtractRequest) -> PosteriorCodec:

@@ -31,6 +31,7 @@ from shards.base import (
     UsageError,
     did_you_mean,
     merge,
+    nested,
     parse_override,
     read_toml,
     resolve,
@@ -219,6 +220,17 @@ class ExtractRequest:
         limits = {"train": settings.rows, "validation": settings.rows if own is None else own}
         return {split: rows for split, rows in limits.items() if rows is not None}
 
+    def stored_rows(self, split: str, available: int) -> int:
+        """Rows of a split that the store gets of a corpus that has so many, the first ones.
+
+        A teacher that writes its own rows may write more than there are, where a number is asked
+        for; of validation, a number of its own.
+        """
+        limit = self.row_limits.get(split, available)
+        own = split != "validation" or self.settings.store.validation_rows is not None
+        writes = self.settings.mode == "sequential" and own and available > 0
+        return limit if writes else min(available, limit)
+
     def with_row_length(self, context_length: int | None) -> ExtractRequest:
         """A row length for a corpus that sets none: the teacher's context, at most 1024."""
         if self.corpus.row_length is not None:
@@ -256,10 +268,7 @@ def resolve_request(
     values = read_toml(config_file) if config_file else {}
     values = merge(values, _without_none(options))
     for text in overrides:
-        path, value = parse_override(text)
-        for key in reversed(path):
-            value = {key: value}
-        values = merge(values, value)
+        values = merge(values, nested(*parse_override(text)))
     _check_keys(values)
     corpus, codec = (_table(values, name) for name in TABLES_APART)
     spec = corpus.pop("spec", None) or corpus.pop("source", None)

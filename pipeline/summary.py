@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping
 
 from pipeline.corpus import Tally
 from pipeline.tokens import TokenDataset
@@ -11,57 +10,36 @@ from shards.store import ShardStore
 from shards.tools import Description
 
 
-@dataclass(frozen=True)
-class StoreSummary:
+def store_figures(store: ShardStore) -> dict[str, int | float]:
     """A finished store in numbers.
 
-    Attributes:
-        num_tokens: Tokens of all splits, position 0 included.
-        num_bytes: All files of the store, and of them
-        shard_bytes: those that grow with the corpus.
-        fp16_bytes_per_token: What the noise as fp16 vectors would take: 2 V.
+    ``num_tokens`` counts position 0; ``shard_bytes`` are those of ``num_bytes`` that grow with the
+    corpus, and what ``bytes_per_token`` is of; ``fp16_bytes_per_token`` is what the noise as fp16
+    vectors would take, 2 V.
     """
+    found = Description.of(store)
+    per_token, fp16 = found.shard_bytes / found.num_tokens, found.fp16_vector_bytes_per_token
+    return {
+        "num_rows": sum(store.manifest.splits.values()),
+        "num_tokens": found.num_tokens,
+        "num_bytes": found.num_bytes,
+        "shard_bytes": found.shard_bytes,
+        "fp16_bytes_per_token": fp16,
+        "bytes_per_token": per_token,
+        "fp16_ratio": fp16 / per_token,
+    }
 
-    num_rows: int
-    num_tokens: int
-    num_bytes: int
-    shard_bytes: int
-    fp16_bytes_per_token: int
 
-    @classmethod
-    def of(cls, store: ShardStore) -> StoreSummary:
-        """The numbers of an open store."""
-        description = Description.of(store)
-        return cls(
-            num_rows=sum(store.manifest.splits.values()),
-            num_tokens=description.num_tokens,
-            num_bytes=description.num_bytes,
-            shard_bytes=description.shard_bytes,
-            fp16_bytes_per_token=description.fp16_vector_bytes_per_token,
-        )
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Of the shards alone: tokenizer, unigram and metadata do not grow with the corpus."""
-        return self.shard_bytes / self.num_tokens
-
-    def lines(self) -> list[str]:
-        """For people."""
-        ratio = self.fp16_bytes_per_token / self.bytes_per_token
-        return [
-            f"  rows           {self.num_rows:,}",
-            f"  tokens         {self.num_tokens:,}",
-            f"  bytes          {self.num_bytes:,}",
-            f"  bytes/token    {self.bytes_per_token:.1f}",
-            f"  fp16 vectors   {self.fp16_bytes_per_token:,} bytes/token: {ratio:.1f} x this store",
-        ]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            **asdict(self),
-            "bytes_per_token": self.bytes_per_token,
-            "fp16_ratio": self.fp16_bytes_per_token / self.bytes_per_token,
-        }
+def store_lines(figures: Mapping[str, int | float]) -> list[str]:
+    """The figures for people."""
+    fp16, ratio = figures["fp16_bytes_per_token"], figures["fp16_ratio"]
+    return [
+        f"  rows           {figures['num_rows']:,}",
+        f"  tokens         {figures['num_tokens']:,}",
+        f"  bytes          {figures['num_bytes']:,}",
+        f"  bytes/token    {figures['bytes_per_token']:.1f}",
+        f"  fp16 vectors   {fp16:,} bytes/token: {ratio:.1f} x this store",
+    ]
 
 
 def corpus_lines(dataset: TokenDataset) -> list[str]:

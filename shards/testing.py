@@ -176,6 +176,5 @@ def _decoded(
     draw: int,
 ) -> Noise:
     flat = {name: array.flatten(0, 1) for name, array in arrays.items()}
-    tokens = output.tokens.flatten()
-    own = output.log_probs.flatten(0, 1).gather(1, tokens[:, None]).squeeze(1)
+    tokens, own = output.tokens.flatten(), output.token_log_probs.flatten()
     return codec.decode(flat, tokens, own, position_keys(output, SEED, draw), resources)

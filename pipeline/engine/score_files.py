@@ -33,7 +33,6 @@ from shards.base import GdistillError, UsageError
 
 COLUMNS = ("token_ids", "token_log_probs", "top_ids", "top_log_probs")
 TYPE = "a list for each row; see the schema in gdistill-extract --help"
-HASH_BYTES = 1 << 20
 
 
 @runtime_checkable
@@ -151,8 +150,7 @@ class ScoreFiles:
         digest = hashlib.sha256()
         for file in self.files:
             with open(file.path, "rb") as stream:
-                while block := stream.read(HASH_BYTES):
-                    digest.update(block)
+                hashlib.file_digest(stream, lambda: digest)
         return digest.hexdigest()
 
     def read(self, start: int, stop: int) -> list[ScoredRow]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
-    from pipeline.extract.loop import Extractor, Process, resources_on, unchanged
+    from pipeline.extract.loop import Extractor, Process, ReadRows, resources_on, unchanged
     from pipeline.extract.manifest import (
         build_manifest,
         corpus_unigram,
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
         side_files,
         teacher_identity,
     )
-    from pipeline.extract.rows import CorpusRows, RowSource
-    from pipeline.extract.scores import ScoreWriter
+    from pipeline.extract.scores import ScoreWriter, with_position_0
     from pipeline.extract.way import WayOfComputing, settle_way
+    from pipeline.extract.work import write_all
 
 __getattr__, __dir__ = open_door(__name__, __file__)

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from pipeline.extract.background import Background
-from pipeline.extract.rows import RowSource
 from pipeline.extract.transfer import to_host
 from pipeline.teacher import (
     BatchSize,
+    Note,
     RawLogits,
     Teacher,
     check_output,
@@ -38,6 +38,9 @@ from shards.base import Bar, stderr
 from shards.codec import Codec, TeacherOutput
 from shards.store import Manifest, ShardRange, ShardWriter
 
+ReadRows = Callable[[str, int, int, Note], np.ndarray]
+"""(split, start, stop, note) -> rows start..stop-1, [n, L] int32: a pure function of the three.
+``note`` is told how far a slow source has come."""
 Process = Callable[[TeacherOutput], TeacherOutput]
 LIVE_BATCHES_CPU, LIVE_BATCHES_GPU = 2, 3
 LIVE_SHARDS = 2
@@ -74,12 +77,13 @@ class Extractor:
     """Runs the shards of one store; see :meth:`run`.
 
     Attributes:
+        read_rows: Where rows come from.
         process: Applied to the teacher's distribution before it is stored (temperature, nucleus).
         seconds_waiting: Time spent with nothing to do but wait for other processes.
     """
 
     teacher: Teacher
-    rows: RowSource
+    read_rows: ReadRows
     codec: Codec
     writer: ShardWriter
     resources: dict[str, Tensor]
@@ -161,7 +165,7 @@ class Extractor:
     def _extract(
         self, shard: ShardRange, encoder: Background, storage: Background, bar: Bar
     ) -> None:
-        rows = self.rows.read(shard.split, shard.start, shard.stop, bar.note)
+        rows = self.read_rows(shard.split, shard.start, shard.stop, bar.note)
         bar.note(str(shard))
         arrays = ShardArrays(self.writer.manifest, shard, rows)
         tokens = rows_tensor(rows)
@@ -187,8 +191,7 @@ class Extractor:
             encoder.submit(self._encode, raw, part.start, arrays, bar)
             return
         encoder.wait()
-        if self._on_gpu:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # nothing, where there is no GPU
         for smaller in self.batch_size.parts(part.stop - part.start):
             moved = slice(part.start + smaller.start, part.start + smaller.stop)
             self._forward(tokens, moved, arrays, encoder, bar)
@@ -200,7 +203,7 @@ class Extractor:
             output = self.process(rows.normalise(self.teacher.vocab_size, self._memory(rows)))
             seed = self.writer.manifest.noise_seed(arrays.shard.split)
             encoded: dict[str, Tensor] = dict(self.codec.encode(output, seed, self.resources))
-            encoded["token_log_probs"] = token_log_probs(output)
+            encoded["token_log_probs"] = output.token_log_probs
             encoded = to_host(encoded)
             if not torch.isfinite(encoded["token_log_probs"]).all():
                 check_output(output, arrays.shard.split)
@@ -236,11 +239,6 @@ def encoding_parts(logits: Tensor) -> Iterator[slice]:
     num_rows, row_elements = len(logits), logits[0].numel()
     rows = num_rows if logits.is_cuda else max(1, CPU_PART_ELEMENTS // row_elements)
     return BatchSize(rows).parts(num_rows)
-
-
-def token_log_probs(output: TeacherOutput) -> Tensor:
-    """[B, T] float32, nats: log p of each token."""
-    return output.log_probs.gather(-1, output.tokens[..., None]).squeeze(-1)
 
 
 def resources_on(device: torch.device, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:

@@ -80,19 +80,8 @@ def bytes_per_token(arrays: dict[str, ArraySpec]) -> int:
 
 
 def num_rows(dataset: TokenDataset, request: ExtractRequest) -> dict[str, int]:
-    """Rows of each split that is not empty: the first ones of the corpus, as many as asked for.
-
-    A teacher that writes its own rows may write more than the corpus has.
-    """
-    settings, rows = request.settings.store, {}
-    for split in dataset.splits:
-        own = settings.validation_rows if split == "validation" else None
-        available = dataset.num_rows(split)
-        limit = settings.rows if own is None else own
-        limit = available if limit is None else limit
-        asked = split != "validation" or own is not None
-        unlimited = request.settings.mode == "sequential" and asked and available > 0
-        rows[split] = limit if unlimited else min(available, limit)
+    """Rows of each split that is not empty."""
+    rows = {split: request.stored_rows(split, dataset.num_rows(split)) for split in dataset.splits}
     return {split: count for split, count in rows.items() if count}
 
 

@@ -49,7 +49,7 @@ class ScoreWriter:
     num_extracted_tokens: int = 0
     seconds_waiting: float = field(default=0.0, init=False)
 
-    def run(self, shards: Sequence[ShardRange], worker: Worker, bar: Bar) -> None:
+    def run(self, shards: list[ShardRange], worker: Worker, bar: Bar) -> None:
         """Returns when all shards are done, whoever did them.
 
         Raises:
@@ -107,11 +107,11 @@ class ScoreWriter:
         shape = (len(rows), tokens.shape[1] - 1)
         return {
             "tokens": tokens,
-            **{name: _with_position_0(value.unflatten(0, shape)) for name, value in arrays.items()},
+            **{name: with_position_0(value.unflatten(0, shape)) for name, value in arrays.items()},
         }
 
 
-def _with_position_0(values: torch.Tensor) -> np.ndarray:
-    """Zeros in front: position 0 has no teacher distribution."""
+def with_position_0(values: torch.Tensor) -> np.ndarray:
+    """Arrays [B, L - 1, ...] of a codec as a store holds them, [B, L, ...], position 0 zero."""
     array = values.numpy()
     return np.concatenate([np.zeros_like(array[:, :1]), array], axis=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -30,10 +31,6 @@ def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return host
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
+@cache
 def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
+    return torch.cuda.Stream(device)

@@ -7,7 +7,6 @@ moves, written ``up up right ...``. The corpus is drawn uniformly with replaceme
 
 from __future__ import annotations
 
-import shutil
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from shards.base import UsageError, did_you_mean, generator, write_json_atomic
+from shards.base import UsageError, did_you_mean, generator
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 TOKENS = ("<bos>", "<eos>", *MOVES)
@@ -200,20 +199,3 @@ def maze_tokenizer(model_max_length: int = DEFAULT_MAX_MOVES + 2) -> PreTrainedT
         model_max_length=model_max_length,
         clean_up_tokenization_spaces=False,
     )
-
-
-def prepare_maze(layout: str | Path, out: Path, seed: int = 0) -> Maze:
-    """Write ``maze.json`` and ``tokenizer/`` (a Hugging Face tokenizer folder) into ``out``.
-
-    Deterministic, so running it again changes nothing. ``seed`` is noted in ``maze.json``: it
-    names the draw of the corpus (:func:`draw_documents`).
-    """
-    maze = load_maze(layout)
-    temporary = out / ".tokenizer.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    out.mkdir(parents=True, exist_ok=True)
-    maze_tokenizer(maze.row_length).save_pretrained(temporary)
-    shutil.rmtree(out / "tokenizer", ignore_errors=True)
-    temporary.rename(out / "tokenizer")
-    write_json_atomic(out / "maze.json", {**maze.artifact(), "seed": seed})
-    return maze

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
-    from pipeline.plan.codec_sizes import one_shard_manifest, with_position_0
+    from pipeline.plan.codec_sizes import one_shard_manifest
     from pipeline.plan.dry_run import what_would_be_done
     from pipeline.plan.plan import make_plan
 

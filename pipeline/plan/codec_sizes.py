@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.extract import with_position_0
 from shards.base import generator
 from shards.codec import Codec, TeacherOutput, codec_parameters
 from shards.store import Manifest, encode_shard, shard_ranges
@@ -34,7 +34,7 @@ def measured_bytes_per_token(
     rows = max(1, positions // (length - 1))
     output, resources = _synthetic(rows, length - 1, vocab_size, hidden_size, codec.needs_hidden)
     encoded = codec.encode(output, 0, resources)
-    encoded["token_log_probs"] = output.log_probs.gather(-1, output.tokens[..., None]).squeeze(-1)
+    encoded["token_log_probs"] = output.token_log_probs
     encoded["tokens"] = output.tokens.int()
     manifest = one_shard_manifest(codec, rows, length, vocab_size, hidden_size)
     arrays = {name: with_position_0(tensor) for name, tensor in encoded.items()}
@@ -62,12 +62,6 @@ def _synthetic(
     chosen = torch.multinomial(log_probs.flatten(0, 1).exp(), 1, generator=draw)
     output = TeacherOutput(log_probs, chosen.view(rows, tokens), torch.arange(rows), hidden)
     return output, resources
-
-
-def with_position_0(tensor: Tensor) -> np.ndarray:
-    """Arrays [B, L - 1, ...] of a codec as a store holds them, [B, L, ...], position 0 zero."""
-    array = tensor.numpy()
-    return np.concatenate([np.zeros_like(array[:, :1]), array], axis=1)
 
 
 def one_shard_manifest(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich import filesize
 from transformers import AutoModelForCausalLM
 
 from pipeline.corpus import scheme_of
@@ -70,7 +71,9 @@ class Plan:
         for codec, size in self.bytes_per_token.items():
             mark = "*" if codec == self.chosen_codec else " "
             label = f"{mark}{codec} ({size:.1f} B/token)"
-            rows.append((label, [human_bytes(n * size) for n in self.num_tokens.values()]))
+            rows.append(
+                (label, [filesize.decimal(round(n * size)) for n in self.num_tokens.values()])
+            )
         for rate in self.rates:
             hours = [n / rate.tokens_per_second / 3600 for n in self.num_tokens.values()]
             rows.append((f"hours of {rate.machine}", [_amount(hour) for hour in hours]))
@@ -93,7 +96,7 @@ class Plan:
             f"tokens: {self.token_origin}",
             "bytes: what each codec writes for synthetic distributions; * is the codec asked for",
             *(f"rate: {rate.line()}" for rate in self.rates),
-            f"training: shuffling keeps at most {human_bytes(float(WINDOW_BYTES))} of decoded "
+            f"training: shuffling keeps at most {filesize.decimal(WINDOW_BYTES)} of decoded "
             "chunks in memory, over all ranks",
             "",
             *self.table(),
@@ -184,15 +187,6 @@ def _parameters(files: PretrainedFiles) -> int:
     except Exception as error:  # transformers lets errors of many libraries through
         raise not_causal_lm(files, error) from error
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def human_bytes(size: float) -> str:
-    """Bytes with a decimal prefix."""
-    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} EB"
 
 
 def _amount(value: float) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import stdev
 
@@ -61,34 +61,28 @@ def corpus_tokens(
     tokens = request.out / "tokens"
     if (tokens / RECORD).is_file():
         dataset = TokenDataset.open(tokens)
-        counted = {name: dataset.num_rows(name) * dataset.row_length for name in dataset.splits}
-        return round(limited(request, counted)), f"counted in {tokens}"
+        rows = (request.stored_rows(name, dataset.num_rows(name)) for name in dataset.splits)
+        return sum(rows) * dataset.row_length, f"counted in {tokens}"
     try:
         return _estimated(request, files)
     except GdistillError as error:
         return None, f"the corpus cannot be read here ({error}); give --tokens for its own column"
 
 
-def limited(request: ExtractRequest, tokens: Mapping[str, int | float]) -> float:
-    """Tokens of all splits after ``--rows``; a teacher that writes may write more than there is."""
-    total, limits = 0.0, request.row_limits
-    for split, available in tokens.items():
-        limit = limits[split] * (request.corpus.row_length or 0) if split in limits else math.inf
-        writes = request.settings.mode == "sequential" and split in limits and available > 0
-        total += limit if writes else min(available, limit)
-    return total
-
-
 def _estimated(request: ExtractRequest, files: PretrainedFiles | None) -> tuple[int, str]:
     spans = [span for span in plan_spans(request.corpus) if span.stop > span.start]
     source = request.settings.teacher.tokenizer or (files.folder if files else None)
+    length = request.corpus.row_length or 0
     if source is None:
-        length = request.corpus.row_length or 0
-        rows = {span.split: (span.stop - span.start) * length for span in spans}
-        return round(limited(request, rows)), "one row a document"
+        rows = (request.stored_rows(span.split, span.stop - span.start) for span in spans)
+        return sum(rows) * length, "one row a document"
     tokenizer = load_tokenizer(source)
     estimates = {span.split: estimate(span, request.corpus, tokenizer) for span in spans}
-    tokens = limited(request, {name: found.num_tokens for name, found in estimates.items()})
+    tokens = 0.0
+    for split, found in estimates.items():
+        limited = split in request.row_limits
+        rows = request.stored_rows(split, math.ceil(found.num_tokens / length))
+        tokens += rows * length if limited else found.num_tokens
     error = math.hypot(*(found.standard_error for found in estimates.values()))
     sampled = sum(len(found.lengths) for found in estimates.values())
     documents = sum(found.num_documents for found in estimates.values())

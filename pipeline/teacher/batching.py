@@ -93,7 +93,7 @@ def in_halves(work: Callable[[slice], None], part: slice) -> None:
     if _fits(work, part):
         return
     middle = (part.start + part.stop) // 2
-    _free_cache()
+    torch.cuda.empty_cache()
     in_halves(work, slice(part.start, middle))
     in_halves(work, slice(middle, part.stop))
 
@@ -113,8 +113,3 @@ def _fits(work: Callable[[slice], None], part: slice) -> bool:
             raise one_row_too_many(error) from error
         return False
     return True
-
-
-def _free_cache() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -14,7 +14,7 @@ noise would no longer be a posterior draw.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from torch import Tensor
 from pipeline.settings import SequentialSettings
 from pipeline.teacher.batching import BatchSize, in_halves
 from pipeline.teacher.model import Teacher
-from pipeline.teacher.output import with_log_probs
 from pipeline.tokens import TokenDataset
 from shards.base import derive_seed
 from shards.codec import TeacherOutput
@@ -83,7 +82,8 @@ class ProcessOutput:
     settings: SequentialSettings
 
     def __call__(self, output: TeacherOutput) -> TeacherOutput:
-        return with_log_probs(output, processed(output.log_probs, self.settings, output.tokens))
+        log_probs = processed(output.log_probs, self.settings, output.tokens)
+        return replace(output, log_probs=log_probs)
 
 
 @torch.inference_mode()
@@ -152,7 +152,7 @@ class GeneratedRows:
     check: Check = lambda: None
 
     def read(self, split: str, start: int, stop: int, note: Note) -> np.ndarray:
-        """See :class:`pipeline.extract.rows.RowSource`."""
+        """Rows start..stop-1 of a split, [n, L] int32; a pure function of both."""
         row_ids = torch.arange(start, stop)
         first = torch.full_like(row_ids, self.dataset.bos_id)
         rows = torch.zeros(stop - start, self.dataset.row_length, dtype=torch.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -50,8 +50,8 @@ class RawLogits:
         return TeacherOutput(log_probs, self.tokens, self.row_ids, self.hidden)
 
 
-def check_output(output: TeacherOutput, split: str = "") -> Float[Tensor, "b t"]:
-    """[B, T] float32 on the CPU: the log-probability of each token, if all of them are finite.
+def check_output(output: TeacherOutput, split: str = "") -> None:
+    """Refuse log-probabilities of tokens that are not finite.
 
     A NaN or +inf anywhere in a position's logits makes its normaliser, and so this number, NaN or
     infinite; so does -inf at the token itself. -inf elsewhere is a probability of zero, and legal.
@@ -59,7 +59,7 @@ def check_output(output: TeacherOutput, split: str = "") -> Float[Tensor, "b t"]
     Raises:
         GdistillError: Names row and position.
     """
-    picked = output.log_probs.gather(-1, output.tokens[..., None]).squeeze(-1).cpu()
+    picked = output.token_log_probs.cpu()
     bad = ~torch.isfinite(picked)
     if bad.any():
         row, position = (int(index) for index in bad.nonzero()[0])
@@ -71,14 +71,8 @@ def check_output(output: TeacherOutput, split: str = "") -> Float[Tensor, "b t"]
             expected="a finite number",
             remedy="try --dtype float32; is the row text that the teacher can score?",
         )
-    return picked
 
 
 def rows_tensor(rows: np.ndarray) -> Int[Tensor, "b l"]:
     """Token rows as the teacher takes them: int64."""
     return torch.from_numpy(rows.astype(np.int64))
-
-
-def with_log_probs(output: TeacherOutput, log_probs: Float[Tensor, "b t v"]) -> TeacherOutput:
-    """The same output with other (processed) log-probabilities."""
-    return replace(output, log_probs=log_probs)

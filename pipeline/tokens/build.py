@@ -7,18 +7,15 @@ renamed to ``tokens``.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import transformers
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.corpus import (
@@ -29,7 +26,7 @@ from pipeline.corpus import (
     plan_spans,
     read_span,
 )
-from pipeline.tokens.dataset import FORMAT_VERSION, RECORD, Part, TokenDataset, fingerprint
+from pipeline.tokens.dataset import Part, TokenDataset
 from pipeline.tokens.identity import check_identity, corpus_identity, sources_unchanged
 from pipeline.tokens.packing import make_packer
 from pipeline.tokens.tokenizer import (
@@ -38,9 +35,8 @@ from pipeline.tokens.tokenizer import (
     load_tokenizer,
     special_ids,
     special_token_pattern,
-    tokenizer_sha256,
 )
-from pipeline.tokens.writer import PartWriter
+from pipeline.tokens.writer import PartWriter, write_record
 from shards.base import (
     Bar,
     GdistillError,
@@ -50,6 +46,7 @@ from shards.base import (
     to_mapping,
     write_json_atomic,
 )
+from shards.storage import file_claim
 
 JOURNAL = "journal.json"
 LONGEST_DEFAULT_ROW = 1024
@@ -103,7 +100,7 @@ def prepare_tokens(
     limits = limits or {}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with _alone(out / ".tokens.lock"):
+        with file_claim(out / ".tokens.lock", wait=True):
             if (out / "tokens").exists():
                 return _finished(config, tokenizer, out / "tokens", limits)
             return _build(config, tokenizer, out, dict(limits), main_process)
@@ -129,14 +126,6 @@ def _finished(
                 remedy=f"ask for as many, choose another output folder, or remove {done}",
             )
     return dataset
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """An advisory lock that the operating system releases when the process dies."""
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _build(
@@ -263,37 +252,15 @@ def _finish(
             remedy="choose a shorter row_length",
         )
     ids = special_ids(tokenizer, config)
-    tokenizer.save_pretrained(work / "tokenizer")
-    record = {
-        "format_version": FORMAT_VERSION,
-        "fingerprint": fingerprint(config.row_length or 0, parts),
-        "identity": identity,
-        "corpus": to_mapping(config),
-        "row_length": config.row_length,
-        "vocab_size": len(tokenizer),
-        "bos_id": ids.bos,
-        "eos_id": ids.eos,
-        "tokenizer": {
-            "id": str(tokenizer.name_or_path),
-            "sha256": tokenizer_sha256(tokenizer),
-        },
-        "splits": {split: _split_record(split, parts[split], config, progress) for split in SPLITS},
-        "versions": {"transformers": transformers.__version__},
+    counts = {
+        split: {
+            "num_dropped_tokens": progress.num_dropped_tokens.get(split, 0),
+            "num_special_tokens": progress.num_special_tokens.get(split, 0),
+            "was_cut": progress.was_cut.get(split, False),
+            **asdict(progress.tallies.get(split, Tally())),
+        }
+        for split in SPLITS
     }
-    write_json_atomic(work / RECORD, record)
+    border_ids = {"bos_id": ids.bos, "eos_id": ids.eos}
+    write_record(work, parts, counts, identity, to_mapping(config), tokenizer, border_ids)
     (work / JOURNAL).unlink(missing_ok=True)
-
-
-def _split_record(
-    split: str, parts: list[Part], config: CorpusConfig, progress: _Progress
-) -> dict[str, Any]:
-    num_rows = sum(part.num_rows for part in parts)
-    return {
-        "num_rows": num_rows,
-        "num_tokens": num_rows * (config.row_length or 0),
-        "num_dropped_tokens": progress.num_dropped_tokens.get(split, 0),
-        "num_special_tokens": progress.num_special_tokens.get(split, 0),
-        "was_cut": progress.was_cut.get(split, False),
-        **asdict(progress.tallies.get(split, Tally())),
-        "parts": [asdict(part) for part in parts],
-    }

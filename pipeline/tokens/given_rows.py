@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import transformers
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.corpus import Tally
-from pipeline.tokens.dataset import FORMAT_VERSION, RECORD, TokenDataset, fingerprint
+from pipeline.tokens.dataset import TokenDataset
 from pipeline.tokens.identity import check_identity
 from pipeline.tokens.tokenizer import tokenizer_sha256
-from pipeline.tokens.writer import PartWriter
-from shards.base import publish_folder, write_json_atomic
+from pipeline.tokens.writer import PartWriter, write_record
+from shards.base import publish_folder
 
 
 def write_given_rows(
@@ -59,32 +58,9 @@ def write_given_rows(
             if writer.is_full:
                 closed.append(writer.close())
         parts[split] = [part for part in [*closed, writer.close()] if part is not None]
-    tokenizer.save_pretrained(work / "tokenizer")
-    record = {
-        "format_version": FORMAT_VERSION,
-        "fingerprint": fingerprint(row_length, parts),
-        "identity": identity,
-        "corpus": dict(corpus),
-        "row_length": row_length,
-        "vocab_size": len(tokenizer),
-        "bos_id": tokenizer.bos_token_id,
-        "eos_id": tokenizer.eos_token_id,
-        "tokenizer": {
-            "id": str(tokenizer.name_or_path),
-            "sha256": identity["tokenizer"]["sha256"],
-        },
-        "splits": {
-            split: {
-                "num_rows": sum(part.num_rows for part in found),
-                "num_tokens": row_length * sum(part.num_rows for part in found),
-                "num_dropped_tokens": 0,
-                **asdict(Tally()),
-                "parts": [asdict(part) for part in found],
-            }
-            for split, found in parts.items()
-        },
-        "versions": {"transformers": transformers.__version__},
-    }
-    write_json_atomic(work / RECORD, record)
+    counts = {split: {"num_dropped_tokens": 0, **asdict(Tally())} for split in parts}
+    border_ids = {"bos_id": tokenizer.bos_token_id, "eos_id": tokenizer.eos_token_id}
+    settings = {**corpus, "row_length": row_length}
+    write_record(work, parts, counts, identity, settings, tokenizer, border_ids)
     publish_folder(work, done)
     return TokenDataset.open(done)

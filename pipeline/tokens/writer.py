@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+import transformers
+from transformers import PreTrainedTokenizerBase
 
-from pipeline.tokens.dataset import Part, rows_per_group, rows_schema, rows_table
-from shards.base import fsync_path
+from pipeline.tokens.dataset import (
+    FORMAT_VERSION,
+    RECORD,
+    Part,
+    fingerprint,
+    rows_per_group,
+    rows_schema,
+    rows_table,
+)
+from pipeline.tokens.tokenizer import tokenizer_sha256
+from shards.base import fsync_path, write_json_atomic
 
 PART_TOKENS = 1 << 24
 """A part is closed at the first batch border behind so many tokens."""
@@ -106,3 +120,52 @@ class PartWriter:
         self.num_closed += 1
         self._start()
         return part
+
+
+def write_record(
+    work: Path,
+    parts: Mapping[str, list[Part]],
+    counts: Mapping[str, Mapping[str, Any]],
+    identity: Mapping[str, Any],
+    corpus: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    border_ids: Mapping[str, Any],
+) -> None:
+    """Write ``tokens.json`` and the tokenizer's files: what makes parts a data set.
+
+    Args:
+        work: The folder that holds the parts.
+        parts: By split.
+        counts: By split, what was read, left out and repaired.
+        identity: What decides the rows; see :mod:`pipeline.tokens.identity`.
+        corpus: Its settings, ``row_length`` among them.
+        tokenizer: Whose ids the rows hold.
+        border_ids: ``bos_id`` and ``eos_id``.
+    """
+    row_length = corpus["row_length"]
+    num_rows = {split: sum(part.num_rows for part in found) for split, found in parts.items()}
+    tokenizer.save_pretrained(work / "tokenizer")
+    record = {
+        "format_version": FORMAT_VERSION,
+        "fingerprint": fingerprint(row_length, parts),
+        "identity": identity,
+        "corpus": corpus,
+        "row_length": row_length,
+        "vocab_size": len(tokenizer),
+        **border_ids,
+        "tokenizer": {
+            "id": str(tokenizer.name_or_path),
+            "sha256": tokenizer_sha256(tokenizer),
+        },
+        "splits": {
+            split: {
+                "num_rows": num_rows[split],
+                "num_tokens": num_rows[split] * row_length,
+                **counts[split],
+                "parts": [asdict(part) for part in found],
+            }
+            for split, found in parts.items()
+        },
+        "versions": {"transformers": transformers.__version__},
+    }
+    write_json_atomic(work / RECORD, record)

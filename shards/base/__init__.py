@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         flatten,
         from_mapping,
         merge,
+        nested,
         parse_override,
         read_toml,
         resolve,

@@ -41,6 +41,12 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     return key.strip().split("."), value
 
 
+def nested(path: Iterable[str], value: Any) -> dict[str, Any]:
+    """``["a", "b"]`` and 3 as ``{"a": {"b": 3}}``."""
+    first, *rest = path
+    return {first: nested(rest, value) if rest else value}
+
+
 def merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
     """Nested mappings merged key by key; ``update`` wins."""
     result = dict(base)
@@ -65,10 +71,7 @@ def resolve(
     for source in sources:
         values = merge(values, source)
     for text in overrides:
-        path, value = parse_override(text)
-        for key in reversed(path):
-            value = {key: value}
-        values = merge(values, value)
+        values = merge(values, nested(*parse_override(text)))
     return from_mapping(config_class, values)
 
 

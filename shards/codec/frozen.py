@@ -32,11 +32,12 @@ def position_keys(output: TeacherOutput, seed: int, draw: int = 0) -> PositionKe
 
 def frozen_posterior(output: TeacherOutput, seed: int) -> KeyedPosterior:
     """The exact posterior of the teacher's output: draw 0 of the keys."""
-    log_probs = output.log_probs.flatten(0, 1)
-    tokens = output.tokens.flatten()
-    token_log_probs = log_probs.gather(1, tokens[:, None]).squeeze(1)
-    keys = position_keys(output, seed)
-    return KeyedPosterior(keys, tokens, token_log_probs, DenseProbabilities(log_probs))
+    return KeyedPosterior(
+        position_keys(output, seed),
+        output.tokens.flatten(),
+        output.token_log_probs.flatten(),
+        DenseProbabilities(output.log_probs.flatten(0, 1)),
+    )
 
 
 def encode_in_parts(

@@ -65,7 +65,7 @@ class HiddenCodec(FreshDraws):
         hidden, log_probs = output.hidden.flatten(0, 1).float(), output.log_probs.flatten(0, 1)
         tokens = output.tokens.flatten()
         _check_head(hidden, log_probs, resources)
-        own = log_probs.gather(1, tokens[:, None]).squeeze(1)
+        own = output.token_log_probs.flatten()
         return encode_in_parts(
             output, lambda part: self._encode(hidden[part], tokens[part], own[part], resources)
         )

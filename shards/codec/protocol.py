@@ -33,6 +33,11 @@ class TeacherOutput:
     rows: Int[Tensor, "b"]
     hidden: Float[Tensor, "b t d"] | None = None
 
+    @property
+    def token_log_probs(self) -> Float[Tensor, "b t"]:
+        """Log p of each token, nats."""
+        return self.log_probs.gather(-1, self.tokens[..., None]).squeeze(-1)
+
 
 @runtime_checkable
 class Codec(Protocol):

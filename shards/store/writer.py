@@ -108,6 +108,10 @@ class ShardWriter:
         sizes = self.location.sizes(split) if self.shards(split) else {}
         return [shard for shard in self.shards(split) if not self.is_done(shard, sizes)]
 
+    def all_pending(self) -> list[ShardRange]:
+        """The pending shards of every split."""
+        return [shard for split in self.manifest.splits for shard in self.pending(split)]
+
     def is_done(self, shard: ShardRange, sizes: Mapping[str, int] | None = None) -> bool:
         """Whether the ledger has the shard and its files are there: sizes and, locally, tails.
 
@@ -141,7 +145,7 @@ class ShardWriter:
 
     def is_complete(self) -> bool:
         """Whether every shard of every split is done."""
-        return not any(self.pending(split) for split in self.manifest.splits)
+        return not self.all_pending()
 
     @contextmanager
     def claim(self, shard: ShardRange) -> Iterator[bool]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shards.base import UsageError, did_you_mean, merge, parse_override, read_toml, resolve
+from shards.base import UsageError, did_you_mean, merge, nested, parse_override, read_toml, resolve
 from shards.noise import NoiseKernel
 from trainer.students import StudentSettings, read_preset
 
@@ -205,19 +205,12 @@ def compose_run(sources: Iterable[Mapping[str, Any]], overrides: Iterable[str] =
             training.
     """
     values: dict[str, Any] = {}
-    for source in [*sources, *map(_as_source, overrides)]:
+    for source in [*sources, *(nested(*parse_override(text)) for text in overrides)]:
         values = _layer(values, source)
     if "training" not in values:
         remedy = "give --preset, --config or --set training.num_steps=N"
         raise UsageError("how long to train is not said", where="training", remedy=remedy)
     return resolve(RunConfig, values)
-
-
-def _as_source(override: str) -> dict[str, Any]:
-    path, value = parse_override(override)
-    for key in reversed(path):
-        value = {key: value}
-    return value
 
 
 def _layer(values: dict[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:

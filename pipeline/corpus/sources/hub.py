@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pipeline.corpus.sources.files import file_identity
-from pipeline.corpus.sources.protocol import Known, RawDocument
+from pipeline.corpus.sources.protocol import Known, RawDocument, Source
 from shards.base import GdistillError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ BATCH_ROWS = 256
 
 
 @dataclass(frozen=True)
-class HubDataset:
+class HubDataset(Source):
     """One split of one data set; memory-mapped by ``datasets``, no repository code is run."""
 
     name: str
@@ -77,9 +77,6 @@ class HubDataset:
             batch = self._rows[begin : min(begin + BATCH_ROWS, stop)][self.field]
             for row, value in enumerate(batch, begin):
                 yield RawDocument(value or "", f"hf:{self.name}", row)
-
-    def text(self, decoded: str, raw: RawDocument) -> str:
-        return decoded
 
     def place(self, raw: RawDocument, byte: int) -> str:
         return f"{raw.origin}: row {raw.offset}, byte {byte}"

@@ -8,12 +8,12 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from pipeline.corpus.sources.protocol import Known, RawDocument
+from pipeline.corpus.sources.protocol import Known, RawDocument, Source
 from pipeline.maze import Maze, draw_documents
 
 
 @dataclass(frozen=True)
-class MazePaths:
+class MazePaths(Source):
     """``num_documents`` draws of one split of a maze."""
 
     maze: Maze
@@ -31,9 +31,6 @@ class MazePaths:
     def documents(self, start: int, stop: int) -> Iterator[RawDocument]:
         for index, document in enumerate(self._documents[start:stop], start):
             yield RawDocument(document, f"maze:{self.maze.name}", index)
-
-    def text(self, decoded: str, raw: RawDocument) -> str:
-        return decoded
 
     def place(self, raw: RawDocument, byte: int) -> str:
         return f"{raw.origin}: document {raw.offset}"

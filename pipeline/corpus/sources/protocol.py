@@ -38,8 +38,8 @@ class Source(Protocol):
         ...
 
     def text(self, decoded: str, raw: RawDocument) -> str:
-        """The document's text within its decoded content (a JSON field, say)."""
-        ...
+        """The document's text within its decoded content: all of it, or a JSON field, say."""
+        return decoded
 
     def place(self, raw: RawDocument, byte: int) -> str:
         """Names byte ``byte`` of ``raw.content`` for an error message."""

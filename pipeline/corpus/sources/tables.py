@@ -16,7 +16,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from pipeline.corpus.sources.files import expand, file_identity, open_bytes
-from pipeline.corpus.sources.protocol import Known, RawDocument
+from pipeline.corpus.sources.protocol import Known, RawDocument, Source
 from shards.base import GdistillError, UsageError, did_you_mean
 
 BATCH_ROWS = 256
@@ -25,7 +25,7 @@ CSV_BLOCK_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
-class TableFiles(ABC):
+class TableFiles(Source, ABC):
     """Tables in name order; the column holds strings (or UTF-8 bytes); null is empty."""
 
     pattern: str
@@ -65,9 +65,6 @@ class TableFiles(ABC):
                     if start <= row < stop:
                         yield RawDocument(value or b"", origin, row)
             index += len(column)
-
-    def text(self, decoded: str, raw: RawDocument) -> str:
-        return decoded
 
     def place(self, raw: RawDocument, byte: int) -> str:
         return f"{raw.origin}: row {raw.offset}, byte {byte}"

@@ -11,13 +11,13 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeline.corpus.sources.files import expand, file_identity, open_bytes
-from pipeline.corpus.sources.protocol import Known, RawDocument
+from pipeline.corpus.sources.protocol import Known, RawDocument, Source
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True)
-class TextFiles:
+class TextFiles(Source):
     """Text files in name order; a file's end always ends a document.
 
     Attributes:
@@ -55,9 +55,6 @@ class TextFiles:
                     if index >= start:
                         yield raw
             position += count
-
-    def text(self, decoded: str, raw: RawDocument) -> str:
-        return decoded
 
     def place(self, raw: RawDocument, byte: int) -> str:
         return f"{raw.origin}: byte {raw.offset + byte}"

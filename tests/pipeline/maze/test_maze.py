@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from pipeline.maze.layout import LAYOUTS, MOVES, Maze, draw_documents, load_maze, prepare_maze
+from pipeline.maze.layout import LAYOUTS, MOVES, Maze, draw_documents, load_maze, maze_tokenizer
 from shards.base.errors import UsageError
 
 
@@ -56,18 +56,17 @@ def test_documents_are_drawn_uniformly_and_reproducibly() -> None:
     assert statistic < 56 + 6 * math.sqrt(112)
 
 
-def test_prepared_folder_holds_a_tokenizer_and_the_artifact(tmp_path: Path) -> None:
-    prepare_maze("k4", tmp_path, seed=3)
-    prepare_maze("k4", tmp_path, seed=3)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+def test_tokenizer_and_artifact(tmp_path: Path) -> None:
+    maze = load_maze("k4")
+    maze_tokenizer(maze.row_length).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id) == (6, 0, 1)
     assert tokenizer("up down left right", add_special_tokens=False)["input_ids"] == [2, 3, 4, 5]
     assert tokenizer.decode([0, 2, 5, 1, 1], skip_special_tokens=True) == "up right"
-    artifact = json.loads((tmp_path / "maze.json").read_text())
+    artifact = json.loads(json.dumps(maze.artifact()))
     assert artifact["start"] == [3, 1] and artifact["target"] == [3, 4]
     assert artifact["rows"] == list(LAYOUTS["k4"]) and len(artifact["paths"]) == 4
-    assert artifact["max_moves"] == 9 and artifact["seed"] == 3
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["maze.json", "tokenizer"]
+    assert artifact["max_moves"] == 9
 
 
 def test_layouts_from_files(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from transformers import CLIPConfig, PreTrainedConfig, T5Config
 
 from pipeline.plan.codec_sizes import measured_bytes_per_token
-from pipeline.plan.plan import human_bytes, make_plan
+from pipeline.plan.plan import make_plan
 from pipeline.settings import PlanOptions, resolve_request
 from pipeline.teacher.model import Teacher
 from shards.base.errors import GdistillError, UsageError
@@ -126,6 +126,20 @@ def test_plan_of_the_maze_needs_no_teacher_yet(tmp_path: Path) -> None:
     assert plan.num_tokens["this corpus"] == 2500 * 11
 
 
+def test_a_teacher_that_writes_is_planned_as_it_is_run(tmp_path: Path) -> None:
+    """It writes as many training rows as asked for; of validation no more than there are, but for
+    a number of its own."""
+    given = {"corpus": {"spec": "maze:k4"}, "mode": "sequential"}
+    for store, rows in (
+        ({"rows": 800}, 800 + 500),
+        ({"rows": 3000}, 3000 + 500),
+        ({"rows": 10, "validation_rows": 600}, 10 + 600),
+        ({}, 2000 + 500),
+    ):
+        request = resolve_request(tmp_path, {**given, "store": store})
+        assert make_plan(request).num_tokens["this corpus"] == rows * 11
+
+
 def test_rows_that_the_teacher_cannot_see_are_refused(
     tmp_path: Path, teacher: Path, corpus: Path
 ) -> None:
@@ -145,9 +159,3 @@ def test_codec_sizes_are_those_of_real_shards() -> None:
         for n in (4, 128)
     )
     assert few < many
-
-
-def test_human_bytes() -> None:
-    assert human_bytes(999.0) == "999 B"
-    assert human_bytes(1.5e12) == "1.5 TB"
-    assert human_bytes(2e18) == "2 EB"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shards.base import UsageError, flatten, merge, parse_override, stderr
+from shards.base import UsageError, flatten, merge, nested, parse_override, stderr
 from shards.language_model import find_pretrained, looks_local
 from shards.noise import use_noise_kernel
 from trainer.sampling import SAMPLERS, make_sampler, sampler_class
@@ -224,13 +224,6 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
     if len(set(map(str.lower, values))) < len(values):
         raise UsageError("a value is named twice", where="--sweep", got=text)
     return key.strip(), values
-
-
-def nested(path: list[str], value: Any) -> dict[str, Any]:
-    """``stop.max_tries`` and 3 as a mapping."""
-    for key in reversed(path):
-        value = {key: value}
-    return value
 
 
 def _takes(name: str, key: str) -> bool:
