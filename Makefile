@@ -52,7 +52,7 @@ export OMP_WAIT_POLICY ?= passive
 .DEFAULT_GOAL := help
 .PHONY: help setup demo maze extract train sample references eval test test-portable test-portable-sample lint bench \
         bench-codecs bench-stream bench-sampling bench-extract bench-training \
-        bench-faults clean
+        bench-faults gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -131,6 +131,9 @@ bench-extract: $(STAMP) ## extraction against the bare teacher forward
 
 bench-training: $(STAMP) ## a training step against a dense one and against an online teacher
 	$(BIN)/python -m benchmarks.training_step --out benchmarks/results $(ARGS)
+
+gpu: $(STAMP) ## on a GPU: checks, then every figure with a bar, within 8 minutes; JSON and page
+	$(BIN)/python -m benchmarks.gpu_suite $(ARGS)
 
 bench-faults: $(STAMP) ## kills, bit flips, lost files: the full counts
 	$(BIN)/python -m benchmarks.faults --out benchmarks/results $(ARGS)

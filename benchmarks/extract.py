@@ -170,11 +170,11 @@ def make_case(arguments: argparse.Namespace, device: torch.device, folder: Path)
         source = arguments.shared / "data" / "stories260K"
         rows = _story_rows(arguments, source, folder)
     else:
-        source = _random_teacher(SHAPES[arguments.teacher], folder / "teacher")
+        source = random_teacher(SHAPES[arguments.teacher], folder / "teacher")
         draw = np.random.default_rng(0)
         rows = draw.integers(50257, size=(arguments.rows, arguments.row_length), dtype=np.int32)
     teacher = Teacher.load(find_pretrained(source), arguments.dtype, device)
-    bare = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, arguments.dtype))
+    bare = teacher_alone(source, getattr(torch, arguments.dtype))
     weight_bytes = sum(p.numel() * p.element_size() for p in bare.parameters())
     batch_size = arguments.batch_size or automatic_batch_size(
         rows.shape[1], teacher.files.num_logits, weight_bytes, device
@@ -188,7 +188,7 @@ def _story_rows(arguments: argparse.Namespace, teacher: Path, folder: Path) -> n
     return prepare_tokens(config, teacher, folder).read_rows("train", 0, arguments.rows)
 
 
-def _random_teacher(shape: dict[str, int], folder: Path) -> Path:
+def random_teacher(shape: dict[str, int], folder: Path) -> Path:
     """A GPT-2 of that shape whose logits spread like a trained model's."""
     transformers_logging.disable_progress_bar()
     torch.manual_seed(0)
@@ -197,6 +197,11 @@ def _random_teacher(shape: dict[str, int], folder: Path) -> Path:
     torch.nn.init.constant_(model.transformer.ln_f.weight, spread)
     model.save_pretrained(folder)
     return folder
+
+
+def teacher_alone(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """What stage 2 is compared with: the model as transformers loads it."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
 
 
 def measure(case: Case, codecs: list[str], repeats: int) -> dict[str, object]:

@@ -31,7 +31,11 @@ def test_gpu_suite_at_toy_shape(tmp_path: Path) -> None:
         part = record[f"training, rows of {length}"]
         assert part["decoupling_gain"] > 0
         assert part["mfu_of_h200_bf16"] > 0
-    assert len(record["bars"]) == 3
+    assert record["extraction"]["figures"]["posterior"]["ratio"] > 0
+    assert record["first hitting"]["batched_gain"] > 0
+    assert len(record["bars"]) == 5
+    page = out.with_suffix(".md").read_text()
+    assert "not measured" not in page and page.count("| yes |") + page.count("| NO |") >= 5
 
 
 def suite_with(
@@ -42,6 +46,8 @@ def suite_with(
         "check_everything": lambda *_: {"step": {"error": 0.0, "passed": True}},
         "run_benchmark": lambda *_, **__: {"noise in memory": {"time_ratio": 0.4}},
         "training_throughput": lambda *_: {"decoupling_gain": 3.0},
+        "extraction": lambda *_: {"figures": {"posterior": {"ratio": 1.2}}},
+        "first_hitting": lambda *_: {"batched_gain": 6.0},
         "block_training": lambda *_: {"seconds": {}},
     }
     for name, replacement in {**quick, **changes}.items():
@@ -67,7 +73,11 @@ def test_gpu_suite_keeps_what_it_has_when_a_part_fails(
         assert record[name] == {"error": expected}
     assert record["conditioner float32"]["noise in memory"]["time_ratio"] == 0.4
     assert record["block training"] == {"seconds": {}}
-    assert len(record["bars"]) == 1
+    assert [bar["met"] for bar in record["bars"].values()] == [True, False, True]
+    page = (tmp_path / "a.md").read_text()
+    assert "from shards over an online teacher >= 2.5 | not measured | NO |" in page
+    assert "extraction: stage 2 over the bare forward pass <= 1.1 | 1.2 | NO |" in page
+    assert "Failed: training, rows of 16, training, rows of 32." in page
 
 
 def test_gpu_suite_reports_a_failed_check_and_times_on(
@@ -77,7 +87,7 @@ def test_gpu_suite_reports_a_failed_check_and_times_on(
     record = suite_with(monkeypatch, tmp_path / "a.json", check_everything=lambda *_: wrong)
     assert record["failures"] == ["check step"]
     assert record["checks"]["step"]["error"] == "nan"
-    assert len(record["bars"]) == 3
+    assert len(record["bars"]) == 5
 
 
 def test_gpu_suite_writes_after_the_checks_and_after_each_part(
@@ -89,11 +99,12 @@ def test_gpu_suite_writes_after_the_checks_and_after_each_part(
         seen.append(set(json.loads(out.read_text())))
         return full()
 
-    changes = dict.fromkeys(("run_benchmark", "training_throughput", "block_training"), look)
+    timed = ("run_benchmark", "training_throughput", "extraction", "block_training")
+    changes = dict.fromkeys(timed, look)
     last = suite_with(monkeypatch, out, **changes)
     assert "checks" in seen[0]
-    assert [len(after - before) for before, after in pairwise(seen)] == [2, 1, 1]
-    assert len(last["failures"]) == 4
+    assert [len(after - before) for before, after in pairwise(seen)] == [2, 1, 1, 2]
+    assert len(last["failures"]) == 5
 
 
 def test_a_check_that_cannot_run_has_failed_and_the_others_run(

@@ -1,0 +1,225 @@
+"""What the GPU suite times: steps from real shards, blocks, a sampler, extraction."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.extract import Case, measure, random_teacher, teacher_alone
+from benchmarks.measure import interleaved_seconds, median
+from benchmarks.sampling import LARGE_BATCH, SHAPES, Trial
+from benchmarks.sampling import make_student as make_sampled
+from benchmarks.steps import finish_step, online_batch, tiled_loss, update
+from benchmarks.synthetic import make_student, make_teacher, random_batch, write_store
+from pipeline.teacher import Teacher, automatic_batch_size
+from shards.language_model import find_pretrained
+from shards.store import ShardStore
+from shards.stream import ShardStream
+from trainer.objective import Batch, BatchMaker
+from trainer.sampling import FirstHittingConfig
+from trainer.students import BD3LM, MDLM, BD3LMConfig, StudentSettings
+from trainer.training import OptimizationConfig, make_optimizer
+
+H200_BF16_FLOPS = 989e12
+
+
+@dataclass(frozen=True)
+class SuiteShape:
+    """What the suite runs at.
+
+    Attributes:
+        vocab_size: V.
+        student: Settings of the student.
+        teacher: Layers, width, heads of the online teacher.
+        conditioner: Width and masked tokens of the conditioner benchmark.
+        rows: (row length, global batch, micro-batch) of each training benchmark.
+        dtype: Autocast precision of the steps.
+        repeats: Timed repetitions.
+        stored_rows: Rows of the store that training reads; the same ones again and again.
+        sampled: Shape of the sampling benchmark.
+        extraction: Shape of the extracting teacher (GPT-2's names), rows and row length.
+    """
+
+    vocab_size: int
+    student: StudentSettings
+    teacher: tuple[int, int, int]
+    conditioner: tuple[int, int]
+    rows: tuple[tuple[int, int, int], ...]
+    dtype: torch.dtype
+    repeats: int
+    stored_rows: int
+    sampled: str
+    extraction: tuple[dict[str, int], int, int]
+
+
+PAPER = SuiteShape(
+    vocab_size=50257,
+    student=StudentSettings(conditioning="gumbel", dropout=0.0),
+    teacher=(36, 1280, 20),
+    conditioner=(768, 4096),
+    rows=((128, 512, 128), (1024, 64, 16)),
+    dtype=torch.bfloat16,
+    repeats=3,
+    stored_rows=64,
+    sampled="paper",
+    extraction=({"n_layer": 36, "n_head": 20, "n_embd": 1280}, 64, 1024),
+)
+TOY = SuiteShape(
+    vocab_size=97,
+    student=StudentSettings(
+        hidden_size=32, num_layers=1, num_heads=2, condition_size=8, dropout=0.0,
+        conditioning="gumbel",
+    ),
+    teacher=(1, 32, 2),
+    conditioner=(16, 32),
+    rows=((16, 4, 2), (32, 2, 1)),
+    dtype=torch.float32,
+    repeats=1,
+    stored_rows=4,
+    sampled="toy",
+    extraction=({"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 97}, 4, 16),
+)  # fmt: skip
+SUITE_SHAPES = {"paper": PAPER, "toy": TOY}
+
+
+def step_flops(student: MDLM, num_tokens: int, row_length: int, masked_share: float) -> float:
+    """Floating-point operations of forward and backward: 6 per weight and token that it meets.
+
+    Backbone: every token. Head and noise projection: masked tokens only; the noise is no
+    parameter, so the projection has no gradient towards its input (4 per weight). Attention:
+    12 * L * D per layer and token. Recomputed noise is not counted.
+    """
+    settings = student.settings
+    blocks = sum(p.numel() for p in student.backbone.blocks.parameters())
+    head = student.backbone.output_layer.linear.weight.numel()
+    noise = 0 if student.conditioner is None else student.conditioner.weight.numel()
+    attention = 12 * settings.num_layers * row_length * settings.hidden_size
+    masked = masked_share * (6 * head + 4 * noise)
+    return num_tokens * (6 * blocks + attention + masked)
+
+
+def training_throughput(
+    shape: SuiteShape, row_length: int, batch_size: int, micro: int, device: torch.device
+) -> dict[str, Any]:
+    """Tokens per second from a store's shards and with an online teacher; MFU.
+
+    A step is ``batch_size / micro`` micro-batches of forward and backward and one update. "From
+    shards" is all that training does: chunks are read, decoded, shuffled and copied to the device
+    within the time. The online teacher gets its rows for nothing, in memory.
+    """
+    student = make_student(shape.student, row_length, shape.vocab_size, device)
+    optimizer = make_optimizer(student.parameters(), OptimizationConfig(learning_rate=1e-12))
+    teacher = make_teacher(*shape.teacher, shape.vocab_size, device, max(row_length, 8))
+    teacher = teacher.to(shape.dtype)
+    parts = [random_batch(micro, row_length, shape.vocab_size, device, i * micro, batch_size)
+             for i in range(batch_size // micro)]  # fmt: skip
+
+    def step(batches: Iterator[Batch]) -> None:
+        for part in batches:
+            with torch.autocast(device.type, shape.dtype, enabled=shape.dtype != torch.float32):
+                loss = tiled_loss(student, part) / len(parts)
+            loss.backward()
+        update(student, optimizer)
+
+    with tempfile.TemporaryDirectory() as folder:
+        rows = max(shape.stored_rows, batch_size)
+        store = write_store(Path(folder) / "store", "posterior", rows, row_length, shape.vocab_size)
+        stored = _stored_parts(store, batch_size, micro, device)
+        work = {
+            "from shards": lambda: step(next(stored)),
+            "online teacher": lambda: step(online_batch(teacher, part) for part in parts),
+        }
+        seconds = interleaved_seconds(work, device, repeats=shape.repeats)
+    chosen = {name: median(values) for name, values in seconds.items()}
+    tokens = batch_size * row_length
+    flops = step_flops(student, tokens, row_length, masked_share=0.5)
+    return {
+        "row_length": row_length,
+        "batch_size": batch_size,
+        "micro_batch_size": micro,
+        "seconds": chosen,
+        "tokens_per_second": {name: tokens / value for name, value in chosen.items()},
+        "decoupling_gain": chosen["online teacher"] / chosen["from shards"],
+        "model_flops_per_step": flops,
+        "mfu_of_h200_bf16": flops / chosen["from shards"] / H200_BF16_FLOPS,
+    }
+
+
+def _stored_parts(
+    store: ShardStore, batch_size: int, micro: int, device: torch.device
+) -> Iterator[Iterator[Batch]]:
+    """The micro-batches of one step after another, read as training reads them."""
+    make_batch = BatchMaker(store, "train", 3, device, with_noise=True)
+    reader = store.split("train", make_batch.arrays)
+    stream = ShardStream(reader, seed=3, global_batch_size=batch_size, num_workers=2)
+    while True:
+        for rows in stream:
+            yield (part.to(device) for part in make_batch(rows, rows.step).micro_batches(micro))
+
+
+def block_training(shape: SuiteShape, device: torch.device) -> dict[str, Any]:
+    """BD3-LM steps with SDPA and with FlexAttention (the latter on CUDA only)."""
+    row_length, _, micro = shape.rows[-1]
+    paths = ("sdpa", "flex") if device.type == "cuda" else ("sdpa",)
+    batch = random_batch(micro, row_length, shape.vocab_size, device, 0, micro)
+    work = {path: _block_step(shape, path, row_length, batch, device) for path in paths}
+    seconds = interleaved_seconds(work, device, repeats=shape.repeats)
+    chosen = {name: median(values) for name, values in seconds.items()}
+    return {"row_length": row_length, "batch_size": micro, "block_size": 4, "seconds": chosen}
+
+
+def _block_step(
+    shape: SuiteShape, path: str, row_length: int, batch: Batch, device: torch.device
+) -> Callable[[], object]:
+    settings = replace(shape.student, block_size=4, attention=path)
+    config = BD3LMConfig.build(settings, vocab_size=shape.vocab_size, row_length=row_length)
+    student = BD3LM(config).to(device).train()
+    optimizer = make_optimizer(student.parameters(), OptimizationConfig(learning_rate=1e-12))
+
+    def step() -> object:
+        with torch.autocast(device.type, shape.dtype, enabled=shape.dtype != torch.float32):
+            loss = tiled_loss(student, batch)
+        return finish_step(loss, student, optimizer)
+
+    return step
+
+
+def first_hitting(shape: SuiteShape, device: torch.device) -> dict[str, Any]:
+    """Tokens per second of the first-hitting sampler, many rows at a time over one."""
+    sampled = SHAPES[shape.sampled]
+    student = make_sampled("mdlm", sampled, device)
+    trials = [
+        Trial("", student, FirstHittingConfig(), rows, sampled, shape.dtype)
+        for rows in (1, LARGE_BATCH)
+    ]
+    work: dict[str, Callable[[], object]] = {str(trial.batch_size): trial for trial in trials}
+    seconds = interleaved_seconds(work, device, repeats=shape.repeats)
+    speed = {
+        name: int(name) * sampled.num_filled / median(values) for name, values in seconds.items()
+    }
+    gain = speed[str(LARGE_BATCH)] / speed["1"]
+    return {"num_filled": sampled.num_filled, "tokens_per_second": speed, "batched_gain": gain}
+
+
+def extraction(shape: SuiteShape, device: torch.device) -> dict[str, Any]:
+    """Stage 2 with the default codec over transformers' bare forward pass of the same rows."""
+    teacher_shape, num_rows, row_length = shape.extraction
+    dtype = str(shape.dtype).removeprefix("torch.")
+    with tempfile.TemporaryDirectory() as folder:
+        source = random_teacher(teacher_shape, Path(folder) / "teacher")
+        teacher = Teacher.load(find_pretrained(source), dtype, device)
+        draw = np.random.default_rng(0)
+        rows = draw.integers(teacher.vocab_size, size=(num_rows, row_length), dtype=np.int32)
+        bare = teacher_alone(source, shape.dtype).to(device)
+        weight_bytes = sum(p.numel() * p.element_size() for p in bare.parameters())
+        batch_size = automatic_batch_size(
+            row_length, teacher.files.num_logits, weight_bytes, device
+        )
+        case = Case(teacher, bare, rows, batch_size, Path(folder) / "store")
+        return measure(case, ["posterior"], shape.repeats)
