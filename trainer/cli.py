@@ -130,11 +130,45 @@ def import_(
 
 
 @app.command()
-def overhead() -> None:
-    """Weights that the noise projection adds to the paper's models."""
-    from trainer.training import overhead_table
+def overhead(
+    vocab_sizes: Annotated[
+        str, typer.Option("--vocab-size", help="Vocabularies, with commas between.")
+    ] = "32000,50257,128000,152000,256000",
+    preset: Annotated[str, typer.Option(help="Shape of the student: small, medium, ...")] = "small",
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="model.*, e.g. model.noise_rank=128")
+    ] = None,
+    row_length: Annotated[int, typer.Option(help="Tokens per row.")] = 1024,
+    rows: Annotated[int, typer.Option(help="Rows per forward pass.")] = 16,
+    masked: Annotated[float, typer.Option(help="Share of the tokens that see noise.")] = 0.5,
+    device: Annotated[str, typer.Option(help="cuda or cpu: decides the size of tiles.")] = "cuda",
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also time steps with and without noise here.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+) -> None:
+    """Weights that noise adds to the paper's models, and what it costs at other vocabularies."""
+    from dataclasses import asdict
 
+    from trainer.training import (
+        Scale,
+        compose_run,
+        cost_table,
+        noise_cost,
+        overhead_table,
+        parse_vocab_sizes,
+    )
+
+    student = {"architecture": preset, "training": {"num_steps": 1}}
+    settings = compose_run([student, {"model": {"conditioning": "gumbel"}}], overrides or []).model
+    scale = Scale(settings, row_length, rows, masked, device)
+    costs = [noise_cost(scale, size, measure) for size in parse_vocab_sizes(vocab_sizes)]
+    if as_json:
+        typer.echo(json.dumps([asdict(cost) for cost in costs], indent=2))
+        return
     typer.echo(overhead_table())
+    typer.echo(f"\n{preset}, {rows} rows of {row_length}, {masked:g} masked, tiles of {device}:")
+    typer.echo(cost_table(costs))
 
 
 def main() -> None:

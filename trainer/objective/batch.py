@@ -215,6 +215,8 @@ class BatchMaker:
         seed: Run seed.
         device: Where micro-batches will go.
         with_noise: Whether the student looks at noise, or at the teacher's probabilities.
+        num_draws: Distinct draws of fresh noise, met in turn from epoch to epoch; None for ever
+            new ones.
     """
 
     store: ShardStore
@@ -222,6 +224,7 @@ class BatchMaker:
     seed: int
     device: torch.device
     with_noise: bool
+    num_draws: int | None = None
 
     @property
     def arrays(self) -> list[str]:
@@ -259,6 +262,9 @@ class BatchMaker:
             token_log_probs=batch.token_log_probs,
             row_ids=batch.row_ids,
             seed=fresh if codec.is_fresh else self.store.manifest.noise_seed(self.split),
-            draw=batch.epoch if codec.is_fresh else 0,
+            draw=self._draw(batch.epoch) if codec.is_fresh else 0,
             resources=self._resources,
         )
+
+    def _draw(self, epoch: int) -> int:
+        return epoch if self.num_draws is None else epoch % self.num_draws

@@ -145,6 +145,8 @@ class Student(PreTrainedModel, ABC):
             settings.hidden_size,
             settings.noise_transform,
             settings.prior_weight,
+            settings.noise_rank,
+            settings.noise_projection == "tied",
         )
 
     @torch.no_grad()
@@ -190,9 +192,16 @@ class Student(PreTrainedModel, ABC):
 
     @property
     def flops_per_masked(self) -> float:
-        """6 D V of the head and 4 D V of the noise projection (noise has no gradient)."""
-        width = self.settings.hidden_size
-        return float((6 + 4 * self.is_conditioned) * width * (self.config.vocab_size + 1))
+        """6 D V of the head and 4 D V of the noise projection (noise has no gradient).
+
+        A projection of rank r costs 4 r V + 6 r D, a tied one 4 D V + 6 D^2.
+        """
+        width, rank = self.settings.hidden_size, self.settings.noise_rank
+        inner = width if rank is None else rank
+        is_direct = rank is None and self.settings.noise_projection == "own"
+        noise = 4 * inner * (self.config.vocab_size + 1) + (0 if is_direct else 6 * inner * width)
+        head = 6 * width * (self.config.vocab_size + 1)
+        return float(head + self.is_conditioned * noise)
 
     @property
     def mask_id(self) -> int:
@@ -248,7 +257,10 @@ class Student(PreTrainedModel, ABC):
         """
         if self.conditioner is None:
             raise UsageError("this student takes no noise", where="conditioning", got="none")
-        embedded = self.conditioner(noise, tau)
+        table = None
+        if self.settings.noise_projection == "tied":
+            table = self.backbone.vocab_embed.embedding[: self.config.vocab_size]
+        embedded = self.conditioner(noise, tau, table)
         if not self.settings.noise_readings:
             return embedded
         unigram = self.conditioner.unigram_log_probs

@@ -1,10 +1,15 @@
 """Noise -> embedding, with the weights that are learnt: softmax(tau xi + w log q) W.
 
+W is V x D; of low rank it is W_r A with W_r V x r, tied it is E A with the token embedding E: what
+V costs shrinks by D / r, or vanishes, and A costs r D or D^2.
+
 Which entries of the noise there are, and how they are walked, the noise knows itself
 (:mod:`shards.noise.embedding`): what a student is shown in training it is shown in sampling.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -22,8 +27,11 @@ class GumbelConditioner(nn.Module):
         hidden_size: D.
         transform: Marginal of the noise (the ablations use the same draw, transformed).
         prior_weight: w; other than 0 it needs ``unigram_log_probs`` to have been set.
+        rank: r; None is the full W.
+        is_tied: Whether W comes from the token embedding, which every call then brings.
     """
 
+    weight: Any
     unigram_log_probs: Tensor | None
 
     def __init__(
@@ -32,18 +40,32 @@ class GumbelConditioner(nn.Module):
         hidden_size: int,
         transform: Transform = "gumbel",
         prior_weight: float = 0.0,
+        rank: int | None = None,
+        is_tied: bool = False,
     ) -> None:
         super().__init__()
+        self.vocab_size = vocab_size
         self.transform: Transform = transform
         self.prior_weight = prior_weight
-        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+        width = hidden_size if rank is None else rank
+        own = None if is_tied else nn.Parameter(torch.empty(vocab_size, width))
+        self.register_parameter("weight", own)
+        is_direct = rank is None and not is_tied
+        self.map = None if is_direct else nn.Linear(width, hidden_size, bias=False)
         uniform = torch.full((vocab_size,), float("nan")) if prior_weight else None
         self.register_buffer("unigram_log_probs", uniform)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform(+-1/sqrt V), the default of a linear layer from V to D."""
-        bound = self.weight.shape[0] ** -0.5
+        """W uniform(+-1/sqrt V), the default of a linear layer from V to D; A as a linear layer.
+
+        A tied A begins as the identity: the embedding that the noise means.
+        """
+        if self.weight is None:
+            assert self.map is not None
+            nn.init.eye_(self.map.weight)
+            return
+        bound = self.vocab_size**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
 
     def set_unigram(self, log_probs: Float[Tensor, "v"]) -> None:
@@ -52,27 +74,35 @@ class GumbelConditioner(nn.Module):
         Raises:
             UsageError: For a vector of another length or with entries that are not finite.
         """
-        if log_probs.shape != self.weight.shape[:1] or not bool(log_probs.isfinite().all()):
-            expected = f"{self.weight.shape[0]} finite log-probabilities"
+        if log_probs.shape != (self.vocab_size,) or not bool(log_probs.isfinite().all()):
+            expected = f"{self.vocab_size} finite log-probabilities"
             raise UsageError("bad unigram", got=tuple(log_probs.shape), expected=expected)
         if self.unigram_log_probs is not None:
             self.unigram_log_probs.copy_(log_probs)
 
-    def forward(self, noise: Noise, tau: float = 1.0) -> Float[Tensor, "n d"]:
+    def forward(
+        self, noise: Noise, tau: float = 1.0, table: Float[Tensor, "v d"] | None = None
+    ) -> Float[Tensor, "n d"]:
         """Embeddings of n noise vectors.
+
+        Args:
+            noise: xi.
+            tau: Its scale.
+            table: The token embedding's first V rows, where W is tied to it.
 
         Raises:
             UsageError: For noise over another vocabulary, or a missing unigram.
         """
-        if noise.vocab_size != self.weight.shape[0]:
+        if noise.vocab_size != self.vocab_size:
             raise UsageError(
                 "noise of another vocabulary than the student's",
                 got=noise.vocab_size,
-                expected=self.weight.shape[0],
+                expected=self.vocab_size,
                 remedy="train the student on a store of its own teacher",
             )
         weighting = Weighting(tau, self.transform, self._prior())
-        return noise.softmax_embed(self.weight, weighting)
+        embedded = noise.softmax_embed(self.weight if table is None else table, weighting)
+        return embedded if self.map is None else self.map(embedded)
 
     def _prior(self) -> Float[Tensor, "v"] | None:
         if not self.prior_weight or self.unigram_log_probs is None:

@@ -25,6 +25,9 @@ DIFFUSION_SETTINGS = (
     "time_beta",
     "fully_masked_share",
     "kd",
+    "noise_projection",
+    "noise_rank",
+    "noise_tau",
     "min_time",
     "max_time",
     "resample",
@@ -54,6 +57,9 @@ class StudentSettings:
         noise_transform: Marginal of the noise fed to softmax: the Gumbel draw itself, or the same
             draw transformed monotonically to a Gaussian or a uniform (the paper's ablations).
         prior_weight: w in softmax(xi + w log q), q the corpus unigram; 0 is the paper.
+        noise_projection: W of its own, or ``tied``: the token embedding times a D x D matrix.
+        noise_rank: r of a W of its own that is the product of V x r and r x D; None is V x D.
+        noise_tau: Scale of xi in training (a sampler has its own).
         noise_readings: After how many blocks masked positions read the noise again, by attention
             over the vocabulary: (1, 2) is behind the first and behind the second block.
         block_size: Tokens per block of a block-diffusion student; None is the whole row.
@@ -95,6 +101,9 @@ class StudentSettings:
     injection: Literal["replace", "add"] = "replace"
     noise_transform: Literal["gumbel", "gaussian", "uniform"] = "gumbel"
     prior_weight: float = 0.0
+    noise_projection: Literal["own", "tied"] = "own"
+    noise_rank: int | None = None
+    noise_tau: float = 1.0
     noise_readings: tuple[int, ...] = ()
     block_size: int | None = None
     noise_schedule: Literal["loglinear", "square", "square_root", "log", "cosine"] = "loglinear"
@@ -126,6 +135,11 @@ class StudentSettings:
         _require(heads, "hidden_size", self.hidden_size, f"a multiple of {2 * self.num_heads}")
         _require(0 <= self.dropout < 1, "dropout", self.dropout, "in [0, 1)")
         _require(self.prior_weight >= 0, "prior_weight", self.prior_weight, "0 or more")
+        rank = self.noise_rank
+        narrow = rank is None or (1 <= rank <= self.hidden_size and self.noise_projection == "own")
+        expected = f"1..{self.hidden_size}, of a projection of its own"
+        _require(narrow, "noise_rank", rank, expected)
+        _require(0 < self.noise_tau < math.inf, "noise_tau", self.noise_tau, "positive and finite")
         readings = self.noise_readings
         readable = all(1 <= depth <= self.num_layers for depth in readings)
         _require(readable, "noise_readings", readings, f"depths in 1..{self.num_layers}")

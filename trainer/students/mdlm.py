@@ -92,7 +92,7 @@ class MDLM(Student):
         if batch.noise is None:
             remedy = "read it from a store whose codec gives noise"
             raise UsageError("the batch carries no noise", where="conditioning", remedy=remedy)
-        return self.embed_noise(batch.noise.at(places))
+        return self.embed_noise(batch.noise.at(places), self.settings.noise_tau)
 
     def _embed_sigma(self, sigma: Float[Tensor, "b"] | None) -> Float[Tensor, "rows c"] | None:
         if sigma is None or not self.settings.time_conditioning:

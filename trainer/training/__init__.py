@@ -19,7 +19,13 @@ if TYPE_CHECKING:
         clip_gradients,
         make_optimizer,
     )
-    from trainer.training.overhead import overhead_table
+    from trainer.training.overhead import (
+        Scale,
+        cost_table,
+        noise_cost,
+        overhead_table,
+        parse_vocab_sizes,
+    )
     from trainer.training.parallel import leave
     from trainer.training.run_folder import RunStatus
     from trainer.training.settings import OptimizationConfig, RunConfig, compose_run, read_recipe

@@ -20,7 +20,14 @@ from trainer.training.settings import RunConfig
 
 STORE_BUFFERS = ("time_bounds", "conditioner.unigram_log_probs")
 """Buffers that the run and its store decide, not the model that weights come from."""
-CONDITIONER_SETTINGS = ("injection", "noise_transform", "prior_weight")
+CONDITIONER_SETTINGS = (
+    "injection",
+    "noise_transform",
+    "prior_weight",
+    "noise_projection",
+    "noise_rank",
+    "noise_tau",
+)
 KD_SETTINGS = ("kd_weight", "kd_temperature")
 
 NOISE_PARTS = ("conditioner.", "backbone.noise_readings.")
@@ -44,6 +51,16 @@ def build_student(config: RunConfig, store: ShardStore, init_from: Path | None) 
     kind = student_class(config.student)
     _refuse_idle_settings(config, kind)
     _require_taught(config.model.kd, store)
+    if config.training.num_noise_draws is not None and not (
+        store.codec.is_fresh and config.model.conditioning == "gumbel"
+    ):
+        raise UsageError(
+            "there are no draws to count",
+            where="training.num_noise_draws",
+            got=f"codec {store.codec.name}, model.conditioning={config.model.conditioning}",
+            expected="a codec that draws anew, and Gumbel noise as conditioning",
+            remedy="leave it out",
+        )
     torch.manual_seed(derive_seed(config.seed, "initial weights"))
     student = kind.make(config.model, manifest)
     if init_from is not None:
@@ -140,7 +157,9 @@ def _silenced(student: Student, directory: Path) -> set[str]:
             remedy="add --set model.injection=add",
         )
     added = {n for n, _ in student.named_parameters() if n.startswith(NOISE_PARTS)}
-    for name in added:
+    # Of W_r A only A is zeroed: were both, neither would ever have a gradient.
+    kept = {"conditioner.weight"} if "conditioner.map.weight" in added else set()
+    for name in added - kept:
         if name.endswith(".weight"):
             torch.nn.init.zeros_(student.get_parameter(name))
     return added

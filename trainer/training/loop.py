@@ -112,7 +112,14 @@ class Trainer:
         begun = bool(self.checkpoints.steps())  # then the first weights need not be there any more
         self.student = build_student(config, store, None if begun else init_from)
         with_noise, device = self.student.is_conditioned, self.accelerator.device
-        self.make_batch = BatchMaker(store, "train", config.seed, device, self.student.reads_codec)
+        self.make_batch = BatchMaker(
+            store,
+            "train",
+            config.seed,
+            device,
+            self.student.reads_codec,
+            training.num_noise_draws,
+        )
         self.stream = ShardStream(
             store.split("train", self.make_batch.arrays),
             seed=config.seed,

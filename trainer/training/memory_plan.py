@@ -174,9 +174,13 @@ def _logits_bytes(student: Student, masked: int, device: str, precision: str) ->
 def _noise_bytes(student: Student, masked: int, device: str) -> int:
     if not student.is_conditioned:
         return 0
+    return noise_tile_bytes(student.config.vocab_size, masked, device)
+
+
+def noise_tile_bytes(vocab_size: int, num_masked: int, device: str) -> int:
+    """Float32 tiles that are alive at a time while noise is embedded, on a kind of device."""
     positions, ids = TILES.get(device, TILES["cuda"])
-    tile = min(masked, positions) * min(student.config.vocab_size, ids)
-    return NOISE_BUFFERS * FLOAT32_BYTES * tile
+    return NOISE_BUFFERS * FLOAT32_BYTES * min(num_masked, positions) * min(vocab_size, ids)
 
 
 def _host_bytes(

@@ -80,6 +80,8 @@ class TrainingConfig:
         sharding: ``ddp`` keeps the weights on every process, ``fsdp`` shards them (and the
             optimiser and the moving average).
         num_workers: Threads that read shards ahead; 0 reads in the training thread.
+        num_noise_draws: Distinct draws that a row of a store of distributions meets, one per pass
+            and then again from the first; None draws anew in every pass.
         noise_kernel: How keyed noise is computed, the same bits either way: ``compiled`` by
             torch.compile (three times faster on CPUs), ``eager``, or ``auto``, compiled on CUDA.
         log_every_steps: Steps between lines of metrics.jsonl; step 1 always gets one.
@@ -103,6 +105,7 @@ class TrainingConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     sharding: Literal["ddp", "fsdp"] = "ddp"
     num_workers: int = 2
+    num_noise_draws: int | None = None
     noise_kernel: NoiseKernel = "auto"
     log_every_steps: int = 50
     validate_every_steps: int = 10_000

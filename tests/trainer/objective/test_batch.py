@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -178,3 +179,21 @@ def test_frozen_noise_of_different_splits_is_independent(tmp_path: Path) -> None
         gumbels.append(-dense_arrivals(batch.noise.at(every)).log().flatten())
     # 672 pairs: the correlation of independent draws has a standard deviation of 0.039.
     assert abs(torch.corrcoef(torch.stack(gumbels))[0, 1]) < 5 * 0.039
+
+
+def test_a_number_of_draws_is_met_in_turn(store: Path) -> None:
+    opened, mask = ShardStore.open(store), a_mask()
+
+    def noise(epoch: int, num_draws: int | None) -> torch.Tensor:
+        maker = BatchMaker(opened, "train", 3, CPU, True, num_draws)
+        rows = replace(read_rows(opened, maker), epoch=epoch)
+        batch = maker(rows, 0)
+        assert batch.noise is not None
+        return dense_arrivals(batch.noise.at(mask))
+
+    draws = [noise(epoch, 4) for epoch in range(8)]
+    for epoch in range(4):
+        assert torch.equal(draws[epoch], draws[epoch + 4])
+        assert torch.equal(draws[epoch], noise(epoch, None))
+        assert not torch.equal(draws[epoch], draws[(epoch + 1) % 4])
+    assert torch.equal(noise(5, 1), draws[0])

@@ -270,3 +270,32 @@ def test_embeddings_laid_out_like_the_row_blend_as_those_listed(
     listed = student.inject(embeddings, masked, noise[masked])
     assert torch.equal(student.blend(embeddings, masked, noise), listed)
     assert not torch.equal(listed[..., :8], embeddings)
+
+
+def test_a_projection_of_low_rank_is_its_product() -> None:
+    torch.manual_seed(1)
+    narrow, noise = GumbelConditioner(VOCAB, WIDTH, rank=3), DenseNoise(arrivals())
+    whole = make()
+    whole.weight.data = narrow.weight.data @ narrow.map.weight.data.T
+    assert torch.allclose(narrow(noise), whole(noise), atol=1e-6)
+    upstream = torch.randn(NUM, WIDTH)
+    narrow(noise).backward(upstream)
+    whole(noise).backward(upstream)
+    expected = whole.weight.grad @ narrow.map.weight.data
+    assert torch.allclose(narrow.weight.grad, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_tied_projection_reads_the_token_embedding_and_teaches_it() -> None:
+    student = tiny_student("mdlm", "gumbel", noise_projection="tied")
+    vocab = student.config.vocab_size
+    assert student.conditioner.weight is None
+    fresh = GumbelConditioner(VOCAB, WIDTH, is_tied=True)
+    assert torch.equal(fresh.map.weight, torch.eye(WIDTH))
+    noise = DenseNoise(arrivals(vocab=vocab))
+    table = student.backbone.vocab_embed.embedding
+    mixed = torch.softmax(-noise.arrivals.log(), dim=1) @ table[:vocab]
+    embedded = student.embed_noise(noise)
+    assert torch.allclose(embedded, mixed @ student.conditioner.map.weight.T, atol=1e-5)
+    embedded.sum().backward()
+    assert bool((table.grad[:vocab] != 0).any(dim=1).all())
+    assert float(table.grad[vocab].abs().max()) == 0  # the mask is no token

@@ -140,6 +140,9 @@ def test_sequence_level_distillation_wants_rows_of_the_teacher(store: Path, tmp_
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"training__num_noise_draws": 2, "model__conditioning": "none"}, "no draws to count"),
+        ({"model__conditioning": "none", "model__noise_rank": 2}, "another student"),
+        ({"model__noise_tau": 0}, "noise_tau"),
         ({"model__kd": "tokens"}, "token"),
         ({"model__kd_weight": 0.5}, "model.kd=none"),
         ({"model__kd": "sequence", "model__kd_temperature": 2}, "model.kd=sequence"),

@@ -1,11 +1,19 @@
-"""The paper's overhead table."""
+"""The paper's overhead table, and what noise costs at other vocabularies."""
 
 from __future__ import annotations
 
-import pytest
+import json
+from dataclasses import replace
 
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from shards.base.errors import UsageError
+from shards.noise import KeyedPrior, PositionKeys
+from trainer.cli import app
 from trainer.students.registry import MDLM, MDLMConfig, StudentSettings
-from trainer.training.overhead import MODELS, overhead_table
+from trainer.training.overhead import MODELS, Scale, kept_bytes, noise_cost, overhead_table
 
 PAPER = {
     "GPT-2 Small": ("38.6M", "33.0%"),
@@ -33,3 +41,69 @@ def test_a_students_own_overhead_is_v_times_h() -> None:
     ]
     assert sizes[1] - sizes[0] == 50 * 16
     assert len(MODELS) == len(PAPER)
+
+
+SMALL = StudentSettings(
+    hidden_size=16, num_layers=1, num_heads=2, condition_size=8, dropout=0.0, conditioning="gumbel"
+)
+KINDS = {
+    "whole": (SMALL, 50 * 16),
+    "low rank": (replace(SMALL, noise_rank=4), 50 * 4 + 4 * 16),
+    "tied": (replace(SMALL, noise_projection="tied"), 16 * 16),
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_costs_are_those_of_a_student_with_values(kind: str) -> None:
+    """Parameters by hand; what autograd keeps of the conditioner, counted."""
+    settings, added = KINDS[kind]
+    scale = Scale(settings, row_length=8, num_rows=5, masked_share=1.0, device="cpu")
+    cost = noise_cost(scale, 50)
+    assert cost.parameters == added and cost.state_bytes == 20 * added
+    student = MDLM(MDLMConfig.build(settings, vocab_size=50, row_length=8))
+    given = {p.untyped_storage().data_ptr() for p in student.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in given:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    positions = torch.arange(40)
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        embedded = student.embed_noise(KeyedPrior(PositionKeys(0, positions, positions), 50))
+    assert embedded.shape == (40, 16)
+    assert sum(kept.values()) == kept_bytes(scale)
+    assert cost.working_bytes - kept_bytes(scale) == 4 * 4 * 40 * 50
+    assert cost.dense_bytes == 4 * 40 * 50
+
+
+def test_operations_of_the_projection_by_hand() -> None:
+    """4 D V a masked position; 4 r V + 6 r D of low rank; tied 4 D V + 6 D^2."""
+    expected = {"whole": 4 * 16 * 51, "low rank": 4 * 4 * 51 + 6 * 4 * 16}
+    expected["tied"] = 4 * 16 * 51 + 6 * 16 * 16
+    for kind, (settings, _) in KINDS.items():
+        scale = Scale(settings, row_length=8, num_rows=5, masked_share=0.5, device="cpu")
+        assert noise_cost(scale, 50).gflops_per_step * 1e9 == pytest.approx(20 * expected[kind])
+
+
+def test_the_command_and_its_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["overhead", "--preset", "tiny", "--row-length", "8", "--rows", "2", "--device", "cpu"]
+    app([*words, "--vocab-size", "30,60", "--measure", "--json"], standalone_mode=False)
+    costs = json.loads(capsys.readouterr().out)
+    assert [cost["parameters"] for cost in costs] == [30 * 64, 60 * 64]
+    assert all(0 <= cost["time_share"] < 1 for cost in costs)
+    app([*words, "--vocab-size", "30"], standalone_mode=False)
+    assert "GPT-2 Small" in (text := capsys.readouterr().out) and "GFLOP" in text
+    for mistake in (
+        ["--vocab-size", "30,many"],
+        ["--vocab-size", "1"],
+        ["--masked", "0"],
+        ["--rows", "0"],
+        ["--row-length", "1"],
+        ["--device", "tpu"],
+        ["--set", "model.noise_rank=0"],
+        ["--set", "model.noise_rank=4", "--set", "model.noise_projection=tied"],
+    ):
+        with pytest.raises(UsageError):
+            app([*words, *mistake], standalone_mode=False)
