@@ -14,11 +14,10 @@ from evaluation.curve_command import curve
 from evaluation.infill_command import rows
 from evaluation.judge_command import judge
 from evaluation.likelihood_command import perplexity, tasks
-from evaluation.report import open_folder, write_report
 from evaluation.samples import find_sample_files, read_samples
-from evaluation.score_tables import browser_of, cautions_of, results_of, tables_of
+from evaluation.score_tables import write_scores
 from evaluation.scorers import ScoreOptions, make_scorers
-from shards.base import LogFormatOption, command_app, run_command, use_log_format
+from shards.base import LogFormatOption, command_app, require_writable, run_command, use_log_format
 
 DEFAULT = "score"
 
@@ -100,24 +99,12 @@ def evaluate(
         tokenizer=tokenizer,
     )
     sets = [read_samples(file, folder) for file in find_sample_files(samples)]
-    open_folder(directory)
+    require_writable(directory)
     scorers = make_scorers(options, sets)
     scored = [(one, scorers(one)) for one in sets]
-    tables, cautions = tables_of(scored), cautions_of(scored)
-    page = write_report(
-        directory,
-        title="Scores",
-        summary=f"{len(scored)} sample file(s) of {samples.resolve().name}.",
-        tables=tables,
-        figures=[],
-        results=results_of(scored),
-        cautions=cautions,
-        sections=[browser_of(scored, scorers.judging.pieces if scorers.judging else None)],
-    )
-    for table in tables:
-        typer.echo(table.to_text() + "\n")
-    for caution in cautions:
-        typer.echo(f"caution: {caution}", err=True)
+    summary = f"{len(scored)} sample file(s) of {samples.resolve().name}."
+    pieces = scorers.judging.pieces if scorers.judging else None
+    page = write_scores(directory, "Scores", summary, scored, pieces)
     typer.echo(f"wrote {directory / 'results.json'} and {page}")
 
 

@@ -16,8 +16,8 @@ from evaluation.compare import (
     read_run,
     require_one_kind,
 )
-from evaluation.report import open_folder, write_report
-from shards.base import UsageError, code_version, write_bytes_atomic
+from evaluation.report import write_report
+from shards.base import UsageError, code_version, require_writable, write_bytes_atomic
 
 
 def compare(
@@ -55,7 +55,7 @@ def compare(
     wanted = _wanted(read, scores)
     for name in wanted:
         require_one_kind(name, [run for run in read if name in run.scores])
-    open_folder(out)
+    require_writable(out)
     comparisons = {
         (run.name, name): _compare(run, other, name, paired)
         for run in read
@@ -69,7 +69,6 @@ def compare(
         title="Comparison",
         summary=f"{len(read)} runs against {base[0].run}.",
         tables=[table],
-        figures=[],
         results=results | {"code_version": code_version()},
     )
     write_bytes_atomic(out / "comparison.csv", table.to_csv().encode())

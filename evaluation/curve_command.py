@@ -20,11 +20,11 @@ from evaluation.curve import (
     read_run,
     require_comparable,
 )
-from evaluation.report import open_folder, write_report
+from evaluation.report import write_report
 from evaluation.samples import read_data_rows
 from evaluation.scorers import Judging, ScoreOptions
 from evaluation.text import entropy_score, unigram_entropy_nats
-from shards.base import UsageError, code_version
+from shards.base import UsageError, code_version, require_writable
 
 MAX_DATA_ROWS = 2000
 
@@ -60,7 +60,7 @@ def curve(
         raise UsageError("two runs of one name", where=", ".join(names), remedy="use NAME=FOLDER")
     require_comparable(read)
     wanted, source = _target(read, data, split, entropy)
-    open_folder(out)
+    require_writable(out)
     options = ScoreOptions(judge, None, None, max_tokens, stride, device, kept=out / "judged")
     curves = _score(read, options)
     matched = match(curves, wanted)

@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from evaluation.report import open_folder, write_report
 from evaluation.samples import find_sample_files, read_samples
-from evaluation.score_tables import browser_of, cautions_of, results_of, tables_of
-from shards.base import UsageError, write_json_atomic
+from evaluation.score_tables import write_scores
+from shards.base import UsageError, require_writable, write_json_atomic
 
 
 def judge(
@@ -53,7 +52,7 @@ def judge(
     endpoint = Endpoint(
         url, model, os.environ.get(key_variable), timeout, tries, per_minute=per_minute
     )
-    open_folder(directory)
+    require_writable(directory)
     answers = AnswerFile(directory / "answers.judge")
     cost = estimate_cost(endpoint, [t for part in texts for t in part], answers, _prices(prices))
     money = "" if cost.price is None else f", at most {cost.price:.2f}"
@@ -76,21 +75,8 @@ def judge(
         ]
     finally:
         write_json_atomic(directory / "faults.json", dict(endpoint.faults))
-    tables, cautions = tables_of(scored), cautions_of(scored)
-    page = write_report(
-        directory,
-        title="Judged by a language model",
-        summary=f"{model}; faults met: {dict(endpoint.faults) or 'none'}.",
-        tables=tables,
-        figures=[],
-        results=results_of(scored),
-        cautions=cautions,
-        sections=[browser_of(scored, None)],
-    )
-    for table in tables:
-        typer.echo(table.to_text() + "\n")
-    for caution in cautions:
-        typer.echo(f"caution: {caution}", err=True)
+    summary = f"{model}; faults met: {dict(endpoint.faults) or 'none'}."
+    page = write_scores(directory, "Judged by a language model", summary, scored)
     faults = ", ".join(f"{kind}: {count}" for kind, count in sorted(endpoint.faults.items()))
     typer.echo(f"faults met: {faults or 'none'}\nwrote {directory / 'results.json'} and {page}")
 

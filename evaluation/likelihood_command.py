@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from evaluation.report import Table, open_folder, write_report
+from evaluation.report import Table, write_report
 from evaluation.samples import read_data_rows
 from evaluation.score import Score
-from shards.base import UsageError, code_version
+from shards.base import UsageError, code_version, require_writable
 
 
 def perplexity(
@@ -42,7 +42,7 @@ def perplexity(
         if value is not None and value < 1:
             raise UsageError("a count below 1", where=name, got=value)
     read = [(place, read_data_rows(place, split, rows)) for place in data]
-    open_folder(out)
+    require_writable(out)
     folder = open_model(model, resolve_device(device))
     scored = []
     for place, part in read:
@@ -69,7 +69,6 @@ def perplexity(
         title="Validation perplexity",
         summary=f"{facts['student']} {facts['weights_sha256'][:12]}.",
         tables=[table],
-        figures=[],
         results={
             f"{place}, noise {score.settings['noise']}": {
                 "name": f"{name}, noise {score.settings['noise']}",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist, fmean, stdev
 from typing import Any
 
-from evaluation.bootstrap import PerSample
+from evaluation.bootstrap import LEVEL, PerSample
+
+NORMAL_QUANTILE = NormalDist().inv_cdf((1 + LEVEL) / 2)
 
 
 @dataclass(frozen=True)
@@ -52,22 +55,26 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def range_text(sizes: Iterable[int]) -> str:
+    """``8``, or ``3..8`` where sizes differ."""
+    known = set(sizes)
+    return str(min(known)) if len(known) == 1 else f"{min(known)}..{max(known)}"
+
+
 def wilson_interval(num_successes: int, num_trials: int) -> tuple[float, float]:
     """95% Wilson score interval of a proportion; stays inside [0, 1] at 0 and at 1."""
     if num_trials <= 0 or not 0 <= num_successes <= num_trials:
         raise ValueError(f"need 0 <= successes <= trials > 0, got {num_successes}/{num_trials}")
-    z = 1.959963984540054
+    z = NORMAL_QUANTILE
     share, weight = num_successes / num_trials, z * z / num_trials
     centre = (share + weight / 2) / (1 + weight)
     half = z / (1 + weight) * math.sqrt(share * (1 - share) / num_trials + weight / num_trials / 4)
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def mean_interval(values: list[float]) -> tuple[float, float] | None:
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """95% normal interval of a mean; None for fewer than two values."""
     if len(values) < 2:
         return None
-    mean = sum(values) / len(values)
-    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    half = 1.959963984540054 * math.sqrt(variance / len(values))
+    mean, half = fmean(values), NORMAL_QUANTILE * stdev(values) / math.sqrt(len(values))
     return mean - half, mean + half

@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from evaluation.report import MAX_ROWS, ShownSample, Table, browser_section
+import typer
+
+from evaluation.report import MAX_ROWS, ShownSample, Table, browser_section, write_report
 from evaluation.samples import SampleSet, drawn_with
 from evaluation.score import Score
 from shards.base import code_version
 
 Scored = Sequence[tuple[SampleSet, Sequence[Score]]]
+Pieces = Callable[[str], Sequence[tuple[str, float | None]]]
+"""A text in tokens with their surprise, nats."""
 BESIDE: Mapping[str, Mapping[str, str]] = {
     "entropy_nats": {"distinct_2": "distinct-2", "repeated_4": "repeated 4-grams"},
     "generative_perplexity": {"per_sample_mean": "mean per sample"},
     "mauve": {"spread_over_seeds": "spread"},
 }
 """Details that stand in columns of their own, because their score alone can mislead."""
+
+
+def write_scores(
+    directory: Path, title: str, summary: str, scored: Scored, pieces: Pieces | None = None
+) -> Path:
+    """Write the report of scored files, and show its tables and cautions; the page."""
+    tables, cautions = tables_of(scored), cautions_of(scored)
+    page = write_report(
+        directory,
+        title=title,
+        summary=summary,
+        tables=tables,
+        results=results_of(scored),
+        cautions=cautions,
+        sections=[browser_of(scored, pieces)],
+    )
+    for table in tables:
+        typer.echo(table.to_text() + "\n")
+    for caution in cautions:
+        typer.echo(f"caution: {caution}", err=True)
+    return page
 
 
 def results_of(scored: Scored) -> dict[str, Any]:
@@ -74,14 +100,12 @@ def drawn_table(sets: Sequence[SampleSet]) -> Table:
     )
 
 
-def browser_of(
-    scored: Scored, pieces: Callable[[str], Sequence[tuple[str, float | None]]] | None
-) -> str:
+def browser_of(scored: Scored, pieces: Pieces | None) -> str:
     """HTML of the samples themselves; empty where they have no text.
 
     Args:
         scored: The files.
-        pieces: A text in tokens with their surprise; None without a judge.
+        pieces: None without a judge.
     """
     columns = {
         samples.name: {

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.settings import ExtractRequest
 from pipeline.summary import corpus_lines, store_figures, store_lines
 from pipeline.tokens import TokenDataset
-from shards.base import GdistillError, UsageError, write_json_atomic
+from shards.base import GdistillError, write_json_atomic
 from shards.storage import file_claim
 from shards.store import ShardStore, ShardWriter
-
-
-def require_writable(folder: Path) -> None:
-    """Refuse an output folder that cannot be written, before anything costly.
-
-    Raises:
-        UsageError: If it cannot be made or written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise UsageError(
-            "cannot write to the output folder", where=folder, got=error.strerror or error
-        ) from error
 
 
 def write_config(path: Path, request: ExtractRequest) -> None:

@@ -28,7 +28,7 @@ from pipeline.inputs import (
     require_store_place,
     tokenized,
 )
-from pipeline.report import report, require_writable, write_config
+from pipeline.report import report, write_config
 from pipeline.scored_run import is_scored, run_scored
 from pipeline.settings import ExtractRequest
 from pipeline.teacher import (
@@ -40,7 +40,7 @@ from pipeline.teacher import (
 )
 from pipeline.tokens import TokenDataset, prepare_tokens
 from pipeline.workers import StopRequest, Worker
-from shards.base import GdistillError
+from shards.base import GdistillError, require_writable
 from shards.language_model import resolve_device
 from shards.store import Manifest, ShardRange, ShardStore, ShardWriter
 

@@ -22,11 +22,11 @@ from transformers import PreTrainedTokenizerBase
 from pipeline.corpus import scheme_of
 from pipeline.engine import Engine, ScoredRow, ScoreFiles, same_length
 from pipeline.extract import ScoreWriter, build_manifest, corpus_unigram, side_files, write_all
-from pipeline.report import report, require_writable, write_config
+from pipeline.report import report, write_config
 from pipeline.settings import ExtractRequest
 from pipeline.tokens import TokenDataset, load_tokenizer, prepare_tokens, write_given_rows
 from pipeline.workers import StopRequest, Worker
-from shards.base import UsageError, write_json_atomic
+from shards.base import UsageError, require_writable, write_json_atomic
 from shards.codec import PosteriorCodec
 from shards.store import ShardRange, ShardWriter
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.bootstrap import PerSample
+from evaluation.samples import named_folder
 from shards.base import GdistillError, UsageError
 
 MUST_MATCH: Mapping[str, tuple[str, ...]] = {
@@ -74,10 +75,7 @@ def read_run(text: str) -> list[RecordedRun]:
         UsageError: When nothing was evaluated there.
         GdistillError: For a ``results.json`` of something else, or one without values by sample.
     """
-    name, separator, rest = text.partition("=")
-    if not separator or Path(text).exists():
-        name, rest = "", text
-    path = Path(rest)
+    name, path = named_folder(text)
     file = path / "results.json" if path.is_dir() else path
     if not file.is_file():
         raise UsageError(
@@ -89,9 +87,7 @@ def read_run(text: str) -> list[RecordedRun]:
         )
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        parts = [
-            _run(name or path.resolve().name, part, file, len(found)) for part in found.values()
-        ]
+        parts = [_run(name, part, file, len(found)) for part in found.values()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise GdistillError(
             "the scores cannot be read",

@@ -30,14 +30,6 @@ class CurvePoint:
     num_tokens: Float[np.ndarray, "n"]
     entropies_nats: Float[np.ndarray, "n"]
 
-    @classmethod
-    def of_log_perplexities(
-        cls, log_perplexities: Sequence[float], entropies_nats: Sequence[float]
-    ) -> CurvePoint:
-        """A point of samples that weigh alike whatever their lengths (the per-sample aggregate)."""
-        values = np.asarray(log_perplexities, dtype=float)
-        return cls(values, np.ones_like(values), np.asarray(entropies_nats, dtype=float))
-
     @property
     def log_perplexity(self) -> float:
         """Of all samples together: sum of nats / sum of tokens."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from evaluation.curve.matched import CurvePoint
-from evaluation.samples import SampleSet, drawn_with, find_sample_files, read_samples
+from evaluation.samples import SampleSet, drawn_with, find_sample_files, named_folder, read_samples
 from evaluation.score import Score
 from shards.base import UsageError
 
@@ -60,13 +60,10 @@ def read_run(text: str) -> Run:
         UsageError: Without samples, or for files of one folder that differ in more than NFE and
             one setting of the sweep.
     """
-    name, separator, rest = text.partition("=")
-    if not separator or Path(text).exists():  # a folder may have = in its name, as a sweep's do
-        name, rest = "", text
-    folder = Path(rest)
+    name, folder = named_folder(text)
     files = tuple(read_samples(file, folder) for file in find_sample_files(folder))
     _require_one_student(files, folder)
-    return Run(name or folder.resolve().name, files)
+    return Run(name, files)
 
 
 def facts(samples: SampleSet) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from evaluation.bootstrap import PerSample
 from evaluation.llm_judge.endpoint import Endpoint
 from evaluation.llm_judge.rubric import DIMENSIONS, INSTRUCTIONS, parse_ratings, prompt_for
 from evaluation.score import Score, mean_interval
-from shards.base import GdistillError, canonical_json, make_folders, progress_bar
+from shards.base import GdistillError, canonical_json, make_folders, progress_bar, whole_lines
 
 CHARACTERS_PER_TOKEN = 4
 """A usual figure for English; the estimate says that it is one."""
@@ -46,13 +46,7 @@ class AnswerFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._answers: dict[str, str] = {}
-        if not path.is_file():
-            return
-        data = path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if whole != data:
-            path.write_bytes(whole)
-        for number, line in enumerate(whole.splitlines(), start=1):
+        for number, line in enumerate(whole_lines(path), start=1):
             try:
                 record = json.loads(line)
                 self._answers[record["question_sha256"]] = record["answer"]

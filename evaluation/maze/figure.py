@@ -17,6 +17,8 @@ from evaluation.maze.success import STEPS, Maze, Path_
 
 VALID, INVALID, WALL = "#1f77b4", "#d62728", "#444444"
 MAX_LINES = 100
+Panels = Mapping[str, Mapping[str, tuple[Maze, Sequence[Path_ | None]]]]
+"""maze name -> panel title -> (maze, samples)."""
 
 
 def draw_panel(
@@ -79,13 +81,11 @@ def _visited(maze: Maze, moves: Path_) -> list[tuple[float, float]]:
     return cells
 
 
-def paths_figure(
-    panels: Mapping[str, Mapping[str, tuple[Maze, Sequence[Path_ | None]]]], output: Path
-) -> Path:
+def paths_figure(panels: Panels, output: Path) -> Path:
     """Write a PNG: one row per maze, one panel per model.
 
     Args:
-        panels: maze name -> panel title -> (maze, samples).
+        panels: What to draw.
         output: File to write.
     """
     columns = max(len(row) for row in panels.values())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evaluation.maze.figure import paths_figure
+from evaluation.maze.figure import Panels, paths_figure
 from evaluation.maze.results import PLAIN, display_name, natural_rule
-from evaluation.maze.success import Maze, Path_
 from evaluation.report import Table, write_report
 
 PAPER = {
@@ -87,11 +86,7 @@ def _with_interval(cell: Mapping[str, Any]) -> str:
     return f"{_percent(cell['success'])} [{_percent(low)}, {_percent(high)}]"
 
 
-def write_maze_report(
-    results: dict[str, Any],
-    panels: Mapping[str, Mapping[str, tuple[Maze, Sequence[Path_ | None]]]],
-    out: Path,
-) -> list[Table]:
+def write_maze_report(results: dict[str, Any], panels: Panels, out: Path) -> list[Table]:
     """Write results.json, tables.md, paths.png and report.html; returns the tables."""
     tables = []
     for layout in results["layouts"]:

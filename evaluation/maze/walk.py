@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+from evaluation.maze.figure import Panels
 from evaluation.maze.jobs import Job, check_parallel, run_jobs, run_visibly
 from evaluation.maze.report import write_maze_report
 from evaluation.maze.results import (
@@ -31,12 +32,12 @@ from evaluation.maze.results import (
     score_cell,
 )
 from evaluation.maze.success import Maze, Path_
-from evaluation.report import open_folder
 from evaluation.samples import read_samples
 from shards.base import (
     UsageError,
     command_app,
     read_toml,
+    require_writable,
     resolve,
     run_command,
     to_mapping,
@@ -46,7 +47,6 @@ from shards.base import (
 app = command_app()
 KINDS = (PLAIN, "gumbel")
 RULES = ("categorical", "argmax")
-Panels = dict[str, dict[str, tuple[Maze, Sequence[Path_ | None]]]]
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def walk(
     check_parallel(parallel)  # before hours of work that its mistake would end
     started = time.monotonic()
     settings = resolve(WalkConfig, read_toml(config), overrides=overrides or [])
-    open_folder(out)
+    require_writable(out)
     write_json_atomic(out / "config.json", to_mapping(settings))
     runs = [
         StudentRun(layout, kind, seed, out)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import base64
 import html
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from evaluation.report.table import Table
-from shards.base import UsageError, write_bytes_atomic, write_json_atomic
+from shards.base import write_bytes_atomic, write_json_atomic
 
 STYLE = """
 :root{color-scheme:light dark;--text:#222;--quiet:#555;--faint:#777;--line:#ddd;--ours:#eef5fb;
@@ -32,37 +31,14 @@ p.caution{border-left:3px solid rgb(var(--hot));padding-left:.7rem;max-width:48r
 """
 
 
-def open_folder(directory: Path) -> None:
-    """Make sure that results can be written there, before the work that leads to them.
-
-    Raises:
-        UsageError: When it is no folder, or nothing can be written into it.
-    """
-    got = ""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        got = error.strerror or repr(error)
-    if not got and not os.access(directory, os.W_OK):
-        got = "no right to write"
-    if got:
-        raise UsageError(
-            "cannot write the results there",
-            where=directory,
-            got=got,
-            expected="a folder, or a name for one",
-            remedy="give another --out",
-        )
-
-
 def write_report(
     directory: Path,
     *,
     title: str,
     summary: str,
     tables: Iterable[Table],
-    figures: Iterable[tuple[str, Path]],
     results: dict[str, Any],
+    figures: Iterable[tuple[str, Path]] = (),
     cautions: Iterable[str] = (),
     sections: Iterable[str] = (),
 ) -> Path:

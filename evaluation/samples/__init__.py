@@ -23,6 +23,6 @@ if TYPE_CHECKING:
     from evaluation.samples.json_lines import read_records
     from evaluation.samples.references import read_references
     from evaluation.samples.rows import DataRows, read_data_rows
-    from evaluation.samples.samples import SampleSet, find_sample_files, read_samples
+    from evaluation.samples.samples import SampleSet, find_sample_files, named_folder, read_samples
 
 __getattr__, __dir__ = open_door(__name__, __file__)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evaluation.samples.samples import SampleSet
+from evaluation.score import range_text
 
 SAMPLER_FIELDS = (
     "sampler", "decision", "temperature", "tau", "nucleus_p", "nucleus_rule", "block_size", "cache",
@@ -28,7 +29,7 @@ def drawn_with(samples: SampleSet) -> dict[str, Any]:
         "nfe": samples.sampler.get("nfe", samples.nfe_mean),
         "precision": settings.get("precision"),
         "seed": samples.seed,
-        "tokens": _lengths(samples),
+        "tokens": range_text(map(len, samples.tokens)),
         "data": _fingerprint(settings.get("store")),
         "code_version": settings.get("code_version"),
     }
@@ -48,8 +49,3 @@ def _fingerprint(store: object) -> str | None:
     tokens = store.get("tokens") if isinstance(store, Mapping) else None
     value = tokens.get("fingerprint") if isinstance(tokens, Mapping) else None
     return value if isinstance(value, str) else None
-
-
-def _lengths(samples: SampleSet) -> str:
-    lengths = {len(tokens) for tokens in samples.tokens}
-    return f"{min(lengths)}" if len(lengths) == 1 else f"{min(lengths)}..{max(lengths)}"

@@ -59,6 +59,14 @@ class SampleSet:
         ]
 
 
+def named_folder(text: str) -> tuple[str, Path]:
+    """``FOLDER`` or ``NAME=FOLDER``: the name, the folder's own unless told, and the folder."""
+    name, separator, rest = text.partition("=")
+    if not separator or Path(text).exists():  # a folder may have = in its name, as a sweep's do
+        name, rest = "", text
+    return name or Path(rest).resolve().name, Path(rest)
+
+
 def find_sample_files(path: Path) -> list[Path]:
     """The jsonl files at ``path`` (a file or a folder), by name with numbers in their order.
 

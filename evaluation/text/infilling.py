@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from evaluation.bootstrap import PerSample
-from evaluation.score import Score
+from evaluation.score import Score, range_text
 from evaluation.text.judge import JudgeModel
 from evaluation.text.memory import JudgedText
 from evaluation.text.pieces import token_spans
@@ -42,7 +42,10 @@ def exact_match(
         value=kept.value(),
         num_samples=len(hits),
         interval=kept.interval(),
-        settings={"masked": _range(masked), "tokens_per_row": _range(tokens)},
+        settings={
+            "masked": range_text(map(len, masked)),
+            "tokens_per_row": range_text(map(len, tokens)),
+        },
         per_sample=kept,
     )
 
@@ -125,8 +128,3 @@ def filled_spans(
         for place in (p - 1, p)
     }
     return [(ends[place - 1], ends[place]) for place in masked]
-
-
-def _range(rows: Sequence[Sequence[int]]) -> str:
-    sizes = {len(row) for row in rows}
-    return str(min(sizes)) if len(sizes) == 1 else f"{min(sizes)}..{max(sizes)}"

@@ -47,20 +47,19 @@ class JudgeModel:
         return {"judge": self.name, "judge_sha256": self.weights_sha256}
 
 
-def load_judge(name: str, device: str = "cpu", trust_remote_code: bool = False) -> JudgeModel:
+def load_judge(name: str, device: str = "cpu") -> JudgeModel:
     """Load a judge by hub id or from a local folder, in float32.
 
     Args:
         name: Hub id or local folder.
         device: ``auto`` or a torch device.
-        trust_remote_code: Whether code that comes with the model may run.
 
     Raises:
         UsageError: When there is no such model or device, or the model is not causal.
         GdistillError: When its weights are damaged or incomplete, or its tokenizer has no border.
     """
     place = resolve_device(device)
-    files = find_pretrained(name, trust_remote_code=trust_remote_code, role="judge")
+    files = find_pretrained(name, role="judge")
     tokenizer = _load_tokenizer(files)
     eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
     borders = tuple(sorted({token for token in (bos, eos) if token is not None}))
@@ -86,9 +85,7 @@ def load_judge(name: str, device: str = "cpu", trust_remote_code: bool = False) 
 
 def _load_tokenizer(files: PretrainedFiles) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(
-            files.folder, trust_remote_code=files.trust_remote_code, local_files_only=True
-        )
+        return AutoTokenizer.from_pretrained(files.folder, local_files_only=True)
     except Exception as error:  # transformers lets errors of many libraries through
         raise UsageError(
             "cannot load the judge's tokenizer",

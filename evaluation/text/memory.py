@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shards.base import GdistillError, canonical_json, make_folders
+from shards.base import GdistillError, canonical_json, make_folders, whole_lines
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,8 @@ def _key(text: str) -> str:
 
 def _read_file(file: Path) -> dict[str, JudgedText]:
     """The whole lines of the file; a torn one, and what an editor made of one, is read again."""
-    if not file.is_file():
-        return {}
     found = {}
-    data = file.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        file.write_bytes(whole)
-    for line in whole.splitlines():
+    for line in whole_lines(file):
         try:
             key, ids, nll, flags = json.loads(line)
             reading = JudgedText(

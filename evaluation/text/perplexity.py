@@ -80,21 +80,11 @@ def token_nll_nats(
     return result
 
 
-def counted_positions(
-    ids: Int[Tensor, "b l"],
-    border_ids: Sequence[int],
-    attention_mask: Int[Tensor, "b l"] | None = None,
-) -> Bool[Tensor, "b l"]:
-    """True where a token counts: not the first of its row, not between texts, not padding.
-
-    Args:
-        ids: Token ids.
-        border_ids: Tokens that stand between texts (bos, eos).
-        attention_mask: 0 at padding.
-    """
+def counted_positions(ids: Int[Tensor, "b l"], border_ids: Sequence[int]) -> Bool[Tensor, "b l"]:
+    """True where a token counts: not the first of its row, none of those between texts."""
     counted = ~torch.isin(ids, torch.tensor([*border_ids], dtype=ids.dtype, device=ids.device))
     counted[:, 0] = False
-    return counted if attention_mask is None else counted & attention_mask.bool()
+    return counted
 
 
 def reading_limits(judge: JudgeModel, stride: int | None, max_tokens: int | None) -> ReadingLimits:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         make_folders,
         publish_folder,
         sha256_file,
+        whole_lines,
         write_bytes_atomic,
         write_json_atomic,
     )
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
         did_you_mean,
         first_line,
     )
-    from shards.base.folder_lock import exclusive, is_held
+    from shards.base.folder_lock import exclusive, is_held, require_writable
     from shards.base.names import path_inside, safe_name
     from shards.base.process_identity import has_ended, this_process
     from shards.base.seeding import derive_seed, generator

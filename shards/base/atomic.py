@@ -83,6 +83,17 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_bytes_atomic(path, text.encode() + b"\n")
 
 
+def whole_lines(path: Path) -> list[bytes]:
+    """The lines of a file that is appended to; none without one. A torn last line is cut off."""
+    if not path.is_file():
+        return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if whole != data:
+        write_bytes_atomic(path, whole)
+    return whole.splitlines()
+
+
 def sha256_file(path: Path) -> str:
     """The hex sha256 of a file's bytes, read in blocks."""
     with open(path, "rb") as file:

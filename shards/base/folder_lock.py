@@ -1,8 +1,9 @@
-"""One run per output folder."""
+"""An output folder: one that can be written, and one run at a time in it."""
 
 from __future__ import annotations
 
 import fcntl
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,20 @@ from shards.base.errors import UsageError
 LOCK_FILE = ".lock"
 TRIES, PAUSE_SECONDS = 5, 0.02
 """Who only asks whether a folder is held (:func:`is_held`) holds it for an instant itself."""
+
+
+def require_writable(directory: Path) -> None:
+    """Make ``directory``, or refuse it, before the work whose results it is for.
+
+    Raises:
+        UsageError: When it is no folder, or nothing can be written there.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        got, remedy = error.strerror or error, "give another --out"
+        raise UsageError("cannot write there", where=directory, got=got, remedy=remedy) from error
 
 
 @contextmanager

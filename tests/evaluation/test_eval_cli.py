@@ -207,7 +207,7 @@ def test_a_damaged_judge_is_refused(tmp_path: Path, judge_folder: Path) -> None:
 def test_an_out_that_is_no_folder_is_refused_before_the_work(samples: Path) -> None:
     taken = samples / "taken"
     taken.write_text("")
-    with pytest.raises(UsageError, match=r"cannot write the results there \[.*taken\]"):
+    with pytest.raises(UsageError, match=r"cannot write there \[.*taken\]"):
         evaluate(samples, "--out", taken)
 
 

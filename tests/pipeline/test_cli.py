@@ -231,7 +231,7 @@ def test_output_that_cannot_be_written(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     code, _, err = command(*good(teacher, corpus, tmp_path / "file" / "out"))
-    assert code == 2 and "cannot write to the output folder" in error_line(err)
+    assert code == 2 and "cannot write there" in error_line(err)
 
 
 def test_a_folder_of_foreign_files_is_not_taken_for_a_store(

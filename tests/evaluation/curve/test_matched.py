@@ -12,7 +12,7 @@ from evaluation.curve.matched import CurvePoint, interpolate, matched_perplexity
 
 def point(log_perplexity: float, entropy: float, num: int = 4) -> CurvePoint:
     """Samples without any spread."""
-    return CurvePoint.of_log_perplexities([log_perplexity] * num, [entropy] * num)
+    return CurvePoint(np.full(num, log_perplexity), np.ones(num), np.full(num, entropy))
 
 
 def test_log_perplexity_is_interpolated_not_perplexity() -> None:
@@ -63,9 +63,7 @@ def simulate(generator: np.random.Generator, is_paired: bool, num: int = 80) -> 
     for mean in (4.0, 5.0):
         part = shared if is_paired else generator.normal(0, 0.5, num)
         entropies = mean + generator.normal(0, 0.2, num)
-        points.append(
-            CurvePoint.of_log_perplexities((mean - 1 + part).tolist(), entropies.tolist())
-        )
+        points.append(CurvePoint(mean - 1 + part, np.ones(num), entropies))
     return points
 
 

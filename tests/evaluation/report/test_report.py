@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.report import Table, open_folder, write_report
-from shards.base.errors import UsageError
+from evaluation.report import Table, write_report
+from shards.base import UsageError, require_writable
 
 EVIL = '<script>alert("x")</script>'
 TABLE = Table(
@@ -111,6 +111,6 @@ def test_the_page_stands_alone(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for taken in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(UsageError, match="cannot write the results there"):
-            open_folder(taken)
-    open_folder(tmp_path / "new" / "one")
+        with pytest.raises(UsageError, match="cannot write there"):
+            require_writable(taken)
+    require_writable(tmp_path / "new" / "one")

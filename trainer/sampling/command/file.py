@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shards.base import GdistillError, fsync_path, write_bytes_atomic
+from shards.base import GdistillError, fsync_path, whole_lines, write_bytes_atomic
 
 
 class SampleFile:
@@ -34,21 +34,15 @@ class SampleFile:
         """
         if self.path.is_file():
             return {record["index"] for record in self.read()}
-        if not self.partial.is_file():
-            return set()
-        data = self.partial.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if whole != data:
-            write_bytes_atomic(self.partial, whole)
-        return {record["index"] for record in self._records(whole)}
+        return {record["index"] for record in self._records(whole_lines(self.partial))}
 
     def read(self) -> list[dict[str, Any]]:
         """The samples of the finished file."""
-        return self._records(self.path.read_bytes())
+        return self._records(self.path.read_bytes().splitlines())
 
-    def _records(self, data: bytes) -> list[dict[str, Any]]:
+    def _records(self, lines: list[bytes]) -> list[dict[str, Any]]:
         records: dict[int, dict[str, Any]] = {}
-        for number, line in enumerate(data.splitlines(), start=1):
+        for number, line in enumerate(lines, start=1):
             where = f"{self.path}:{number}"
             try:
                 record = json.loads(line)
@@ -84,7 +78,7 @@ class SampleFile:
         """Sort the lines by index and give the file its name."""
         if self.path.is_file():
             return
-        records = self._records(self.partial.read_bytes())
+        records = self._records(self.partial.read_bytes().splitlines())
         records.sort(key=lambda record: record["index"])
         lines = "".join(json.dumps(record) + "\n" for record in records)
         write_bytes_atomic(self.path, lines.encode())
