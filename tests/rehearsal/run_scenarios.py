@@ -8,6 +8,7 @@ import traceback
 
 from tests.rehearsal.pretend_cuda import pretend_cuda
 from tests.rehearsal.scenarios import SCENARIOS, store, teacher_output
+from tests.rehearsal.walks import stories
 
 
 def main(names: list[str]) -> None:
@@ -15,6 +16,7 @@ def main(names: list[str]) -> None:
     for codec in ("posterior", "seeded", "topk", "quantized", "full"):
         store(codec)  # written on the host, outside the pretence
     teacher_output()
+    stories()
     for name in names or list(SCENARIOS):
         record: dict[str, object] = {"scenario": name}
         with pretend_cuda():

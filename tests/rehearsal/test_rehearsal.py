@@ -18,8 +18,18 @@ CEILINGS = {
     "sampling pass": 2,
     "sampling pass, block": 3,
     "sampling token, sequential": 0,
+    "training run": 700,
+    "training run, bd3lm, search": 1200,
+    "verified pass": 30,
+    "judge": 12,
+    "student": 1,
 }
-"""Waits per repetition, by the longest name that a scenario's name begins with."""
+"""Waits per repetition, by the longest name that a scenario's name begins with.
+
+A training run is counted whole: most waits place weights or bring them to a checkpoint, one for
+each tensor; its steps are counted above. A pass of verified decoding waits for what it decides:
+which tokens agree, how far each row got, which rows are done.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +48,7 @@ def ceiling(name: str) -> float:
 def test_every_path_runs_without_mixing_devices(counted: dict[str, dict[str, Any]]) -> None:
     failed = {name: record["error"] for name, record in counted.items() if "error" in record}
     assert not failed, "\n".join(f"{name}\n{error}" for name, error in failed.items())
-    assert len(counted) >= 15
+    assert len(counted) >= 30
 
 
 def test_the_host_waits_no_more_than_it_must(counted: dict[str, dict[str, Any]]) -> None:

@@ -1,0 +1,111 @@
+"""Whole walks on the pretended device: a training with all it does, verified decoding, the judge.
+
+Here a count is of the whole walk, not of a step: what matters is that it runs, on one device.
+Verifiers and judges are small and random, made on the host before the pretence begins.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from evaluation.text.perplexity import token_nll_nats
+from shards.language_model.device import resolve_device
+from tests.rehearsal.pretend_cuda import WATCH
+from tests.rehearsal.scenarios import Counts, scenario, student, waits_per
+from tests.trainer.run_cases import tiny_run, write_store
+from tests.trainer.sampling.test_adaptive import tiny_llama
+from tests.trainer.sampling_cases import VOCAB, open_rows, tiny_student
+from trainer.sampling.registry import make_sampler
+from trainer.sampling.rules.noise import sampling_noise
+from trainer.training.loop import train
+
+ON_GPU = {"training__device": "cuda", "training__micro_batch_size": 3}
+RUNS = {
+    "mdlm, fp32": {},
+    "mdlm, bf16": {"training__precision": "bf16"},
+    "bd3lm": {"student": "bd3lm", "model__block_size": 4, "model__attention": "sdpa"},
+    "bd3lm, search for clips": {
+        "student": "bd3lm",
+        "model__block_size": 4,
+        "model__attention": "sdpa",
+        "model__search_schedule": "true",
+        "training__num_steps": 4,
+    },
+    "ar": {"student": "ar", "model__conditioning": "none"},
+    "mdlm, noise read again": {"model__noise_readings": [1]},
+    "mdlm, unigram": {"model__prior_weight": 1.0},
+    "mdlm, token-level distillation": {"model__kd": "token"},
+}
+
+
+@cache
+def stories() -> Path:
+    """A store, and beside it a verifier of the same vocabulary; written on the host."""
+    folder = Path(tempfile.mkdtemp())
+    tiny_llama().save_pretrained(folder / "verifier")
+    write_store(folder / "store", vocab_size=VOCAB)
+    return folder
+
+
+def _training_run(name: str) -> Counts:
+    """Steps, validation, a checkpoint; the same command again, from it, to the export."""
+    with tempfile.TemporaryDirectory() as folder:
+        for num_steps in (4, 6):
+            settings = {**ON_GPU, "training__num_steps": num_steps, **RUNS[name]}
+            settings["optimization__schedule"] = "constant"
+            assert train(tiny_run(**settings), stories() / "store", Path(folder) / "run")
+        assert (Path(folder) / "run/model/model.safetensors").is_file()
+    return Counter(WATCH.syncs)
+
+
+for _name in RUNS:
+    scenario(f"training run, {_name}")(lambda name=_name: _training_run(name))
+
+
+def _verified(kind: str, sampler: str, **settings: object) -> Counts:
+    model = tiny_student(kind, block_size=4 if kind == "bd3lm" else None, attention="sdpa")
+    model = model.to("cuda")
+    rows, ids = open_rows(model, 2).to("cuda"), torch.arange(2, device="cuda")
+    noise = sampling_noise(5, ids, rows.shape[1], VOCAB, codec=model.codec)
+    made = make_sampler(sampler, verifier=str(stories() / "verifier"), **settings)
+    WATCH.clear()
+    result = made.sample(model, rows, ids, noise, 5)
+    passes = max(1.0, float(torch.as_tensor(result.details["verifier_nfe"]).float().max()))
+    return Counter({place: round(n / passes, 2) for place, n in WATCH.syncs.items()})  # type: ignore[misc]
+
+
+@scenario("verified pass, coupled, mdlm")
+def coupled_rows() -> Counts:
+    return _verified("mdlm", "coupled")
+
+
+@scenario("verified pass, coupled, bd3lm")
+def coupled_blocks() -> Counts:
+    return _verified("bd3lm", "coupled")
+
+
+@scenario("verified pass, apd")
+def adaptive() -> Counts:
+    return _verified("mdlm", "apd", mixture_weight=0.5)
+
+
+@scenario("judge, a text")
+def judge() -> Counts:
+    network = tiny_llama().to(resolve_device("auto")).eval()
+    text = torch.randint(2, VOCAB, (1, 48), generator=torch.Generator().manual_seed(0))
+
+    def read(_: int) -> object:
+        return token_nll_nats(network, text.to("cuda"), 32, 16)
+
+    return waits_per(read)
+
+
+@scenario("student moved and asked for logits")
+def moved() -> Counts:
+    model = student().eval()
+    return waits_per(lambda _: model(torch.zeros(1, 16, dtype=torch.long, device="cuda")))
