@@ -36,6 +36,8 @@ from benchmarks.gpu_parts import (
     first_hitting,
     training_throughput,
 )
+from benchmarks.llm_shapes import SHAPES as LLM_SHAPES
+from benchmarks.llm_shapes import measure_shape
 from benchmarks.measure import machine
 from shards.base import (
     GdistillError,
@@ -72,6 +74,9 @@ def suite_parts(shape: SuiteShape, device: torch.device) -> dict[str, Callable[[
     parts["extraction"] = lambda: extraction(shape, device)
     parts["first hitting"] = lambda: first_hitting(shape, device)
     parts["block training"] = lambda: block_training(shape, device)
+    backbones = LLM_SHAPES["toy" if shape.sampled == "toy" else "paper"]
+    for name, backbone in backbones.items():
+        parts[f"heads on {name}"] = lambda backbone=backbone: measure_shape(backbone, device)
     return parts
 
 

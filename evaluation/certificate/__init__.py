@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
-    from evaluation.certificate.drawn import DrawnFile, read_drawn
+    from evaluation.certificate.drawn import DrawnFile, DrawnRow, read_drawn
     from evaluation.certificate.margins import Certificate, certify_file
 
 __getattr__, __dir__ = open_door(__name__, __file__)

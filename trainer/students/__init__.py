@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         read_model,
     )
     from trainer.students.fused_head import CHUNK_ROWS
+    from trainer.students.on_backbone import FrozenBackbone, load_backbone
     from trainer.students.registry import (
         AR,
         BD3LM,

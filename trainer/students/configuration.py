@@ -13,7 +13,7 @@ from shards.base import UsageError, from_mapping, read_toml, to_mapping
 
 MEDUSA_SETTINGS = ("head_output", "head_rank")
 """Settings of Medusa heads alone."""
-BACKBONE_SETTINGS = ("backbone", "backbone_dtype", "num_proposed", *MEDUSA_SETTINGS)
+BACKBONE_SETTINGS = ("backbone", "backbone_dtype", "num_proposed", "own_noise", *MEDUSA_SETTINGS)
 """Settings of the students that stand on a frozen language model, refused by all others."""
 DIFFUSION_SETTINGS = (
     "injection",
@@ -89,6 +89,8 @@ class StudentSettings:
         head_output: What a Medusa head learns of its output layer beside the backbone's own, which
             all heads share: nothing, a product of rank ``head_rank``, or a whole matrix.
         head_rank: See ``head_output``.
+        own_noise: Whether a proposal is told the noise of its own token too (the paper), or only
+            that of the tokens before it; then its own noise is added when it decodes.
     """
 
     hidden_size: int = 768
@@ -126,6 +128,7 @@ class StudentSettings:
     num_proposed: int = 3
     head_output: Literal["shared", "low_rank", "full"] = "shared"
     head_rank: int = 64
+    own_noise: Literal["hidden", "seen"] = "hidden"
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "num_layers", "num_heads", "condition_size", "mlp_ratio")

@@ -115,7 +115,8 @@ def plan_memory(
 def saved_bytes(step: TrainingStep, batch: Batch) -> int:
     """Bytes that autograd keeps of one forward pass, weights and the batch itself not counted."""
     given = {p.untyped_storage().data_ptr() for p in step.parameters()}
-    given |= {tensor.untyped_storage().data_ptr() for tensor in step.buffers()}
+    others = [*step.buffers(), *step.student.frozen_weights]
+    given |= {tensor.untyped_storage().data_ptr() for tensor in others}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -149,7 +150,9 @@ def _row_bytes(batch: Batch) -> int:
 def _state_bytes(student: Student, pieces: int) -> dict[str, int]:
     """Weights, gradients, two moments and the average; sharded, with a block put together."""
     size = FLOAT32_BYTES * sum(p.numel() for p in student.parameters() if p.requires_grad)
-    frozen = sum(p.numel() * p.element_size() for p in student.parameters() if not p.requires_grad)
+    untrained = [p for p in student.parameters() if not p.requires_grad]
+    untrained += student.frozen_weights
+    frozen = sum(p.numel() * p.element_size() for p in untrained)
     buffers = sum(b.numel() * b.element_size() for b in student.buffers())
     parts = {
         "weights": -(-size // pieces) + frozen + buffers,
@@ -158,7 +161,7 @@ def _state_bytes(student: Student, pieces: int) -> dict[str, int]:
         "moving average of the weights": -(-size // pieces),
     }
     if pieces > 1:
-        blocks = [sum(p.numel() for p in b.parameters()) for b in student.backbone.blocks]
+        blocks = [sum(p.numel() for p in b.parameters()) for b in student.sharded_blocks]
         rest = size // FLOAT32_BYTES - sum(blocks)
         parts["weights put together"] = 2 * FLOAT32_BYTES * (max(blocks) + rest)
     return parts

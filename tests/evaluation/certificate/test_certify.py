@@ -12,9 +12,11 @@ import torch
 
 from evaluation import cli
 from evaluation.certificate.margins import token_margins
+from tests.trainer.backbone_cases import backbone_run, store_of, write_backbone
 from tests.trainer.sample_cli_cases import command, read, save
 from tests.trainer.sampling.test_adaptive import tiny_llama
 from tests.trainer.sampling_cases import LENGTH
+from trainer.training.loop import train
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +118,40 @@ def test_margins_by_hand() -> None:
     scores = torch.tensor([[1.0, 3.0, 2.0], [5.0, 5.0, 0.0]], dtype=torch.float64)
     margins, winners = token_margins(scores, torch.tensor([2, 0]))
     assert margins.tolist() == [-1.0, 0.0] and winners.tolist() == [1, 1]
+
+
+def test_medusa_samples_are_certified_by_their_backbone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Heads trained, sampled and certified by the commands; other acceptance has no certificate."""
+    backbone = write_backbone(tmp_path / "backbone", "qwen2")
+    store = store_of(tmp_path / "store", backbone)
+    train(backbone_run(backbone, training__num_steps=2), store, tmp_path / "run")
+
+    def draw(out: str, *arguments: object) -> int:
+        return command(tmp_path / "run", "--num", 6, "--out", tmp_path / out, *arguments)
+
+    assert draw("coupled", "--tau", 0.8, "--length", 24) == 0
+    assert "tokens per pass of the verifier" in capsys.readouterr().err
+    assert certify(tmp_path / "coupled", backbone) == 0
+    result = found(tmp_path / "coupled")
+    assert result["num_positions"] == 6 * 23 and result["num_mismatches"] == 0
+    records = read(tmp_path / "coupled" / "samples.jsonl")
+    records[3]["tokens"][20] = (records[3]["tokens"][20] + 1) % 12
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "coupled" / "samples.jsonl").write_text(lines)
+    assert certify(tmp_path / "coupled", backbone) == 1
+    assert draw("typical", "--set", "acceptance=typical") == 0
+    assert certify(tmp_path / "typical", backbone) == 2
+    assert "acceptance=typical" in capsys.readouterr().err
+    # What cannot be: longer rows than the backbone reads, another one, none where it was.
+    assert draw("long", "--length", 65) == 2
+    assert "the verifier reads shorter rows" in capsys.readouterr().err
+    other = write_backbone(tmp_path / "other", "qwen2", seed=3)
+    assert draw("other", "--backbone", other) == 2
+    assert "another backbone" in capsys.readouterr().err
+    assert draw("whole", "--sampler", "ancestral", "--nfe", 2) == 2
+    backbone.rename(tmp_path / "moved")
+    assert draw("gone") == 2
+    assert "--backbone FOLDER" in capsys.readouterr().err
+    assert draw("found", "--backbone", tmp_path / "moved") == 0

@@ -38,10 +38,11 @@ def make_student(folder: Path, shape: str = "llama", **changes: Any) -> Medusa:
     return student.eval()
 
 
-@pytest.fixture(scope="module", params=[*SHAPES, "plain", "bf16"])
+@pytest.fixture(scope="module", params=[*SHAPES, "plain", "seen", "bf16"])
 def student(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Medusa:
     changes = {
         "plain": {"model__conditioning": "none"},
+        "seen": {"model__own_noise": "seen"},
         "bf16": {"model__backbone_dtype": "bfloat16"},
     }.get(request.param, {})
     shape = request.param if request.param in SHAPES else "qwen2"

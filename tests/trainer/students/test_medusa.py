@@ -79,9 +79,15 @@ def test_at_step_0_every_head_is_the_backbones(shape: str, dtype: str, tmp_path:
         assert torch.allclose(proposed[:, :, head], logits.log_softmax(-1), atol=room)
 
 
-def test_noise_reaches_no_head_that_proposes_an_earlier_token(places: tuple[Path, Path]) -> None:
-    """By gradients: head k = 1..K behind token i sees the noise of i + 1 .. i + 1 + k alone."""
-    student = shaken(fresh(places))
+@pytest.mark.parametrize("own", ["seen", "hidden"])
+def test_noise_reaches_no_head_that_proposes_an_earlier_token(
+    places: tuple[Path, Path], own: str
+) -> None:
+    """By gradients: head k = 1..K behind token i sees the noise of i + 1 .. i + 1 + k alone.
+
+    Hidden, its own, the last of these, is missing.
+    """
+    student = shaken(fresh(places, model__own_noise=own))
     tokens = torch.randint(VOCAB, (1, 4), generator=torch.Generator().manual_seed(2))
     noise = torch.randn(1, 4 + NUM_HEADS + 1, 16, requires_grad=True)
     proposed = student(tokens, noise).logits
@@ -91,7 +97,8 @@ def test_noise_reaches_no_head_that_proposes_an_earlier_token(places: tuple[Path
                 proposed[0, anchor, k - 1, 3], noise, retain_graph=True
             )
             seen = (gradient[0] != 0).any(dim=-1).nonzero()[:, 0].tolist()
-            assert seen == list(range(anchor + 1, anchor + k + 2)), (anchor, k)
+            stop = anchor + k + (2 if own == "seen" else 1)
+            assert seen == list(range(anchor + 1, stop)), (anchor, k)
 
 
 def test_the_loss_is_that_of_the_proposals(places: tuple[Path, Path]) -> None:

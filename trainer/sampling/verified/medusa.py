@@ -42,8 +42,8 @@ class MedusaConfig(VerifiedSampler):
         epsilon: Of typical acceptance.
         delta: Of typical acceptance.
 
-    Further settings as in :class:`VerifiedSampler`; ``draft`` left to itself is ``race`` for heads
-    without noise under ``coupled`` acceptance, else ``map``.
+    Further settings as in :class:`VerifiedSampler`; ``draft`` left to itself is ``race`` under
+    ``coupled`` acceptance for heads that have not seen their token's own noise, else ``map``.
     """
 
     max_lookahead: int | None = None  # type: ignore[assignment]
@@ -65,7 +65,7 @@ class MedusaConfig(VerifiedSampler):
 
     def settled(self, student: Student) -> MedusaConfig:
         """The same sampler with look-ahead and ``draft`` written out."""
-        races = self.acceptance == "coupled" and not student.is_conditioned
+        races = self.acceptance == "coupled" and not require_heads(student).is_decided
         num_heads = student.settings.num_proposed
         ahead = num_heads if self.max_lookahead is None else min(self.max_lookahead, num_heads)
         return replace(self, draft=self.draft or ("race" if races else "map"), max_lookahead=ahead)

@@ -6,8 +6,10 @@ from the same hidden state h::
     head_k = W2 (SiLU(W1 u) + u),   u = h + A_k z_k,   z = transformer(softmax(tau xi) W)
 
 z runs over the noise of the tokens i + 1 .. i + 1 + K, and is causal: no head sees the noise of a
-token behind the one it proposes. W1 and A begin at zero and W2 as the backbone's own head, so at
-step 0 every head is the backbone's. (Own noise and all before it: paper, section on Medusa.)
+token behind the one it proposes. With ``own_noise`` seen (the paper) z_k has seen that very token's
+noise, which decides it; hidden, only that of the tokens before it, so that the head learns a
+distribution and proposes argmax(log p + tau xi). W1 and A begin at zero and W2 as the backbone's
+own head, so at step 0 every head is the backbone's.
 """
 
 from __future__ import annotations
@@ -129,6 +131,11 @@ class Medusa(BackboneStudent):
         self.noise_sequence = NoiseSequence(config) if conditioned else None
 
     @property
+    def is_decided(self) -> bool:
+        """Whether a proposal has seen the noise of its own token."""
+        return self.is_conditioned and self.settings.own_noise == "seen"
+
+    @property
     def sharded_blocks(self) -> nn.ModuleList:
         """See :class:`Student`."""
         return self.heads
@@ -209,8 +216,14 @@ class Medusa(BackboneStudent):
         assert self.noise_sequence is not None
         width = len(self.heads) + 1
         windows = embedded[:, 1:].unfold(1, width, 1).transpose(2, 3)  # [B, A, K + 1, E]
-        states = self.noise_sequence(windows.flatten(0, 1))
-        return states.view(windows.shape)[:, :, 1:]
+        states = self._states(windows.flatten(0, 1))
+        return states.unflatten(0, windows.shape[:2])
+
+    def _states(self, windows: Float[Tensor, "n w e"]) -> Float[Tensor, "n k e"]:
+        """z of heads 1..K; head k reads the slot of its own token, or the one before it."""
+        sequence: Any = self.noise_sequence
+        states = sequence(windows)
+        return states[:, 1:] if self.is_decided else states[:, :-1]
 
     def propose(
         self, hidden: Float[Tensor, "n d"], embedded: Float[Tensor, "n w e"] | None
@@ -227,11 +240,11 @@ class Medusa(BackboneStudent):
         if self.is_conditioned and embedded is None:
             raise UsageError("a conditioned student needs noise", where="noise", got="none")
         states = None
-        if self.noise_sequence is not None and embedded is not None:
-            states = self.noise_sequence(embedded)
+        if self.is_conditioned and embedded is not None:
+            states = self._states(embedded)
         logits = []
         heads: Any = self.heads
-        for k, head in enumerate(heads, start=1):
+        for k, head in enumerate(heads):
             features = head.features(hidden, None if states is None else states[:, k])
             logits.append(head.logits(features, self.language_model))
         return torch.stack(logits, dim=1).log_softmax(dim=-1)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 from abc import ABC
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
+
+from torch import Tensor
 
 from shards.base import UsageError
 from shards.language_model import looks_local
@@ -96,6 +99,11 @@ class BackboneStudent(Student, ABC):
             return {}
         target = Path(place).expanduser().resolve()
         return {"backbone": os.path.relpath(target, directory.resolve())}
+
+    @property
+    def frozen_weights(self) -> Iterable[Tensor]:
+        """See :class:`Student`."""
+        return self.language_model.network.parameters()
 
     @property
     def flops_per_row(self) -> float:
