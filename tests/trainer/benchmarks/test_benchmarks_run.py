@@ -34,6 +34,13 @@ def test_gpu_suite_at_toy_shape(tmp_path: Path) -> None:
     assert record["extraction"]["figures"]["posterior"]["ratio"] > 0
     assert record["first hitting"]["batched_gain"] > 0
     assert len(record["bars"]) == 5
+    for name in ("Qwen2.5-0.5B", "Llama-3.2-1B"):
+        part = record[f"heads on {name}"]
+        assert part["frozen_weights_stayed"] and part["trained_parameters"] > 0
+        assert part["training"]["losses"][1] < part["training"]["losses"][0]
+        decoding = part["decoding"]
+        assert decoding["coupled"]["teacher_passes"] <= decoding["plain"]["teacher_passes"] == 11
+        assert decoding["coupled"]["padding_ids"] == decoding["plain"]["padding_ids"] == 0
     page = out.with_suffix(".md").read_text()
     assert "not measured" not in page and page.count("| yes |") + page.count("| NO |") >= 5
 
@@ -49,6 +56,7 @@ def suite_with(
         "extraction": lambda *_: {"figures": {"posterior": {"ratio": 1.2}}},
         "first_hitting": lambda *_: {"batched_gain": 6.0},
         "block_training": lambda *_: {"seconds": {}},
+        "measure_shape": lambda *_: {"decoding": {}},
     }
     for name, replacement in {**quick, **changes}.items():
         monkeypatch.setattr(gpu_suite, name, replacement)
