@@ -27,12 +27,12 @@ def told_by_each(logs: Path) -> str:
     return "\n".join(f"{file.parent.name}: {file.read_text()[-4000:]}" for file in files)
 
 
-def run_in_two_processes(store: Path, out: Path) -> str:
-    """Run the script; returns what the processes said if one fell, else ``""``."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+def run_in_processes(number: int, store: Path, out: Path, part: str) -> str:
+    """Run a part of the script; returns what the processes said if one fell, else ``""``."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(number)]
     logs = ["--redirects", "3", "--log-dir", str(out / "logs")]
     done = subprocess.run(
-        [sys.executable, *launch, *logs, str(SCRIPT), str(store), str(out)],
+        [sys.executable, *launch, *logs, str(SCRIPT), str(store), str(out), part],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"},
         capture_output=True,
         text=True,
@@ -44,13 +44,24 @@ def run_in_two_processes(store: Path, out: Path) -> str:
 @pytest.fixture(scope="module")
 def runs(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the runs ``one`` (this process), ``ddp`` and ``fsdp`` (two processes)."""
-    out = tmp_path_factory.mktemp("world")
-    failure = run_in_two_processes(store, out)
+    return runs_of(2, "whole", store, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def runs_of_four(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the runs ``ddp`` and ``fsdp`` of four processes."""
+    return runs_of(4, "plain", store, tmp_path_factory)
+
+
+def runs_of(number: int, part: str, store: Path, factory: pytest.TempPathFactory) -> Path:
+    """The folder that so many processes wrote."""
+    out = factory.mktemp("world")
+    failure = run_in_processes(number, store, out, part)
     if "Signal 6" in failure:
         # Seen once in some seventy runs: abort() in a process, below Python. Told, tried once more.
         warnings.warn(failure, stacklevel=1)
-        out = tmp_path_factory.mktemp("world-again")
-        failure = run_in_two_processes(store, out)
+        out = factory.mktemp("world-again")
+        failure = run_in_processes(number, store, out, part)
     assert not failure, failure
     return out
 
@@ -85,8 +96,16 @@ def test_global_batches_and_corruption_are_the_same(runs: Path, alone: dict[int,
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
-def test_losses_agree(runs: Path, alone: dict[int, Any], sharding: str) -> None:
-    one, two = metrics_without_timing(runs / "one"), metrics_without_timing(runs / sharding)
+@pytest.mark.parametrize("processes", ["runs", "runs_of_four"])
+def test_losses_agree(
+    runs: Path,
+    alone: dict[int, Any],
+    sharding: str,
+    processes: str,
+    request: pytest.FixtureRequest,
+) -> None:
+    several = request.getfixturevalue(processes)
+    one, two = metrics_without_timing(runs / "one"), metrics_without_timing(several / sharding)
     assert [(line["kind"], line["step"]) for line in one] == [
         (line["kind"], line["step"]) for line in two
     ]

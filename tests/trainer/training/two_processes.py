@@ -1,6 +1,6 @@
-"""What test_world_size runs in two processes: the same run under DDP and under FSDP.
+"""What test_world_size runs in several processes: the same run under DDP and under FSDP.
 
-torchrun --standalone --nproc_per_node 2 tests/trainer/training/two_processes.py STORE OUT
+torchrun --standalone --nproc_per_node 2 tests/trainer/training/two_processes.py STORE OUT whole
 """
 
 from __future__ import annotations
@@ -53,6 +53,13 @@ def main(store: Path, out: Path) -> None:
     (out / f"taken-{rank}").touch()
     refused(lambda: train(tiny_run(), store, out / "taken-0"), "taken", out)
     (out / f"finished-{rank}.txt").write_text(str(finish_interrupted(store, out / "late")))
+
+
+def run_both(store: Path, out: Path) -> None:
+    """Under DDP and under FSDP, nothing else."""
+    torch.set_num_threads(1)
+    for sharding in ("ddp", "fsdp"):
+        assert train(tiny_run(training__sharding=sharding), store, out / sharding)
 
 
 def refused(run: Callable[[], object], name: str, out: Path) -> None:
@@ -122,4 +129,4 @@ def differ_in_string_hashes() -> None:
 
 if __name__ == "__main__":
     differ_in_string_hashes()
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    {"whole": main, "plain": run_both}[sys.argv[3]](Path(sys.argv[1]), Path(sys.argv[2]))
