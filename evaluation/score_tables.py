@@ -19,6 +19,7 @@ Pieces = Callable[[str], Sequence[tuple[str, float | None]]]
 BESIDE: Mapping[str, Mapping[str, str]] = {
     "entropy_nats": {"distinct_2": "distinct-2", "repeated_4": "repeated 4-grams"},
     "generative_perplexity": {"per_sample_mean": "mean per sample"},
+    "tokens_per_teacher_pass": {"conditional_acceptance": "accepted by distance"},
     "mauve": {"spread_over_seeds": "spread"},
 }
 """Details that stand in columns of their own, because their score alone can mislead."""
@@ -153,7 +154,8 @@ def _cells(score: Score) -> Iterator[str]:
         text += f" [{_number(score.interval[0])}, {_number(score.interval[1])}]"
     yield text
     for name in BESIDE.get(score.name, {}):
-        yield _number(score.details[name])
+        found = score.details[name]
+        yield " ".join(map(_number, found)) if isinstance(found, list) else _number(found)
 
 
 def _number(value: float) -> str:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evaluation.acceptance import acceptance_score
 from evaluation.maze import Maze, maze_success, moves_of_words
 from evaluation.samples import (
     InfillRow,
@@ -156,6 +157,8 @@ def make_scorers(options: ScoreOptions, sets: Sequence[SampleSet]) -> Scorers:
             text where text is scored.
     """
     functions: list[Scorer] = [lambda samples: [entropy_score(samples.tokens, samples.indices)]]
+    if all(samples.verifications is not None for samples in sets):
+        functions.append(_acceptance)
     if options.maze is not None:
         for samples in sets:
             samples.require_texts()
@@ -178,6 +181,13 @@ def make_scorers(options: ScoreOptions, sets: Sequence[SampleSet]) -> Scorers:
     if references is not None:
         functions.append(_mauve_scorer(judging, references, options.kept))
     return Scorers(functions, judging)
+
+
+def _acceptance(samples: SampleSet) -> list[Score]:
+    counted = samples.verifications or []
+    accepted, reached = [one.accepted for one in counted], [one.reached for one in counted]
+    passes = [one.passes for one in counted]
+    return [acceptance_score(accepted, reached, passes, samples.indices)]
 
 
 def _maze_scorer(file: Path) -> Scorer:

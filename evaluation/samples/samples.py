@@ -13,6 +13,33 @@ from shards.base import GdistillError, UsageError
 
 
 @dataclass(frozen=True)
+class Verification:
+    """What a verifying sampler counted for one sample.
+
+    Attributes:
+        accepted: By distance, drafted tokens that the verifier accepted.
+        reached: By distance, drafted tokens before which all were accepted.
+        passes: Forward passes of the verifier.
+    """
+
+    accepted: list[int]
+    reached: list[int]
+    passes: int
+
+    @classmethod
+    def of(cls, values: dict[str, Any]) -> Verification | None:
+        """From a line of the file; None where no verifier was at work."""
+        accepted, reached, passes = (values.get(n) for n in ("accepted", "reached", "verifier_nfe"))
+        counts = (
+            isinstance(accepted, list)
+            and isinstance(reached, list)
+            and len(accepted) == len(reached)
+            and all(_is_count(count) for count in (*accepted, *reached, passes))
+        )
+        return cls(accepted, reached, passes) if counts else None  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
 class SampleSet:
     """The samples of one file, sorted by sample index.
 
@@ -28,6 +55,7 @@ class SampleSet:
             does not tell.
         settings: Everything else the sampler wrote down.
         source: The jsonl file.
+        verifications: What a verifier accepted of each sample; None unless all of them tell.
     """
 
     name: str
@@ -40,6 +68,7 @@ class SampleSet:
     sampler: dict[str, Any]
     settings: dict[str, Any]
     source: Path
+    verifications: list[Verification] | None = None
 
     @property
     def nfe_mean(self) -> float | None:
@@ -126,7 +155,14 @@ def read_samples(file: Path, folder: Path | None = None) -> SampleSet:
         sampler=values[0]["settings"],
         settings=settings,
         source=file,
+        verifications=_all_or_none([record["verification"] for record in values]),
     )
+
+
+def _all_or_none(found: list[Verification | None]) -> list[Verification] | None:
+    known = [one for one in found if one is not None]
+    widths = {len(one.reached) for one in known}
+    return known if len(known) == len(found) and len(widths) == 1 else None
 
 
 def _checked(record: Record, file: Path) -> Record:
@@ -150,6 +186,7 @@ def _checked(record: Record, file: Path) -> Record:
         raise _wrong("settings", sampler, where, "an object, the sampler's settings")
     fields: dict[str, Any] = {"tokens": tokens, "text": text}
     fields |= {"settings": sampler, "config_sha256": digest}
+    fields["verification"] = Verification.of(values)
     for name, default in defaults.items():
         value = values.get(name)
         if value is not None and not _is_count(value):

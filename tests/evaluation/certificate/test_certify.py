@@ -12,6 +12,8 @@ import torch
 
 from evaluation import cli
 from evaluation.certificate.margins import token_margins
+from evaluation.samples import read_samples
+from evaluation.scorers import ScoreOptions, make_scorers
 from tests.trainer.backbone_cases import backbone_run, store_of, write_backbone
 from tests.trainer.sample_cli_cases import command, read, save
 from tests.trainer.sampling.test_adaptive import tiny_llama
@@ -45,6 +47,12 @@ def certify(samples: Path, teacher: Path) -> int:
     finally:
         sys.argv = before
     return 0
+
+
+def _scores(samples: Path) -> list[dict[str, Any]]:
+    """What ``gdistill-eval`` writes of a file."""
+    sets = [read_samples(samples / "samples.jsonl")]
+    return [score.to_json() for score in make_scorers(ScoreOptions(), sets)(sets[0])]
 
 
 def found(samples: Path) -> dict[str, Any]:
@@ -137,6 +145,11 @@ def test_medusa_samples_are_certified_by_their_backbone(
     result = found(tmp_path / "coupled")
     assert result["num_positions"] == 6 * 23 and result["num_mismatches"] == 0
     records = read(tmp_path / "coupled" / "samples.jsonl")
+    (score,) = (one for one in _scores(tmp_path / "coupled") if "pass" in one["name"])
+    passes = sum(record["verifier_nfe"] for record in records)
+    assert score["value"] == pytest.approx(6 * 23 / passes)
+    reached, accepted = (sum(r[name][0] for r in records) for name in ("reached", "accepted"))
+    assert score["details"]["conditional_acceptance"][0] == pytest.approx(accepted / reached)
     records[3]["tokens"][20] = (records[3]["tokens"][20] + 1) % 12
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (tmp_path / "coupled" / "samples.jsonl").write_text(lines)
