@@ -37,6 +37,9 @@ NUM     ?= 64
 STEPS   ?=
 DEMO    ?= configs/maze-demo.toml
 ARGS    ?=
+# Of `make ablate`: an axis, or a part of a recipe's name.
+ONLY    ?=
+ABLATE_STORIES ?=
 # Tests that run beside each other, and the threads of each.
 JOBS    ?= 2
 # What `make setup` installs besides: `evaluation` brings lm-evaluation-harness.
@@ -52,7 +55,7 @@ export OMP_WAIT_POLICY ?= passive
 .DEFAULT_GOAL := help
 .PHONY: help setup demo maze extract train sample references eval test test-portable test-portable-sample lint bench \
         bench-codecs bench-stream bench-sampling bench-extract bench-training \
-        bench-faults gpu clean
+        bench-faults ablate gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -84,7 +87,8 @@ train: $(STAMP) ## train a student from shards: make train STUDENT=bd3lm SHARDS=
 	  $(if $(STEPS),--set training.num_steps=$(STEPS)) $(ARGS)
 
 sample: $(STAMP) ## draw samples from a trained student: make sample MODEL=... NFE=16 NUM=64
-	$(BIN)/gdistill-sample '$(MODEL)/model' --num $(NUM) --nfe $(NFE) --out '$(SAMPLES)' $(ARGS)
+	$(BIN)/gdistill-sample '$(MODEL)/model' --num $(NUM) \
+	  $(if $(filter ar,$(STUDENT)),,--nfe $(NFE)) --out '$(SAMPLES)' $(ARGS)
 
 references: $(STAMP) ## rows of the corpus as text, for MAUVE: make references NUM=1000
 	$(BIN)/gdistill-extract references '$(SHARDS)' --num $(NUM) --out '$(OUT)/references.jsonl'
@@ -134,6 +138,13 @@ bench-training: $(STAMP) ## a training step against a dense one and against an o
 
 gpu: $(STAMP) ## on a GPU: checks, then every figure with a bar, within 8 minutes; JSON and page
 	$(BIN)/python -m benchmarks.gpu_suite $(ARGS)
+
+# Interrupted, the same command goes on. ABLATE_STORIES: corpus and teacher of the text part.
+ablate: $(STAMP) ## the paper's ablations as table and figure: make ablate [ONLY=codec]
+	$(BIN)/python -m benchmarks.quality benchmarks/quality/ablation-maze.toml --only '$(ONLY)' $(ARGS)
+	$(BIN)/python -m benchmarks.quality.ablation
+	$(if $(ABLATE_STORIES),$(BIN)/python -m benchmarks.quality benchmarks/quality/ablation-stories.toml \
+	  --only '$(ONLY)' --extract '$(ABLATE_STORIES)' $(ARGS))
 
 bench-faults: $(STAMP) ## kills, bit flips, lost files: the full counts
 	$(BIN)/python -m benchmarks.faults --out benchmarks/results $(ARGS)

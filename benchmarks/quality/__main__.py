@@ -51,10 +51,10 @@ def quality(
     home = home or Path("out/quality") / plan_file.stem
     torch.set_num_threads(1)
     words = extract.split()
-    store = extracted(home, (*plan.extract, *words))
-    train(plan, plan.runs, store, home, parallel)
+    stores = make_stores(plan, home, words)
+    train(plan, plan.runs, stores, home, parallel)
     bench = open_bench(plan, home, words, make_judge(plan, judge.split(), home, parallel))
-    figures = measure(plan, home, bench)
+    figures = measure(plan, stores, home, bench)
     out.mkdir(parents=True, exist_ok=True)
     place = out / f"quality-{plan_file.stem}"
     table = bench.summarise(figures)
@@ -79,19 +79,40 @@ def extracted(home: Path, words: tuple[str, ...]) -> Path:
     return home / "store"
 
 
-def train(plan: Plan, runs: list[Run], store: Path, home: Path, parallel: int) -> None:
+def make_stores(plan: Plan, home: Path, words: Sequence[str]) -> dict[str, Path]:
+    """Name -> store: the one that all share has none; others are made where a recipe names them."""
+    stores = {"": extracted(home, (*plan.extract, *words))}
+    named = {recipe.store for recipe in plan.recipes}
+    for spec in (spec for spec in plan.stores if spec.name in named):
+        folder = home / "stores" / spec.name
+        if spec.extract:
+            own = (word.format(home=home) for word in spec.extract)
+            stores[spec.name] = extracted(folder, (*own, *words))
+            continue
+        stores[spec.name] = folder / "store"
+        to = ("--out", str(stores[spec.name]), *spec.convert)
+        run_visibly(f"store {spec.name}", ("gdistill-shards", "convert", str(stores[""]), *to))
+    return stores
+
+
+def train(
+    plan: Plan, runs: list[Run], stores: Mapping[str, Path], home: Path, parallel: int
+) -> None:
     """Train what is not trained; those that others start from come first."""
+    runs = [run for run in runs if run.recipe.student_of is None]
     waves = [run for run in runs if run.recipe.init_from is None]
     for wave in (waves, [run for run in runs if run not in waves]):
         jobs = []
         for run in wave:
+            store = stores[run.recipe.store]
             command, folder = run.command(plan, store, home), home / run.folder
             if recall(folder / "done.json", command) is None:
                 probe = TrainingProgress(folder / "metrics.jsonl")
                 jobs.append(Job(run.folder, command, folder / "train.log", 100, probe))
         run_jobs("train", jobs, parallel, unit="%")
         for run in wave:
-            remember(home / run.folder / "done.json", run.command(plan, store, home), True)
+            command = run.command(plan, stores[run.recipe.store], home)
+            remember(home / run.folder / "done.json", command, True)
 
 
 def make_judge(plan: Plan, words: Sequence[str], home: Path, parallel: int) -> Path | None:
@@ -100,20 +121,24 @@ def make_judge(plan: Plan, words: Sequence[str], home: Path, parallel: int) -> P
         return None
     store = extracted(home / "judge-data", (*plan.judge, *words))
     judge = Run(Recipe("judge", student="ar", settings=plan.judge_settings), seed=0)
-    train(plan, [judge], store, home, parallel)
+    train(plan, [judge], {"": store}, home, parallel)
     return home / judge.folder
 
 
-def measure(plan: Plan, home: Path, bench: Bench) -> dict[str, list[Any]]:
+def measure(
+    plan: Plan, stores: Mapping[str, Path], home: Path, bench: Bench
+) -> dict[str, list[Any]]:
     """Recipe -> figures of its students, one per seed."""
     figures: dict[str, list[Any]] = {recipe.name: [] for recipe in plan.recipes}
     sampling = [plan.num_samples, list(plan.sample_seeds), list(plan.nfe)]
     for run in plan.runs:
         folder = home / run.folder
-        key = [run.command(plan, home / "store", home), sampling]
+        folder.mkdir(parents=True, exist_ok=True)
+        recipe = to_mapping(run.recipe)
+        key = [run.command(plan, stores[run.recipe.store], home), sampling, recipe]
         found = recall(folder / FIGURES, key)
         if found is None:
-            found = bench.measure(run, folder)
+            found = bench.measure(run, home / run.folder_of(run.recipe.student_of))
             remember(folder / FIGURES, key, found)
         figures[run.recipe.name].append(found)
     return figures

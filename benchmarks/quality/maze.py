@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
@@ -15,10 +16,11 @@ from torch import Tensor
 from benchmarks.quality.plan import Plan, Run
 from evaluation.maze import load_task, natural_rule, pool, score_samples, teacher_rows
 from evaluation.samples import SampleSet
-from evaluation.score import Score, wilson_interval
+from evaluation.score import wilson_interval
+from shards.codec import Codec
 from shards.noise import Noise
 from trainer import load_student
-from trainer.sampling import make_sampler, sampling_noise
+from trainer.sampling import Sampler, make_sampler, sampling_noise
 
 Cell = dict[str, Any]
 MARGINS = ((0.0, 0.05), (0.05, 0.1), (0.1, 0.2), (0.2, 0.4), (0.4, math.inf))
@@ -44,20 +46,38 @@ class MazeBench:
     def measure(self, run: Run, folder: Path) -> dict[str, Cell]:
         """NFE -> figures of one student, its sampling seeds together."""
         student = load_student(folder).eval()
-        result = {}
-        for nfe in run.recipe.nfe or self.plan.nfe:
-            scores = [self._score(student, nfe, seed) for seed in self.plan.sample_seeds]
-            result[str(nfe)] = pool([first for first, _ in scores], [other for _, other in scores])
-        result["by_margin"] = self._by_margin(student, self.plan.sample_seeds[0])
+        budgets = self.plan.nfe if run.recipe.nfe is None else run.recipe.nfe
+        result: dict[str, Any] = {}
+        for nfe in budgets or (None,):
+            sampler = self._sampler(run, student, nfe)
+            drawn = [self._draw(student, sampler, seed) for seed in self.plan.sample_seeds]
+            scores = [score_samples(self.task, samples) for samples in drawn]
+            cell = pool([first for first, _ in scores], [other for _, other in scores])
+            cell["nfe_mean"] = float(np.mean([samples.nfe for samples in drawn]))
+            result["own" if nfe is None else str(nfe)] = cell
+        if run.recipe.sampler == "ancestral" and run.recipe.student_of is None:
+            sampler = self._sampler(run, student, 1)
+            result["by_margin"] = self._by_margin(student, sampler, self.plan.sample_seeds[0])
         return result
 
+    def _sampler(self, run: Run, student: Any, nfe: int | None) -> Sampler:
+        """The recipe's sampler with what suits the student, unless the recipe says otherwise."""
+        recipe = run.recipe
+        settings: dict[str, Any] = {} if nfe is None else {"nfe": nfe}
+        if student.is_conditioned:
+            settings["tau"] = 1.0
+        settings["decision"] = natural_rule("gumbel" if student.is_conditioned else "none")
+        if recipe.verifier is not None:
+            settings["verifier"] = str(self.home / run.folder_of(recipe.verifier))
+        return make_sampler(recipe.sampler, **{**settings, **recipe.sampling})
+
     @torch.no_grad()
-    def _by_margin(self, student: Any, seed: int) -> list[Cell]:
+    def _by_margin(self, student: Any, sampler: Sampler, seed: int) -> list[Cell]:
         """Agreement in one pass by how near the nearest tie of the teacher's decode is.
 
         The margin of a row is the least distance between the largest and the next log p + xi.
         """
-        samples = self._draw(student, 1, seed)
+        samples = self._draw(student, sampler, seed)
         decoded = teacher_rows(self.task, samples)
         noise = self._noise(seed)
         shape = (len(decoded), self.task.row_length, noise.vocab_size)
@@ -70,28 +90,23 @@ class MazeBench:
             _share(equal[(margin >= low) & (margin < high)], low, high) for low, high in MARGINS
         ]
 
-    def _noise(self, seed: int) -> Noise:
+    def _noise(self, seed: int, codec: Codec | None = None) -> Noise:
         ids = torch.arange(self.plan.num_samples)
-        return sampling_noise(seed, ids, self.task.row_length, len(self.task.words))
+        return sampling_noise(seed, ids, self.task.row_length, len(self.task.words), codec=codec)
 
-    def _score(self, student: Any, nfe: int, seed: int) -> tuple[Score, Score]:
-        return score_samples(self.task, self._draw(student, nfe, seed))
-
-    def _draw(self, student: Any, nfe: int, seed: int) -> SampleSet:
-        task, count, is_conditioned = self.task, self.plan.num_samples, student.is_conditioned
-        ids, noise = torch.arange(count), self._noise(seed) if is_conditioned else None
+    def _draw(self, student: Any, sampler: Sampler, seed: int) -> SampleSet:
+        task, count = self.task, self.plan.num_samples
+        ids = torch.arange(count)
+        noise = self._noise(seed, student.codec) if student.is_conditioned else None
         rows = torch.full((count, task.row_length), student.mask_id)
         rows[:, 0] = student.config.bos_token_id
-        rule = natural_rule("gumbel" if is_conditioned else "none")
-        noise_settings = {"tau": 1.0} if is_conditioned else {}
-        sampler = make_sampler("ancestral", nfe=nfe, decision=rule, **noise_settings)
         drawn = sampler.sample(student, rows, ids, noise, seed)
         return SampleSet(
             name="",
             tokens=drawn.tokens.tolist(),
             texts=[None] * count,
             indices=ids.tolist(),
-            nfe=[nfe] * count,
+            nfe=drawn.nfe.tolist(),
             lines=[],
             seed=seed,
             sampler={},
@@ -107,11 +122,23 @@ class MazeBench:
         """Markdown, a line per recipe: success in per cent, total variation, agreement, paths."""
         budgets = [str(nfe) for nfe in self.plan.nfe]
         head = ["recipe", *(f"NFE {nfe}" for nfe in budgets), "TV at NFE 1", "agreement", "paths"]
+        if any("own" in cells for seeds in figures.values() for cells in seeds):
+            head.insert(1 + len(budgets), "own NFE")
         exact = [f"{100 * self.task.optimum[nfe]:.1f}" for nfe in self.plan.nfe]
-        lines = [head, ["---"] * len(head), ["exact optimum without noise", *exact, "", "", ""]]
+        own = len(head) - 4 - len(budgets)
+        bound = ["exact optimum without noise", *exact, *[""] * (own + 3)]
+        lines = [head, ["---"] * len(head), bound]
+        groups = {recipe.name: recipe.group for recipe in self.plan.recipes}
+        last = ""
         for name, seeds in figures.items():
-            cells = [_success([cells[nfe] for cells in seeds]) for nfe in budgets]
-            first = [cells[budgets[0]] for cells in seeds]
+            if groups.get(name, "") != last:
+                last = groups.get(name, "")
+                lines.append([f"*{last}*", *[""] * (len(head) - 1)])
+            keys = [nfe if nfe in seeds[0] else None for nfe in budgets]
+            cells = ["" if k is None else _success([c[k] for c in seeds]) for k in keys]
+            if own:
+                cells.append(_own(seeds))
+            first = [next(iter(cells.values())) for cells in seeds]
             variation = ", ".join(f"{cell['total_variation_to_teacher']:.3f}" for cell in first)
             equal = ", ".join(f"{100 * cell['equal_to_teacher_decode']:.1f}" for cell in first)
             paths = ", ".join(str(cell["num_distinct_paths"]) for cell in first)
@@ -124,6 +151,13 @@ def _share(equal: Bool[Tensor, "n"], low: float, high: float) -> Cell:
     interval = list(wilson_interval(count, total)) if total else None
     bounds = {"from_nats": low, "to_nats": high if math.isfinite(high) else None}
     return {**bounds, "num_samples": total, "num_equal": count, "interval_95": interval}
+
+
+def _own(seeds: Sequence[Mapping[str, Cell]]) -> str:
+    """Success of a sampler that counts its passes itself, and how many there were."""
+    cells = [cells["own"] for cells in seeds if "own" in cells]
+    passes = ", ".join(f"{cell['nfe_mean']:.1f}" for cell in cells)
+    return f"{_success(cells)} at {passes}" if cells else ""
 
 
 def _success(cells: Sequence[Cell]) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from shards.base import UsageError, read_toml, resolve
 
@@ -21,7 +22,13 @@ class Recipe:
         conditioning: none or gumbel.
         settings: ``key=value`` settings of the trainer, over the plan's.
         init_from: Name of the recipe whose student (of the same seed) this one starts from.
-        nfe: Forward passes per sample, instead of the plan's.
+        nfe: Forward passes per sample, instead of the plan's; empty for a sampler that has its own.
+        group: The axis of an ablation that it belongs to, for tables and figures.
+        store: Name of one of the plan's stores, instead of the one that all share.
+        student_of: Name of the recipe whose student is judged, instead of training one.
+        sampler: Sampler; maze only.
+        sampling: Settings of it, over those that suit the student; maze only.
+        verifier: Name of the recipe whose student verifies (``sampler`` apd).
     """
 
     name: str
@@ -30,6 +37,38 @@ class Recipe:
     settings: tuple[str, ...] = ()
     init_from: str | None = None
     nfe: tuple[int, ...] | None = None
+    group: str = ""
+    store: str = ""
+    student_of: str | None = None
+    sampler: str = "ancestral"
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    verifier: str | None = None
+
+    @property
+    def needs(self) -> list[str]:
+        """Names of the recipes whose students this one uses."""
+        return [name for name in (self.init_from, self.student_of, self.verifier) if name]
+
+
+@dataclass(frozen=True)
+class StoreWords:
+    """A further store: extracted by words of its own, or converted from the one that all share.
+
+    Attributes:
+        name: What recipes call it.
+        extract: Words of ``gdistill-extract``, all but ``--out``; ``{home}`` is the bench's folder.
+        convert: Words of ``gdistill-shards convert``, all but the stores.
+    """
+
+    name: str
+    extract: tuple[str, ...] = ()
+    convert: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if bool(self.extract) == bool(self.convert):
+            raise UsageError(
+                "a store is extracted or converted", where=self.name, got="both or none"
+            )
 
 
 @dataclass(frozen=True)
@@ -40,6 +79,7 @@ class Plan:
         task: How students are judged.
         extract: Words of ``gdistill-extract``, all but ``--out``.
         recipes: What is compared.
+        stores: Further stores that recipes name.
         preset: Recipe of the trainer that all start from.
         settings: ``key=value`` settings that all share.
         seeds: Training seeds of every recipe.
@@ -62,19 +102,26 @@ class Plan:
     nfe: tuple[int, ...] = (1, 2, 4)
     judge: tuple[str, ...] = ()
     judge_settings: tuple[str, ...] = field(default=())
+    stores: tuple[StoreWords, ...] = ()
 
     def __post_init__(self) -> None:
         names = [recipe.name for recipe in self.recipes]
         for recipe in self.recipes:
             if names.count(recipe.name) > 1:
                 raise UsageError("two recipes of one name", where="recipes", got=recipe.name)
-            if recipe.init_from is not None and recipe.init_from not in names:
-                raise UsageError("no such recipe", where="init_from", got=recipe.init_from)
+            for other in recipe.needs:
+                if other not in names:
+                    raise UsageError("no such recipe", where=recipe.name, got=repr(other))
+            is_bare = recipe.sampler == "ancestral" and not (recipe.sampling or recipe.student_of)
+            if self.task == "stories" and not is_bare:
+                raise UsageError("stories choose their own samplers", where=recipe.name)
+            if recipe.store and recipe.store not in [spec.name for spec in self.stores]:
+                raise UsageError("no such store", where=recipe.name, got=recipe.store)
 
     @property
     def runs(self) -> list[Run]:
-        """Every recipe with every seed; those that start from others come behind them."""
-        ordered = sorted(self.recipes, key=lambda recipe: recipe.init_from is not None)
+        """Every recipe with every seed; those that use others' students come behind them."""
+        ordered = sorted(self.recipes, key=lambda recipe: bool(recipe.needs))
         return [Run(recipe, seed) for seed in self.seeds for recipe in ordered]
 
 
@@ -90,6 +137,10 @@ class Run:
         """A folder's name that tells recipes apart."""
         return f"{slug(self.recipe.name)}-seed{self.seed}"
 
+    def folder_of(self, name: str | None) -> str:
+        """The folder of another recipe's student of the same seed; its own without a name."""
+        return self.folder if name is None else f"{slug(name)}-seed{self.seed}"
+
     def command(self, plan: Plan, store: Path, home: Path) -> tuple[str, ...]:
         """The words of ``gdistill-train`` that make it."""
         settings = (*plan.settings, *self.recipe.settings, f"seed={self.seed}")
@@ -97,7 +148,7 @@ class Run:
         words += ("--student", self.recipe.student, "--conditioning", self.recipe.conditioning)
         words += ("--out", str(home / self.folder))
         if self.recipe.init_from is not None:
-            words += ("--init-from", str(home / f"{slug(self.recipe.init_from)}-seed{self.seed}"))
+            words += ("--init-from", str(home / self.folder_of(self.recipe.init_from)))
         return (*words, *(word for setting in settings for word in ("--set", setting)))
 
 
@@ -109,15 +160,19 @@ def slug(name: str) -> str:
 def read_plan(path: Path, overrides: list[str], only: str = "") -> Plan:
     """The plan in a TOML file, with overrides, of the recipes whose name contains ``only``.
 
+    The group's name is as good; recipes whose students the chosen ones use come along.
+
     Raises:
         UsageError: When no recipe has it.
     """
     plan = resolve(Plan, read_toml(path), overrides=overrides)
-    chosen = tuple(recipe for recipe in plan.recipes if only in recipe.name)
-    if not chosen:
-        names = [recipe.name for recipe in plan.recipes]
-        raise UsageError("no recipe of that name", where="--only", got=only, expected=names)
-    return replace(plan, recipes=chosen)
+    wanted = {recipe.name for recipe in plan.recipes if only in recipe.name or only == recipe.group}
+    if not wanted:
+        known = sorted({recipe.group or recipe.name for recipe in plan.recipes})
+        raise UsageError("no recipe of that name", where="--only", got=only, expected=known)
+    while more := {name for r in plan.recipes if r.name in wanted for name in r.needs} - wanted:
+        wanted |= more
+    return replace(plan, recipes=tuple(r for r in plan.recipes if r.name in wanted))
 
 
 def remember(path: Path, key: object, value: object) -> None:

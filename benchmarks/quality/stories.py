@@ -156,7 +156,8 @@ class StoriesBench:
         rows[:, 0] = self.validation[0, 0]
         noise, extra = None, {}
         if student.is_conditioned:
-            noise = sampling_noise(seed, ids, length, student.config.vocab_size)
+            vocab_size = student.config.vocab_size
+            noise = sampling_noise(seed, ids, length, vocab_size, codec=student.codec)
             extra = {"tau": 1.0}
         sampler = make_sampler(student.default_sampler, nfe=nfe, **extra, **settings)
         tokens = sampler.sample(student, rows, ids, noise, seed).tokens

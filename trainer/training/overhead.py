@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool
@@ -248,11 +249,12 @@ def measured_time_share(scale: Scale, vocab_size: int, repeats: int = 3) -> floa
     noise = _PriorRows(vocab_size)
     batch = Batch(tokens, tokens.float(), rows, rows, scale.num_rows, 0, 0, 0, noise)
     bounds = (scale.masked_share, scale.masked_share)
-    students = []
+    students: list[Any] = []
     for name in ("gumbel", "none"):
         torch.manual_seed(0)
         config = scale.student(vocab_size, name).config
-        students.append(MDLM(config).to(device).train())
+        made: Any = MDLM(config)
+        students.append(made.to(device).train())
     seconds: list[list[float]] = [[], []]
     for turn in range(repeats + 1):
         for times, student in zip(seconds, students, strict=True):

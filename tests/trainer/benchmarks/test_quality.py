@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import benchmarks.quality.__main__ as bench
 from benchmarks.quality import stories
+from benchmarks.quality.ablation import draw_ablations, maze_bars
 from benchmarks.quality.ahead import (
     Fills,
     Prefixes,
@@ -21,10 +23,25 @@ from benchmarks.quality.ahead import (
     truncated,
 )
 from benchmarks.quality.gain import gain_of_first, read_curve
-from benchmarks.quality.plan import Plan, Recipe, Run, read_plan, recall, remember
+from benchmarks.quality.maze import MazeBench
+from benchmarks.quality.plan import (
+    Plan,
+    Recipe,
+    Run,
+    StoreWords,
+    read_plan,
+    recall,
+    remember,
+)
+from evaluation.maze.results import MazeTask
+from evaluation.maze.success import Maze
 from evaluation.maze.teacher_decode import teacher_decode
+from shards.base import to_mapping, write_json_atomic
 from shards.base.errors import UsageError
-from tests.trainer.run_cases import tiny_run
+from shards.cli import app as shards_app
+from shards.store.store import ShardStore
+from tests.trainer.run_cases import tiny_run, write_store
+from trainer.cli import app as trainer_app
 from trainer.sampling.rules.noise import sampling_noise
 from trainer.students.registry import BD3LM, MDLM, StudentSettings
 from trainer.training.loop import train
@@ -133,7 +150,7 @@ def test_gain_at_equal_entropy() -> None:
 def test_plan_mistakes_and_order() -> None:
     with pytest.raises(UsageError, match="one name"):
         Plan("maze", (), (Recipe("a"), Recipe("a")))
-    with pytest.raises(UsageError, match="init_from"):
+    with pytest.raises(UsageError, match=r"no such recipe \[a\]; got 'b'"):
         Plan("maze", (), (Recipe("a", init_from="b"),))
     plan = Plan("maze", (), (Recipe("tuned", init_from="plain"), Recipe("plain")), seeds=(3,))
     assert [run.folder for run in plan.runs] == ["plain-seed3", "tuned-seed3"]
@@ -191,3 +208,122 @@ def test_finished_work_is_kept_with_what_it_was_made_from(tmp_path: Path) -> Non
     assert recall(file, ("a", 2)) is None
     assert isinstance(Run(Recipe("Vocabulary attention, 1/t"), 2).folder, str)
     assert Run(Recipe("Vocabulary attention, 1/t"), 2).folder == "vocabulary-attention-1-t-seed2"
+
+
+GRID = (
+    Recipe("plain", group="reference"),
+    Recipe("noisy", conditioning="gumbel", group="reference"),
+    Recipe("left to right", student="ar", sampler="sequential", nfe=(), group="reference"),
+    Recipe("cut", conditioning="gumbel", store="cut", group="codec"),
+    Recipe("cool", student_of="noisy", sampling={"tau": 0.5}, group="tau"),
+    Recipe(
+        "checked", student_of="noisy", sampler="apd", verifier="left to right", nfe=(), group="APD"
+    ),
+)
+PLAN = Plan(
+    "maze",
+    (),
+    GRID,
+    seeds=(1,),
+    sample_seeds=(5,),
+    num_samples=8,
+    nfe=(1,),
+    stores=(StoreWords("cut", convert=("--codec", "topk", "--set", "num_entries=2")),),
+)
+WORDS = ("<bos>", "<eos>", "up", "down", "left", "right")
+
+
+def maze_task() -> MazeTask:
+    """A row of three cells, and a teacher of random weights."""
+    path = ("right", "right")
+    maze = Maze(("S.T",), (0, 0), (0, 2), (path,), 10)
+    return MazeTask(maze, WORDS, LENGTH, make_teacher(len(WORDS)), {path: 1.0}, {1: 0.5})
+
+
+def run_here(command: tuple[str, ...]) -> None:
+    """A command of the project in this process."""
+    apps = {"gdistill-shards": shards_app, "gdistill-train": trainer_app}
+    apps[command[0]](list(command[1:]), standalone_mode=False)
+
+
+def train_here(jobs: list[Any]) -> None:
+    tiny = ("training.num_steps=2", "training.global_batch_size=8", "training.device=cpu")
+    small = ("model.hidden_size=16", "model.num_layers=1", "model.num_heads=2")
+    for job in jobs:
+        run_here((*job.command, *(word for text in (*tiny, *small) for word in ("--set", text))))
+
+
+def test_a_grid_is_trained_judged_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted after three figures, the same command measures only what is missing."""
+    store = write_store(tmp_path / "store", num_entries=6, vocab_size=6, row_length=LENGTH)
+    monkeypatch.setattr(bench, "run_visibly", lambda name, command: run_here(command))
+    monkeypatch.setattr(bench, "run_jobs", lambda name, jobs, *_, **__: train_here(jobs))
+    monkeypatch.setattr(bench, "extracted", lambda home, words: store)
+    stores = bench.make_stores(PLAN, tmp_path, [])
+    assert ShardStore.open(stores["cut"]).codec.name == "topk"
+    bench.train(PLAN, PLAN.runs, stores, tmp_path, 1)
+    assert not (tmp_path / "cool-seed1").exists()
+    judge = MazeBench(PLAN, tmp_path)
+    judge.__dict__["task"] = maze_task()
+    measured: list[str] = []
+
+    class Watched:
+        limit = 3
+
+        def measure(self, run: Run, folder: Path) -> Any:
+            if len(measured) == self.limit:
+                raise KeyboardInterrupt
+            measured.append(run.recipe.name)
+            return judge.measure(run, folder)
+
+    watched: Any = Watched()
+    with pytest.raises(KeyboardInterrupt):
+        bench.measure(PLAN, stores, tmp_path, watched)
+    watched.limit = 99
+    figures = bench.measure(PLAN, stores, tmp_path, watched)
+    assert sorted(measured) == sorted(recipe.name for recipe in GRID)
+    assert figures["left to right"][0]["own"]["nfe_mean"] == LENGTH - 1
+    assert 1 <= figures["checked"][0]["own"]["nfe_mean"] <= LENGTH - 1
+    assert figures["cool"][0]["1"]["nfe_mean"] == 1 and "by_margin" not in figures["cool"][0]
+    table = judge.summarise(figures)
+    assert "| *codec* |" in "\n".join(table) and len({line.count("|") for line in table}) == 1
+    results = {"plan": to_mapping(PLAN), "recipes": figures, "reference": judge.reference()}
+    bars = maze_bars(results)
+    assert [bar.name for bar in bars if bar.note] == ["left to right", "checked"]
+    write_json_atomic(tmp_path / "quality-ablation-maze.json", results)
+    assert draw_ablations(tmp_path).stat().st_size > 10_000
+
+
+def test_students_are_sampled_as_the_recipe_says() -> None:
+    judge = MazeBench(PLAN, Path("home"))
+    noisy, plain = (make_student(MDLM, conditioning=kind) for kind in ("gumbel", "none"))
+    cool: Any = judge._sampler(Run(GRID[4], 1), noisy, 2)
+    assert (cool.nfe, cool.tau, cool.decision) == (2, 0.5, "argmax")
+    drawn: Any = judge._sampler(Run(GRID[0], 1), plain, 2)
+    assert drawn.decision == "categorical"
+    assert Run(GRID[5], 1).folder_of("left to right") == "left-to-right-seed1"
+
+
+def test_names_of_a_grid() -> None:
+    with pytest.raises(UsageError, match=r"no such recipe.*b"):
+        Plan("maze", (), (Recipe("a", student_of="b"),))
+    with pytest.raises(UsageError, match=r"no such store.*s"):
+        Plan("maze", (), (Recipe("a", store="s"),))
+    with pytest.raises(UsageError, match="own samplers"):
+        Plan("stories", (), (Recipe("a", sampler="apd"),))
+    with pytest.raises(UsageError, match="extracted or converted"):
+        StoreWords("both", ("a",), ("b",))
+    file = Path(__file__).parents[3] / "benchmarks" / "quality" / "ablation-maze.toml"
+    names = [recipe.name for recipe in read_plan(file, [], only="tau 0.85 in sampling").recipes]
+    assert names == ["MDLM + Gumbel", "tau 0.85 in sampling"]
+    by_group = read_plan(file, [], only="codec").recipes
+    assert {recipe.group for recipe in by_group} == {"codec"} and len(by_group) == 3
+    with pytest.raises(UsageError, match=r"--only.*codecs.*'codec'"):
+        read_plan(file, [], only="codecs")
+
+
+def test_the_figure_wants_results(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="make ablate"):
+        draw_ablations(tmp_path)

@@ -115,3 +115,18 @@ def test_a_field_of_an_older_version_is_named() -> None:
     before = {"config": {**to_mapping(config), "retired": 1}}
     with pytest.raises(UsageError, match="retired"):
         require_same_run(before, {"config": to_mapping(config)}, operational_fields(config))
+
+
+def test_the_papers_larger_student() -> None:
+    config = compose_run([read_toml(CONFIGS / "lm1b-mdlm-medium.toml")])
+    assert (config.model.num_layers, config.model.hidden_size) == (24, 1024)
+    assert (config.training.num_steps, config.training.global_batch_size) == (1_000_000, 512)
+
+
+def test_distillation_recipes() -> None:
+    kinds = [
+        read_toml(CONFIGS / f"{name}-kd.toml")["model"]["kd"] for name in ("token", "sequence")
+    ]
+    assert kinds == ["token", "sequence"]
+    text = (CONFIGS / "sequence-kd.toml").read_text(encoding="utf-8")
+    assert "gdistill-extract --mode sequential" in text

@@ -1,0 +1,111 @@
+"""The ablations' figure: a bar per recipe, axis by axis, from what the bench recorded.
+
+python -m benchmarks.quality.ablation
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from shards.base import UsageError, run_command
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One recipe on one task.
+
+    Attributes:
+        group: Axis of the ablation.
+        name: The recipe.
+        value: Mean over training seeds.
+        interval: 95%.
+        note: Passes, where the sampler counts its own.
+    """
+
+    group: str
+    name: str
+    value: float
+    interval: tuple[float, float]
+    note: str = ""
+
+
+def maze_bars(results: Mapping[str, Any]) -> list[Bar]:
+    """Success in per cent at the smallest budget, or at the sampler's own."""
+    budget = str(results["plan"]["nfe"][0])
+    groups = {recipe["name"]: recipe["group"] for recipe in results["plan"]["recipes"]}
+    bars = []
+    for name, seeds in results["recipes"].items():
+        key = budget if budget in seeds[0] else "own"
+        cells = [cells[key] for cells in seeds]
+        value = 100 * float(np.mean([cell["success"] for cell in cells]))
+        low = 100 * float(np.mean([cell["interval_95"][0] for cell in cells]))
+        high = 100 * float(np.mean([cell["interval_95"][1] for cell in cells]))
+        passes = np.mean([cell["nfe_mean"] for cell in cells])
+        note = f"NFE {passes:.1f}" if key == "own" else ""
+        bars.append(Bar(groups[name], name, value, (low, high), note))
+    return bars
+
+
+def draw_ablations(results: Path) -> Path:
+    """Write ``quality-ablation.png`` from the JSON beside it.
+
+    Raises:
+        UsageError: When the bench has not been run.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    file = results / "quality-ablation-maze.json"
+    if not file.is_file():
+        raise UsageError("no results there", where=file, remedy="make ablate")
+    maze = json.loads(file.read_text(encoding="utf-8"))
+    bars = maze_bars(maze)
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.27 * len(bars)), layout="constrained")
+    _draw(axes, bars)
+    budget = maze["plan"]["nfe"][0]
+    optimum = 100 * maze["reference"]["optimum"][str(budget)]
+    axes.axvline(optimum, color="C3", ls="--", lw=1)
+    axes.text(optimum + 0.5, -0.8, "best possible without noise", color="C3", fontsize=8)
+    axes.set_xlabel(f"valid paths, % of samples (NFE {budget} unless said; bars: 95%)")
+    path = results / "quality-ablation.png"
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return path
+
+
+def _draw(axes: Any, bars: Sequence[Bar]) -> None:
+    """Bars from top to bottom, a colour per axis of the ablation."""
+    order = list(dict.fromkeys(bar.group for bar in bars))
+    bars = sorted(bars, key=lambda bar: order.index(bar.group))
+    for place, bar in enumerate(bars):
+        low, high = bar.interval
+        errors = [[max(0.0, bar.value - low)], [max(0.0, high - bar.value)]]
+        color = f"C{order.index(bar.group) % 10}"
+        axes.barh(place, bar.value, color=color, alpha=0.7, xerr=errors, ecolor="0.4")
+        axes.text(high + 1, place, f"{bar.value:.1f} {bar.note}", va="center", fontsize=8)
+    axes.set_yticks(range(len(bars)), [f"{bar.group}: {bar.name}" for bar in bars], fontsize=8)
+    axes.set_xlim(0, 112)
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def main(
+    results: Annotated[Path, typer.Option(help="Where the JSON is.")] = Path("benchmarks/results"),
+) -> None:
+    """Draw it."""
+    typer.echo(f"wrote {draw_ablations(results)}")
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command()(main)
+    run_command(app)
