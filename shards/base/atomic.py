@@ -6,6 +6,7 @@ import glob
 import hashlib
 import json
 import os
+import shutil
 import uuid
 from contextlib import suppress
 from pathlib import Path
@@ -57,12 +58,16 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
 def publish_folder(work: Path, final: Path) -> None:
     """Rename a finished folder, with everything in it on disk before its name is.
 
+    A folder of that name goes first: at any time ``final`` is the old one, absent, or whole.
+
     Libraries that write into it (``save_pretrained``) leave their files to the page cache.
     """
     for path in sorted(work.rglob("*"), reverse=True):  # files before the folders that name them
         fsync_path(path)
     fsync_path(work)
-    work.rename(final)
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(work, final)
     fsync_path(final.parent)
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from shards.base import UsageError
 from shards.noise import Noise
 from trainer.sampling.registry import make_sampler
-from trainer.sampling.rules import sampling_noise
+from trainer.sampling.rules import noise_of_rows
 from trainer.students import Student
 
 
@@ -56,9 +56,8 @@ def generate(
     rows = _first_tokens(student, num_samples) if input_ids is None else input_ids
     rows = _open_to(rows.to(student.device), length, student.mask_id)
     sample_ids = torch.arange(len(rows), device=rows.device)
-    if noise is None and student.is_conditioned:
-        size = student.config.vocab_size
-        noise = sampling_noise(seed, sample_ids, length, size, codec=student.codec)
+    if noise is None:
+        noise = noise_of_rows(student, seed, sample_ids, length)
     config = make_sampler(sampler or student.default_sampler, **sampler_settings)
     return config.sample(student, rows, sample_ids, noise, seed).tokens
 

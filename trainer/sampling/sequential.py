@@ -10,15 +10,13 @@ from jaxtyping import Int
 from torch import Tensor
 
 from shards.base import UsageError
-from shards.noise import Noise
 from trainer.objective import Places
 from trainer.sampling.rules import (
+    NoiseUse,
+    RedrawingSampler,
     SampleKeys,
     SampleResult,
-    StopRule,
-    TokenSampler,
     check_rows,
-    inference,
 )
 from trainer.students import AR, Student
 
@@ -27,19 +25,12 @@ TOKENS_BETWEEN_QUESTIONS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequentialConfig(TokenSampler):
+class SequentialConfig(RedrawingSampler):
     """Ordinary autoregressive sampling with a key/value cache.
 
     NFE is the number of tokens from the first to the last position to fill; given tokens among
-    them are kept.
-
-    Attributes:
-        stop: Early ends and redraws.
-
-    Further settings as in :class:`Sampler`.
+    them are kept. Settings as in :class:`RedrawingSampler`; the student takes no noise.
     """
-
-    stop: StopRule = StopRule()
 
     label: ClassVar[str] = "sequential"
 
@@ -56,24 +47,10 @@ class SequentialConfig(TokenSampler):
             )
         return student
 
-    def sample(
-        self,
-        student: Student,
-        tokens: Int[Tensor, "b l"],
-        sample_ids: Int[Tensor, "b"],
-        noise: Noise | None,
-        seed: int,
+    def fill(
+        self, student: AR, tokens: Int[Tensor, "b l"], use: NoiseUse, keys: SampleKeys
     ) -> SampleResult:
-        """See :class:`Sampler`; an autoregressive student takes no ``noise``."""
-        model = self.check(student, tokens)
-
-        def draw(rows: Int[Tensor, "m"], attempt: int) -> SampleResult:
-            return self._fill(model, tokens[rows], SampleKeys(seed, sample_ids[rows], attempt))
-
-        with inference(student):
-            return self.stop.draw(draw, len(tokens), tokens.device)
-
-    def _fill(self, student: AR, tokens: Int[Tensor, "b l"], keys: SampleKeys) -> SampleResult:
+        """See :class:`RedrawingSampler`."""
         tokens, masked = tokens.clone(), tokens == student.mask_id
         length, eos_id = tokens.shape[1], student.config.eos_token_id
         place = torch.arange(length, device=tokens.device)

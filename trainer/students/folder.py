@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 from shards.base import (
     GdistillError,
     UsageError,
-    fsync_path,
+    publish_folder,
     sha256_file,
     without_library_bars,
     write_json_atomic,
@@ -70,12 +69,7 @@ def export_model(
     store.copy_files("corpus", temporary / "corpus")
     write_json_atomic(temporary / STUDENT_FILE, record)
     (temporary / "README.md").write_text(model_card(record, whole), encoding="utf-8")
-    for path in temporary.rglob("*"):
-        fsync_path(path)
-    if directory.exists():
-        shutil.rmtree(directory)
-    os.replace(temporary, directory)
-    fsync_path(directory.parent)
+    publish_folder(temporary, directory)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ written under a temporary name, synced, and renamed; ``state.json`` seals the ot
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from shards.base import IntegrityError, fsync_path, sha256_file, write_json_atomic
+from shards.base import IntegrityError, publish_folder, sha256_file, write_json_atomic
 from trainer.training.optimization import ExponentialMovingAverage
 from trainer.training.parallel import gather_full, on_main_process, scatter_like
 from trainer.training.run_folder import PREFIX, STATE_FILE, checkpoint_steps
@@ -140,15 +139,10 @@ class CheckpointFolder:
         files = {}
         for name, content in tensors.items():
             save_file(content, temporary / name)
-            fsync_path(temporary / name)
             files[name] = sha256_file(temporary / name)
         document = {"format_version": FORMAT_VERSION, "step": step, "files": files, **state}
         write_json_atomic(temporary / STATE_FILE, document)
-        replaced = self.path(step)
-        if replaced.exists():
-            shutil.rmtree(replaced)
-        os.replace(temporary, replaced)
-        fsync_path(self.directory)
+        publish_folder(temporary, self.path(step))
 
     def _remove_unfinished(self) -> None:
         """What a write that died has left: the run's lock is held, so nobody is writing it."""

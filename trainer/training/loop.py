@@ -259,9 +259,8 @@ class Trainer:
                 note += f", validation {figures['validation_nll_nats']:.3f}"
             bar.note(note, step=self.step, **figures)
         if self.validator is not None and self._is_due(training.validate_every_steps):
-            paused_at = self.window.pause()
-            self._validate(self.validator)
-            self.window.resume(paused_at)
+            with self.window.paused():
+                self._validate(self.validator)
 
     def _validate(self, validator: Validator) -> None:
         self.student.eval()
@@ -285,9 +284,8 @@ class Trainer:
             "window": self.window.state_dict(),
             "validation": self.validation,
         }
-        paused_at = self.window.pause()
-        self.checkpoints.save(self.step, self.trainee, state, self.accelerator)
-        self.window.resume(paused_at)
+        with self.window.paused():
+            self.checkpoints.save(self.step, self.trainee, state, self.accelerator)
         self.saved_step = self.step
 
     def _resume(self) -> None:

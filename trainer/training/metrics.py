@@ -11,7 +11,8 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -178,13 +179,12 @@ class StepWindow:
         """Training starts now."""
         self._started = time.monotonic()
 
-    def pause(self) -> float:
-        """Now; give it to :meth:`resume` after work that is not training."""
-        return time.monotonic()
-
-    def resume(self, paused_at: float) -> None:
-        """Take the time since ``paused_at`` out of the rate."""
-        self._started += time.monotonic() - paused_at
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Work within the context is not training: its time is left out of the rates."""
+        began = time.monotonic()
+        yield
+        self._started += time.monotonic() - began
 
     def state_dict(self) -> dict[str, Any]:
         """The sums; the clock starts anew in a resumed run."""

@@ -95,6 +95,9 @@ def test_a_published_folder_is_on_disk_before_its_name_and_its_name_too(
     publish_folder(work, final)
     assert {work, work / "sub", work / "sub/weights"} <= set(synced[:-1])
     assert synced[-1] == tmp_path and (final / "sub/weights").read_bytes() == b"x"
+    work.mkdir()
+    publish_folder(work, final)
+    assert not list(final.iterdir())
 
 
 def test_a_deleted_file_stays_deleted(tmp_path: Path, synced: list[Path]) -> None:

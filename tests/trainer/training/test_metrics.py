@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -65,11 +66,12 @@ def test_a_window_averages_over_steps_and_continues_after_a_checkpoint() -> None
     assert window.num_steps == 0
 
 
-def test_paused_time_does_not_count() -> None:
+def test_paused_time_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     window = StepWindow()
     window.add(1.0, 1.0, num_tokens=100, num_masked=50, num_flops=1e6)
-    paused_at = window.pause()
-    window.resume(paused_at - 1000.0)  # as if the pause had begun long ago
+    clock = time.monotonic
+    with window.paused():
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + 1000.0)
     assert window.close(None)["seconds"] < 10.0
 
 

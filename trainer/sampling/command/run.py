@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from shards.base import (
     Bar,
@@ -25,12 +23,12 @@ from shards.base import (
     to_mapping,
     write_json_atomic,
 )
-from trainer.sampling import Sampler, sampling_noise
+from trainer.sampling import Sampler
 from trainer.sampling.command.file import SampleFile
 from trainer.sampling.command.given_rows import GivenRows
 from trainer.sampling.command.identity import files_of_same_run, student_identity
-from trainer.sampling.rules import SampleResult
-from trainer.students import ModelFolder, Student
+from trainer.sampling.rules import SampleResult, noise_of_rows
+from trainer.students import ModelFolder
 
 SETTINGS_FILE = "settings.json"
 
@@ -204,14 +202,8 @@ class SampleRun:
         ids = torch.tensor(indices, device=student.device)
         kind = student.device.type
         with torch.autocast(kind, torch.bfloat16, enabled=self.precision == "bf16"):
-            noise = self._noise(student, ids, tokens.shape[1])
+            noise = noise_of_rows(student, self.seed, ids, tokens.shape[1])
             return sampler.sample(student, tokens, ids, noise, self.seed)
-
-    def _noise(self, student: Student, ids: Int[Tensor, "b"], length: int) -> Any:
-        if not student.is_conditioned:
-            return None
-        vocab_size = student.config.vocab_size
-        return sampling_noise(self.seed, ids, length, vocab_size, codec=student.codec)
 
     def _record(self, result: SampleResult, slot: int, index: int) -> dict[str, Any]:
         tokens = result.tokens[slot, : int(result.lengths[slot])].tolist()

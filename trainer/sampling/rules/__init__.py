@@ -15,7 +15,7 @@ from shards.base.door import open_door
 
 if TYPE_CHECKING:
     from trainer.sampling.rules.draws import SampleKeys, position_chunks, race, uniforms
-    from trainer.sampling.rules.noise import sampling_noise
+    from trainer.sampling.rules.noise import noise_of_rows, sampling_noise
     from trainer.sampling.rules.noise_use import (
         STEPS_PER_ATTEMPT,
         NoiseUse,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trainer.sampling.rules.sampler import (
         DiffusionSampler,
         NoisySampler,
+        RedrawingSampler,
         Sampler,
         TokenSampler,
         check_rows,

@@ -9,6 +9,7 @@ from torch import Tensor
 from shards.base import derive_seed
 from shards.codec import Codec
 from shards.noise import KeyedPrior, PositionKeys, PriorNoise
+from trainer.students import Student
 
 
 def sampling_noise(
@@ -38,3 +39,13 @@ def sampling_noise(
     rows = sample_ids.repeat_interleave(row_length)
     keys = PositionKeys(derive_seed(seed, "sampling noise"), rows, positions, draw)
     return KeyedPrior(keys, vocab_size) if codec is None else codec.prior(keys, vocab_size)
+
+
+def noise_of_rows(
+    student: Student, seed: int, sample_ids: Int[Tensor, "b"], row_length: int
+) -> PriorNoise | None:
+    """``sampling_noise`` as the student reads it; None for one without conditioning."""
+    if not student.is_conditioned:
+        return None
+    size = student.config.vocab_size
+    return sampling_noise(seed, sample_ids, row_length, size, codec=student.codec)

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.base import UsageError
-from shards.noise import Noise
+from shards.noise import Noise, PriorNoise
 from trainer.objective import masking_sigma, schedule_of
 from trainer.students import Student
 
 DEFAULT_TAU = 0.85
 STEPS_PER_ATTEMPT = 1 << 20
 """Draw numbers of one attempt: its own, then one per step where noise is redrawn."""
-
-
-@runtime_checkable
-class RedrawableNoise(Protocol):
-    """Noise that has further independent draws."""
-
-    def redrawn(self, draw: int) -> Noise:
-        """The ``draw``-th draw after this one."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -118,8 +108,8 @@ class NoiseUse:
         return student.embed_noise(chosen, 1.0 if self.tau is None else self.tau)
 
 
-def _redrawable(noise: Noise) -> RedrawableNoise:
-    if not isinstance(noise, RedrawableNoise):
+def _redrawable(noise: Noise) -> PriorNoise:
+    if not isinstance(noise, PriorNoise):
         raise UsageError(
             "this noise cannot be redrawn", where="noise", remedy="give sampling_noise"
         )

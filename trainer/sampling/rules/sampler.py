@@ -125,22 +125,18 @@ class NoisySampler(TokenSampler):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffusionSampler(NoisySampler):
-    """Base of the samplers that reveal tokens step by step and may draw a row anew.
+class RedrawingSampler(TokenSampler):
+    """Base of the samplers that may draw a row anew.
 
     Attributes:
-        redraw_noise: Independent noise at every step instead of one draw held fixed.
         stop: Early ends and redraws.
     """
 
-    redraw_noise: bool = False
     stop: StopRule = StopRule()
 
-    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> Student:
-        """Settings against the student; subclasses look at the rows too."""
-        check_noise_settings(student, self.tau, self.redraw_noise)
-        self.stop.check(student, tokens)
-        return student
+    def noise_use(self, noise: Noise | None) -> NoiseUse:
+        """How the noise enters the student."""
+        return NoiseUse(noise)
 
     def sample(
         self,
@@ -152,7 +148,7 @@ class DiffusionSampler(NoisySampler):
     ) -> SampleResult:
         """See :class:`Sampler`."""
         able = self.check(student, tokens)
-        use = NoiseUse(noise, self.tau, self.redraw_noise).checked(student, tokens)
+        use = self.noise_use(noise).checked(student, tokens)
 
         def draw(rows: Int[Tensor, "m"], attempt: int) -> SampleResult:
             keys = SampleKeys(seed, sample_ids[rows], attempt)
@@ -166,6 +162,27 @@ class DiffusionSampler(NoisySampler):
         self, student: Any, tokens: Int[Tensor, "b l"], use: NoiseUse, keys: SampleKeys
     ) -> SampleResult:
         """One attempt at some rows by the student that ``check`` gave back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionSampler(NoisySampler, RedrawingSampler):
+    """Base of the samplers that reveal tokens step by step.
+
+    Attributes:
+        redraw_noise: Independent noise at every step instead of one draw held fixed.
+    """
+
+    redraw_noise: bool = False
+
+    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> Student:
+        """Settings against the student; subclasses look at the rows too."""
+        check_noise_settings(student, self.tau, self.redraw_noise)
+        self.stop.check(student, tokens)
+        return student
+
+    def noise_use(self, noise: Noise | None) -> NoiseUse:
+        """See :class:`RedrawingSampler`."""
+        return NoiseUse(noise, self.tau, self.redraw_noise)
 
 
 def check_rows(student: Student, tokens: Int[Tensor, "b l"]) -> None:
