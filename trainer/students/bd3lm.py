@@ -1,13 +1,12 @@
 """BD3-LM: diffusion inside blocks, autoregression over blocks (Arriola et al. 2025).
 
 Training reads [x_t ; x_0] in one pass. Sampling goes block by block with the keys and values of
-finished blocks in memory::
+finished blocks in memory, ``finished`` being what the cache lacks of them::
 
     cache = student.start_cache(batch_size)
     for block in range(num_blocks):
         while block is not filled:
-            log_probs = student.predict_block(block_tokens, noise_embeddings, cache)
-        cache = student.extend_cache(block_tokens, cache)  # only a finished block enters the cache
+            log_probs = student.predict_after(finished, block, where, noise_embeddings, cache)
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shards.base import UsageError, stderr
-from trainer.objective import Places, masked_log_probs, substituted_log_probs
+from trainer.objective import Places
 from trainer.students.attention import (
     Attend,
     KeyValueCache,
@@ -137,46 +136,6 @@ class BD3LM(MDLM):
         return self.backbone.start_cache(batch_size, self.config.row_length)
 
     @torch.no_grad()
-    def predict_block(
-        self,
-        block_tokens: Int[Tensor, "b block"],
-        noise_embeddings: Float[Tensor, "b block e"] | None,
-        cache: KeyValueCache,
-    ) -> Float[Tensor, "b block v1"]:
-        """SUBS log-probabilities of the block behind the cached ones; the cache stays as it is.
-
-        Args:
-            block_tokens: The block's tokens, the mask id where unknown.
-            noise_embeddings: Noise embeddings of the block's positions, used where masked.
-            cache: Keys and values of all finished blocks.
-        """
-        level = self._embed_sigma(None)
-        embeddings = self.embed(block_tokens, noise_embeddings)
-        hidden = self.backbone(
-            embeddings, level, self._next_positions(block_tokens, cache), full_attention, cache
-        )
-        return substituted_log_probs(self._project(hidden, level), block_tokens, self.mask_id)
-
-    @torch.no_grad()
-    def extend_cache(self, tokens: Int[Tensor, "b new"], cache: KeyValueCache) -> KeyValueCache:
-        """Add finished blocks (one, or a prompt of several) to the cache, in place.
-
-        Raises:
-            UsageError: When the tokens are no whole number of blocks.
-        """
-        new = tokens.shape[1]
-        if new % self.block_size:
-            expected = f"a multiple of block_size = {self.block_size}"
-            raise UsageError("unfinished block", where="extend_cache", got=new, expected=expected)
-        mask = block_causal_mask(cache.length + new, self.block_size, tokens.device)
-        attend = masked_attention(mask[cache.length :])
-        embeddings = self.backbone.vocab_embed(tokens)
-        positions = self._next_positions(tokens, cache)
-        self.backbone(embeddings, self._embed_sigma(None), positions, attend, cache)
-        cache.length += new
-        return cache
-
-    @torch.no_grad()
     def predict_after(
         self,
         finished: Int[Tensor, "b new"],
@@ -185,7 +144,7 @@ class BD3LM(MDLM):
         noise_embeddings: Float[Tensor, "b open e"] | None,
         cache: KeyValueCache,
     ) -> Float[Tensor, "n v1"]:
-        """``extend_cache`` and ``predict_block`` in one forward pass, for a sampler.
+        """``predict_at`` for a block whose predecessors' keys and values are kept.
 
         Args:
             finished: Finished blocks that the cache lacks (none, one, or a prompt of several); the
@@ -204,14 +163,13 @@ class BD3LM(MDLM):
         embeddings = self.embed(block_tokens, noise_embeddings)
         if new:
             embeddings = torch.cat((self._embed_clean(finished, embeddings), embeddings), dim=1)
-        positions, level = self._next_positions(both, cache), self._embed_sigma(None)
         keys = torch.arange(cache.length + both.shape[1], device=both.device)
+        positions, level = keys[cache.length :], self._embed_sigma(None)
         allowed = positions[:, None] // self.block_size >= keys[None, :] // self.block_size
         attend = masked_attention(allowed) if both.shape[1] > self.block_size else full_attention
         hidden = self.backbone(embeddings, level, positions, attend, cache)[:, new:]
         cache.length += new
-        logits = self.backbone.output_layer(self._masked_features(hidden, where, level))
-        return masked_log_probs(logits, self.mask_id)
+        return self._log_probs_at(hidden, where, level)
 
     def _embed_clean(
         self, tokens: Int[Tensor, "b new"], noised: Float[Tensor, "b l e"]
@@ -219,9 +177,6 @@ class BD3LM(MDLM):
         """Embeddings of known tokens, to be put beside noised ones; they have no noise to read."""
         clean = self.backbone.vocab_embed(tokens).to(noised.dtype)
         return pad(clean, (0, noised.shape[-1] - clean.shape[-1]))
-
-    def _next_positions(self, tokens: Tensor, cache: KeyValueCache) -> Int[Tensor, "new"]:
-        return torch.arange(cache.length, cache.length + tokens.shape[1], device=tokens.device)
 
 
 @functools.lru_cache(maxsize=16)

@@ -105,6 +105,12 @@ class MDLM(Student):
         features = self.backbone.output_layer.features(hidden, sigma_embedding)
         return Places.of(where).read(features)
 
+    def _log_probs_at(
+        self, hidden: Tensor, where: Bool[Tensor, "b l"] | Places, sigma_embedding: Tensor | None
+    ) -> Float[Tensor, "n v1"]:
+        features = self._masked_features(hidden, where, sigma_embedding)
+        return masked_log_probs(self.backbone.output_layer(features), self.mask_id)
+
     def _summarise(
         self, loss: Float[Tensor, ""], nlls: Float[Tensor, "n"], corruption: Corruption
     ) -> LossOutput:
@@ -214,8 +220,7 @@ class MDLM(Student):
             positions = torch.arange(tokens.shape[1], device=tokens.device)
             attend = masked_attention(visible[:, None, None, :])
             hidden = self.backbone(self.embed(tokens, noise_embeddings), level, positions, attend)
-        logits = self.backbone.output_layer(self._masked_features(hidden, where, level))
-        return masked_log_probs(logits, self.mask_id)
+        return self._log_probs_at(hidden, where, level)
 
     def start_cache(self, batch_size: int) -> KeyValueCache:
         """Empty memory for the keys and values of ``batch_size`` rows."""
@@ -240,5 +245,4 @@ class MDLM(Student):
         embeddings = self.embed(tokens, noise_embeddings)
         hidden = self.backbone(embeddings, level, positions, full_attention, cache)
         cache.length = stop
-        logits = self.backbone.output_layer(self._masked_features(hidden, where, level))
-        return masked_log_probs(logits, self.mask_id)
+        return self._log_probs_at(hidden, where, level)

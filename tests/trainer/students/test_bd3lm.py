@@ -111,24 +111,26 @@ def test_cache_equals_the_whole_prefix_with_noise_in_every_block() -> None:
     tokens[:, 9:12] = student.mask_id
     everywhere = torch.ones(tokens.shape, dtype=torch.bool)
     condition = student.embed_noise(batch.noise.at(everywhere), 0.85).view(3, LENGTH, -1).detach()
+    block, own, nothing = tokens[:, 8:12], condition[:, 8:12], tokens[:, :0]
+    masked = block == student.mask_id
     whole = student.predict(tokens[:, :12], condition[:, :12])[:, 8:12]
-    prompt = student.extend_cache(tokens[:, :8], student.start_cache(3))
-    stepwise = student.start_cache(3)
+    prompt, stepwise = student.start_cache(3), student.start_cache(3)
+    student.predict_after(tokens[:, :8], block, masked, own, prompt)
     for start in (0, 4):
-        student.extend_cache(tokens[:, start : start + 4], stepwise)
+        student.predict_after(tokens[:, start : start + 4], block, masked, own, stepwise)
     for cache in (prompt, stepwise):
+        assert cache.length == 8
         for _ in range(2):
-            block = student.predict_block(tokens[:, 8:12], condition[:, 8:12], cache)
-            assert torch.allclose(block, whole, atol=1e-5)
+            found = student.predict_after(nothing, block, masked, own, cache)
+            assert torch.allclose(found, whole[masked], atol=1e-5)
         part = torch.tensor([2, 0])
-        some = student.predict_block(tokens[part, 8:12], condition[part, 8:12], cache.select(part))
-        assert torch.allclose(some, whole[part], atol=1e-5)
+        some = student.predict_after(
+            nothing[part], block[part], masked[part], own[part], cache.select(part)
+        )
+        assert torch.allclose(some, whole[part][masked[part]], atol=1e-5)
 
 
 def test_cache_refusals() -> None:
-    student = make_student()
-    with pytest.raises(UsageError, match="unfinished block"):
-        student.extend_cache(torch.zeros(1, 3, dtype=torch.int64), student.start_cache(1))
     timed = make_student(dataclasses.replace(TINY, time_conditioning=True))
     with pytest.raises(UsageError, match="time-conditioned"):
         timed.start_cache(1)
