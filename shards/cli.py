@@ -19,8 +19,9 @@ from shards.base import (
     write_bytes_atomic,
 )
 from shards.codec import make_codec
+from shards.reading import open_store
 from shards.storage import open_location
-from shards.store import ShardStore, ShardWriter, open_store, verify
+from shards.store import ShardStore, ShardWriter, verify
 from shards.store import forget as forget_shards
 from shards.tools import Description
 

@@ -67,10 +67,9 @@ def run(
         sources.append(read_recipe(preset))
     if config is not None:
         sources.append(read_toml(config))
+    chosen = {"conditioning": conditioning, "kd": kd, "backbone": backbone}
     sources.append({} if student is None else {"student": student})
-    sources.append({} if conditioning is None else {"model": {"conditioning": conditioning}})
-    sources.append({} if kd is None else {"model": {"kd": kd}})
-    sources.append({} if backbone is None else {"model": {"backbone": backbone}})
+    sources.append({"model": {name: value for name, value in chosen.items() if value is not None}})
     composed = compose_run(sources, overrides or [])
     if plan:
         typer.echo(planned_memory(composed, store, processes))
@@ -84,7 +83,7 @@ def run(
 
 def planned_memory(config: RunConfig, store: str, processes: int) -> str:
     """The text of ``--plan``; a GPU is planned for unless training.device says otherwise."""
-    from shards.store import open_store
+    from shards import open_store
     from trainer.training import plan_memory
 
     device = "cpu" if config.training.device == "cpu" else "cuda"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     )
     from shards.store.manifest import MANIFEST_FILE, STORE_ARRAYS, Manifest
     from shards.store.reader import SplitReader
-    from shards.store.store import ShardStore, find_store, open_store
+    from shards.store.store import ShardStore, find_store
     from shards.store.verification import Problem, forget, verify
     from shards.store.writer import ShardWriter
 

@@ -43,20 +43,6 @@ def find_store(place: str | Path) -> str:
     return str(place)
 
 
-def open_store(place: str | Path, *, allow_incomplete: bool = False) -> ShardStore:
-    """The store at a path or URL, or in the folder of a run that wrote one; see its ``open``.
-
-    ``open_store(place).split("train").read_rows(0, 8)`` gives arrays by name, [8, L, ...].
-
-    Raises:
-        UsageError: If no store is there.
-        GdistillError: If a newer format wrote it.
-        IntegrityError: If the manifest was altered, or shards are missing and
-            ``allow_incomplete`` is off.
-    """
-    return ShardStore.open(find_store(place), allow_incomplete=allow_incomplete)
-
-
 class ShardStore:
     """A store open for reading; see :meth:`open`."""
 

@@ -47,8 +47,10 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 def test_a_run_by_command(
     monkeypatch: pytest.MonkeyPatch, store: Path, config_file: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    words = ("run", "--store", store, "--config", config_file, "--conditioning", "none")
+    out, extracted = tmp_path / "out", tmp_path / "extracted"
+    extracted.mkdir()
+    (extracted / "store").symlink_to(store)
+    words = ("run", "--store", extracted, "--config", config_file, "--conditioning", "none")
     assert call(monkeypatch, *words, "--out", out, "--set", "training.num_steps=2") == 0
     resolved = json.loads((out / "config.json").read_text())
     assert resolved["training"]["num_steps"] == 2

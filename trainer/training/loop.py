@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from shards import open_store
 from shards.base import (
     Bar,
     UsageError,
@@ -73,7 +74,7 @@ def train(
 
     Args:
         config: The run.
-        store: Path or URL of a finished store.
+        store: Path or URL of a finished store, or of the run that wrote it.
         out: Folder of this run; the same command again resumes it.
         init_from: Model (or finished run) whose weights the student starts from.
 
@@ -84,7 +85,7 @@ def train(
         GdistillError: See the parts; nothing is written over the last good checkpoint.
         KeyboardInterrupt: After a Ctrl-C, when the checkpoint is saved.
     """
-    trainer = Trainer(config, ShardStore.open(store), Path(out), init_from)
+    trainer = Trainer(config, open_store(store), Path(out), init_from)
     with ExitStack() as stack:
         # The lock is the main process's; where it is taken, all of them must hear of it.
         lock = exclusive(trainer.out)
