@@ -8,6 +8,8 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shards.base import aligned
+
 LATEX_ESCAPES = str.maketrans(
     {char: f"\\{char}" for char in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
@@ -35,18 +37,9 @@ class Table:
 
     def to_text(self) -> str:
         """The table in aligned plain text, for a terminal."""
-        widths = [
-            max(len(row[i]) for row in (self.header, *self.rows)) for i in range(len(self.header))
-        ]
-
-        def line(row: Sequence[str]) -> str:
-            cells = [row[0].ljust(widths[0])]
-            cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-            return "  ".join(cells).rstrip()
-
-        rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-        body = [self.title, rule, line(self.header), rule, *map(line, self.rows), rule]
-        return "\n".join([*body, *self.notes])
+        header, *rows = aligned([self.header, *self.rows])
+        rule = "-" * max(map(len, [header, *rows]))
+        return "\n".join([self.title, rule, header, rule, *rows, rule, *self.notes])
 
     def to_html(self) -> str:
         """The table as an HTML fragment, escaped."""

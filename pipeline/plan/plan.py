@@ -22,6 +22,7 @@ from pipeline.plan.token_counts import corpus_tokens
 from pipeline.settings import ExtractRequest, PlanOptions
 from pipeline.teacher import check_row_length, tokenizer_size
 from pipeline.tokens import load_tokenizer
+from shards.base import aligned
 from shards.codec import CODECS, Codec, make_codec
 from shards.language_model import PretrainedFiles, find_pretrained, not_causal_lm
 from shards.stream import WINDOW_BYTES
@@ -64,28 +65,21 @@ class Plan:
 
     def table(self) -> list[str]:
         """For people: one column per corpus."""
-        names = list(self.num_tokens)
-        rows = [("", names)]
-        rows.append(("tokens", [f"{n:,}" for n in self.num_tokens.values()]))
-        rows.append(("rows", [f"{-(-n // self.row_length):,}" for n in self.num_tokens.values()]))
+        amounts = self.num_tokens.values()
+        rows = [["", *self.num_tokens]]
+        rows.append(["tokens", *(f"{n:,}" for n in amounts)])
+        rows.append(["rows", *(f"{-(-n // self.row_length):,}" for n in amounts)])
         for codec, size in self.bytes_per_token.items():
             mark = "*" if codec == self.chosen_codec else " "
             label = f"{mark}{codec} ({size:.1f} B/token)"
-            rows.append(
-                (label, [filesize.decimal(round(n * size)) for n in self.num_tokens.values()])
-            )
+            rows.append([label, *(filesize.decimal(round(n * size)) for n in amounts)])
         for rate in self.rates:
-            hours = [n / rate.tokens_per_second / 3600 for n in self.num_tokens.values()]
-            rows.append((f"hours of {rate.machine}", [_amount(hour) for hour in hours]))
+            hours = [n / rate.tokens_per_second / 3600 for n in amounts]
+            rows.append([f"hours of {rate.machine}", *map(_amount, hours)])
             if self.price_per_hour is not None:
-                prices = [_amount(hour * self.price_per_hour) for hour in hours]
-                rows.append((f"  price at {self.price_per_hour:g} per hour", prices))
-        label_width = max(len(label) for label, _ in rows)
-        widths = [max(len(cells[i]) for _, cells in rows) for i in range(len(names))]
-        return [
-            "  ".join([label.ljust(label_width), *map(str.rjust, cells, widths)])
-            for label, cells in rows
-        ]
+                prices = (_amount(hour * self.price_per_hour) for hour in hours)
+                rows.append([f"  price at {self.price_per_hour:g} per hour", *prices])
+        return aligned(rows)
 
     def lines(self) -> list[str]:
         """The table with what it rests on."""

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shards.base.console import (
         Bar,
         LogFormatOption,
+        aligned,
         command_app,
         is_first_process,
         progress_bar,

@@ -17,7 +17,7 @@ import zstandard
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.base import UsageError, derive_seed
+from shards.base import UsageError, aligned, derive_seed
 from shards.codec import PosteriorCodec, TeacherOutput
 from shards.noise import (
     Probabilities,
@@ -104,11 +104,7 @@ class CouplingReport:
         rows = [head, *(_cells(line) for line in self.figures)]
         counts = (*2 * (self.num_pairs,), *self.pairs_by_variation)
         rows.append(("pairs", "", "", *map(str, counts)))
-        widths = [1 + max(len(row[column]) for row in rows) for column in range(len(head))]
-        return "\n".join(
-            " ".join((row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])))
-            for row in rows
-        )
+        return "\n".join(aligned(rows))
 
 
 def _cells(line: CouplingFigures) -> tuple[str, ...]:
