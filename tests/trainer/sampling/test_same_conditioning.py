@@ -116,7 +116,7 @@ def watch(student) -> list[tuple[Noise, float, Tensor]]:
     seen: list[tuple[Noise, float, Tensor]] = []
 
     def hook(module, arguments, output) -> None:
-        seen.append((*arguments, output))
+        seen.append((*arguments[:2], output))
 
     student.conditioner.register_forward_hook(hook)
     return seen
