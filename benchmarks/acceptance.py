@@ -26,9 +26,9 @@ from benchmarks.measure import machine
 from evaluation.acceptance import acceptance_score
 from evaluation.bootstrap import PerSample, bootstrap_draws, percentile_interval
 from shards.base import UsageError, run_command, write_json_atomic
-from trainer.sampling import MedusaConfig, Sampler, sampling_noise
+from trainer.sampling import DrafterSampler, MedusaConfig, Sampler, sampling_noise
 from trainer.sampling.rules import SampleResult
-from trainer.students import Medusa, ModelFolder, Student, open_model
+from trainer.students import Drafter, Medusa, ModelFolder, Student, open_model
 
 SEED = 17
 BATCH_ROWS = 50
@@ -38,9 +38,14 @@ DECODERS: dict[type[Student], dict[str, Callable[[], Sampler]]] = {
         "typical": lambda: MedusaConfig(acceptance="typical"),
         "greedy": lambda: MedusaConfig(acceptance="greedy"),
     },
+    Drafter: {
+        "coupled": lambda: DrafterSampler(),
+        "two calls": lambda: DrafterSampler(calls_per_round=2),
+    },
 }
 """Kind of student -> acceptance rule -> sampler."""
-LOSSLESS = ("coupled", "greedy")
+LOSSLESS = ("coupled", "two calls", "greedy")
+"""All of a rule give the same tokens, but a drafter of one uniform, which couples by F^-1(u)."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,7 @@ def describe(model: ModelFolder, rule: str, decoded: Decoded) -> dict[str, Any]:
         "student": type(model.student).__name__.lower(),
         "acceptance": rule,
         "conditioning": settings.conditioning,
+        "own_noise": settings.own_noise if isinstance(model.student, Drafter) else "seen",
         "num_proposed": settings.num_proposed,
         "trainable_parameters": model.student.num_parameters(),
         "steps": model.record.get("step"),

@@ -34,10 +34,12 @@ app = command_app(
 def run(
     store: Annotated[str, typer.Option(help="Store to train on: a folder or URL.")],
     out: Annotated[Path, typer.Option(help="Folder of this run; the same command resumes it.")],
-    student: Annotated[str | None, typer.Option(help="mdlm, bd3lm, ar or medusa.")] = None,
+    student: Annotated[str | None, typer.Option(help="mdlm, bd3lm, ar, medusa or drafter.")] = None,
     preset: Annotated[str | None, typer.Option(help="tiny, small, medium or maze.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with the run's settings.")] = None,
-    conditioning: Annotated[str | None, typer.Option(help="none or gumbel.")] = None,
+    conditioning: Annotated[
+        str | None, typer.Option(help="none, gumbel, or a drafter's uniform.")
+    ] = None,
     kd: Annotated[
         str | None,
         typer.Option(help="none, token (KL to stored probabilities), sequence (teacher's rows)."),

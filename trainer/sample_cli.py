@@ -28,6 +28,7 @@ SETTINGS = tuple(
         ("apd", "verified.adaptive:AdaptiveConfig"),
         ("coupled", "verified.coupled:CoupledConfig"),
         ("medusa", "verified.medusa:MedusaConfig"),
+        ("drafter", "verified.slots:DrafterSampler"),
     )
 )
 app = command_app()
@@ -48,7 +49,8 @@ def sample(
     sampler: Annotated[
         str | None,
         typer.Option(
-            help="ancestral, first_hitting, fixed_count, block, sequential, apd, coupled, medusa."
+            help="ancestral, first_hitting, fixed_count, block, sequential, apd, coupled, medusa, "
+            "drafter."
         ),
     ] = None,
     nucleus_p: Annotated[float | None, typer.Option(help="Nucleus p (1 = off).")] = None,

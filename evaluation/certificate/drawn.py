@@ -17,7 +17,7 @@ from trainer.sampling import sampling_noise
 from trainer.sampling.rules import STEPS_PER_ATTEMPT
 from trainer.sampling.verified import require_whole_noise
 
-VERIFIED = ("coupled", "medusa")
+VERIFIED = ("coupled", "medusa", "drafter")
 """Samplers whose tokens a teacher verifies."""
 
 
@@ -95,6 +95,8 @@ def read_drawn(file: Path) -> DrawnFile:
     verified = kind in VERIFIED and rule == "coupled"
     if kind in VERIFIED and not verified:
         raise _no_noise(file, f"drawn with acceptance={rule}")
+    if conditioning == "uniform":
+        raise _no_noise(file, "decided by one uniform per token, which is no Gumbel noise")
     if conditioning == "none" and not verified:
         raise _no_noise(file, "drawn by a student without noise")
     if sampler.get("redraw_noise"):
@@ -141,6 +143,6 @@ def _no_noise(file: Path, got: str) -> UsageError:
         "no noise that decided these samples can be found again",
         where=file,
         got=got,
-        expected="samples of the coupled sampler, of medusa with acceptance=coupled, or of a "
-        "student with noise held fixed",
+        expected="samples of the coupled or drafter sampler, of medusa with acceptance=coupled, or "
+        "of a student with noise held fixed",
     )

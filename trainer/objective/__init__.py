@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         corruption_from_uniforms,
         masked_log_probs,
         require_reachable,
+        row_uniforms,
         schedule_of,
         stratified_times,
         substituted_log_probs,

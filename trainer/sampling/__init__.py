@@ -22,7 +22,12 @@ if TYPE_CHECKING:
     from trainer.sampling.registry import SAMPLERS, make_sampler, sampler_class
     from trainer.sampling.rules import NoiseUse, Sampler, sampling_noise
     from trainer.sampling.sequential import SequentialConfig
-    from trainer.sampling.verified import AdaptiveConfig, CoupledConfig, MedusaConfig
+    from trainer.sampling.verified import (
+        AdaptiveConfig,
+        CoupledConfig,
+        DrafterSampler,
+        MedusaConfig,
+    )
     from trainer.sampling.whole_row import WholeRow
 
 __getattr__, __dir__ = open_door(__name__, __file__)

@@ -20,7 +20,12 @@ from trainer.sampling.block import BlockConfig
 from trainer.sampling.first_hitting import FirstHittingConfig, FixedCountConfig
 from trainer.sampling.rules import Sampler
 from trainer.sampling.sequential import SequentialConfig
-from trainer.sampling.verified import AdaptiveConfig, CoupledConfig, MedusaConfig
+from trainer.sampling.verified import (
+    AdaptiveConfig,
+    CoupledConfig,
+    DrafterSampler,
+    MedusaConfig,
+)
 
 SAMPLERS: dict[str, type[Sampler]] = {
     "ancestral": AncestralConfig,
@@ -31,6 +36,7 @@ SAMPLERS: dict[str, type[Sampler]] = {
     "apd": AdaptiveConfig,
     "coupled": CoupledConfig,
     "medusa": MedusaConfig,
+    "drafter": DrafterSampler,
 }
 
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from trainer.students.base import before_float32
     from trainer.students.conditioning import GumbelConditioner
     from trainer.students.dit import sigma_features
+    from trainer.students.drafter.adapters import ADAPTER
+    from trainer.students.drafter.layout import EMPTY, SlotLayout
+    from trainer.students.drafter.signals import token_uniforms
     from trainer.students.folder import (
         ModelFolder,
         export_model,
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
         MDLM,
         STUDENTS,
         BD3LMConfig,
+        Drafter,
         LossOutput,
         MDLMConfig,
         Medusa,

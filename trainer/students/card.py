@@ -10,7 +10,14 @@ from huggingface_hub import ModelCardData
 
 from trainer.students.registry import Student
 
-NAMES = {"mdlm": "MDLM", "bd3lm": "BD3-LM", "ar": "Autoregressive baseline", "medusa": "Medusa"}
+NAMES = {
+    "mdlm": "MDLM",
+    "bd3lm": "BD3-LM",
+    "ar": "Autoregressive baseline",
+    "medusa": "Medusa",
+    "drafter": "Drafter",
+}
+NOISES = {"none": "", "gumbel": " + Gumbel", "uniform": " + one uniform per token"}
 
 FOLDERS = re.compile(r"(?<![\w.:/])(?:file://)?~?/(?:[^/\s]+/)*|(?<=:)~?/(?!/)(?:[^/\s]+/)*")
 """The folders of an absolute path, bare or behind a scheme's colon; a URL keeps its places."""
@@ -91,7 +98,7 @@ def model_card(record: Mapping[str, Any], student: Student) -> str:
     run, store = record["run"]["config"], record["run"]["store"]
     name = str(run["student"])
     conditioned = student.is_conditioned
-    title = NAMES.get(name, name) + (" + Gumbel" if conditioned else "")
+    title = NAMES.get(name, name) + NOISES[student.settings.conditioning]
     return TEMPLATE.format(
         metadata=_metadata(name, store),
         title=title,

@@ -13,7 +13,16 @@ from shards.base import UsageError, from_mapping, read_toml, to_mapping
 
 MEDUSA_SETTINGS = ("head_output", "head_rank")
 """Settings of Medusa heads alone."""
-BACKBONE_SETTINGS = ("backbone", "backbone_dtype", "num_proposed", "own_noise", *MEDUSA_SETTINGS)
+DRAFTER_SETTINGS = ("lora_rank", "num_starts")
+"""Settings of the drafter alone."""
+BACKBONE_SETTINGS = (
+    "backbone",
+    "backbone_dtype",
+    "num_proposed",
+    "own_noise",
+    *MEDUSA_SETTINGS,
+    *DRAFTER_SETTINGS,
+)
 """Settings of the students that stand on a frozen language model, refused by all others."""
 DIFFUSION_SETTINGS = (
     "injection",
@@ -52,7 +61,8 @@ class StudentSettings:
         mlp_ratio: Hidden width of the MLP over ``hidden_size``.
         dropout: Residual dropout probability. Its draws are keyed by step and process and follow
             the micro-batches, so with it runs of different world sizes differ in these draws.
-        conditioning: Whether masked positions see Gumbel noise.
+        conditioning: Whether masked positions see Gumbel noise; a drafter may see one uniform per
+            token instead.
         injection: Noise embedding in place of the mask embedding, or added to it.
         noise_transform: Marginal of the noise fed to softmax: the Gumbel draw itself, or the same
             draw transformed monotonically to a Gaussian or a uniform (the paper's ablations).
@@ -91,6 +101,8 @@ class StudentSettings:
         head_rank: See ``head_output``.
         own_noise: Whether a proposal is told the noise of its own token too (the paper), or only
             that of the tokens before it; then its own noise is added when it decodes.
+        lora_rank: Rank of a drafter's adapters.
+        num_starts: Starting points of a row that a drafter learns from at a time.
     """
 
     hidden_size: int = 768
@@ -99,7 +111,7 @@ class StudentSettings:
     condition_size: int = 128
     mlp_ratio: int = 4
     dropout: float = 0.1
-    conditioning: Literal["none", "gumbel"] = "none"
+    conditioning: Literal["none", "gumbel", "uniform"] = "none"
     injection: Literal["replace", "add"] = "replace"
     noise_transform: Literal["gumbel", "gaussian", "uniform"] = "gumbel"
     prior_weight: float = 0.0
@@ -129,10 +141,12 @@ class StudentSettings:
     head_output: Literal["shared", "low_rank", "full"] = "shared"
     head_rank: int = 64
     own_noise: Literal["hidden", "seen"] = "hidden"
+    lora_rank: int = 16
+    num_starts: int = 32
 
     def __post_init__(self) -> None:
         sizes = ("hidden_size", "num_layers", "num_heads", "condition_size", "mlp_ratio")
-        for name in (*sizes, "num_proposed", "head_rank"):
+        for name in (*sizes, "num_proposed", "head_rank", "lora_rank", "num_starts"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         heads = self.hidden_size % (2 * self.num_heads) == 0
         _require(heads, "hidden_size", self.hidden_size, f"a multiple of {2 * self.num_heads}")

@@ -8,6 +8,7 @@ from trainer.students.autoregressive import AR, ARConfig
 from trainer.students.base import LossOutput, Student
 from trainer.students.bd3lm import BD3LM, BD3LMConfig
 from trainer.students.configuration import StudentConfig, StudentSettings, read_preset
+from trainer.students.drafter.student import Drafter, DrafterConfig
 from trainer.students.mdlm import MDLM, MDLMConfig
 from trainer.students.on_backbone.medusa import Medusa, MedusaConfig
 
@@ -16,6 +17,7 @@ STUDENTS: dict[str, type[Student]] = {
     "bd3lm": BD3LM,
     "ar": AR,
     "medusa": Medusa,
+    "drafter": Drafter,
 }
 
 for _student in STUDENTS.values():
@@ -32,6 +34,8 @@ __all__ = [
     "STUDENTS",
     "ARConfig",
     "BD3LMConfig",
+    "Drafter",
+    "DrafterConfig",
     "LossOutput",
     "MDLMConfig",
     "Medusa",

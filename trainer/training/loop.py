@@ -112,14 +112,9 @@ class Trainer:
         )
         begun = bool(self.checkpoints.steps())  # then the first weights need not be there any more
         self.student = build_student(config, store, None if begun else init_from)
-        with_noise, device = self.student.is_conditioned, self.accelerator.device
+        reads_codec, device = self.student.reads_codec, self.accelerator.device
         self.make_batch = BatchMaker(
-            store,
-            "train",
-            config.seed,
-            device,
-            self.student.reads_codec,
-            training.num_noise_draws,
+            store, "train", config.seed, device, reads_codec, training.num_noise_draws
         )
         self.stream = ShardStream(
             store.split("train", self.make_batch.arrays),
@@ -139,7 +134,7 @@ class Trainer:
         self.trainee = Trainee(self.student, self.optimizer, self.ema)
         self.validator = None
         if has_validation_rows(store.manifest.splits):
-            self.validator = Validator(config, store, self.accelerator, with_noise)
+            self.validator = Validator(config, store, self.accelerator, reads_codec)
         elif config.model.search_schedule:
             raise UsageError(
                 "the search for clips needs validation rows",

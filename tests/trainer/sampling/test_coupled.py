@@ -175,6 +175,15 @@ def test_the_reader_reads_ragged_rows_as_if_alone(model) -> None:
             rows, lengths = rows[[2, 0, 1]], lengths[[2, 0, 1]]
             reader.select(torch.tensor([2, 0, 1]))
     assert reader.num_passes == 5
+    assert reader.cache is not None, "what was read is not read again"
+    shortest = reader.lengths.argmin()[None]
+    stops = reader.lengths[shortest] + 2
+    reader.select(shortest)
+    logits = reader.next_logits(rows[shortest], stops, 2)
+    assert reader.cache is not None, "nor when longer rows have left"
+    with torch.no_grad():
+        alone = model(rows[shortest, : int(stops)]).logits[0, -2:]
+    assert torch.allclose(logits[0], alone, atol=1e-4)
 
 
 @pytest.mark.parametrize("tau", [1.0, 0.85])

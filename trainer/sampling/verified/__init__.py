@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trainer.sampling.verified.coupled import CoupledConfig
     from trainer.sampling.verified.medusa import MedusaConfig
     from trainer.sampling.verified.rows import gumbel_scores, require_whole_noise
+    from trainer.sampling.verified.slots import DrafterSampler
     from trainer.sampling.verified.verifier import Verifier, load_verifier, require_same_tokenizer
 
 __getattr__, __dir__ = open_door(__name__, __file__)

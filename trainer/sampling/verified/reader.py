@@ -140,10 +140,12 @@ class CausalReader:
         self.lengths = lengths
 
     def select(self, rows: Int[Tensor, "m"]) -> None:
-        """Go on with some of the rows."""
-        self.lengths = self.lengths[rows]
-        if self.cache is not None:
+        """Go on with some of the rows; slots that are empty in all of them are given up."""
+        before, self.lengths = int(self.lengths.max()), self.lengths[rows]
+        if self.cache is not None and len(rows):
             self.cache.batch_select_indices(rows)
+            slots = torch.arange(before - int(self.lengths.max()), before, device=rows.device)
+            self._take(slots.expand(len(rows), -1), before)
 
     def _take(self, source: Int[Tensor, "b width"], before: int) -> None:
         """Slots of the cache from other slots; negative sources stand for empty slots."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,7 @@ class Verifier:
     @functools.cached_property
     def weights_sha256(self) -> str:
         """Hash of names and values of all weights, whatever files they lie in."""
-        total = hashlib.sha256()
-        for name, value in sorted(self.model.state_dict().items()):
-            total.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-            total.update(value.contiguous().flatten().view(torch.uint8).cpu().numpy().data)
-        return total.hexdigest()
+        return hash_of_weights(self.model.state_dict())
 
     def start(self) -> None:
         """Begin other rows."""
@@ -102,6 +99,15 @@ class Verifier:
     def _crop(self, length: int) -> None:
         if self.cache is not None and self.cache.get_seq_length() > length:
             self.cache.crop(length - self.cache.get_seq_length())
+
+
+def hash_of_weights(weights: Mapping[str, Tensor]) -> str:
+    """sha256 over names, shapes, types and bytes, by name."""
+    total = hashlib.sha256()
+    for name, value in sorted(weights.items()):
+        total.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        total.update(value.contiguous().flatten().view(torch.uint8).cpu().numpy().data)
+    return total.hexdigest()
 
 
 def verifier_place(path: str) -> str:

@@ -27,7 +27,7 @@ from shards.base import UsageError
 from trainer.objective import Batch, Places
 from trainer.students.attention import Rotary, causal_attention
 from trainer.students.base import LossOutput
-from trainer.students.configuration import StudentConfig
+from trainer.students.configuration import DRAFTER_SETTINGS, StudentConfig
 from trainer.students.dit import Block, LayerNorm
 from trainer.students.fused_head import CHUNK_ROWS
 from trainer.students.on_backbone.backbone import FrozenBackbone
@@ -120,7 +120,10 @@ class Medusa(BackboneStudent):
 
     config_class = MedusaConfig
     default_sampler = "medusa"
-    foreign_settings: ClassVar[tuple[str, ...]] = BackboneStudent.foreign_settings
+    foreign_settings: ClassVar[tuple[str, ...]] = (
+        *BackboneStudent.foreign_settings,
+        *DRAFTER_SETTINGS,
+    )
 
     def _build(self, config: StudentConfig) -> None:
         width = (config.frozen or {})["hidden_size"]

@@ -48,10 +48,15 @@ class BackboneStudent(Student, ABC):
         remedy = "self-distillation: give the teacher of the shards, or extract from this backbone"
         require_backbone(backbone, teacher.get("weights_sha256"), teacher.get("id"), remedy)
         config = cls.configure(settings, manifest)
-        config.frozen = backbone.record
+        config.frozen = cls.describe(backbone)
         student = cls(config)
         student.attach(backbone)
         return student
+
+    @classmethod
+    def describe(cls, backbone: FrozenBackbone) -> dict[str, Any]:
+        """What the config keeps of the backbone: enough to build what is trained without it."""
+        return backbone.record
 
     def attach(self, backbone: FrozenBackbone) -> None:
         """Stand on this backbone.

@@ -1,0 +1,82 @@
+"""What slots see: by hand, packed against alone, dense against FlexAttention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.functional import scaled_dot_product_attention
+
+from tests.trainer.students.drafter.drafter_cases import tiny_drafter
+from trainer.students.drafter.layout import EMPTY, SlotLayout, flex_slot_mask, slot_mask
+
+BY_HAND = """
+1.........
+11........
+111.......
+1111......
+11..1.....
+11..11....
+111...1...
+111...11..
+111.....1.
+111.....11
+"""
+
+
+def test_the_pattern_by_hand() -> None:
+    """Four tokens, starting points behind two, three and three of them, two slots each."""
+    layout = SlotLayout(torch.tensor([[2, 3, 3]]), 2, 4)
+    seen = slot_mask(layout, torch.arange(4)[None], 4)[0, 0]
+    drawn = ["".join("1" if cell else "." for cell in row) for row in seen.tolist()]
+    assert drawn == BY_HAND.split()
+    assert layout.places.tolist() == [[2, 3, 3, 4, 3, 4]]
+    assert layout.positions.tolist() == [[1, 2, 2, 3, 2, 3]], "past the row's end they stay in it"
+    cached = slot_mask(layout, torch.arange(4)[None], 1)[0, 0]
+    assert torch.equal(cached, seen[3:]), "tokens in the cache ask nothing"
+
+
+def test_empty_keys_are_seen_by_nobody_else() -> None:
+    """A row of two tokens beside a row of three: its first key is no token."""
+    places = torch.tensor([[EMPTY, 0, 1], [0, 1, 2]])
+    seen = slot_mask(SlotLayout(torch.tensor([[2], [3]]), 1, 8), places, 3)[:, 0]
+    assert seen[0].int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 0], [0, 1, 1, 1]]
+    assert seen[1].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("num_read", [0, 3, 10])
+def test_flex_attention_gives_the_same_numbers(num_read: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layout = SlotLayout(torch.tensor([[1, 4, 9], [2, 3, 10]]), 4, 14)
+    places = torch.arange(10).repeat(2, 1)
+    places[1, :3] = EMPTY
+    queries, keys = num_read + 12, 22
+    query = torch.randn(2, 3, queries, 16, generator=generator)
+    key, value = torch.randn(2, 2, 3, keys, 16, generator=generator)
+    dense = scaled_dot_product_attention(query, key, value, slot_mask(layout, places, num_read))
+    block_mask = flex_slot_mask(layout, places, num_read)
+    found = flex_attention(query, key, value, block_mask=block_mask)
+    assert isinstance(found, torch.Tensor)
+    assert torch.allclose(found, dense, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen2", "gpt2"])
+@torch.no_grad()
+def test_packed_starting_points_read_as_if_alone(shape: str, tmp_path: Path) -> None:
+    """Against the row cut off before each starting point, whose slots stand behind it."""
+    student, _ = tiny_drafter(tmp_path, shape)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(12, (2, 8), generator=generator)
+    starts = torch.tensor([[1, 3, 5], [2, 2, 4]])
+    layout = SlotLayout(starts, student.num_slots, 8)
+    table = torch.randn(2, 8, 16, generator=generator)
+    together = student.slot_states(tokens, layout, student.slot_inputs(layout, table))
+    together = together.unflatten(1, (3, student.num_slots))
+    for row in range(2):
+        for point, start in enumerate(starts[row].tolist()):
+            lone = SlotLayout(torch.tensor([[start]]), student.num_slots, 8)
+            inputs = student.slot_inputs(lone, table[row : row + 1])
+            alone = student.slot_states(tokens[row : row + 1, :start], lone, inputs)
+            assert torch.allclose(together[row, point], alone[0], atol=1e-4)
