@@ -39,6 +39,7 @@ from evaluation.maze.teacher_decode import teacher_decode
 from shards.base import to_mapping, write_json_atomic
 from shards.base.errors import UsageError
 from shards.cli import app as shards_app
+from shards.codec.registry import codec_parameters, make_codec
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import tiny_run, write_store
 from trainer.cli import app as trainer_app
@@ -304,6 +305,26 @@ def test_students_are_sampled_as_the_recipe_says() -> None:
     drawn: Any = judge._sampler(Run(GRID[0], 1), plain, 2)
     assert drawn.decision == "categorical"
     assert Run(GRID[5], 1).folder_of("left to right") == "left-to-right-seed1"
+
+
+def test_noise_is_cut_as_the_students_store_cuts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = MazeBench(PLAN, Path("home"))
+    judge.__dict__["task"] = maze_task()
+    codec = make_codec("topk", num_entries=2)
+    config = MDLM.config_class.build(
+        StudentSettings(hidden_size=16, num_layers=1, num_heads=2, conditioning="gumbel"),
+        vocab_size=len(WORDS),
+        row_length=LENGTH,
+        bos_token_id=0,
+    )
+    config.codec = {"name": "topk", "parameters": codec_parameters(codec)}
+    student = MDLM(config).eval()
+    seen: list[Any] = []
+    embed = student.embed_noise
+    monkeypatch.setattr(student, "embed_noise", lambda n, tau: seen.append(n) or embed(n, tau))
+    judge._draw(student, judge._sampler(Run(GRID[1], 1), student, 1), 5)
+    arrivals = seen[0].tile(0, len(WORDS))
+    assert bool(((~arrivals.isinf()).sum(1) == 2).all())
 
 
 def test_names_of_a_grid() -> None:

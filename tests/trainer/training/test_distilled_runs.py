@@ -154,3 +154,22 @@ def test_sequence_level_distillation_wants_rows_of_the_teacher(store: Path, tmp_
 def test_mistakes(store: Path, settings: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build_student(tiny_run(**settings), ShardStore.open(store), None)
+
+
+@pytest.mark.parametrize("projection", ["noise_rank=4", "noise_projection=tied"])
+def test_noise_brought_into_a_plain_student_begins_silent_and_learns(
+    store: Path, tmp_path: Path, projection: str
+) -> None:
+    """At the start the first loss is the source's; only one of the two factors is zero."""
+    plain = tiny_run(model__conditioning="none", training__num_steps=1)
+    assert train(plain, store, tmp_path / "plain")
+    name, value = projection.split("=")
+    config = tiny_run(model__injection="add", **{f"model__{name}": value})
+    student = build_student(config, ShardStore.open(store), tmp_path / "plain")
+    source = read_model(tmp_path / "plain" / "model")
+    batch = first_batch(store)
+    first = student.loss(batch).loss
+    torch.testing.assert_close(first, source.loss(batch).loss, rtol=1e-5, atol=1e-6)
+    first.backward()
+    gradients = [p.grad for n, p in student.named_parameters() if n.startswith("conditioner.")]
+    assert any(grad is not None and bool((grad != 0).any()) for grad in gradients)
