@@ -213,7 +213,8 @@ def cost_table(costs: Sequence[NoiseCost]) -> str:
         for cost in costs
     ]
     widths = [max(map(len, column)) + 2 for column in zip(head, *lines, strict=True)]
-    return "\n".join("".join(map(str.rjust, line, widths)) for line in (head, *lines))
+    padded = ("".join(map(str.rjust, line, widths)) for line in (head, *lines))
+    return "\n".join(line.rstrip() for line in padded)
 
 
 @dataclass(frozen=True)
