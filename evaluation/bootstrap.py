@@ -80,14 +80,18 @@ class PerSample:
         """What :meth:`to_json` wrote.
 
         Raises:
-            ValueError: For lists of unequal length or entries that are no finite numbers.
+            ValueError: For lists of unequal length, entries that are no finite numbers, negative
+                denominators or an index that stands there twice.
         """
         columns = [list(value[name]) for name in ("indices", "numerators", "denominators")]
         if not columns[0] or len({len(column) for column in columns}) > 1:
             raise ValueError("no entries, or columns of unequal length")
-        if not np.isfinite(np.array(columns[1:], dtype=float)).all() or not sum(columns[2]) > 0:
+        is_finite = np.isfinite(np.array(columns[1:], dtype=float)).all()
+        if not is_finite or min(columns[2]) < 0 or sum(columns[2]) <= 0:
             raise ValueError("entries that are no finite numbers")
-        indices = tuple(int(index) for index in columns[0])
+        indices = tuple(columns[0])
+        if any(type(index) is not int for index in indices) or len(set(indices)) < len(indices):
+            raise ValueError("sample indices that are no whole numbers, or stand there twice")
         numbers = (tuple(map(float, column)) for column in columns[1:])
         return cls(indices, *numbers, is_exponential=bool(value["is_exponential"]))
 

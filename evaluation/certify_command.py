@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from evaluation.samples import find_sample_files
-from shards.base import GdistillError, write_json_atomic
+from shards.base import GdistillError, require_writable, visible, write_json_atomic
 
 
 def certify(
@@ -35,17 +35,21 @@ def certify(
     for drawn in files:
         model = load_verifier(teacher, drawn.vocab_size, place)
         result = certify_file(drawn, model)
-        found[drawn.source.name] = {"sampler": drawn.sampler, "tau": drawn.tau, **result.to_json()}
+        found[visible(drawn.source.name)] = {
+            "sampler": drawn.sampler,
+            "tau": drawn.tau,
+            **result.to_json(),
+        }
         typer.echo(
-            f"{drawn.source}: {result.num_agreeing} of {result.num_positions} tokens are "
-            f"argmax(l + {drawn.tau:g} xi) ({result.agreement:.2%}); smallest margin "
+            f"{visible(str(drawn.source))}: {result.num_agreeing} of {result.num_positions} "
+            f"tokens are argmax(l + {drawn.tau:g} xi) ({result.agreement:.2%}); smallest margin "
             f"{result.smallest_margin:.2g} nats; {len(result.ties)} ties, "
             f"{result.num_mismatches} mismatches"
         )
         if drawn.is_verified and result.num_mismatches:
             broken.append((drawn.source, result.mismatches[0]))
     folder = out or (samples if samples.is_dir() else samples.parent)
-    folder.mkdir(parents=True, exist_ok=True)
+    require_writable(folder)
     write_json_atomic(folder / "certificate.json", found)
     for source, first in broken:
         raise GdistillError(

@@ -14,6 +14,7 @@ from evaluation.curve_command import curve
 from evaluation.infill_command import rows
 from evaluation.judge_command import judge
 from evaluation.likelihood_command import perplexity, tasks
+from evaluation.report import own_folder
 from evaluation.samples import find_sample_files, read_samples
 from evaluation.score_tables import write_scores
 from evaluation.scorers import ScoreOptions, make_scorers
@@ -94,7 +95,7 @@ def evaluate(
         max_tokens,
         stride,
         device,
-        kept=directory / "judged",
+        kept=own_folder(directory, "judged"),
         infill=infill,
         tokenizer=tokenizer,
     )

@@ -20,11 +20,11 @@ from evaluation.curve import (
     read_run,
     require_comparable,
 )
-from evaluation.report import write_report
+from evaluation.report import own_folder, write_report
 from evaluation.samples import read_data_rows
 from evaluation.scorers import Judging, ScoreOptions
 from evaluation.text import entropy_score, unigram_entropy_nats
-from shards.base import UsageError, code_version, require_writable
+from shards.base import UsageError, code_version, require_writable, write_bytes_atomic
 
 MAX_DATA_ROWS = 2000
 
@@ -61,7 +61,8 @@ def curve(
     require_comparable(read)
     wanted, source = _target(read, data, split, entropy)
     require_writable(out)
-    options = ScoreOptions(judge, None, None, max_tokens, stride, device, kept=out / "judged")
+    kept = own_folder(out, "judged")
+    options = ScoreOptions(judge, None, None, max_tokens, stride, device, kept=kept)
     curves = _score(read, options)
     matched = match(curves, wanted)
     tables = [matched_table(matched, wanted, source), points_table(curves)]
@@ -75,7 +76,7 @@ def curve(
         figures=[("Perplexity against entropy, and against NFE at one entropy", figure)],
         results=results | {"code_version": code_version()},
     )
-    (out / "curve.csv").write_text(tables[0].to_csv(), encoding="utf-8")
+    write_bytes_atomic(out / "curve.csv", tables[0].to_csv().encode())
     for table in tables:
         typer.echo(table.to_text() + "\n")
     typer.echo(f"wrote {page}, results.json, curve.png and curve.csv")

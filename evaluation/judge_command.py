@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from evaluation.report import own_folder
 from evaluation.samples import find_sample_files, read_samples
 from evaluation.score_tables import write_scores
 from shards.base import UsageError, require_writable, write_json_atomic
@@ -46,7 +47,7 @@ def judge(
 
     _check(url, limit=limit, per_minute=per_minute, timeout=timeout, tries=tries)
     folder = samples if samples.is_dir() else samples.parent
-    directory = out or folder / "judge"
+    directory = out or own_folder(folder, "judge")
     sets = [read_samples(file, folder) for file in find_sample_files(samples)]
     texts = [one.require_texts()[:limit] for one in sets]
     endpoint = Endpoint(

@@ -11,7 +11,7 @@ import typer
 from evaluation.report import MAX_ROWS, ShownSample, Table, browser_section, write_report
 from evaluation.samples import SampleSet, drawn_with
 from evaluation.score import Score
-from shards.base import code_version
+from shards.base import code_version, visible
 
 Scored = Sequence[tuple[SampleSet, Sequence[Score]]]
 Pieces = Callable[[str], Sequence[tuple[str, float | None]]]
@@ -42,14 +42,14 @@ def write_scores(
     for table in tables:
         typer.echo(table.to_text() + "\n")
     for caution in cautions:
-        typer.echo(f"caution: {caution}", err=True)
+        typer.echo(f"caution: {visible(caution)}", err=True)
     return page
 
 
 def results_of(scored: Scored) -> dict[str, Any]:
     """Content of ``results.json``: file -> what is known of its samples, and their scores."""
     return {
-        str(samples.source): {
+        visible(str(samples.source)): {
             "name": samples.name,
             "settings": samples.settings,
             "drawn_with": drawn_with(samples),

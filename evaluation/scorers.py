@@ -18,7 +18,7 @@ from evaluation.samples import (
 )
 from evaluation.score import Score
 from evaluation.text import entropy_score
-from shards.base import UsageError
+from shards.base import UsageError, safe_name
 
 if TYPE_CHECKING:
     from evaluation.text import JudgeMemory, JudgeModel, Piece, ReadingLimits
@@ -244,17 +244,25 @@ def _student_tokenizer(folder: Path | None, samples: SampleSet) -> Any:
     """
     from trainer import load_tokenizer
 
-    place = folder or Path(str(samples.settings.get("checkpoint", "")))
-    found = load_tokenizer(place) if place.is_dir() else None
+    place = folder or _named_folder(samples.settings.get("checkpoint"))
+    found = load_tokenizer(place) if place is not None and place.is_dir() else None
     if found is None:
         raise UsageError(
             "no tokenizer to find the filled characters with",
             where=f"--tokenizer, {samples.source}",
-            got=place,
+            got=place or samples.settings.get("checkpoint"),
             expected="the student's model folder",
             remedy="name it with --tokenizer",
         )
     return found
+
+
+def _named_folder(name: object) -> Path | None:
+    """The folder that the samples' settings name; a stranger's reach no further than below here."""
+    try:
+        return Path(safe_name(str(name)))
+    except UsageError:
+        return None
 
 
 def judge_limits(judge: JudgeModel, options: ScoreOptions) -> ReadingLimits:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from evaluation.samples import read_records
+from evaluation.samples import read_records, read_samples, short
 from shards.base import GdistillError, UsageError
 from shards.codec import Codec, make_codec
 from shards.noise import Noise
 from trainer.sampling import sampling_noise
 from trainer.sampling.rules import STEPS_PER_ATTEMPT
-from trainer.sampling.verified import require_whole_noise
+
+MOST_TAU = 1e6
+"""Beyond it no logit counts, and float32 ends."""
 
 VERIFIED = ("coupled", "medusa", "drafter")
 """Samplers whose tokens a teacher verifies."""
@@ -79,63 +81,107 @@ def read_drawn(file: Path) -> DrawnFile:
             again.
         GdistillError: For a damaged line or settings file.
     """
-    settings = _read_settings(file.with_name("settings.json"))
+    samples = read_samples(file)
     records = [record.values for record in read_records(file, "sample")]
-    first = records[0]
-    if any(type(record.get("seed")) is not int for record in records):
+    settings, sampler = samples.settings, samples.sampler
+    if not settings:
+        remedy = "give the folder that gdistill-sample wrote"
+        where = file.with_name("settings.json")
+        raise UsageError("no settings beside the samples", where=where, remedy=remedy)
+    if any(record.get("seed") is None for record in records):
         raise UsageError(
             "the samples have no recorded seed",
             where=file,
             remedy="sample again with gdistill-sample, which writes it down",
         )
-    sampler = first.get("settings", {})
-    identity = settings["identity"]
-    conditioning = settings.get("student_config", {}).get("conditioning")
+    identity, config = (_object(file, settings, name) for name in ("identity", "student_config"))
     kind, rule = sampler.get("sampler"), sampler.get("acceptance", "coupled")
     verified = kind in VERIFIED and rule == "coupled"
     if kind in VERIFIED and not verified:
         raise _no_noise(file, f"drawn with acceptance={rule}")
+    conditioning = config.get("conditioning")
     if conditioning == "uniform":
         raise _no_noise(file, "decided by one uniform per token, which is no Gumbel noise")
     if conditioning == "none" and not verified:
         raise _no_noise(file, "drawn by a student without noise")
     if sampler.get("redraw_noise"):
         raise _no_noise(file, "redraw_noise: other noise at every step")
-    codec = identity.get("codec")
-    drawn = DrawnFile(
+    vocab_size, verifier = settings.get("vocab_size"), identity.get("verifier_sha256")
+    if type(vocab_size) is not int or not 2 <= vocab_size < 2**31:
+        raise _damaged(file, "vocab_size", vocab_size, "a whole number >= 2")
+    if verified and not isinstance(verifier, str | None):
+        raise _damaged(file, "verifier_sha256", verifier, "a hash")
+    return DrawnFile(
         source=file,
-        rows=[_row(record, file) for record in records],
-        seed=first["seed"],
-        tau=float(sampler.get("tau") or 1.0),
-        vocab_size=settings["vocab_size"],
-        codec=None if codec is None else make_codec(codec["name"], **codec["parameters"]),
+        rows=[_row(values, f"{file}, line {n}", vocab_size) for n, values in enumerate(records, 1)],
+        seed=samples.seed,
+        tau=_tau(file, sampler.get("tau")),
+        vocab_size=vocab_size,
+        codec=_codec(file, identity.get("codec")),
         sampler=str(sampler.get("sampler")),
         is_verified=verified,
-        verifier_sha256=identity.get("verifier_sha256") if verified else None,
+        verifier_sha256=verifier if verified else None,
     )
-    require_whole_noise(drawn.noise(drawn.rows[0]).select(slice(0, 1)))
-    return drawn
 
 
-def _read_settings(file: Path) -> dict[str, Any]:
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        _ = settings["identity"].get("codec"), settings["vocab_size"] + 0
-    except OSError as error:
-        remedy = "give the folder that gdistill-sample wrote"
-        raise UsageError("no settings beside the samples", where=file, remedy=remedy) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise GdistillError("damaged settings", where=file, got=error) from error
-    return settings
+def _object(file: Path, settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A part of the settings."""
+    found = settings.get(name)
+    if not isinstance(found, dict):
+        raise _damaged(file, name, found, "an object")
+    return found
 
 
-def _row(record: dict[str, Any], file: Path) -> DrawnRow:
-    tokens, index = record.get("tokens"), record.get("index")
-    if not isinstance(tokens, list) or type(index) is not int:
-        raise GdistillError("not a line of gdistill-sample", where=file, got=f"index {index}")
-    filled = record.get("filled", range(record.get("num_given", 1), len(tokens)))
-    filled = [place for place in filled if 0 < place < len(tokens)]
-    return DrawnRow(index, tokens, filled, record.get("attempt", 0))
+def _tau(file: Path, tau: object) -> float:
+    """1 where the sampler has none."""
+    if tau is None:
+        return 1.0
+    if not isinstance(tau, float | int) or not 0 < tau <= MOST_TAU:
+        raise _damaged(file, "tau", tau, f"above 0, at most {MOST_TAU:g}")
+    return float(tau)
+
+
+def _codec(file: Path, codec: object) -> Codec | None:
+    if codec is None:
+        return None
+    parameters = codec.get("parameters") if isinstance(codec, dict) else None
+    if not isinstance(codec, dict) or not isinstance(parameters, dict):
+        raise _damaged(file, "codec", codec, '{"name": ..., "parameters": {...}}')
+    return make_codec(str(codec.get("name")), **parameters)
+
+
+def _row(values: Mapping[str, Any], where: str, vocab_size: int) -> DrawnRow:
+    tokens, index, attempt = values["tokens"], values.get("index"), values.get("attempt", 0)
+    filled, given = values.get("filled"), values.get("num_given", 1)
+    if type(given) is int and filled is None:
+        filled = list(range(max(1, given), len(tokens)))
+    fine = (
+        all(type(value) is int and 0 <= value < 2**31 for value in (index, given, attempt))
+        and isinstance(filled, list)
+        and all(type(place) is int and 0 <= place < len(tokens) for place in filled)
+        and all(token < vocab_size for token in tokens)
+        and bool(tokens)
+    )
+    if not fine:
+        raise GdistillError(
+            "not a line of gdistill-sample",
+            where=where,
+            got=short({**values, "text": None}),
+            expected=f"index, tokens below {vocab_size}, and which of them were filled",
+            remedy="sample again, or give the file that the sampler wrote",
+        )
+    assert isinstance(filled, list) and isinstance(index, int)
+    return DrawnRow(index, tokens, sorted({*filled} - {0}), attempt)
+
+
+def _damaged(file: Path, name: str, got: object, expected: str) -> GdistillError:
+    return GdistillError(
+        "damaged settings",
+        where=f"{file.with_name('settings.json')}, {name}",
+        got=short(got),
+        expected=expected,
+        remedy="restore the file that gdistill-sample wrote",
+    )
 
 
 def _no_noise(file: Path, got: str) -> UsageError:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from evaluation.certificate.drawn import DrawnFile, DrawnRow
 from shards.base import UsageError, progress_bar
-from trainer.sampling.verified import Verifier, gumbel_scores
+from trainer.sampling.verified import Verifier, gumbel_scores, require_whole_noise
 
 TIE_ROUNDINGS = 64
 """A margin is a tie within this many float32 roundings of the largest logit: two ways to compute
@@ -73,7 +73,8 @@ def certify_file(drawn: DrawnFile, teacher: Verifier) -> Certificate:
     """Compare every filled token of a file with the teacher's own.
 
     Raises:
-        UsageError: When the teacher cannot read the rows, or is not the one that verified them.
+        UsageError: When the teacher cannot read the rows or is not the one that verified them, or
+            the samples' noise was cut off.
     """
     ours = teacher.weights_sha256
     if drawn.verifier_sha256 not in (None, ours):
@@ -83,6 +84,7 @@ def certify_file(drawn: DrawnFile, teacher: Verifier) -> Certificate:
             got=f"weights {ours[:12]}",
             expected=f"weights {str(drawn.verifier_sha256)[:12]}",
         )
+    require_whole_noise(drawn.noise(drawn.rows[0]).select(slice(0, 1)))
     teacher.require_context(max(len(row.tokens) for row in drawn.rows))
     found, rows = Certificate(), sorted(drawn.rows, key=lambda row: len(row.tokens))
     with progress_bar("certify", len(rows)) as bar:

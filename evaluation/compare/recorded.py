@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from evaluation.bootstrap import PerSample
-from evaluation.samples import named_folder
+from evaluation.samples import named_folder, read_object, short
 from shards.base import GdistillError, UsageError
 
 MUST_MATCH: Mapping[str, tuple[str, ...]] = {
@@ -86,9 +85,9 @@ def read_run(text: str) -> list[RecordedRun]:
             remedy=f"run gdistill-eval {path} first",
         )
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_object(file)
         parts = [_run(name, part, file, len(found)) for part in found.values()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise GdistillError(
             "the scores cannot be read",
             where=file,
@@ -103,13 +102,13 @@ def read_run(text: str) -> list[RecordedRun]:
 
 def _run(name: str, part: Mapping[str, Any], file: Path, num_files: int) -> RecordedRun:
     scores = [_score(value) for value in part["scores"]]
-    own = part["name"]
+    own, nfe = _typed(part, "name", str), _typed(part, "nfe_mean", float, int, type(None))
     return RecordedRun(
         name=name if num_files == 1 else f"{name}/{own}",
         run=name,
-        nfe=part["nfe_mean"],
-        drawn_with=part["drawn_with"],
-        code_version=part["code_version"],
+        nfe=nfe,
+        drawn_with=_typed(part, "drawn_with", dict),
+        code_version=_typed(part, "code_version", str),
         scores={score.name: score for score in scores},
         source=file,
     )
@@ -117,15 +116,23 @@ def _run(name: str, part: Mapping[str, Any], file: Path, num_files: int) -> Reco
 
 def _score(value: Mapping[str, Any]) -> RecordedScore:
     interval = value["interval_95"]
-    if not isinstance(value["value"], int | float):
-        raise ValueError(f"{value['name']} is {value['value']}: no number to compare")
+    low_high = None if interval is None else tuple(map(float, interval))
+    if low_high is not None and len(low_high) != 2:
+        raise ValueError(f"interval_95 of {len(low_high)} numbers")
     return RecordedScore(
-        name=value["name"],
-        value=float(value["value"]),
-        interval=None if interval is None else (float(interval[0]), float(interval[1])),
-        settings=value["settings"],
+        name=_typed(value, "name", str),
+        value=float(_typed(value, "value", float, int)),
+        interval=low_high,
+        settings=_typed(value, "settings", dict),
         per_sample=PerSample.from_json(value["per_sample"]) if value["per_sample"] else None,
     )
+
+
+def _typed(value: Mapping[str, Any], name: str, *kinds: type) -> Any:
+    """A field of one of these types; JSON's true and false are no numbers."""
+    if type(value[name]) not in kinds:
+        raise ValueError(f"{name} is {short(value[name])}")
+    return value[name]
 
 
 def require_one_kind(name: str, runs: Sequence[RecordedRun]) -> None:

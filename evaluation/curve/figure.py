@@ -9,6 +9,7 @@ from typing import Any
 
 from evaluation.curve.sweep import Curve
 from evaluation.curve.table import Matched
+from shards.base import visible
 
 STYLES = ("-", "--", "-.", ":")
 MARKERS = "osD^vP*X"
@@ -62,7 +63,7 @@ def _draw_sweeps(axes: Any, curves: Sequence[Curve], models: Sequence[str]) -> N
             ls=STYLES[place % len(STYLES)],
             marker=MARKERS[place % len(MARKERS)],
             ms=3.5,
-            label=f"{curve.model}, NFE {curve.nfe:g}",
+            label=f"{_plain(curve.model)}, NFE {curve.nfe:g}",
         )
     axes.set_xlabel("unigram entropy, nats (right is more varied)")
 
@@ -89,8 +90,13 @@ def _draw_budgets(axes: Any, matched: Matched, models: Sequence[str]) -> None:
                 ms=5,
                 capsize=2,
             )
-        axes.plot([], [], "o-", color=color, label=model)
+        axes.plot([], [], "o-", color=color, label=_plain(model))
     axes.set_xscale("log", base=2)
     ticks = sorted({nfe for _, nfe in matched})
     axes.set_xticks(ticks, [f"{nfe:g}" for nfe in ticks])
     axes.set_xlabel("NFE (forward passes)")
+
+
+def _plain(name: str) -> str:
+    """A name as it stands: matplotlib would set ``$...$`` as mathematics and hide a first ``_``."""
+    return visible(name).replace("$", r"\$").removeprefix("_")

@@ -145,9 +145,9 @@ def curves_of(
 
 def _nfe(samples: SampleSet) -> float:
     budget = samples.sampler.get("nfe")
-    if isinstance(budget, int):
+    if type(budget) is int and budget > 0:
         return float(budget)
-    if samples.nfe_mean is None:
+    if not samples.nfe_mean:
         raise UsageError(
             "samples without a number of forward passes",
             where=samples.source,

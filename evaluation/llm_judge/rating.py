@@ -13,7 +13,7 @@ from evaluation.bootstrap import PerSample
 from evaluation.llm_judge.endpoint import Endpoint
 from evaluation.llm_judge.rubric import DIMENSIONS, INSTRUCTIONS, parse_ratings, prompt_for
 from evaluation.score import Score, mean_interval
-from shards.base import GdistillError, canonical_json, make_folders, progress_bar, whole_lines
+from shards.base import GdistillError, append_line, canonical_json, progress_bar, whole_lines
 
 CHARACTERS_PER_TOKEN = 4
 """A usual figure for English; the estimate says that it is one."""
@@ -49,8 +49,8 @@ class AnswerFile:
         for number, line in enumerate(whole_lines(path), start=1):
             try:
                 record = json.loads(line)
-                self._answers[record["question_sha256"]] = record["answer"]
-            except (ValueError, KeyError, TypeError) as error:
+                self._answers[record["question_sha256"]] = str(record["answer"])
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise GdistillError(
                     "a kept answer is damaged",
                     where=f"{path}:{number}",
@@ -65,10 +65,13 @@ class AnswerFile:
     def add(self, key: str, answer: str, **more: Any) -> None:
         """Keep an answer, whatever it says."""
         self._answers[key] = answer
-        make_folders(self.path.parent)
         record = {"question_sha256": key, "answer": answer, **more}
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        try:
+            append_line(self.path, json.dumps(record))
+        except OSError as error:
+            raise GdistillError(
+                "cannot keep an answer", where=self.path, got=error.strerror
+            ) from error
 
 
 def question_sha256(endpoint: Endpoint, text: str) -> str:

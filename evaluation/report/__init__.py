@@ -13,7 +13,7 @@ from shards.base.door import open_door
 
 if TYPE_CHECKING:
     from evaluation.report.browser import MAX_ROWS, ShownSample, browser_section
-    from evaluation.report.page import write_report
+    from evaluation.report.page import own_folder, write_report
     from evaluation.report.table import Table
 
 __getattr__, __dir__ = open_door(__name__, __file__)

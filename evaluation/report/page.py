@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from evaluation.report.table import Table
-from shards.base import write_bytes_atomic, write_json_atomic
+from evaluation.report.table import Table, markdown_text
+from shards.base import UsageError, write_bytes_atomic, write_json_atomic
 
 STYLE = """
 :root{color-scheme:light dark;--text:#222;--quiet:#555;--faint:#777;--line:#ddd;--ours:#eef5fb;
@@ -29,6 +29,25 @@ img{max-width:100%;height:auto}p.note{color:var(--quiet);max-width:48rem}
 p.caution{border-left:3px solid rgb(var(--hot));padding-left:.7rem;max-width:48rem}
 @media(max-width:40rem){body{margin:1rem auto;font-size:14px}td,th{padding:.25rem .4rem}}
 """
+
+
+def own_folder(directory: Path, name: str) -> Path:
+    """A folder for more files inside ``directory``, which need not be there yet.
+
+    Samples of somebody else may come with a link in its place: what is kept stays beside them.
+
+    Raises:
+        UsageError: For a link.
+    """
+    folder = directory / name
+    if folder.is_symlink():
+        raise UsageError(
+            "a link where a folder of the results belongs",
+            where=folder,
+            got=folder.readlink(),
+            remedy="remove it, or give another --out",
+        )
+    return folder
 
 
 def write_report(
@@ -57,7 +76,8 @@ def write_report(
     tables = list(tables)
     write_json_atomic(directory / "results.json", results)
     markdown = "\n\n".join(
-        "\n\n".join([f"### {table.title}", table.to_markdown(), *table.notes]) for table in tables
+        "\n\n".join([f"### {table.title}", table.to_markdown(), *map(markdown_text, table.notes)])
+        for table in tables
     )
     write_bytes_atomic(directory / "tables.md", markdown.encode() + b"\n")
     images = "".join(
@@ -75,5 +95,5 @@ def write_report(
         + images
         + "".join(sections)
     )
-    write_bytes_atomic(directory / "report.html", page.encode())
+    write_bytes_atomic(directory / "report.html", page.encode(errors="backslashreplace"))
     return directory / "report.html"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import html
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shards.base import aligned
+from shards.base import aligned, visible
 
+FORMULA = re.compile(r"[=@\t\r]|[+-](?![0-9.]|$)")
+"""What a spreadsheet would compute; a signed number and a dash are none."""
 LATEX_ESCAPES = str.maketrans(
     {char: f"\\{char}" for char in "&%$#_{}"}
     | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
@@ -37,9 +40,11 @@ class Table:
 
     def to_text(self) -> str:
         """The table in aligned plain text, for a terminal."""
-        header, *rows = aligned([self.header, *self.rows])
+        rows = [tuple(map(visible, row)) for row in (self.header, *self.rows)]
+        header, *rows = aligned(rows)
         rule = "-" * max(map(len, [header, *rows]))
-        return "\n".join([self.title, rule, header, rule, *rows, rule, *self.notes])
+        notes = map(visible, self.notes)
+        return "\n".join([visible(self.title), rule, header, rule, *rows, rule, *notes])
 
     def to_html(self) -> str:
         """The table as an HTML fragment, escaped."""
@@ -57,9 +62,10 @@ class Table:
         )
 
     def to_csv(self) -> str:
-        """Header and rows, quoted where needed (RFC 4180)."""
+        """Header and rows, quoted where needed (RFC 4180); no cell is a spreadsheet's formula."""
         text = io.StringIO()
-        csv.writer(text).writerows([self.header, *self.rows])
+        rows = [[_no_formula(cell) for cell in row] for row in (self.header, *self.rows)]
+        csv.writer(text).writerows(rows)
         return text.getvalue()
 
     def to_latex(self) -> str:
@@ -81,5 +87,14 @@ class Table:
         )
 
 
+def markdown_text(text: str) -> str:
+    """Text that stays text: what looks like HTML in it is none."""
+    return visible(text.replace("\n", " ")).replace("&", "&amp;").replace("<", "&lt;")
+
+
 def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", r"\|").replace("\n", " ") for cell in cells) + " |"
+    return "| " + " | ".join(markdown_text(cell).replace("|", r"\|") for cell in cells) + " |"
+
+
+def _no_formula(cell: str) -> str:
+    return ("'" if FORMULA.match(cell) else "") + visible(cell)

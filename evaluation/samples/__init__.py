@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         rows_of_samples,
         write_infill_rows,
     )
-    from evaluation.samples.json_lines import read_records
+    from evaluation.samples.json_lines import read_object, read_records, short
     from evaluation.samples.references import read_references
     from evaluation.samples.rows import DataRows, read_data_rows
     from evaluation.samples.samples import SampleSet, find_sample_files, named_folder, read_samples

@@ -71,7 +71,7 @@ def _row(values: dict, where: str) -> InfillRow:
         isinstance(tokens, list)
         and isinstance(masked, list)
         and bool(masked)
-        and all(type(token) is int and token >= 0 for token in tokens)
+        and all(type(token) is int and 0 <= token < 2**31 for token in tokens)
         and all(type(place) is int and 0 < place < len(tokens) for place in masked)
     )
     if not fine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from evaluation.samples.json_lines import is_text, read_records, short
+from evaluation.samples.json_lines import read_records, short
 from shards.base import GdistillError
 
 
@@ -22,7 +22,7 @@ def read_references(file: Path) -> list[str]:
 
 
 def _text(value: object, where: str) -> str:
-    if not isinstance(value, str) or not is_text(value):
+    if not isinstance(value, str):
         raise GdistillError(
             "a reference has no text",
             where=where,

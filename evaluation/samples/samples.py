@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evaluation.samples.json_lines import Record, is_text, read_records, short
-from shards.base import GdistillError, UsageError
+from evaluation.samples.json_lines import Record, read_object, read_records, short
+from shards.base import GdistillError, UsageError, visible
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,7 @@ def read_samples(file: Path, folder: Path | None = None) -> SampleSet:
     records.sort(key=lambda record: record.values["index"])
     values = [record.values for record in records]
     return SampleSet(
-        name=file.relative_to(folder or file.parent).with_suffix("").as_posix(),
+        name=visible(file.relative_to(folder or file.parent).with_suffix("").as_posix()),
         tokens=[record["tokens"] for record in values],
         texts=[record["text"] for record in values],
         indices=[record["index"] for record in values],
@@ -170,18 +169,20 @@ def _checked(record: Record, file: Path) -> Record:
     where = f"{file}:{record.line}"
     values = record.values
     tokens, text = values.get("tokens"), values.get("text")
-    if not isinstance(tokens, list) or not all(_is_count(token) for token in tokens):
+    if not isinstance(tokens, list) or not all(_is_count(token, 2**31) for token in tokens):
         raise GdistillError(
             "a sample has no token ids",
             where=where,
             got="no such field" if tokens is None else short(tokens),
-            expected='{"index": int, "tokens": [int >= 0, ...], "text": str}',
+            expected='{"index": int, "tokens": [int in 0..2^31 - 1, ...], "text": str}',
             remedy="give the folder that gdistill-sample wrote",
         )
-    if text is not None and not is_text(text):
-        raise _wrong("text", text, where, "a Unicode string or null")
+    if text is not None and not isinstance(text, str):
+        raise _wrong("text", text, where, "a string or null")
     defaults = {"index": record.line - 1, "nfe": None, "seed": None}
     sampler, digest = values.get("settings", {}), values.get("config_sha256")
+    if digest is not None and not isinstance(digest, str):
+        raise _wrong("config_sha256", digest, where, "a string or null")
     if not isinstance(sampler, dict):
         raise _wrong("settings", sampler, where, "an object, the sampler's settings")
     fields: dict[str, Any] = {"tokens": tokens, "text": text}
@@ -234,9 +235,9 @@ def _mixed(where: object, got: object, expected: object, of: str) -> GdistillErr
     )
 
 
-def _is_count(value: object) -> bool:
-    """True for an int >= 0; JSON's true and false are no numbers."""
-    return type(value) is int and value >= 0
+def _is_count(value: object, end: int = 2**63) -> bool:
+    """True for an int in 0..end - 1; JSON's true and false are no numbers."""
+    return type(value) is int and 0 <= value < end
 
 
 def _wrong(name: str, value: object, where: str, expected: str) -> GdistillError:
@@ -264,30 +265,15 @@ def _require_text(text: str | None, where: str) -> str:
 
 def _read_settings(file: Path) -> dict[str, Any]:
     """The sampler's record; empty where there is none."""
-    if not file.is_file():
+    if not file.exists() and not file.is_symlink():
         return {}
-    expected, remedy = "a JSON object", "restore the file, or remove it to score without it"
     try:
-        value = json.loads(file.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        return read_object(file)
     except (OSError, ValueError) as error:
         raise GdistillError(
             "the settings beside the samples cannot be read",
             where=f"{file}:{getattr(error, 'lineno', 1)}",
-            got=error,
-            expected=expected,
-            remedy=remedy,
+            got=getattr(error, "strerror", None) or error,
+            expected="a JSON object",
+            remedy="restore the file, or remove it to score without it",
         ) from error
-    if not isinstance(value, dict):
-        raise GdistillError(
-            "the settings beside the samples are no object",
-            where=f"{file}:1",
-            got=type(value).__name__,
-            expected=expected,
-            remedy=remedy,
-        )
-    return value
-
-
-def _refuse_constant(name: str) -> Any:
-    """NaN and its kind are no JSON, and the results that repeat the settings must be."""
-    raise ValueError(f"{name}, which is not JSON")

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shards.base import GdistillError, canonical_json, make_folders, whole_lines
+from shards.base import GdistillError, append_line, canonical_json, whole_lines
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,7 @@ class JudgeMemory:
         nll = [float(str(np.float32(value))) for value in reading.nll_nats]
         record = [_key(text), reading.ids, nll, "".join("01"[flag] for flag in reading.counted)]
         try:
-            make_folders(self._file.parent)
-            with open(self._file, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record, separators=(",", ":")) + "\n")
+            append_line(self._file, json.dumps(record, separators=(",", ":")))
         except OSError as error:
             raise GdistillError(
                 "cannot keep what the judge has read", where=self._file, got=error.strerror
@@ -94,11 +92,16 @@ def _read_file(file: Path) -> dict[str, JudgedText]:
             key, ids, nll, flags = json.loads(line)
             reading = JudgedText(
                 tuple(map(int, ids)),
-                tuple(float(np.float32(value)) for value in nll),
+                tuple(_float32(nll)),
                 tuple(flag == "1" for flag in flags),
             )
-        except (ValueError, TypeError):
+            if len(ids) == len(nll) == len(flags) and np.isfinite(reading.nll_nats).all():
+                found[key] = reading
+        except (ValueError, TypeError, OverflowError, RecursionError):
             continue
-        if len(ids) == len(nll) == len(flags):
-            found[key] = reading
     return found
+
+
+def _float32(values: list[float]) -> list[float]:
+    with np.errstate(over="ignore"):
+        return np.asarray(values, dtype=np.float32).astype(float).tolist()

@@ -13,6 +13,7 @@ from shards.base.door import open_door
 
 if TYPE_CHECKING:
     from shards.base.atomic import (
+        append_line,
         canonical_json,
         discard_leftovers,
         fsync_path,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         UsageError,
         did_you_mean,
         first_line,
+        visible,
     )
     from shards.base.folder_lock import exclusive, is_held, require_writable
     from shards.base.names import path_inside, safe_name

@@ -55,6 +55,20 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
     fsync_path(path.parent)
 
 
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file that only grows; nothing is written through a link in its place.
+
+    A folder from elsewhere may hold a link under the file's name, or a pipe that nobody reads.
+    """
+
+    def open_itself(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+    make_folders(path.parent)
+    with open(path, "a", encoding="utf-8", opener=open_itself) as file:
+        file.write(line + "\n")
+
+
 def publish_folder(work: Path, final: Path) -> None:
     """Rename a finished folder, with everything in it on disk before its name is.
 

@@ -6,6 +6,16 @@ import difflib
 from collections.abc import Iterable
 
 
+def visible(text: str) -> str:
+    """``text`` with what is no printable character spelt out (``\\x1b``, ``\\n``, ``\\u202e``).
+
+    Names and settings that somebody else chose can then neither steer a terminal nor end a line.
+    """
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
 class GdistillError(Exception):
     """A failure told in one line. Commands print it and leave with ``exit_code``.
 
@@ -45,7 +55,7 @@ class GdistillError(Exception):
             parts.append(f"expected {self.expected}")
         if self.remedy:
             parts.append(self.remedy)
-        return "; ".join(" ".join(part.split()) for part in parts)
+        return "; ".join(visible(" ".join(part.split())) for part in parts)
 
 
 class UsageError(GdistillError):

@@ -117,7 +117,9 @@ class _Words:
         with TemporaryDirectory() as folder:
             if store.copy_files("tokenizer", Path(folder)):
                 try:
-                    self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+                    self._tokenizer = AutoTokenizer.from_pretrained(
+                        folder, local_files_only=True, trust_remote_code=False
+                    )
                 except Exception as error:  # transformers has no class for "not a tokenizer"
                     raise IntegrityError(
                         "the store's tokenizer cannot be loaded",

@@ -361,6 +361,8 @@ def import_checkpoint(
 
 def _open_tokenizer(location: str) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(location, local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            location, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError("no tokenizer there", where="--tokenizer", got=location) from error

@@ -198,7 +198,9 @@ def load_tokenizer(directory: Path) -> Any:
     ):
         return None
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError) as error:
         raise GdistillError("the tokenizer cannot be loaded", where=directory, got=error) from error
 

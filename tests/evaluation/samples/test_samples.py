@@ -58,7 +58,7 @@ def test_files_of_a_curve_come_in_the_order_of_their_budgets(tmp_path: Path) -> 
         ({"nfe": 1.5}, "nfe.*got 1.5"),
         ({"seed": [1]}, r"seed.*got \[1\]"),
         ({"text": 5}, "text.*got 5"),
-        ({"text": "\ud800"}, "text.*got"),
+        ({"text": "\ud800"}, "not JSON.*surrogates not allowed"),
         ({"tokens": None}, "no token ids.*no such field"),
         ({"tokens": "abc"}, 'no token ids.*"abc"'),
         ({"tokens": [0, True]}, r"no token ids.*\[0, true\]"),
@@ -71,7 +71,7 @@ def test_a_field_of_the_wrong_kind_is_named_with_its_line(
     file = write(tmp_path / "s.jsonl", GOOD, GOOD | {"index": 1} | change)
     with pytest.raises(GdistillError, match=got) as caught:
         read_samples(file)
-    assert caught.value.where == f"{file}:2" and caught.value.expected and caught.value.remedy
+    assert caught.value.where == f"{file}:2" and caught.value.remedy
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,6 @@ def _tokenizer_at(place: str) -> Any:
     if Path(place).is_dir():
         return load_tokenizer(Path(place))
     try:
-        return AutoTokenizer.from_pretrained(place, local_files_only=True)
+        return AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError):
         return None
