@@ -67,6 +67,25 @@ class LazyTeacher:
         )
 
 
+def known_teacher(request: ExtractRequest) -> PretrainedFiles | None:
+    """What the teacher's small files tell; None for one that this run will train itself.
+
+    Raises:
+        UsageError: If there is no teacher.
+    """
+    settings, own = request.settings.teacher, request.out / "teacher"
+    if settings.location is None:
+        require_own_teacher(request)
+    if settings.location is None and not own.exists():
+        return None
+    return find_pretrained(
+        settings.location or own,
+        revision=settings.revision,
+        trust_remote_code=settings.trust_remote_code,
+        weights=False,
+    )
+
+
 def prepare_teacher(
     request: ExtractRequest, device: torch.device, group: ModelGroup | None = None
 ) -> tuple[ExtractRequest, PreTrainedTokenizerBase, LazyTeacher]:
@@ -86,6 +105,22 @@ def prepare_teacher(
         revision=settings.revision,
         trust_remote_code=settings.trust_remote_code,
     )
+    request, tokenizer = check_teacher(request, files)
+    return request, tokenizer, LazyTeacher(files, settings, len(tokenizer), device, group)
+
+
+def check_teacher(
+    request: ExtractRequest, files: PretrainedFiles
+) -> tuple[ExtractRequest, PreTrainedTokenizerBase]:
+    """Refuse what a run, a plan and a dry run refuse alike: no weights are needed to see it.
+
+    Returns:
+        The request with its row length settled, the tokenizer.
+
+    Raises:
+        UsageError: If teacher, tokenizer, rows, corpus and store do not fit together.
+    """
+    settings = request.settings.teacher
     request = request.with_row_length(files.context_length)
     assert request.corpus.row_length is not None
     check_row_length(files, request.corpus.row_length)
@@ -98,7 +133,7 @@ def prepare_teacher(
         check_maze_vocabulary(tokenizer, files.name)
     arrays = request.codec.array_specs(len(tokenizer), files.hidden_size)
     rows_per_unit(request.corpus.row_length, arrays, request.settings.store)
-    return request, tokenizer, LazyTeacher(files, settings, len(tokenizer), device, group)
+    return request, tokenizer
 
 
 def check_same_tokens(
@@ -177,8 +212,12 @@ def require_known_ids(dataset: TokenDataset) -> None:
         )
 
 
-def train_own_teacher(request: ExtractRequest) -> Path:
-    """The teacher that a corpus brings along, trained once into ``<out>/teacher``."""
+def require_own_teacher(request: ExtractRequest) -> str:
+    """The layout of a maze, the corpus that brings its teacher along.
+
+    Raises:
+        UsageError: For any other corpus.
+    """
     scheme, layout = scheme_of(request.corpus.source)
     if scheme != "maze":
         raise UsageError(
@@ -186,6 +225,12 @@ def train_own_teacher(request: ExtractRequest) -> Path:
             where="--teacher",
             expected="a local folder or the hub id of a causal language model",
         )
+    return layout
+
+
+def train_own_teacher(request: ExtractRequest) -> Path:
+    """The teacher that a corpus brings along, trained once into ``<out>/teacher``."""
+    layout = require_own_teacher(request)
     config = MazeTeacherConfig()
     if request.settings.teacher.preset == "demo":
         config = demo_teacher_config()

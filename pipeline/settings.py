@@ -48,7 +48,7 @@ TABLES_APART = ("corpus", "codec")
 """Tables of a config file that are no fields of :class:`ExtractSettings`."""
 LONGEST_DEFAULT_ROW = 1024
 OF_OWN_TEACHER = ("device", "batch_size", "threads", "strict")
-OF_TOKENIZER = ("tokenizer", "location", "revision", "trust_remote_code")
+OF_TOKENIZER = ("tokenizer", "location")
 """Settings of the teacher that an engine leaves to us: whose token ids these are."""
 
 
@@ -63,7 +63,7 @@ class TeacherSettings:
         attention: Attention kernel by transformers' name (``sdpa``, ``flash_attention_2``, ...).
         compiled: Run the model through ``torch.compile``.
         preset: Size of a teacher that is trained on the spot.
-        revision: Revision of a hub model.
+        revision: Branch, tag or commit of a hub model; a local folder has none.
         trust_remote_code: Whether code that comes with the model may run.
         device_map: Spread the model's layers over the devices of this machine, where one is too
             small: ``auto``, ``balanced``, ``balanced_low_0``, ``sequential``, a device, or in a

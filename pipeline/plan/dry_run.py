@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 
-from pipeline.corpus import scheme_of
+from pipeline.inputs import check_teacher, known_teacher, require_store_place
 from pipeline.settings import ExtractRequest
-from pipeline.teacher import check_row_length
 from pipeline.tokens import RECORD, TokenDataset
 from pipeline.workers import Worker
-from shards.base import UsageError
-from shards.language_model import find_pretrained, resolve_device
+from shards.language_model import Spread, resolve_device
 from shards.storage import open_location
 from shards.store import MANIFEST_FILE, ShardStore
 
@@ -19,12 +17,15 @@ def what_would_be_done(request: ExtractRequest, worker: Worker) -> list[str]:
     """The resolved settings and the state of every step.
 
     Raises:
-        UsageError: If the run would be refused at once (teacher, device, row length).
+        UsageError: If the run would be refused before its first stage: by the same checks.
     """
     device = resolve_device(worker.device(request.settings.device))
-    teacher = _teacher(request)
+    require_store_place(request.store)
+    if request.settings.teacher.device_map is not None:
+        Spread(request.settings.teacher.device_map)
+    teacher = known_teacher(request)
     if teacher is not None:
-        request = teacher
+        request, _ = check_teacher(request, teacher)
     return [
         json.dumps(request.to_mapping(), indent=2, sort_keys=True),
         f"device    {device}, worker {worker.index} of {worker.count}",
@@ -33,24 +34,6 @@ def what_would_be_done(request: ExtractRequest, worker: Worker) -> list[str]:
         f"stage 2   {_stage2(request)}",
         "nothing was written",
     ]
-
-
-def _teacher(request: ExtractRequest) -> ExtractRequest | None:
-    """The request with its row length settled, if the teacher is already there."""
-    settings = request.settings.teacher
-    if settings.location is None:
-        if scheme_of(request.corpus.source)[0] != "maze":
-            raise UsageError("no teacher", where="--teacher", expected="a folder or a hub id")
-        return None
-    files = find_pretrained(
-        settings.location,
-        revision=settings.revision,
-        trust_remote_code=settings.trust_remote_code,
-        weights=False,
-    )
-    request = request.with_row_length(files.context_length)
-    check_row_length(files, request.corpus.row_length or 0)
-    return request
 
 
 def _stage1(request: ExtractRequest) -> str:

@@ -8,23 +8,20 @@ Hours follow from a rate: given, measured by an earlier run here, or a share of 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from rich import filesize
 from transformers import AutoModelForCausalLM
 
-from pipeline.corpus import scheme_of
+from pipeline.inputs import check_teacher, known_teacher
 from pipeline.maze import MazeTeacherConfig, demo_teacher_config
 from pipeline.plan.codec_sizes import measured_bytes_per_token
 from pipeline.plan.rates import Rate, planned_rates
 from pipeline.plan.token_counts import corpus_tokens
 from pipeline.settings import ExtractRequest, PlanOptions
-from pipeline.teacher import check_row_length, tokenizer_size
-from pipeline.tokens import load_tokenizer
 from shards.base import aligned
 from shards.codec import CODECS, Codec, make_codec
-from shards.language_model import PretrainedFiles, find_pretrained, not_causal_lm
+from shards.language_model import PretrainedFiles, not_causal_lm
 from shards.stream import WINDOW_BYTES
 
 REFERENCE_TOKENS = {"OpenWebText": 9_000_000_000, "FineWeb scale": 10_000_000_000_000}
@@ -107,11 +104,15 @@ def make_plan(request: ExtractRequest, known: PlanOptions | None = None) -> Plan
         UsageError: If the teacher cannot be found or does not fit.
     """
     known = known or PlanOptions()
-    shape, files = teacher_shape(request)
-    request = request.with_row_length(files.context_length if files else None)
+    files = known_teacher(request)
+    if files is None:
+        shape = _maze_shape(request.settings.teacher.preset)
+        request = request.with_row_length(None)
+    else:
+        num_parameters = count_parameters(files)  # first: it knows what is no language model
+        request, tokenizer = check_teacher(request, files)
+        shape = TeacherShape(files.name, len(tokenizer), files.hidden_size, num_parameters)
     row_length = request.corpus.row_length or 0
-    if files:
-        check_row_length(files, row_length)
     given = None if known.tokens is None else round(known.tokens)
     tokens, origin = corpus_tokens(request, files, given)
     corpora = {"this corpus": tokens} if tokens is not None else {}
@@ -136,38 +137,15 @@ def all_codecs(chosen: Codec) -> list[Codec]:
     return [chosen if name == chosen.name else make_codec(name) for name in CODECS]
 
 
-def teacher_shape(request: ExtractRequest) -> tuple[TeacherShape, PretrainedFiles | None]:
-    """The teacher's sizes from its configuration alone."""
-    settings = request.settings.teacher
-    own = request.out / "teacher"
-    if settings.location is None and scheme_of(request.corpus.source)[0] == "maze":
-        if not own.exists():
-            return _maze_shape(settings.preset), None
-        settings_location: str | Path = own
-    else:
-        settings_location = settings.location or ""
-    files = find_pretrained(
-        settings_location,
-        revision=settings.revision,
-        trust_remote_code=settings.trust_remote_code,
-        weights=False,
-    )
-    tokenizer = settings.tokenizer
-    size = len(load_tokenizer(tokenizer)) if tokenizer else tokenizer_size(files)
-    return (
-        TeacherShape(files.name, size or files.num_logits, files.hidden_size, _parameters(files)),
-        files,
-    )
-
-
 def _maze_shape(preset: str) -> TeacherShape:
+    """Of a teacher that the run will train."""
     config = demo_teacher_config() if preset == "demo" else MazeTeacherConfig()
     weights = 16 * config.num_layers * config.hidden_size**2
     return TeacherShape(f"maze teacher ({preset})", 6, config.hidden_size, weights)
 
 
-def _parameters(files: PretrainedFiles) -> int:
-    """Counted on a model without storage.
+def count_parameters(files: PretrainedFiles) -> int:
+    """A model's weights, counted on one without storage.
 
     Raises:
         UsageError: If it is no causal language model.

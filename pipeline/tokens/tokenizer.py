@@ -44,7 +44,9 @@ def load_tokenizer(location: str | Path) -> PreTrainedTokenizerBase:
             "no such tokenizer folder", where=location, expected="a folder with tokenizer.json"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(location))
+        tokenizer = AutoTokenizer.from_pretrained(
+            os.path.expanduser(location), trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             "cannot load a tokenizer",

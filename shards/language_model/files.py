@@ -198,10 +198,12 @@ def find_pretrained(
         local_files_only: Take a hub model from the local cache or not at all.
 
     Raises:
-        UsageError: If there is no such folder or hub model, or it has no configuration.
+        UsageError: If there is no such folder or hub model, it has no configuration, or a revision
+            of a folder is asked for.
     """
     path = Path(os.path.expanduser(location))
     if path.exists() or looks_local(str(location)):
+        _require_no_revision(location, revision, role)
         folder, name = path, path.resolve().name
     else:
         name = str(location)
@@ -223,6 +225,18 @@ def find_pretrained(
             expected="a model type that transformers knows",
         ) from error
     return PretrainedFiles(name, folder, config, trust_remote_code, role)
+
+
+def _require_no_revision(location: str | Path, revision: str | None, role: Role) -> None:
+    """A folder holds one state of a model; another one would be read without a word."""
+    if revision is not None:
+        raise UsageError(
+            "a local folder has no revisions",
+            where=f"{role}.revision",
+            got=f"{revision!r} of the folder {location}",
+            expected="the id of a model on the hub beside it",
+            remedy="leave the revision out, or name the hub model",
+        )
 
 
 def looks_local(location: str) -> bool:

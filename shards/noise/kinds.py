@@ -8,6 +8,7 @@ how it is embedded, so that noise from a store and noise to sample with are trea
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, runtime_checkable
@@ -96,9 +97,9 @@ class TokenNoise(TiledNoise):
     vocab_size: int
     token_gumbels: Float[Tensor, "n"]
 
+    @abstractmethod
     def other_arrivals(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         """F_j of ids start..stop-1, in memory of its own."""
-        raise NotImplementedError
 
     def other_gumbels(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         """xi_j of ids start..stop-1, in memory of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any, ClassVar, TypeVar
@@ -15,7 +16,7 @@ Index = Int[Tensor, "m"] | Bool[Tensor, "n"] | slice
 This = TypeVar("This", bound="OfPositions")
 
 
-class OfPositions:
+class OfPositions(ABC):
     """A frozen dataclass whose tensors have one entry, or row, for each of n positions.
 
     Fields that have ``select`` and ``to`` of their own are asked; numbers and functions stay.
@@ -27,9 +28,9 @@ class OfPositions:
     of_vocabulary: ClassVar[tuple[str, ...]] = ()
 
     @property
+    @abstractmethod
     def num_positions(self) -> int:
         """n."""
-        raise NotImplementedError
 
     def select(self: This, index: Index) -> This:
         """The same of some of the positions."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,20 @@ from transformers import BertConfig, BertForMaskedLM
 
 from pipeline.extract.loop import Extractor
 from pipeline.extract.manifest import public_source
+from pipeline.plan import make_plan, what_would_be_done
 from pipeline.run import run_extraction
-from pipeline.settings import resolve_request
+from pipeline.settings import ExtractRequest, PlanOptions, resolve_request
 from pipeline.workers import Worker
 from shards.base.errors import GdistillError, UsageError
 from shards.store.store import ShardStore
-from tests.pipeline.extract_cases import CONTEXT_LENGTH, VOCAB_SIZE, options, run, save_tokenizer
+from tests.pipeline.extract_cases import (
+    CONTEXT_LENGTH,
+    VOCAB_SIZE,
+    WORDS,
+    options,
+    run,
+    save_tokenizer,
+)
 
 
 def refused(out: Path, given: dict[str, Any], match: str, error: type = UsageError) -> None:
@@ -49,6 +58,55 @@ def test_teachers_that_cannot_score(tmp_path: Path, teacher: Path, corpus: Path)
 
     named = options(teacher, corpus, teacher={"attention": "foo"})
     refused(tmp_path / "c", named, r"attention kernel cannot be used.*got foo")
+
+
+WAYS: dict[str, Callable[[ExtractRequest], object]] = {
+    "run": lambda request: run_extraction(request, Worker()),
+    "--dry-run": lambda request: what_would_be_done(request, Worker()),
+    "--plan": lambda request: make_plan(request, PlanOptions(tokens=1e6)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_a_plan_and_a_dry_run_refuse_alike(
+    way: str, tmp_path: Path, teacher: Path, corpus: Path
+) -> None:
+    words = [*WORDS[:2], *reversed(WORDS[2:])]
+    other = str(save_tokenizer(tmp_path / "other", words))
+    wide = str(save_tokenizer(tmp_path / "wide", [*WORDS, "more"]))
+    maze = options(teacher, corpus)
+    maze["corpus"] = {"spec": "maze:k4"}
+    none = options(teacher, corpus)
+    none["teacher"] = {}
+    cases = {
+        "of another family": options(teacher, corpus, teacher={"tokenizer": other}),
+        "vocabular": options(teacher, corpus, teacher={"tokenizer": wide}),
+        "no such tokenizer": options(teacher, corpus, teacher={"tokenizer": "./nowhere"}),
+        "does not know the moves": maze,
+        "no teacher": none,
+        r"rows_per_shard.*multiple of 8": options(teacher, corpus, store={"rows_per_shard": 15}),
+        r"context": options(teacher, corpus, corpus={"row_length": CONTEXT_LENGTH + 1}),
+        r"no revisions.*teacher\.revision.*'main'": options(
+            teacher, corpus, teacher={"revision": "main"}
+        ),
+    }
+    for match, given in cases.items():
+        request = resolve_request(tmp_path / "out", given)
+        with pytest.raises(UsageError, match=match):
+            WAYS[way](request)
+    assert not (tmp_path / "out/tokens").exists() and not (tmp_path / "out/store").exists()
+
+
+def test_an_engine_leaves_no_revision_to_us(tmp_path: Path, teacher: Path, corpus: Path) -> None:
+    """Of a teacher elsewhere only the tokenizer is read here, and it is read as it stands."""
+    for name, value in (("revision", "main"), ("trust_remote_code", True)):
+        given = {
+            "corpus": {"spec": f"text:{corpus}"},
+            "engine": {"url": "http://127.0.0.1:9"},
+            "teacher": {"tokenizer": str(teacher), name: value},
+        }
+        with pytest.raises(UsageError, match=rf"means nothing.*teacher\.{name}"):
+            resolve_request(tmp_path, given)
 
 
 def test_stores_that_cannot_be(tmp_path: Path, teacher: Path, corpus: Path) -> None:

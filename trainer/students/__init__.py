@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         load_tokenizer,
         open_model,
         read_model,
+        weights_sha256,
     )
     from trainer.students.fused_head import CHUNK_ROWS
     from trainer.students.on_backbone import FrozenBackbone, load_backbone

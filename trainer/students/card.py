@@ -59,7 +59,18 @@ student = trainer.load_student("PATH-TO-THIS-FOLDER")
 rows = student.generate(num_samples=4, seed=0)
 ```
 
-The model's code is that of gdistill, which must be installed. `student.json` holds the full
+The model's code is that of gdistill, which must be installed; there is none in this folder. For
+transformers' own classes one import comes first, or they say that they do not know the model type
+`{model_type}`:
+
+```python
+import trainer.loading  # registers the model type; AutoModel and {auto_class} then load it
+from transformers import AutoModel
+
+student = AutoModel.from_pretrained("PATH-TO-THIS-FOLDER")
+```
+
+`student.json` holds the full
 configuration and the identity of the shards. The license is not chosen: whoever publishes the model
 sets it, with regard to those of the teacher and the corpus.
 """
@@ -103,6 +114,8 @@ def model_card(record: Mapping[str, Any], student: Student) -> str:
         metadata=_metadata(name, store),
         title=title,
         sentence=_sentence(conditioned),
+        model_type=student.config.model_type,
+        auto_class="AutoModelForCausalLM" if name == "ar" else "AutoModelForMaskedLM",
         parameters=student.num_parameters(),
         row_length=store["row_length"],
         vocab_size=store["vocab_size"],

@@ -95,9 +95,14 @@ class ModelFolder:
 
     @property
     def weights_sha256(self) -> str:
-        """Hash of the weights: of the file, or of the files' hashes where there are several."""
-        hashes = [sha256_file(path) for path in sorted(self.directory.glob(WEIGHTS_PATTERN))]
-        return hashes[0] if len(hashes) == 1 else "+".join(hashes)
+        """See :func:`weights_sha256`."""
+        return weights_sha256(self.directory)
+
+
+def weights_sha256(directory: Path) -> str:
+    """Hash of the weights: of the file, or of the files' hashes where there are several."""
+    hashes = [sha256_file(path) for path in sorted(directory.glob(WEIGHTS_PATTERN))]
+    return hashes[0] if len(hashes) == 1 else "+".join(hashes)
 
 
 def open_model(

@@ -8,6 +8,7 @@ from typing import Any
 
 from shards.base import UsageError, flatten, to_mapping
 from shards.store import Manifest
+from trainer.students import find_model, weights_sha256
 from trainer.training.settings import RunConfig
 
 STORE_FIELDS = (
@@ -37,11 +38,24 @@ def run_identity(config: RunConfig, manifest: Manifest, init_from: Path | None) 
     return {
         "config": to_mapping(config),
         "store": store_essentials(manifest),
-        "init_from": None if init_from is None else str(init_from),
+        "init_from": _start(init_from),
     }
 
 
-def require_same_run(saved: Mapping[str, Any], ours: Mapping[str, Any], free: Set[str]) -> None:
+def _start(init_from: Path | None) -> dict[str, Any] | None:
+    """The first weights by their content; a run that has begun no longer needs the files."""
+    if init_from is None:
+        return None
+    try:
+        digest = weights_sha256(find_model(init_from))
+    except UsageError:
+        digest = None
+    return {"weights_sha256": digest, "place": str(init_from)}
+
+
+def require_same_run(
+    saved: Mapping[str, Any], ours: Mapping[str, Any], free: Set[str]
+) -> dict[str, Any]:
     """Refuse to resume a run as another one.
 
     Args:
@@ -49,10 +63,14 @@ def require_same_run(saved: Mapping[str, Any], ours: Mapping[str, Any], free: Se
         ours: Identity asked for now.
         free: Config fields that may differ.
 
+    Returns:
+        Ours, with what of the first weights only the checkpoint still knows.
+
     Raises:
         UsageError: Naming the first field that differs, with both values.
     """
-    before, now = flatten(saved), flatten(ours)
+    start = _same_start(saved.get("init_from"), ours["init_from"])
+    before, now = (flatten({**run, "init_from": None}) for run in (saved, ours))
     ignored = {f"config.{name}" for name in free}
     for name in [*now, *(name for name in before if name not in now)]:
         old, new = before.get(name, "absent"), now.get(name, "absent")
@@ -64,3 +82,36 @@ def require_same_run(saved: Mapping[str, Any], ours: Mapping[str, Any], free: Se
                 expected=f"{old!r} as in the checkpoint",
                 remedy="resume with the old value, or give another --out",
             )
+    return {**ours, "init_from": start}
+
+
+def _same_start(saved: Any, ours: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The same first weights, wherever they lie now; where they cannot be read, the same place.
+
+    Raises:
+        UsageError: For other weights, or when it cannot be told.
+    """
+    # Runs of older versions remember the place alone, as a string.
+    before = {"weights_sha256": None, "place": saved} if isinstance(saved, str) else saved
+    if before is None or ours is None:
+        same = before is ours
+    elif before["weights_sha256"] and ours["weights_sha256"]:
+        same = before["weights_sha256"] == ours["weights_sha256"]
+    else:
+        same = before["place"] == ours["place"]
+    if not same:
+        raise UsageError(
+            "this run was started from other weights",
+            where="--init-from",
+            got=_told(ours),
+            expected=f"{_told(before)}, as in the checkpoint",
+            remedy="resume with the same weights, or give another --out",
+        )
+    return before if ours is None or not ours["weights_sha256"] else ours
+
+
+def _told(start: Mapping[str, Any] | None) -> str:
+    if start is None:
+        return "none"
+    digest = start["weights_sha256"]
+    return f"{start['place']} ({f'weights {digest[:12]}' if digest else 'weights not known'})"

@@ -297,7 +297,8 @@ class Trainer:
         if not steps:
             return
         state = self.checkpoints.read_state(steps[-1])
-        require_same_run(state["run"], self.identity, operational_fields(self.config))
+        free = operational_fields(self.config)
+        self.identity = require_same_run(state["run"], self.identity, free)
         self.trainee.restore(self.checkpoints.path(steps[-1]), state["ema_num_updates"])
         self.stream.load_state_dict(state["stream"])
         self.window.load_state_dict(state["window"])

@@ -26,10 +26,12 @@ from shards.noise.kinds import (
     Noise,
     ShiftedNoise,
     SparseNoise,
+    TokenNoise,
     dense_arrivals,
 )
 from shards.noise.order_statistics import TopPrior
 from shards.noise.philox import PositionKeys, keyed_bits
+from shards.noise.positions import OfPositions
 from shards.noise.probabilities import DenseProbabilities, Entries, HeadAndTail
 from shards.testing import DenseNoise
 
@@ -310,3 +312,13 @@ def test_a_compiled_kernel_may_differ_as_far_as_its_device_allows(
     assert noise_kernel("cpu") == ("compiled" if fits else "eager")
     assert noise_kernel("cuda") == "eager", "another device keeps its own kernel"
     assert fits or f"{ulps} units" in obstacle
+
+
+def test_a_kind_without_its_own_part_cannot_be_made() -> None:
+    class Half(TokenNoise):
+        pass
+
+    with pytest.raises(TypeError, match="other_arrivals"):
+        Half()  # type: ignore[abstract]
+    with pytest.raises(TypeError, match="num_positions"):
+        OfPositions()  # type: ignore[abstract]

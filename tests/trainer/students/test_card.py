@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from huggingface_hub import ModelCard
 
+from tests.trainer.sampling_cases import LENGTH, tiny_student
 from tests.trainer.students.test_mdlm import make_student
 from trainer.students.card import model_card, without_places
+
+ROOT = Path(__file__).parents[3]
 
 
 def record(teacher: str, corpus: str) -> dict:
@@ -54,3 +61,31 @@ def test_what_is_not_on_the_hub_is_not_linked() -> None:
 )
 def test_absolute_paths_become_names(told: object, published: object) -> None:
     assert without_places({"a": [told]}) == {"a": [published]}
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "ar"])
+def test_transformers_knows_the_model_after_the_one_import_of_the_card(
+    kind: str, tmp_path: Path
+) -> None:
+    """In a process of its own, as a reader of the card meets it: with the card's very lines."""
+    student = tiny_student(kind, "none")
+    student.save_pretrained(tmp_path)
+    told = record("tiny", "maze")
+    told["run"]["config"]["student"] = kind
+    card = model_card(told, student)
+    script = card.split("```python")[-1].split("```")[0].replace("PATH-TO-THIS-FOLDER", "%s")
+    other = "AutoModelForCausalLM" if kind == "ar" else "AutoModelForMaskedLM"
+    script = script % tmp_path + f"from transformers import {other}\n"
+    script += f"assert type({other}.from_pretrained('{tmp_path}')) is type(student)\n"
+    script += "print(student.generate(num_samples=2, seed=0).shape)\n"
+    known = in_a_fresh_process(script)
+    assert known.returncode == 0 and f"[2, {LENGTH}]" in known.stdout, known.stderr
+    without = in_a_fresh_process(script.replace("import trainer.loading", "#"))
+    assert without.returncode == 1
+    error = next(line for line in without.stderr.splitlines() if line.startswith("ValueError"))
+    assert f"`gdistill-{kind}`" in error and f"`gdistill-{kind}`" in card
+
+
+def in_a_fresh_process(script: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", script]
+    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)

@@ -219,6 +219,49 @@ def test_a_resumed_run_does_without_its_first_weights(
     assert train(longer, store, tmp_path / "run", init_from=first)
 
 
+def test_first_weights_are_known_by_content_and_not_by_place(
+    store: Path, finished: Path, tmp_path: Path
+) -> None:
+    def steps(num: int, init_from: Path | None) -> bool:
+        config = tiny_run(optimization__schedule="constant", training__num_steps=num)
+        return train(config, store, tmp_path / "run", init_from=init_from)
+
+    first = shutil.copytree(finished / "model", tmp_path / "first")
+    assert steps(2, first)
+    moved = first.rename(tmp_path / "moved")
+    assert steps(3, moved)
+    other = shutil.copytree(moved, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["backbone.blocks.0.attn_out.weight"] += 1
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.safetensors")}
+    for start, got in ((other, r"other \(weights"), (None, "none"), (tmp_path / "gone", "gone")):
+        with pytest.raises(UsageError, match=rf"other weights \[--init-from\]; got .*{got}"):
+            steps(4, start)
+    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*.safetensors")} == before
+    shutil.copytree(moved, first)
+    shutil.rmtree(moved)
+    assert steps(4, moved), "its place is what was said last, and nothing lies there now"
+    assert steps(5, first)
+
+
+def test_runs_that_remember_a_place_alone_go_on_there(
+    store: Path, finished: Path, tmp_path: Path
+) -> None:
+    """As checkpoints were before the content of first weights was recorded."""
+    first = shutil.copytree(finished / "model", tmp_path / "first")
+    config = tiny_run(optimization__schedule="constant", training__num_steps=2)
+    assert train(config, store, tmp_path / "run", init_from=first)
+    state = next((tmp_path / "run").rglob("state.json"))
+    record = json.loads(state.read_text())
+    record["run"]["init_from"] = str(first)
+    state.write_text(json.dumps(record))
+    longer = tiny_run(optimization__schedule="constant", training__num_steps=3)
+    with pytest.raises(UsageError, match=r"other weights.*expected .*first \(weights not known\)"):
+        train(longer, store, tmp_path / "run", init_from=finished)
+    assert train(longer, store, tmp_path / "run", init_from=first)
+
+
 @pytest.mark.parametrize("spoil", ["missing", "truncated"])
 def test_a_model_lacking_a_weight_is_refused(
     store: Path, finished: Path, tmp_path: Path, spoil: str
