@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from shards.base.errors import UsageError
-from tests.trainer.backbone_cases import SHAPES
+from shards.store.store import ShardStore
+from tests.trainer.backbone_cases import SHAPES, backbone_run, store_of
 from tests.trainer.sampling_cases import draw, open_rows, tiny_student
 from tests.trainer.students.drafter.drafter_cases import RECIPES, tiny_drafter
 from trainer.sampling import make_sampler, sampling_noise
@@ -19,20 +20,23 @@ from trainer.sampling.verified.slot_reader import SlotReader
 from trainer.sampling.verified.slots import inverse_cdf
 from trainer.students import Drafter
 from trainer.students.drafter import token_uniforms
+from trainer.training.construction import build_student
 
 VOCAB, LENGTH, IDS = 12, 12, torch.tensor([4, 0, 11, 7])
 
 
 @torch.no_grad()
-def own_decode(folder: Path, tokens: Tensor, tau: float, uniform: bool, seed: int = 3) -> Tensor:
+def own_decode(
+    folder: Path, tokens: Tensor, tau: float, uniform: bool, seed: int = 3, vocab: int = VOCAB
+) -> Tensor:
     """The bare backbone, one token a pass over the whole prefix."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     rows = []
     for index, row in zip(IDS, tokens.split(1), strict=True):
-        row, noise = row.clone(), sampling_noise(seed, index[None], tokens.shape[1], VOCAB)
+        row, noise = row.clone(), sampling_noise(seed, index[None], tokens.shape[1], vocab)
         for place in range(tokens.shape[1]):
-            if row[0, place] == VOCAB:
-                logits = model(row[:, :place]).logits[:, -1, :VOCAB]
+            if row[0, place] == vocab:
+                logits = model(row[:, :place]).logits[:, -1, :vocab]
                 xi = noise.select(torch.tensor([place]))
                 chosen = gumbel_scores(logits, xi, tau).argmax()
                 if uniform:
@@ -69,6 +73,20 @@ def test_the_output_is_the_backbones_own_decode(
         assert torch.equal(gained, filled), "a call gives what was accepted and one token more"
         slots_in = result.nfe if calls == 1 else 2 * result.nfe
         assert ((slots_in - result.details["verifier_nfe"]).abs() <= calls - 1).all()
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_real_backbone_decodes_its_own_tokens(calls: int, tmp_path: Path, shared: Path) -> None:
+    """stories260K, a drafter at step 0: no token but its own; wrong drafts cost calls only."""
+    backbone = shared / "data" / "stories260K"
+    store = store_of(tmp_path / "store", backbone, vocab_size=512)
+    config = backbone_run(backbone, "drafter", model__num_proposed=3, model__num_starts=2)
+    student = build_student(config, ShardStore.open(store), None).eval()
+    tokens = torch.full((len(IDS), 40), 512)
+    tokens[:, 0], tokens[1, 1:6] = 1, torch.tensor([403, 407, 261, 378, 286])
+    result = draw(student, make_sampler("drafter", calls_per_round=calls), IDS, tokens)
+    assert torch.equal(result.tokens, own_decode(backbone, tokens, 1.0, False, vocab=512))
+    assert result.details["drafted"].sum() > result.details["accepted"].sum()
 
 
 @pytest.mark.parametrize("calls", [1, 2])
