@@ -105,7 +105,7 @@ test-portable: $(STAMP) ## the test suite under other kernels of the CPU, with 1
 	@set -e; for kernels in default avx2; do for threads in 1 2; do \
 	  echo "kernels $$kernels, threads $$threads"; \
 	  ATEN_CPU_CAPABILITY=$$kernels MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=$$threads \
-	    $(BIN)/python -m pytest $(ARGS); \
+	    $(BIN)/python -m pytest -n $(JOBS) $(ARGS); \
 	done; done
 
 test-portable-sample: $(STAMP) ## the tests that rounding can reach, under the plainest kernels

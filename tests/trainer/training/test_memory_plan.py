@@ -129,3 +129,28 @@ def test_the_command_prints_the_parts_and_writes_nothing(long_store: Path, tmp_p
     assert "peak memory of one of 2 processes on cpu" in done.output
     assert "kept for the backward pass" in done.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("precision", "bytes_per_logit"), [("fp32", 4), ("bf16", 6)])
+def test_a_tile_of_logits_is_512_rows_of_the_vocabulary_and_the_mask(
+    long_store: Path, precision: str, bytes_per_logit: int
+) -> None:
+    settings = {"model__conditioning": "none", "training__precision": precision}
+    tile = planned(long_store, **settings).device["the larger tile, of logits or of noise"]
+    assert tile == 512 * 301 * bytes_per_logit
+
+
+def test_weights_are_not_counted_twice(tmp_path: Path) -> None:
+    """Of a wide vocabulary and a short row little is kept but the head's gradient."""
+    store = write_store(tmp_path / "wide", vocab_size=5000)
+    changes = {"model__conditioning": "none", "model__hidden_size": 64, "model__num_heads": 4}
+    plan = planned(store, training__micro_batch_size=1, **changes)
+    head = 4 * 5001 * 64
+    assert head < plan.device["kept for the backward pass"] < 1.3 * head
+
+
+def test_every_position_is_masked_when_bytes_are_counted(long_store: Path) -> None:
+    config, store = tiny_run(), ShardStore.open(long_store)
+    student = build_student(config, store, None)
+    (batch,) = _batches(config, store, student, rows=2)
+    assert student.corrupt(batch, ALL_MASKED).mask[:, 1:].float().mean() > 0.98
