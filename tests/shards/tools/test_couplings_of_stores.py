@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from itertools import permutations
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from shards.base.errors import UsageError
 from shards.cli import app
+from shards.noise import DenseProbabilities
 from shards.store import ShardStore
 from shards.tools import couplings as module
 from shards.tools.couplings import CLASSES, measure_couplings
@@ -62,6 +66,18 @@ def test_the_command_prints_a_table_and_json(
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["classes_of_total_variation"] == list(CLASSES)
     assert found["num_pairs"] == 20 and len(found["figures"]) == 8
+
+
+def test_pairs_are_of_two_positions_and_all_of_them() -> None:
+    before = torch.tensor([4, 2, 4, 7, 2, 4])
+    probabilities = DenseProbabilities(torch.zeros(6, 3).log_softmax(1))
+    positions = module._Positions(torch.zeros(6, dtype=torch.int64), before, probabilities)
+    random = np.random.default_rng(0)
+    alike = {tuple(pair) for pair in positions.alike_pairs(400, random).tolist()}
+    assert alike == {*permutations((0, 2, 5), 2), (1, 4), (4, 1)}
+    assert {tuple(pair) for pair in positions.random_pairs(900, random).tolist()} == {
+        *permutations(range(6), 2)
+    }
 
 
 @pytest.mark.parametrize(
