@@ -32,7 +32,8 @@ def test_gpu_suite_at_toy_shape(tmp_path: Path) -> None:
         assert part["decoupling_gain"] > 0
         assert part["mfu_of_h200_bf16"] > 0
     assert record["extraction"]["figures"]["posterior"]["ratio"] > 0
-    assert record["first hitting"]["batched_gain"] > 0
+    speed = record["first hitting"]["tokens_per_second"]
+    assert record["first hitting"]["batched_gain"] == pytest.approx(speed["16"] / speed["1"])
     assert len(record["bars"]) == 5
     for name in ("Qwen2.5-0.5B", "Llama-3.2-1B"):
         part = record[f"heads on {name}"]
