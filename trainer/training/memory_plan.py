@@ -150,7 +150,7 @@ def _row_bytes(batch: Batch) -> int:
 def _state_bytes(student: Student, pieces: int) -> dict[str, int]:
     """Weights, gradients, two moments and the average; sharded, with a block put together."""
     size = FLOAT32_BYTES * sum(p.numel() for p in student.parameters() if p.requires_grad)
-    untrained = [p for p in student.parameters() if not p.requires_grad]
+    untrained: list[Tensor] = [p for p in student.parameters() if not p.requires_grad]
     untrained += student.frozen_weights
     frozen = sum(p.numel() * p.element_size() for p in untrained)
     buffers = sum(b.numel() * b.element_size() for b in student.buffers())
