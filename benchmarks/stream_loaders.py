@@ -1,10 +1,11 @@
-"""Each loader's way of giving one shuffled epoch as batches of tensors; run as its own process.
+"""Each loader's way of giving shuffled epochs as batches of tensors; run as its own process.
 
     python -m benchmarks.stream_loaders LOADER DATA_FOLDER WORKERS BATCH_SIZE
 
-prints the rows per second, imports left out and starting up included, and a checksum of the
-tokens, which is the same for all loaders when all read the same rows. A loader that needs longer
-than MAX_SECONDS is stopped there and has no checksum.
+A first epoch starts workers, unpacks what a loader unpacks once, and is not measured; then whole
+epochs are, until MIN_SECONDS are over. Printed are rows per second of both, and a checksum of the
+tokens of an epoch, which is the same for all loaders when all read the same rows. An epoch that
+needs longer than MAX_SECONDS is stopped there and has no checksum.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,9 +30,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.stream_data import ARRAYS, Shape, read_shape
+from shards.store import ShardStore
+from shards.stream import ShardStream
 
 PEERS = Path(sys.prefix) / "stream-peers"
-MAX_SECONDS = 15
+MIN_SECONDS = 2.0
+"""Of measured epochs, of which there are at least two."""
+MAX_SECONDS = 10
 MODULES = {
     "ShardStream": "shards.store.store",
     "zarr-python": "zarr",
@@ -65,35 +71,49 @@ def import_peers() -> None:
             sys.modules[module.__name__] = module
 
 
+@dataclass
+class StreamEpochs:
+    """Epoch after epoch of one ShardStream, whoever reads its chunks."""
+
+    batches: ShardStream
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return (batch.arrays for batch in self.batches)
+
+
+def _streamed(reader: Any, workers: int, batch_size: int) -> StreamEpochs:
+    return StreamEpochs(
+        ShardStream(reader, seed=0, global_batch_size=batch_size, num_workers=workers)
+    )
+
+
 def stream(folder: Path, shape: Shape, workers: int, batch_size: int) -> Batches:
     """(a) ShardStream."""
-    from shards.store import ShardStore
-    from shards.stream import ShardStream
-
-    split = ShardStore.open(folder / "store").split("train")
-    batches = ShardStream(split, seed=0, global_batch_size=batch_size, num_workers=workers)
-    return (batch.arrays for batch in batches)
+    return _streamed(ShardStore.open(folder / "store").split("train"), workers, batch_size)
 
 
-class _ZarrRows(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.arrays = folder, None
+class ZarrChunks:
+    """Whole chunks by zarr-python, for the very order, threads and batches of ShardStream."""
 
-    def __len__(self) -> int:
-        return read_shape(self.folder.parent).num_rows
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __init__(self, store: Path) -> None:
         import zarr
 
-        if self.arrays is None:  # opened in the worker: zarr's event loop does not survive a fork
-            group = zarr.open_group(self.folder, path="train", mode="r")
-            self.arrays = {name: group[name] for name in ARRAYS}
-        return {name: array[index] for name, array in self.arrays.items()}
+        split = ShardStore.open(store).split("train")
+        self.num_rows, self.rows_per_chunk = split.num_rows, split.rows_per_chunk
+        self.chunk_bytes, self.fingerprint = split.chunk_bytes, split.fingerprint
+        group: Any = zarr.open_group(store, path="train", mode="r")
+        self.arrays = {name: group[name] for name in ARRAYS}
+
+    def read_chunk(self, index: int) -> dict[str, np.ndarray]:
+        """The rows of one inner chunk."""
+        start = index * self.rows_per_chunk
+        stop = min(start + self.rows_per_chunk, self.num_rows)
+        return {name: array[start:stop] for name, array in self.arrays.items()}
 
 
-def zarr_rows(folder: Path, shape: Shape, workers: int, batch_size: int) -> Batches:
-    """(b) zarr-python, a row at a time."""
-    return _loader(_ZarrRows(folder / "store"), workers, batch_size, shuffle=True)
+def zarr_chunks(folder: Path, shape: Shape, workers: int, batch_size: int) -> Batches:
+    """(b) zarr-python, the same chunks in the same order."""
+    return _streamed(ZarrChunks(folder / "store"), workers, batch_size)
 
 
 def parquet_streamed(folder: Path, shape: Shape, workers: int, batch_size: int) -> Batches:
@@ -104,6 +124,7 @@ def parquet_streamed(folder: Path, shape: Shape, workers: int, batch_size: int) 
         _parquet(folder, streaming=True).shuffle(seed=0, buffer_size=512).with_format("arrow"),
         batch_size=batch_size,
         num_workers=workers,
+        persistent_workers=workers > 0,
         drop_last=True,
         collate_fn=lambda tables: _table_tensors(pa.concat_tables(tables), shape),
     )
@@ -118,6 +139,7 @@ def parquet_mapped(folder: Path, shape: Shape, workers: int, batch_size: int) ->
         sampler=torch.utils.data.BatchSampler(order, batch_size, drop_last=True),
         batch_size=None,
         num_workers=workers,
+        persistent_workers=workers > 0,
         collate_fn=lambda table: _table_tensors(table, shape),
     )
 
@@ -170,7 +192,11 @@ def litdata(name: str) -> Callable[[Path, Shape, int, int], Batches]:
 
         rows = StreamingDataset(str(folder / name), shuffle=True, seed=0, drop_last=False)
         return StreamingDataLoader(
-            rows, batch_size=batch_size, num_workers=workers, collate_fn=_collate
+            rows,
+            batch_size=batch_size,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            collate_fn=_collate,
         )
 
     return batches
@@ -178,7 +204,7 @@ def litdata(name: str) -> Callable[[Path, Shape, int, int], Batches]:
 
 LOADERS: dict[str, Callable[[Path, Shape, int, int], Batches]] = {
     "ShardStream": stream,
-    "zarr-python rows": zarr_rows,
+    "zarr-python, same chunks and order": zarr_chunks,
     "datasets, Parquet streamed": parquet_streamed,
     "datasets, Arrow copy": parquet_mapped,
     "mosaicml-streaming, zstd": mosaic("mosaic-zstd"),
@@ -188,12 +214,12 @@ LOADERS: dict[str, Callable[[Path, Shape, int, int], Batches]] = {
 }
 
 
-def _loader(rows: Any, workers: int, batch_size: int, shuffle: bool | None = None) -> Batches:
+def _loader(rows: Any, workers: int, batch_size: int) -> Batches:
     return torch.utils.data.DataLoader(
         rows,
         batch_size=batch_size,
         num_workers=workers,
-        shuffle=shuffle,
+        persistent_workers=workers > 0,
         drop_last=True,
         collate_fn=_collate,
     )
@@ -204,28 +230,99 @@ def _collate(rows: list[dict[str, np.ndarray]]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in ARRAYS}
 
 
-def measure(name: str, folder: Path, workers: int, batch_size: int) -> dict[str, float | None]:
-    """Rows per second of one epoch, starting up included, and a checksum of what was read."""
-    shape = read_shape(folder)
-    begin, rows, checksum, whole = time.perf_counter(), 0, 0, True
-    for batch in LOADERS[name](folder, shape, workers, batch_size):
+@dataclass(frozen=True)
+class Epoch:
+    """What one epoch gave.
+
+    Attributes:
+        checksum: Of its tokens; None for one that was stopped.
+    """
+
+    rows: int
+    seconds: float
+    checksum: int | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One process's figures.
+
+    Attributes:
+        rows_per_second: Of the measured epochs together.
+        first_rows_per_second: Of the epoch before them, starting up included.
+        seconds: What was measured.
+        epochs: How many.
+        rows: Of one epoch.
+        checksum: Of one epoch; None where one was stopped.
+    """
+
+    rows_per_second: float
+    first_rows_per_second: float
+    seconds: float
+    epochs: int
+    rows: int
+    checksum: int | None
+
+
+def measure(
+    batches: Callable[[], Batches], shape: Shape, clock: Callable[[], float] = time.perf_counter
+) -> Measured:
+    """Rows per second of warm epochs.
+
+    Args:
+        batches: Makes the loader; each pass over it is an epoch.
+        shape: Of the rows it must give.
+        clock: Seconds.
+
+    Raises:
+        ValueError: When epochs differ in their rows.
+    """
+    begin = clock()
+    loader = batches()
+    first = _epoch(loader, shape, clock, begin)
+    measured: list[Epoch] = []
+    while len(measured) < 2 or sum(epoch.seconds for epoch in measured) < MIN_SECONDS:
+        measured.append(_epoch(loader, shape, clock, clock()))
+        if measured[-1].checksum is None:
+            break  # so slow that one cut epoch is enough
+    whole = {(epoch.rows, epoch.checksum) for epoch in (first, *measured) if epoch.checksum}
+    if len(whole) > 1:
+        raise ValueError(f"the epochs differ: {whole}")
+    seconds = sum(epoch.seconds for epoch in measured)
+    return Measured(
+        rows_per_second=sum(epoch.rows for epoch in measured) / seconds,
+        first_rows_per_second=first.rows / first.seconds,
+        seconds=seconds,
+        epochs=len(measured),
+        rows=measured[-1].rows,
+        checksum=measured[-1].checksum,
+    )
+
+
+def _epoch(loader: Batches, shape: Shape, clock: Callable[[], float], begin: float) -> Epoch:
+    rows, checksum = 0, 0
+    for batch in loader:
+        size = len(batch["tokens"])
         for array, spec in ARRAYS.items():
-            found, size = batch[array], len(batch["tokens"])
+            found = batch[array]
             assert found.shape == (size, *shape.row_shape(array)), (array, found.shape)
             assert str(found.dtype).removeprefix("torch.") == spec.dtype, (array, found.dtype)
         checksum += int(batch["tokens"].sum())
         rows += size
-        if time.perf_counter() - begin > MAX_SECONDS:
-            whole = False
-            break
-    seconds = time.perf_counter() - begin
-    checked = checksum if whole else None
-    return {"rows_per_second": rows / seconds, "rows": rows, "checksum": checked}
+        if clock() - begin > MAX_SECONDS:
+            return Epoch(rows, clock() - begin, None)
+    return Epoch(rows, clock() - begin, checksum)
+
+
+def main(name: str, folder: Path, workers: int, batch_size: int) -> None:
+    """Measure one loader and print its figures as JSON."""
+    torch.set_num_threads(1)
+    import_modules(name)
+    shape = read_shape(folder)
+    found = measure(lambda: LOADERS[name](folder, shape, workers, batch_size), shape)
+    print(json.dumps(asdict(found)), flush=True)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    import_modules(sys.argv[1])
-    result = measure(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
-    print(json.dumps(result), flush=True)
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
     os._exit(0)  # datasets' streams leave threads that keep the interpreter from ending
