@@ -55,8 +55,10 @@ REFUSED: dict[str, Case] = {
     "objects nested without end": line('{"settings": ' + '{"a": ' * 10**5 + "1" + "}" * 10**5),
     "a list": line("[1, 2]"),
     "NaN as a number": line(WHOLE.replace('"nfe": 3', '"nfe": NaN', 1)),
-    "infinity in the settings": line(WHOLE.replace('"tau": 0.9', '"tau": Infinity')),
-    "a number that overflows to infinity": line(WHOLE.replace('"tau": 0.9', '"tau": 1e999')),
+    "infinity in the settings": raw(WHOLE.replace('"tau": 0.9', '"tau": Infinity').encode()),
+    "a number that overflows to infinity": raw(
+        WHOLE.replace('"tau": 0.9', '"tau": 1e999').encode()
+    ),
     "a field twice": line(WHOLE.replace('"seed": 7', '"seed": 7, "seed": 8')),
     "a setting twice": line(WHOLE.replace('"tau": 0.9', '"tau": 0.9, "tau": 1.0')),
     "half a character": line(WHOLE.replace("a b a b", r"\ud800")),
