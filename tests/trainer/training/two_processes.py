@@ -71,7 +71,7 @@ def run_both(store: Path, out: Path) -> None:
     """Under DDP and under FSDP, nothing else."""
     torch.set_num_threads(1)
     for sharding in ("ddp", "fsdp"):
-        assert train(tiny_run(training__sharding=sharding), store, out / sharding)
+        assert train(tiny_run(**SMOOTH, training__sharding=sharding), store, out / sharding)
 
 
 def refused(run: Callable[[], object], name: str, out: Path) -> None:
