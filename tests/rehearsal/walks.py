@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from functools import cache
+from dataclasses import fields
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 
 from evaluation.text.perplexity import token_nll_nats
+from pipeline.extract.transfer import to_host
+from shards.codec import TeacherOutput, make_codec
 from shards.language_model.device import resolve_device
 from tests.rehearsal.pretend_cuda import WATCH
 from tests.rehearsal.scenarios import Counts, scenario, student, waits_per
+from tests.trainer.backbone_cases import backbone_run, store_of, write_backbone
 from tests.trainer.run_cases import tiny_run, write_store
 from tests.trainer.sampling.test_adaptive import tiny_llama
 from tests.trainer.sampling_cases import VOCAB, open_rows, tiny_student
@@ -49,7 +53,20 @@ def stories() -> Path:
     folder = Path(tempfile.mkdtemp())
     tiny_llama().save_pretrained(folder / "verifier")
     write_store(folder / "store", vocab_size=VOCAB)
+    backbone = write_backbone(folder / "backbone")
+    store_of(folder / "own", backbone)
+    hidden_output()
     return folder
+
+
+@cache
+def hidden_output() -> tuple[TeacherOutput, torch.Tensor]:
+    """A teacher of 8 hidden units that says W h of two rows, and W."""
+    generator = torch.Generator().manual_seed(3)
+    head = torch.randn(300, 8, generator=generator)
+    hidden = torch.randn(2, 15, 8, generator=generator)
+    log_probs = (hidden @ head.T).log_softmax(-1)
+    return TeacherOutput(log_probs, log_probs.argmax(-1), torch.arange(2), hidden), head
 
 
 def _training_run(name: str) -> Counts:
@@ -65,6 +82,32 @@ def _training_run(name: str) -> Counts:
 
 for _name in RUNS:
     scenario(f"training run, {_name}")(lambda name=_name: _training_run(name))
+
+
+def _heads_run(student: str, conditioning: str) -> Counts:
+    """Heads or adapters on a frozen backbone: steps, validation, a checkpoint, the export."""
+    place = stories()
+    settings = {**ON_GPU, "training__num_steps": 2, "model__conditioning": conditioning}
+    with tempfile.TemporaryDirectory() as folder:
+        run = backbone_run(place / "backbone", student, **settings)
+        assert train(run, place / "own", Path(folder) / "run")
+    return Counter(WATCH.syncs)
+
+
+for _student in ("medusa", "drafter"):
+    for _conditioning in ("gumbel", "none"):
+        scenario(f"training run, {_student}, {_conditioning}")(
+            partial(_heads_run, _student, _conditioning)
+        )
+
+
+@scenario("extraction batch, hidden")
+def extraction_hidden() -> Counts:
+    output, head = hidden_output()
+    tensors = {field.name: getattr(output, field.name).to("cuda") for field in fields(output)}
+    resources = {"lm_head": head.to("cuda")}
+    codec = make_codec("hidden")
+    return waits_per(lambda _: to_host(dict(codec.encode(TeacherOutput(**tensors), 5, resources))))
 
 
 def _verified(kind: str, sampler: str, **settings: object) -> Counts:
