@@ -69,7 +69,7 @@ def require_same_run(
     Raises:
         UsageError: Naming the first field that differs, with both values.
     """
-    start = _same_start(saved.get("init_from"), ours["init_from"])
+    start = _same_start(saved.get("init_from"), ours.get("init_from"))
     before, now = (flatten({**run, "init_from": None}) for run in (saved, ours))
     ignored = {f"config.{name}" for name in free}
     for name in [*now, *(name for name in before if name not in now)]:
