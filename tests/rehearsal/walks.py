@@ -28,9 +28,14 @@ from trainer.sampling.registry import make_sampler
 from trainer.sampling.rules.noise import sampling_noise
 from trainer.training.loop import train
 
-ON_GPU = {"training__device": "cuda", "training__micro_batch_size": 3}
+ON_GPU = {
+    "training__device": "cuda",
+    "training__micro_batch_size": 3,
+    "training__noise_kernel": "eager",
+    "training__validate_every_steps": 2,
+}
 RUNS = {
-    "mdlm, fp32": {},
+    "mdlm, the compiled kernel tried": {"training__noise_kernel": "auto"},
     "mdlm, bf16": {"training__precision": "bf16"},
     "bd3lm": {"student": "bd3lm", "model__block_size": 4, "model__attention": "sdpa"},
     "bd3lm, search for clips": {
@@ -38,11 +43,10 @@ RUNS = {
         "model__block_size": 4,
         "model__attention": "sdpa",
         "model__search_schedule": "true",
-        "training__num_steps": 4,
+        "training__num_steps": 2,
     },
     "ar": {"student": "ar", "model__conditioning": "none"},
     "mdlm, noise read again": {"model__noise_readings": [1]},
-    "mdlm, unigram": {"model__prior_weight": 1.0},
     "mdlm, token-level distillation": {"model__kd": "token"},
 }
 
@@ -72,7 +76,7 @@ def hidden_output() -> tuple[TeacherOutput, torch.Tensor]:
 def _training_run(name: str) -> Counts:
     """Steps, validation, a checkpoint; the same command again, from it, to the export."""
     with tempfile.TemporaryDirectory() as folder:
-        for num_steps in (4, 6):
+        for num_steps in (2, 3):
             settings = {**ON_GPU, "training__num_steps": num_steps, **RUNS[name]}
             settings["optimization__schedule"] = "constant"
             assert train(tiny_run(**settings), stories() / "store", Path(folder) / "run")
