@@ -14,6 +14,7 @@ from tests.pipeline.extract_cases import WORDS, save_teacher
 from tests.readme.blocks import Block, read_blocks
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.xdist_group("readme")  # later blocks stand on earlier ones
 BLOCKS = read_blocks(REPOSITORY / "README.md")
 RUN = [block for block in BLOCKS if block.text]
 TOY = {"EXTRAS": "dev", "STEPS": "3", "DEMO": "tests/readme/demo.toml"}
@@ -48,7 +49,8 @@ def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     binaries = Path(sys.executable).parent
     environment = os.environ | TOY | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     environment |= {"PATH": f"{binaries}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
-    environment.pop("MAKEFLAGS", None)
+    for name in ("MAKEFLAGS", "ARGS"):  # of the `make test` that this runs under
+        environment.pop(name, None)
     shell = ["bash", "-euo", "pipefail", "-c", block.text]
     command = [sys.executable, "-c", block.text] if block.language == "python" else shell
     return subprocess.run(
