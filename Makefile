@@ -98,14 +98,14 @@ eval: $(STAMP) ## score samples: make eval SAMPLES=samples JUDGE=gpt2-large REFE
 	  $(if $(REFERENCE),--reference '$(REFERENCE)') $(ARGS)
 
 test: $(STAMP) ## the test suite
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 # Other kernels, other thread counts: no test may hang on the rounding of one CPU.
 test-portable: $(STAMP) ## the test suite under other kernels of the CPU, with 1 and 2 threads (ARGS: which tests)
 	@set -e; for kernels in default avx2; do for threads in 1 2; do \
 	  echo "kernels $$kernels, threads $$threads"; \
 	  ATEN_CPU_CAPABILITY=$$kernels MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=$$threads \
-	    $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(ARGS); \
+	    $(BIN)/python -m pytest -n $(JOBS) $(ARGS); \
 	done; done
 
 test-portable-sample: $(STAMP) ## the tests that rounding can reach, under the plainest kernels

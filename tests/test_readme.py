@@ -14,7 +14,6 @@ from tests.pipeline.extract_cases import WORDS, save_teacher
 from tests.readme.blocks import Block, read_blocks
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.xdist_group("readme")  # later blocks stand on earlier ones
 BLOCKS = read_blocks(REPOSITORY / "README.md")
 RUN = [block for block in BLOCKS if block.text]
 TOY = {"EXTRAS": "dev", "STEPS": "3", "DEMO": "tests/readme/demo.toml"}

@@ -22,7 +22,6 @@ from trainer.training.loop import Trainer
 MOST_DIFFERENCE = 1e-6
 """Of a weight after ten steps of AdamW with eps = 1 and a learning rate of at most 1e-2: ten times
 1e-2 x the 1.1e-6 by which gradients differ is 1.1e-7, ten roundings of a weight near 1 are 6e-7."""
-pytestmark = pytest.mark.xdist_group("processes")  # the runs are made once
 SCRIPT = Path(__file__).with_name("two_processes.py")
 
 
