@@ -142,9 +142,9 @@ gpu: $(STAMP) ## on a GPU: checks, then every figure with a bar, within 8 minute
 # Interrupted, the same command goes on. ABLATE_STORIES: corpus and teacher of the text part.
 ablate: $(STAMP) ## the paper's ablations as table and figure: make ablate [ONLY=codec]
 	$(BIN)/python -m benchmarks.quality benchmarks/quality/ablation-maze.toml --only '$(ONLY)' $(ARGS)
-	$(BIN)/python -m benchmarks.quality.ablation
 	$(if $(ABLATE_STORIES),$(BIN)/python -m benchmarks.quality benchmarks/quality/ablation-stories.toml \
 	  --only '$(ONLY)' --extract '$(ABLATE_STORIES)' $(ARGS))
+	$(BIN)/python -m benchmarks.quality.ablation
 
 bench-faults: $(STAMP) ## kills, bit flips, lost files: the full counts
 	$(BIN)/python -m benchmarks.faults --out benchmarks/results $(ARGS)

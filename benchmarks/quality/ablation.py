@@ -14,7 +14,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from benchmarks.quality.stories import match_students
 from shards.base import UsageError, run_command
+
+TASKS = ("maze", "stories")
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,23 @@ def maze_bars(results: Mapping[str, Any]) -> list[Bar]:
     return bars
 
 
+def stories_bars(results: Mapping[str, Any]) -> list[Bar]:
+    """Perplexity under the teacher at the validation rows' entropy, at the largest budget."""
+    budget = max(results["plan"]["nfe"])
+    groups = {recipe["name"]: recipe["group"] for recipe in results["plan"]["recipes"]}
+    entropy = results["reference"]["entropy_nats"]
+    matched = match_students(results["recipes"], "teacher", entropy)
+    bars = []
+    for name in results["recipes"]:
+        found = matched[name, float(budget)]
+        note = "" if found.is_reached else f"(at entropy {found.entropy_nats:.2f})"
+        interval = found.interval or (found.perplexity, found.perplexity)
+        bars.append(Bar(groups[name], name, found.perplexity, interval, note))
+    return bars
+
+
 def draw_ablations(results: Path) -> Path:
-    """Write ``quality-ablation.png`` from the JSON beside it.
+    """Write ``quality-ablation.png`` from the JSON beside it; stories where they were run.
 
     Raises:
         UsageError: When the bench has not been run.
@@ -64,36 +82,61 @@ def draw_ablations(results: Path) -> Path:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    file = results / "quality-ablation-maze.json"
-    if not file.is_file():
+    maze, stories = (_read(results / f"quality-ablation-{task}.json") for task in TASKS)
+    if maze is None:
+        file = results / f"quality-ablation-{TASKS[0]}.json"
         raise UsageError("no results there", where=file, remedy="make ablate")
-    maze = json.loads(file.read_text(encoding="utf-8"))
-    bars = maze_bars(maze)
-    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.27 * len(bars)), layout="constrained")
-    _draw(axes, bars)
-    budget = maze["plan"]["nfe"][0]
-    optimum = 100 * maze["reference"]["optimum"][str(budget)]
-    axes.axvline(optimum, color="C3", ls="--", lw=1)
-    axes.text(optimum + 0.5, -0.8, "best possible without noise", color="C3", fontsize=8)
-    axes.set_xlabel(f"valid paths, % of samples (NFE {budget} unless said; bars: 95%)")
+    panels = [maze_bars(maze), *([stories_bars(stories)] if stories else [])]
+    size = (9 * len(panels), 1.2 + 0.27 * max(map(len, panels)))
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=size, layout="constrained", squeeze=False
+    )
+    for place, bars in zip(axes[0], panels, strict=True):
+        _draw(place, bars)
+    _label_maze(axes[0, 0], maze)
+    if stories:
+        _label_stories(axes[0, 1], stories)
     path = results / "quality-ablation.png"
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
     return path
 
 
+def _read(file: Path) -> dict[str, Any] | None:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+
+def _label_maze(axes: Any, maze: Mapping[str, Any]) -> None:
+    budget = maze["plan"]["nfe"][0]
+    optimum = 100 * maze["reference"]["optimum"][str(budget)]
+    axes.axvline(optimum, color="C3", ls="--", lw=1)
+    axes.text(optimum + 0.5, -0.8, "best possible without noise", color="C3", fontsize=8)
+    axes.set_xlim(0, 112)
+    axes.set_title("Maze m57: longer is better")
+    axes.set_xlabel(f"valid paths, % of samples (NFE {budget} unless said; bars: 95%)")
+
+
+def _label_stories(axes: Any, stories: Mapping[str, Any]) -> None:
+    budget, entropy = max(stories["plan"]["nfe"]), stories["reference"]["entropy_nats"]
+    axes.set_title("Stories: shorter is better")
+    axes.set_xlabel(
+        f"generative perplexity at entropy {entropy:.2f} unless said, NFE {budget} (bars: 95%)"
+    )
+
+
 def _draw(axes: Any, bars: Sequence[Bar]) -> None:
     """Bars from top to bottom, a colour per axis of the ablation."""
     order = list(dict.fromkeys(bar.group for bar in bars))
     bars = sorted(bars, key=lambda bar: order.index(bar.group))
+    widest = max(bar.interval[1] for bar in bars)
     for place, bar in enumerate(bars):
         low, high = bar.interval
         errors = [[max(0.0, bar.value - low)], [max(0.0, high - bar.value)]]
         color = f"C{order.index(bar.group) % 10}"
         axes.barh(place, bar.value, color=color, alpha=0.7, xerr=errors, ecolor="0.4")
-        axes.text(high + 1, place, f"{bar.value:.1f} {bar.note}", va="center", fontsize=8)
+        axes.text(high + widest / 80, place, f"{bar.value:.1f} {bar.note}", va="center", fontsize=8)
     axes.set_yticks(range(len(bars)), [f"{bar.group}: {bar.name}" for bar in bars], fontsize=8)
-    axes.set_xlim(0, 112)
+    axes.set_xlim(0, 1.12 * widest)
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
 

@@ -80,6 +80,7 @@ class Plan:
         extract: Words of ``gdistill-extract``, all but ``--out``.
         recipes: What is compared.
         stores: Further stores that recipes name.
+        is_ahead: Whether a gain map is made, from prefixes that every student continues; stories.
         preset: Recipe of the trainer that all start from.
         settings: ``key=value`` settings that all share.
         seeds: Training seeds of every recipe.
@@ -103,6 +104,7 @@ class Plan:
     judge: tuple[str, ...] = ()
     judge_settings: tuple[str, ...] = field(default=())
     stores: tuple[StoreWords, ...] = ()
+    is_ahead: bool = True
 
     def __post_init__(self) -> None:
         names = [recipe.name for recipe in self.recipes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from benchmarks.quality.ahead import Fills, Prefixes, fills
 from benchmarks.quality.gain import gain_of_first
 from benchmarks.quality.plan import Plan, Run
-from evaluation.curve import CurvePoint, matched_perplexity, matched_table
+from evaluation.curve import CurvePoint, MatchedValue, matched_perplexity, matched_table
 from evaluation.text import unigram_entropy_nats
 from shards.store import ShardStore
 from trainer import load_student
@@ -66,39 +67,36 @@ class StoriesBench:
     def measure(self, run: Run, folder: Path) -> dict[str, Any]:
         """Figures of one student; its fills of prefixes go to ``ahead.npz`` beside it."""
         student: Any = load_student(folder).eval()
-        self._save_ahead(student, folder / AHEAD_FILE)
+        if self.plan.is_ahead:
+            self._save_ahead(student, folder / AHEAD_FILE)
         ways = {**WAYS, **(ARGMAX if student.is_conditioned else {})}
         return {
+            "validation": last_validation(folder),
             "samples": {
                 str(nfe): {
                     way: self._sample(student, nfe, settings) for way, settings in ways.items()
                 }
                 for nfe in run.recipe.nfe or self.plan.nfe
-            }
+            },
         }
 
     def reference(self) -> dict[str, Any]:
-        """Nothing holds for all students."""
-        return {}
+        """The entropy at which students are compared: that of the validation rows, nats."""
+        rows = self.validation.tolist()
+        return {"entropy_nats": float(np.mean([unigram_entropy_nats(row) for row in rows]))}
 
     def summarise(self, figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-        """Perplexity at the entropy of the teacher's own rows, per judge; then the gain map."""
-        rows = self.validation.tolist()
-        entropy = float(np.mean([unigram_entropy_nats(row) for row in rows]))
-        lines: list[str] = []
+        """Validation, perplexity at the validation rows' entropy per judge, and the gain map."""
+        entropy = self.reference()["entropy_nats"]
+        lines = ["| recipe | validation NLL, nats |", "| --- | --- |"]
+        for name, seeds in figures.items():
+            found = ", ".join(_validation(cells["validation"]) for cells in seeds)
+            lines.append(f"| {name} | {found} |")
         for judge in self.judges:
-            matched = {
-                (name, float(nfe)): matched_perplexity(
-                    _points([cells["samples"][nfe] for cells in seeds], judge),
-                    entropy,
-                    is_paired=True,
-                )
-                for name, seeds in figures.items()
-                for nfe in seeds[0]["samples"]
-            }
-            source = f"the teacher's own rows; judge: {judge}"
-            lines += [matched_table(matched, entropy, source).to_markdown(), ""]
-        return [*lines, *self._gain_lines()]
+            matched = match_students(figures, judge, entropy)
+            source = f"the validation rows; judge: {judge}"
+            lines += ["", matched_table(matched, entropy, source).to_markdown()]
+        return [*lines, "", *self._gain_lines()] if self.plan.is_ahead else lines
 
     def _gain_lines(self) -> list[str]:
         """Every conditioned recipe against every plain one of its kind, token by token ahead."""
@@ -166,6 +164,31 @@ class StoriesBench:
             "num_tokens": length - 1,
             "entropies": [unigram_entropy_nats(row) for row in tokens.tolist()],
         }
+
+
+def last_validation(folder: Path) -> dict[str, Any]:
+    """The last line of validation of the run in ``folder``."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [line for line in map(json.loads, lines) if line["kind"] == "validation"][-1]
+
+
+def _validation(line: Mapping[str, Any]) -> str:
+    return f"{line['nll_nats']:.3f} ({'given noise' if line['conditional'] else 'bound'})"
+
+
+def match_students(
+    figures: Mapping[str, Sequence[Mapping[str, Any]]], judge: str, entropy_nats: float
+) -> dict[tuple[str, float], MatchedValue]:
+    """(Recipe, NFE) -> perplexity at one entropy, the samples of all training seeds together."""
+    return {
+        (name, float(nfe)): matched_perplexity(
+            _points([cells["samples"][nfe] for cells in seeds], judge),
+            entropy_nats,
+            is_paired=True,
+        )
+        for name, seeds in figures.items()
+        for nfe in seeds[0]["samples"]
+    }
 
 
 def _points(seeds: Sequence[Mapping[str, Mapping[str, Any]]], judge: str) -> list[CurvePoint]:

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import benchmarks.quality.__main__ as bench
 from benchmarks.quality import stories
-from benchmarks.quality.ablation import draw_ablations, maze_bars
+from benchmarks.quality.ablation import draw_ablations, maze_bars, stories_bars
 from benchmarks.quality.ahead import (
     Fills,
     Prefixes,
@@ -196,6 +196,18 @@ def test_stories_are_measured_and_told(
         figures[run.recipe.name] = [json.loads(json.dumps(bench.measure(run, folder)))]
     table = "\n".join(bench.summarise(figures))
     assert "| noisy over plain, seed 1 |" in table and "NFE 2" in table
+    last = figures["noisy"][0]["validation"]
+    assert f"| noisy | {last['nll_nats']:.3f} (given noise) |" in table
+    results = {"plan": {**to_mapping(plan), "nfe": [2]}, "recipes": figures}
+    results["reference"] = {"entropy_nats": 99.0}
+    bars = stories_bars(results)
+    assert [bar.name for bar in bars] == ["plain", "noisy"]
+    assert all(bar.note.startswith("(at entropy") for bar in bars)
+    results["reference"] = bench.reference()
+    assert 0 < results["reference"]["entropy_nats"] < math.log(12)
+    assert all(
+        low <= bar.value <= high for bar in stories_bars(results) for low, high in [bar.interval]
+    )
     ways = figures["noisy"][0]["samples"]["2"]
     assert ways.keys() == {*stories.WAYS, "argmax"}
     assert len(ways["argmax"]["entropies"]) == len(ways["argmax"]["nll_sums"]["teacher"]) == 4
@@ -294,7 +306,17 @@ def test_a_grid_is_trained_judged_and_resumed(
     bars = maze_bars(results)
     assert [bar.name for bar in bars if bar.note] == ["left to right", "checked"]
     write_json_atomic(tmp_path / "quality-ablation-maze.json", results)
-    assert draw_ablations(tmp_path).stat().st_size > 10_000
+    alone = draw_ablations(tmp_path).stat().st_size
+    sweep = {"nll_sums": {"teacher": [2.0, 3.0]}, "num_tokens": 2, "entropies": [0.5, 0.7]}
+    points = {"nucleus 1": sweep, "nucleus 0.6": {**sweep, "entropies": [0.2, 0.3]}}
+    story = {
+        "plan": {"nfe": [1, 2], "recipes": [{"name": "a", "group": "reference"}]},
+        "recipes": {"a": [{"samples": {"1": points, "2": points}}]},
+        "reference": {"entropy_nats": 0.4},
+    }
+    write_json_atomic(tmp_path / "quality-ablation-stories.json", story)
+    assert stories_bars(story)[0].value == pytest.approx(math.exp(1.25))
+    assert draw_ablations(tmp_path).stat().st_size > alone > 10_000
 
 
 def test_students_are_sampled_as_the_recipe_says() -> None:
