@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         weights_sha256,
     )
     from trainer.students.fused_head import CHUNK_ROWS
-    from trainer.students.on_backbone import FrozenBackbone, load_backbone
+    from trainer.students.on_backbone import BackboneStudent, FrozenBackbone, load_backbone
     from trainer.students.registry import (
         AR,
         BD3LM,

@@ -30,6 +30,9 @@ class Sampler(ABC):
 
     label: ClassVar[str]
 
+    def __post_init__(self) -> None:
+        return  # subclasses refuse what they cannot follow
+
     def settled(self, student: Student) -> Sampler:
         """The same sampler with everything written out that it left to the student."""
         return self

@@ -14,7 +14,7 @@ the student reads again (keys and values of older ones are kept as they were).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -34,25 +34,24 @@ from trainer.sampling.rules import (
     require_times,
     require_whole_row_student,
 )
-from trainer.sampling.verified.verifier import Verifier, load_verifier, require_same_tokenizer
+from trainer.sampling.verified.verifier import SecondModelSampler, Verifier
 from trainer.students import MDLM, Student
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveConfig(NoisySampler):
+class AdaptiveConfig(SecondModelSampler, NoisySampler):
     """Left to right, as many tokens per forward pass as a verifier agrees with.
 
     Attributes:
-        verifier: Folder or hub id of a causal language model with the student's tokenizer.
         mixture_weight: R in [0, 1]: weight of the student in the target; the rest is the
             verifier's.
         max_lookahead: Most tokens drafted at a time; None drafts to the row's end.
         kv_window: Known tokens read again in each pass; None reads all of them.
 
-    Further settings as in :class:`NoisySampler`; they hold for draft and target alike.
+    Further settings as in :class:`SecondModelSampler` and :class:`NoisySampler`, whose hold for
+    draft and target alike.
     """
 
-    verifier: str = ""
     mixture_weight: float = 0.7
     max_lookahead: int | None = None
     kv_window: int | None = None
@@ -61,12 +60,6 @@ class AdaptiveConfig(NoisySampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.verifier:
-            raise UsageError(
-                "apd needs a verifier",
-                where="--sampler apd",
-                remedy="--verifier FOLDER: a causal language model with the student's tokenizer",
-            )
         if not 0 <= self.mixture_weight <= 1:
             raise UsageError(
                 "bad mixture", where="mixture_weight", got=self.mixture_weight, expected="in [0, 1]"
@@ -83,18 +76,6 @@ class AdaptiveConfig(NoisySampler):
         require_times(student, False, "use --sampler ancestral")
         self.load(student).require_context(tokens.shape[1])
         return require_whole_row_student(student, "adaptive")
-
-    def check_tokenizer(self, tokenizer: Any) -> None:
-        """See :class:`Sampler`."""
-        require_same_tokenizer(self.verifier, tokenizer)
-
-    def verifier_sha256(self, student: Student) -> str:
-        """See :class:`Sampler`."""
-        return self.load(student).weights_sha256
-
-    def load(self, student: Student) -> Verifier:
-        """The verifier on the student's device; loaded once."""
-        return load_verifier(self.verifier, student.config.vocab_size, student.device)
 
     def sample(
         self,

@@ -18,52 +18,27 @@ Unlike APD there is nothing to trade: a bad student costs passes and changes no 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxtyping import Int
 from torch import Tensor
 
 from shards.base import UsageError
-from shards.noise import Noise
 from trainer.sampling.rules import NoiseUse, check_rows, require_times, sampling_noise
 from trainer.sampling.verified.drafters import Drafter, drafter_of, require_drafter
 from trainer.sampling.verified.rows import VerifiedRows, VerifiedSampler, require_whole_noise
-from trainer.sampling.verified.verifier import Verifier, load_verifier, require_same_tokenizer
+from trainer.sampling.verified.verifier import SecondModelSampler
 from trainer.students import Student
 
 
 @dataclass(frozen=True, kw_only=True)
-class CoupledConfig(VerifiedSampler):
+class CoupledConfig(SecondModelSampler, VerifiedSampler):
     """The verifier's own samples, drafted by a student.
 
-    Attributes:
-        verifier: Folder or hub id of a causal language model with the student's tokenizer. It
-            computes in float32, whatever the student's precision.
-
-    Further settings as in :class:`VerifiedSampler`.
+    Settings as in :class:`SecondModelSampler` and :class:`VerifiedSampler`.
     """
 
-    verifier: str = ""
-
     label: ClassVar[str] = "coupled"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.verifier:
-            raise UsageError(
-                "coupled needs a verifier",
-                where="--sampler coupled",
-                remedy="--verifier FOLDER: the teacher, or any causal language model of the same "
-                "tokenizer",
-            )
-
-    def check_tokenizer(self, tokenizer: Any) -> None:
-        """See :class:`Sampler`."""
-        require_same_tokenizer(self.verifier, tokenizer)
-
-    def load(self, student: Student) -> Verifier:
-        """The verifier on the student's device; loaded once."""
-        return load_verifier(self.verifier, student.config.vocab_size, student.device)
 
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> Student:
         """See :class:`Sampler`; a verifier that does not fit is refused too."""
@@ -75,11 +50,10 @@ class CoupledConfig(VerifiedSampler):
         self.load(student).require_context(tokens.shape[1])
         return student
 
-    def rows(
-        self, student: Student, tokens: Int[Tensor, "b l"], use: NoiseUse, xi: Noise
-    ) -> VerifiedRows:
+    @property
+    def rows(self) -> type[VerifiedRows]:
         """See :class:`VerifiedSampler`."""
-        return CoupledRows(self, student, tokens, use, xi)
+        return CoupledRows
 
 
 class CoupledRows(VerifiedRows):

@@ -13,7 +13,7 @@ that token is what the heads propose from next. Three rules say what agrees:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -21,91 +21,53 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shards.base import UsageError
-from shards.noise import Noise
-from trainer.sampling.rules import NoiseUse, check_positive, check_tokens
-from trainer.sampling.verified.coupled import check_open_end
+from trainer.sampling.rules import NoiseUse, check_positive
 from trainer.sampling.verified.drafters import Drafter
+from trainer.sampling.verified.own_backbone import OwnBackboneSampler
 from trainer.sampling.verified.reader import CausalReader
-from trainer.sampling.verified.rows import VerifiedRows, VerifiedSampler
+from trainer.sampling.verified.rows import VerifiedRows
 from trainer.sampling.verified.verifier import Verifier
-from trainer.students import Medusa, Student
+from trainer.students import BackboneStudent, Medusa
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaConfig(VerifiedSampler):
+class MedusaConfig(OwnBackboneSampler):
     """The backbone's tokens, several per pass, proposed by the heads on it.
 
     Attributes:
         acceptance: Which proposals stay: ``coupled``, ``greedy`` or ``typical``.
-        max_lookahead: Most tokens proposed at a time; None is one of each head.
         epsilon: Of typical acceptance.
         delta: Of typical acceptance.
 
-    Further settings as in :class:`VerifiedSampler`; ``draft`` left to itself is ``race`` under
+    Further settings as in :class:`OwnBackboneSampler`; ``draft`` left to itself is ``race`` under
     ``coupled`` acceptance for heads that have not seen their token's own noise, else ``map``.
     """
 
-    max_lookahead: int | None = None  # type: ignore[assignment]
     acceptance: Literal["coupled", "greedy", "typical"] = "coupled"
     epsilon: float = 0.1
     delta: float = 1.0
 
     label: ClassVar[str] = "medusa"
+    student_class: ClassVar[type[BackboneStudent]] = Medusa
+    student_in_words: ClassVar[str] = "heads on a backbone"
 
     def __post_init__(self) -> None:
-        check_positive(tau=self.tau, epsilon=self.epsilon, delta=self.delta)
-        if self.max_lookahead is not None and self.max_lookahead < 0:
-            raise UsageError("a count below 0", where="max_lookahead", got=self.max_lookahead)
+        super().__post_init__()
+        check_positive(epsilon=self.epsilon, delta=self.delta)
 
     @property
     def seen_tau(self) -> float:
         """Greedy decoding is the limit of small noise: no token is preferred by it."""
         return 0.0 if self.acceptance == "greedy" else self.tau
 
-    def settled(self, student: Student) -> MedusaConfig:
-        """The same sampler with look-ahead and ``draft`` written out."""
-        races = self.acceptance == "coupled" and not require_heads(student).is_decided
-        num_heads = student.settings.num_proposed
-        ahead = num_heads if self.max_lookahead is None else min(self.max_lookahead, num_heads)
-        return replace(self, draft=self.draft or ("race" if races else "map"), max_lookahead=ahead)
+    def best_draft(self, student: BackboneStudent) -> Literal["map", "race"]:
+        """See :class:`OwnBackboneSampler`; only coupled decoding meets the noise itself."""
+        return super().best_draft(student) if self.acceptance == "coupled" else "map"
 
-    def load(self, student: Student) -> Verifier:
-        """The student's own backbone."""
-        backbone = require_heads(student).language_model
-        return Verifier(backbone.network, backbone.vocab_size, backbone.context_length)
-
-    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> Student:
-        """See :class:`Sampler`; rows may be as long as the backbone reads."""
-        require_heads(student)
-        check_tokens(student, tokens)
-        self.stop.check(student, tokens)
-        check_open_end(student, tokens)
-        self.load(student).require_context(tokens.shape[1])
-        return student
-
-    def rows(
-        self, student: Student, tokens: Int[Tensor, "b l"], use: NoiseUse, xi: Noise
-    ) -> VerifiedRows:
+    @property
+    def rows(self) -> type[VerifiedRows]:
         """See :class:`VerifiedSampler`."""
-        return MedusaRows(self, student, tokens, use, xi)
-
-
-def require_heads(student: Student) -> Medusa:
-    """The student, if it has Medusa heads.
-
-    Raises:
-        UsageError: If not.
-    """
-    if not isinstance(student, Medusa):
-        raise UsageError(
-            "the medusa sampler needs heads on a backbone",
-            where="sampler",
-            got=type(student).__name__,
-            expected="a Medusa student",
-            remedy="use --sampler coupled with --verifier",
-        )
-    return student
+        return MedusaRows
 
 
 class HeadDrafter:
@@ -153,51 +115,48 @@ class HeadDrafter:
 class MedusaRows(VerifiedRows):
     """Rows that heads draft and their backbone verifies, in one pass per round."""
 
-    drafter: HeadDrafter
     config: MedusaConfig
+    student: Medusa
+    drafter: HeadDrafter
 
     def _drafter(self, use: NoiseUse) -> Drafter:
         condition = use.embed(self.student, self.filled[self.active], self.active)
-        return HeadDrafter(require_heads(self.student), condition)
+        return HeadDrafter(self.student, condition)
 
     def _reader(self, verifier: Verifier) -> CausalReader:
         reader = super()._reader(verifier)
         reader.keeps_hidden = True
         return reader
 
-    def _judge(
-        self,
-        logits: Float[Tensor, "m width v"],
-        places: Int[Tensor, "m width"],
-        unsettled: Bool[Tensor, "m width"],
-        drafts: Int[Tensor, "m width"],
-    ) -> tuple[Int[Tensor, "m width"], Bool[Tensor, "m width"]]:
+    def _decide(
+        self, logits: Float[Tensor, "n v"], rows: Int[Tensor, "n"], places: Int[Tensor, "n"]
+    ) -> Int[Tensor, "n"]:
         """See :class:`VerifiedRows`."""
         if self.config.acceptance == "greedy":
-            verdict = logits.argmax(dim=-1)
-            return verdict, verdict == drafts
-        verdict, agrees = super()._judge(logits, places, unsettled, drafts)
-        if self.config.acceptance == "typical":
-            config, size = self.config, logits.shape[-1]
-            drafted = drafts.clamp(max=size - 1)
-            agrees = is_typical(logits / config.tau, drafted, config.epsilon, config.delta)
-            agrees &= drafts < size  # behind the last draft stands the mask
-            verdict = torch.where(agrees, drafts, verdict)
-        return verdict, agrees
+            return logits.argmax(dim=-1)
+        return super()._decide(logits, rows, places)
 
-    def _settle(
+    def _agrees(
         self,
+        logits: Float[Tensor, "m width v"],
+        drafts: Int[Tensor, "m width"],
         verdict: Int[Tensor, "m width"],
-        places: Int[Tensor, "m width"],
-        taken: Bool[Tensor, "m width"],
-    ) -> None:
+    ) -> Bool[Tensor, "m width"]:
+        """See :class:`VerifiedRows`."""
+        if self.config.acceptance != "typical":
+            return super()._agrees(logits, drafts, verdict)
+        config, size = self.config, logits.shape[-1]
+        drafted = drafts.clamp(max=size - 1)
+        agrees = is_typical(logits / config.tau, drafted, config.epsilon, config.delta)
+        return agrees & (drafts < size)  # behind the last draft stands the mask
+
+    def _tell_drafter(self, taken: Bool[Tensor, "m width"]) -> None:
         """See :class:`VerifiedRows`; the heads go on from where the last taken token was told."""
         hidden = self.reader.hidden
         assert hidden is not None
         columns = torch.arange(taken.shape[1], device=taken.device)
         last = torch.where(taken, columns, -1).amax(dim=1)
         self.drafter.hidden = hidden[torch.arange(len(last), device=last.device), last]
-        super()._settle(verdict, places, taken)
 
 
 def is_typical(

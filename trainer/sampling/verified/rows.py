@@ -14,7 +14,6 @@ from shards.base import UsageError
 from shards.noise import Noise
 from trainer.sampling.rules import (
     NoiseUse,
-    Sampler,
     SampleResult,
     StopRule,
     check_positive,
@@ -24,12 +23,12 @@ from trainer.sampling.rules import (
 )
 from trainer.sampling.verified.drafters import Drafter
 from trainer.sampling.verified.reader import CausalReader
-from trainer.sampling.verified.verifier import Verifier
+from trainer.sampling.verified.verifier import Verifier, VerifyingSampler
 from trainer.students import Student
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifiedSampler(Sampler):
+class VerifiedSampler(VerifyingSampler):
     """Base of the samplers that draft ahead and let a causal language model verify.
 
     Attributes:
@@ -47,7 +46,7 @@ class VerifiedSampler(Sampler):
 
     def __post_init__(self) -> None:
         check_positive(tau=self.tau)
-        if self.max_lookahead < 0:
+        if (self.max_lookahead or 0) < 0:  # None where a subclass allows it
             raise UsageError("a count below 0", where="max_lookahead", got=self.max_lookahead)
 
     def settled(self, student: Student) -> VerifiedSampler:
@@ -56,24 +55,15 @@ class VerifiedSampler(Sampler):
             return self
         return replace(self, draft="map" if student.is_conditioned else "race")
 
+    @property
     @abstractmethod
-    def load(self, student: Student) -> Verifier:
-        """The verifier on the student's device."""
-
-    @abstractmethod
-    def rows(
-        self, student: Student, tokens: Int[Tensor, "b l"], use: NoiseUse, xi: Noise
-    ) -> VerifiedRows:
-        """Rows to fill; see :class:`VerifiedRows`."""
+    def rows(self) -> type[VerifiedRows]:
+        """What fills the rows."""
 
     @property
     def seen_tau(self) -> float:
         """Scale of the noise that the student is shown."""
         return self.tau
-
-    def verifier_sha256(self, student: Student) -> str:
-        """See :class:`Sampler`."""
-        return self.load(student).weights_sha256
 
     def sample(
         self,
@@ -102,7 +92,7 @@ class VerifiedSampler(Sampler):
         def draw(rows: Int[Tensor, "m"], attempt: int) -> SampleResult:
             use, same = seen.of(rows, attempt), xi.of(rows, attempt).noise
             assert same is not None
-            return settled.rows(student, tokens[rows], use, same).run()
+            return settled.rows(settled, student, tokens[rows], use, same).run()
 
         with inference(student):
             return self.stop.draw(draw, len(tokens), tokens.device)
@@ -172,11 +162,14 @@ class VerifiedRows(ABC):
         places = stops[:, None] - width + 1 + torch.arange(width, device=stops.device)
         unsettled = places >= first[:, None]
         drafts = drafted.gather(1, places.clamp_min(0))
-        verdict, agrees = self._judge(logits, places, unsettled, drafts)
+        verdict = self._verdict(logits, places, unsettled)
+        agrees = self._agrees(logits, drafts, verdict)
+        verdict = torch.where(agrees, drafts, verdict)
         agrees = (agrees | ~unsettled) & (places < stops[:, None])
         kept = agrees.cumprod(dim=1).bool()
         taken = torch.cat((torch.ones_like(kept[:, :1]), kept[:, :-1]), dim=1) & unsettled
         self.agreement.add(self.active, first, drafted, stops, (kept & unsettled).sum(dim=1))
+        self._tell_drafter(taken)
         self._settle(verdict, places, taken)
 
     def _draft(self, first: Int[Tensor, "m"], stops: Int[Tensor, "m"]) -> Int[Tensor, "m l"]:
@@ -201,17 +194,6 @@ class VerifiedRows(ABC):
         with torch.autocast(drafted.device.type, enabled=False):
             return self.reader.next_logits(drafted, stops, width)
 
-    def _judge(
-        self,
-        logits: Float[Tensor, "m width v"],
-        places: Int[Tensor, "m width"],
-        unsettled: Bool[Tensor, "m width"],
-        drafts: Int[Tensor, "m width"],
-    ) -> tuple[Int[Tensor, "m width"], Bool[Tensor, "m width"]]:
-        """The verifier's tokens, and where a draft may stay."""
-        verdict = self._verdict(logits, places, unsettled)
-        return verdict, verdict == drafts
-
     def _verdict(
         self,
         logits: Float[Tensor, "m width v"],
@@ -221,8 +203,27 @@ class VerifiedRows(ABC):
         """y where a position is unsettled, 0 elsewhere."""
         verdict = torch.zeros_like(places)
         rows = self.active[unsettled.nonzero()[:, 0]]
-        verdict[unsettled] = self._race(logits[unsettled], rows, places[unsettled])
+        verdict[unsettled] = self._decide(logits[unsettled], rows, places[unsettled])
         return verdict
+
+    def _decide(
+        self, logits: Float[Tensor, "n v"], rows: Int[Tensor, "n"], places: Int[Tensor, "n"]
+    ) -> Int[Tensor, "n"]:
+        """The verifier's tokens at some positions."""
+        return self._race(logits, rows, places)
+
+    def _agrees(
+        self,
+        logits: Float[Tensor, "m width v"],
+        drafts: Int[Tensor, "m width"],
+        verdict: Int[Tensor, "m width"],
+    ) -> Bool[Tensor, "m width"]:
+        """Where a draft may stay."""
+        return verdict == drafts
+
+    def _tell_drafter(self, taken: Bool[Tensor, "m width"]) -> None:
+        """Let the drafter know which of the verifier's tokens are taken."""
+        return  # who reads the rows sees them there
 
     def _race(
         self, logits: Float[Tensor, "n v"], rows: Int[Tensor, "n"], places: Int[Tensor, "n"]

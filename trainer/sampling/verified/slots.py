@@ -16,92 +16,44 @@ backbone says in the same call; it is there to carry that token's noise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shards.base import UsageError
-from shards.noise import Noise
-from trainer.sampling.rules import NoiseUse, check_positive, check_tokens, position_chunks
-from trainer.sampling.verified.coupled import check_open_end
+from trainer.sampling.rules import NoiseUse, position_chunks
 from trainer.sampling.verified.drafters import Drafter as Drafting
-from trainer.sampling.verified.rows import VerifiedRows, VerifiedSampler
+from trainer.sampling.verified.own_backbone import OwnBackboneSampler
+from trainer.sampling.verified.rows import VerifiedRows
 from trainer.sampling.verified.slot_reader import SlotReader
-from trainer.sampling.verified.verifier import Verifier, hash_of_weights
-from trainer.students import ADAPTER, Drafter, Student, token_uniforms
+from trainer.sampling.verified.verifier import Verifier
+from trainer.students import BackboneStudent, Drafter, token_uniforms
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrafterSampler(VerifiedSampler):
+class DrafterSampler(OwnBackboneSampler):
     """The backbone's own samples, proposed on its slots.
 
     Attributes:
-        max_lookahead: Most tokens proposed at a time; None is one of each slot but the first.
         calls_per_round: 1 reads slots behind every token that may be accepted; 2 reads them when
             it is known which were.
 
-    Further settings as in :class:`VerifiedSampler`; ``draft`` left to itself is ``map`` where a
+    Further settings as in :class:`OwnBackboneSampler`; ``draft`` left to itself is ``map`` where a
     slot is told its own noise, else ``race``.
     """
 
-    max_lookahead: int | None = None  # type: ignore[assignment]
     calls_per_round: Literal[1, 2] = 1
 
     label: ClassVar[str] = "drafter"
+    student_class: ClassVar[type[BackboneStudent]] = Drafter
+    student_in_words: ClassVar[str] = "slots of a backbone"
 
-    def __post_init__(self) -> None:
-        check_positive(tau=self.tau)
-        if self.max_lookahead is not None and self.max_lookahead < 0:
-            raise UsageError("a count below 0", where="max_lookahead", got=self.max_lookahead)
-
-    def settled(self, student: Student) -> DrafterSampler:
-        """The same sampler with look-ahead and ``draft`` written out."""
-        able = require_slots(student)
-        rule = "map" if able.sees_own_noise else "race"
-        most = able.num_slots - 1
-        ahead = most if self.max_lookahead is None else min(self.max_lookahead, most)
-        return replace(self, draft=self.draft or rule, max_lookahead=ahead)
-
-    def load(self, student: Student) -> Verifier:
-        """The student's own backbone."""
-        backbone = require_slots(student).language_model
-        return OwnVerifier(backbone.network, backbone.vocab_size, backbone.context_length)
-
-    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> Student:
-        """See :class:`Sampler`; rows may be as long as the backbone reads."""
-        require_slots(student)
-        check_tokens(student, tokens)
-        self.stop.check(student, tokens)
-        check_open_end(student, tokens)
-        self.load(student).require_context(tokens.shape[1])
-        return student
-
-    def rows(
-        self, student: Student, tokens: Int[Tensor, "b l"], use: NoiseUse, xi: Noise
-    ) -> VerifiedRows:
+    @property
+    def rows(self) -> type[VerifiedRows]:
         """See :class:`VerifiedSampler`."""
-        return SlotRows(self, student, tokens, use, xi)
-
-
-def require_slots(student: Student) -> Drafter:
-    """The student, if it is a drafter.
-
-    Raises:
-        UsageError: If not.
-    """
-    if not isinstance(student, Drafter):
-        raise UsageError(
-            "the drafter sampler needs slots of a backbone",
-            where="sampler",
-            got=type(student).__name__,
-            expected="a drafter",
-            remedy="use --sampler coupled with --verifier",
-        )
-    return student
+        return SlotRows
 
 
 class SlotProposals:
@@ -142,12 +94,13 @@ class SlotRows(VerifiedRows):
     """Rows that one model proposes and verifies."""
 
     config: DrafterSampler
+    student: Drafter
     drafter: SlotProposals
     reader: SlotReader
     slots: Float[Tensor, "m points k v"] | None = None
 
     def _reader(self, verifier: Verifier) -> SlotReader:
-        return SlotReader(require_slots(self.student), len(self.active))
+        return SlotReader(self.student, len(self.active))
 
     def _drafter(self, use: NoiseUse) -> Drafting:
         return SlotProposals(use.embed(self.student, self.filled[self.active], self.active))
@@ -196,12 +149,7 @@ class SlotRows(VerifiedRows):
         ]
         return torch.cat(parts)
 
-    def _settle(
-        self,
-        verdict: Int[Tensor, "m width"],
-        places: Int[Tensor, "m width"],
-        taken: Bool[Tensor, "m width"],
-    ) -> None:
+    def _tell_drafter(self, taken: Bool[Tensor, "m width"]) -> None:
         """See :class:`VerifiedRows`; the slots behind the last accepted draft propose next."""
         if self.slots is None:
             self.drafter.logits = None
@@ -209,7 +157,6 @@ class SlotRows(VerifiedRows):
             point = taken.sum(dim=1) - 1
             everyone = torch.arange(len(point), device=point.device)
             self.drafter.logits = self.slots[everyone, point, 1:]
-        super()._settle(verdict, places, taken)
 
 
 def inverse_cdf(
@@ -219,18 +166,3 @@ def inverse_cdf(
     cumulative = (logits.double() / tau).softmax(dim=-1).cumsum(dim=-1)
     found = torch.searchsorted(cumulative, uniforms.to(logits.device)[:, None], right=True)
     return found[:, 0].clamp(max=logits.shape[-1] - 1)
-
-
-class OwnVerifier(Verifier):
-    """The drafter's backbone, known by its weights without the adapters beside them."""
-
-    @cached_property
-    def weights_sha256(self) -> str:
-        """See :class:`Verifier`."""
-        return hash_of_weights(
-            {
-                name.replace(".base_layer.", "."): value
-                for name, value in self.model.state_dict().items()
-                if f".{ADAPTER}." not in name
-            }
-        )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from transformers import AutoTokenizer, DynamicCache
 
 from shards.base import UsageError
 from shards.language_model import find_pretrained, load_causal_model
-from trainer.students import is_model, load_tokenizer
+from trainer.sampling.rules import Sampler
+from trainer.students import Student, is_model, load_tokenizer
 
 
 class Verifier:
@@ -184,3 +187,45 @@ def _tokenizer_at(place: str) -> Any:
         return AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError):
         return None
+
+
+class VerifyingSampler(Sampler):
+    """Base of the samplers in which a language model verifies drafts."""
+
+    @abstractmethod
+    def load(self, student: Student) -> Verifier:
+        """The verifier on the student's device."""
+
+    def verifier_sha256(self, student: Student) -> str:
+        """See :class:`Sampler`."""
+        return self.load(student).weights_sha256
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondModelSampler(VerifyingSampler):
+    """Base of the samplers whose verifier is a model of its own.
+
+    Attributes:
+        verifier: Folder or hub id of a causal language model with the student's tokenizer. It
+            computes in float32, whatever the student's precision.
+    """
+
+    verifier: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.verifier:
+            raise UsageError(
+                f"{self.label} needs a verifier",
+                where=f"--sampler {self.label}",
+                remedy="--verifier FOLDER: the teacher, or any causal language model of the same "
+                "tokenizer",
+            )
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """See :class:`Sampler`."""
+        require_same_tokenizer(self.verifier, tokenizer)
+
+    def load(self, student: Student) -> Verifier:
+        """See :class:`VerifyingSampler`; loaded once."""
+        return load_verifier(self.verifier, student.config.vocab_size, student.device)

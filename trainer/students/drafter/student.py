@@ -127,11 +127,6 @@ class Drafter(BackboneStudent):
         return self.settings.num_proposed + 1
 
     @property
-    def sees_own_noise(self) -> bool:
-        """Whether the noise of a slot's own place is told, and so its token is decided."""
-        return self.settings.conditioning != "none" and self.settings.own_noise == "seen"
-
-    @property
     def reads_codec(self) -> bool:
         """See :class:`Student`; without noise it learns the teacher's distribution."""
         return True

@@ -134,11 +134,6 @@ class Medusa(BackboneStudent):
         self.noise_sequence = NoiseSequence(config) if conditioned else None
 
     @property
-    def is_decided(self) -> bool:
-        """Whether a proposal has seen the noise of its own token."""
-        return self.is_conditioned and self.settings.own_noise == "seen"
-
-    @property
     def sharded_blocks(self) -> nn.ModuleList:
         """See :class:`Student`."""
         return self.heads
@@ -226,7 +221,7 @@ class Medusa(BackboneStudent):
         """z of heads 1..K; head k reads the slot of its own token, or the one before it."""
         sequence: Any = self.noise_sequence
         states = sequence(windows)
-        return states[:, 1:] if self.is_decided else states[:, :-1]
+        return states[:, 1:] if self.sees_own_noise else states[:, :-1]
 
     def propose(
         self, hidden: Float[Tensor, "n d"], embedded: Float[Tensor, "n w e"] | None

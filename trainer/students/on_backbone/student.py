@@ -106,6 +106,11 @@ class BackboneStudent(Student, ABC):
         return {"backbone": os.path.relpath(target, directory.resolve())}
 
     @property
+    def sees_own_noise(self) -> bool:
+        """Whether a proposal is told the noise of its own token, which decides it."""
+        return self.is_conditioned and self.settings.own_noise == "seen"
+
+    @property
     def frozen_weights(self) -> Iterable[Tensor]:
         """See :class:`Student`."""
         return self.language_model.network.parameters()
