@@ -67,7 +67,9 @@ def load_task(home: Path, nfe: Sequence[int]) -> MazeTask:
     ids = {word: index for index, word in enumerate(words)}
     row_length = maze.max_moves + 2
     transformers_logging.disable_progress_bar()  # one bar per stage, and it is ours
-    teacher = AutoModelForCausalLM.from_pretrained(home / "teacher", dtype=torch.float32).eval()
+    teacher = AutoModelForCausalLM.from_pretrained(
+        home / "teacher", dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    ).eval()
     rows = rows_of_paths(maze.paths, row_length - 1, ids)
     uniform = np.full(len(rows), 1 / len(rows))
     full = torch.from_numpy(np.insert(rows, 0, ids[BOS], axis=1))
@@ -86,7 +88,9 @@ def read_words(tokenizer: Path) -> tuple[str, ...]:
     """The words of a word-level tokenizer by id, without a chat or byte layer in between."""
     from transformers import AutoTokenizer
 
-    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    loaded = AutoTokenizer.from_pretrained(
+        tokenizer, local_files_only=True, trust_remote_code=False
+    )
     return tuple(loaded.convert_ids_to_tokens(range(len(loaded))))
 
 

@@ -85,7 +85,9 @@ def load_judge(name: str, device: str = "cpu") -> JudgeModel:
 
 def _load_tokenizer(files: PretrainedFiles) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(files.folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            files.folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # transformers lets errors of many libraries through
         raise UsageError(
             "cannot load the judge's tokenizer",

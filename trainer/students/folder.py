@@ -168,12 +168,18 @@ def read_model(directory: Path) -> Student:
             of another shape; the library would put a random one in its place.
     """
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
         if not isinstance(config, StudentConfig):
             raise _not_ours(directory, config.model_type)
         with without_library_bars():
             student, found = AutoModel.from_pretrained(
-                directory, local_files_only=True, dtype=torch.float32, output_loading_info=True
+                directory,
+                local_files_only=True,
+                trust_remote_code=False,
+                dtype=torch.float32,
+                output_loading_info=True,
             )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UsageError("the model cannot be loaded", where=directory, got=error) from error
