@@ -14,10 +14,10 @@ from evaluation.curve_command import curve
 from evaluation.infill_command import rows
 from evaluation.judge_command import judge
 from evaluation.likelihood_command import perplexity, tasks
-from evaluation.report import own_folder
 from evaluation.samples import find_sample_files, read_samples
 from evaluation.score_tables import write_scores
 from evaluation.scorers import ScoreOptions, make_scorers
+from evaluation.text import readings_folder
 from shards.base import LogFormatOption, command_app, require_writable, run_command, use_log_format
 
 DEFAULT = "score"
@@ -83,7 +83,7 @@ def evaluate(
 ) -> None:
     """Score samples: entropy always, more with --judge, --reference or --maze.
 
-    Interrupted, the same command goes on: what a judge has read is kept beside the results.
+    Interrupted, the same command goes on: what a judge has read is kept in ~/.cache/gdistill.
     """
     use_log_format(log_format)
     folder = samples if samples.is_dir() else samples.parent
@@ -95,7 +95,7 @@ def evaluate(
         max_tokens,
         stride,
         device,
-        kept=own_folder(directory, "judged"),
+        kept=readings_folder(directory),
         infill=infill,
         tokenizer=tokenizer,
     )

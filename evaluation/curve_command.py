@@ -20,10 +20,10 @@ from evaluation.curve import (
     read_run,
     require_comparable,
 )
-from evaluation.report import own_folder, write_report
+from evaluation.report import write_report
 from evaluation.samples import read_data_rows
 from evaluation.scorers import Judging, ScoreOptions
-from evaluation.text import entropy_score, unigram_entropy_nats
+from evaluation.text import entropy_score, readings_folder, unigram_entropy_nats
 from shards.base import UsageError, code_version, require_writable, write_bytes_atomic
 
 MAX_DATA_ROWS = 2000
@@ -61,7 +61,7 @@ def curve(
     require_comparable(read)
     wanted, source = _target(read, data, split, entropy)
     require_writable(out)
-    kept = own_folder(out, "judged")
+    kept = readings_folder(out)
     options = ScoreOptions(judge, None, None, max_tokens, stride, device, kept=kept)
     curves = _score(read, options)
     matched = match(curves, wanted)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from evaluation.text.judge import JudgeModel, load_judge
     from evaluation.text.mauve_divergence import check_counts, mauve_score
     from evaluation.text.mauve_features import text_features
-    from evaluation.text.memory import JudgedText, JudgeMemory
+    from evaluation.text.memory import JudgedText, JudgeMemory, readings_folder
     from evaluation.text.perplexity import (
         ReadingLimits,
         generative_perplexity,

@@ -1,13 +1,15 @@
-"""What a judge has read, kept beside the results: an interrupted evaluation goes on from there.
+"""What a judge has read, kept for this user: an interrupted evaluation goes on from there.
 
 One line per text, found by the text's own hash, in a file named by everything else that decides the
-numbers (the judge's weights and the windows). A torn last line is dropped.
+numbers (the judge's weights and the windows). A torn last line is dropped. A reading is believed,
+so none is looked for where somebody else may have written it: beside the samples, above all.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +18,17 @@ from typing import Any
 import numpy as np
 
 from shards.base import GdistillError, append_line, canonical_json, whole_lines
+
+
+def readings_folder(directory: Path) -> Path:
+    """Where this user keeps what a judge reads for the results in ``directory``."""
+    name = hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()[:16]
+    return user_cache() / "gdistill" / "judged" / name
+
+
+def user_cache() -> Path:
+    """The folder for what a user's programs may make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
 
 
 @dataclass(frozen=True)
@@ -76,7 +89,10 @@ class JudgeMemory:
             append_line(self._file, json.dumps(record, separators=(",", ":")))
         except OSError as error:
             raise GdistillError(
-                "cannot keep what the judge has read", where=self._file, got=error.strerror
+                "cannot keep what the judge has read",
+                where=self._file,
+                got=error.strerror,
+                remedy="set XDG_CACHE_HOME to a folder of your own",
             ) from error
 
 

@@ -12,6 +12,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 JUDGE_CONTEXT = 16
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is kept for the user goes here."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr("evaluation.text.memory.user_cache", lambda: folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def judge_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained causal model of 16 positions over the words ``a`` and ``b``."""

@@ -15,16 +15,48 @@ import pytest
 
 from evaluation import cli
 from evaluation.report import Table
+from evaluation.text import readings_folder
 from shards.base import UsageError, append_line, visible
 from tests.evaluation.samples.hostile_samples import ESCAPES, MARKUP, Stage, assert_inert
 
 
-def test_what_was_read_is_not_written_through_a_link(
-    stage: Stage, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The name of the file is no secret: a stranger can put a link there."""
+def test_a_planted_reading_is_not_believed(stage: Stage, cache: Path) -> None:
+    """Whoever hands over samples can name and fill a file of readings as well as this program."""
     assert stage.run("score") == 0
-    kept = next((stage.samples / "judged").glob("*.judged"))
+    honest = (stage.samples / "results.json").read_bytes()
+    (kept,) = cache.rglob("*.judged")
+    name = kept.relative_to(cache)
+    lines = [json.loads(line) for line in kept.read_text().splitlines()]
+    better = [[key, ids, [0.01] * len(nll), flags] for key, ids, nll, flags in lines]
+    text = "".join(json.dumps(line) + "\n" for line in better)
+    shutil.rmtree(cache / "gdistill")
+    for place in ("judged", "gdistill/judged", ".cache/gdistill/judged", str(name.parent)):
+        (stage.samples / place).mkdir(parents=True, exist_ok=True)
+        (stage.samples / place / kept.name).write_text(text)
+    assert stage.run("score") == 0
+    assert (stage.samples / "results.json").read_bytes() == honest
+    kept.write_text(text)  # what this user has read is believed, or nothing would resume
+    assert stage.run("score") == 0
+    assert (stage.samples / "results.json").read_bytes() != honest
+
+
+def test_readings_are_kept_where_programs_of_the_user_keep_theirs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    one, other = readings_folder(tmp_path / "one"), readings_folder(tmp_path / "other")
+    assert one != other and one.parent == other.parent == tmp_path / "cache/gdistill/judged"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert readings_folder(tmp_path / "one") == tmp_path / ".cache/gdistill/judged" / one.name
+
+
+def test_what_was_read_is_not_written_through_a_link(
+    stage: Stage, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stage.run("score") == 0
+    (kept,) = cache.rglob("*.judged")
     kept.unlink()
     kept.symlink_to(stage.home / "precious/file")
     capsys.readouterr()
@@ -39,10 +71,10 @@ def test_what_was_read_is_not_written_through_a_link(
     "text",
     ["[" * 10**5, '["k", [1], [NaN], "1"]', "[[], [1], [1.0], 1]", "3", '["k",[1],[1e99],"1"]'],
 )
-def test_odd_readings_are_read_again(stage: Stage, text: str) -> None:
+def test_odd_readings_are_read_again(stage: Stage, cache: Path, text: str) -> None:
     assert stage.run("score") == 0
     first = json.loads((stage.samples / "results.json").read_text())
-    kept = next((stage.samples / "judged").glob("*.judged"))
+    (kept,) = cache.rglob("*.judged")
     kept.write_text(text + "\n")
     assert stage.run("score") == 0
     assert json.loads((stage.samples / "results.json").read_text()) == first
