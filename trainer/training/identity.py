@@ -8,8 +8,8 @@ from typing import Any
 
 from shards.base import UsageError, flatten, to_mapping
 from shards.store import Manifest
-from trainer.students import find_model, weights_sha256
-from trainer.training.settings import RunConfig
+from trainer.students import STUDENTS, find_model, weights_sha256
+from trainer.training.settings import RunConfig, TrainingConfig
 
 STORE_FIELDS = (
     "vocab_size",
@@ -25,6 +25,8 @@ STORE_FIELDS = (
     "mask_id",
     "format_version",
 )
+MEANT_BEFORE = {"config.model.own_noise": "seen"}
+"""What runs did before a setting came, where its default is another; else the default is it."""
 
 
 def store_essentials(manifest: Manifest) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def require_same_run(
     """Refuse to resume a run as another one.
 
     Args:
-        saved: Identity in the checkpoint.
+        saved: Identity in the checkpoint; of an older version it may lack settings that came later.
         ours: Identity asked for now.
         free: Config fields that may differ.
 
@@ -71,7 +73,10 @@ def require_same_run(
     """
     start = _same_start(saved.get("init_from"), ours.get("init_from"))
     before, now = (flatten({**run, "init_from": None}) for run in (saved, ours))
-    ignored = {f"config.{name}" for name in free}
+    defaults = {"config": to_mapping(RunConfig(TrainingConfig(num_steps=1)))}
+    before = {**flatten(defaults), **MEANT_BEFORE, **before}
+    foreign = STUDENTS[ours["config"]["student"]].foreign_settings
+    ignored = {f"config.{name}" for name in (*free, *(f"model.{name}" for name in foreign))}
     for name in [*now, *(name for name in before if name not in now)]:
         old, new = before.get(name, "absent"), now.get(name, "absent")
         if old != new and name not in ignored:

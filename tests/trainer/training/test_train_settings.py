@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from shards.base.configuration import read_toml, to_mapping
+from shards.base.configuration import from_mapping, read_toml, to_mapping
 from shards.base.errors import UsageError
 from tests.trainer.run_cases import tiny_run
 from trainer.training.identity import require_same_run
-from trainer.training.settings import RECIPES, compose_run, operational_fields, read_recipe
+from trainer.training.settings import (
+    RECIPES,
+    RunConfig,
+    compose_run,
+    operational_fields,
+    read_recipe,
+)
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
@@ -115,6 +123,33 @@ def test_a_field_of_an_older_version_is_named() -> None:
     before = {"config": {**to_mapping(config), "retired": 1}}
     with pytest.raises(UsageError, match="retired"):
         require_same_run(before, {"config": to_mapping(config)}, operational_fields(config))
+
+
+def test_a_run_from_before_a_setting_came_goes_on_at_its_default() -> None:
+    recorded = json.loads(Path(__file__).with_name("recorded_config.json").read_text())
+    free = operational_fields(from_mapping(RunConfig, recorded))
+
+    def resume(**changes: object) -> None:
+        model = {**recorded["model"], **changes}
+        config = to_mapping(from_mapping(RunConfig, {**recorded, "model": model}))
+        require_same_run({"config": recorded}, {"config": config}, free)
+
+    assert {"kd", "noise_tau", "backbone"}.isdisjoint(recorded["model"])
+    resume()
+    for name, value in {"kd": "token", "noise_tau": 0.5, "num_heads": 1}.items():
+        with pytest.raises(UsageError, match=rf"another setting.*model\.{name}"):
+            resume(**{name: value})
+
+
+@pytest.mark.parametrize(("own_noise", "is_same"), [("seen", True), ("hidden", False)])
+def test_heads_from_before_own_noise_could_be_hidden_have_seen_it(
+    own_noise: str, is_same: bool
+) -> None:
+    config = to_mapping(tiny_run(student="medusa", model__own_noise=own_noise))
+    model = {name: value for name, value in config["model"].items() if name != "own_noise"}
+    before = {"config": {**config, "model": model}}
+    with nullcontext() if is_same else pytest.raises(UsageError, match="own_noise"):
+        require_same_run(before, {"config": config}, set())
 
 
 def test_the_papers_larger_student() -> None:
