@@ -113,7 +113,7 @@ def model_card(record: Mapping[str, Any], student: Student) -> str:
     return TEMPLATE.format(
         metadata=_metadata(name, store),
         title=title,
-        sentence=_sentence(conditioned),
+        sentence=_sentence(conditioned) + _backbone(student.config.frozen),
         model_type=student.config.model_type,
         auto_class="AutoModelForCausalLM" if name == "ar" else "AutoModelForMaskedLM",
         parameters=student.num_parameters(),
@@ -136,6 +136,17 @@ def _sentence(conditioned: bool) -> str:
     return (
         "A parallel decoder trained by Gumbel distillation: masked positions see the posterior "
         "Gumbel noise under which the autoregressive teacher produces the text."
+    )
+
+
+def _backbone(frozen: Mapping[str, Any] | None) -> str:
+    """Which language model a student needs that stands on one."""
+    if frozen is None:
+        return ""
+    name = without_places(frozen["name"])
+    return (
+        f" It stands on the language model {name}, which is not in this folder and which it cannot "
+        f"do without: the one of weights_sha256 `{frozen['weights_sha256']}`; another is refused."
     )
 
 

@@ -44,6 +44,15 @@ def test_what_is_not_on_the_hub_is_not_linked() -> None:
     assert "stories260K" in card.text and "maze:k4" in card.text
 
 
+def test_heads_name_the_backbone_that_they_need() -> None:
+    told, student = record("stories260K", "maze:k4"), make_student()
+    assert "stands on" not in model_card(told, student)
+    student.config.frozen = {"name": "/home/me/stories260K", "weights_sha256": "cd" * 32}
+    card = model_card(told, student)
+    assert "the language model stories260K, which is not in this folder" in card
+    assert f"weights_sha256 `{'cd' * 32}`" in card and "/home/me" not in card
+
+
 @pytest.mark.parametrize(
     ("told", "published"),
     [
