@@ -13,8 +13,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.tokens import RECORD, TokenDataset, load_tokenizer
+from shards import open_store
 from shards.base import UsageError, write_bytes_atomic
-from shards.store import ShardStore
 
 BLOCK_ROWS = 256
 
@@ -63,7 +63,7 @@ def _rows_of(source: str, split: str) -> Iterator[Rows]:
         rows, tokenizer = dataset.num_rows(split), load_tokenizer(dataset.tokenizer_path)
         yield partial(dataset.read_rows, split), rows, tokenizer, dataset.bos_id
         return
-    store = ShardStore.open(source)
+    store = open_store(source)
     if split not in store.manifest.splits:
         raise UsageError(
             "unknown split", where=source, got=split, expected=", ".join(store.manifest.splits)

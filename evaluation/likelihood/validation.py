@@ -14,6 +14,7 @@ from evaluation.bootstrap import PerSample
 from evaluation.likelihood.prior import PriorRowNoise
 from evaluation.samples import DataRows
 from evaluation.score import Score
+from shards import open_store
 from shards.base import GdistillError, UsageError, progress_bar
 from shards.store import ShardStore
 from shards.stream import RowBatch
@@ -128,7 +129,7 @@ def _batches(
     seed: int,
 ) -> Iterator[Batch]:
     device = student.device
-    opened = None if store is None else ShardStore.open(store)
+    opened = None if store is None else open_store(store)
     for draw in range(num_draws):
         for start in range(0, len(data.rows), batch_size):
             stop = min(start + batch_size, len(data.rows))

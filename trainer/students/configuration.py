@@ -43,7 +43,6 @@ DIFFUSION_SETTINGS = (
     "search_schedule",
     "time_conditioning",
     "embedding_init_std",
-    "kd",
 )
 """Settings of the diffusion students, refused by those that stand on a language model."""
 PRESETS = Path(__file__).resolve().parent.parent / "presets" / "students"
