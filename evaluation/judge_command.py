@@ -11,6 +11,7 @@ import typer
 from evaluation.report import own_folder
 from evaluation.samples import find_sample_files, read_samples
 from evaluation.score_tables import write_scores
+from evaluation.text import readings_folder
 from shards.base import UsageError, require_writable, write_json_atomic
 
 
@@ -54,7 +55,7 @@ def judge(
         url, model, os.environ.get(key_variable), timeout, tries, per_minute=per_minute
     )
     require_writable(directory)
-    answers = AnswerFile(directory / "answers.judge")
+    answers = AnswerFile(readings_folder(directory) / "answers.judge")
     cost = estimate_cost(endpoint, [t for part in texts for t in part], answers, _prices(prices))
     money = "" if cost.price is None else f", at most {cost.price:.2f}"
     typer.echo(

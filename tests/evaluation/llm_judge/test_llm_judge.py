@@ -188,7 +188,9 @@ def test_an_interrupted_run_asks_only_what_is_open(tmp_path: Path, server: Serve
     assert priced.price == pytest.approx((priced.input_tokens + 2 * 400) / 1e6)
 
 
-def test_the_command_scores_and_hides_no_failure(tmp_path: Path, server: Server) -> None:
+def test_the_command_scores_and_hides_no_failure(
+    tmp_path: Path, server: Server, cache: Path
+) -> None:
     lines = [{"index": i, "tokens": [i], "text": f"text {i}"} for i in range(4)]
     file = tmp_path / "samples.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -208,6 +210,11 @@ def test_the_command_scores_and_hides_no_failure(tmp_path: Path, server: Server)
     assert clarity["per_sample"]["indices"] == [0, 2, 3]
     sent = {message["content"] for _, _, body in server.seen for message in body["messages"]}
     assert "BEGIN\ntext 2\nEND" in sent
+    again = [*words, "--plan"]
+    assert CliRunner().invoke(app, again).output.startswith("0 questions")
+    (kept,) = cache.rglob("answers.judge")
+    kept.rename(tmp_path / "judge" / "answers.judge")  # as who hands over samples may plant it
+    assert CliRunner().invoke(app, again).output.startswith("4 questions")
 
 
 @pytest.mark.parametrize(
