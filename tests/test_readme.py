@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib import get_cachedir
 
 from tests.pipeline.extract_cases import WORDS, save_teacher
 from tests.readme.blocks import Block, read_blocks
@@ -20,10 +21,10 @@ TOY = {"EXTRAS": "dev", "STEPS": "3", "DEMO": "tests/readme/demo.toml"}
 """Environment variables that make every block small."""
 
 
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
     """A folder that looks like a fresh clone with a user's stories and teacher beside the code."""
-    folder = tmp_path_factory.mktemp("clone")
+    folder = tmp_path
     for entry in REPOSITORY.iterdir():
         if entry.name not in ("out", "samples", ".git", ".venv") and "_cache" not in entry.name:
             (folder / entry.name).symlink_to(entry)
@@ -48,6 +49,7 @@ def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     binaries = Path(sys.executable).parent
     environment = os.environ | TOY | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     environment |= {"PATH": f"{binaries}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    environment |= {"XDG_CACHE_HOME": str(folder / ".cache"), "MPLCONFIGDIR": get_cachedir()}
     for name in ("MAKEFLAGS", "ARGS"):  # of the `make test` that this runs under
         environment.pop(name, None)
     shell = ["bash", "-euo", "pipefail", "-c", block.text]
@@ -57,11 +59,12 @@ def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("block", RUN, ids=lambda block: block.name)
-def test_a_block_does_what_it_says(block: Block, clone: Path) -> None:
-    done = run_block(block, clone)
-    output = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    assert done.returncode == 0, f"README, {block.name}\n{block.text}\n{output}"
+def test_the_blocks_do_what_they_say(clone: Path) -> None:
+    """One test: a block stands on those before it, and xdist parts the tests of a file."""
+    for block in RUN:
+        done = run_block(block, clone)
+        output = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        assert done.returncode == 0, f"README, {block.name}\n{block.text}\n{output}"
 
 
 def test_whatever_is_not_run_says_why() -> None:
