@@ -2,22 +2,20 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from pipeline.cli import app
 from pipeline.maze.teacher import MazeTeacherConfig
 from pipeline.settings import resolve_request
 from pipeline.teacher.model import Teacher
 from pipeline.teacher.output import RawLogits
-from shards.base.console import run_command
 from shards.base.errors import UsageError
 from shards.storage.location import open_location
 from shards.store.store import ShardStore
+from tests.commands import call
 from tests.pipeline.extract_cases import (
     CONTEXT_LENGTH,
     ROW_LENGTH,
@@ -28,20 +26,15 @@ from tests.pipeline.extract_cases import (
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def command(capsys: pytest.CaptureFixture[str]):
     """Run the command in this process: (exit code, stdout, stderr)."""
 
-    def call(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["gdistill-extract", *map(str, words)])
-        code = 0
-        try:
-            run_command(app)
-        except SystemExit as leave:
-            code = int(leave.code or 0)
+    def run_once(*words: object) -> tuple[int, str, str]:
+        code = call("gdistill-extract", *words)
         out, err = capsys.readouterr()
         return code, out, err
 
-    return call
+    return run_once
 
 
 def good(teacher: Path, corpus: Path, out: Path) -> list[object]:

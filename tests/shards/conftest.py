@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from shards import cli
 from shards.codec.registry import make_codec
 from shards.store.store import ShardStore
+from tests.commands import call
 from tests.shards.cli_cases import VOCAB, Run, write_encoded
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Exit code and output of one call."""
 
-    def call(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["gdistill-shards", *map(str, arguments)])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as done:
-            code = int(done.code or 0)
+    def run_once(*arguments: object) -> tuple[int, str]:
+        code = call("gdistill-shards", *arguments)
         captured = capsys.readouterr()
         return code, captured.out + captured.err
 
-    return call
+    return run_once
 
 
 @pytest.fixture(scope="module")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.commands import call
 from tests.trainer.sampling_cases import tiny_student
-from trainer import sample_cli
 
 WORDS = ["<bos>", "<eos>", "up", "down", "left", "right", "a", "b", "c", "d", "e"]
 
@@ -38,15 +37,7 @@ def save_models(folder: Path) -> Path:
 
 def command(*arguments: object) -> int:
     """Exit code of one call, in this process."""
-    before = sys.argv
-    sys.argv = ["gdistill-sample", *map(str, arguments)]
-    try:
-        sample_cli.main()
-    except SystemExit as done:
-        return int(done.code or 0)
-    finally:
-        sys.argv = before
-    return 0
+    return call("gdistill-sample", *arguments)
 
 
 def read(file: Path) -> list[dict[str, Any]]:

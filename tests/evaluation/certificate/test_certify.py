@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from evaluation import cli
 from evaluation.certificate.margins import token_margins
 from evaluation.samples import read_samples
 from evaluation.scorers import ScoreOptions, make_scorers
+from tests.commands import call
 from tests.trainer.backbone_cases import backbone_run, store_of, write_backbone
 from tests.trainer.sample_cli_cases import command, read, save
 from tests.trainer.sampling.test_adaptive import tiny_llama
@@ -38,15 +37,7 @@ def sample(models: Path, out: Path, *arguments: object, model: str = "mdlm") -> 
 
 
 def certify(samples: Path, teacher: Path) -> int:
-    before = sys.argv
-    sys.argv = ["gdistill-eval", "certify", str(samples), "--teacher", str(teacher)]
-    try:
-        cli.main()
-    except SystemExit as done:
-        return int(done.code or 0)
-    finally:
-        sys.argv = before
-    return 0
+    return call("gdistill-eval", "certify", samples, "--teacher", teacher)
 
 
 def _scores(samples: Path) -> list[dict[str, Any]]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from evaluation import cli
 from evaluation.samples.json_lines import MAX_LINE_BYTES
+from tests.commands import call
 
 V, LENGTH = 11, 6
 MARKUP = "<script>fired()</script><img src=x onerror=fired()>"
@@ -89,17 +88,12 @@ class Stage:
         return {k: v for k, v in contents(self.home).items() if not k.startswith(mine)}
 
     def run(self, door: str) -> int:
-        before, sys.argv = sys.argv, ["gdistill-eval", *map(str, self.words(door))]
         guarded = self.outside()
         try:
-            cli.main()
-        except SystemExit as done:
-            return int(done.code or 0)
+            return call("gdistill-eval", *self.words(door))
         finally:
-            sys.argv = before
             assert self.outside() == guarded
             assert not list(self.home.rglob("FIRED"))
-        return 0
 
 
 def line(text: str) -> Case:

@@ -6,17 +6,16 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from evaluation import cli
 from evaluation.report import Table
 from evaluation.text import readings_folder
 from shards.base import UsageError, append_line, visible
+from tests.commands import call
 from tests.evaluation.samples.hostile_samples import ESCAPES, MARKUP, Stage, assert_inert
 
 
@@ -158,15 +157,7 @@ RESULTS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 def compare(stage: Stage, *words: object) -> int:
-    before = sys.argv
-    sys.argv = ["gdistill-eval", "compare", *map(str, (stage.sound, stage.samples, *words))]
-    try:
-        cli.main()
-    except SystemExit as done:
-        return int(done.code or 0)
-    finally:
-        sys.argv = before
-    return 0
+    return call("gdistill-eval", "compare", stage.sound, stage.samples, *words)
 
 
 @pytest.fixture
