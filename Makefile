@@ -45,6 +45,7 @@ JOBS    ?= 2
 # What `make setup` installs besides: `evaluation` brings lm-evaluation-harness.
 EXTRAS  ?= dev
 THREADS ?= 1
+PORTABLE ?= default:1 avx2:2
 SENSITIVE = tests/pipeline/teacher tests/pipeline/maze tests/pipeline/extract/test_way.py \
             tests/shards/noise tests/shards/language_model tests/trainer/students
 
@@ -100,13 +101,14 @@ eval: $(STAMP) ## score samples: make eval SAMPLES=samples JUDGE=gpt2-large REFE
 test: $(STAMP) ## the test suite
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
-# Other kernels, other thread counts: no test may hang on the rounding of one CPU.
+# Other kernels, other thread counts: no test may hang on the rounding of one CPU. Every kernel and
+# every count once; PORTABLE="default:1 default:2 avx2:1 avx2:2" runs all pairs, twice as long.
 test-portable: $(STAMP) ## the test suite under other kernels of the CPU, with 1 and 2 threads (ARGS: which tests)
-	@set -e; for kernels in default avx2; do for threads in 1 2; do \
+	@set -e; for pair in $(PORTABLE); do kernels=$${pair%:*} threads=$${pair#*:}; \
 	  echo "kernels $$kernels, threads $$threads"; \
 	  ATEN_CPU_CAPABILITY=$$kernels MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=$$threads \
 	    $(BIN)/python -m pytest -n $(JOBS) $(ARGS); \
-	done; done
+	done
 
 test-portable-sample: $(STAMP) ## the tests that rounding can reach, under the plainest kernels
 	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SENSITIVE)
