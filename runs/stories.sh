@@ -50,7 +50,7 @@ done
 curves=()
 for model in $MODELS; do
   echo "== sweeps: $model"
-  sweep=(--num "$NUM" --nfe "$NFE" --seed 11)
+  sweep=(--num "$NUM" --nfe "$NFE" --seed 11 --precision bf16)
   gdistill-sample "$OUT/$model" "${sweep[@]}" --sweep nucleus_p=0.6,0.7,0.8,0.9,1 --out "$OUT/sweeps/$model"
   curves+=("$model=$OUT/sweeps/$model")
   case $model in w*)
@@ -69,7 +69,8 @@ for model in $MODELS; do
   samples="$OUT/sweeps/$model/nucleus_p=0.8"
   gdistill-eval "$samples" --judge "$judge" --reference "$OUT/references.jsonl" --out "$OUT/scores/$model"
   compared+=("$model=$OUT/scores/$model")
-  gdistill-sample "$OUT/$model" --infill "$OUT/infill.jsonl" --nfe "$NFE" --seed 11 --out "$OUT/filled/$model"
+  gdistill-sample "$OUT/$model" --infill "$OUT/infill.jsonl" --nfe "$NFE" --seed 11 --precision bf16 \
+    --out "$OUT/filled/$model"
   gdistill-eval "$OUT/filled/$model" --infill "$OUT/infill.jsonl" --tokenizer "$OUT/$model/model" --judge "$judge"
 done
 gdistill-eval compare "${compared[@]}" --out "$OUT/comparison"
