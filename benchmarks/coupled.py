@@ -86,6 +86,7 @@ def certificate(student: Medusa, decoded: Decoded) -> dict[str, Any]:
         sampler="medusa",
         is_verified=True,
         verifier_sha256=None,
+        dtype=student.settings.backbone_dtype,
     )
     found = certify_file(drawn, COUPLED.load(student)).to_json()
     return {**found, "ties": len(found["ties"])}

@@ -24,7 +24,8 @@ def certify(
     """Find the noise of each sample again and compare each token with argmax(l + tau xi).
 
     Samples that a teacher has verified must agree everywhere, or the command fails; those of a
-    student get the share that does. Ties within float32 rounding are listed in certificate.json.
+    student get the share that does. The teacher computes in the precision that verified them, which
+    the certificate names (float32 where none did); ties within its rounding are listed there.
     """
     from evaluation.certificate import certify_file, read_drawn
     from shards.language_model import resolve_device
@@ -33,7 +34,7 @@ def certify(
     files = [read_drawn(file) for file in find_sample_files(samples)]
     place, found, broken = resolve_device(device), {}, []
     for drawn in files:
-        model = load_verifier(teacher, drawn.vocab_size, place)
+        model = load_verifier(teacher, drawn.vocab_size, place, drawn.dtype)
         result = certify_file(drawn, model)
         found[visible(drawn.source.name)] = {
             "sampler": drawn.sampler,
@@ -43,8 +44,8 @@ def certify(
         typer.echo(
             f"{visible(str(drawn.source))}: {result.num_agreeing} of {result.num_positions} "
             f"tokens are argmax(l + {drawn.tau:g} xi) ({result.agreement:.2%}); smallest margin "
-            f"{result.smallest_margin:.2g} nats; {len(result.ties)} ties, "
-            f"{result.num_mismatches} mismatches"
+            f"{result.smallest_margin:.2g} nats; {len(result.ties)} ties within {result.dtype} "
+            f"rounding, {result.num_mismatches} mismatches"
         )
         if drawn.is_verified and result.num_mismatches:
             broken.append((drawn.source, result.mismatches[0]))

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from evaluation.samples import read_records, read_samples, short
 from shards.base import GdistillError, UsageError
 from shards.codec import Codec, make_codec
+from shards.language_model import DtypeName
 from shards.noise import Noise
 from trainer.sampling import sampling_noise
 from trainer.sampling.rules import STEPS_PER_ATTEMPT
@@ -20,7 +21,8 @@ MOST_TAU = 1e6
 """Beyond it no logit counts, and float32 ends."""
 
 VERIFIED = ("coupled", "medusa", "drafter")
-"""Samplers whose tokens a teacher verifies."""
+"""Samplers whose tokens a teacher verifies; the first one's in float32, the others' in the
+precision of the backbone that their student stands on."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class DrawnFile:
         sampler: The sampler's name.
         is_verified: Whether every token was verified to be the teacher's for its noise.
         verifier_sha256: Of the model that verified the samples, where one did.
+        dtype: Precision of that model's weights, and so of its logits.
     """
 
     source: Path
@@ -65,6 +68,7 @@ class DrawnFile:
     sampler: str
     is_verified: bool
     verifier_sha256: str | None
+    dtype: DtypeName
 
     def noise(self, row: DrawnRow) -> Noise:
         """xi of the sample's positions, from position 0."""
@@ -121,6 +125,7 @@ def read_drawn(file: Path) -> DrawnFile:
         sampler=str(sampler.get("sampler")),
         is_verified=verified,
         verifier_sha256=verifier if verified else None,
+        dtype=_dtype(file, config.get("backbone_dtype") if kind in VERIFIED[1:] else None),
     )
 
 
@@ -139,6 +144,13 @@ def _tau(file: Path, tau: object) -> float:
     if not isinstance(tau, float | int) or not 0 < tau <= MOST_TAU:
         raise _damaged(file, "tau", tau, f"above 0, at most {MOST_TAU:g}")
     return float(tau)
+
+
+def _dtype(file: Path, dtype: object) -> DtypeName:
+    """float32 where the student stands on no backbone."""
+    if dtype not in (None, *get_args(DtypeName)):
+        raise _damaged(file, "backbone_dtype", dtype, " or ".join(get_args(DtypeName)))
+    return dtype or "float32"  # type: ignore[return-value]
 
 
 def _codec(file: Path, codec: object) -> Codec | None:

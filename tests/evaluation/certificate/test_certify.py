@@ -159,3 +159,43 @@ def test_medusa_samples_are_certified_by_their_backbone(
     assert draw("gone") == 2
     assert "--backbone FOLDER" in capsys.readouterr().err
     assert draw("found", "--backbone", tmp_path / "moved") == 0
+
+
+@pytest.mark.parametrize("student", ["medusa", "drafter"])
+def test_samples_of_a_bf16_backbone_are_certified_in_bf16(
+    student: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the precision that the samples name; a token that loses is listed, or refused."""
+    backbone = write_backbone(tmp_path / "backbone", "qwen2")
+    store = store_of(tmp_path / "store", backbone)
+    for dtype in ("bfloat16", "float32"):
+        config = backbone_run(backbone, student, training__num_steps=2, model__backbone_dtype=dtype)
+        train(config, store, tmp_path / dtype)
+        arguments = ("--num", 20, "--length", 24, "--out", tmp_path / f"{dtype}-samples")
+        assert command(tmp_path / dtype, *arguments) == 0
+    assert certify(tmp_path / "float32-samples", backbone) == 0
+    fine = found(tmp_path / "float32-samples")
+    samples = tmp_path / "bfloat16-samples"
+    capsys.readouterr()
+    assert certify(samples, backbone) == 0
+    assert "ties within bfloat16 rounding" in capsys.readouterr().out
+    coarse = found(samples)
+    assert (fine["dtype"], coarse["dtype"]) == ("float32", "bfloat16")
+    assert coarse["num_positions"] == 20 * 23 and coarse["num_mismatches"] == 0
+    lost = sum(tie["margin"] <= 0 for tie in coarse["ties"])
+    assert lost == coarse["num_positions"] - coarse["num_agreeing"]
+    assert max(abs(tie["margin"]) for tie in coarse["ties"]) > fine["smallest_margin"]
+    # The last token of every row replaced: a few lose by less than rounding, not all of them.
+    records = read(samples / "samples.jsonl")
+    for record in records:
+        record["tokens"][-1] = (record["tokens"][-1] + 1) % 12
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (samples / "samples.jsonl").write_text(lines)
+    assert certify(samples, backbone) == 1
+    assert found(samples)["num_mismatches"] >= 5
+    settings = json.loads((samples / "settings.json").read_text())
+    settings["student_config"]["backbone_dtype"] = "float8"
+    (samples / "settings.json").write_text(json.dumps(settings))
+    capsys.readouterr()
+    assert certify(samples, backbone) != 0
+    assert "backbone_dtype" in capsys.readouterr().err

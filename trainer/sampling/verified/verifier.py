@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, DynamicCache
 
 from shards.base import UsageError
-from shards.language_model import find_pretrained, load_causal_model
+from shards.language_model import DtypeName, find_pretrained, load_causal_model
 from trainer.sampling.rules import Sampler
 from trainer.students import Student, is_model, load_tokenizer
 
@@ -136,7 +136,9 @@ def check_width(num_logits: int, vocab_size: int) -> None:
 
 
 @functools.lru_cache(maxsize=2)
-def load_verifier(path: str, vocab_size: int, device: torch.device) -> Verifier:
+def load_verifier(
+    path: str, vocab_size: int, device: torch.device, dtype: DtypeName = "float32"
+) -> Verifier:
     """Read a verifier from a folder, or from the hub's local cache by its id.
 
     Raises:
@@ -146,7 +148,7 @@ def load_verifier(path: str, vocab_size: int, device: torch.device) -> Verifier:
     place = verifier_place(path)
     files = find_pretrained(place, role="verifier", local_files_only=True)
     check_width(files.num_logits, vocab_size)
-    loaded = load_causal_model(files, device=device, vocab_size=vocab_size)
+    loaded = load_causal_model(files, dtype, device, vocab_size=vocab_size)
     return Verifier(loaded.network, vocab_size, files.context_length)
 
 

@@ -34,6 +34,7 @@ from trainer.students.configuration import (
     StudentSettings,
 )
 from trainer.students.drafter.adapters import SlotAdapters, linear_layers
+from trainer.students.drafter.kernel import FLEX, attention_kernel, training_kernel
 from trainer.students.drafter.layout import SlotLayout, flex_slot_mask, slot_mask
 from trainer.students.drafter.signals import GumbelSignal, UniformSignal
 from trainer.students.drafter.targets import Target, Truth, distribution_loss, token_loss
@@ -158,7 +159,10 @@ class Drafter(BackboneStudent):
         layout = self.draw_layout(batch)
         where, index = _proposed(layout, batch.tokens)
         inputs = self.slot_inputs(layout, self._noise_table(batch, where))
-        hidden = self.slot_states(batch.tokens, layout, inputs).flatten(0, 1)
+        kernel = training_kernel(
+            self.language_model.network, self.settings.attention, batch.tokens.device
+        )
+        hidden = self.slot_states(batch.tokens, layout, inputs, kernel).flatten(0, 1)
         probabilities = None if self.sees_own_noise else batch.distribution(where)
         tokens = batch.tokens.gather(1, layout.places).flatten()
         losses = self._losses(hidden, tokens, probabilities, index)
@@ -225,13 +229,22 @@ class Drafter(BackboneStudent):
         tokens: Int[Tensor, "b l"],
         layout: SlotLayout,
         inputs: Float[Tensor, "b n e"],
+        kernel: str | None = None,
     ) -> Float[Tensor, "b n d"]:
-        """Last hidden states of the slots; gradients reach the adapters and the inputs."""
+        """Last hidden states of the slots; gradients reach the adapters and the inputs.
+
+        Args:
+            tokens: The rows.
+            layout: The slots.
+            inputs: Of :meth:`slot_inputs`.
+            kernel: Attention of the slots by transformers' name; the network's own unless told.
+        """
         network, cache = self.language_model.network, DynamicCache()
         with torch.no_grad(), self.adapters.on_last(0):
             network.base_model(input_ids=tokens, past_key_values=cache, use_cache=True)
         key_places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        with self.adapters.on_last(inputs.shape[1]):
+        kernel = kernel or network.config._attn_implementation
+        with self.adapters.on_last(inputs.shape[1]), attention_kernel(network, kernel):
             output = network.base_model(
                 inputs_embeds=inputs.to(network.dtype),
                 position_ids=layout.positions,
@@ -247,7 +260,7 @@ class Drafter(BackboneStudent):
         """The slots' pattern as the backbone's attention wants it; see :func:`slot_mask`."""
         network = self.language_model.network
         kernel = network.config._attn_implementation
-        if kernel == "flex_attention":
+        if kernel == FLEX:
             return flex_slot_mask(layout, key_places, num_read)
         seen = slot_mask(layout, key_places, num_read)
         if kernel == "sdpa":

@@ -8,10 +8,16 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import AutoModelForCausalLM
 
-from tests.trainer.students.drafter.drafter_cases import tiny_drafter
+from shards.base.errors import UsageError
+from tests.trainer.backbone_cases import store_of, write_backbone
+from tests.trainer.students.drafter.drafter_cases import a_batch, tiny_drafter
+from trainer.students import attention
+from trainer.students.drafter import kernel
 from trainer.students.drafter.layout import EMPTY, SlotLayout, flex_slot_mask, slot_mask
 
+FLEX = {"model__attention": "flex", "model__hidden_size": 32}
 BY_HAND = """
 1.........
 11........
@@ -80,3 +86,56 @@ def test_packed_starting_points_read_as_if_alone(shape: str, tmp_path: Path) -> 
             inputs = student.slot_inputs(lone, table[row : row + 1])
             alone = student.slot_states(tokens[row : row + 1, :start], lone, inputs)
             assert torch.allclose(together[row, point], alone[0], atol=1e-4)
+
+
+@torch.no_grad()
+def test_slots_read_the_same_through_flex_attention(tmp_path: Path) -> None:
+    """The whole network: grouped queries, a cache in front of the slots, rows of one batch apart.
+
+    Forward alone: PyTorch has no gradient of FlexAttention on the CPU. ``force_eager`` leaves out
+    the C++ compiler.
+    """
+    wide = {"hidden_size": 64, "intermediate_size": 48}
+    backbone = write_backbone(tmp_path / "llama", **wide)
+    store_of(tmp_path / "store-llama", backbone)
+    student, shards = tiny_drafter(tmp_path, model__num_starts=3)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(12, (2, 8), generator=generator)
+    layout = SlotLayout(torch.tensor([[1, 3, 5], [2, 2, 4]]), student.num_slots, 8)
+    inputs = student.slot_inputs(layout, torch.randn(2, 8, 64, generator=generator))
+    dense = student.slot_states(tokens, layout, inputs)
+    with torch.compiler.set_stance("force_eager"):
+        found = student.slot_states(tokens, layout, inputs, "flex_attention")
+        assert torch.allclose(found, dense, atol=1e-4)
+        flex, _ = tiny_drafter(tmp_path, model__num_starts=3, **FLEX)
+        loss = flex.loss(a_batch(shards)).loss
+    assert torch.isclose(loss, student.loss(a_batch(shards)).loss, atol=1e-4)
+    assert flex.language_model.network.config._attn_implementation == "sdpa", "for slots alone"
+
+
+def test_what_keeps_slots_from_flex_attention_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Asked for, an error; left to itself, one line on the first GPU step."""
+    for shape, obstacle in (("llama", "heads of width 4"), ("gpt2", "has none in transformers")):
+        student, shards = tiny_drafter(tmp_path, shape, **FLEX)
+        with pytest.raises(UsageError, match=rf"{obstacle}.*model\.attention=auto"):
+            student.loss(a_batch(shards))
+    write_backbone(tmp_path / "wide", hidden_size=64)
+    wide = AutoModelForCausalLM.from_pretrained(tmp_path / "wide")
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 3)
+    assert kernel.training_kernel(wide, "auto", cpu) == "sdpa"
+    with pytest.raises(UsageError, match="no gradient on cpu"):
+        kernel.training_kernel(wide, "flex", cpu)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no gcc")
+
+    monkeypatch.setattr(attention, "flex_training_attention", broken)
+    attention.flex_obstacle.cache_clear()
+    assert [kernel.training_kernel(wide, "auto", gpu) for _ in range(2)] == ["sdpa", "sdpa"]
+    assert capsys.readouterr().err.count("no FlexAttention for slots: no gcc") == 1
+    monkeypatch.setattr(kernel, "flex_obstacle", lambda device: "")
+    assert kernel.training_kernel(wide, "auto", gpu) == "flex_attention"
+    assert kernel.training_kernel(wide, "sdpa", gpu) == "sdpa"
+    attention.flex_obstacle.cache_clear()
