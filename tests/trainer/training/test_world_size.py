@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from shards.store.store import ShardStore
+from tests.trainer.backbone_cases import store_of, write_backbone
 from tests.trainer.run_cases import metrics_without_timing, tiny_run
-from tests.trainer.training.two_processes import SMOOTH
+from tests.trainer.training.two_processes import SMOOTH, on_backbone
 from trainer.training.loop import Trainer
 
 MOST_DIFFERENCE = 1e-6
@@ -55,6 +56,18 @@ def runs(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runs_of_four(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with the runs ``ddp`` and ``fsdp`` of four processes."""
     return runs_of(4, "plain", store, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def runs_on_backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with heads and drafter under ``ddp`` and ``fsdp`` (two processes)."""
+    folder = tmp_path_factory.mktemp("backbone")
+    store = store_of(folder / "store", write_backbone(folder / "backbone"))
+    out = runs_of(2, "backbone", store, tmp_path_factory)
+    for student in ("medusa", "drafter"):
+        config = on_backbone(student, folder / "backbone")
+        assert Trainer(config, ShardStore.open(store), out / f"{student}-one").run()
+    return out
 
 
 def runs_of(number: int, part: str, store: Path, factory: pytest.TempPathFactory) -> Path:
@@ -109,22 +122,40 @@ def test_losses_agree(
     request: pytest.FixtureRequest,
 ) -> None:
     several = request.getfixturevalue(processes)
-    one, two = metrics_without_timing(runs / "one"), metrics_without_timing(several / sharding)
-    assert [(line["kind"], line["step"]) for line in one] == [
-        (line["kind"], line["step"]) for line in two
+    assert_same_losses(runs / "one", several / sharding)
+
+
+def assert_same_losses(one: Path, other: Path) -> None:
+    """The same lines of two runs, and the same figures but for roundings."""
+    ours, theirs = metrics_without_timing(one), metrics_without_timing(other)
+    assert [(line["kind"], line["step"]) for line in ours] == [
+        (line["kind"], line["step"]) for line in theirs
     ]
-    for first, second in zip(one, two, strict=True):
+    for first, second in zip(ours, theirs, strict=True):
         for name in {"loss", "nll_nats", "grad_norm"} & set(first):
             assert second[name] == pytest.approx(first[name], rel=1e-5)
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
 def test_models_agree(runs: Path, alone: dict[int, Any], sharding: str) -> None:
-    one = load_file(runs / "one" / "model" / "model.safetensors")
-    two = load_file(runs / sharding / "model" / "model.safetensors")
-    assert set(one) == set(two)
-    for name in one:
-        torch.testing.assert_close(two[name], one[name], rtol=0, atol=MOST_DIFFERENCE)
+    assert_same_models(runs / "one", runs / sharding)
+
+
+def assert_same_models(one: Path, other: Path) -> None:
+    """All weights that were exported, but for roundings."""
+    ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (one, other))
+    assert set(ours) == set(theirs)
+    for name, weight in ours.items():
+        torch.testing.assert_close(theirs[name], weight, rtol=0, atol=MOST_DIFFERENCE)
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
+@pytest.mark.parametrize("student", ["medusa", "drafter"])
+def test_students_on_a_backbone_agree(runs_on_backbone: Path, student: str, sharding: str) -> None:
+    """Each process holds the whole frozen backbone; what is trained is cut into pieces by FSDP."""
+    one, several = (runs_on_backbone / f"{student}-{kind}" for kind in ("one", sharding))
+    assert_same_losses(one, several)
+    assert_same_models(one, several)
 
 
 def test_a_stop_of_one_process_stops_both(runs: Path) -> None:

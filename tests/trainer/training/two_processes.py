@@ -18,8 +18,10 @@ import torch
 
 from shards.base.errors import GdistillError
 from shards.store.store import ShardStore
+from tests.trainer.backbone_cases import backbone_run
 from tests.trainer.run_cases import tiny_run
 from trainer.training.loop import Trainer, train
+from trainer.training.settings import RunConfig
 
 SMOOTH = {"optimization__eps": 1.0}
 """AdamW whose weights are as exact as its gradients.
@@ -72,6 +74,22 @@ def run_both(store: Path, out: Path) -> None:
     torch.set_num_threads(1)
     for sharding in ("ddp", "fsdp"):
         assert train(tiny_run(**SMOOTH, training__sharding=sharding), store, out / sharding)
+
+
+def on_backbone(student: str, backbone: Path, **changes: object) -> RunConfig:
+    """Four steps of what learns noise, with a last validation batch of one row."""
+    few = {"training__num_steps": 4, "training__num_validation_rows": 9}
+    return backbone_run(backbone, student, **SMOOTH, **few, **changes)
+
+
+def run_on_backbone(store: Path, out: Path) -> None:
+    """Heads and drafter on a frozen backbone beside the store, under DDP and under FSDP."""
+    torch.set_num_threads(1)
+    for student in ("medusa", "drafter"):
+        for sharding, rows in (("ddp", 4), ("fsdp", 3)):
+            changes = {"training__sharding": sharding, "training__micro_batch_size": rows}
+            config = on_backbone(student, store.with_name("backbone"), **changes)
+            assert train(config, store, out / f"{student}-{sharding}")
 
 
 def refused(run: Callable[[], object], name: str, out: Path) -> None:
@@ -141,4 +159,5 @@ def differ_in_string_hashes() -> None:
 
 if __name__ == "__main__":
     differ_in_string_hashes()
-    {"whole": main, "plain": run_both}[sys.argv[3]](Path(sys.argv[1]), Path(sys.argv[2]))
+    parts = {"whole": main, "plain": run_both, "backbone": run_on_backbone}
+    parts[sys.argv[3]](Path(sys.argv[1]), Path(sys.argv[2]))

@@ -23,10 +23,10 @@ NARROWEST_HEAD = 16
 
 
 @contextmanager
-def attention_kernel(network: Any, name: str) -> Iterator[None]:
-    """Within the context the network attends by that kernel of transformers."""
+def attention_kernel(network: Any, name: str | None) -> Iterator[None]:
+    """Within the context the network attends by that kernel of transformers; None is its own."""
     own = network.config._attn_implementation
-    if name == own:
+    if name in (None, own):
         yield
         return
     network.set_attn_implementation(name)

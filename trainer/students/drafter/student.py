@@ -239,11 +239,12 @@ class Drafter(BackboneStudent):
             inputs: Of :meth:`slot_inputs`.
             kernel: Attention of the slots by transformers' name; the network's own unless told.
         """
+        if not len(tokens):  # a process's share of a last batch; transformers take no such rows
+            return inputs.new_zeros(*inputs.shape[:2], self.language_model.hidden_size)
         network, cache = self.language_model.network, DynamicCache()
         with torch.no_grad(), self.adapters.on_last(0):
             network.base_model(input_ids=tokens, past_key_values=cache, use_cache=True)
         key_places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        kernel = kernel or network.config._attn_implementation
         with self.adapters.on_last(inputs.shape[1]), attention_kernel(network, kernel):
             output = network.base_model(
                 inputs_embeds=inputs.to(network.dtype),

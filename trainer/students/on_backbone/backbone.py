@@ -67,6 +67,8 @@ class FrozenBackbone:
     @torch.no_grad()
     def hidden(self, tokens: Int[Tensor, "b l"]) -> Float[Tensor, "b l d"]:
         """The last hidden states, as the output layer sees them; one forward pass."""
+        if not len(tokens):  # a process's share of a last batch; transformers take no such rows
+            return self._output_layer.weight.new_zeros(*tokens.shape, self.hidden_size)
         return self.network.base_model(input_ids=tokens, use_cache=False).last_hidden_state
 
     def logits(self, hidden: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape v"]:

@@ -134,9 +134,9 @@ class Medusa(BackboneStudent):
         self.noise_sequence = NoiseSequence(config) if conditioned else None
 
     @property
-    def sharded_blocks(self) -> nn.ModuleList:
-        """See :class:`Student`."""
-        return self.heads
+    def sharded_blocks(self) -> tuple[nn.Module, ...]:
+        """See :class:`Student`; none: a head's parts are called one by one, chunk by chunk."""
+        return ()
 
     def loss(self, batch: Batch, *, time_bounds: tuple[float, float] | None = None) -> LossOutput:
         """Mean NLL of the heads' tokens behind positions 0 .. L-2-K, head k weighing 0.8^k.

@@ -95,8 +95,7 @@ def test_slots_read_the_same_through_flex_attention(tmp_path: Path) -> None:
     Forward alone: PyTorch has no gradient of FlexAttention on the CPU. ``force_eager`` leaves out
     the C++ compiler.
     """
-    wide = {"hidden_size": 64, "intermediate_size": 48}
-    backbone = write_backbone(tmp_path / "llama", **wide)
+    backbone = write_backbone(tmp_path / "llama", hidden_size=64, intermediate_size=48)
     store_of(tmp_path / "store-llama", backbone)
     student, shards = tiny_drafter(tmp_path, model__num_starts=3)
     generator = torch.Generator().manual_seed(1)
