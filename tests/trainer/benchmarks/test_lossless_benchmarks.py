@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import acceptance, coupled
+from benchmarks import acceptance, coupled, slot_noise
 from evaluation.acceptance import acceptance_score
 from shards.base.errors import GdistillError, UsageError
 from tests.trainer.backbone_cases import backbone_run, store_of, write_backbone
+from tests.trainer.students.drafter.drafter_cases import RECIPES, a_batch, tiny_drafter
 from trainer.students import Medusa, ModelFolder, open_model
 from trainer.training.loop import train
 
@@ -91,3 +92,26 @@ def test_prompts_and_names(models: dict[str, ModelFolder], tmp_path: Path) -> No
     with pytest.raises(GdistillError, match="NAME=FOLDER"):
         acceptance.parse_models(["medusa"])
     assert torch.is_tensor(rows)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_slots_are_measured_as_they_are_trained(recipe: str, tmp_path: Path) -> None:
+    """Their mean loss is the training loss; exchanged noise costs nothing where none is told."""
+    student, store = tiny_drafter(tmp_path, recipe=recipe)
+    batch = a_batch(store)
+    found = slot_noise.read_slots(student, batch)
+    assert torch.isclose(found["loss"].mean(), student.loss(batch).loss.detach(), atol=1e-5)
+    moved = (found["loss"] - found["loss_of_others"]).abs().amax(dim=0) > 1e-3
+    told = {"none": [], "hidden": [1, 2]}.get(recipe, [0, 1, 2])
+    assert moved.nonzero().flatten().tolist() == told
+
+
+def test_drafts_of_slots_by_hand() -> None:
+    """Four points, three slots: the second reached by all, the third by two of them."""
+    right = torch.tensor([[1, 1, 1], [0, 1, 0], [1, 0, 1], [1, 0, 1]], dtype=torch.bool)
+    losses = torch.arange(12.0).view(4, 3)
+    line = slot_noise.describe({"loss": losses, "loss_of_others": losses + 1, "right": right})
+    assert line["right"] == [0.75, 0.5, 0.75] and line["reached"] == [4, 2]
+    assert line["conditional_acceptance"] == [0.5, 0.5] and line["points"] == 4
+    assert line["loss_nats"] == [4.5, 5.5, 6.5]
+    assert line["loss_nats_with_noise_of_another_row"] == [5.5, 6.5, 7.5]
