@@ -39,13 +39,6 @@ def tiny_llama(vocab_size: int = VOCAB, context: int = 32) -> LlamaForCausalLM:
     return model
 
 
-@pytest.fixture(scope="module")
-def verifier(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("verifier")
-    tiny_llama().save_pretrained(folder)
-    return str(folder)
-
-
 def left_to_right(student: Student, ids: Tensor, lookahead: int, seed: int = 3) -> Tensor:
     """The student alone: a window of drafts per forward pass, all of them kept."""
     tokens = open_rows(student, len(ids))

@@ -37,13 +37,6 @@ def tiny_gpt2() -> GPT2LMHeadModel:
     return model
 
 
-@pytest.fixture(scope="module")
-def verifier(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("verifier")
-    tiny_llama().save_pretrained(folder)
-    return str(folder)
-
-
 @torch.no_grad()
 def own_decode(model, tokens: Tensor, ids: Tensor, tau: float, seed: int = 3) -> Tensor:
     """argmax(l + tau xi), one token per pass over the whole prefix."""
