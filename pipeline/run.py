@@ -40,8 +40,9 @@ from pipeline.teacher import (
 )
 from pipeline.tokens import TokenDataset, prepare_tokens
 from pipeline.workers import StopRequest, Worker
-from shards.base import GdistillError, require_writable
+from shards.base import GdistillError, require_writable, stderr
 from shards.language_model import resolve_device
+from shards.noise import use_noise_kernel
 from shards.store import Manifest, ShardRange, ShardStore, ShardWriter
 
 
@@ -178,6 +179,8 @@ def extract(
         Stopped: With what remains.
     """
     stop, teacher = StopRequest(), inputs.teacher.loaded
+    if obstacle := use_noise_kernel("auto", teacher.device):
+        stderr.print(f"noise kernel: eager on {teacher.device}; {obstacle}", markup=False)
     way = settle_way(writer, inputs.request.settings, teacher)
     read_rows, process = row_source(inputs, teacher, stop)
     extractor = Extractor(

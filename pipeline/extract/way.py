@@ -18,6 +18,7 @@ import torch
 from pipeline.settings import ExtractSettings
 from pipeline.teacher import Teacher, automatic_batch_size
 from shards.base import UsageError, stderr
+from shards.noise import noise_kernel
 from shards.store import Manifest, ShardWriter, read_ways, record_ways
 
 ROUNDING_NATS = 2e-4
@@ -33,7 +34,8 @@ class WayOfComputing:
         device: ``cpu``, or the GPU's name; ``4 x`` before it where the teacher lies on several.
         threads: CPU threads of a forward pass; 0 on a GPU.
         rows_per_pass: Rows of a forward pass.
-        kernels: Instruction set of the CPU's kernels; on a GPU, whether TF32 is allowed.
+        kernels: Instruction set of the CPU's kernels; on a GPU, whether TF32 is allowed, and where
+            the noise kernel could not be compiled.
         attention: Attention kernel by transformers' name.
         compiled: Whether the model runs through ``torch.compile``.
         torch: Version.
@@ -113,7 +115,8 @@ def _own_way(
 
 def _kernels(on_gpu: bool) -> str:
     if on_gpu:
-        return "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+        products = "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+        return products + ("" if noise_kernel("cuda") == "compiled" else ", eager noise")
     kept = os.environ.get("MKL_CBWR")
     return torch.backends.cpu.get_cpu_capability() + (f" MKL_CBWR={kept}" if kept else "")
 

@@ -24,7 +24,14 @@ if TYPE_CHECKING:
         total_variation,
         uniform_same_token,
     )
-    from shards.noise.embedding import TILES, Transform, Weighting, add_product, product_dtype
+    from shards.noise.embedding import (
+        TILES,
+        Transform,
+        Weighting,
+        add_product,
+        even_width,
+        product_dtype,
+    )
     from shards.noise.gumbel import add_wait_, arrivals_from_gumbel, gumbel_argmax
     from shards.noise.keyed_exponentials import NoiseKernel, noise_kernel, use_noise_kernel
     from shards.noise.kinds import (

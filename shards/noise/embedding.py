@@ -119,9 +119,10 @@ class Walk:
 
     def position_chunks(self) -> list[tuple[slice, Walk]]:
         """The same walk over consecutive groups of positions (views of the noise)."""
-        size, width = self.noise.num_positions, _tile_shape(self.noise.device)[0]
+        size = self.noise.num_positions
         if size == 0:
             return []
+        width = even_width(size, _tile_shape(self.noise.device)[0])
         parts = zip(range(0, size, width), self.noise.split(width), strict=True)
         return [
             (slice(start, min(start + width, size)), replace(self, noise=part))
@@ -133,6 +134,11 @@ class Walk:
         rates = self.weighting.rates(self.noise.tile(ids.start, ids.stop))
         prior = self.weighting.prior
         return rates if prior is None else rates.mul_(prior[ids])
+
+
+def even_width(size: int, most: int) -> int:
+    """The width at which ``size`` is cut into as few parts as at ``most``, none of them a scrap."""
+    return -(-size // max(1, -(-size // most))) or most
 
 
 def _tile_shape(device: torch.device) -> tuple[int, int]:

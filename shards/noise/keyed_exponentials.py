@@ -89,12 +89,14 @@ def keyed_exponentials(keys: PositionKeys, start: int, stop: int) -> Float[Tenso
 
     Equal to ``exponential_from_bits(keyed_bits(keys, start, stop))``.
     """
-    rows, columns = _shared_rounds(keys, start, stop)
-    compiled = _compiled.get(rows[0].device.type)
-    if compiled is not None and _is_large(rows[0].shape[0], columns[0].shape[1]):
-        variates = compiled(*rows, *columns, _later_keys(keys.seed, rows[0].device))
-    else:
-        variates = _eager(rows, columns, keys.seed)
+    # Integers have no gradients; under one mode there is one compiled kernel for all callers.
+    with torch.inference_mode(False), torch.no_grad():
+        rows, columns = _shared_rounds(keys, start, stop)
+        compiled = _compiled.get(rows[0].device.type)
+        if compiled is not None and _is_large(rows[0].shape[0], columns[0].shape[1]):
+            variates = compiled(*rows, *columns, _later_keys(keys.seed, rows[0].device))
+        else:
+            variates = _eager(rows, columns, keys.seed)
     offset = start % 4
     return variates.flatten(1)[:, offset : offset + stop - start]
 
@@ -186,6 +188,7 @@ def _functional(
     return torch.stack([exponential_from_bits(words) for words in lanes], dim=-1)
 
 
+@torch.no_grad()
 def _compile(device: torch.device) -> Callable[..., Tensor]:
     index = torch.arange(96, device=device)
     keys = PositionKeys(0x123456789ABCDEF, index, index + 1, 7)

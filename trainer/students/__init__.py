@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         read_model,
         weights_sha256,
     )
-    from trainer.students.fused_head import CHUNK_ROWS
+    from trainer.students.fused_head import CHUNK_ROWS, HEAD_MULTIPLE
     from trainer.students.on_backbone import BackboneStudent, FrozenBackbone, load_backbone
     from trainer.students.registry import (
         AR,

@@ -16,11 +16,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
-from shards.noise import add_product, product_dtype
+from shards.noise import add_product, even_width, product_dtype
 from trainer.objective import MASK_LOGIT_OFFSET, Distillation
 
 CHUNK_ROWS = {"cpu": 512, "cuda": 4096}
+HEAD_MULTIPLE = {"cpu": 1, "cuda": 64}
+"""Columns of a product are padded to a multiple of it: of V + 1 = 50,258, no GPU can align a row.
+Padding has a bias of -inf, and so no probability and no gradient; the parameters know nothing."""
 
 
 class WeightedNLL(torch.autograd.Function):
@@ -41,26 +45,30 @@ class WeightedNLL(torch.autograd.Function):
         needs_gradient = any(ctx.needs_input_grad[:3])
         nlls = torch.empty(len(targets), device=features.device)
         losses = nlls if distillation is None else torch.empty_like(nlls)
-        gradients = _empty_gradients(features, weight, bias) if needs_gradient else None
+        narrow, narrow_bias = padded_head(weight, bias, dtype)
+        gradients = _empty_gradients(features, narrow) if needs_gradient else None
         width = CHUNK_ROWS.get(features.device.type, CHUNK_ROWS["cuda"])
         width = width if distillation is None else max(1, width // 4)
-        narrow = weight.to(dtype)
+        width = even_width(len(targets), width)
         with torch.autocast(features.device.type, enabled=False):
             for start in range(0, len(targets), width):
                 rows = slice(start, start + width)
                 inputs = features[rows].to(dtype)
-                logits = torch.addmm(bias.to(dtype), inputs, narrow.T).float()
+                logits = torch.addmm(narrow_bias, inputs, narrow.T).float()
                 logits[:, mask_id] += MASK_LOGIT_OFFSET
                 nlls[rows] = _row_nlls(logits, targets[rows])
                 slope = None
                 if distillation is not None:
                     losses[rows], slope = _distilled(
-                        distillation, logits, targets[rows], row_weights[rows], rows
+                        distillation, logits[:, : len(bias)], targets[rows], row_weights[rows], rows
                     )
+                    slope = pad(slope, (0, len(narrow) - len(bias)))
                 elif needs_gradient:
                     slope = _slope_(logits, nlls[rows], targets[rows], row_weights[rows])
                 if gradients is not None and slope is not None:
                     _accumulate(gradients, rows, slope, inputs, narrow)
+        if gradients is not None:  # without the padding's
+            gradients = gradients[0], gradients[1][: len(bias)], gradients[2][: len(bias)]
         ctx.save_for_backward(*(gradients or ()))
         ctx.dtypes = features.dtype, weight.dtype, bias.dtype
         ctx.mark_non_differentiable(nlls)
@@ -80,12 +88,26 @@ class WeightedNLL(torch.autograd.Function):
 Gradients = tuple[Tensor, Tensor, Tensor]
 
 
-def _empty_gradients(features: Tensor, weight: Tensor, bias: Tensor) -> Gradients:
+def padded_head(
+    weight: Float[Tensor, "v1 d"], bias: Float[Tensor, "v1"], dtype: torch.dtype
+) -> tuple[Float[Tensor, "columns d"], Float[Tensor, "columns"]]:
+    """Weight and bias of the product, in its precision and with as many columns as it computes."""
+    kind, size = weight.device.type, len(bias)
+    missing = -size % HEAD_MULTIPLE.get(kind, HEAD_MULTIPLE["cuda"])
+    if not missing:
+        return weight.to(dtype), bias.to(dtype)
+    wide = torch.empty(size + missing, weight.shape[1], dtype=dtype, device=weight.device)
+    wide[:size].copy_(weight)
+    wide[size:].zero_()
+    return wide, pad(bias.to(dtype), (0, missing), value=-torch.inf)
+
+
+def _empty_gradients(features: Tensor, weight: Tensor) -> Gradients:
     device = features.device
     return (
         torch.empty(features.shape, device=device),
         (torch.empty if len(features) else torch.zeros)(weight.shape, device=device),
-        torch.zeros(bias.shape, device=device),
+        torch.zeros(len(weight), device=device),
     )
 
 

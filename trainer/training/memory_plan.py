@@ -22,7 +22,7 @@ from shards.noise import TILES
 from shards.store import ShardStore
 from shards.stream import ShardStream, window_bytes_of
 from trainer.objective import Batch, BatchMaker
-from trainer.students import CHUNK_ROWS, Student
+from trainer.students import CHUNK_ROWS, HEAD_MULTIPLE, Student
 from trainer.training.construction import build_student
 from trainer.training.parallel import TrainingStep
 from trainer.training.settings import RunConfig
@@ -171,7 +171,9 @@ def _logits_bytes(student: Student, masked: int, device: str, precision: str) ->
     """Float32, and beside it the product in the run's own precision if that is another."""
     tile = min(masked, CHUNK_ROWS.get(device, CHUNK_ROWS["cuda"]))
     narrow = 2 if precision == "bf16" else 0
-    return tile * (student.config.vocab_size + 1) * (narrow + FLOAT32_BYTES)
+    multiple = HEAD_MULTIPLE.get(device, HEAD_MULTIPLE["cuda"])
+    columns = -(-(student.config.vocab_size + 1) // multiple) * multiple
+    return tile * columns * (narrow + FLOAT32_BYTES)
 
 
 def _noise_bytes(student: Student, masked: int, device: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -322,3 +323,22 @@ def test_a_kind_without_its_own_part_cannot_be_made() -> None:
         Half()  # type: ignore[abstract]
     with pytest.raises(TypeError, match="num_positions"):
         OfPositions()  # type: ignore[abstract]
+
+
+def test_one_graph_serves_every_size_and_gradient_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
+    from shards.noise import keyed_exponentials as module
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(module, "_compiled", {})
+    before = counters["stats"]["unique_graphs"]
+    use_noise_kernel("compiled")
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        for num in (2, 40):
+            with mode():
+                keys = make_keys(num, seed=99)
+                found = keyed_exponentials(keys, 5, 9000)
+                expected = exponential_from_bits(keyed_bits(keys, 5, 9000))
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert counters["stats"]["unique_graphs"] == before + 1

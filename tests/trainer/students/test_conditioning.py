@@ -299,3 +299,17 @@ def test_a_tied_projection_reads_the_token_embedding_and_teaches_it() -> None:
     embedded.sum().backward()
     assert bool((table.grad[:vocab] != 0).any(dim=1).all())
     assert float(table.grad[vocab].abs().max()) == 0  # the mask is no token
+
+
+@pytest.mark.parametrize(
+    ("num", "most", "sizes"), [(37, 16, [13, 13, 11]), (17, 16, [9, 8]), (16, 16, [16]), (0, 4, [])]
+)
+def test_chunks_of_positions_are_even(
+    monkeypatch: pytest.MonkeyPatch, num: int, most: int, sizes: list[int]
+) -> None:
+    """As few as can be, and no last one of a few positions."""
+    monkeypatch.setattr(embedding, "TILES", {"cpu": (most, 64)})
+    walk = embedding.Walk(DenseNoise(arrivals(num=num)), embedding.Weighting())
+    chunks = walk.position_chunks()
+    assert [rows.stop - rows.start for rows, _ in chunks] == sizes
+    assert [part.noise.num_positions for _, part in chunks] == sizes

@@ -13,9 +13,11 @@ from trainer.students.fused_head import weighted_nll
 ROWS, WIDTH, VOCAB = 23, 8, 17
 
 
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, params=[1, 8])
+def small_chunks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Several chunks; products of 18 columns, and of 24."""
     monkeypatch.setattr(fused_head, "CHUNK_ROWS", {"cpu": 5, "cuda": 5})
+    monkeypatch.setattr(fused_head, "HEAD_MULTIPLE", {"cpu": request.param, "cuda": 64})
 
 
 def inputs(num_rows: int = ROWS) -> tuple:
@@ -87,3 +89,21 @@ def test_with_a_teacher_gradients_are_those_of_the_plain_mixture() -> None:
     for reference, ours in zip(*results, strict=True):
         assert torch.allclose(ours, reference, rtol=1e-4, atol=1e-6)
     assert torch.allclose(nlls, plain(features, projection, targets, weights)[1], atol=1e-6)
+
+
+def test_chunks_are_even_and_their_products_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 rows, at most 5 at a time, are four times 4, not 5, 5, 5 and 1; 18 columns are 64."""
+    monkeypatch.setattr(fused_head, "HEAD_MULTIPLE", {"cpu": 64})
+    shapes, addmm = [], torch.addmm
+
+    def counted(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        product = addmm(bias, left, right)
+        shapes.append(tuple(product.shape))
+        return product
+
+    monkeypatch.setattr(torch, "addmm", counted)
+    features, projection, targets, weights = inputs(16)
+    loss, _ = weighted_nll(features, projection, targets, weights, VOCAB)
+    loss.backward()
+    assert shapes == [(4, 64)] * 4
+    assert projection.weight.grad.shape == (VOCAB + 1, WIDTH)

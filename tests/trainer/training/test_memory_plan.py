@@ -111,7 +111,7 @@ def test_a_gpu_gets_larger_tiles(long_store: Path) -> None:
     config = tiny_run(training__global_batch_size=32, model__conditioning="none")
     cpu, gpu = (plan_memory(config, opened, device=device) for device in ("cpu", "cuda"))
     tile = "the larger tile, of logits or of noise"
-    assert gpu.device[tile] == 4 * cpu.device[tile]
+    assert gpu.device[tile] * 301 == 4 * cpu.device[tile] * 320, "columns in 64s"
 
 
 def test_a_batch_that_does_not_divide_is_refused(long_store: Path) -> None:
