@@ -308,7 +308,7 @@ def test_chunks_of_positions_are_even(
     monkeypatch: pytest.MonkeyPatch, num: int, most: int, sizes: list[int]
 ) -> None:
     """As few as can be, and no last one of a few positions."""
-    monkeypatch.setattr(embedding, "TILES", {"cpu": (most, 64)})
+    monkeypatch.setattr(embedding, "TILES", dict.fromkeys(("cpu", "cuda"), (most, 64)))
     walk = embedding.Walk(DenseNoise(arrivals(num=num)), embedding.Weighting())
     chunks = walk.position_chunks()
     assert [rows.stop - rows.start for rows, _ in chunks] == sizes

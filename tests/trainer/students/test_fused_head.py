@@ -93,7 +93,7 @@ def test_with_a_teacher_gradients_are_those_of_the_plain_mixture() -> None:
 
 def test_chunks_are_even_and_their_products_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 rows, at most 5 at a time, are four times 4, not 5, 5, 5 and 1; 18 columns are 64."""
-    monkeypatch.setattr(fused_head, "HEAD_MULTIPLE", {"cpu": 64})
+    monkeypatch.setattr(fused_head, "HEAD_MULTIPLE", {"cpu": 64, "cuda": 64})
     shapes, addmm = [], torch.addmm
 
     def counted(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
