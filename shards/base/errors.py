@@ -77,5 +77,10 @@ def did_you_mean(
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's error, or its type if it says nothing."""
+    """The first line of another library's error, or its type if it says nothing.
+
+    Of a compiler's, which begins with which compiler it was, that of what went wrong in it.
+    """
+    while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
+        error = inner
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from trainer.students.attention import (
         Rotary,
         flex_training_attention,
+        full_attention,
         masked_attention,
         training_mask,
     )
     from trainer.students.base import before_float32
     from trainer.students.conditioning import GumbelConditioner
-    from trainer.students.dit import sigma_features
+    from trainer.students.dit import Block, Half, compiled_halves, sigma_features
     from trainer.students.drafter.adapters import ADAPTER
     from trainer.students.drafter.layout import EMPTY, SlotLayout
     from trainer.students.drafter.signals import token_uniforms

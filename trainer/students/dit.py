@@ -6,6 +6,8 @@ Parameter names and shapes are the authors', so that their checkpoints load by n
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, no_type_check
 
 import torch
 from jaxtyping import Float, Int
@@ -19,6 +21,7 @@ from trainer.students.vocabulary_attention import VocabularyAttention
 LAYER_NORM_EPS = 1e-5
 NUM_FREQUENCIES = 128
 Modulation = Float[Tensor, "rows 1 d"] | float
+Half = Callable[..., Any]
 
 
 class Embedding(nn.Module):
@@ -105,8 +108,68 @@ class OutputProjection(nn.Linear):
         nn.init.zeros_(self.bias)
 
 
+# A compiler traces the halves of a block, and cannot trace run-time type checks.
+@no_type_check
+def _before_attention(
+    block: Block, x: Tensor, shift: Modulation, scale: Modulation, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states [B, L, D] -> queries, keys, values, each [B, heads, L, head width]."""
+    batch, length, width = x.shape
+    normed = block.norm1(x) * (1 + scale) + shift
+    packed = block.attn_qkv(normed.to(block.attn_qkv.weight.dtype))
+    heads = packed.view(batch, length, 3, block.num_heads, width // block.num_heads)
+    query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+    rotary = Rotary(cos, sin)
+    return rotary.rotate(query), rotary.rotate(key), value
+
+
+@no_type_check
+def _after_attention(
+    block: Block,
+    x: Tensor,
+    attended: Tensor,
+    gate1: Modulation,
+    shift2: Modulation,
+    scale2: Modulation,
+    gate2: Modulation,
+) -> Tensor:
+    """Hidden states and what was attended to -> hidden states behind the block."""
+    attended = block.attn_out(attended.transpose(1, 2).reshape(x.shape))
+    x = x + gate1 * dropout(attended, block.dropout, block.training)
+    normed = block.norm2(x) * (1 + scale2) + shift2
+    updated = block.mlp(normed.to(block.attn_qkv.weight.dtype))
+    return x + gate2 * dropout(updated, block.dropout, block.training)
+
+
+HALVES: tuple[Half, Half] = (_before_attention, _after_attention)
+
+
+def compiled_halves(backend: str = "inductor") -> tuple[Half, Half]:
+    """For all blocks of a student: their weights are arguments of the graphs.
+
+    A graph is made for each of: with gradients and without, one row and more.
+    """
+
+    def compiled(half: Half) -> Half:
+        kernel = torch.compile(half, backend=backend, fullgraph=True, isolate_recompiles=True)
+
+        def run(block: Block, *inputs: Tensor | float) -> Any:
+            for each in inputs:  # one graph for all batch sizes but 1; cosines and sines have none
+                if isinstance(each, Tensor) and each.ndim > 2 and each.shape[0] > 1:
+                    torch._dynamo.maybe_mark_dynamic(each, 0)
+            return kernel(block, *inputs)
+
+        return run
+
+    return compiled(_before_attention), compiled(_after_attention)
+
+
 class Block(nn.Module):
-    """Pre-norm attention and MLP; with a noise-level width also adaLN shifts, scales and gates."""
+    """Pre-norm attention and MLP; with a noise-level width also adaLN shifts, scales and gates.
+
+    Attention lies between two halves, of which :func:`compiled_halves` are a faster form: whatever
+    attends, and with whatever cache, they are the same graphs, and the weights keep their names.
+    """
 
     def __init__(self, config: StudentConfig, layer: int, condition_size: int | None) -> None:
         super().__init__()
@@ -123,6 +186,12 @@ class Block(nn.Module):
             nn.Linear(settings.mlp_ratio * width, width),
         )
         self.adaLN_modulation = AdaLN(condition_size, width, 6) if condition_size else None
+        self.halves = HALVES
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether its halves are compiled ones."""
+        return self.halves is not HALVES
 
     def _modulations(self, sigma_embedding: Tensor | None) -> tuple[Modulation, ...]:
         if self.adaLN_modulation is None or sigma_embedding is None:
@@ -137,26 +206,15 @@ class Block(nn.Module):
         attend: Attend,
         cache: KeyValueCache | None = None,
     ) -> Float[Tensor, "b l d"]:
-        shift1, scale1, gate1, shift2, scale2, gate2 = self._modulations(sigma_embedding)
-        normed = self.norm1(x) * (1 + scale1) + shift1
-        attended = self._attention(normed.to(self.attn_qkv.weight.dtype), rotary, attend, cache)
-        x = x + gate1 * dropout(attended, self.dropout, self.training)
-        normed = self.norm2(x) * (1 + scale2) + shift2
-        updated = self.mlp(normed.to(self.attn_qkv.weight.dtype))
-        return x + gate2 * dropout(updated, self.dropout, self.training)
-
-    def _attention(
-        self, x: Tensor, rotary: Rotary, attend: Attend, cache: KeyValueCache | None
-    ) -> Float[Tensor, "b l d"]:
-        batch, length, width = x.shape
-        packed = self.attn_qkv(x).view(batch, length, 3, self.num_heads, width // self.num_heads)
-        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)
-        query, key = rotary.rotate(query), rotary.rotate(key)
+        shift, scale, *others = self._modulations(sigma_embedding)
+        # A rank's share of a last batch may be empty, which neither graphs nor attention kernels
+        # of GPUs take.
+        before, after = self.halves if len(x) else HALVES
+        query, key, value = before(self, x, shift, scale, rotary.cos, rotary.sin)
         if cache is not None:
             key, value = cache.write(self.layer, key, value)
-        # A rank's share of a last batch may be empty, which attention kernels of GPUs do not take.
-        attended = attend(query, key, value) if batch else value
-        return self.attn_out(attended.transpose(1, 2).reshape(batch, length, width))
+        attended = attend(query, key, value) if len(x) else value
+        return after(self, x, attended, *others)
 
 
 class Head(nn.Module):

@@ -1,19 +1,27 @@
-"""From a config and a store to a student, fresh or from the weights of another one."""
+"""From a config and a store to a student, fresh or from the weights of another one, compiled."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from shards.base import UsageError, derive_seed, did_you_mean
+from shards.base import GdistillError, UsageError, derive_seed, did_you_mean, first_line
 from shards.store import Manifest, ShardStore
 from trainer.students import (
     STUDENTS,
+    Block,
+    Half,
+    Rotary,
     Student,
     StudentConfig,
     StudentSettings,
+    compiled_halves,
     find_model,
+    full_attention,
     read_model,
 )
 from trainer.training.settings import RunConfig
@@ -29,6 +37,10 @@ CONDITIONER_SETTINGS = (
     "noise_tau",
 )
 KD_SETTINGS = ("kd_weight", "kd_temperature")
+
+COMPILED_TOLERANCES = {"fp32": 1e-4, "bf16": 0.05}
+"""How far a compiled block may lie from itself uncompiled, as a share of what it adds (root mean
+squares): some ten roundings, of 2^-24 and of 2^-9, lie between the two, and as much room again."""
 
 NOISE_PARTS = ("conditioner.", "backbone.noise_readings.")
 
@@ -204,3 +216,94 @@ def _unigram(store: ShardStore) -> torch.Tensor:
             remedy="extract with a codec that keeps it, or set model.prior_weight=0",
         )
     return log_probs.float()
+
+
+def compile_blocks(
+    student: Student, config: RunConfig, device: torch.device, backend: str = "inductor"
+) -> str:
+    """Compile the student's transformer blocks as ``training.compile`` says, after a trial.
+
+    A copy of a block is run on the device, forward and backward in training and forward in
+    evaluation, and compared with itself uncompiled. The graphs are those of the run.
+
+    Returns:
+        Why ``auto`` left them as they are on a CUDA device; else empty.
+
+    Raises:
+        UsageError: If ``on`` is asked of a student that has no blocks of its own.
+        GdistillError: If ``on`` cannot be had.
+    """
+    choice = config.training.compile
+    blocks = [module for module in student.modules() if isinstance(module, Block)]
+    if choice == "off" or (choice == "auto" and (device.type != "cuda" or not blocks)):
+        return ""
+    if not blocks:
+        got, remedy = f"student {config.student}", "leave it out"
+        raise UsageError(
+            "no blocks to compile", where="training.compile=on", got=got, remedy=remedy
+        )
+    halves = compiled_halves(backend)
+    obstacle = _compile_obstacle(student, halves, config.training.precision, device)
+    if obstacle and choice == "on":
+        raise GdistillError(
+            "cannot compile the blocks",
+            where=f"training.compile=on, {device}",
+            got=obstacle,
+            remedy="install a C++ compiler (and Triton for GPUs), or set training.compile=off",
+        )
+    if not obstacle:
+        for block in blocks:
+            block.halves = halves
+    return obstacle
+
+
+def blocks_in_use(student: Student) -> str:
+    """How transformer blocks run: ``compiled`` or ``eager``."""
+    blocks = (module for module in student.modules() if isinstance(module, Block))
+    return "compiled" if any(block.is_compiled for block in blocks) else "eager"
+
+
+def _compile_obstacle(
+    student: Student, halves: tuple[Half, Half], precision: str, device: torch.device
+) -> str:
+    """Why a copy of the first block cannot be compiled there; else empty."""
+    with torch.random.fork_rng():
+        block = copy.deepcopy(student.backbone.blocks[0]).to(device)
+        for parameter in block.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+        run = _trial(student, block, precision, device)
+        try:
+            with torch.no_grad():
+                plain = run(False)
+                block.halves = halves
+                moved = run(False)
+            added = run(True)
+            added.sum().backward()
+        except Exception as error:  # whatever a compiler may lack
+            return first_line(error)
+    error = float((moved - plain).square().mean().sqrt() / plain.square().mean().sqrt())
+    if not error <= COMPILED_TOLERANCES[precision]:
+        return f"compiled, it differs from itself by {error:.2g} of what it adds"
+    return ""
+
+
+def _trial(
+    student: Student, block: Block, precision: str, device: torch.device
+) -> Callable[[bool], Tensor]:
+    """What a block adds to two rows of the student's length."""
+    settings = student.settings
+    length, head_width = student.num_read_tokens, student.backbone.head_width
+    x = torch.randn(2, length, settings.hidden_size, device=device, requires_grad=True)
+    rotary = Rotary.of(torch.arange(length, device=device), head_width)
+    level: Tensor | None = None
+    if block.adaLN_modulation is not None:
+        rows = 2 if settings.time_conditioning else 1
+        level = torch.randn(rows, block.adaLN_modulation.in_features, device=device)
+
+    def run(is_training: bool) -> Tensor:
+        block.train(is_training)
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            given = x if is_training else x.detach()
+            return block(given, level, rotary, full_attention) - given
+
+    return run

@@ -35,7 +35,7 @@ from shards.stream import RowBatch, ShardStream
 from trainer.objective import Batch, BatchMaker
 from trainer.students import LossOutput, export_model
 from trainer.training.checkpoint import CheckpointFolder, Trainee
-from trainer.training.construction import build_student
+from trainer.training.construction import blocks_in_use, build_student, compile_blocks
 from trainer.training.identity import require_same_run, run_identity
 from trainer.training.interruption import StopRequest
 from trainer.training.metrics import (
@@ -103,15 +103,15 @@ class Trainer:
         training = config.training
         self.accelerator = open_accelerator(training, out / "tensorboard")
         obstacle = use_noise_kernel(training.noise_kernel, self.accelerator.device)
-        if obstacle and self.accelerator.is_main_process:
-            where = self.accelerator.device
-            stderr.print(f"noise kernel: eager on {where}; {obstacle}", markup=False)
+        self._tell("noise kernel", obstacle)
         self.identity = run_identity(config, store.manifest, init_from)
         self.checkpoints = CheckpointFolder(
             out / CHECKPOINTS, training.keep_last, training.keep_every_steps
         )
         begun = bool(self.checkpoints.steps())  # then the first weights need not be there any more
         self.student = build_student(config, store, None if begun else init_from)
+        obstacle = compile_blocks(self.student, config, self.accelerator.device)
+        self._tell("transformer blocks", obstacle)
         reads_codec, device = self.student.reads_codec, self.accelerator.device
         self.make_batch = BatchMaker(
             store, "train", config.seed, device, reads_codec, training.num_noise_draws
@@ -149,6 +149,11 @@ class Trainer:
         self.peak_flops = peak_flops_per_second(
             training.peak_flops_per_second, self.accelerator.device, self.accelerator.num_processes
         )
+
+    def _tell(self, part: str, obstacle: str) -> None:
+        """Say once what runs uncompiled, and why."""
+        if obstacle and self.accelerator.is_main_process:
+            stderr.print(f"{part}: eager on {self.accelerator.device}; {obstacle}", markup=False)
 
     def run(self) -> bool:
         """Resume if there is something to resume, train, export; see :func:`train`."""
@@ -248,6 +253,7 @@ class Trainer:
             values["num_tokens"] = self.step * num_tokens
             values["epoch"] = epoch
             values["noise_kernel"] = noise_kernel(self.accelerator.device)
+            values["blocks"] = blocks_in_use(self.student)
             self.metrics.write("train", self.step, self.num_steps, values)
             note, figures = f"loss {values['loss']:.3f}", {"loss": values["loss"]}
             if self.validation is not None:

@@ -84,6 +84,8 @@ class TrainingConfig:
             and then again from the first; None draws anew in every pass.
         noise_kernel: How keyed noise is computed, the same bits either way: ``compiled`` by
             torch.compile (three times faster on CPUs), ``eager``, or ``auto``, compiled on CUDA.
+        compile: Whether transformer blocks run through torch.compile: ``on``, ``off``, or
+            ``auto``, on CUDA where a trial at the start succeeds. Rounding and dropout differ.
         log_every_steps: Steps between lines of metrics.jsonl; step 1 always gets one.
         validate_every_steps: Steps between validations; the last step always gets one.
         validation_batch_size: Rows per validation batch over all processes; None is
@@ -107,6 +109,7 @@ class TrainingConfig:
     num_workers: int = 2
     num_noise_draws: int | None = None
     noise_kernel: NoiseKernel = "auto"
+    compile: Literal["auto", "on", "off"] = "auto"
     log_every_steps: int = 50
     validate_every_steps: int = 10_000
     validation_batch_size: int | None = None
@@ -156,6 +159,7 @@ class RunConfig:
 
 OPERATIONAL = (
     "training.checkpoint_every_steps",
+    "training.compile",
     "training.device",
     "training.keep_every_steps",
     "training.keep_last",
