@@ -268,7 +268,8 @@ def _compile_obstacle(
 ) -> str:
     """Why a copy of the first block cannot be compiled there; else empty."""
     with torch.random.fork_rng():
-        block = copy.deepcopy(student.backbone.blocks[0]).to(device)
+        first = next(module for module in student.modules() if isinstance(module, Block))
+        block = copy.deepcopy(first).to(device)
         for parameter in block.parameters():
             torch.nn.init.normal_(parameter, std=0.05)
         run = _trial(student, block, precision, device)
