@@ -267,21 +267,19 @@ def _compile_obstacle(
     student: Student, halves: tuple[Half, Half], precision: str, device: torch.device
 ) -> str:
     """Why a copy of the first block cannot be compiled there; else empty."""
-    with torch.random.fork_rng():
-        first = next(module for module in student.modules() if isinstance(module, Block))
-        block = copy.deepcopy(first).to(device)
-        for parameter in block.parameters():
-            torch.nn.init.normal_(parameter, std=0.05)
-        run = _trial(student, block, precision, device)
-        try:
-            with torch.no_grad():
-                plain = run(False)
-                block.halves = halves
-                moved = run(False)
-            added = run(True)
-            added.sum().backward()
-        except Exception as error:  # whatever a compiler may lack
-            return first_line(error)
+    generator = torch.Generator().manual_seed(0)  # the run's own draws stay as they are
+    block = copy.deepcopy(next(part for part in student.modules() if isinstance(part, Block)))
+    for parameter in block.parameters():
+        torch.nn.init.normal_(parameter, std=0.05, generator=generator)
+    run = _trial(student, block.to(device), precision, device, generator)
+    try:
+        with torch.no_grad():
+            plain = run(False)
+            block.halves = halves
+            moved = run(False)
+        run(True).sum().backward()
+    except Exception as error:  # whatever a compiler may lack
+        return first_line(error)
     error = float((moved - plain).square().mean().sqrt() / plain.square().mean().sqrt())
     if not error <= COMPILED_TOLERANCES[precision]:
         return f"compiled, it differs from itself by {error:.2g} of what it adds"
@@ -289,17 +287,23 @@ def _compile_obstacle(
 
 
 def _trial(
-    student: Student, block: Block, precision: str, device: torch.device
+    student: Student,
+    block: Block,
+    precision: str,
+    device: torch.device,
+    generator: torch.Generator,
 ) -> Callable[[bool], Tensor]:
     """What a block adds to two rows of the student's length."""
     settings = student.settings
     length, head_width = student.num_read_tokens, student.backbone.head_width
-    x = torch.randn(2, length, settings.hidden_size, device=device, requires_grad=True)
+    x = torch.randn(2, length, settings.hidden_size, generator=generator).to(device)
+    x.requires_grad_()
     rotary = Rotary.of(torch.arange(length, device=device), head_width)
     level: Tensor | None = None
     if block.adaLN_modulation is not None:
         rows = 2 if settings.time_conditioning else 1
-        level = torch.randn(rows, block.adaLN_modulation.in_features, device=device)
+        width = block.adaLN_modulation.in_features
+        level = torch.randn(rows, width, generator=generator).to(device)
 
     def run(is_training: bool) -> Tensor:
         block.train(is_training)
