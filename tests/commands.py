@@ -1,7 +1,8 @@
-"""The project's commands, called in this process."""
+"""The project's commands, called in this process, or in one of ``python -m tests.commands``."""
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib import import_module
 
@@ -19,3 +20,14 @@ def call(name: str, *words: object) -> int:
     finally:
         sys.argv = before
     return 0
+
+
+def main() -> None:
+    """Call the commands that stand on the standard input, as JSON, a line each, until one fails."""
+    for line in sys.stdin:
+        if code := call(*json.loads(line)):
+            sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,7 @@ import pytest
 
 from shards.store.store import ShardStore
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 BLOCKER = """
 import sys
 
@@ -26,22 +27,13 @@ sys.meta_path.insert(0, NoTeacher())
 SMALL = ("model.hidden_size=32", "model.num_layers=1", "training.num_steps=4")
 
 
-def run(name: str, *arguments: object, path: Path | None = None) -> str:
-    """Output of one command; ``path`` is put in front of what it can import."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if path:
-        environment["PYTHONPATH"] = str(path)
-    command = [str(Path(sys.executable).with_name(name)), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished extraction of the maze from which the teacher and the tokens were removed."""
     home = tmp_path_factory.mktemp("walk")
-    run("gdistill-extract", "--corpus", "maze:k4", "--teacher-preset", "demo", "--out", home)
+    words = ("gdistill-extract", "--corpus", "maze:k4", "--teacher-preset", "demo", "--out", home)
+    done = python(home, "-m", "tests.commands", told=json.dumps([*map(str, words)]))
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     shutil.rmtree(home / "teacher")
     shutil.rmtree(home / "tokens")
     return home
@@ -55,30 +47,49 @@ def teacherless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def python(folder: Path, *words: str, told: str = "") -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that looks into this folder first."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = f"{folder}:{REPOSITORY}"
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, env=environment, input=told, capture_output=True, text=True, check=False
+    )
+
+
+def commands(home: Path, student: str, conditioning: str, out: Path) -> list[list[str]]:
+    """Train, sample and score."""
+    settings = [word for setting in SMALL for word in ("--set", setting)]
+    train = ["run", "--store", home / "store", "--student", student, "--preset", "maze"]
+    train += ["--conditioning", conditioning, "--out", out, *settings]
+    sample = [out / "model", "--num", 8, "--nfe", 2, "--out", out / "samples"]
+    score = [out / "samples", "--maze", home / "store" / "corpus" / "maze.json"]
+    named = {"gdistill-train": train, "gdistill-sample": sample, "gdistill-eval": score}
+    return [[name, *map(str, words)] for name, words in named.items()]
+
+
 def test_the_blocker_blocks(teacherless: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(teacherless)}
-    command = [sys.executable, "-c", "import pipeline"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = python(teacherless, "-c", "import pipeline")
     assert done.returncode != 0 and "must not need" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("student", "conditioning"), [("mdlm", "none"), ("mdlm", "gumbel"), ("bd3lm", "gumbel")]
-)
 def test_one_store_serves_many_students_without_a_teacher(
-    home: Path, teacherless: Path, tmp_path: Path, student: str, conditioning: str
+    home: Path, teacherless: Path, tmp_path: Path
 ) -> None:
     before = ShardStore.open(home / "store").manifest.sha256
-    out, samples = tmp_path / "run", tmp_path / "samples"
-    settings = [word for setting in SMALL for word in ("--set", setting)]
-    arguments = ("--store", home / "store", "--student", student, "--preset", "maze")
-    arguments += ("--conditioning", conditioning, "--out", out, *settings)
-    run("gdistill-train", "run", *arguments, path=teacherless)
-    sampling = ("--num", 8, "--nfe", 2, "--out", samples)
-    run("gdistill-sample", out / "model", *sampling, path=teacherless)
-    maze = home / "store" / "corpus" / "maze.json"
-    table = run("gdistill-eval", samples, "--maze", maze, path=teacherless)
-    assert "maze_success" in table and "entropy_nats" in table
-    rows = [json.loads(line) for line in (samples / "samples.jsonl").read_text().splitlines()]
-    assert len(rows) == 8 and all(len(row["tokens"]) == 11 for row in rows)
+    students = [("mdlm", "none"), ("mdlm", "gumbel"), ("bd3lm", "gumbel")]
+    outs = [tmp_path / "-".join(names) for names in students]
+    lines = [
+        json.dumps(words)
+        for names, out in zip(students, outs, strict=True)
+        for words in commands(home, *names, out)
+    ]
+    done = python(teacherless, "-m", "tests.commands", told="\n".join(lines))
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert done.stdout.count("maze_success") >= len(outs)
+    for out in outs:
+        scores = (out / "samples" / "results.json").read_text()
+        assert "maze_success" in scores and "entropy_nats" in scores
+        rows = (out / "samples" / "samples.jsonl").read_text().splitlines()
+        assert len(rows) == 8 and all(len(json.loads(row)["tokens"]) == 11 for row in rows)
     assert ShardStore.open(home / "store").manifest.sha256 == before
