@@ -54,7 +54,7 @@ for model in $MODELS; do
   gdistill-sample "$OUT/$model" "${sweep[@]}" --sweep nucleus_p=0.6,0.7,0.8,0.9,1 --out "$OUT/sweeps/$model"
   curves+=("$model=$OUT/sweeps/$model")
   case $model in w*)
-    gdistill-sample "$OUT/$model" "${sweep[@]}" --set decision=argmax --sweep tau=0.7,0.85,1 \
+    gdistill-sample "$OUT/$model" "${sweep[@]}" --set decision=argmax --sweep tau=0.7,0.85,1,1.15 \
       --out "$OUT/sweeps/$model-argmax"
     curves+=("$model-argmax=$OUT/sweeps/$model-argmax")
     ;;
