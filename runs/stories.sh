@@ -66,14 +66,16 @@ compared=()
 for model in $MODELS; do
   echo "== validation, MAUVE, infilling: $model"
   gdistill-eval perplexity "$OUT/$model" "$OUT/store" --out "$OUT/perplexity/$model"
+  # Of each sweep the setting whose entropy is nearest to the data's.
   samples="$OUT/sweeps/$model/nucleus_p=0.8"
+  case $model in w*) samples="$OUT/sweeps/$model-argmax/tau=1.15" ;; esac
   gdistill-eval "$samples" --judge "$judge" --reference "$OUT/references.jsonl" --out "$OUT/scores/$model"
   compared+=("$model=$OUT/scores/$model")
   gdistill-sample "$OUT/$model" --infill "$OUT/infill.jsonl" --nfe "$NFE" --seed 11 --precision bf16 \
     --out "$OUT/filled/$model"
   gdistill-eval "$OUT/filled/$model" --infill "$OUT/infill.jsonl" --tokenizer "$OUT/$model/model" --judge "$judge"
 done
-gdistill-eval compare "${compared[@]}" --out "$OUT/comparison"
+gdistill-eval compare "${compared[@]}" --baseline "${BASELINE:-narrow}" --out "$OUT/comparison"
 
 if [ -n "${QUESTIONS:-}" ]; then
   echo "== questions, by lm-evaluation-harness"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,8 @@ class RecordedRun:
 def read_run(text: str) -> list[RecordedRun]:
     """``FOLDER`` or ``NAME=FOLDER``: what ``gdistill-eval`` wrote there, a run per file of samples.
 
+    The fewest passes come first.
+
     Raises:
         UsageError: When nothing was evaluated there.
         GdistillError: For a ``results.json`` of something else, or one without values by sample.
@@ -97,7 +100,7 @@ def read_run(text: str) -> list[RecordedRun]:
         ) from error
     if not parts:
         raise UsageError("no scores there", where=file, got="an empty record")
-    return parts
+    return sorted(parts, key=lambda part: math.inf if part.nfe is None else part.nfe)
 
 
 def _run(name: str, part: Mapping[str, Any], file: Path, num_files: int) -> RecordedRun:

@@ -31,7 +31,7 @@ def curve_figure(
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (sweeps, budgets) = pyplot.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+    figure, (sweeps, budgets) = pyplot.subplots(1, 2, figsize=(13, 4.2), layout="constrained")
     models = list(dict.fromkeys(curve.model for curve in curves))
     _draw_sweeps(sweeps, curves, models)
     sweeps.axvline(entropy_nats, color="grey", lw=0.8, ls=":")
@@ -44,8 +44,9 @@ def curve_figure(
         axes.tick_params(axis="y", which="both", labelsize=8)
         axes.set_ylabel("generative perplexity")
         axes.spines[["top", "right"]].set_visible(False)
-    sweeps.legend(frameon=False, fontsize=8, handlelength=3)
-    budgets.legend(frameon=False, fontsize=8)
+    _label_sweeps(sweeps, sorted({curve.nfe for curve in curves}))
+    # A colour is a model in both panels; outside, where no line is hidden.
+    budgets.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(output, dpi=140)
     pyplot.close(figure)
     return output
@@ -63,9 +64,16 @@ def _draw_sweeps(axes: Any, curves: Sequence[Curve], models: Sequence[str]) -> N
             ls=STYLES[place % len(STYLES)],
             marker=MARKERS[place % len(MARKERS)],
             ms=3.5,
-            label=f"{_plain(curve.model)}, NFE {curve.nfe:g}",
         )
     axes.set_xlabel("unigram entropy, nats (right is more varied)")
+
+
+def _label_sweeps(axes: Any, budgets: Sequence[float]) -> None:
+    """A style of line is a number of passes."""
+    for place, nfe in enumerate(budgets):
+        style, marker = STYLES[place % len(STYLES)], MARKERS[place % len(MARKERS)]
+        axes.plot([], [], color="grey", ls=style, marker=marker, ms=3.5, label=f"NFE {nfe:g}")
+    axes.legend(frameon=False, fontsize=8, handlelength=3)
 
 
 def _draw_budgets(axes: Any, matched: Matched, models: Sequence[str]) -> None:

@@ -68,10 +68,10 @@ def write_report(
         title: Heading of the page.
         summary: One paragraph in front.
         tables: Shown in order.
-        figures: (caption, PNG file); embedded, so that the page stands alone.
+        figures: (caption, PNG file), behind the first table; embedded: the page stands alone.
         results: Every number, JSON-ready.
         cautions: Shown in front of everything.
-        sections: Further HTML, escaped already, behind the figures.
+        sections: Further HTML, escaped already, behind all.
     """
     tables = list(tables)
     write_json_atomic(directory / "results.json", results)
@@ -91,8 +91,9 @@ def write_report(
         f"<title>{html.escape(title)}</title><style>{STYLE}</style>"
         f"<h1>{html.escape(title)}</h1><p>{html.escape(summary)}</p>"
         + "".join(f'<p class="caution">{html.escape(caution)}</p>' for caution in cautions)
-        + "".join(table.to_html() for table in tables)
+        + "".join(table.to_html() for table in tables[:1])
         + images
+        + "".join(table.to_html() for table in tables[1:])
         + "".join(sections)
     )
     write_bytes_atomic(directory / "report.html", page.encode(errors="backslashreplace"))

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from evaluation.bootstrap import PerSample
 from evaluation.cli import app
 from evaluation.compare.difference import compare_scores
-from evaluation.compare.recorded import RecordedScore
+from evaluation.compare.recorded import RecordedScore, read_run
 from evaluation.score import Score
 from shards.base.errors import GdistillError, UsageError
 
@@ -159,3 +159,12 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path) -> None:
         (broken / "results.json").write_text(change)
         with pytest.raises(GdistillError, match=r"scores cannot be read|no scores there"):
             run(one, broken)
+
+
+def test_budgets_stand_in_their_order(tmp_path: Path) -> None:
+    """``nfe16`` comes before ``nfe4`` in a file of sorted keys, not in a table."""
+    folder = write_run(tmp_path / "a", [3.0, 4.0])
+    part = json.loads((folder / "results.json").read_text())["samples.jsonl"]
+    budgets = {f"nfe{n}.jsonl": part | {"name": f"nfe{n}", "nfe_mean": n} for n in (16, 4)}
+    (folder / "results.json").write_text(json.dumps(budgets, sort_keys=True))
+    assert [part.nfe for part in read_run(str(folder))] == [4, 16]
