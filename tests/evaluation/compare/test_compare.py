@@ -165,6 +165,6 @@ def test_budgets_stand_in_their_order(tmp_path: Path) -> None:
     """``nfe16`` comes before ``nfe4`` in a file of sorted keys, not in a table."""
     folder = write_run(tmp_path / "a", [3.0, 4.0])
     part = json.loads((folder / "results.json").read_text())["samples.jsonl"]
-    budgets = {f"nfe{n}.jsonl": part | {"name": f"nfe{n}", "nfe_mean": n} for n in (16, 4)}
+    budgets = {f"nfe{n}.jsonl": part | {"name": f"nfe{n}", "nfe_mean": float(n)} for n in (16, 4)}
     (folder / "results.json").write_text(json.dumps(budgets, sort_keys=True))
     assert [part.nfe for part in read_run(str(folder))] == [4, 16]
