@@ -151,7 +151,7 @@ def compiled_halves(backend: str = "inductor") -> tuple[Half, Half]:
     """
 
     def compiled(half: Half) -> Half:
-        kernel = torch.compile(half, backend=backend, fullgraph=True, isolate_recompiles=True)
+        kernel = torch.compile(half, backend=backend, fullgraph=True, isolate_recompiles=True)  # type: ignore[call-overload]
 
         def run(block: Block, *inputs: Tensor | float) -> Any:
             for each in inputs:  # one graph for all batch sizes but 1; cosines and sines have none
