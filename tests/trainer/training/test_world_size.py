@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -156,6 +157,29 @@ def test_students_on_a_backbone_agree(runs_on_backbone: Path, student: str, shar
     one, several = (runs_on_backbone / f"{student}-{kind}" for kind in ("one", sharding))
     assert_same_losses(one, several)
     assert_same_models(one, several)
+
+
+def test_no_process_but_the_first_holds_the_whole_state(runs: Path) -> None:
+    """The others put one tensor at a time together, and keep none."""
+    last = runs / "fsdp" / "checkpoints" / "step-00000010"
+    sizes = [t.nbytes for file in last.glob("*.safetensors") for t in load_file(file).values()]
+    held = [json.loads((runs / f"held-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [count["kept"] for count in held] == [sum(sizes), 0]
+    assert 0 < held[1]["alive"] <= max(sizes) < sum(sizes) / 8
+
+
+def test_one_process_goes_on_from_the_checkpoint_of_two(
+    runs: Path, store: Path, alone: dict[int, Any], tmp_path: Path
+) -> None:
+    """The sharded run, stopped after six of its ten steps."""
+    shutil.copytree(runs / "fsdp", tmp_path / "fsdp")
+    shutil.rmtree(tmp_path / "fsdp/checkpoints/step-00000010")
+    shutil.rmtree(tmp_path / "fsdp/model")
+    assert Trainer(tiny_run(**SMOOTH), ShardStore.open(store), tmp_path / "fsdp").run()
+    one = load_file(runs / "one" / "model" / "model.safetensors")
+    two = load_file(tmp_path / "fsdp" / "model" / "model.safetensors")
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=0, atol=MOST_DIFFERENCE)
 
 
 def test_a_stop_of_one_process_stops_both(runs: Path) -> None:

@@ -9,17 +9,21 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from shards.base.errors import GdistillError
 from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import backbone_run
 from tests.trainer.run_cases import tiny_run
+from trainer.training.checkpoint import Trainee
 from trainer.training.loop import Trainer, train
 from trainer.training.settings import RunConfig
 
@@ -51,6 +55,34 @@ def record_batches(trainer: Trainer, path: Path) -> None:
     trainer.make_batch = recorded
 
 
+@contextmanager
+def counted_whole_tensors(path: Path) -> Iterator[None]:
+    """Write the bytes that this process gathered for its last checkpoint, and the most that was
+    alive at a time of tensors put together from all processes."""
+    alive: dict[int, int] = {}
+    counts = {"kept": 0, "alive": 0}
+    full_tensor, gather = DTensor.full_tensor, Trainee.gather
+
+    def counted(tensor: DTensor, **options):
+        whole = full_tensor(tensor, **options)
+        alive[id(whole)] = whole.nbytes
+        weakref.finalize(whole, alive.pop, id(whole), None)
+        counts["alive"] = max(counts["alive"], sum(alive.values()))
+        return whole
+
+    def gathered(trainee: Trainee, accelerator):
+        found = gather(trainee, accelerator)
+        counts["kept"] = sum(t.nbytes for tensors in found.values() for t in tensors.values())
+        return found
+
+    DTensor.full_tensor, Trainee.gather = counted, gathered
+    try:
+        yield
+    finally:
+        DTensor.full_tensor, Trainee.gather = full_tensor, gather
+        path.write_text(json.dumps(counts))
+
+
 def main(store: Path, out: Path) -> None:
     """DDP with recorded batches, FSDP with an interruption, a batch that does not divide."""
     torch.set_num_threads(1)
@@ -60,7 +92,8 @@ def main(store: Path, out: Path) -> None:
     assert trainer.run()
     sharded = {**SMOOTH, "training__sharding": "fsdp", "training__micro_batch_size": 3}
     assert not interrupted(sharded, store, out)
-    assert train(tiny_run(**sharded), store, out / "fsdp")
+    with counted_whole_tensors(out / f"held-{rank}.json"):
+        assert train(tiny_run(**sharded), store, out / "fsdp")
     refused(lambda: train(tiny_run(training__global_batch_size=7), store, out / "odd"), "odd", out)
     validate_unevenly(store, out)
     resume_apart(store, out)
