@@ -8,6 +8,7 @@ The harness finds models in its registry only, which importing this module fills
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -34,6 +35,18 @@ except ImportError as error:
     ) from error
 
 
+HARNESS_DEVICE = "cuda:0"
+"""What the harness's command asks of every model unless told."""
+
+
+def _device(name: str) -> torch.device:
+    """The harness's own default is the CPU where there is no GPU, and says so."""
+    if name == HARNESS_DEVICE and not torch.cuda.is_available():
+        print("no GPU here: computing on the CPU", file=sys.stderr)
+        name = "cpu"
+    return resolve_device(name)
+
+
 @register_model("gdistill")
 class GdistillLM(TemplateLM):
     """A trained student, MDLM, BD3-LM or AR.
@@ -47,7 +60,8 @@ class GdistillLM(TemplateLM):
         nfe: Forward passes of ``generate_until``; the sampler's own unless told.
         seed: Of noise, masks and samples.
         batch_size: Rows at a time; changes no score but by rounding.
-        device: ``auto`` or a torch device.
+        device: ``auto`` or a torch device; the harness's own default, cuda:0, as it does itself:
+            the CPU where there is no GPU.
         max_length: Tokens of context and completion; the student's row length unless told.
     """
 
@@ -80,7 +94,7 @@ class GdistillLM(TemplateLM):
                     f"unknown {name}", where="--model_args", got=value, expected=expected
                 )
         _ = trainer.load_student  # gives students their samplers
-        folder = open_model(Path(pretrained), resolve_device(device or "auto"))
+        folder = open_model(Path(pretrained), _device(device or "auto"))
         if folder.tokenizer is None:
             raise UsageError(
                 "the model folder has no tokenizer",

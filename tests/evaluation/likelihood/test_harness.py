@@ -123,3 +123,16 @@ def test_unknown_arguments_are_refused(model_folder: Path) -> None:
         GdistillLM(str(model_folder), tau=0.5)
     with pytest.raises(UsageError, match="unknown noise"):
         GdistillLM(str(model_folder), noise="posterior")
+
+
+def test_the_harness_s_own_device_is_the_cpu_where_there_is_no_gpu(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its command asks for cuda:0 unless told; another GPU was asked for by a person."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    model = GdistillLM(str(model_folder), device="cuda:0")
+    assert model.student.device.type == "cpu"
+    assert capsys.readouterr().err.startswith("no GPU here")
+    with pytest.raises(UsageError, match="no such GPU"):
+        GdistillLM(str(model_folder), device="cuda:1")
