@@ -111,7 +111,7 @@ test-portable: $(STAMP) ## the test suite under other kernels of the CPU, with 1
 	done
 
 test-portable-sample: $(STAMP) ## the tests that rounding can reach, under the plainest kernels
-	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SENSITIVE)
+	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(SENSITIVE)
 
 lint: $(STAMP) ## ruff and pyright
 	$(BIN)/ruff check .
