@@ -108,6 +108,17 @@ def test_the_page_stands_alone(tmp_path: Path) -> None:
     assert (tmp_path / "tables.md").read_text().startswith("### Numbers & names\n\n| model |")
 
 
+def test_a_figure_stands_behind_the_first_of_all_tables(tmp_path: Path) -> None:
+    picture = tmp_path / "a.png"
+    picture.write_bytes(b"png")
+    tables = [Table(f"table {number}", ("name", "x"), (("row", "1"),)) for number in range(3)]
+    page = write_report(
+        tmp_path, title="T", summary="", tables=tables, results={}, figures=[("figure", picture)]
+    )
+    order = re.findall(r"<h2>(.*?)</h2>", page.read_text())
+    assert order == ["table 0", "figure", "table 1", "table 2"]
+
+
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for taken in (tmp_path / "file", tmp_path / "file" / "below"):

@@ -213,6 +213,13 @@ def test_stories_are_measured_and_told(
     assert len(ways["argmax"]["entropies"]) == len(ways["argmax"]["nll_sums"]["teacher"]) == 4
 
 
+def test_the_last_validation_counts(tmp_path: Path) -> None:
+    lines = [{"kind": "validation", "nll_nats": 3.0}, {"kind": "validation", "nll_nats": 2.0}]
+    text = "\n".join(map(json.dumps, [*lines, {"kind": "train", "loss": 1.0}]))
+    (tmp_path / "metrics.jsonl").write_text(text)
+    assert stories.last_validation(tmp_path) == lines[1]
+
+
 def test_finished_work_is_kept_with_what_it_was_made_from(tmp_path: Path) -> None:
     file = tmp_path / "done.json"
     assert recall(file, ["a"]) is None
@@ -311,7 +318,9 @@ def test_a_grid_is_trained_judged_and_resumed(
     points = {"nucleus 1": sweep, "nucleus 0.6": {**sweep, "entropies": [0.2, 0.3]}}
     story = {
         "plan": {"nfe": [1, 2], "recipes": [{"name": "a", "group": "reference"}]},
-        "recipes": {"a": [{"samples": {"1": points, "2": points}}]},
+        "recipes": {
+            "a": [{"samples": {"1": {"nucleus 1": {**sweep, "num_tokens": 1}}, "2": points}}]
+        },
         "reference": {"entropy_nats": 0.4},
     }
     write_json_atomic(tmp_path / "quality-ablation-stories.json", story)
