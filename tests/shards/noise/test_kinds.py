@@ -283,6 +283,29 @@ def test_auto_compiles_on_cuda_alone_and_tells_why_not(monkeypatch: pytest.Monke
     assert noise_kernel() == "eager"
 
 
+def test_a_form_that_is_compiled_wrongly_gives_way_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As PyTorch 2.13 does under AVX2: numbers of the first form are wrong, of the second right."""
+    tried: list[str] = []
+
+    def compiled(work: Callable[..., Tensor], **_: object) -> Callable[..., Tensor]:
+        tried.append(work.__name__)
+        wrong = work.__name__ == "_by_lane"
+        return lambda *words: -work(*words) if wrong else work(*words)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr("shards.noise.keyed_exponentials._compiled", {})
+    use_noise_kernel("compiled")
+    try:
+        keys = make_keys(5, seed=1, draw=0)
+        expected = exponential_from_bits(keyed_bits(keys, 0, 40))
+        assert torch.equal(keyed_exponentials(keys, 0, 40), expected)
+    finally:
+        use_noise_kernel("eager")
+    assert tried == ["_by_lane", "_all_lanes"]
+
+
 @pytest.mark.parametrize(
     ("ulps", "most", "fits"), [(0, 0, True), (1, 0, False), (2, 2, True), (3, 2, False)]
 )
