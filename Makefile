@@ -69,7 +69,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP) ## create .venv with everything pinned
 
-demo: $(STAMP) ## the main job in about seven minutes: both mazes, teacher to table, report and figure
+demo: $(STAMP) ## the main job in about eight minutes: both mazes, teacher to table, report and figure
 	$(BIN)/python -m evaluation.maze.walk --config $(DEMO) --out out/maze-demo $(ARGS)
 
 maze: $(STAMP) ## the paper's full maze protocol, three seeds

@@ -13,7 +13,7 @@ cd "$(dirname "$0")/.."
 text=${TEXT:?set TEXT to a file or glob of stories}
 teacher=${TEACHER:?set TEACHER to a causal language model, a folder or hub id}
 judge=${JUDGE:-$teacher}
-STEPS=${STEPS:-8000}
+STEPS=${STEPS:-5000}
 NUM=${NUM:-64}
 NFE=${NFE:-4,8,16,32}
 OUT=${OUT:-out/stories}
