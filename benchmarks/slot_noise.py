@@ -75,7 +75,7 @@ def slot_logits(
     student: Drafter, batch: Batch, layout: SlotLayout, table: Float[Tensor, "b l e"] | None
 ) -> Float[Tensor, "b n v"]:
     """Of every slot."""
-    inputs = student.slot_inputs(layout, table)
+    inputs = student.slot_inputs(batch.tokens, layout, table)
     return student.logits(student.slot_states(batch.tokens, layout, inputs))
 
 

@@ -77,7 +77,7 @@ class SlotReader(CausalReader):
         """Last hidden states of the tokens at ``places`` and of the slots behind them."""
         student, network = self.student, self.model
         inputs = network.get_input_embeddings()(tokens.gather(1, places))
-        slots = student.slot_inputs(layout, noise_table).to(inputs.dtype)
+        slots = student.slot_inputs(tokens, layout, noise_table).to(inputs.dtype)
         mask = student.attention_mask(layout, known, places.shape[1])
         with student.adapters.on_last(slots.shape[1]):
             return network.base_model(

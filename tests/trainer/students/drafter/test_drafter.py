@@ -35,8 +35,8 @@ def test_at_step_0_slots_are_what_the_backbone_makes_of_their_inputs(
 ) -> None:
     """The backbone alone, reading [prefix embeddings; slot inputs] at the slots' positions.
 
-    A slot's input begins as the mean token embedding, or as the mean under softmax(xi) where it is
-    told xi; the adapters add nothing.
+    A slot's input begins as the embedding of the last token before its point; where it is told xi,
+    the mean embedding under softmax(xi) less the plain mean is added. The adapters add nothing.
     """
     student, store = tiny_drafter(tmp_path, shape, scale=0.0)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / shape).eval()
@@ -48,10 +48,11 @@ def test_at_step_0_slots_are_what_the_backbone_makes_of_their_inputs(
     shares = batch.noise.at(everywhere).gumbels().softmax(dim=-1)
     soft = (shares @ embed.weight[:12]).view(len(batch.tokens), 7, 16)
     table = student._noise_table(batch, Places.of(everywhere))
-    inputs = student.slot_inputs(layout, table)
+    inputs = student.slot_inputs(batch.tokens, layout, table)
     for slot, place in enumerate(layout.places[1].tolist()):
-        wanted = embed.weight[:12].mean(dim=0) if slot % width == 0 else soft[1, place - 2]
-        assert torch.allclose(inputs[1, slot], wanted, atol=1e-5)
+        last = embed.weight[batch.tokens[1, place - slot % width - 1]]
+        told = 0 if slot % width == 0 else soft[1, place - 2] - embed.weight[:12].mean(dim=0)
+        assert torch.allclose(inputs[1, slot], last + told, atol=1e-5)
     found = student.slot_states(batch.tokens, layout, inputs)
     for row, point in ((0, 0), (1, 2), (3, 1)):
         start = int(layout.starts[row, point])
@@ -77,7 +78,7 @@ def test_no_slot_sees_noise_that_is_not_told(recipe: str, tmp_path: Path) -> Non
     tokens = torch.randint(12, (1, 8), generator=torch.Generator().manual_seed(3))
     layout = SlotLayout(torch.tensor([[2, 4]]), 3, 8)
     table = torch.randn(1, 8, 16, requires_grad=True)
-    inputs = student.slot_inputs(layout, table)
+    inputs = student.slot_inputs(tokens, layout, table)
     logits = student.logits(student.slot_states(tokens, layout, inputs))
     for slot in range(6):
         start, place = int(layout.prefix_lengths[0, slot]), int(layout.places[0, slot])
@@ -97,7 +98,7 @@ def test_keys_and_values_of_tokens_are_the_backbones_own(shape: str, tmp_path: P
     tokens = torch.randint(12, (2, 6), generator=torch.Generator().manual_seed(3))
     network = student.language_model.network
     layout = SlotLayout(torch.tensor([[2, 6], [3, 5]]), 3, 12)
-    slots = student.slot_inputs(layout, torch.randn(2, 12, 16))
+    slots = student.slot_inputs(tokens, layout, torch.randn(2, 12, 16))
     places = torch.arange(6).expand(2, -1)
     cache, bare = DynamicCache(), DynamicCache()
     with student.adapters.on_last(slots.shape[1]):
@@ -141,7 +142,7 @@ def test_training_changes_the_drafter_and_no_bit_of_the_backbone(
         assert "lora_" in name or torch.equal(value, before[name]), name
     assert not any("base_layer" in name or "embed" in name for name, _ in student.named_buffers())
     trained = {name.split(".")[0] for name in student.state_dict()}
-    assert trained <= {"adapters", "slot_embeddings", "conditioner", "time_bounds"}
+    assert trained <= {"adapters", "slot_offsets", "conditioner", "time_bounds"}
 
 
 def test_losses_by_hand(tmp_path: Path) -> None:

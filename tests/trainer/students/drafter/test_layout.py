@@ -78,12 +78,12 @@ def test_packed_starting_points_read_as_if_alone(shape: str, tmp_path: Path) -> 
     starts = torch.tensor([[1, 3, 5], [2, 2, 4]])
     layout = SlotLayout(starts, student.num_slots, 8)
     table = torch.randn(2, 8, 16, generator=generator)
-    together = student.slot_states(tokens, layout, student.slot_inputs(layout, table))
+    together = student.slot_states(tokens, layout, student.slot_inputs(tokens, layout, table))
     together = together.unflatten(1, (3, student.num_slots))
     for row in range(2):
         for point, start in enumerate(starts[row].tolist()):
             lone = SlotLayout(torch.tensor([[start]]), student.num_slots, 8)
-            inputs = student.slot_inputs(lone, table[row : row + 1])
+            inputs = student.slot_inputs(tokens[row : row + 1], lone, table[row : row + 1])
             alone = student.slot_states(tokens[row : row + 1, :start], lone, inputs)
             assert torch.allclose(together[row, point], alone[0], atol=1e-4)
 
