@@ -1,6 +1,6 @@
 """Rows per second in shuffled order: ShardStream beside other loaders, on the same rows.
 
-    python -m benchmarks.stream [--out benchmarks/results] [--repeats 2] [--scale 0.5]
+    python -m benchmarks.stream [--out benchmarks/results] [--repeats 2] [--scale 0.25]
 
 The other loaders need `pip install --no-deps --target .venv/stream-peers -r
 benchmarks/stream_peers.txt`. Every measurement is a process of its own that gives batches of
@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--scale", type=float, default=0.5, help="share of the rows")
+    parser.add_argument("--scale", type=float, default=0.25, help="share of the rows")
     parser.add_argument("--work", type=Path, help="where to put the data for the run")
     options = parser.parse_args()
     import_peers()
