@@ -53,6 +53,8 @@ def gain_of_first(
         return noisy[p].nll_of_first(count, rows) - read_curve(curve, entropy), entropy
 
     value, entropy = at(slice(None))
+    if np.isnan(value):
+        return Gain(value, (np.nan, np.nan), entropy)
     num_rows = len(noisy[p].nll)
     random = np.random.default_rng(0)
     draws = [at(random.integers(num_rows, size=num_rows))[0] for _ in range(NUM_RESAMPLES)]

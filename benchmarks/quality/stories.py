@@ -31,6 +31,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 }
 ARGMAX: Mapping[str, Mapping[str, Any]] = {"argmax": {"decision": "argmax"}}
 AHEAD_FILE = "ahead.npz"
+PARTS = ("nll", "equal", "repeated")
 
 
 class StoriesBench:
@@ -60,15 +61,14 @@ class StoriesBench:
     @cached_property
     def validation(self) -> Int[Tensor, "n l"]:
         """Rows that no student was trained on."""
-        reader = ShardStore.open(self.home / "store").split("validation", ["tokens"])
-        rows = reader.read_rows(0, min(reader.num_rows, NUM_PREFIXES))["tokens"]
-        return torch.from_numpy(np.asarray(rows)).long()
+        return validation_rows(self.home / "store")
 
     def measure(self, run: Run, folder: Path) -> dict[str, Any]:
         """Figures of one student; its fills of prefixes go to ``ahead.npz`` beside it."""
         student: Any = load_student(folder).eval()
         if self.plan.is_ahead:
-            self._save_ahead(student, folder / AHEAD_FILE)
+            teacher, seed = self.judges["teacher"], self.plan.sample_seeds[0]
+            save_ahead(fills_ahead(student, teacher, self.validation, seed), folder / AHEAD_FILE)
         ways = {**WAYS, **(ARGMAX if student.is_conditioned else {})}
         return {
             "validation": last_validation(folder),
@@ -128,23 +128,6 @@ class StoriesBench:
                 f"against {100 * coupled:.0f}"
             )
         return cells
-
-    def _save_ahead(self, student: Any, file: Path) -> None:
-        width = min(DISTANCES[-1], student.config.tokens_per_block)
-        arrays: dict[str, np.ndarray] = {}
-        for start in STARTS:
-            filled = fills(
-                student,
-                self.judges["teacher"],
-                Prefixes(self.validation, start, width),
-                (self.plan.sample_seeds[0], self.plan.sample_seeds[0] + 1),
-                NUCLEUS_PS,
-                own_draws=not student.is_conditioned,
-            )
-            for p, found in filled.items():
-                for name in ("nll", "equal", "repeated"):
-                    arrays[f"{start}/{p:g}/{name}"] = getattr(found, name).numpy()
-        np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
     def _sample(self, student: Any, nfe: int, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Per sample: summed NLL under each judge, tokens and entropy."""
@@ -212,16 +195,49 @@ def _nll(judge: Any, tokens: Int[Tensor, "n l"]) -> list[float]:
     return (-log_probs.double().sum(1)).tolist()
 
 
-def read_ahead(file: Path) -> dict[float, Fills]:
-    """Nucleus p -> fills behind all the starts together."""
-    arrays = np.load(file, allow_pickle=False)
-    by_p: dict[float, list[dict[str, Tensor]]] = {}
-    for start in STARTS:
-        for p in NUCLEUS_PS:
-            names = ("nll", "equal", "repeated")
-            part = {name: torch.from_numpy(arrays[f"{start}/{p:g}/{name}"]) for name in names}
-            by_p.setdefault(p, []).append(part)
+def validation_rows(store: Path) -> Int[Tensor, "n l"]:
+    """The first rows of a store that no student was trained on."""
+    reader = ShardStore.open(store).split("validation", ["tokens"])
+    rows = reader.read_rows(0, min(reader.num_rows, NUM_PREFIXES))["tokens"]
+    return torch.from_numpy(np.asarray(rows)).long()
+
+
+def fills_ahead(
+    student: Any, teacher: Any, rows: Int[Tensor, "n l"], seed: int
+) -> dict[float, Fills]:
+    """Nucleus p -> a student's fills behind the beginnings of rows, all starts together."""
+    width = min(DISTANCES[-1], student.config.tokens_per_block)
+    by_start = [
+        fills(
+            student,
+            teacher,
+            Prefixes(rows, start, width),
+            (seed, seed + 1),
+            NUCLEUS_PS,
+            own_draws=not student.is_conditioned,
+        )
+        for start in STARTS
+    ]
     return {
-        p: Fills(**{name: torch.cat([part[name] for part in parts]) for name in parts[0]})
-        for p, parts in by_p.items()
+        p: Fills(
+            **{name: torch.cat([getattr(found[p], name) for found in by_start]) for name in PARTS}
+        )
+        for p in NUCLEUS_PS
+    }
+
+
+def save_ahead(found: Mapping[float, Fills], file: Path) -> None:
+    """Keep fills; :func:`read_ahead` reads them."""
+    arrays = {
+        f"{p:g}/{name}": getattr(fill, name).numpy() for p, fill in found.items() for name in PARTS
+    }
+    np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
+
+
+def read_ahead(file: Path) -> dict[float, Fills]:
+    """What :func:`save_ahead` has kept."""
+    arrays = np.load(file, allow_pickle=False)
+    return {
+        p: Fills(**{name: torch.from_numpy(arrays[f"{p:g}/{name}"]) for name in PARTS})
+        for p in NUCLEUS_PS
     }
