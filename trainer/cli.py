@@ -42,7 +42,10 @@ def run(
     ] = None,
     kd: Annotated[
         str | None,
-        typer.Option(help="none, token (KL to stored probabilities), sequence (teacher's rows)."),
+        typer.Option(
+            help="none, token (KL to stored probabilities), sequence (teacher's rows), "
+            "through_time (several steps of --init-from in one)."
+        ),
     ] = None,
     backbone: Annotated[
         str | None,

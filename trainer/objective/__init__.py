@@ -35,5 +35,6 @@ if TYPE_CHECKING:
         stratified_times,
         substituted_log_probs,
     )
+    from trainer.objective.through_time import Denoise, EarlierSteps, SelfDistillation
 
 __getattr__, __dir__ = open_door(__name__, __file__)

@@ -81,9 +81,13 @@ class StudentSettings:
         fully_masked_share: Share of the rows (BD3-LM: blocks) of a batch that train at
             ``max_time``, where few-step decoding begins.
         kd: Knowledge distillation: ``token`` adds the KL from the teacher's stored probabilities
-            at the predicted positions, ``sequence`` demands a store whose rows the teacher wrote.
+            at the predicted positions, ``sequence`` demands a store whose rows the teacher wrote,
+            ``through_time`` learns in one pass what the model of ``--init-from`` says in several.
         kd_weight: Share of the KL in the loss, the rest is the tokens' NLL; ``token`` only.
         kd_temperature: T of both distributions in the KL, which is scaled by T^2; ``token`` only.
+        kd_time_step: dt of a step of the earlier model, 1 / NFE as a sampler takes it;
+            ``through_time`` only.
+        kd_num_steps: Steps of the earlier model that become one; ``through_time`` only.
         min_time: Lower clip of t; with ``search_schedule`` only where the search starts.
         max_time: Upper clip of t.
         resample: Draw blocks anew whose masked fraction leaves [min_time, max_time].
@@ -124,9 +128,11 @@ class StudentSettings:
     max_loss_weight: float | None = None
     time_beta: float = 1.0
     fully_masked_share: float = 0.0
-    kd: Literal["none", "token", "sequence"] = "none"
+    kd: Literal["none", "token", "sequence", "through_time"] = "none"
     kd_weight: float = 1.0
     kd_temperature: float = 1.0
+    kd_time_step: float = 1 / 32
+    kd_num_steps: int = 2
     min_time: float = 1e-3
     max_time: float = 1.0
     resample: bool = False
@@ -176,6 +182,9 @@ class StudentSettings:
         _require(0 < self.kd_weight <= 1, "kd_weight", self.kd_weight, "in (0, 1]")
         hot = 0 < self.kd_temperature < math.inf
         _require(hot, "kd_temperature", self.kd_temperature, "positive and finite")
+        step = self.kd_time_step
+        _require(0 < step < 1, "kd_time_step", step, "in (0, 1)")
+        _require(self.kd_num_steps >= 2, "kd_num_steps", self.kd_num_steps, "at least 2")
         std = self.embedding_init_std
         _require(std is None or std > 0, "embedding_init_std", std, "positive")
 

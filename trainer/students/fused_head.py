@@ -19,7 +19,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from shards.noise import add_product, even_width, product_dtype
-from trainer.objective import MASK_LOGIT_OFFSET, Distillation
+from trainer.objective import MASK_LOGIT_OFFSET, Distillation, SelfDistillation
+
+Teaching = Distillation | SelfDistillation
 
 CHUNK_ROWS = {"cpu": 512, "cuda": 4096}
 HEAD_MULTIPLE = {"cpu": 1, "cuda": 64}
@@ -40,7 +42,7 @@ class WeightedNLL(torch.autograd.Function):
         row_weights: Tensor,
         mask_id: int,
         dtype: torch.dtype,
-        distillation: Distillation | None,
+        distillation: Teaching | None,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "n"]]:
         needs_gradient = any(ctx.needs_input_grad[:3])
         nlls = torch.empty(len(targets), device=features.device)
@@ -124,7 +126,7 @@ def _slope_(logits: Tensor, nlls: Tensor, targets: Tensor, row_weights: Tensor) 
 
 
 def _distilled(
-    distillation: Distillation, logits: Tensor, targets: Tensor, row_weights: Tensor, rows: slice
+    distillation: Teaching, logits: Tensor, targets: Tensor, row_weights: Tensor, rows: slice
 ) -> tuple[Float[Tensor, "c"], Float[Tensor, "c v1"]]:
     """(losses, d sum_i w_i loss_i / d logits) of one chunk."""
     with torch.enable_grad():
@@ -150,7 +152,7 @@ def weighted_nll(
     targets: Int[Tensor, "n"],
     row_weights: Float[Tensor, "n"],
     mask_id: int,
-    distillation: Distillation | None = None,
+    distillation: Teaching | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "n"]]:
     """sum_i w_i NLL_i with the mask excluded from the distribution, and the NLLs (detached), nats.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,9 +15,14 @@ from shards.base import UsageError
 from trainer.objective import (
     Batch,
     Corruption,
+    Denoise,
+    EarlierSteps,
     Places,
+    SelfDistillation,
     corrupt,
     masked_log_probs,
+    masking_sigma,
+    schedule_of,
     substituted_log_probs,
 )
 from trainer.students.attention import KeyValueCache, full_attention, masked_attention
@@ -74,9 +81,54 @@ class MDLM(Student):
             places.read(batch.tokens),
             places.read(corruption.token_weight) / corruption.num_counted,
             self.mask_id,
-            self._distillation(batch, places),
+            self._self_distillation(batch, corruption) or self._distillation(batch, places),
         )
         return self._summarise(loss, nlls, corruption)
+
+    _earlier: tuple[Student, ...] = ()
+
+    def learn_from(self, earlier: MDLM) -> None:
+        """Take an earlier state as teacher (``kd=through_time``), neither trained nor saved."""
+        self._earlier = (earlier.eval().requires_grad_(False),)  # no module of ours in a tuple
+
+    @property
+    def frozen_weights(self) -> Iterable[Tensor]:
+        """See :class:`Student`."""
+        return itertools.chain.from_iterable(earlier.parameters() for earlier in self._earlier)
+
+    def _self_distillation(self, batch: Batch, corruption: Corruption) -> SelfDistillation | None:
+        """What the earlier state says at the masked places; in evaluation mode as all others."""
+        settings = self.settings
+        if settings.kd != "through_time" or not self.training:
+            return None
+        (earlier,) = self._earlier
+        assert isinstance(earlier, MDLM)
+        torch.nn.Module.to(earlier, batch.tokens.device)
+        steps = EarlierSteps(
+            settings.kd_time_step, settings.kd_num_steps, is_drawn=not earlier.is_conditioned
+        )
+        schedule = schedule_of(settings)
+        with torch.no_grad():
+            predict = earlier.denoiser(batch, corruption)
+            return SelfDistillation(
+                steps.log_probs(predict, batch, corruption, schedule, self.mask_id)
+            )
+
+    def denoiser(self, batch: Batch, corruption: Corruption) -> Denoise:
+        """Predictions for rows that are less and less masked, all with the noise of the batch."""
+        condition = None
+        if self.is_conditioned:
+            embedded = self._batch_noise(batch, corruption.places)
+            blank = embedded.new_zeros(*batch.tokens.shape, embedded.shape[-1])
+            condition = blank.index_put(corruption.places.index, embedded)
+
+        def denoise(noised: Tensor, places: Places, t: Tensor) -> Tensor:
+            p = schedule_of(self.settings).masking_probability(t[:, 0])
+            level = self._embed_sigma(masking_sigma(p))
+            hidden = self.contextualize(self.embed(noised, condition), batch.tokens, level)
+            return self._log_probs_at(hidden, places, level)
+
+        return denoise
 
     def contextualize(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 from shards.base import GdistillError, UsageError, derive_seed, did_you_mean, first_line
 from shards.store import Manifest, ShardStore
 from trainer.students import (
+    MDLM,
     STUDENTS,
     Block,
     Half,
@@ -36,7 +37,10 @@ CONDITIONER_SETTINGS = (
     "noise_rank",
     "noise_tau",
 )
-KD_SETTINGS = ("kd_weight", "kd_temperature")
+KD_SETTINGS = {
+    "token": ("kd_weight", "kd_temperature"),
+    "through_time": ("kd_time_step", "kd_num_steps"),
+}
 
 COMPILED_TOLERANCES = {"fp32": 1e-4, "bf16": 0.05}
 """How far a compiled block may lie from itself uncompiled, as a share of what it adds (root mean
@@ -84,13 +88,44 @@ def build_student(config: RunConfig, store: ShardStore, init_from: Path | None) 
     return student
 
 
+def give_earlier_self(student: Student, directory: Path | None) -> None:
+    """With ``kd=through_time`` the model that the run begins with also teaches it to the end.
+
+    Args:
+        student: At any step of the run.
+        directory: ``--init-from``.
+
+    Raises:
+        UsageError: When there is no such model, or the student is no masked diffusion model.
+    """
+    if student.settings.kd != "through_time":
+        return
+    where = "model.kd=through_time"
+    if not isinstance(student, MDLM):
+        got = type(student).__name__
+        raise UsageError("only diffusion has times", where=where, got=got, expected="mdlm or bd3lm")
+    if directory is None:
+        remedy = "--init-from the model, also when resuming"
+        raise UsageError("there is no earlier model to learn from", where=where, remedy=remedy)
+    earlier = read_model(find_model(directory))
+    if not isinstance(earlier, MDLM) or type(earlier) is not type(student):
+        raise UsageError(
+            "the earlier model is of another kind",
+            where=f"--init-from {directory}",
+            got=type(earlier).__name__,
+            expected=type(student).__name__,
+        )
+    student.learn_from(earlier)
+
+
 def _refuse_idle_settings(config: RunConfig, kind: type[Student]) -> None:
     """Settings that would be left undone without a word."""
     idle = [(name, f"student {config.student}") for name in kind.foreign_settings]
     if config.model.conditioning == "none":
         idle += [(name, "model.conditioning=none") for name in CONDITIONER_SETTINGS]
-    if config.model.kd != "token":
-        idle += [(name, f"model.kd={config.model.kd}") for name in KD_SETTINGS]
+    for kd, names in KD_SETTINGS.items():
+        if config.model.kd != kd:
+            idle += [(name, f"model.kd={config.model.kd}") for name in names]
     for name, chosen in idle:
         value = getattr(config.model, name)
         if value != getattr(StudentSettings(), name):

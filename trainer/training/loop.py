@@ -35,7 +35,12 @@ from shards.stream import RowBatch, ShardStream
 from trainer.objective import Batch, BatchMaker
 from trainer.students import LossOutput, export_model
 from trainer.training.checkpoint import CheckpointFolder, Trainee
-from trainer.training.construction import blocks_in_use, build_student, compile_blocks
+from trainer.training.construction import (
+    blocks_in_use,
+    build_student,
+    compile_blocks,
+    give_earlier_self,
+)
 from trainer.training.identity import require_same_run, run_identity
 from trainer.training.interruption import StopRequest
 from trainer.training.metrics import (
@@ -110,6 +115,7 @@ class Trainer:
         )
         begun = bool(self.checkpoints.steps())  # then the first weights need not be there any more
         self.student = build_student(config, store, None if begun else init_from)
+        give_earlier_self(self.student, init_from)
         obstacle = compile_blocks(self.student, config, self.accelerator.device)
         self._tell("transformer blocks", obstacle)
         reads_codec, device = self.student.reads_codec, self.accelerator.device

@@ -9,6 +9,7 @@ noise are as large as the code makes them on the device that is planned for.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from shards.noise import TILES
 from shards.store import ShardStore
 from shards.stream import ShardStream, window_bytes_of
 from trainer.objective import Batch, BatchMaker
-from trainer.students import CHUNK_ROWS, HEAD_MULTIPLE, Student
+from trainer.students import CHUNK_ROWS, HEAD_MULTIPLE, MDLM, Student
 from trainer.training.construction import build_student
 from trainer.training.parallel import TrainingStep
 from trainer.training.settings import RunConfig
@@ -89,6 +90,8 @@ def plan_memory(
     share = training.global_batch_size // world_size
     rows = min(training.micro_batch_size or share, share)
     student = build_student(config, store, None).train()
+    if isinstance(student, MDLM) and config.model.kd == "through_time":
+        student.learn_from(copy.deepcopy(student))
     step = TrainingStep(student, training.precision)
     (batch,) = _batches(config, store, student, rows=2)
     one, two = (saved_bytes(step, batch.rows(slice(n))) for n in (1, 2))
@@ -97,6 +100,7 @@ def plan_memory(
     masked = rows * store.manifest.row_length
     working = {
         "stored rows of a micro-batch": rows * row_bytes,
+        **_target_bytes(student, masked),
         "the larger tile, of logits or of noise": max(
             _logits_bytes(student, masked, device, training.precision),
             _noise_bytes(student, masked, device),
@@ -145,6 +149,13 @@ def _row_bytes(batch: Batch) -> int:
     if batch.noise is not None:
         tensors += getattr(batch.noise, "arrays", {}).values()
     return sum(tensor[0].numel() * tensor.element_size() for tensor in tensors)
+
+
+def _target_bytes(student: Student, num_masked: int) -> dict[str, int]:
+    """Of an earlier state that teaches: two float32 tables of all V, and F in float64."""
+    if student.settings.kd != "through_time":
+        return {}
+    return {"what the earlier state says": 16 * num_masked * (student.config.vocab_size + 1)}
 
 
 def _state_bytes(student: Student, pieces: int) -> dict[str, int]:

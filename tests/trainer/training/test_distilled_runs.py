@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from shards.store import ShardStore
 from shards.stream import ShardStream
 from tests.trainer.run_cases import LENGTH, VOCAB, teacher_logits, tiny_run, write_store
 from trainer.objective.batch import Batch, BatchMaker
+from trainer.objective.substitution import Corruption, row_uniforms
 from trainer.students.folder import read_model
 from trainer.students.registry import AR, BD3LM, MDLM
-from trainer.training.construction import build_student
+from trainer.training.construction import build_student, give_earlier_self
 from trainer.training.loop import train
 from trainer.training.memory_plan import plan_memory
 
@@ -149,6 +151,10 @@ def test_sequence_level_distillation_wants_rows_of_the_teacher(store: Path, tmp_
         ({"model__kd": "token", "model__kd_weight": 0}, "kd_weight"),
         ({"model__kd": "token", "model__kd_weight": 1.5}, "kd_weight"),
         ({"model__kd": "token", "model__kd_temperature": 0}, "kd_temperature"),
+        ({"model__kd": "token", "model__kd_time_step": 0.5}, "model.kd=token"),
+        ({"model__kd": "through_time", "model__kd_time_step": 1.0}, "kd_time_step"),
+        ({"model__kd": "through_time", "model__kd_num_steps": 1}, "kd_num_steps"),
+        ({"model__kd": "through_time", "model__kd_weight": 0.5}, "model.kd=through_time"),
     ],
 )
 def test_mistakes(store: Path, settings: dict[str, object], message: str) -> None:
@@ -173,3 +179,124 @@ def test_noise_brought_into_a_plain_student_begins_silent_and_learns(
     first.backward()
     gradients = [p.grad for n, p in student.named_parameters() if n.startswith("conditioner.")]
     assert any(grad is not None and bool((grad != 0).any()) for grad in gradients)
+
+
+THROUGH_TIME = {"model__kd": "through_time", "model__kd_time_step": 0.25}
+
+
+def earlier_run(kind: str, conditioning: str, store: Path, folder: Path) -> Path:
+    """A finished run, with weights that make its predictions differ from place to place."""
+    settings = {"model__block_size": 4} if kind == "bd3lm" else {}
+    config = tiny_run(
+        student=kind, model__conditioning=conditioning, training__num_steps=1, **settings
+    )
+    assert train(config, store, folder)
+    student = read_model(folder / "model")
+    torch.manual_seed(0)
+    for parameter in student.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    student.save_pretrained(folder / "model")
+    return folder
+
+
+@pytest.mark.parametrize("conditioning", ["none", "gumbel"])
+@pytest.mark.parametrize(("name", "block"), STUDENTS)
+def test_several_steps_of_an_earlier_self_become_one(
+    store: Path, tmp_path: Path, name: str, block: int, conditioning: str
+) -> None:
+    """By hand from dense predictions: where the first pass left a token masked, the second counts.
+
+    Then the run itself: killed after some steps and resumed it ends as one that was not.
+    """
+    earlier = earlier_run(name, conditioning, store, tmp_path / "earlier")
+    extra = {"model__block_size": block} if name == "bd3lm" else {}
+    config = tiny_run(
+        student=name, model__conditioning=conditioning, model__max_loss_weight=1.0,
+        **THROUGH_TIME, **extra,
+    )  # fmt: skip
+    student = build_student(config, ShardStore.open(store), earlier)
+    give_earlier_self(student, earlier)
+    assert isinstance(student, MDLM)
+    for parameter in student.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    teacher, batch = read_model(earlier / "model"), first_batch(store)
+    assert isinstance(teacher, MDLM)
+    corruption = student.corrupt(batch)
+    noised = batch.tokens.masked_fill(corruption.mask, student.mask_id)
+
+    def say(model: MDLM, rows: torch.Tensor) -> torch.Tensor:
+        noise = None
+        if model.is_conditioned and batch.noise is not None:
+            embedded = model.embed_noise(batch.noise.at(corruption.mask))
+            noise = torch.zeros(*rows.shape, embedded.shape[-1])
+            noise[corruption.mask] = embedded
+        return model.denoise(rows, batch.tokens, noise)[..., :VOCAB].log_softmax(-1)
+
+    with torch.no_grad():
+        first = say(teacher, noised)
+        revealed, chosen = reveal_by_hand(batch, corruption, first, drawn=conditioning == "none")
+        second = say(teacher, torch.where(revealed & corruption.mask, chosen, noised))
+        wanted = torch.where(revealed[..., None], first, second)
+        found = say(student, noised)
+        kl = (found.exp() * (found - wanted)).sum(-1)
+        expected = (kl * corruption.mask).sum() / noised.numel()
+    output = student.train().loss(batch)
+    torch.testing.assert_close(output.loss, expected, rtol=3e-3, atol=1e-5)
+    output.loss.backward()
+    assert all(p.grad is None for p in teacher.parameters())
+    assert not any("earlier" in key for key in student.state_dict())
+
+
+def reveal_by_hand(
+    batch: Batch, corruption: Corruption, first: torch.Tensor, *, drawn: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether the step of 0.25 reveals a token (chance 0.25 / t), and as what."""
+    length = batch.tokens.shape[1]
+    t = corruption.t.repeat_interleave(length // corruption.t.shape[1], dim=1)
+    stays = ((t - 0.25).clamp_min(1e-5) / t).to(t.dtype)
+    revealed = row_uniforms("through time, revealed", batch, 1, length) >= stays
+    if not drawn:
+        return revealed, first.argmax(-1)
+    uniforms = row_uniforms("through time, tokens", batch, 1, length)
+    below = first.double().exp().cumsum(-1) < uniforms[..., None]
+    return revealed, below.sum(-1).clamp_max(VOCAB - 1)
+
+
+@pytest.mark.parametrize("conditioning", ["none", "gumbel"])
+def test_a_round_through_time_resumes_and_needs_its_earlier_self(
+    conditioning: str, store: Path, tmp_path: Path
+) -> None:
+    earlier = earlier_run("mdlm", conditioning, store, tmp_path / "earlier")
+    settings = {"model__conditioning": conditioning, **THROUGH_TIME}
+    whole = tiny_run(**settings, training__checkpoint_every_steps=5)
+    assert train(whole, store, tmp_path / "whole", init_from=earlier)
+    part = tmp_path / "part"
+    shutil.copytree(tmp_path / "whole", part)
+    shutil.rmtree(part / "model")
+    for folder in (part / "checkpoints").glob("*10"):
+        shutil.rmtree(folder)
+    assert train(whole, store, part, init_from=earlier)
+    ours, theirs = (read_model(run / "model").state_dict() for run in (part, tmp_path / "whole"))
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    (part / "model" / "config.json").unlink()
+    with pytest.raises(UsageError, match="no earlier model to learn from"):
+        train(whole, store, part)
+
+
+def test_what_cannot_learn_through_time(store: Path, tmp_path: Path) -> None:
+    earlier = earlier_run("mdlm", "gumbel", store, tmp_path / "earlier")
+    opened = ShardStore.open(store)
+    ar = build_student(
+        tiny_run(student="ar", model__conditioning="none", **THROUGH_TIME), opened, None
+    )
+    with pytest.raises(UsageError, match=r"only diffusion has times.*got AR"):
+        give_earlier_self(ar, earlier)
+    blocks = build_student(
+        tiny_run(student="bd3lm", model__block_size=4, **THROUGH_TIME), opened, None
+    )
+    with pytest.raises(UsageError, match=r"another kind.*MDLM.*BD3LM"):
+        give_earlier_self(blocks, earlier)
+    plan = plan_memory(tiny_run(**THROUGH_TIME), opened)
+    plain = plan_memory(tiny_run(), opened)
+    assert plan.device["weights"] > plain.device["weights"]
+    assert plan.device["what the earlier state says"] == 16 * 8 * LENGTH * (VOCAB + 1)
