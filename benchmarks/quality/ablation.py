@@ -18,6 +18,8 @@ from benchmarks.quality.stories import match_students
 from shards.base import UsageError, run_command
 
 TASKS = ("maze", "stories")
+MOST_PATHS = 0.8
+"""A bar that draws fewer of the paths says so: one path alone is easily always right."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Bar:
         name: The recipe.
         value: Mean over training seeds.
         interval: 95%.
-        note: Passes, where the sampler counts its own.
+        note: Passes, where the sampler counts its own; paths, where many are never drawn.
     """
 
     group: str
@@ -42,32 +44,47 @@ class Bar:
 def maze_bars(results: Mapping[str, Any]) -> list[Bar]:
     """Success in per cent at the smallest budget, or at the sampler's own."""
     budget = str(results["plan"]["nfe"][0])
-    groups = {recipe["name"]: recipe["group"] for recipe in results["plan"]["recipes"]}
     bars = []
-    for name, seeds in results["recipes"].items():
+    for group, name, seeds in in_order(results):
         key = budget if budget in seeds[0] else "own"
         cells = [cells[key] for cells in seeds]
         value = 100 * float(np.mean([cell["success"] for cell in cells]))
         low = 100 * float(np.mean([cell["interval_95"][0] for cell in cells]))
         high = 100 * float(np.mean([cell["interval_95"][1] for cell in cells]))
-        passes = np.mean([cell["nfe_mean"] for cell in cells])
-        note = f"NFE {passes:.1f}" if key == "own" else ""
-        bars.append(Bar(groups[name], name, value, (low, high), note))
+        bars.append(Bar(group, name, value, (low, high), _maze_note(cells, key == "own")))
     return bars
+
+
+def _maze_note(cells: Sequence[Mapping[str, Any]], counts_passes: bool) -> str:
+    passes = np.mean([cell["nfe_mean"] for cell in cells])
+    parts = [f"NFE {passes:.1f}"] if counts_passes else []
+    fewest = min(cells, key=lambda cell: cell["num_distinct_paths"])
+    drawn, known = fewest["num_distinct_paths"], fewest["num_paths_in_language"]
+    if drawn < MOST_PATHS * known:
+        parts.append(f"{drawn} of {known} paths")
+    return f"({', '.join(parts)})" if parts else ""
+
+
+def in_order(results: Mapping[str, Any]) -> list[tuple[str, str, Any]]:
+    """(Axis, recipe, figures per seed) as the plan lists them; JSON sorts by name."""
+    return [
+        (recipe["group"], recipe["name"], results["recipes"][recipe["name"]])
+        for recipe in results["plan"]["recipes"]
+        if recipe["name"] in results["recipes"]
+    ]
 
 
 def stories_bars(results: Mapping[str, Any]) -> list[Bar]:
     """Perplexity under the teacher at the validation rows' entropy, at the largest budget."""
     budget = max(results["plan"]["nfe"])
-    groups = {recipe["name"]: recipe["group"] for recipe in results["plan"]["recipes"]}
     entropy = results["reference"]["entropy_nats"]
     matched = match_students(results["recipes"], "teacher", entropy)
     bars = []
-    for name in results["recipes"]:
+    for group, name, _ in in_order(results):
         found = matched[name, float(budget)]
         note = "" if found.is_reached else f"(at entropy {found.entropy_nats:.2f})"
         interval = found.interval or (found.perplexity, found.perplexity)
-        bars.append(Bar(groups[name], name, found.perplexity, interval, note))
+        bars.append(Bar(group, name, found.perplexity, interval, note))
     return bars
 
 

@@ -310,8 +310,14 @@ def test_a_grid_is_trained_judged_and_resumed(
     table = judge.summarise(figures)
     assert "| *codec* |" in "\n".join(table) and len({line.count("|") for line in table}) == 1
     results = {"plan": to_mapping(PLAN), "recipes": figures, "reference": judge.reference()}
+    results = json.loads(json.dumps(results, sort_keys=True))
     bars = maze_bars(results)
-    assert [bar.name for bar in bars if bar.note] == ["left to right", "checked"]
+    assert [bar.name for bar in bars] == [recipe.name for recipe in GRID], "as in the plan"
+    assert [bar.name for bar in bars if "NFE" in bar.note] == ["left to right", "checked"]
+    cell = results["recipes"]["cool"][0]["1"]
+    for count, said in ((8, ""), (7, "(7 of 10 paths)")):
+        cell.update(num_distinct_paths=count, num_paths_in_language=10)
+        assert next(bar.note for bar in maze_bars(results) if bar.name == "cool") == said
     write_json_atomic(tmp_path / "quality-ablation-maze.json", results)
     alone = draw_ablations(tmp_path).stat().st_size
     sweep = {"nll_sums": {"teacher": [2.0, 3.0]}, "num_tokens": 2, "entropies": [0.5, 0.7]}
