@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainer.students.conditioning import GumbelConditioner
     from trainer.students.dit import Block, Half, compiled_halves, sigma_features
     from trainer.students.drafter.adapters import ADAPTER
-    from trainer.students.drafter.layout import EMPTY, SlotLayout
+    from trainer.students.drafter.layout import EMPTY, SlotLayout, states_at
     from trainer.students.drafter.signals import token_uniforms
     from trainer.students.folder import (
         ModelFolder,

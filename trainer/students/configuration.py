@@ -70,7 +70,9 @@ class StudentSettings:
         noise_rank: r of a W of its own that is the product of V x r and r x D; None is V x D.
         noise_tau: Scale of xi in training (a sampler has its own).
         noise_readings: After how many blocks masked positions read the noise again, by attention
-            over the vocabulary: (1, 2) is behind the first and behind the second block.
+            over the vocabulary: (1, 2) is behind the first and behind the second block. Slots of a
+            drafter wait there instead, read which token the one before them takes, and go through
+            the backbone's layers above: (3, 3) runs those above the third twice.
         block_size: Tokens per block of a block-diffusion student; None is the whole row.
         noise_schedule: Masking probability as a function of time.
         loss_weighting: ``schedule`` weighs a masked token by p'(t) / p(t) (BD3-LM; 1/t for
@@ -163,8 +165,9 @@ class StudentSettings:
         _require(narrow, "noise_rank", rank, expected)
         _require(0 < self.noise_tau < math.inf, "noise_tau", self.noise_tau, "positive and finite")
         readings = self.noise_readings
-        readable = all(1 <= depth <= self.num_layers for depth in readings)
-        _require(readable, "noise_readings", readings, f"depths in 1..{self.num_layers}")
+        deepest = math.inf if self.backbone else self.num_layers
+        readable = all(1 <= depth <= deepest for depth in readings)
+        _require(readable, "noise_readings", readings, f"depths in 1..{deepest}")
         kind = (self.conditioning, self.noise_transform)
         readable = not readings or kind == ("gumbel", "gumbel")
         _require(readable, "noise_readings", kind, "Gumbel noise as conditioning")

@@ -13,13 +13,14 @@ from shards.base.errors import UsageError
 from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import SHAPES, backbone_run, store_of
 from tests.trainer.sampling_cases import draw, open_rows, tiny_student
-from tests.trainer.students.drafter.drafter_cases import RECIPES, tiny_drafter
+from tests.trainer.students.drafter.drafter_cases import RECIPES, a_noise_table, tiny_drafter
 from trainer.sampling import make_sampler, sampling_noise
 from trainer.sampling.verified.rows import gumbel_scores
 from trainer.sampling.verified.slot_reader import SlotReader
 from trainer.sampling.verified.slots import inverse_cdf
 from trainer.students import Drafter
 from trainer.students.drafter import token_uniforms
+from trainer.students.drafter.layout import SlotLayout
 from trainer.training.construction import build_student
 
 VOCAB, LENGTH, IDS = 12, 12, torch.tensor([4, 0, 11, 7])
@@ -137,18 +138,29 @@ def test_no_sample_depends_on_its_companions(tmp_path: Path) -> None:
         assert torch.equal(alone.details["accepted"][0], together.details["accepted"][slot])
 
 
-def test_slots_leave_nothing_in_the_cache(tmp_path: Path) -> None:
-    """Ragged rows read in turns with slots say what the bare backbone says of the whole rows."""
-    student, _ = tiny_drafter(tmp_path)
+@pytest.mark.parametrize("recipe", ["hidden", "waiting"])
+def test_slots_leave_nothing_in_the_cache(recipe: str, tmp_path: Path) -> None:
+    """Ragged rows read in turns with slots say what the bare backbone says of the whole rows.
+
+    And slots behind rows of different lengths, much of them in the cache, say what they say in
+    training, where a row is read at once.
+    """
+    student, _ = tiny_drafter(tmp_path, recipe=recipe)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "llama").eval()
     generator = torch.Generator().manual_seed(0)
     reader, lengths = SlotReader(student, 3), torch.zeros(3, dtype=torch.int64)
     rows = torch.randint(VOCAB, (3, 24), generator=generator)
+    table = a_noise_table(student, 3, 24)
     for turn in range(4):
         stops = lengths + torch.randint(2, 6, (3,), generator=generator)
         starts = torch.stack((stops - 1, stops), dim=1)[:, : turn % 3]
-        logits, slots = reader.read(rows, stops, 2, starts, None)
+        logits, slots = reader.read(rows, stops, 2, starts, table)
         assert slots.shape == (3, turn % 3, student.num_slots, VOCAB)
+        layout = SlotLayout(starts, student.num_slots, 24)
+        with torch.no_grad():
+            inputs = student.slot_inputs(rows, layout, table)
+            wanted = student.logits(student.slot_states(rows, layout, inputs))
+        assert torch.allclose(slots.flatten(1, 2), wanted, atol=1e-3)
         for row, stop in enumerate(stops.tolist()):
             with torch.no_grad():
                 alone = plain(rows[row : row + 1, :stop]).logits[0, -2:, :VOCAB]

@@ -7,13 +7,15 @@ and nothing else, whether a call had slots or not.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import DynamicCache
 
 from trainer.sampling.verified.reader import CausalReader
-from trainer.students import EMPTY, Drafter, SlotLayout
+from trainer.students import EMPTY, Drafter, SlotLayout, states_at
 
 
 class SlotReader(CausalReader):
@@ -77,13 +79,21 @@ class SlotReader(CausalReader):
         """Last hidden states of the tokens at ``places`` and of the slots behind them."""
         student, network = self.student, self.model
         inputs = network.get_input_embeddings()(tokens.gather(1, places))
-        slots = student.slot_inputs(tokens, layout, noise_table).to(inputs.dtype)
-        mask = student.attention_mask(layout, known, places.shape[1])
-        with student.adapters.on_last(slots.shape[1]):
-            return network.base_model(
-                inputs_embeds=torch.cat((inputs, slots), dim=1),
-                position_ids=torch.cat((places, layout.positions), dim=1),
-                attention_mask=mask,
+        slots = student.slot_inputs(tokens, layout, noise_table)
+        waits = len(student.readings) > 0 and slots.shape[1] > 0  # for what the tokens' call says
+        here = replace(layout, starts=layout.starts[:, :0]) if waits else layout
+        entered = slots[:, : here.places.shape[1], : inputs.shape[2]].to(inputs.dtype)
+        with student.adapters.on_last(entered.shape[1]):
+            hidden = network.base_model(
+                inputs_embeds=torch.cat((inputs, entered), dim=1),
+                position_ids=torch.cat((places, here.positions), dim=1),
+                attention_mask=student.attention_mask(here, known, places.shape[1]),
                 past_key_values=self.cache,
                 use_cache=True,
             ).last_hidden_state
+        if not waits:
+            return hidden
+        columns = layout.starts - 1 - places[:, -1:] + places.shape[1] - 1
+        last = states_at(hidden, columns)
+        states = student.read_slots(self.cache, layout, slots, known, last)
+        return torch.cat((hidden, states), dim=1)

@@ -13,9 +13,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from shards.base import UsageError, stderr
 from trainer.students.attention import flex_obstacle
+from trainer.students.drafter.layout import SlotLayout, flex_slot_mask, slot_mask
 
 FLEX = "flex_attention"
 NARROWEST_HEAD = 16
@@ -34,6 +37,20 @@ def attention_kernel(network: Any, name: str | None) -> Iterator[None]:
         yield
     finally:
         network.set_attn_implementation(own)
+
+
+def kernel_mask(
+    network: Any, layout: SlotLayout, key_places: Int[Tensor, "b w"], num_read: int
+) -> Any:
+    """The slots' pattern as the network's attention wants it; see :func:`slot_mask`."""
+    kernel = network.config._attn_implementation
+    if kernel == FLEX:
+        return flex_slot_mask(layout, key_places, num_read)
+    seen = slot_mask(layout, key_places, num_read)
+    if kernel == "sdpa":
+        return seen
+    lowest = torch.finfo(network.dtype).min
+    return torch.where(seen, 0.0, lowest).to(network.dtype)  # added to the scores
 
 
 def training_kernel(network: Any, choice: str, device: torch.device) -> str:

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from typing import Any, no_type_check
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from trainer.objective import Places
 
 EMPTY = -1
 """Place of a key that holds no token: what lies before the beginning of a shorter row."""
@@ -62,6 +64,25 @@ class SlotLayout:
     def prefix_lengths(self) -> Int[Tensor, "b n"]:
         """Tokens in front of each slot's starting point."""
         return self.starts.repeat_interleave(self.num_slots, dim=1)
+
+
+def states_at(
+    states: Float[Tensor, "b t d"], columns: Int[Tensor, "b s"]
+) -> Float[Tensor, "b s d"]:
+    """The states in these columns."""
+    return states.gather(1, columns[..., None].expand(-1, -1, states.shape[-1]))
+
+
+def proposed_places(
+    layout: SlotLayout, tokens: Int[Tensor, "b l"]
+) -> tuple[Places, Int[Tensor, "slots"]]:
+    """The places that any slot proposes, each once, and which of them is each slot's."""
+    proposed = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, layout.places, True)
+    where = Places.of(proposed)
+    number = torch.zeros_like(tokens).index_put(
+        where.index, torch.arange(len(where), device=tokens.device)
+    )
+    return where, number.gather(1, layout.places).flatten()
 
 
 # FlexAttention traces this function, and cannot trace run-time type checks.

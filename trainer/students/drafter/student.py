@@ -19,12 +19,11 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutput
 
 from shards.base import UsageError
-from shards.noise import Probabilities
+from shards.noise import Noise
 from shards.store import Manifest
 from trainer.objective import Batch, Places, row_uniforms
 from trainer.students.base import LossOutput
@@ -34,17 +33,15 @@ from trainer.students.configuration import (
     StudentSettings,
 )
 from trainer.students.drafter.adapters import SlotAdapters, linear_layers
-from trainer.students.drafter.kernel import FLEX, attention_kernel, training_kernel
-from trainer.students.drafter.layout import SlotLayout, flex_slot_mask, slot_mask
+from trainer.students.drafter.kernel import attention_kernel, kernel_mask, training_kernel
+from trainer.students.drafter.layout import SlotLayout, proposed_places, states_at
+from trainer.students.drafter.probe import require_slots, require_whole_attention
 from trainer.students.drafter.signals import GumbelSignal, UniformSignal
-from trainer.students.drafter.targets import Target, Truth, distribution_loss, token_loss
-from trainer.students.fused_head import CHUNK_ROWS
+from trainer.students.drafter.stages import Stages, TokenReading
+from trainer.students.drafter.targets import Truth, distribution_loss, slot_losses, token_loss
 from trainer.students.on_backbone.backbone import FrozenBackbone
 from trainer.students.on_backbone.student import BackboneStudent
-
-TARGETS: dict[str, Target] = {"seen": token_loss, "hidden": distribution_loss}
-PROBE_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05}
-"""How far tokens read as slots may lie from tokens, as a share of the hidden states' spread."""
+from trainer.students.vocabulary_attention import noise_shares
 
 
 class DrafterConfig(StudentConfig):
@@ -63,9 +60,10 @@ class Drafter(BackboneStudent):
     config_class = DrafterConfig
     default_sampler = "drafter"
     foreign_settings: ClassVar[tuple[str, ...]] = (
-        *BackboneStudent.foreign_settings,
+        *(name for name in BackboneStudent.foreign_settings if name != "noise_readings"),
         *MEDUSA_SETTINGS,
     )
+    _stages: Stages | None = None
 
     @classmethod
     def describe(cls, backbone: FrozenBackbone) -> dict[str, Any]:
@@ -97,6 +95,18 @@ class Drafter(BackboneStudent):
         frozen = config.frozen or {}
         self.adapters = SlotAdapters(frozen["linear_layers"], self.settings.lora_rank)
         self.slot_offsets = nn.Parameter(torch.zeros(self.num_slots, frozen["embedding_size"]))
+        self.readings = nn.ModuleList(
+            TokenReading(frozen["hidden_size"]) for _ in self.settings.noise_readings
+        )
+        widths = frozen["hidden_size"], frozen["embedding_size"]
+        seen = self.settings.own_noise == "seen"
+        if self.readings and (seen or widths[0] != widths[1]):
+            raise UsageError(
+                "slots cannot read which token the one before them takes",
+                where="model.noise_readings",
+                got=f"own_noise {self.settings.own_noise}, states and embeddings of {widths}",
+                expected="own_noise hidden, and one width",
+            )
 
     def _make_conditioner(self) -> GumbelSignal | UniformSignal | None:  # type: ignore[override]
         settings, size = self.settings, self.config.vocab_size
@@ -117,9 +127,11 @@ class Drafter(BackboneStudent):
             UsageError: Also for a backbone that cannot read slots.
         """
         super().attach(backbone)
+        depths = self.settings.noise_readings
+        self._stages = Stages(backbone.network, depths) if depths else None
         self.adapters.attach(backbone.network)
-        _require_whole_attention(backbone, self.config.row_length)
-        self._require_slots(backbone)
+        require_whole_attention(backbone, self.config.row_length)
+        require_slots(backbone, self.settings.backbone_dtype, self._stages)
 
     @property
     def num_slots(self) -> int:
@@ -156,15 +168,16 @@ class Drafter(BackboneStudent):
             UsageError: For rows of no more than K tokens, or a batch without what is needed.
         """
         layout = self.draw_layout(batch)
-        where, index = _proposed(layout, batch.tokens)
+        where, index = proposed_places(layout, batch.tokens)
         inputs = self.slot_inputs(batch.tokens, layout, self._noise_table(batch, where))
         kernel = training_kernel(
             self.language_model.network, self.settings.attention, batch.tokens.device
         )
         hidden = self.slot_states(batch.tokens, layout, inputs, kernel).flatten(0, 1)
         probabilities = None if self.sees_own_noise else batch.distribution(where)
-        tokens = batch.tokens.gather(1, layout.places).flatten()
-        losses = self._losses(hidden, tokens, probabilities, index)
+        truth = Truth(batch.tokens.gather(1, layout.places).flatten(), probabilities)
+        target = token_loss if self.sees_own_noise else distribution_loss
+        losses = slot_losses(target, self.logits, hidden, truth, index)
         per_token = torch.zeros(batch.tokens.shape, device=losses.device)
         return LossOutput(
             loss=losses.mean() if len(losses) else hidden.sum() * 0.0,
@@ -230,7 +243,8 @@ class Drafter(BackboneStudent):
         is_told = (told >= layout.prefix_lengths) & (told < noise_table.shape[1])
         index = told.clamp(0, noise_table.shape[1] - 1)[..., None]
         values = noise_table.gather(1, index.expand(-1, -1, noise_table.shape[-1]))
-        return own + values * is_told[..., None]
+        values, width = values * is_told[..., None], own.shape[-1]
+        return torch.cat((own + values[..., :width], values[..., width:]), dim=-1)
 
     def slot_states(
         self,
@@ -251,51 +265,91 @@ class Drafter(BackboneStudent):
             return inputs.new_zeros(*inputs.shape[:2], self.language_model.hidden_size)
         network, cache = self.language_model.network, DynamicCache()
         with torch.no_grad(), self.adapters.on_last(0):
-            network.base_model(input_ids=tokens, past_key_values=cache, use_cache=True)
-        key_places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        with self.adapters.on_last(inputs.shape[1]), attention_kernel(network, kernel):
-            output = network.base_model(
-                inputs_embeds=inputs.to(network.dtype),
-                position_ids=layout.positions,
-                attention_mask=self.attention_mask(layout, key_places, 0),
-                past_key_values=cache,
-                use_cache=True,
-            )
-        return output.last_hidden_state
+            known = network.base_model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        with attention_kernel(network, kernel):
+            last = states_at(known.last_hidden_state, layout.starts - 1)
+            return self.read_slots(cache, layout, inputs, places, last)
+
+    def read_slots(
+        self,
+        cache: DynamicCache,
+        layout: SlotLayout,
+        inputs: Float[Tensor, "b n e"],
+        key_places: Int[Tensor, "b w"],
+        last: Float[Tensor, "b s d"],
+    ) -> Float[Tensor, "b n d"]:
+        """Last hidden states of slots behind tokens that have been read.
+
+        With ``noise_readings`` the layers above each of these depths are run by themselves, once
+        the slots have read the token that the one before them takes: the backbone's own behind
+        ``last`` at once, what slots say of theirs from the second reading on.
+
+        Args:
+            cache: Keys and values of the tokens; those of the slots are left in it.
+            layout: The slots.
+            inputs: Of :meth:`slot_inputs`.
+            key_places: Row positions of the cached tokens.
+            last: Last hidden states of the tokens before the starting points.
+        """
+        depths = self.settings.noise_readings
+        width, num_new = self.slot_offsets.shape[1], inputs.shape[1]
+        network, shares = self.language_model.network, inputs[..., width:]
+        call = {
+            "inputs_embeds": inputs[..., :width].to(network.dtype),
+            "position_ids": layout.positions,
+            "attention_mask": self.attention_mask(layout, key_places, 0),
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        with self.adapters.on_last(num_new):
+            if not depths:
+                return network.base_model(**call).last_hidden_state
+            assert self._stages is not None
+            with self._stages.only(0, depths[0]) as behind:
+                network.base_model(**call)
+            states: Tensor | None = None
+            for depth, reading in zip(depths, self.readings, strict=True):
+                if states is not None:
+                    self._stages.forget(cache, depth, num_new)
+                entered = behind[depth] + self._read_tokens(reading, last, states, shares)
+                with self._stages.only(depth, self._stages.count, entered) as above:
+                    states = network.base_model(**call).last_hidden_state
+                behind |= above
+        assert states is not None
+        return states
+
+    def _read_tokens(
+        self,
+        reading: nn.Module,
+        last: Float[Tensor, "b s d"],
+        states: Float[Tensor, "b n d"] | None,
+        shares: Float[Tensor, "b n v"],
+    ) -> Float[Tensor, "b n d"]:
+        """What each slot is added for the token before it, where that is known; else 0."""
+        assert self.conditioner is not None
+        known, (num_rows, num_points, width) = last[:, :, None], last.shape
+        if states is not None:
+            said = states.view(num_rows, num_points, self.num_slots, width)
+            known = torch.cat((known, said[:, :, 1:-1].to(known.dtype)), dim=2)
+        told = shares.view(num_rows, num_points, self.num_slots, -1)[:, :, 1 : 1 + known.shape[2]]
+        logits = self.logits(known).flatten(0, 2)
+        added = reading(logits, told.flatten(0, 2), self.conditioner.weight)
+        added = added.view(known.shape).to(known.dtype)
+        rest = self.num_slots - 1 - known.shape[2]
+        return torch.nn.functional.pad(added, (0, 0, 1, rest)).view(num_rows, -1, width)
+
+    def embed_noise(self, noise: Noise, tau: float = 1.0) -> Float[Tensor, "n e"]:
+        """See :class:`Student`; the shares of ``noise_readings`` are softmax(tau xi) alone."""
+        if self.conditioner is None or not self.readings:
+            return super().embed_noise(noise, tau)
+        return torch.cat((self.conditioner(noise, tau), noise_shares(noise, tau, 0.0)), dim=-1)
 
     def attention_mask(
         self, layout: SlotLayout, key_places: Int[Tensor, "b w"], num_read: int
     ) -> Any:
-        """The slots' pattern as the backbone's attention wants it; see :func:`slot_mask`."""
-        network = self.language_model.network
-        kernel = network.config._attn_implementation
-        if kernel == FLEX:
-            return flex_slot_mask(layout, key_places, num_read)
-        seen = slot_mask(layout, key_places, num_read)
-        if kernel == "sdpa":
-            return seen
-        lowest = torch.finfo(network.dtype).min
-        return torch.where(seen, 0.0, lowest).to(network.dtype)  # added to the scores
-
-    def _losses(
-        self,
-        hidden: Float[Tensor, "n d"],
-        tokens: Int[Tensor, "n"],
-        probabilities: Probabilities | None,
-        index: Int[Tensor, "n"],
-    ) -> Float[Tensor, "n"]:
-        """Loss of each slot; logits are held for one chunk of slots at a time."""
-        target = TARGETS["seen" if self.sees_own_noise else "hidden"]
-
-        def measure(states: Tensor, rows: slice) -> Tensor:
-            chosen = None if probabilities is None else probabilities.select(index[rows])
-            with torch.autocast(states.device.type, enabled=False):
-                return target(self.logits(states), Truth(tokens[rows], chosen))
-
-        width = CHUNK_ROWS.get(hidden.device.type, CHUNK_ROWS["cuda"])
-        parts = [slice(first, first + width) for first in range(0, len(hidden), width)]
-        losses = [checkpoint(measure, hidden[part], part, use_reentrant=False) for part in parts]
-        return torch.cat(losses) if losses else hidden.new_zeros(0)
+        """See :func:`kernel_mask`."""
+        return kernel_mask(self.language_model.network, layout, key_places, num_read)
 
     def logits(self, states: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape v"]:
         """The backbone's own output layer over V tokens, float32."""
@@ -331,67 +385,3 @@ class Drafter(BackboneStudent):
             table = torch.nn.functional.pad(noise_embeddings, (0, 0, length, 0))
         states = self.slot_states(input_ids, layout, self.slot_inputs(input_ids, layout, table))
         return CausalLMOutput(logits=self.logits(states))
-
-    @torch.no_grad()
-    def _require_slots(self, backbone: FrozenBackbone) -> None:
-        """Tokens read as slots, without adapters, must be those of the backbone.
-
-        Raises:
-            UsageError: If the model keeps no keys and values, or takes no mask of ours.
-        """
-        network, half, size = backbone.network, 4, backbone.vocab_size
-        rows = (torch.arange(2 * half, device=network.device) % size)[None]
-        places = torch.arange(half, device=network.device)[None]
-        layout = SlotLayout(places.new_full((1, 1), half + 1), half, 2 * half + 1)
-        got = "a forward pass that fails"
-        try:
-            wanted, cache = backbone.hidden(rows)[:, half:], DynamicCache()
-            network.base_model(input_ids=rows[:, :half], past_key_values=cache, use_cache=True)
-            found = network.base_model(
-                inputs_embeds=network.get_input_embeddings()(rows[:, half:]),
-                position_ids=layout.positions,
-                attention_mask=self.attention_mask(layout, places, 0),
-                past_key_values=cache,
-                use_cache=True,
-            ).last_hidden_state
-            error = float((found - wanted).float().square().mean().sqrt() / wanted.float().std())
-            got = f"hidden states that differ by {error:.2g} of their spread"
-            if error <= PROBE_TOLERANCES[self.settings.backbone_dtype]:
-                return
-        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
-            got = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise UsageError(
-            "the backbone cannot read slots",
-            where=f"backbone, {backbone.files.name}",
-            got=got,
-            expected="a transformer with a key/value cache that takes a four-dimensional mask",
-        )
-
-
-def _require_whole_attention(backbone: FrozenBackbone, row_length: int) -> None:
-    """Refuse a backbone whose tokens see less than the row: slots are masked by hand.
-
-    Raises:
-        UsageError: Naming the window.
-    """
-    window = getattr(backbone.files.text_config, "sliding_window", None)
-    if isinstance(window, int) and window < row_length:
-        raise UsageError(
-            "the backbone's attention has a window shorter than the rows",
-            where=f"backbone, {backbone.files.name}",
-            got=window,
-            expected=f"at least {row_length}",
-            remedy="train on shorter rows",
-        )
-
-
-def _proposed(
-    layout: SlotLayout, tokens: Int[Tensor, "b l"]
-) -> tuple[Places, Int[Tensor, "slots"]]:
-    """The places that any slot proposes, each once, and which of them is each slot's."""
-    proposed = torch.zeros_like(tokens, dtype=torch.bool).scatter(1, layout.places, True)
-    where = Places.of(proposed)
-    number = torch.zeros_like(tokens).index_put(
-        where.index, torch.arange(len(where), device=tokens.device)
-    )
-    return where, number.gather(1, layout.places).flatten()

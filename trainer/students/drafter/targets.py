@@ -9,8 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 from shards.noise import Probabilities
+from trainer.students.fused_head import CHUNK_ROWS
 
 
 @dataclass(frozen=True)
@@ -44,3 +46,36 @@ def distribution_loss(logits: Float[Tensor, "n v"], truth: Truth) -> Float[Tenso
     assert truth.probabilities is not None
     probs = truth.probabilities.tile(0, logits.shape[1])
     return -(torch.special.entr(probs) + probs * logits.log_softmax(dim=-1)).sum(dim=-1)
+
+
+def slot_losses(
+    target: Target,
+    logits: Callable[[Tensor], Tensor],
+    hidden: Float[Tensor, "n d"],
+    truth: Truth,
+    index: Int[Tensor, "n"],
+) -> Float[Tensor, "n"]:
+    """Loss of each slot; logits are held for one chunk of slots at a time.
+
+    Args:
+        target: The loss.
+        logits: Of hidden states.
+        hidden: Last hidden states of the slots.
+        truth: Their tokens, and the teacher's probabilities at the places that any of them
+            proposes.
+        index: Which of these places is each slot's.
+    """
+
+    def measure(states: Tensor, rows: slice) -> Tensor:
+        known = truth.probabilities
+        chosen = None if known is None else known.select(index[rows])
+        with torch.autocast(states.device.type, enabled=False):
+            return target(logits(states), Truth(truth.tokens[rows], chosen))
+
+    width = CHUNK_ROWS.get(hidden.device.type, CHUNK_ROWS["cuda"])
+    parts = [slice(first, first + width) for first in range(0, len(hidden), width)]
+    if len(parts) <= 1:  # nothing to let go of: computing it again would spare no memory
+        return measure(hidden, slice(None)) if parts else hidden.new_zeros(0)
+    return torch.cat(
+        [checkpoint(measure, hidden[part], part, use_reentrant=False) for part in parts]
+    )

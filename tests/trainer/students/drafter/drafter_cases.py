@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shards.store.store import ShardStore
 from shards.stream import ShardStream
@@ -19,6 +20,11 @@ RECIPES: dict[str, dict[str, Any]] = {
     "uniform": {"model__conditioning": "uniform", "model__own_noise": "seen"},
     "seen": {"model__conditioning": "gumbel", "model__own_noise": "seen"},
     "hidden": {"model__conditioning": "gumbel", "model__own_noise": "hidden"},
+    "waiting": {
+        "model__conditioning": "gumbel",
+        "model__own_noise": "hidden",
+        "model__noise_readings": [1, 1],
+    },
 }
 
 
@@ -40,6 +46,16 @@ def tiny_drafter(
         for parameter in student.parameters():
             torch.nn.init.normal_(parameter, std=scale)
     return student, ShardStore.open(store)
+
+
+def a_noise_table(student: Drafter, num_rows: int, length: int, seed: int = 2) -> Tensor:
+    """Noise embeddings of no noise in particular, and the shares that slots wait for."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn(num_rows, length, 16, generator=generator)
+    if not len(student.readings):
+        return table
+    shares = 3 * torch.randn(num_rows, length, student.config.vocab_size, generator=generator)
+    return torch.cat((table, shares.softmax(dim=-1)), dim=-1)
 
 
 def a_batch(store: ShardStore, num_rows: int = 4, seed: int = 0) -> Batch:

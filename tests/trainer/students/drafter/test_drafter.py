@@ -14,12 +14,18 @@ from shards.noise import DenseProbabilities, KeyedPosterior, KeyedPrior, Positio
 from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import SHAPES, backbone_run, store_of, write_backbone
 from tests.trainer.run_cases import assert_same_run
-from tests.trainer.students.drafter.drafter_cases import RECIPES, a_batch, tiny_drafter
+from tests.trainer.students.drafter.drafter_cases import (
+    RECIPES,
+    a_batch,
+    a_noise_table,
+    tiny_drafter,
+)
 from tests.trainer.training.test_resume import run_with_signal
 from trainer import load_student
 from trainer.objective.places import Places
 from trainer.students.drafter.layout import SlotLayout
 from trainer.students.drafter.signals import token_uniforms
+from trainer.students.drafter.student import Drafter
 from trainer.students.drafter.targets import Truth, distribution_loss, token_loss
 from trainer.training.construction import build_student
 from trainer.training.loop import train
@@ -90,6 +96,69 @@ def test_no_slot_sees_noise_that_is_not_told(recipe: str, tmp_path: Path) -> Non
         assert felt == list(range(slot - slot % 3, slot + 1))
 
 
+def add_much(student: Drafter, gate: float) -> None:
+    """Let slots feel the token before them, or not."""
+    for name, weight in student.readings.named_parameters():
+        assert name.endswith("gate")
+        torch.nn.init.constant_(weight, gate)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.no_grad()
+def test_waiting_slots_know_the_token_before_them_and_no_own_noise(
+    shape: str, tmp_path: Path
+) -> None:
+    """Noise that makes another token is felt by all later slots of the points that see its place.
+
+    Noise that makes the same one is not: the first reading asks the backbone itself for the token,
+    so that what slot 2 is told can be worked out with the bare backbone.
+    """
+    student, _ = tiny_drafter(tmp_path, shape, "waiting", scale=0.15)
+    add_much(student, 10.0)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / shape).eval()
+    tokens = torch.randint(12, (1, 8), generator=torch.Generator().manual_seed(3))
+    layout = SlotLayout(torch.tensor([[2, 4]]), 3, 8)
+
+    table = a_noise_table(student, 1, 8)
+
+    def states(place: int, token: int) -> torch.Tensor:
+        """Of the slots, the noise at the place leaving no other choice than the token."""
+        forced = table.clone()
+        forced[0, place, 16:] = torch.where(torch.arange(12) == token, 1.0, 1e-30)
+        return student.slot_states(tokens, layout, student.slot_inputs(tokens, layout, forced))[0]
+
+    before = student.slot_states(tokens, layout, student.slot_inputs(tokens, layout, table))[0]
+    starts, places = layout.prefix_lengths[0].tolist(), layout.places[0].tolist()
+    for place in range(1, 8):
+        moved = ((states(place, 2) - states(place, 7)).abs().amax(dim=1) > 1e-4).tolist()
+        assert moved == [s <= place < p for s, p in zip(starts, places, strict=True)]
+    for slot, start in ((1, 2), (4, 4)):
+        logits = plain(tokens[:, :start]).logits[0, -1, :12]
+        token = int((logits + table[0, start, 16:].log()).argmax())
+        for chosen, is_same in ((token, True), ((token + 1) % 12, False)):
+            distance = float((states(start, chosen)[slot] - before[slot]).abs().max())
+            assert (distance < 1e-4) is is_same
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@torch.no_grad()
+def test_slots_that_wait_and_add_nothing_are_slots_that_do_not_wait(
+    shape: str, tmp_path: Path
+) -> None:
+    """The layers in parts, one part twice, are the layers; the adapters are not zero."""
+    student, _ = tiny_drafter(tmp_path, shape, "waiting", scale=0.15)
+    add_much(student, 10.0)
+    tokens = torch.randint(12, (2, 8), generator=torch.Generator().manual_seed(3))
+    layout = SlotLayout(torch.tensor([[2, 5], [1, 4]]), 3, 8)
+    inputs = student.slot_inputs(tokens, layout, a_noise_table(student, 2, 8))
+    told = student.slot_states(tokens, layout, inputs)
+    add_much(student, 0.0)
+    found = student.slot_states(tokens, layout, inputs)
+    student.config.noise_readings = ()
+    assert torch.allclose(found, student.slot_states(tokens, layout, inputs), atol=1e-4)
+    assert not torch.allclose(found, told, atol=1e-2)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.no_grad()
 def test_keys_and_values_of_tokens_are_the_backbones_own(shape: str, tmp_path: Path) -> None:
@@ -142,7 +211,7 @@ def test_training_changes_the_drafter_and_no_bit_of_the_backbone(
         assert "lora_" in name or torch.equal(value, before[name]), name
     assert not any("base_layer" in name or "embed" in name for name, _ in student.named_buffers())
     trained = {name.split(".")[0] for name in student.state_dict()}
-    assert trained <= {"adapters", "slot_offsets", "conditioner", "time_bounds"}
+    assert trained <= {"adapters", "slot_offsets", "conditioner", "readings", "time_bounds"}
 
 
 def test_losses_by_hand(tmp_path: Path) -> None:
@@ -235,6 +304,15 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         train(
             backbone_run(backbone, "medusa", model__conditioning="uniform"), store, tmp_path / "y"
         )
+    shards = ShardStore.open(store)
+    for changes, problem in (
+        ({"noise_readings": [2]}, r"got \[2\].*has 2 layers"),
+        ({"noise_readings": [1], "own_noise": "seen"}, "which token the one before"),
+    ):
+        named = {f"model__{name}": value for name, value in changes.items()}
+        config = backbone_run(backbone, "drafter", model__conditioning="gumbel", **named)
+        with pytest.raises(UsageError, match=problem):
+            build_student(config, shards, None)
     with pytest.raises(UsageError, match="lora_rank"):
         build_student(
             backbone_run(backbone, "medusa", model__lora_rank=8), ShardStore.open(store), None

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from shards.base.errors import UsageError
 from tests.trainer.backbone_cases import store_of, write_backbone
-from tests.trainer.students.drafter.drafter_cases import a_batch, tiny_drafter
+from tests.trainer.students.drafter.drafter_cases import a_batch, a_noise_table, tiny_drafter
 from trainer.students import attention
 from trainer.students.drafter import kernel
 from trainer.students.drafter.layout import EMPTY, SlotLayout, flex_slot_mask, slot_mask
@@ -68,16 +68,17 @@ def test_flex_attention_gives_the_same_numbers(num_read: int) -> None:
     assert torch.allclose(found, dense, atol=1e-5)
 
 
+@pytest.mark.parametrize("recipe", ["hidden", "waiting"])
 @pytest.mark.parametrize("shape", ["llama", "qwen2", "gpt2"])
 @torch.no_grad()
-def test_packed_starting_points_read_as_if_alone(shape: str, tmp_path: Path) -> None:
+def test_packed_starting_points_read_as_if_alone(shape: str, recipe: str, tmp_path: Path) -> None:
     """Against the row cut off before each starting point, whose slots stand behind it."""
-    student, _ = tiny_drafter(tmp_path, shape)
+    student, _ = tiny_drafter(tmp_path, shape, recipe)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(12, (2, 8), generator=generator)
     starts = torch.tensor([[1, 3, 5], [2, 2, 4]])
     layout = SlotLayout(starts, student.num_slots, 8)
-    table = torch.randn(2, 8, 16, generator=generator)
+    table = a_noise_table(student, 2, 8)
     together = student.slot_states(tokens, layout, student.slot_inputs(tokens, layout, table))
     together = together.unflatten(1, (3, student.num_slots))
     for row in range(2):
