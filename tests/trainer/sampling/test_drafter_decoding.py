@@ -156,11 +156,12 @@ def test_slots_leave_nothing_in_the_cache(recipe: str, tmp_path: Path) -> None:
         starts = torch.stack((stops - 1, stops), dim=1)[:, : turn % 3]
         logits, slots = reader.read(rows, stops, 2, starts, table)
         assert slots.shape == (3, turn % 3, student.num_slots, VOCAB)
-        layout = SlotLayout(starts, student.num_slots, 24)
-        with torch.no_grad():
-            inputs = student.slot_inputs(rows, layout, table)
-            wanted = student.logits(student.slot_states(rows, layout, inputs))
-        assert torch.allclose(slots.flatten(1, 2), wanted, atol=1e-3)
+        if starts.shape[1]:
+            layout = SlotLayout(starts, student.num_slots, 24)
+            with torch.no_grad():
+                inputs = student.slot_inputs(rows, layout, table)
+                wanted = student.logits(student.slot_states(rows, layout, inputs))
+            assert torch.allclose(slots.flatten(1, 2), wanted, atol=1e-3)
         for row, stop in enumerate(stops.tolist()):
             with torch.no_grad():
                 alone = plain(rows[row : row + 1, :stop]).logits[0, -2:, :VOCAB]
