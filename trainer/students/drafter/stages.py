@@ -5,7 +5,8 @@ network has said so, and goes on from there::
 
     h <- h + gate W[argmax_x(l + tau xi)]      l: logits of the slot before, xi: its noise
 
-W are the noise embeddings, which begin as token embeddings.
+W are the noise embeddings, which begin as token embeddings. So the slots' layers are run after the
+tokens' pass, not beside it: L + d + (L - d) R layers one behind the other for R readings at depth d.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class Stages:
 
     def forget(self, cache: DynamicCache, depth: int, num_new: int) -> None:
         """Drop the last keys and values of the layers above a depth, which are run again."""
-        for layer in cache.layers[depth:]:
+        layers: Any = cache.layers
+        for layer in layers[depth:]:
             layer.crop(-num_new)
 
     @contextmanager

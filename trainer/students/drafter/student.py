@@ -8,6 +8,8 @@ before it, and of the noise
                           and is learnt (KL); decoding adds the slot's own noise, argmax(h + tau xi)
 
 Without noise a slot learns the teacher's mean distribution behind the prefix, and decodes alike.
+With ``noise_readings`` slots wait below the last layers until they are told the token before them
+(see :mod:`.stages`): argmax(l + tau xi) needs the last layer's l, so no layer before can know it.
 One pass reads the row without adapters or gradients; its keys and values then serve all starting
 points at once.
 """
