@@ -5,8 +5,8 @@ network has said so, and goes on from there::
 
     h <- h + gate W[argmax_x(l + tau xi)]      l: logits of the slot before, xi: its noise
 
-W are the noise embeddings, which begin as token embeddings. So the slots' layers are run after the
-tokens' pass, not beside it: L + d + (L - d) R layers one behind the other for R readings at depth d.
+W are the noise embeddings, which begin as token embeddings. The slots' layers are run after the
+tokens' pass, not beside it: L + d + (L - d) R layers in a row for R readings at depth d of L.
 """
 
 from __future__ import annotations
