@@ -10,10 +10,14 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.commands import call
 from tests.options_contract import scripts
 from tests.pipeline.extract_cases import WORDS, save_teacher
+from tests.trainer.run_cases import tiny_run, write_store
+from trainer.students import read_model
+from trainer.training import train
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -27,7 +31,9 @@ def test_scripts_are_sound_shell(script: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def recorded_commands(script: Path, place: Path, environment: dict[str, str]) -> list[list[str]]:
+def recorded_commands(
+    script: Path, place: Path, environment: dict[str, str], *words: str
+) -> list[list[str]]:
     """The words of every command of the project that a script gives, none of which is run."""
     (place / "runs").mkdir(parents=True)
     (place / ".venv/bin").mkdir(parents=True)
@@ -36,7 +42,7 @@ def recorded_commands(script: Path, place: Path, environment: dict[str, str]) ->
         file = place / ".venv/bin" / name
         file.write_text(f"#!/bin/sh\nprintf '%s\\n' {name} \"$@\" '' >>'{told}'\n")
         file.chmod(0o755)
-    command = ["bash", copy]
+    command = ["bash", copy, *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     return [block.split("\n") for block in told.read_text().strip().split("\n\n")]
@@ -67,3 +73,37 @@ def test_the_recipe_runs_from_text_to_scores(
     for student in ("mdlm-none", "mdlm-gumbel", "bd3lm-none", "bd3lm-gumbel"):
         results = json.loads((out / "samples" / student / "results.json").read_text())
         assert results, student
+
+
+def test_each_round_through_time_learns_from_the_one_before(tmp_path: Path) -> None:
+    """Two rounds, of steps of 1/4 and then of 1/2; the last one's student is another model."""
+    store = write_store(tmp_path / "store")
+    assert train(tiny_run(training__num_steps=2), store, tmp_path / "start")
+    shape = ("hidden_size=16", "num_layers=1", "num_heads=2", "condition_size=8")
+    words = [word for name in shape for word in ("--set", f"model.{name}")]
+    words += [
+        "--conditioning",
+        "gumbel",
+        "--set",
+        "model.dropout=0",
+        "--set",
+        "training.device=cpu",
+    ]
+    environment = os.environ | {
+        "STORE": str(store),
+        "START": str(tmp_path / "start"),
+        "OUT": str(tmp_path / "round"),
+        "TIME_STEPS": "0.25 0.5",
+        "STEPS": "2",
+        "BATCH": "8",
+    }
+    script = REPOSITORY / "runs/through_time.sh"
+    rounds = recorded_commands(script, tmp_path / "clone", environment, *words)
+    starts = [command[command.index("--init-from") + 1] for command in rounds]
+    assert starts == [str(tmp_path / "start"), str(tmp_path / "round-0.25")]
+    for command in rounds:
+        assert call(*command) == 0
+    first, last = (read_model(tmp_path / f"round-{step}" / "model") for step in ("0.25", "0.5"))
+    assert last.settings.kd_time_step == 0.5 and first.settings.kd_time_step == 0.25
+    changed = zip(first.parameters(), last.parameters(), strict=True)
+    assert any(not torch.equal(before, after) for before, after in changed)
