@@ -102,7 +102,7 @@ def test_slots_are_measured_as_they_are_trained(recipe: str, tmp_path: Path) -> 
     found = slot_noise.read_slots(student, batch)
     assert torch.isclose(found["loss"].mean(), student.loss(batch).loss.detach(), atol=1e-5)
     moved = (found["loss"] - found["loss_of_others"]).abs().amax(dim=0) > 1e-3
-    told = {"none": [], "hidden": [1, 2]}.get(recipe, [0, 1, 2])
+    told = {"none": [], "hidden": [1, 2], "waiting": [1, 2]}.get(recipe, [0, 1, 2])
     assert moved.nonzero().flatten().tolist() == told
 
 
