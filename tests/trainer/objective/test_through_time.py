@@ -98,15 +98,18 @@ def test_steps_end_at_zero_and_times_of_blocks_differ() -> None:
     assert abs(float(second) - 0.5) < 4.5 * math.sqrt(0.25 / 1200)
 
 
-def test_draws_are_keyed_by_row_and_not_by_the_batch() -> None:
-    batch, corruption = a_batch(8), all_masked(8)
+def test_draws_are_keyed_by_row_not_by_the_batch_and_stand() -> None:
+    batch, corruption, shown = a_batch(8), all_masked(8), []
 
     def denoise(noised: Tensor, places: Places, t: Tensor) -> Tensor:
+        shown.append(noised)
         flat = torch.tensor([0.2, 0.3, 0.5, 1e-30]).log().expand(len(places), -1)
         return flat + 0.1 * (noised.sum(dim=1)[places.rows, None] == 0)
 
-    steps = EarlierSteps(0.5, 3, is_drawn=True)
+    steps = EarlierSteps(0.3, 3, is_drawn=True)
     whole = steps.log_probs(denoise, batch, corruption, LOGLINEAR, MASK)
+    known = shown[1] != MASK
+    assert torch.equal(shown[2][known], shown[1][known]), "what is drawn once is not drawn again"
     part = slice(3, 5)
     few = Corruption(
         corruption.t[part], corruption.mask[part], corruption.weight[part], corruption.sigma[part]
