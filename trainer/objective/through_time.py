@@ -61,11 +61,11 @@ class EarlierSteps:
         places, t = corruption.places, corruption.t
         noised = batch.tokens.masked_fill(corruption.mask, mask)
         found = denoise(noised, places, t)
+        uniforms = places.read(_uniforms("tokens", batch, 0))  # a token is drawn once
         for number in range(1, self.num_steps):
             later = (t - self.time_step).clamp_min(LAST_TIME)
             stays = schedule.masking_probability(later) / schedule.masking_probability(t)
             revealed = places.read(_revealed(stays, batch, number))
-            uniforms = places.read(_uniforms("tokens", batch, number))
             chosen = draw(found, uniforms) if self.is_drawn else found.argmax(dim=-1)
             before = places.read(noised)
             after = torch.where(revealed & (before == mask), chosen, before)
