@@ -20,7 +20,6 @@ from benchmarks.sampler_statistics import ChiSquare, chi_square
 from shards.base import derive_seed
 from shards.noise import PositionKeys, keyed_bits
 from trainer.sampling import AncestralConfig
-from trainer.sampling.rules import draws
 from trainer.students import MDLM, StudentSettings
 
 SEED = derive_seed("float32 truncation")
@@ -44,7 +43,7 @@ class Precision:
         return (torch.floor(uniform * 2.0**self.num_bits) * 2.0**-self.num_bits).to(self.dtype)
 
     def from_bits(self, keys: PositionKeys, start: int, stop: int) -> Tensor:
-        """In place of :func:`trainer.sampling.rules.draws.uniforms`."""
+        """In place of :func:`trainer.sampling.rules.keyed_race.uniforms`."""
         bits = keyed_bits(keys, start, stop) >> (32 - self.num_bits)
         return bits.to(self.dtype) * 2.0**-self.num_bits
 
@@ -69,7 +68,7 @@ def simulate(precision: Precision, num_tail: int, num_samples: int, seed: int = 
         (torch.full_like(head, head_probability(num_tail)), TAIL_PROBABILITY * present), dim=1
     )
     both = precision.quantize(torch.cat((head, uniform), dim=1))
-    winner = draws.race(probs.to(precision.dtype), both)
+    winner = keyed_race.race(probs.to(precision.dtype), both)
     return torch.stack(((winner == 0).sum(), (winner > 0).sum()))
 
 
@@ -90,10 +89,10 @@ def through_the_sampler(
     """The same with ``AncestralConfig.sample`` itself, every uniform of the vocabulary drawn."""
     student = flat_tail_student(num_tail)
     counts = torch.zeros(2, dtype=torch.int64)
-    original = draws.uniforms, draws.race
+    original = keyed_race.uniforms, keyed_race.race
     if precision.dtype != torch.float64:
-        draws.uniforms = precision.from_bits
-        draws.race = lambda probs, uniform: original[1](probs.to(precision.dtype), uniform)
+        keyed_race.uniforms = precision.from_bits
+        keyed_race.race = lambda probs, uniform: original[1](probs.to(precision.dtype), uniform)
     try:
         for first in range(0, num_samples, 200):
             ids = torch.arange(first, first + 200)
@@ -102,7 +101,7 @@ def through_the_sampler(
             counts += torch.stack(((drawn == 0).sum(), (drawn > 0).sum()))
             advance(200)
     finally:
-        draws.uniforms, draws.race = original
+        keyed_race.uniforms, keyed_race.race = original
     return counts
 
 

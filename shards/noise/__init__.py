@@ -6,8 +6,8 @@ which embeds itself: ``noise.softmax_embed(weight)``.
 
 gumbel.py says what the posterior is; philox and keyed_exponentials draw without state;
 probabilities holds the teacher's side; kinds puts them together; order_statistics draws the k
-largest of V without the V; embedding is softmax(xi) W. couplings and token_tree compare other ways
-to make a token from noise.
+largest of V without the V; embedding is softmax(xi) W (tile_weights its kernel); keyed_race draws
+tokens; couplings and token_tree compare other ways to make a token from noise.
 """
 
 from __future__ import annotations
@@ -31,9 +31,17 @@ if TYPE_CHECKING:
         add_product,
         even_width,
         product_dtype,
+        tile_shape,
     )
     from shards.noise.gumbel import add_wait_, arrivals_from_gumbel, gumbel_argmax
     from shards.noise.keyed_exponentials import NoiseKernel, noise_kernel, use_noise_kernel
+    from shards.noise.keyed_race import (
+        draws_kernel,
+        race,
+        race_of_logits,
+        race_of_probs,
+        uniforms,
+    )
     from shards.noise.kinds import (
         KeyedPosterior,
         KeyedPrior,
@@ -55,6 +63,7 @@ if TYPE_CHECKING:
         HeadLogits,
         Probabilities,
     )
+    from shards.noise.tile_weights import OpenTile, conditioner_kernel
     from shards.noise.token_tree import TokenTree, along_widest, balanced_tree, huffman_tree
 
 __getattr__, __dir__ = open_door(__name__, __file__)

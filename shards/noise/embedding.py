@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -20,19 +21,20 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
 from shards.noise.positions import Index
+from shards.noise.tile_weights import OpenTile, fused_weights, is_fused, least_arrival
 
 TILES = {"cpu": (1024, 512), "cuda": (8192, 2048)}
-"""(positions, vocabulary ids) of a tile: within a core's cache, or enough to fill a GPU."""
-LARGEST_LOG_RATE = 80.0
-"""Rates F^-tau are capped at e^80, so that sums of them stay finite in float32 (and in bf16)."""
+"""(positions, vocabulary ids) of a tile: within a core's cache, or at most so many on a GPU, where
+a float32 tile is to take three quarters of the level-2 cache or less."""
+FEWEST_POSITIONS = 1024
+"""Smaller tiles leave a GPU idle, whatever its cache."""
 
 Transform = Literal["gumbel", "gaussian", "uniform"]
 
 
 def gumbel_rates(arrivals: Float[Tensor, "*s"], tau: float) -> Float[Tensor, "*s"]:
     """exp(tau xi) with xi = -log F, that is F^-tau; 0 where F is infinite (truncated away)."""
-    floor = math.exp(-LARGEST_LOG_RATE / max(tau, 1.0))
-    arrivals = arrivals.clamp_min(floor)
+    arrivals = arrivals.clamp_min(least_arrival(tau))
     return arrivals.reciprocal_() if tau == 1.0 else arrivals.pow_(-tau)
 
 
@@ -79,6 +81,10 @@ class Tiles(Protocol):
         """Arrival times of vocabulary ids start..stop-1; +inf where an entry was cut off."""
         ...
 
+    def open_tile(self, start: int, stop: int) -> OpenTile:
+        """The same, with what one kernel can do while it makes weights of them left to it."""
+        ...
+
     def select(self, index: Index) -> Tiles: ...
 
     def split(self, width: int) -> Sequence[Tiles]:
@@ -114,7 +120,7 @@ class Walk:
 
     def vocabulary_tiles(self) -> list[slice]:
         """Consecutive ranges of vocabulary ids."""
-        size, width = self.noise.vocab_size, _tile_shape(self.noise.device)[1]
+        size, width = self.noise.vocab_size, tile_shape(self.noise.device)[1]
         return [slice(start, min(start + width, size)) for start in range(0, size, width)]
 
     def position_chunks(self) -> list[tuple[slice, Walk]]:
@@ -122,7 +128,7 @@ class Walk:
         size = self.noise.num_positions
         if size == 0:
             return []
-        width = even_width(size, _tile_shape(self.noise.device)[0])
+        width = even_width(size, tile_shape(self.noise.device)[0])
         parts = zip(range(0, size, width), self.noise.split(width), strict=True)
         return [
             (slice(start, min(start + width, size)), replace(self, noise=part))
@@ -135,14 +141,54 @@ class Walk:
         prior = self.weighting.prior
         return rates if prior is None else rates.mul_(prior[ids])
 
+    def weights(
+        self, ids: slice, dtype: torch.dtype, totals: Float[Tensor, "n 1"] | None = None
+    ) -> Float[Tensor, "n tile"]:
+        """The same in the products' precision; their float32 sums are added to ``totals``."""
+        tau, prior = self.weighting.tau, self.weighting.prior
+        if not (self._may_fuse(ids) and is_fused(self.noise.device, dtype, tau)):
+            rates = self.rates(ids)
+            if totals is not None:
+                totals += rates.sum(dim=-1, keepdim=True)
+            return rates.to(dtype)
+        tile = self.noise.open_tile(ids.start, ids.stop)
+        weights, sums = fused_weights(tile, ids, self.noise.vocab_size, tau, prior, dtype)
+        if totals is not None:
+            totals += sums
+        return weights
+
+    def _may_fuse(self, ids: slice) -> bool:
+        """Sizes of 1 would be compiled apart, and so would the ablations' transforms."""
+        smallest = min(self.noise.num_positions, ids.stop - ids.start)
+        return smallest > 1 and self.weighting.transform == "gumbel"
+
 
 def even_width(size: int, most: int) -> int:
     """The width at which ``size`` is cut into as few parts as at ``most``, none of them a scrap."""
     return -(-size // max(1, -(-size // most))) or most
 
 
-def _tile_shape(device: torch.device) -> tuple[int, int]:
-    return TILES.get(device.type, TILES["cuda"])
+def tile_shape(device: torch.device) -> tuple[int, int]:
+    """(positions, vocabulary ids) of a tile on a device; the most on a GPU that is not here."""
+    positions, ids = TILES.get(device.type, TILES["cuda"])
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return positions, ids
+    return _positions_for(_cache_bytes(device), positions, ids), ids
+
+
+def _positions_for(cache_bytes: int, most: int, ids: int) -> int:
+    """Halved from the most until a float32 tile fits."""
+    positions = most
+    while positions > FEWEST_POSITIONS and 4 * positions * ids > 0.75 * cache_bytes:
+        positions //= 2
+    return positions
+
+
+@lru_cache(maxsize=16)
+def _cache_bytes(device: torch.device) -> int:
+    """Size of the level-2 cache; of an H100's where PyTorch does not tell."""
+    properties = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "L2_cache_size", 50 << 20))
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:
@@ -168,9 +214,8 @@ class TiledProjection(torch.autograd.Function):
         with torch.autocast(weight.device.type, enabled=False):
             for rows, part in chunks:
                 for ids in walk.vocabulary_tiles():
-                    rates = part.rates(ids)
-                    totals[rows] += rates.sum(dim=-1, keepdim=True)
-                    add_product(mixed[rows], rates.to(dtype), weight[ids].to(dtype))
+                    rates = part.weights(ids, dtype, totals[rows])
+                    add_product(mixed[rows], rates, weight[ids].to(dtype))
         ctx.walk, ctx.chunks, ctx.dtype = walk, chunks, dtype
         ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
         ctx.save_for_backward(totals)
@@ -187,7 +232,7 @@ class TiledProjection(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             for ids in walk.vocabulary_tiles():
                 for rows, part in chunks:
-                    rates = part.rates(ids).to(dtype)
+                    rates = part.weights(ids, dtype)
                     add_product(grad_weight[ids], rates.T, scaled[rows], first=rows.start == 0)
         return None, grad_weight.to(ctx.weight_dtype), None
 

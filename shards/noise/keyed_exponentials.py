@@ -10,7 +10,7 @@ Philox call serves four vocabulary ids, its first two rounds are shared along ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Literal, get_args, no_type_check
 
@@ -26,7 +26,6 @@ from shards.noise.philox import (
     STREAM_BLOCK,
     STREAM_STRIDE,
     PositionKeys,
-    position_words,
     round_keys,
 )
 
@@ -118,15 +117,29 @@ def _shared_rounds(keys: PositionKeys, start: int, stop: int) -> tuple[Words, Wo
     Returns:
         [r0, r2, r3], each [n, 1], and [s0, s1, s2], each [1, blocks].
     """
-    blocks = torch.arange(start // 4, -(-stop // 4), device=keys.rows.device)[None]
-    c1, c2, draw = position_words(keys)
-    (k0, k1), (next_k0, next_k1) = round_keys(keys.seed)[:SHARED_ROUNDS]
-    column, row = blocks * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-    c0, c2 = ((row >> 32) ^ c1 ^ k0) & MASK, ((column >> 32) ^ draw ^ k1) & MASK
-    c1, c3 = row & MASK, column & MASK
-    row, column = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-    rows = [c1 ^ next_k0, (row >> 32) & MASK, row]
-    return rows, [(column >> 32) & MASK, column, c3 ^ next_k1]
+    device = keys.rows.device
+    return keys.row_rounds, _column_rounds(keys.seed, keys.draw, start, stop, device)
+
+
+@lru_cache(maxsize=128)
+def _column_rounds(seed: int, draw: int, start: int, stop: int, device: torch.device) -> Words:
+    """[s0, s1, s2]: alike for all positions, and so kept for the next ones (36 bytes a block)."""
+    (_, k1), (_, next_k1) = round_keys(seed)[:SHARED_ROUNDS]
+    column = torch.arange(start // 4, -(-stop // 4), device=device)[None] * MULTIPLIERS[0]
+    c2, c3 = ((column >> 32) ^ (draw & MASK) ^ k1) & MASK, column & MASK
+    column = c2 * MULTIPLIERS[1]
+    return [(column >> 32) & MASK, column, c3 ^ next_k1]
+
+
+def ordinary(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors as they are outside of inference mode: those made inside would be compiled apart."""
+    return [tensor.clone() if tensor.is_inference() else tensor for tensor in tensors]
+
+
+def shared_rounds(keys: PositionKeys, start: int, stop: int) -> tuple[Words, Words, Tensor]:
+    """What :func:`keyed_words` makes the bits of: rows' words, columns' words, later round keys."""
+    rows, columns = _shared_rounds(keys, start, stop)
+    return rows, columns, _later_keys(keys.seed, rows[0].device)
 
 
 def _is_large(num_positions: int, num_blocks: int) -> bool:
@@ -175,7 +188,7 @@ def _fill(out: Tensor, rows: Words, columns: Words, seed: int) -> None:
 
 
 @no_type_check  # torch.compile cannot trace run-time checks of annotations
-def _words(
+def keyed_words(
     r0: Tensor, r2: Tensor, r3: Tensor, s0: Tensor, s1: Tensor, s2: Tensor, keys: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The bits of which :func:`_fill` makes variates, out of place, for the compiler to fuse."""
@@ -190,14 +203,14 @@ def _words(
 @no_type_check
 def _by_lane(*arguments: Tensor) -> Tensor:
     """Variates lane by lane."""
-    return torch.stack([exponential_from_bits(words) for words in _words(*arguments)], dim=-1)
+    return torch.stack([exponential_from_bits(words) for words in keyed_words(*arguments)], dim=-1)
 
 
 @no_type_check
 def _all_lanes(*arguments: Tensor) -> Tensor:
     """Variates of all lanes together: 1.5 times as slow under AVX-512, but under AVX2 PyTorch 2.13
     compiles :func:`_by_lane` to code that gives other numbers, and this to code that does not."""
-    return exponential_from_bits(torch.stack(_words(*arguments), dim=-1))
+    return exponential_from_bits(torch.stack(keyed_words(*arguments), dim=-1))
 
 
 @torch.no_grad()

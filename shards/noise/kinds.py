@@ -23,6 +23,7 @@ from shards.noise.keyed_exponentials import first_arrivals, keyed_exponentials
 from shards.noise.philox import PositionKeys
 from shards.noise.positions import Index, OfPositions
 from shards.noise.probabilities import Entries, Probabilities
+from shards.noise.tile_weights import OpenTile
 
 
 @runtime_checkable
@@ -80,6 +81,9 @@ class TiledNoise(OfPositions):
     def gumbels(self: Tiles, start: int = 0, stop: int | None = None) -> Float[Tensor, "n tile"]:
         return -self.tile(start, self.vocab_size if stop is None else stop).log()
 
+    def open_tile(self: Tiles, start: int, stop: int) -> OpenTile:
+        return OpenTile(self.tile(start, stop))
+
     def softmax_embed(
         self: Tiles, weight: Float[Tensor, "v d"], weighting: Weighting | None = None
     ) -> Float[Tensor, "n d"]:
@@ -113,10 +117,28 @@ class TokenNoise(TiledNoise):
     def device(self) -> torch.device:
         return self.tokens.device
 
+    @cached_property
+    def own_arrivals(self) -> Float[Tensor, "n"]:
+        """F of the tokens."""
+        return arrivals_from_gumbel(self.token_gumbels)
+
     def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         stop = min(stop, self.vocab_size)
-        own = arrivals_from_gumbel(self.token_gumbels)
-        return place_tokens(self.other_arrivals(start, stop), self.tokens, own, start, stop)
+        others = self.other_arrivals(start, stop)
+        return place_tokens(others, self.tokens, self.own_arrivals, start, stop)
+
+    def open_others(self, start: int, stop: int) -> OpenTile:
+        """The other entries; the token's own among them counts for nothing."""
+        return OpenTile(self.other_arrivals(start, stop))
+
+    def open_tile(self, start: int, stop: int) -> OpenTile:
+        others = self.open_others(start, stop)
+        return replace(others, tokens=(self._tokens_alone, self.own_arrivals))
+
+    @cached_property
+    def _tokens_alone(self) -> Int[Tensor, "n"]:
+        """Not a part of another tensor: where it begins there would be compiled in."""
+        return self.tokens.clone()
 
     def gumbels(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "n tile"]:
         stop = self.vocab_size if stop is None else min(stop, self.vocab_size)
@@ -188,6 +210,9 @@ class KeyedPosterior(TokenNoise):
     def other_arrivals(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         """E_j + p_j E_0 of a tile."""
         return self.probabilities.add_waits(self.remaining(start, stop), self.first, start, stop)
+
+    def open_others(self, start: int, stop: int) -> OpenTile:
+        return self.probabilities.open_waits(self.remaining(start, stop), self.first, start, stop)
 
     def split(self, width: int) -> list[KeyedPosterior]:
         parts = zip(super().split(width), self.probabilities.split(width), strict=True)

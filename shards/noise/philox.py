@@ -18,6 +18,7 @@ words wraps in int64; its low 64 bits are right, and so are both halves once mas
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from jaxtyping import Int
@@ -56,6 +57,16 @@ class PositionKeys(OfPositions):
     @property
     def num_positions(self) -> int:
         return self.rows.shape[0]
+
+    @cached_property
+    def row_rounds(self) -> list[Int[Tensor, "n 1"]]:
+        """What the first two rounds make of the positions alone: r0, r2, r3 (24 bytes each)."""
+        (k0, _), (next_k0, _) = round_keys(self.seed)[:2]
+        c1, c2, _ = position_words(self)
+        row = c2 * MULTIPLIERS[1]
+        c0, c1 = ((row >> 32) ^ c1 ^ k0) & MASK, row & MASK
+        row = c0 * MULTIPLIERS[0]
+        return [c1 ^ next_k0, (row >> 32) & MASK, row]
 
     def redrawn(self, draw: int) -> PositionKeys:
         """The same positions, ``draw`` draws further on."""

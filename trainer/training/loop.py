@@ -29,7 +29,7 @@ from shards.base import (
     to_mapping,
     write_json_atomic,
 )
-from shards.noise import noise_kernel, use_noise_kernel
+from shards.noise import conditioner_kernel, noise_kernel, use_noise_kernel
 from shards.store import ShardStore
 from shards.stream import RowBatch, ShardStream
 from trainer.objective import Batch, BatchMaker
@@ -259,6 +259,8 @@ class Trainer:
             values["num_tokens"] = self.step * num_tokens
             values["epoch"] = epoch
             values["noise_kernel"] = noise_kernel(self.accelerator.device)
+            if self.student.is_conditioned:
+                values["conditioner_kernel"] = conditioner_kernel(self.accelerator.device)
             values["blocks"] = blocks_in_use(self.student)
             self.metrics.write("train", self.step, self.num_steps, values)
             note, figures = f"loss {values['loss']:.3f}", {"loss": values["loss"]}

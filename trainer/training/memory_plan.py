@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from shards.base import UsageError
-from shards.noise import TILES
+from shards.noise import tile_shape
 from shards.store import ShardStore
 from shards.stream import ShardStream, window_bytes_of
 from trainer.objective import Batch, BatchMaker
@@ -195,7 +195,7 @@ def _noise_bytes(student: Student, masked: int, device: str) -> int:
 
 def noise_tile_bytes(vocab_size: int, num_masked: int, device: str) -> int:
     """Float32 tiles that are alive at a time while noise is embedded, on a kind of device."""
-    positions, ids = TILES.get(device, TILES["cuda"])
+    positions, ids = tile_shape(torch.device(device))
     return NOISE_BUFFERS * FLOAT32_BYTES * min(num_masked, positions) * min(vocab_size, ids)
 
 

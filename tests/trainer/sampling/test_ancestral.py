@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from shards.base.errors import UsageError
-from shards.noise import dense_arrivals
+from shards.noise import dense_arrivals, race
 from shards.testing import DenseNoise
 from tests.trainer.sampling_cases import BOS, LENGTH, draw, noise_for, open_rows, tiny_student
 from trainer.objective.places import Places
@@ -22,7 +22,7 @@ from trainer.sampling import (
     FixedCountConfig,
     make_sampler,
 )
-from trainer.sampling.rules.draws import SampleKeys, position_uniforms, race
+from trainer.sampling.rules.draws import SampleKeys, position_uniforms
 from trainer.sampling.rules.noise_use import NoiseUse
 from trainer.sampling.rules.order import ancestral_steps, ancestral_times, random_ranks
 from trainer.sampling.rules.revealing import dense_ranks

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
-    from trainer.sampling.rules.draws import SampleKeys, position_chunks, race, uniforms
+    from trainer.sampling.rules.draws import SampleKeys, position_chunks
     from trainer.sampling.rules.noise import noise_of_rows, sampling_noise
     from trainer.sampling.rules.noise_use import (
         STEPS_PER_ATTEMPT,

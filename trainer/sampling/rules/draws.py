@@ -1,9 +1,7 @@
 """Random draws of the samplers, each a pure function of (seed, purpose, sample, position, attempt).
 
 Nothing here has state, so a sample depends neither on the batch it is drawn in nor on the order:
-only on the seed and on its own index. Categorical draws are made in float64: float32 uniforms have
-no value within 6e-8 of 1, which silences tokens of small probability and so lowers the effective
-temperature (Zheng et al., arXiv 2409.02908).
+only on the seed and on its own index. Categorical draws are races: see :func:`shards.noise.race`.
 """
 
 from __future__ import annotations
@@ -16,10 +14,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.base import derive_seed
-from shards.noise import PositionKeys, keyed_bits
+from shards.noise import PositionKeys, uniforms
 from trainer.objective import Places
 
-RACE_EPS = 1e-10
 ELEMENTS_PER_CHUNK = 1 << 22
 """Most float64 probabilities at a time: 32 MiB, of which a draw holds a dozen copies."""
 ELEMENTS_PER_GPU_CHUNK = 1 << 25
@@ -60,11 +57,6 @@ class SampleKeys:
         return SampleKeys(self.seed, self.sample_ids[rows], self.attempt)
 
 
-def uniforms(keys: PositionKeys, start: int, stop: int) -> Float[Tensor, "n tile"]:
-    """U(0, 1) in float64 with 32 random bits, for entries start..stop-1 of each position."""
-    return (keyed_bits(keys, start, stop).double() + 0.5) * 2.0**-32
-
-
 def position_uniforms(
     keys: SampleKeys, purpose: str, num_positions: int, first_position: int = 0
 ) -> Float[Tensor, "b l"]:
@@ -74,19 +66,6 @@ def position_uniforms(
     everywhere = Places(rows, torch.arange(num_positions, device=device).repeat(count))
     named = keys.at(purpose, everywhere, first_position)
     return uniforms(named, 0, 1).view(count, num_positions)
-
-
-def race(probs: Float[Tensor, "n v"], uniform: Float[Tensor, "n v"]) -> Int[Tensor, "n"]:
-    """Categorical draws by the exponential race argmax_k p_k / (1e-10 - log(U_k + 1e-10)).
-
-    The authors' form, in the precision of its arguments; ``probs`` need not be normalised.
-    """
-    return (probs / (RACE_EPS - (uniform + RACE_EPS).log())).argmax(dim=-1)
-
-
-def draw_tokens(probs: Float[Tensor, "n v"], keys: PositionKeys) -> Int[Tensor, "n"]:
-    """One token per position from float64 probabilities, by the race."""
-    return race(probs, uniforms(keys, 0, probs.shape[-1]))
 
 
 def position_chunks(

@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shards.base import UsageError
-from shards.noise import PositionKeys
-from trainer.sampling.rules.draws import draw_tokens, position_chunks
+from shards.noise import PositionKeys, race_of_logits, race_of_probs
+from trainer.sampling.rules.draws import position_chunks
 
 Decision = Literal["categorical", "argmax"]
 NucleusRule = Literal["strict", "crossing"]
@@ -63,12 +63,17 @@ class TokenRule:
     def choose(self, log_probs: Float[Tensor, "n v1"], keys: PositionKeys) -> Int[Tensor, "n"]:
         """One token for each of n positions; ``keys`` name the draws.
 
-        A few positions at a time: the float64 copies of all would outgrow the student.
+        In one kernel where there is one and nothing is truncated; else a few positions at a time:
+        the float64 copies of all would outgrow the student.
         """
         if self.decision == "argmax":
             return log_probs[:, :-1].argmax(dim=-1)
+        if self.nucleus_p == 1.0:
+            drawn = race_of_logits(log_probs[:, :-1], self.temperature, keys)
+            if drawn is not None:
+                return drawn
         parts = [
-            draw_tokens(self.probabilities(log_probs[chunk]), keys.select(chunk))
+            race_of_probs(self.probabilities(log_probs[chunk]), keys.select(chunk))
             for chunk in position_chunks(len(log_probs), log_probs.shape[1], log_probs.device)
         ]
         return torch.cat(parts)

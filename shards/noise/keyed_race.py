@@ -1,0 +1,158 @@
+"""Categorical draws by the exponential race argmax_k p_k / E_k, keyed by position and token id.
+
+Draws are made in float64: float32 uniforms have no value within 6e-8 of 1, which silences tokens
+of small probability and so lowers the effective temperature (Zheng et al., arXiv 2409.02908).
+
+Operation by operation a draw moves about 600 bytes for each of the V tokens, most of them for the
+uniforms' bits. On a GPU whose noise kernel is compiled, one more kernel makes bits, waits and the
+winner together and reads nothing but the scores: 4 or 8 bytes a token. It draws what the eager
+form draws, up to ties within the rounding of float64, and is tried against it before its first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import no_type_check
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from shards.base import first_line, stderr
+from shards.noise.keyed_exponentials import (
+    keyed_words,
+    noise_kernel,
+    ordinary,
+    shared_rounds,
+)
+from shards.noise.philox import PositionKeys, keyed_bits
+
+RACE_EPS = 1e-10
+RACED_ON = ("cuda",)
+"""Where draws are compiled; a CPU's results are reproduced bit for bit."""
+TRIAL_POSITIONS, TRIAL_TOKENS = 48, 1003
+
+Scores = Float[Tensor, "n v"]
+Kernel = Callable[..., tuple[Tensor, Tensor]]
+_tried: dict[tuple[str, bool], Kernel | None] = {}
+
+
+def uniforms(keys: PositionKeys, start: int, stop: int) -> Float[Tensor, "n tile"]:
+    """U(0, 1) in float64 with 32 random bits, for entries start..stop-1 of each position."""
+    return (keyed_bits(keys, start, stop).double() + 0.5) * 2.0**-32
+
+
+def race(probs: Float[Tensor, "n v"], uniform: Float[Tensor, "n v"]) -> Int[Tensor, "n"]:
+    """Categorical draws by the exponential race argmax_k p_k / (1e-10 - log(U_k + 1e-10)).
+
+    The authors' form, in the precision of its arguments; ``probs`` need not be normalised.
+    """
+    return (probs / (RACE_EPS - (uniform + RACE_EPS).log())).argmax(dim=-1)
+
+
+def race_of_probs(probs: Scores, keys: PositionKeys) -> Int[Tensor, "n"]:
+    """One token per position from float64 probabilities, which need not be normalised."""
+    if len(probs) > 1 and is_compiled(probs.device, is_log=False):
+        return _run(probs, 1.0, keys, is_log=False)
+    return race(probs, uniforms(keys, 0, probs.shape[-1]))
+
+
+def race_of_logits(
+    logits: Scores, temperature: float, keys: PositionKeys
+) -> Int[Tensor, "n"] | None:
+    """The tokens that :func:`race` draws from softmax(logits / T), in one kernel.
+
+    None where there is no such kernel, or one position only (sizes of 1 would be compiled apart):
+    then whoever asks makes the probabilities, a few positions at a time.
+    """
+    if len(logits) > 1 and is_compiled(logits.device, is_log=True):
+        return _run(logits, temperature, keys, is_log=True)
+    return None
+
+
+def is_compiled(device: torch.device, is_log: bool) -> bool:
+    """Whether the kernel is in use; the first question about a form of it compiles and tries it."""
+    if device.type not in RACED_ON or noise_kernel(device) == "eager":
+        return False
+    if (device.type, is_log) not in _tried:
+        said_before = None in [
+            kernel for (kind, _), kernel in _tried.items() if kind == device.type
+        ]
+        _tried[device.type, is_log], obstacle = _trial(device, is_log)
+        if obstacle and not said_before:
+            stderr.print(f"categorical draws: eager on {device.type}; {obstacle}", markup=False)
+    return _tried[device.type, is_log] is not None
+
+
+def draws_kernel(device: torch.device | str) -> str:
+    """What has drawn on a kind of device: ``compiled``, or ``eager`` if any of it could not be."""
+    tried = _tried_on(torch.device(device))
+    return "compiled" if tried and None not in tried else "eager"
+
+
+def _tried_on(device: torch.device) -> list[Kernel | None]:
+    return [kernel for (kind, _), kernel in _tried.items() if kind == device.type]
+
+
+def _run(scores: Scores, temperature: float, keys: PositionKeys, *, is_log: bool) -> Tensor:
+    kernel = _tried[scores.device.type, is_log]
+    assert kernel is not None
+    # Tokens have no gradients; under one mode there is one compiled kernel for all callers.
+    with torch.inference_mode(False), torch.no_grad():
+        rows, columns, later = shared_rounds(keys, 0, scores.shape[1])
+        (scores,) = ordinary([scores])
+        best, lane_ids = kernel(scores, _scalar(temperature, scores.device), *rows, *columns, later)
+        # Four winners a position, one for each word of a counter; the smaller id where they tie.
+        tied = torch.where(best == best.amax(1, keepdim=True), lane_ids, scores.shape[1])
+        return tied.amin(1)
+
+
+@lru_cache(maxsize=16)
+def _scalar(value: float, device: torch.device) -> Float[Tensor, ""]:
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=torch.float64, device=device)
+
+
+def _form(is_log: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What is compiled: per lane of the counters, the best score and its id, each [n, 4]."""
+
+    @no_type_check  # torch.compile cannot trace run-time checks of annotations
+    def winners(scores, temperature, *words_of):
+        lanes = keyed_words(*words_of)
+        missing = 4 * lanes[0].shape[1] - scores.shape[1]
+        scores = pad(scores, (0, missing), value=-torch.inf)  # beyond the vocabulary none wins
+        scores = scores.unflatten(1, (-1, 4))
+        best, ids = [], []
+        for lane, bits in enumerate(lanes):
+            uniform = (bits.double() + 0.5) * 2.0**-32
+            wait = RACE_EPS - (uniform + RACE_EPS).log()
+            given = scores[:, :, lane].double()
+            raced = given / temperature - wait.log() if is_log else given / wait
+            top = raced.max(dim=1)
+            best.append(top.values)
+            ids.append(4 * top.indices + lane)
+        return torch.stack(best, 1), torch.stack(ids, 1)
+
+    return winners
+
+
+def _trial(device: torch.device, is_log: bool) -> tuple[Kernel | None, str]:
+    """The compiled form, or why not: flat distributions, where every wait decides."""
+    index = torch.arange(TRIAL_POSITIONS, device=device)
+    keys = PositionKeys(0x123456789ABCDEF, index, index + 1, 7)
+    steps = torch.arange(TRIAL_POSITIONS * (TRIAL_TOKENS + 1), device=device)
+    logits = ((steps * 7919 % 10007) / 5003).view(TRIAL_POSITIONS, -1)[:, :TRIAL_TOKENS]
+    scores, temperature = (logits, 0.75) if is_log else (logits.double().exp(), 1.0)
+    form = device.type, is_log
+    try:
+        _tried[form] = torch.compile(_form(is_log), dynamic=True, fullgraph=True)
+        found = _run(scores, temperature, keys, is_log=is_log)
+    except Exception as error:
+        return None, f"cannot compile their kernel: {first_line(error)}"
+    probs = (logits.double() / temperature).exp() if is_log else scores
+    expected = race(probs, uniforms(keys, 0, TRIAL_TOKENS))
+    if torch.equal(found, expected):
+        return _tried[form], ""
+    return None, f"the compiled kernel draws {int((found != expected).sum())} other tokens"
