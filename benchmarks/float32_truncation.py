@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.sampler_statistics import ChiSquare, chi_square
 from shards.base import derive_seed
-from shards.noise import PositionKeys, keyed_bits
+from shards.noise import PositionKeys, keyed_bits, keyed_race
 from trainer.sampling import AncestralConfig
 from trainer.students import MDLM, StudentSettings
 

@@ -101,11 +101,12 @@ def _modes() -> list[Any]:
 
 @contextmanager
 def way(name: str) -> Iterator[None]:
-    """Run as ``name`` says, with a GPU's tiles, whatever the device."""
+    """Run as ``name`` says, with a GPU's tiles and in its one block, whatever the device."""
     on = ("cpu",) if name == "as on a GPU" else ()
     with (
         mock.patch.object(torch, "compile", as_one_kernel),
         mock.patch.object(keyed_exponentials, "_compiled", {}),
+        mock.patch.object(keyed_exponentials, "BLOCK_ELEMENTS", 1 << 40),
         mock.patch.object(tile_weights, "_tried", {}),
         mock.patch.object(keyed_race, "_tried", {}),
         mock.patch.object(tile_weights, "FUSED_ON", on),
