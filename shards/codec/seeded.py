@@ -168,7 +168,13 @@ class SeededCodec(Codec):
     ) -> Int[Tensor, "n"]:
         """The least c at which the moved entries fit."""
         coarsening = torch.zeros(len(waits), dtype=torch.int64, device=waits.device)
-        num_slots = self._num_slots(waits.shape[1])
+        num_slots, vocab_size = self._num_slots(waits.shape[1]), waits.shape[1]
+        if num_slots == vocab_size:
+            return coarsening
+        if num_slots >= _slots_for(self.tolerance_nats):
+            # No distribution fills them, let alone at twice the tolerance: no need to wait for a
+            # GPU's word that none did.
+            return (self._moved(waits, prior, coarsening).sum(1) > num_slots).long()
         for _ in self._scales:
             excess = self._moved(waits, prior, coarsening).sum(1) > num_slots
             if not bool(excess.any()):

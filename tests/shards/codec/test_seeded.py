@@ -152,3 +152,19 @@ def test_shifts_rounded_up_stay_up_in_float32(tolerance: float) -> None:
     for shifts in (exact, exact * (1 - 1e-9), exact * (1 + 1e-9)):
         factors = stored_shifts(scale, shifts).exp().float()
         assert bool((factors.double() > shifts.exp() * (1 + 1e-7)).all())
+
+
+@pytest.mark.parametrize("max_entries", [None, 1900])
+def test_more_entries_than_the_default_slots_are_held_at_twice_the_tolerance(
+    max_entries: int | None,
+) -> None:
+    """Shifts of 1.5 eps everywhere at one position of three: no distribution does that to V."""
+    codec, vocab_size = SeededCodec(tolerance_nats=0.01, max_entries=max_entries), 2500
+    num_slots = codec._num_slots(vocab_size)
+    assert num_slots < vocab_size
+    prior = torch.ones(3, vocab_size)
+    waits = torch.full_like(prior, 1e-6)
+    waits[1] = math.expm1(0.015)
+    assert codec._coarsening(waits, prior).tolist() == [0, 1, 0]
+    small = torch.ones(3, num_slots)
+    assert codec._coarsening(waits[:, :num_slots], small).tolist() == [0, 0, 0]
