@@ -13,7 +13,7 @@ Shards that other processes hold come last: see :mod:`pipeline.workers`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -29,8 +29,9 @@ from pipeline.teacher import (
     RawLogits,
     Teacher,
     check_output,
-    in_halves,
+    in_batches,
     is_out_of_memory,
+    largest_batch,
     rows_tensor,
 )
 from pipeline.workers import StopRequest, Worker
@@ -93,6 +94,7 @@ class Extractor:
     num_extracted_tokens: int = 0
     seconds_waiting: float = 0.0
     _claims: dict[ShardRange, ExitStack] = field(default_factory=dict)
+    _encoded: BatchSize | None = None
     _buffer: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def run(self, shards: list[ShardRange], worker: Worker, bar: Bar) -> None:
@@ -209,8 +211,9 @@ class Extractor:
                 check_output(output, arrays.shard.split)
             arrays.fill(first + part.start, encoded)
 
-        for part in encoding_parts(raw.logits):
-            in_halves(work, part)
+        if self._encoded is None:
+            self._encoded = BatchSize(encoded_rows(raw.logits))
+        in_batches(work, len(raw.logits), self._encoded)
         bar.advance(raw.tokens.shape[0] * (raw.tokens.shape[1] + 1))
 
     def _memory(self, raw: RawLogits) -> Tensor | None:
@@ -234,11 +237,12 @@ class Extractor:
         self._claims.pop(arrays.shard).close()
 
 
-def encoding_parts(logits: Tensor) -> Iterator[slice]:
+def encoded_rows(logits: Tensor) -> int:
     """Rows to encode at once: on a CPU few enough for their temporaries to stay in its cache."""
-    num_rows, row_elements = len(logits), logits[0].numel()
-    rows = num_rows if logits.is_cuda else max(1, CPU_PART_ELEMENTS // row_elements)
-    return BatchSize(rows).parts(num_rows)
+    row_elements = logits[0].numel()
+    if logits.is_cuda:
+        return largest_batch(row_elements, logits.device)
+    return max(1, CPU_PART_ELEMENTS // row_elements)
 
 
 def resources_on(device: torch.device, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:

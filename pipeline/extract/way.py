@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pipeline.settings import ExtractSettings
-from pipeline.teacher import Teacher, automatic_batch_size
+from pipeline.teacher import Teacher, automatic_batch_size, largest_batch
 from shards.base import UsageError, stderr
 from shards.noise import noise_kernel
 from shards.store import Manifest, ShardWriter, read_ways, record_ways
@@ -101,6 +101,8 @@ def _own_way(
         threads = settings.threads or followed.get("threads") or torch.get_num_threads()
         torch.set_num_threads(threads)
     rows = settings.batch_size or followed.get("rows_per_pass") or _rows(manifest, teacher)
+    row_elements = manifest.row_length * teacher.files.num_logits
+    rows = min(rows, largest_batch(row_elements, teacher.device))
     return WayOfComputing(
         device=device,
         threads=threads,

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from pipeline.teacher.batching import (
         BatchSize,
         automatic_batch_size,
-        in_halves,
+        in_batches,
         is_out_of_memory,
+        largest_batch,
     )
     from pipeline.teacher.generate import GeneratedRows, Note, ProcessOutput
     from pipeline.teacher.model import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -16,6 +17,8 @@ Result = TypeVar("Result")
 CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 1 << 12, 1 << 15
 CPU_BATCH_BYTES = 1 << 30
 GPU_MEMORY_SHARE = 0.4
+LARGEST_GPU_TENSOR = 2**31 - 1
+"""Elements; beyond it kernels that count in 32 bits fail, or worse."""
 FLOATS_PER_LOGIT = 6
 """Float32 tensors of the logits' size alive at once: two batches, their log-softmax, the codec's
 temporaries."""
@@ -35,7 +38,15 @@ def automatic_batch_size(
         budget = max(1 << 30, int(GPU_MEMORY_SHARE * (total - weight_bytes)))
         most = GPU_BATCH_TOKENS
     row_bytes = row_length * vocab_size * 4 * FLOATS_PER_LOGIT
-    return max(1, min(budget // row_bytes, most // row_length))
+    most_rows = min(most // row_length, largest_batch(row_length * vocab_size, device))
+    return max(1, min(budget // row_bytes, most_rows))
+
+
+def largest_batch(row_elements: int, device: torch.device) -> int:
+    """Rows whose tensors a device's kernels can index; at least one, whatever its length."""
+    if device.type != "cuda":
+        return sys.maxsize
+    return max(1, LARGEST_GPU_TENSOR // row_elements)
 
 
 @dataclass
@@ -56,15 +67,19 @@ class BatchSize:
             yield slice(start, stop)
             start = stop
 
-    def halve(self, error: BaseException) -> None:
+    def halve(self, error: BaseException, num_rows: int | None = None) -> None:
         """Back off, or give up at one row.
+
+        Args:
+            num_rows: Rows of the batch that did not fit, where it was a smaller one.
 
         Raises:
             GdistillError: If a single row does not fit.
         """
-        if self.rows == 1:
+        failed = min(self.rows, num_rows or self.rows)
+        if failed == 1:
             raise one_row_too_many(error) from error
-        self.rows //= 2
+        self.rows = failed // 2
         stderr.print(f"out of memory: batches of {self.rows} rows from here on")
 
 
@@ -84,22 +99,25 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, Exception) and should_reduce_batch_size(error)
 
 
-def in_halves(work: Callable[[slice], None], part: slice) -> None:
-    """Do ``work`` on a range of rows; where memory runs out, on one half after the other.
+def in_batches(work: Callable[[slice], None], num_rows: int, size: BatchSize) -> None:
+    """Do ``work`` on all rows, batch by batch; where memory runs out, the size is halved for good.
 
     Raises:
         GdistillError: If a single row does not fit.
     """
-    if _fits(work, part):
-        return
-    middle = (part.start + part.stop) // 2
-    torch.cuda.empty_cache()
-    in_halves(work, slice(part.start, middle))
-    in_halves(work, slice(middle, part.stop))
+    start = 0
+    while start < num_rows:
+        part = slice(start, min(start + size.rows, num_rows))
+        failure = _failure(work, part)
+        if failure is None:
+            start = part.stop
+        else:
+            torch.cuda.empty_cache()
+            size.halve(failure, part.stop - part.start)
 
 
-def _fits(work: Callable[[slice], None], part: slice) -> bool:
-    """Do ``work``; False where memory runs out.
+def _failure(work: Callable[[slice], None], part: slice) -> GdistillError | None:
+    """Do ``work``; what to tell where memory ran out.
 
     The retry must not happen while the error is handled: its traceback holds every tensor of the
     attempt that failed.
@@ -111,5 +129,5 @@ def _fits(work: Callable[[slice], None], part: slice) -> bool:
             raise
         if part.stop - part.start < 2:
             raise one_row_too_many(error) from error
-        return False
-    return True
+        return one_row_too_many(error)
+    return None

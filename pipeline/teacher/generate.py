@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from pipeline.settings import SequentialSettings
-from pipeline.teacher.batching import BatchSize, in_halves
+from pipeline.teacher.batching import BatchSize, in_batches
 from pipeline.teacher.model import Teacher
 from pipeline.tokens import TokenDataset
 from shards.base import derive_seed
@@ -31,6 +33,10 @@ from shards.noise import KeyedPrior, PositionKeys, gumbel_argmax
 
 LEAST_CPU_ROWS, CPU_ROWS, GPU_ROWS = 32, 128, 512
 CPU_CACHE_BYTES = 4 << 30
+GPU_CACHE_SHARE = 0.5
+"""Of what the weights leave; a cache is copied as it grows, one layer at a time."""
+STEP_BYTES_PER_LOGIT = 72
+"""Of one step: noise (int64 words, eager), log-probabilities, their copies in float64."""
 SORTED_AT_ONCE = 1 << 26
 """Log-probabilities in one sort, which takes 28 bytes for each: 1.9 GB."""
 Note = Callable[[str], None]
@@ -122,19 +128,43 @@ def generate_rows(
 
 
 def rows_at_once(teacher: Teacher, row_length: int) -> int:
-    """Rows written side by side. The same on every machine with the same kind of device.
+    """Rows written side by side. The same on every machine with the same device.
 
     A step costs a small model more for being a step than for its rows: on one core stories260K
     writes 1.7 times as many rows per second at 128 rows as at 32, and hardly more at 512. The keys
-    and values of a large model's rows are what takes memory: fewer rows there.
+    and values of a large model's rows are what takes memory, and on a GPU the distributions of a
+    step: fewer rows there.
     """
-    if teacher.device.type == "cuda":
-        return GPU_ROWS
-    config = teacher.files.config.get_text_config()
+    weights = [*teacher.model.parameters()]
+    token_bytes = cached_token_bytes(
+        teacher.files.text_config, teacher.hidden_size, weights[0].element_size()
+    )
+    return rows_that_fit(
+        teacher.device,
+        row_length * token_bytes,
+        teacher.files.num_logits,
+        sum(weight.numel() * weight.element_size() for weight in weights),
+    )
+
+
+def rows_that_fit(
+    device: torch.device, cache_bytes: int, num_logits: int, weight_bytes: int
+) -> int:
+    """Rows whose keys and values (``cache_bytes`` each) and steps fit beside the weights."""
+    if device.type != "cuda":
+        return max(LEAST_CPU_ROWS, min(CPU_ROWS, CPU_CACHE_BYTES // cache_bytes))
+    total = torch.cuda.get_device_properties(device).total_memory
+    row_bytes = cache_bytes + STEP_BYTES_PER_LOGIT * num_logits
+    return max(1, min(GPU_ROWS, int(GPU_CACHE_SHARE * (total - weight_bytes)) // row_bytes))
+
+
+def cached_token_bytes(config: Any, hidden_size: int, element_bytes: int) -> int:
+    """Keys and values of one token in all layers; heads may share theirs."""
+    num_heads = int(getattr(config, "num_attention_heads", 0) or 1)
+    num_shared = int(getattr(config, "num_key_value_heads", 0) or num_heads)
+    head_width = int(getattr(config, "head_dim", 0) or hidden_size // num_heads)
     layers = int(getattr(config, "num_hidden_layers", 1))
-    element_bytes = next(teacher.model.parameters()).element_size()
-    row_bytes = 2 * layers * teacher.hidden_size * element_bytes * row_length
-    return max(LEAST_CPU_ROWS, min(CPU_ROWS, CPU_CACHE_BYTES // row_bytes))
+    return 2 * layers * num_shared * head_width * element_bytes
 
 
 @dataclass(frozen=True)
@@ -150,6 +180,12 @@ class GeneratedRows:
     settings: SequentialSettings
     seed: int
     check: Check = lambda: None
+
+    @cached_property
+    def batch_size(self) -> BatchSize:
+        """Rows written side by side; once memory has run out, fewer for every shard to come."""
+        default = rows_at_once(self.teacher, self.dataset.row_length)
+        return BatchSize(self.settings.batch_size or default)
 
     def read(self, split: str, start: int, stop: int, note: Note) -> np.ndarray:
         """Rows start..stop-1 of a split, [n, L] int32; a pure function of both."""
@@ -169,7 +205,5 @@ class GeneratedRows:
                 self.check,
             ).cpu()
 
-        default = rows_at_once(self.teacher, self.dataset.row_length)
-        for part in BatchSize(self.settings.batch_size or default).parts(stop - start):
-            in_halves(work, part)
+        in_batches(work, stop - start, self.batch_size)
         return rows.numpy().astype(np.int32)

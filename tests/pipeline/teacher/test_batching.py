@@ -3,11 +3,17 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pipeline.teacher.batching import BatchSize, automatic_batch_size, in_halves
+from pipeline.teacher.batching import (
+    BatchSize,
+    automatic_batch_size,
+    in_batches,
+    largest_batch,
+)
 from shards.base.errors import GdistillError
 
 
@@ -32,8 +38,12 @@ def test_a_retry_finds_the_memory_of_the_attempts_that_failed() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
         done.extend(range(part.start, part.stop))
 
-    in_halves(work, slice(3, 11))
-    assert done == list(range(3, 11))
+    size = BatchSize(8)
+    in_batches(work, 11, size)
+    assert done == list(range(11))
+    assert len(attempts) == 3 + 11, "tried with 8, 4 and 2 rows once each, then with one"
+    in_batches(work, 2, size)
+    assert size.rows == 1 and len(attempts) == 3 + 11 + 2, "what was found is remembered"
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])
@@ -42,7 +52,7 @@ def test_one_row_that_does_not_fit_is_one_error(error: BaseException) -> None:
         raise error
 
     with pytest.raises(GdistillError, match=r"batch of one row; got \w+.*; use shorter rows"):
-        in_halves(work, slice(0, 4))
+        in_batches(work, 4, BatchSize(4))
     with pytest.raises(GdistillError, match="batch of one row"):
         BatchSize(1).halve(error)
 
@@ -55,7 +65,7 @@ def test_other_errors_are_not_tried_again() -> None:
         raise ValueError("not about memory")
 
     with pytest.raises(ValueError, match="not about memory"):
-        in_halves(work, slice(0, 4))
+        in_batches(work, 4, BatchSize(9))
     assert parts == [slice(0, 4)]
 
 
@@ -83,3 +93,22 @@ def test_a_batch_on_a_cpu_fills_a_gibibyte_or_4096_tokens() -> None:
     assert automatic_batch_size(128, 50_257, 0, cpu) == 6
     assert automatic_batch_size(128, 512, 0, cpu) == 4096 // 128
     assert automatic_batch_size(1024, 200_000, 0, cpu) == 1
+
+
+def test_a_small_batch_that_did_not_fit_is_halved_itself() -> None:
+    size = BatchSize(512)
+    size.halve(MemoryError(), num_rows=5)
+    assert size.rows == 2
+
+
+def test_no_tensor_of_a_gpu_has_more_elements_than_32_bits_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """V = 151,936 on 141 GB: 40% of the memory would hold 15 rows of 1,024 tokens."""
+    gpu, row = torch.device("cuda"), 1024 * 151_936
+    memory = SimpleNamespace(total_memory=141 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    assert automatic_batch_size(1024, 151_936, 0, gpu) == 13 == largest_batch(row, gpu)
+    assert 13 * row < 2**31 <= 14 * row
+    assert automatic_batch_size(1024, 50_257, 0, gpu) == 32, "of 2^15 tokens"
+    assert largest_batch(2**31, gpu) == 1 and largest_batch(row, torch.device("cpu")) > 1000

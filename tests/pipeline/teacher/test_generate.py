@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,15 @@ import torch
 from scipy import stats
 
 from pipeline.settings import SequentialSettings
-from pipeline.teacher.generate import GeneratedRows, generate_rows, nucleus, processed, rows_at_once
+from pipeline.teacher.generate import (
+    GeneratedRows,
+    cached_token_bytes,
+    generate_rows,
+    nucleus,
+    processed,
+    rows_at_once,
+    rows_that_fit,
+)
 from pipeline.teacher.model import Teacher
 from pipeline.tokens.dataset import TokenDataset
 from shards.base.errors import UsageError
@@ -179,6 +188,42 @@ def test_rows_at_once_are_many_for_small_models_and_bounded_in_memory(teacher: T
     # Keys and values of 2 layers of width 16 in float32: 256 bytes a token.
     assert rows_at_once(teacher, (4 << 30) // 256 // 50) == 50
     assert rows_at_once(teacher, (4 << 30) // 256) == 32
+
+
+def test_rows_on_a_gpu_are_as_many_as_its_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-2 Large in float32, 1,024 tokens on 80 GB: 377 MB of cache and 3.6 MB of a step a row."""
+    memory = SimpleNamespace(total_memory=80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    gpu, shape = torch.device("cuda"), {"num_hidden_layers": 36, "num_attention_heads": 20}
+    token = cached_token_bytes(SimpleNamespace(**shape), 1280, 4)
+    assert token == 2 * 36 * 1280 * 4
+    assert rows_that_fit(gpu, 1024 * token, 50_257, 0) == 104
+    shared = cached_token_bytes(SimpleNamespace(**shape, num_key_value_heads=5), 1280, 4)
+    assert rows_that_fit(gpu, 1024 * shared, 50_257, 0) == 408, "heads share keys and values"
+    assert rows_that_fit(gpu, 1024 * token, 50_257, 40 * 10**9) == 52
+    assert rows_that_fit(gpu, 10**6 * token, 50_257, 0) == 1
+    assert rows_that_fit(gpu, 2 * token, 50_257, 0) == 512
+
+
+def test_a_size_that_fits_is_kept_from_shard_to_shard(
+    monkeypatch: pytest.MonkeyPatch, teacher: Teacher
+) -> None:
+    tried: list[int] = []
+
+    def written(_: Teacher, first: torch.Tensor, *rest: object) -> torch.Tensor:
+        tried.append(len(first))
+        if len(first) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return torch.zeros(len(first), ROW_LENGTH, dtype=torch.int64)
+
+    monkeypatch.setattr("pipeline.teacher.generate.generate_rows", written)
+    dataset = SimpleNamespace(bos_id=0, row_length=ROW_LENGTH)
+    settings = SequentialSettings(batch_size=8)
+    rows = object.__new__(GeneratedRows)  # the rows' source is not asked for anything else
+    vars(rows).update(teacher=teacher, dataset=dataset, settings=settings, seed=1)
+    for start in (0, 6):
+        rows.read("train", start, start + 6, lambda _: None)
+    assert tried == [6, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
 
 
 def test_mode_and_sampling_are_part_of_the_identity(

@@ -15,9 +15,10 @@ from trainer.objective import Places, placed
 from trainer.sampling.rules.draws import SampleKeys
 from trainer.sampling.rules.token_rule import TokenRule
 
-POSITIONS_AT_A_TIME = 8192
+POSITIONS_AT_A_TIME = 8000
 """Most positions whose log-probabilities are held: 1.6 GB at V = 50,257. With few passes a whole
-batch would be revealed at once, and its logits would outgrow the student."""
+batch would be revealed at once, and its logits would outgrow the student. Below 2^31 elements up
+to V = 268,000, which is as far as kernels count in 32 bits."""
 
 
 @runtime_checkable
