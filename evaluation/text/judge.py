@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 from shards.base import GdistillError, UsageError, first_line
 from shards.language_model import (
     PretrainedFiles,
+    allow_tf32,
     find_pretrained,
     load_causal_model,
     resolve_device,
@@ -31,6 +32,7 @@ class JudgeModel:
         document_start_id: The token that stands in front of a text.
         border_ids: Tokens that stand between texts; their predictions do not count.
         weights_sha256: Hash of the weights, so that two judges of one name are told apart.
+        products: How its float32 matrix products run: ``float32``, or ``TF32`` on a GPU.
     """
 
     name: str
@@ -40,6 +42,7 @@ class JudgeModel:
     document_start_id: int
     border_ids: tuple[int, ...]
     weights_sha256: str = ""
+    products: str = "float32"
 
     @property
     def identity(self) -> dict[str, str]:
@@ -80,6 +83,7 @@ def load_judge(name: str, device: str = "cpu") -> JudgeModel:
         document_start_id=eos if bos is None else bos,
         border_ids=borders,
         weights_sha256=files.weights_sha256,
+        products=allow_tf32(place),
     )
 
 

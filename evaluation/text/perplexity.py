@@ -12,7 +12,7 @@ authors' number; ``per_sample`` is the mean of each text's perplexity. Both are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -224,7 +224,8 @@ def generative_perplexity(
         "borders": "not counted",
         "aggregate": "corpus",
     }
-    return summarise(per_sample, len(texts) - len(scored), settings)
+    score = summarise(per_sample, len(texts) - len(scored), settings)
+    return replace(score, details={**score.details, "products": judge.products})
 
 
 def summarise(per_sample: PerSample, num_empty: int, settings: dict[str, Any]) -> Score:

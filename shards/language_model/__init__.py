@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
-    from shards.language_model.device import DtypeName, resolve_device
+    from shards.language_model.device import DtypeName, allow_tf32, resolve_device
     from shards.language_model.files import (
         PretrainedFiles,
         Role,

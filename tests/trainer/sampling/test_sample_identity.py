@@ -93,3 +93,28 @@ def test_two_commands_do_not_fill_one_folder(
     assert "another run is writing here" in error and "\n" not in error
     assert not list(tmp_path.glob("*.json*"))
     assert command(*arguments) == 0
+
+
+def test_what_tolerates_tf32_is_sampled_with_it_and_says_so(
+    models_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Not under a verifier, whose two passes must agree; nor where autocast has bfloat16."""
+    asked: list[str] = []
+    monkeypatch.setattr(
+        "trainer.sampling.command.request.allow_tf32",
+        lambda device: (asked.append(device.type), "TF32")[1],
+    )
+    verified = ("--sampler", "apd", "--verifier", save(tmp_path / "verifier", "ar", "none"))
+    cases = {"TF32": (), "float32": verified, "bf16": ("--precision", "bf16")}
+    for name, words in cases.items():
+        out = tmp_path / name
+        assert command(models_folder / "mdlm", *words, "--num", 1, "--out", out) == 0
+        settings = json.loads((out / "settings.json").read_text())
+        assert settings["products"] == ("TF32" if name == "TF32" else "float32")
+        assert "products" not in settings["identity"]
+        said = " ".join(capsys.readouterr().err.split())
+        assert ("NVIDIA_TF32_OVERRIDE=0" in said) == (name == "TF32")
+    assert asked == ["cpu"]

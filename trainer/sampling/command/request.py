@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shards.base import UsageError, flatten, merge, nested, parse_override, stderr
-from shards.language_model import find_pretrained, looks_local
+from shards.language_model import allow_tf32, find_pretrained, looks_local
 from shards.noise import use_noise_kernel
 from trainer.sampling import SAMPLERS, make_sampler, sampler_class
 from trainer.sampling.command.given_rows import (
@@ -117,7 +117,7 @@ class Request:
         for run in runs:
             check_given(run)
             run.samplers[0].check_tokenizer(loaded.tokenizer)
-        return runs
+        return [dataclasses.replace(run, products=_products(run, device)) for run in runs]
 
     def _sampler_settings(self, name: str) -> dict[str, Any]:
         """Options and overrides as one mapping."""
@@ -197,6 +197,16 @@ class Request:
     def _default_num(self, given: GivenRows) -> int:
         many = self.infill is not None or self.prompt_file is not None
         return len(given.rows) if many else DEFAULT_NUM
+
+
+def _products(run: SampleRun, device: torch.device) -> str:
+    """How float32 products run: lossless decoding compares two passes, which TF32 would part."""
+    if run.precision != "fp32" or run.samplers[0].verifier_sha256(run.loaded.student) is not None:
+        return "float32"
+    products = allow_tf32(device)
+    if products == "TF32":
+        stderr.print("float32 products run as TF32; NVIDIA_TF32_OVERRIDE=0 turns that off")
+    return products
 
 
 def find_checkpoint(name: str) -> Path:

@@ -48,6 +48,7 @@ class SampleRun:
         batch_size: Samples per forward pass; no sample depends on it.
         precision: ``fp32``, or ``bf16`` for autocast.
         out: Folder of the files.
+        products: How float32 matrix products run: ``float32``, or ``TF32`` on a GPU.
     """
 
     loaded: ModelFolder
@@ -60,6 +61,7 @@ class SampleRun:
     batch_size: int
     precision: str
     out: Path
+    products: str = "float32"
 
     def identity(self) -> dict[str, Any]:
         """What decides the samples, as JSON; two runs of one identity give the same samples."""
@@ -101,6 +103,7 @@ class SampleRun:
             "seed": self.seed,
             "num_samples": self.num_samples,
             "precision": self.precision,
+            "products": self.products,
             "code_version": code_version(),
             "torch": torch.__version__,
         }
