@@ -15,7 +15,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
@@ -27,14 +27,35 @@ from benchmarks.measure import interleaved_seconds, machine, median
 from evaluation.certificate import DrawnFile, DrawnRow, certify_file
 from shards.base import run_command, without_library_bars, write_json_atomic
 from trainer.sampling import MedusaConfig
-from trainer.students import Medusa, StudentSettings, load_backbone, open_model
+from trainer.students import BackboneStudent, Medusa, StudentSettings, load_backbone, open_model
 
 PLAIN, COUPLED = MedusaConfig(max_lookahead=0), MedusaConfig()
 TIMED_ROWS, TIMED_LENGTH, REPEATS = (1, 16), 128, 3
+Kind = TypeVar("Kind", bound=BackboneStudent)
 LARGE = GPT2Config()
 LARGE_SETTINGS = StudentSettings(
     hidden_size=256, num_layers=1, num_heads=8, num_proposed=5, conditioning="gumbel", dropout=0.0
 )
+
+
+def random_on_backbone(
+    kind: type[Kind],
+    config: PretrainedConfig,
+    settings: StudentSettings,
+    folder: Path,
+    row_length: int,
+    size: int,
+) -> Kind:
+    """A student at step 0 on a language model of random weights; see :func:`random_medusa`."""
+    torch.manual_seed(0)
+    with without_library_bars():
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    backbone = load_backbone(folder, size, settings.backbone_dtype)
+    made = kind.config_class.build(settings, vocab_size=size, row_length=row_length, bos_token_id=0)
+    made.frozen = kind.describe(backbone)
+    student = kind(made)
+    student.attach(backbone)
+    return student.eval()
 
 
 def random_medusa(
@@ -49,17 +70,7 @@ def random_medusa(
         row_length: L.
         size: V, at most the model's logits.
     """
-    torch.manual_seed(0)
-    with without_library_bars():
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    backbone = load_backbone(folder, size, settings.backbone_dtype)
-    made = Medusa.config_class.build(
-        settings, vocab_size=size, row_length=row_length, bos_token_id=0
-    )
-    made.frozen = backbone.record
-    student = Medusa(made)
-    student.attach(backbone)
-    return student.eval()
+    return random_on_backbone(Medusa, config, settings, folder, row_length, size)
 
 
 def open_rows(student: Medusa, num_rows: int, length: int) -> Tensor:

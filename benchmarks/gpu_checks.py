@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from benchmarks.conditioner import dense_pass, keyed_noise, tiled_pass
+from benchmarks.coupled import random_on_backbone
 from benchmarks.steps import dense_gumbels, dense_loss, tiled_loss
 from benchmarks.synthetic import make_student, random_batch
 from shards.noise import dense_arrivals
+from trainer.objective import Batch
 from trainer.students import (
     MDLM,
+    Drafter,
     GumbelConditioner,
     StudentSettings,
     flex_training_attention,
@@ -27,6 +33,10 @@ SETTINGS = StudentSettings(
     hidden_size=64, num_layers=2, num_heads=2, condition_size=16, dropout=0.0, conditioning="gumbel"
 )
 
+DRAFTER = StudentSettings(
+    num_proposed=3, num_starts=4, lora_rank=4, dropout=0.0, conditioning="gumbel"
+)
+
 
 def check_everything(vocab_size: int, device: torch.device) -> Checks:
     """Name -> relative error, tolerance and verdict; one that cannot run has failed."""
@@ -34,6 +44,7 @@ def check_everything(vocab_size: int, device: torch.device) -> Checks:
         "keyed noise": lambda: check_noise(vocab_size, device),
         "conditioner": lambda: check_conditioner(vocab_size, device),
         "flex attention": lambda: check_attention(device),
+        "drafter": lambda: check_drafter(vocab_size, device),
         "step": lambda: check_step(vocab_size, device),
     }
     found: Checks = {}
@@ -110,6 +121,43 @@ def check_attention(device: torch.device) -> Checks:
         worst = max(_relative(ours, reference) for reference, ours in pairs[1:])
         found["flex gradient"] = _verdict(worst, 1e-3)
     return found
+
+
+def check_drafter(vocab_size: int, device: torch.device) -> Checks:
+    """A drafter's loss and gradients with FlexAttention against SDPA; off CUDA against itself."""
+    other = "flex" if device.type == "cuda" else "auto"
+    batch = random_batch(4, 32, vocab_size, device, 0, 4)
+    reference, ours = (
+        _drafter_step(choice, vocab_size, batch, device) for choice in ("sdpa", other)
+    )
+    return {
+        "drafter loss": _verdict(_relative(ours[0], reference[0]), 1e-3),
+        "drafter gradient": _verdict(_relative(ours[1], reference[1]), 1e-2),
+    }
+
+
+def _drafter_step(
+    attention: str, vocab_size: int, batch: Batch, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Loss and gradients of random adapters on a random backbone with heads of width 32."""
+    shape = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    settings = replace(DRAFTER, attention=attention)
+    with TemporaryDirectory() as folder:
+        student = random_on_backbone(Drafter, shape, settings, Path(folder), 32, vocab_size)
+    student = student.to(device).train()
+    for parameter in student.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    loss = student.loss(batch).loss
+    loss.backward()
+    found = [p.grad.flatten() for p in student.parameters() if p.grad is not None]
+    return loss.detach(), torch.cat(found)
 
 
 def _step_gradients(student: MDLM, loss: Tensor) -> Tensor:

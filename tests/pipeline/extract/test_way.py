@@ -47,6 +47,42 @@ def test_later_workers_take_over_threads_and_rows_per_pass(
     assert verify(tmp_path / "store") == []
 
 
+@pytest.mark.parametrize("obstacle", ["", "no Triton here"])
+def test_extraction_asks_for_the_compiled_noise_kernel_and_says_why_it_has_none(
+    tmp_path: Path,
+    teacher: Path,
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    obstacle: str,
+) -> None:
+    """Before the way is settled, which records it; on the device that the teacher is on."""
+    calls: list[object] = []
+
+    def use(kernel: str, device: torch.device) -> str:
+        calls.append((kernel, device.type))
+        return obstacle
+
+    settle = ways.settle_way
+    monkeypatch.setattr("pipeline.run.use_noise_kernel", use)
+    monkeypatch.setattr(
+        "pipeline.run.settle_way", lambda *given: (calls.append("way"), settle(*given))[1]
+    )
+    run(tmp_path, options(teacher, corpus))
+    assert calls == [("auto", "cpu"), "way"]
+    assert ("noise kernel: eager on cpu; no Triton here" in capsys.readouterr().err) == bool(
+        obstacle
+    )
+
+
+@pytest.mark.parametrize("kernel", ["compiled", "eager"])
+def test_the_way_of_a_gpu_says_where_its_noise_is_eager(
+    monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    monkeypatch.setattr(ways, "noise_kernel", lambda device: kernel)
+    assert ways._kernels(True).endswith(", eager noise") == (kernel == "eager")
+
+
 def test_who_computes_differently_is_told_and_with_strict_refused(
     tmp_path: Path,
     teacher: Path,
