@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -39,6 +40,7 @@ SIZE_DEPENDS_ON_DATA = {
 }  # fmt: skip
 GATHERS = {"index", "_unsafe_index"}
 SCATTERS = {"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
+PROPERTIES = SimpleNamespace(name="a pretended GPU", total_memory=80 << 30, L2_cache_size=50 << 20)
 CROSSES_DEVICES = {"_to_copy", "copy_", "_local_scalar_dense"}
 
 
@@ -316,6 +318,7 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (cuda, "empty_cache", lambda: None),
         (cuda, "synchronize", lambda device=None: WATCH.wait("synchronize")),
         (cuda, "get_device_name", lambda device=None: "a pretended GPU"),
+        (cuda, "get_device_properties", lambda device=None: PROPERTIES),
         (cuda, "get_device_capability", lambda device=None: (9, 0)),
         (cuda, "is_bf16_supported", lambda *_, **__: True),
         (cuda, "mem_get_info", lambda device=None: (60 << 30, 80 << 30)),

@@ -14,7 +14,6 @@ CEILINGS = {
     "micro-batch, ar": 0,
     "optimiser step": 2,
     "extraction batch": 2,
-    "extraction batch, seeded": 3,
     "sampling pass": 2,
     "sampling pass, block": 3,
     "sampling token, sequential": 0,

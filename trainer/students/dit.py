@@ -144,7 +144,7 @@ def _after_attention(
 HALVES: tuple[Half, Half] = (_before_attention, _after_attention)
 
 
-def compiled_halves(backend: str = "inductor") -> tuple[Half, Half]:
+def compiled_halves(backend: str | Callable[..., Any] = "inductor") -> tuple[Half, Half]:
     """For all blocks of a student: their weights are arguments of the graphs.
 
     A graph is made for each of: with gradients and without, one row and more.

@@ -8,6 +8,12 @@
 
 There is no random state to save: every draw is keyed by (seed, step or epoch, row). A checkpoint is
 written under a temporary name, synced, and renamed; ``state.json`` seals the other files.
+
+Sharded tensors are gathered one at a time, and the first process alone keeps them, in its main
+memory (:func:`~trainer.training.parallel.gather_full`). torch.distributed.checkpoint would spare it
+that, at the price of what is promised here: one file a process, so that what is on disk depends on
+how many there were; a ``.metadata`` that is unpickled on reading; nothing that safetensors reads.
+Its ``get_model_state_dict(full_state_dict=True, cpu_offload=True)`` gathers as is done here.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ noise are as large as the code makes them on the device that is planned for.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,7 +23,14 @@ from shards.noise import tile_shape
 from shards.store import ShardStore
 from shards.stream import ShardStream, window_bytes_of
 from trainer.objective import Batch, BatchMaker
-from trainer.students import CHUNK_ROWS, HEAD_MULTIPLE, MDLM, Student
+from trainer.students import (
+    CHUNK_ROWS,
+    HEAD_MULTIPLE,
+    MDLM,
+    Block,
+    Student,
+    compiled_halves,
+)
 from trainer.training.construction import build_student
 from trainer.training.parallel import TrainingStep
 from trainer.training.settings import RunConfig
@@ -92,15 +99,19 @@ def plan_memory(
     student = build_student(config, store, None).train()
     if isinstance(student, MDLM) and config.model.kd == "through_time":
         student.learn_from(copy.deepcopy(student))
+    compiles = training.compile == "on" or (training.compile == "auto" and device == "cuda")
+    compiles = compiles and cut_blocks(student)
     step = TrainingStep(student, training.precision)
     (batch,) = _batches(config, store, student, rows=2)
     one, two = (saved_bytes(step, batch.rows(slice(n))) for n in (1, 2))
-    kept = {"kept for the backward pass": one + (two - one) * (rows - 1)}
+    label = "kept for the backward pass" + (", blocks compiled" if compiles else "")
+    kept = {label: one + (two - one) * (rows - 1)}
     row_bytes = _row_bytes(batch)
     masked = rows * store.manifest.row_length
     working = {
         "stored rows of a micro-batch": rows * row_bytes,
         **_target_bytes(student, masked),
+        "head in the products' precision": _head_bytes(student, device, training.precision),
         "the larger tile, of logits or of noise": max(
             _logits_bytes(student, masked, device, training.precision),
             _noise_bytes(student, masked, device),
@@ -178,13 +189,53 @@ def _state_bytes(student: Student, pieces: int) -> dict[str, int]:
     return parts
 
 
+def cut_blocks(student: Student) -> bool:
+    """Compile the student's blocks to what they would keep, without a compiler for any device.
+
+    Returns:
+        Whether it has blocks of its own.
+    """
+    blocks = [module for module in student.modules() if isinstance(module, Block)]
+    halves = compiled_halves(_keeps_as_compiled)
+    for block in blocks:
+        block.halves = halves
+    return bool(blocks)
+
+
+def _keeps_as_compiled(graph: Any, inputs: Any) -> Callable[..., Any]:
+    """A backend that cuts forward from backward as Inductor does, and runs both eagerly."""
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    def as_it_stands(part: Any, _: Any) -> Callable[..., Any]:
+        return make_boxed_func(part.forward)
+
+    cut = min_cut_rematerialization_partition
+    table = select_decomp_table()
+    return aot_autograd(fw_compiler=as_it_stands, partition_fn=cut, decompositions=table)(
+        graph, inputs
+    )
+
+
+def _head_columns(student: Student, device: str) -> int:
+    multiple = HEAD_MULTIPLE.get(device, HEAD_MULTIPLE["cuda"])
+    return -(-(student.config.vocab_size + 1) // multiple) * multiple
+
+
+def _head_bytes(student: Student, device: str, precision: str) -> int:
+    """A copy of the head's weights that is narrower, or padded; none where neither is so."""
+    columns = _head_columns(student, device)
+    if precision != "bf16" and columns == student.config.vocab_size + 1:
+        return 0
+    return columns * student.settings.hidden_size * (2 if precision == "bf16" else FLOAT32_BYTES)
+
+
 def _logits_bytes(student: Student, masked: int, device: str, precision: str) -> int:
     """Float32, and beside it the product in the run's own precision if that is another."""
     tile = min(masked, CHUNK_ROWS.get(device, CHUNK_ROWS["cuda"]))
     narrow = 2 if precision == "bf16" else 0
-    multiple = HEAD_MULTIPLE.get(device, HEAD_MULTIPLE["cuda"])
-    columns = -(-(student.config.vocab_size + 1) // multiple) * multiple
-    return tile * columns * (narrow + FLOAT32_BYTES)
+    return tile * _head_columns(student, device) * (narrow + FLOAT32_BYTES)
 
 
 def _noise_bytes(student: Student, masked: int, device: str) -> int:

@@ -6,6 +6,7 @@ python tests/trainer/training/compiled_runs.py STORE OUT
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from tests.trainer.run_cases import tiny_run
 from trainer.students import AR
 from trainer.training import construction, loop
 from trainer.training.loop import Trainer
+from trainer.training.memory_plan import _batches, plan_memory, saved_bytes
+from trainer.training.parallel import TrainingStep
 
 AR_RUN = {"student": "ar", "model__conditioning": "none"}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -117,6 +120,25 @@ def refusals(store: Path, out: Path) -> dict[str, str]:
     return made
 
 
+def planned(store: Path) -> dict[str, int]:
+    """Bytes that two rows of compiled blocks keep: as planned, and as compiled by each backend."""
+    kept, opened = {}, ShardStore.open(store)
+    for choice in ("on", "off"):
+        config = tiny_run(
+            training__compile=choice, training__micro_batch_size=2, model__num_layers=3
+        )
+        parts = plan_memory(config, opened, device="cpu").device
+        kept[choice] = next(size for name, size in parts.items() if name.startswith("kept for"))
+    config = tiny_run(training__compile="on", model__num_layers=3)
+    backends = ("aot_eager", "inductor") if shutil.which("g++") else ("aot_eager",)
+    for name in backends:
+        student = construction.build_student(config, opened, None).train()
+        assert construction.compile_blocks(student, config, CPU, name) == ""
+        (batch,) = _batches(config, opened, student, rows=2)
+        kept[name] = saved_bytes(TrainingStep(student, config.training.precision), batch)
+    return kept
+
+
 def main(store: Path, out: Path) -> None:
     """Everything, as one JSON document."""
     torch.set_num_threads(1)
@@ -124,6 +146,7 @@ def main(store: Path, out: Path) -> None:
     with backend("aot_eager"):
         for choice in ("off", "on"):
             found[choice] = run(store, out / choice, choice)
+    found["planned"] = planned(store)
     found["sampled"] = sampled(store, out / "sampled")
     found["refusals"] = refusals(store, out / "refused")
     (out / "found.json").write_text(json.dumps(found))

@@ -63,3 +63,11 @@ def test_compilers_that_fail_or_lie(found: dict[str, Any]) -> None:
     assert told["auto"] == "no such compiler" and told["auto"] in told["on"]
     assert told["auto, broken"].startswith("compiled, it differs from itself by")
     assert told["off"] == told["auto, cpu"] == "" and told["in use"] == "eager"
+
+
+def test_the_memory_plan_cuts_blocks_as_the_compiler_does(out: Path) -> None:
+    """Without compiling them for any device; a backend that cuts otherwise keeps more."""
+    kept = json.loads((out / "found.json").read_text())["planned"]
+    assert kept["on"] < 0.97 * kept["off"]
+    assert kept["aot_eager"] > 1.02 * kept["on"]
+    assert kept.get("inductor", kept["on"]) == pytest.approx(kept["on"], rel=0.01)

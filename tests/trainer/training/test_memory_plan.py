@@ -14,8 +14,14 @@ from shards.store.store import ShardStore
 from tests.trainer.run_cases import tiny_run, write_store
 from trainer.cli import app
 from trainer.objective import BatchMaker
+from trainer.students import fused_head
 from trainer.training.construction import build_student
-from trainer.training.memory_plan import ALL_MASKED, MemoryPlan, _batches, plan_memory
+from trainer.training.memory_plan import (
+    ALL_MASKED,
+    MemoryPlan,
+    _batches,
+    plan_memory,
+)
 from trainer.training.parallel import TrainingStep
 
 WIDE: dict[str, Any] = {"model__hidden_size": 64, "model__num_layers": 3, "model__num_heads": 4}
@@ -108,7 +114,8 @@ def test_rows_are_as_large_as_the_arrays_that_travel(tmp_path: Path) -> None:
 
 def test_a_gpu_gets_larger_tiles(long_store: Path) -> None:
     opened = ShardStore.open(long_store)
-    config = tiny_run(training__global_batch_size=32, model__conditioning="none")
+    changes = {"model__conditioning": "none", "training__compile": "off"}
+    config = tiny_run(training__global_batch_size=32, **changes)
     cpu, gpu = (plan_memory(config, opened, device=device) for device in ("cpu", "cuda"))
     tile = "the larger tile, of logits or of noise"
     assert gpu.device[tile] * 301 == 4 * cpu.device[tile] * 320, "columns in 64s"
@@ -154,3 +161,26 @@ def test_every_position_is_masked_when_bytes_are_counted(long_store: Path) -> No
     student = build_student(config, store, None)
     (batch,) = _batches(config, store, student, rows=2)
     assert student.corrupt(batch, ALL_MASKED).mask[:, 1:].float().mean() > 0.98
+
+
+@pytest.mark.parametrize(
+    ("precision", "multiple", "size"),
+    [
+        ("fp32", 1, 0),
+        ("fp32", 64, 4 * 320 * 64),
+        ("bf16", 1, 2 * 301 * 64),
+        ("bf16", 64, 2 * 320 * 64),
+    ],
+)
+def test_a_narrow_or_padded_head_is_a_copy(
+    long_store: Path, monkeypatch: pytest.MonkeyPatch, precision: str, multiple: int, size: int
+) -> None:
+    """Against the memory that the product's own tensors have."""
+    monkeypatch.setitem(fused_head.HEAD_MULTIPLE, "cpu", multiple)
+    plan = planned(long_store, **WIDE, training__precision=precision)
+    assert plan.device["head in the products' precision"] == size
+    weight, bias = torch.randn(301, 64), torch.randn(301)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    narrow = fused_head.padded_head(weight, bias, dtype)[0]
+    is_copy = narrow.data_ptr() != weight.data_ptr()
+    assert is_copy * narrow.untyped_storage().nbytes() == size
