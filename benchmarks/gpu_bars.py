@@ -84,7 +84,9 @@ def page_of(record: Mapping[str, Any]) -> str:
     """The suite's record as one Markdown page: bars, then checks, then what is missing."""
     machine = ", ".join(f"{name} {value}" for name, value in record["machine"].items())
     lines = ["# GPU suite", "", f"Shape `{record['shape']}`. {machine}.", ""]
-    lines += [f"Noise kernel: {record['noise_kernel']}.", ""]
+    kernels = {name: record.get(f"{name}_kernel", "eager") for name in ("conditioner", "draws")}
+    also = ", ".join(f"{name} {kernel}" for name, kernel in kernels.items())
+    lines += [f"Noise kernel: {record['noise_kernel']}; {also}.", ""]
     lines += ["| bar | figure | met |", "| --- | ---: | --- |"]
     for name, bar in record["bars"].items():
         lines.append(f"| {name} | {bar['figure']:.3g} | {'yes' if bar['met'] else 'NO'} |")

@@ -16,8 +16,9 @@ from benchmarks.conditioner import dense_pass, keyed_noise, tiled_pass
 from benchmarks.coupled import random_on_backbone
 from benchmarks.steps import dense_gumbels, dense_loss, tiled_loss
 from benchmarks.synthetic import make_student, random_batch
-from shards.noise import dense_arrivals
+from shards.noise import PositionKeys, dense_arrivals
 from trainer.objective import Batch
+from trainer.sampling.rules import TokenRule
 from trainer.students import (
     MDLM,
     Drafter,
@@ -42,6 +43,7 @@ def check_everything(vocab_size: int, device: torch.device) -> Checks:
     """Name -> relative error, tolerance and verdict; one that cannot run has failed."""
     groups: dict[str, Callable[[], Checks]] = {
         "keyed noise": lambda: check_noise(vocab_size, device),
+        "draws": lambda: check_draws(vocab_size, device),
         "conditioner": lambda: check_conditioner(vocab_size, device),
         "flex attention": lambda: check_attention(device),
         "drafter": lambda: check_drafter(vocab_size, device),
@@ -75,6 +77,16 @@ def check_noise(vocab_size: int, device: torch.device) -> Checks:
     cpu = dense_arrivals(keyed_noise(16, vocab_size, torch.device("cpu")))
     here = dense_arrivals(keyed_noise(16, vocab_size, device)).cpu()
     return {"keyed noise": _verdict(float(((here - cpu).abs() / cpu).max()), 1e-5)}
+
+
+def check_draws(vocab_size: int, device: torch.device) -> Checks:
+    """Categorical draws: the share of tokens that the device draws otherwise than the CPU."""
+    logits = 2 * torch.randn(256, vocab_size + 1, generator=torch.Generator().manual_seed(2))
+    index = torch.arange(len(logits))
+    keys, rule = PositionKeys(13, index, index), TokenRule(temperature=0.9)
+    here = rule.choose(logits.to(device), keys.to(device)).cpu()
+    other = (here != rule.choose(logits, keys)).double().mean()
+    return {"categorical draws": _verdict(float(other), 0.0)}
 
 
 def check_conditioner(vocab_size: int, device: torch.device) -> Checks:

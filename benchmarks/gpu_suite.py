@@ -47,7 +47,7 @@ from shards.base import (
     write_json_atomic,
 )
 from shards.language_model import resolve_device
-from shards.noise import noise_kernel, use_noise_kernel
+from shards.noise import conditioner_kernel, draws_kernel, noise_kernel, use_noise_kernel
 
 TIME_LIMIT_SECONDS = 450
 
@@ -92,7 +92,13 @@ def run_suite(
     obstacle = use_noise_kernel("auto", device)
     kernel = noise_kernel(device) + (f": {obstacle}" if obstacle else "")
     checks = check_everything(shape.vocab_size, device)
-    found: Found = {"noise_kernel": kernel, "checks": checks, "left_out_for_time": []}
+    found: Found = {
+        "noise_kernel": kernel,
+        "conditioner_kernel": conditioner_kernel(device),
+        "draws_kernel": draws_kernel(device),
+        "checks": checks,
+        "left_out_for_time": [],
+    }
     keep(found)
     for name, part in suite_parts(shape, device).items():
         _free_memory(device)

@@ -24,7 +24,7 @@ def test_gpu_suite_at_toy_shape(tmp_path: Path) -> None:
     record = json.loads(out.read_text())
     assert record["machine"]["device"] == "cpu"
     assert all(check["passed"] for check in record["checks"].values())
-    names = ("keyed noise", "conditioner", "flex", "step")
+    names = ("keyed noise", "categorical draws", "conditioner", "flex", "drafter", "step")
     assert all(any(key.startswith(name) for key in record["checks"]) for name in names)
     assert record["left_out_for_time"] == []
     for length in (16, 32):
@@ -121,11 +121,12 @@ def test_a_check_that_cannot_run_has_failed_and_the_others_run(
 ) -> None:
     monkeypatch.setattr(gpu_checks, "check_attention", full)
     monkeypatch.setattr(gpu_checks, "check_conditioner", lambda *_: {})
+    monkeypatch.setattr(gpu_checks, "check_drafter", lambda *_: {})
     monkeypatch.setattr(gpu_checks, "check_step", lambda *_: {"step loss": {"passed": True}})
     checks = gpu_checks.check_everything(97, CPU)
     assert [name for name, check in checks.items() if not check["passed"]] == ["flex attention"]
     assert "OutOfMemoryError" in checks["flex attention"]["error"]
-    assert set(checks) == {"keyed noise", "flex attention", "step loss"}
+    assert set(checks) == {"keyed noise", "categorical draws", "flex attention", "step loss"}
 
 
 def test_gpu_suite_refuses_what_it_cannot_run_in_one_line(tmp_path: Path) -> None:
