@@ -135,7 +135,10 @@ def _label_maze(axes: Any, maze: Mapping[str, Any]) -> None:
 
 def _label_stories(axes: Any, stories: Mapping[str, Any]) -> None:
     budget, entropy = max(stories["plan"]["nfe"]), stories["reference"]["entropy_nats"]
-    axes.set_title("Stories: shorter is better")
+    axes.set_title("Stories: shorter is better (logarithmic)")
+    _, high = axes.get_xlim()
+    axes.set_xscale("log")
+    axes.set_xlim(min(bar.get_width() for bar in axes.patches) / 2, 3 * high)
     axes.set_xlabel(
         f"generative perplexity at entropy {entropy:.2f} unless said, NFE {budget} (bars: 95%)"
     )
@@ -151,7 +154,14 @@ def _draw(axes: Any, bars: Sequence[Bar]) -> None:
         errors = [[max(0.0, bar.value - low)], [max(0.0, high - bar.value)]]
         color = f"C{order.index(bar.group) % 10}"
         axes.barh(place, bar.value, color=color, alpha=0.7, xerr=errors, ecolor="0.4")
-        axes.text(high + widest / 80, place, f"{bar.value:.1f} {bar.note}", va="center", fontsize=8)
+        axes.annotate(
+            f"{bar.value:.{1 if bar.value < 1000 else 0}f} {bar.note}",
+            (high, place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
     axes.set_yticks(range(len(bars)), [f"{bar.group}: {bar.name}" for bar in bars], fontsize=8)
     axes.set_xlim(0, 1.12 * widest)
     axes.invert_yaxis()
