@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
 from shards.noise.positions import Index
-from shards.noise.tile_weights import OpenTile, fused_weights, is_fused, least_arrival
+from shards.noise.tile_weights import OpenTile, fused_kernel, fused_weights, least_arrival
 
 TILES = {"cpu": (1024, 512), "cuda": (8192, 2048)}
 """(positions, vocabulary ids) of a tile: within a core's cache, or at most so many on a GPU, where
@@ -146,13 +146,14 @@ class Walk:
     ) -> Float[Tensor, "n tile"]:
         """The same in the products' precision; their float32 sums are added to ``totals``."""
         tau, prior = self.weighting.tau, self.weighting.prior
-        if not (self._may_fuse(ids) and is_fused(self.noise.device, dtype, tau)):
+        kernel = fused_kernel(self.noise.device, dtype, tau) if self._may_fuse(ids) else None
+        if kernel is None:
             rates = self.rates(ids)
             if totals is not None:
                 totals += rates.sum(dim=-1, keepdim=True)
             return rates.to(dtype)
         tile = self.noise.open_tile(ids.start, ids.stop)
-        weights, sums = fused_weights(tile, ids, self.noise.vocab_size, tau, prior, dtype)
+        weights, sums = fused_weights(kernel, tile, ids, self.noise.vocab_size, tau, prior)
         if totals is not None:
             totals += sums
         return weights

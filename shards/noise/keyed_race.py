@@ -12,7 +12,7 @@ form draws, up to ties within the rounding of float64, and is tried against it b
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import no_type_check
 
 import torch
@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shards.base import first_line, stderr
+from shards.base import first_line
 from shards.noise.keyed_exponentials import (
     keyed_words,
     noise_kernel,
@@ -28,6 +28,7 @@ from shards.noise.keyed_exponentials import (
     shared_rounds,
 )
 from shards.noise.philox import PositionKeys, keyed_bits
+from shards.noise.tried import Kernel, TriedKernels
 
 RACE_EPS = 1e-10
 RACED_ON = ("cuda",)
@@ -35,8 +36,7 @@ RACED_ON = ("cuda",)
 TRIAL_POSITIONS, TRIAL_TOKENS = 48, 1003
 
 Scores = Float[Tensor, "n v"]
-Kernel = Callable[..., tuple[Tensor, Tensor]]
-_tried: dict[tuple[str, bool], Kernel | None] = {}
+KERNELS = TriedKernels("categorical draws")
 
 
 def uniforms(keys: PositionKeys, start: int, stop: int) -> Float[Tensor, "n tile"]:
@@ -54,9 +54,10 @@ def race(probs: Float[Tensor, "n v"], uniform: Float[Tensor, "n v"]) -> Int[Tens
 
 def race_of_probs(probs: Scores, keys: PositionKeys) -> Int[Tensor, "n"]:
     """One token per position from float64 probabilities, which need not be normalised."""
-    if len(probs) > 1 and is_compiled(probs.device, is_log=False):
-        return _run(probs, 1.0, keys, is_log=False)
-    return race(probs, uniforms(keys, 0, probs.shape[-1]))
+    kernel = _kernel(probs, is_log=False)
+    if kernel is None:
+        return race(probs, uniforms(keys, 0, probs.shape[-1]))
+    return _run(kernel, probs, 1.0, keys)
 
 
 def race_of_logits(
@@ -64,41 +65,28 @@ def race_of_logits(
 ) -> Int[Tensor, "n"] | None:
     """The tokens that :func:`race` draws from softmax(logits / T), in one kernel.
 
-    None where there is no such kernel, or one position only (sizes of 1 would be compiled apart):
-    then whoever asks makes the probabilities, a few positions at a time.
+    None where there is no such kernel, or one position only: then whoever asks makes the
+    probabilities, a few positions at a time.
     """
-    if len(logits) > 1 and is_compiled(logits.device, is_log=True):
-        return _run(logits, temperature, keys, is_log=True)
-    return None
-
-
-def is_compiled(device: torch.device, is_log: bool) -> bool:
-    """Whether the kernel is in use; the first question about a form of it compiles and tries it."""
-    if device.type not in RACED_ON or noise_kernel(device) == "eager":
-        return False
-    if (device.type, is_log) not in _tried:
-        said_before = None in [
-            kernel for (kind, _), kernel in _tried.items() if kind == device.type
-        ]
-        _tried[device.type, is_log], obstacle = _trial(device, is_log)
-        if obstacle and not said_before:
-            stderr.print(f"categorical draws: eager on {device.type}; {obstacle}", markup=False)
-    return _tried[device.type, is_log] is not None
+    kernel = _kernel(logits, is_log=True)
+    return None if kernel is None else _run(kernel, logits, temperature, keys)
 
 
 def draws_kernel(device: torch.device | str) -> str:
     """What has drawn on a kind of device: ``compiled``, or ``eager`` if any of it could not be."""
-    tried = _tried_on(torch.device(device))
-    return "compiled" if tried and None not in tried else "eager"
+    return "compiled" if KERNELS.all_run(device) else "eager"
 
 
-def _tried_on(device: torch.device) -> list[Kernel | None]:
-    return [kernel for (kind, _), kernel in _tried.items() if kind == device.type]
+def _kernel(scores: Scores, *, is_log: bool) -> Kernel | None:
+    """The kernel for these scores; the first question about a form of it compiles and tries it."""
+    device = scores.device
+    # Sizes of 1 would be compiled apart.
+    if len(scores) < 2 or device.type not in RACED_ON or noise_kernel(device) == "eager":
+        return None
+    return KERNELS.find(device, is_log, partial(_trial, device, is_log))
 
 
-def _run(scores: Scores, temperature: float, keys: PositionKeys, *, is_log: bool) -> Tensor:
-    kernel = _tried[scores.device.type, is_log]
-    assert kernel is not None
+def _run(kernel: Kernel, scores: Scores, temperature: float, keys: PositionKeys) -> Tensor:
     # Tokens have no gradients; under one mode there is one compiled kernel for all callers.
     with torch.inference_mode(False), torch.no_grad():
         rows, columns, later = shared_rounds(keys, 0, scores.shape[1])
@@ -145,14 +133,13 @@ def _trial(device: torch.device, is_log: bool) -> tuple[Kernel | None, str]:
     steps = torch.arange(TRIAL_POSITIONS * (TRIAL_TOKENS + 1), device=device)
     logits = ((steps * 7919 % 10007) / 5003).view(TRIAL_POSITIONS, -1)[:, :TRIAL_TOKENS]
     scores, temperature = (logits, 0.75) if is_log else (logits.double().exp(), 1.0)
-    form = device.type, is_log
     try:
-        _tried[form] = torch.compile(_form(is_log), dynamic=True, fullgraph=True)
-        found = _run(scores, temperature, keys, is_log=is_log)
+        kernel: Kernel = torch.compile(_form(is_log), dynamic=True, fullgraph=True)
+        found = _run(kernel, scores, temperature, keys)
     except Exception as error:
         return None, f"cannot compile their kernel: {first_line(error)}"
     probs = (logits.double() / temperature).exp() if is_log else scores
     expected = race(probs, uniforms(keys, 0, TRIAL_TOKENS))
     if torch.equal(found, expected):
-        return _tried[form], ""
+        return kernel, ""
     return None, f"the compiled kernel draws {int((found != expected).sum())} other tokens"

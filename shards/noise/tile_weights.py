@@ -13,17 +13,17 @@ are reproduced bit for bit, always takes the eager path: the kernel sums in anot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import no_type_check
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.base import first_line, stderr
+from shards.base import first_line
 from shards.noise.keyed_exponentials import noise_kernel, ordinary
+from shards.noise.tried import Kernel, TriedKernels
 
 LARGEST_LOG_RATE = 80.0
 """Rates F^-tau are capped at e^80, so that sums of them stay finite in float32 (and in bf16)."""
@@ -33,8 +33,7 @@ LARGEST_ULPS = 16
 powers of GPUs are within 2 and 4 units, tau multiplies what came before: 8 at tau 1.3, doubled."""
 TRIAL_POSITIONS, TRIAL_WIDTH = 96, 1000
 
-Kernel = Callable[..., tuple[Tensor, Tensor]]
-_tried: dict[tuple[str, torch.dtype, bool], Kernel | None] = {}
+KERNELS = TriedKernels("conditioner")
 
 
 @dataclass(frozen=True)
@@ -61,16 +60,14 @@ def least_arrival(tau: float) -> float:
 
 
 def fused_weights(
+    kernel: Kernel,
     tile: OpenTile,
     ids: slice,
     vocab_size: int,
     tau: float,
     prior: Float[Tensor, "v"] | None,
-    dtype: torch.dtype,
 ) -> tuple[Float[Tensor, "n tile"], Float[Tensor, "n 1"]]:
-    """F^-tau q of a tile in ``dtype``, and its float32 sums; where :func:`is_fused` says so."""
-    kernel = _tried[tile.arrivals.device.type, dtype, tau == 1.0]
-    assert kernel is not None
+    """F^-tau q of a tile, cast as :func:`fused_kernel` was told, and its float32 sums."""
     device, num = tile.arrivals.device, len(tile.arrivals)
 
     def neutral(*names: str) -> tuple[Tensor, ...]:
@@ -91,27 +88,16 @@ def fused_weights(
         return kernel(*ordinary(given))
 
 
-def is_fused(device: torch.device, dtype: torch.dtype, tau: float) -> bool:
-    """Whether the kernel is in use; the first question about a form of it compiles and tries it."""
+def fused_kernel(device: torch.device, dtype: torch.dtype, tau: float) -> Kernel | None:
+    """The kernel, if one is in use; the first question about a form of it compiles and tries it."""
     if device.type not in FUSED_ON or noise_kernel(device) == "eager":
-        return False
-    form = device.type, dtype, tau == 1.0
-    if form not in _tried:
-        said_before = conditioner_kernel(device) == "eager" and _tried_on(device)
-        _tried[form], obstacle = _trial(device, dtype, tau)
-        if obstacle and not said_before:
-            stderr.print(f"conditioner: eager on {device.type}; {obstacle}", markup=False)
-    return _tried[form] is not None
+        return None
+    return KERNELS.find(device, (dtype, tau == 1.0), partial(_trial, device, dtype, tau))
 
 
 def conditioner_kernel(device: torch.device | str) -> str:
     """What has run on a kind of device so far: ``fused``, or ``eager`` if any of it could not."""
-    tried = _tried_on(torch.device(device))
-    return "fused" if tried and None not in tried else "eager"
-
-
-def _tried_on(device: torch.device) -> list[Kernel | None]:
-    return [kernel for (kind, *_), kernel in _tried.items() if kind == device.type]
+    return "fused" if KERNELS.all_run(device) else "eager"
 
 
 NEUTRAL = {"rows": 0.0, "columns": 0.0, "tokens": -1, "own": 0.0, "prior": 1.0}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -232,20 +231,9 @@ def test_keyed_prior_is_exponential_and_uncorrelated() -> None:
     )
 
 
-@pytest.fixture(scope="module")
-def compiled() -> Iterator[None]:
-    if shutil.which("g++") is None and shutil.which("clang++") is None:
-        pytest.skip("no C++ compiler")
-    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        pytest.skip("the compiler of PyTorch writes no code for its plainest kernels")
-    use_noise_kernel("compiled")
-    yield
-    use_noise_kernel("eager")
-
-
 @pytest.mark.parametrize(("num", "start", "stop"), [(300, 3, 90), (2, 0, 50257), (64, 6, 2055)])
 def test_the_compiled_kernel_gives_the_same_bits(
-    compiled: None, num: int, start: int, stop: int
+    compiled_noise: None, num: int, start: int, stop: int
 ) -> None:
     assert noise_kernel() == "compiled"
     keys = make_keys(num, seed=99, draw=3)
