@@ -71,12 +71,14 @@ class ById:
 
     Attributes:
         offsets: Entries below id 0, GRAIN, 2 GRAIN, ..., V; empty where nobody has counted them.
+        vocab_size: V, where they were counted.
     """
 
     ids: Int[Tensor, "k"]
     rows: Int[Tensor, "k"]
     values: Float[Tensor, "k"]
     offsets: tuple[int, ...] = ()
+    vocab_size: int = 0
 
     def in_tile(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """See :meth:`Entries.in_tile`."""
@@ -84,10 +86,9 @@ class ById:
         return self.rows[low:high], self.ids[low:high] - start, self.values[low:high]
 
     def _bounds(self, start: int, stop: int) -> tuple[int, int]:
-        first, last = start // GRAIN, -(-stop // GRAIN)
-        is_last = last == len(self.offsets) - 1
-        if start % GRAIN == 0 and last < len(self.offsets) and (is_last or stop % GRAIN == 0):
-            return self.offsets[first], self.offsets[last]
+        is_counted = start % GRAIN == 0 and (stop % GRAIN == 0 or stop == self.vocab_size)
+        if self.offsets and is_counted:
+            return self.offsets[start // GRAIN], self.offsets[-(-stop // GRAIN)]
         bounds = torch.tensor([start, stop], device=self.ids.device)
         low, high = torch.searchsorted(self.ids, bounds).tolist()
         return low, high
@@ -148,6 +149,7 @@ class Entries:
                     rows[offsets[0] : offsets[-1]],
                     values[offsets[0] : offsets[-1]],
                     tuple(offset - offsets[0] for offset in offsets),
+                    vocab_size,
                 ),
             )
             for index, offsets in enumerate(counts)

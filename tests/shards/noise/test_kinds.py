@@ -135,7 +135,7 @@ def test_parts_of_consecutive_positions_read_like_the_whole(kind: str, width: in
     assert [part.num_positions for part in parts] == [
         min(width, 40 - i) for i in range(0, 40, width)
     ]
-    for first, last in ((0, 512), (512, 1024), (1024, 1300), (0, 1300), (30, 700), (513, 514)):
+    for first, last in ((0, 512), (512, 1024), (1024, 1300), (1024, 1100), (0, 1300), (30, 700)):
         start, stop = min(first, noise.vocab_size - 1), min(last, noise.vocab_size)
         read = torch.cat([part.tile(start, stop) for part in parts])
         assert torch.equal(read, whole[:, start:stop])

@@ -68,14 +68,12 @@ def position_uniforms(
     return uniforms(named, 0, 1).view(count, num_positions)
 
 
-def position_chunks(
-    num_positions: int, size: int, device: torch.device | None = None
-) -> Iterator[slice]:
+def position_chunks(num_positions: int, size: int, device: torch.device) -> Iterator[slice]:
     """Groups of positions whose float64 probabilities of ``size`` tokens fit in memory.
 
     There is always one, which is empty where there are no positions.
     """
-    on_host = device is None or device.type == "cpu"
-    step = max(1, (ELEMENTS_PER_CHUNK if on_host else ELEMENTS_PER_GPU_CHUNK) // size)
+    most = ELEMENTS_PER_CHUNK if device.type == "cpu" else ELEMENTS_PER_GPU_CHUNK
+    step = max(1, most // size)
     for first in range(0, max(1, num_positions), step):
         yield slice(first, first + step)

@@ -234,7 +234,7 @@ class Rows:
         weight, rule = self.config.mixture_weight, self.config.rule
         parts = [
             rule.choose(mixture(log_probs[chunk], verdict[chunk], weight), names.select(chunk))
-            for chunk in position_chunks(len(log_probs), log_probs.shape[1])
+            for chunk in position_chunks(len(log_probs), log_probs.shape[1], log_probs.device)
         ]
         return torch.cat(parts)
 

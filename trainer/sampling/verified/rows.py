@@ -231,10 +231,10 @@ class VerifiedRows(ABC):
         """argmax(l + tau xi) at some positions."""
         index = (rows * self.tokens.shape[1] + places).to(self.xi.device)
         parts = [
-            gumbel_scores(logits[chunk], self.xi.select(index[chunk]), self.config.tau)
-            for chunk in position_chunks(len(logits), logits.shape[1])
+            gumbel_scores(logits[chunk], self.xi.select(index[chunk]), self.config.tau).argmax(-1)
+            for chunk in position_chunks(len(logits), logits.shape[1], logits.device)
         ]
-        return torch.cat([scores.argmax(dim=-1) for scores in parts])
+        return torch.cat(parts)
 
     def _settle(
         self,

@@ -145,7 +145,7 @@ class SlotRows(VerifiedRows):
             inverse_cdf(
                 logits[chunk], token_uniforms(self.xi.select(index[chunk])), self.config.tau
             )
-            for chunk in position_chunks(len(logits), logits.shape[1])
+            for chunk in position_chunks(len(logits), logits.shape[1], logits.device)
         ]
         return torch.cat(parts)
 
