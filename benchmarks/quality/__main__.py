@@ -100,8 +100,8 @@ def train(
 ) -> None:
     """Train what is not trained; those that others start from come first."""
     runs = [run for run in runs if run.recipe.student_of is None]
-    waves = [run for run in runs if run.recipe.init_from is None]
-    for wave in (waves, [run for run in runs if run not in waves]):
+    for depth in sorted({plan.depth(run.recipe) for run in runs}):
+        wave = [run for run in runs if plan.depth(run.recipe) == depth]
         jobs = []
         for run in wave:
             store = stores[run.recipe.store]

@@ -87,6 +87,8 @@ class Plan:
         sample_seeds: Sampling seeds of every student.
         num_samples: Samples per sampling seed.
         nfe: Forward passes per sample.
+        argmax_tau: Scales of xi at which conditioned students are sampled by argmax, in place of
+            nuclei; stories.
         judge: ``gdistill-extract`` words of a second store, on which a judge that is not the
             teacher is trained, all but corpus and teacher.
         judge_settings: Settings of that judge, a student of kind ``ar``.
@@ -101,6 +103,7 @@ class Plan:
     sample_seeds: tuple[int, ...] = (11, 12)
     num_samples: int = 2000
     nfe: tuple[int, ...] = (1, 2, 4)
+    argmax_tau: tuple[float, ...] = ()
     judge: tuple[str, ...] = ()
     judge_settings: tuple[str, ...] = field(default=())
     stores: tuple[StoreWords, ...] = ()
@@ -123,8 +126,22 @@ class Plan:
     @property
     def runs(self) -> list[Run]:
         """Every recipe with every seed; those that use others' students come behind them."""
-        ordered = sorted(self.recipes, key=lambda recipe: bool(recipe.needs))
+        ordered = sorted(self.recipes, key=self.depth)
         return [Run(recipe, seed) for seed in self.seeds for recipe in ordered]
+
+    def depth(self, recipe: Recipe) -> int:
+        """How many students come before its own, one made from the other.
+
+        Raises:
+            UsageError: When recipes need each other in a circle.
+        """
+        needs = {other.name: other.needs for other in self.recipes}
+        behind = set(recipe.needs)
+        for depth in range(len(needs) + 1):
+            if not behind:
+                return depth
+            behind = {name for other in behind for name in needs[other]}
+        raise UsageError("recipes need each other in a circle", where="recipes", got=recipe.name)
 
 
 @dataclass(frozen=True)

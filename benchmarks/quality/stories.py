@@ -69,7 +69,7 @@ class StoriesBench:
         if self.plan.is_ahead:
             teacher, seed = self.judges["teacher"], self.plan.sample_seeds[0]
             save_ahead(fills_ahead(student, teacher, self.validation, seed), folder / AHEAD_FILE)
-        ways = {**WAYS, **(ARGMAX if student.is_conditioned else {})}
+        ways = self._conditioned_ways if student.is_conditioned else WAYS
         return {
             "validation": last_validation(folder),
             "samples": {
@@ -79,6 +79,13 @@ class StoriesBench:
                 for nfe in run.recipe.nfe or self.plan.nfe
             },
         }
+
+    @property
+    def _conditioned_ways(self) -> Mapping[str, Mapping[str, Any]]:
+        """Argmax at every tau of the plan; without any, nuclei and argmax at tau 1."""
+        scales = self.plan.argmax_tau
+        by_tau = {f"argmax, tau {tau:g}": {"decision": "argmax", "tau": tau} for tau in scales}
+        return by_tau or {**WAYS, **ARGMAX}
 
     def reference(self) -> dict[str, Any]:
         """The entropy at which students are compared: that of the validation rows, nats."""
@@ -135,12 +142,12 @@ class StoriesBench:
         seed, ids = self.plan.sample_seeds[0], torch.arange(self.plan.num_samples)
         rows = torch.full((count, length), student.mask_id)
         rows[:, 0] = self.validation[0, 0]
-        noise, extra = None, {}
+        noise = None
         if student.is_conditioned:
             vocab_size = student.config.vocab_size
             noise = sampling_noise(seed, ids, length, vocab_size, codec=student.codec)
-            extra = {"tau": 1.0}
-        sampler = make_sampler(student.default_sampler, nfe=nfe, **extra, **settings)
+            settings = {"tau": 1.0, **settings}
+        sampler = make_sampler(student.default_sampler, nfe=nfe, **settings)
         tokens = sampler.sample(student, rows, ids, noise, seed).tokens
         return {
             "nll_sums": {name: _nll(judge, tokens) for name, judge in self.judges.items()},

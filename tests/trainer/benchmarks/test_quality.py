@@ -156,6 +156,11 @@ def test_plan_mistakes_and_order() -> None:
     plan = Plan("maze", (), (Recipe("tuned", init_from="plain"), Recipe("plain")), seeds=(3,))
     assert [run.folder for run in plan.runs] == ["plain-seed3", "tuned-seed3"]
     command = plan.runs[1].command(plan, Path("store"), Path("home"))
+    circle = (Recipe("a", init_from="b"), Recipe("b", init_from="a"))
+    with pytest.raises(UsageError, match="circle"):
+        _ = Plan("maze", (), circle).runs
+    chain = (Recipe("c", init_from="b"), Recipe("b", init_from="a"), Recipe("a"))
+    assert [run.recipe.name for run in Plan("maze", (), chain, seeds=(1,)).runs] == ["a", "b", "c"]
     assert command[command.index("--init-from") + 1] == str(Path("home/plain-seed3"))
 
 
