@@ -61,18 +61,24 @@ class EarlierSteps:
         places, t = corruption.places, corruption.t
         noised = batch.tokens.masked_fill(corruption.mask, mask)
         found = denoise(noised, places, t)
-        uniforms = places.read(_uniforms("tokens", batch, 0))  # a token is drawn once
+        choose = self._rule(places, batch)
         for number in range(1, self.num_steps):
             later = (t - self.time_step).clamp_min(LAST_TIME)
             stays = schedule.masking_probability(later) / schedule.masking_probability(t)
             revealed = places.read(_revealed(stays, batch, number))
-            chosen = draw(found, uniforms) if self.is_drawn else found.argmax(dim=-1)
             before = places.read(noised)
-            after = torch.where(revealed & (before == mask), chosen, before)
+            after = torch.where(revealed & (before == mask), choose(found), before)
             noised, t = noised.index_put(places.index, after), later
             is_open = (after == mask)[:, None]
             found = torch.where(is_open, denoise(noised, places, t), found)
         return found
+
+    def _rule(self, places: Places, batch: Batch) -> Callable[[Tensor], Tensor]:
+        """What becomes of a prediction: the most probable token, or one drawn from it."""
+        if not self.is_drawn:
+            return lambda found: found.argmax(dim=-1)
+        uniforms = places.read(_uniforms("tokens", batch, 0))  # a token is drawn once
+        return lambda found: draw(found, uniforms)
 
 
 def _revealed(stays: Float[Tensor, "b blocks"], batch: Batch, number: int) -> Bool[Tensor, "b l"]:
@@ -85,8 +91,8 @@ def _uniforms(purpose: str, batch: Batch, number: int) -> Float[Tensor, "b l"]:
 
 
 def draw(log_probs: Float[Tensor, "n v1"], uniforms: Float[Tensor, "n"]) -> Int[Tensor, "n"]:
-    """F^-1(u) by id, F summed in float64."""
-    distribution = log_probs.double().exp().cumsum(dim=-1)
+    """F^-1(u) by id, F summed in float64: one number a place where a race would take V of them."""
+    distribution = log_probs.exp().cumsum(dim=-1, dtype=torch.float64)
     target = uniforms.double() * distribution[:, -1]
     return torch.searchsorted(distribution, target[:, None], right=True)[:, 0]
 
