@@ -26,6 +26,7 @@ BACKBONE_SETTINGS = (
 """Settings of the students that stand on a frozen language model, refused by all others."""
 DIFFUSION_SETTINGS = (
     "injection",
+    "noise_init",
     "noise_readings",
     "block_size",
     "noise_schedule",
@@ -68,6 +69,8 @@ class StudentSettings:
         prior_weight: w in softmax(xi + w log q), q the corpus unigram; 0 is the paper.
         noise_projection: W of its own, or ``tied``: the token embedding times a D x D matrix.
         noise_rank: r of a W of its own that is the product of V x r and r x D; None is V x D.
+        noise_init: Where the matrices begin that bring noise in: ``random`` as the authors', or
+            ``zero``, so that a student begins as one without noise and learns to read by and by.
         noise_tau: Scale of xi in training (a sampler has its own).
         noise_readings: After how many blocks masked positions read the noise again, by attention
             over the vocabulary: (1, 2) is behind the first and behind the second block. Slots of a
@@ -122,6 +125,7 @@ class StudentSettings:
     prior_weight: float = 0.0
     noise_projection: Literal["own", "tied"] = "own"
     noise_rank: int | None = None
+    noise_init: Literal["random", "zero"] = "random"
     noise_tau: float = 1.0
     noise_readings: tuple[int, ...] = ()
     block_size: int | None = None

@@ -35,6 +35,7 @@ CONDITIONER_SETTINGS = (
     "prior_weight",
     "noise_projection",
     "noise_rank",
+    "noise_init",
     "noise_tau",
 )
 KD_SETTINGS = {
@@ -79,6 +80,8 @@ def build_student(config: RunConfig, store: ShardStore, init_from: Path | None) 
         )
     torch.manual_seed(derive_seed(config.seed, "initial weights"))
     student = kind.make(config.model, manifest)
+    if config.model.noise_init == "zero":
+        _silence(student)
     if init_from is not None:
         load_initial_weights(student, init_from, manifest)
     if student.is_conditioned:
@@ -188,13 +191,13 @@ def load_initial_weights(student: Student, directory: Path, manifest: Manifest) 
         weights.pop(name, None)
     wanted = set(target) - set(STORE_BUFFERS)
     if student.is_conditioned and not source.is_conditioned:
-        wanted -= _silenced(student, directory)
+        wanted -= _silence_beside(student, directory)
     _require_weights({n: w.shape for n, w in weights.items()}, {n: target[n].shape for n in wanted})
     student.load_state_dict(weights, strict=False)
 
 
-def _silenced(student: Student, directory: Path) -> set[str]:
-    """Zero the matrices that bring noise in; the names of all weights that come with noise."""
+def _silence_beside(student: Student, directory: Path) -> set[str]:
+    """:func:`_silence`, where the noise leaves what the source has learnt as it is."""
     if student.settings.injection != "add":
         raise UsageError(
             "the noise would replace the mask embedding that the model has learnt",
@@ -203,6 +206,11 @@ def _silenced(student: Student, directory: Path) -> set[str]:
             expected="add",
             remedy="add --set model.injection=add",
         )
+    return _silence(student)
+
+
+def _silence(student: Student) -> set[str]:
+    """Zero the matrices that bring noise in; the names of all weights that come with noise."""
     added = {n for n, _ in student.named_parameters() if n.startswith(NOISE_PARTS)}
     # Of W_r A only A is zeroed: were both, neither would ever have a gradient.
     kept = {"conditioner.weight"} if "conditioner.map.weight" in added else set()
