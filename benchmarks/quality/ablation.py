@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.quality.stories import match_students
+from benchmarks.quality.matched import match_students
 from shards.base import UsageError, run_command
 
 TASKS = ("maze", "stories")

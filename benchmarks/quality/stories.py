@@ -15,8 +15,9 @@ from torch import Tensor
 
 from benchmarks.quality.ahead import Fills, Prefixes, fills
 from benchmarks.quality.gain import gain_of_first
+from benchmarks.quality.matched import match_students, ratio_lines, ratios
 from benchmarks.quality.plan import Plan, Run
-from evaluation.curve import CurvePoint, MatchedValue, matched_perplexity, matched_table
+from evaluation.curve import matched_table
 from evaluation.text import unigram_entropy_nats
 from shards.store import ShardStore
 from trainer import load_student
@@ -103,6 +104,7 @@ class StoriesBench:
             matched = match_students(figures, judge, entropy)
             source = f"the validation rows; judge: {judge}"
             lines += ["", matched_table(matched, entropy, source).to_markdown()]
+            lines += ["", *ratio_lines(ratios(self.plan, figures, judge, entropy))]
         return [*lines, "", *self._gain_lines()] if self.plan.is_ahead else lines
 
     def _gain_lines(self) -> list[str]:
@@ -164,35 +166,6 @@ def last_validation(folder: Path) -> dict[str, Any]:
 
 def _validation(line: Mapping[str, Any]) -> str:
     return f"{line['nll_nats']:.3f} ({'given noise' if line['conditional'] else 'bound'})"
-
-
-def match_students(
-    figures: Mapping[str, Sequence[Mapping[str, Any]]], judge: str, entropy_nats: float
-) -> dict[tuple[str, float], MatchedValue]:
-    """(Recipe, NFE) -> perplexity at one entropy, the samples of all training seeds together."""
-    return {
-        (name, float(nfe)): matched_perplexity(
-            _points([cells["samples"][nfe] for cells in seeds], judge),
-            entropy_nats,
-            is_paired=True,
-        )
-        for name, seeds in figures.items()
-        for nfe in seeds[0]["samples"]
-    }
-
-
-def _points(seeds: Sequence[Mapping[str, Mapping[str, Any]]], judge: str) -> list[CurvePoint]:
-    """A point per way of sampling, the samples of all training seeds together."""
-    return [
-        CurvePoint(
-            np.concatenate([np.array(cells[way]["nll_sums"][judge]) for cells in seeds]),
-            np.concatenate(
-                [np.full(len(cells[way]["entropies"]), cells[way]["num_tokens"]) for cells in seeds]
-            ).astype(float),
-            np.concatenate([np.array(cells[way]["entropies"]) for cells in seeds]),
-        )
-        for way in seeds[0]
-    ]
 
 
 @torch.no_grad()

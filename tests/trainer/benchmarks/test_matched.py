@@ -1,0 +1,63 @@
+"""Ratios of perplexities at equal entropy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.quality.matched import ratio_interval, ratio_lines, ratios
+from benchmarks.quality.plan import Plan, Recipe
+from evaluation.curve.matched import MatchedValue
+
+
+def sweep(rate: float, seed: int) -> dict[str, Any]:
+    """Two ways of sampling on the line log perplexity = rate * entropy."""
+    jitter = torch.rand(40, generator=torch.Generator().manual_seed(seed)).double() * 0.2
+    ways = {}
+    for entropy in (1.0, 3.0):
+        entropies = (entropy + jitter - jitter.mean()).tolist()
+        nlls = [10 * rate * each for each in entropies]
+        ways[f"at {entropy:g}"] = {
+            "entropies": entropies,
+            "nll_sums": {"teacher": nlls},
+            "num_tokens": 10,
+        }
+    return {"samples": {"4": ways}}
+
+
+def test_ratio_to_the_best_plain_student_of_its_kind() -> None:
+    """At entropy 2: exp(2 * 0.5) over exp(2 * 0.8), seed by seed, and a line of each recipe."""
+    recipes = (
+        Recipe("weak"),
+        Recipe("strong"),
+        Recipe("other kind", student="bd3lm"),
+        Recipe("noisy", conditioning="gumbel"),
+    )
+    rates = {"weak": (1.0, 1.0), "strong": (0.7, 0.9), "other kind": (0.1, 0.1)}
+    figures = {
+        name: [sweep(rate, seed) for seed, rate in enumerate(pair)]
+        for name, pair in {**rates, "noisy": (0.5, 0.5)}.items()
+    }
+    (found,) = ratios(Plan("stories", (), recipes), figures, "teacher", 2.0)
+    assert (found.name, found.against, found.nfe, found.is_matched) == ("noisy", "strong", 4, True)
+    assert found.value == pytest.approx(math.exp(2 * (0.5 - 0.8)), rel=0.02)
+    assert found.by_seed == pytest.approx([math.exp(-0.4), math.exp(-0.8)], rel=0.02)
+    assert found.interval[0] < found.value < found.interval[1]
+    _, _, line = ratio_lines([found])
+    assert line.startswith("| noisy | 0.5") and line.endswith("; strong) |")
+    (far,) = ratios(Plan("stories", (), recipes), figures, "teacher", 9.0)
+    assert not far.is_matched and "entropy not reached" in ratio_lines([far])[-1]
+
+
+def test_errors_of_a_ratio_add_as_squares() -> None:
+    """Half widths 3 % and 4 % in logs make 5 %."""
+    halves = [math.exp(0.03), math.exp(0.04)]
+    noisy, plain = (
+        MatchedValue(value, (value / half, value * half), 1.0, True, 1.0)
+        for value, half in zip((6.0, 3.0), halves, strict=True)
+    )
+    low, high = ratio_interval(noisy, plain)
+    assert (low, high) == pytest.approx((2 * math.exp(-0.05), 2 * math.exp(0.05)))
