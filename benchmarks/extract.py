@@ -42,7 +42,6 @@ from pipeline.corpus import corpus_config
 from pipeline.extract import Extractor, resources_on, rows_per_unit
 from pipeline.settings import StoreSettings
 from pipeline.teacher import (
-    BatchSize,
     Teacher,
     automatic_batch_size,
     rows_tensor,
@@ -51,7 +50,7 @@ from pipeline.tokens import prepare_tokens
 from pipeline.workers import StopRequest, Worker
 from shards.base import Bar, write_json_atomic
 from shards.codec import CODECS, Codec, codec_parameters, make_codec
-from shards.language_model import find_pretrained, resolve_device
+from shards.language_model import BatchSize, find_pretrained, resolve_device
 from shards.store import Manifest, ShardWriter
 
 SHAPES = {

@@ -32,7 +32,6 @@ from pipeline.report import report, write_config
 from pipeline.scored_run import is_scored, run_scored
 from pipeline.settings import ExtractRequest
 from pipeline.teacher import (
-    BatchSize,
     GeneratedRows,
     ModelGroup,
     ProcessOutput,
@@ -41,7 +40,7 @@ from pipeline.teacher import (
 from pipeline.tokens import TokenDataset, prepare_tokens
 from pipeline.workers import StopRequest, Worker
 from shards.base import GdistillError, require_writable, stderr
-from shards.language_model import resolve_device
+from shards.language_model import BatchSize, resolve_device
 from shards.noise import use_noise_kernel
 from shards.store import Manifest, ShardRange, ShardStore, ShardWriter
 

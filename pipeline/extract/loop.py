@@ -23,20 +23,11 @@ from torch import Tensor
 
 from pipeline.extract.background import Background
 from pipeline.extract.transfer import to_host
-from pipeline.teacher import (
-    BatchSize,
-    Note,
-    RawLogits,
-    Teacher,
-    check_output,
-    in_batches,
-    is_out_of_memory,
-    largest_batch,
-    rows_tensor,
-)
+from pipeline.teacher import Note, RawLogits, Teacher, check_output, rows_tensor
 from pipeline.workers import StopRequest, Worker
 from shards.base import Bar, stderr
 from shards.codec import Codec, TeacherOutput
+from shards.language_model import BatchSize, in_batches, is_out_of_memory, largest_batch
 from shards.store import Manifest, ShardRange, ShardWriter
 
 ReadRows = Callable[[str, int, int, Note], np.ndarray]

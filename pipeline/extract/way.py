@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from pipeline.settings import ExtractSettings
-from pipeline.teacher import Teacher, automatic_batch_size, largest_batch
+from pipeline.teacher import Teacher, automatic_batch_size
 from shards.base import UsageError, stderr
+from shards.language_model import largest_batch, require_indexable
 from shards.noise import noise_kernel
 from shards.store import Manifest, ShardWriter, read_ways, record_ways
 
@@ -102,6 +103,8 @@ def _own_way(
         torch.set_num_threads(threads)
     rows = settings.batch_size or followed.get("rows_per_pass") or _rows(manifest, teacher)
     row_elements = manifest.row_length * teacher.files.num_logits
+    remedy = "extract shorter rows: --row-length"
+    require_indexable(row_elements, teacher.device, remedy)
     rows = min(rows, largest_batch(row_elements, teacher.device))
     return WayOfComputing(
         device=device,

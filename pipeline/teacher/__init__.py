@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
-    from pipeline.teacher.batching import (
-        BatchSize,
-        automatic_batch_size,
-        in_batches,
-        is_out_of_memory,
-        largest_batch,
-    )
+    from pipeline.teacher.batching import automatic_batch_size
     from pipeline.teacher.generate import GeneratedRows, Note, ProcessOutput
     from pipeline.teacher.model import (
         Teacher,

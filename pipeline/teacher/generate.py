@@ -24,11 +24,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from pipeline.settings import SequentialSettings
-from pipeline.teacher.batching import BatchSize, in_batches
 from pipeline.teacher.model import Teacher
 from pipeline.tokens import TokenDataset
 from shards.base import derive_seed
 from shards.codec import TeacherOutput
+from shards.language_model import BatchSize, in_batches
 from shards.noise import KeyedPrior, PositionKeys, gumbel_argmax
 
 LEAST_CPU_ROWS, CPU_ROWS, GPU_ROWS = 32, 128, 512

@@ -13,6 +13,14 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
+    from shards.language_model.batching import (
+        BatchSize,
+        in_batches,
+        is_out_of_memory,
+        largest_batch,
+        memory_bytes,
+        require_indexable,
+    )
     from shards.language_model.device import DtypeName, allow_tf32, resolve_device
     from shards.language_model.files import (
         PretrainedFiles,

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeline.extract.loop import Extractor
 from pipeline.extract.manifest import corpus_unigram, rows_per_unit
 from pipeline.settings import StoreSettings
-from pipeline.teacher.batching import BatchSize, automatic_batch_size
+from pipeline.teacher.batching import automatic_batch_size
 from pipeline.teacher.model import Teacher
 from pipeline.teacher.output import RawLogits
 from pipeline.tokens.dataset import TokenDataset
@@ -19,6 +19,7 @@ from pipeline.workers import Worker
 from shards.base.errors import GdistillError, UsageError
 from shards.codec.posterior import PosteriorCodec
 from shards.codec.registry import make_codec
+from shards.language_model.batching import BatchSize
 from shards.noise.gumbel import gumbel_argmax
 from shards.noise.kinds import dense_arrivals
 from shards.noise.philox import PositionKeys
