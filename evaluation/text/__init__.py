@@ -17,12 +17,8 @@ if TYPE_CHECKING:
     from evaluation.text.mauve_divergence import check_counts, mauve_score
     from evaluation.text.mauve_features import text_features
     from evaluation.text.memory import JudgedText, JudgeMemory, readings_folder
-    from evaluation.text.perplexity import (
-        ReadingLimits,
-        generative_perplexity,
-        read_texts,
-        reading_limits,
-    )
+    from evaluation.text.perplexity import generative_perplexity
     from evaluation.text.pieces import Piece, surprise_pieces
+    from evaluation.text.reading import ReadingLimits, read_texts, reading_limits
 
 __getattr__, __dir__ = open_door(__name__, __file__)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import AutoTokenizer
 
+from evaluation.text.room import Room
 from shards.base import GdistillError, UsageError, first_line
 from shards.language_model import (
     PretrainedFiles,
@@ -33,6 +35,7 @@ class JudgeModel:
         border_ids: Tokens that stand between texts; their predictions do not count.
         weights_sha256: Hash of the weights, so that two judges of one name are told apart.
         products: How its float32 matrix products run: ``float32``, or ``TF32`` on a GPU.
+        room: How much of texts it reads at once.
     """
 
     name: str
@@ -43,6 +46,7 @@ class JudgeModel:
     border_ids: tuple[int, ...]
     weights_sha256: str = ""
     products: str = "float32"
+    room: Room = field(default_factory=lambda: Room(1, sys.maxsize))
 
     @property
     def identity(self) -> dict[str, str]:
@@ -75,6 +79,7 @@ def load_judge(name: str, device: str = "cpu") -> JudgeModel:
             remedy="give a judge whose tokenizer_config.json names one",
         )
     model = load_causal_model(files, "float32", place).network
+    weight_bytes = sum(value.numel() * value.element_size() for value in model.parameters())
     return JudgeModel(
         name=files.name,
         model=model,
@@ -84,6 +89,7 @@ def load_judge(name: str, device: str = "cpu") -> JudgeModel:
         border_ids=borders,
         weights_sha256=files.weights_sha256,
         products=allow_tf32(place),
+        room=Room.on(place, files.num_logits, files.hidden_size, weight_bytes),
     )
 
 

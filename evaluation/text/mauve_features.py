@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from evaluation.text.judge import JudgeModel
+from evaluation.text.reading import side_by_side
 from shards.base import GdistillError, UsageError, canonical_json, progress_bar, write_bytes_atomic
 
 
@@ -96,13 +97,23 @@ def _keep(file: Path, values: np.ndarray, num_tokens: np.ndarray) -> None:
 def _compute(
     judge: JudgeModel, texts: Sequence[str], max_tokens: int
 ) -> tuple[Float[np.ndarray, "n d"], Int[np.ndarray, "n"]]:
-    features, lengths = [], []
+    rows = [judge.tokenizer.encode(text, truncation=True, max_length=max_tokens) for text in texts]
+    rows = [ids or [judge.document_start_id] for ids in rows]
+    lengths = np.array([len(ids) for ids in rows])
+    features: list[np.ndarray] = [np.empty(0)] * len(rows)
     with progress_bar("mauve features", len(texts), unit="text") as bar:
-        for text in texts:
-            ids = judge.tokenizer.encode(text, truncation=True, max_length=max_tokens)
-            batch = torch.tensor([ids or [judge.document_start_id]], device=judge.model.device)
-            output = judge.model(input_ids=batch, output_hidden_states=True, use_cache=False)
-            features.append(output.hidden_states[-1][0, -1].float().cpu().numpy())
-            lengths.append(batch.shape[1])
-            bar.advance(1)
-    return np.stack(features), np.array(lengths)
+
+        def read(members: list[int]) -> None:
+            ids = side_by_side([rows[index] for index in members], judge.document_start_id)
+            output = judge.model(
+                input_ids=ids.to(judge.model.device), output_hidden_states=True, use_cache=False
+            )
+            ends = torch.from_numpy(lengths[members] - 1).to(judge.model.device)
+            states = output.hidden_states[-1]
+            last = states[torch.arange(len(members), device=ends.device), ends].float().cpu()
+            for index, state in zip(members, last.numpy(), strict=True):
+                features[index] = state
+            bar.advance(len(members))
+
+        judge.room.fill(lengths.tolist(), max_tokens, read)
+    return np.stack(features), lengths

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
-from evaluation.text.perplexity import token_nll_nats
+from evaluation.text import JudgeModel, ReadingLimits, read_texts, text_features
+from evaluation.text.room import Room
 from pipeline.extract.transfer import to_host
 from shards.codec import TeacherOutput, make_codec
 from shards.language_model.device import resolve_device
@@ -142,15 +144,39 @@ def adaptive() -> Counts:
     return _verified("mdlm", "apd", mixture_weight=0.5)
 
 
-@scenario("judge, a text")
-def judge() -> Counts:
-    network = tiny_llama().to(resolve_device("auto")).eval()
-    text = torch.randint(2, VOCAB, (1, 48), generator=torch.Generator().manual_seed(0))
+def judge() -> JudgeModel:
+    """A judge of windows of 32 tokens that reads digits, on the device."""
+    place = resolve_device("auto")
+    network = tiny_llama().to(place).eval()
+    tokenizer = SimpleNamespace(encode=lambda text, **_: [2 + int(digit) for digit in text])
+    room = Room.on(place, VOCAB, 32, 0)
+    return JudgeModel("tiny", network, tokenizer, 32, 0, (0,), room=room)
 
-    def read(_: int) -> object:
-        return token_nll_nats(network, text.to("cuda"), 32, 16)
 
-    return waits_per(read)
+def _texts(index: int) -> list[str]:
+    """Seven texts of 31 to 49 digits, new ones for each index."""
+    return [str(10 ** (30 + 3 * length) + index) for length in range(7)]
+
+
+@scenario("judge, a batch of texts")
+def judged() -> Counts:
+    model = judge()
+    limits = ReadingLimits(32, 16, 64)
+    return waits_per(lambda index: read_texts(model, _texts(index), limits))
+
+
+@scenario("judge, a batch of texts, mauve features")
+def featured() -> Counts:
+    model = judge()
+    return waits_per(lambda index: _features(model, _texts(index)))
+
+
+def _features(model: JudgeModel, texts: list[str]) -> object:
+    def encode(text: str, **_: object) -> list[int]:
+        return [2 + int(digit) for digit in text][:32]
+
+    named = replace(model, tokenizer=SimpleNamespace(encode=encode))
+    return text_features(named, texts, 32)
 
 
 @scenario("student moved and asked for logits")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +22,12 @@ from transformers import (
     BloomForCausalLM,
 )
 
-from evaluation.text import perplexity
+from evaluation.text import reading
 from evaluation.text.judge import UNLIMITED_CONTEXT, JudgeModel, load_judge
 from evaluation.text.memory import JudgedText, JudgeMemory
-from evaluation.text.perplexity import generative_perplexity, read_texts, reading_limits
+from evaluation.text.perplexity import generative_perplexity
+from evaluation.text.reading import ReadingLimits, read_texts, reading_limits
+from evaluation.text.room import Room
 from shards.base.errors import GdistillError, UsageError
 
 
@@ -143,13 +149,102 @@ def test_readings_survive_and_are_not_made_twice(
     (file,) = tmp_path.iterdir()
     with open(file, "ab") as torn:  # as a kill in the middle of a line leaves it
         torn.write(b'["0011')
-    monkeypatch.setattr(perplexity, "token_nll_nats", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(reading, "token_nll_nats", lambda *_: pytest.fail("read again"))
     again = read_texts(judge, texts, limits, JudgeMemory(tmp_path, {"stride": 8}))
     assert again == first  # to the last bit
     assert first[0] == first[3] and first[2].ids == ()
     other = JudgeMemory(tmp_path, {"stride": 4})
     assert "a b" not in other  # other windows give other numbers
     assert file.read_bytes().endswith(b"\n")
+
+
+TEXTS = ["a b b " * 9, "b", "", "a a b " * 2, "<eos>", "b b a " * 7 + "<eos> a", "a b b"]
+
+
+@pytest.mark.parametrize("tokens", [7, 16, 40, 1000])
+@pytest.mark.parametrize("with_logits", [3, 16, 1000])
+def test_texts_side_by_side_and_windows_in_parts_read_like_each_alone(
+    judge: JudgeModel, tokens: int, with_logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine windows of 16 at most; a logit of this judge is a sum of 8 terms of size below 1."""
+    limits = ReadingLimits(16, 8, 29)
+    alone = read_texts(judge, TEXTS, limits)
+    together = replace(judge, room=Room(tokens, with_logits))
+    passes = noted_passes(judge, monkeypatch)
+    found = read_texts(together, TEXTS, limits)
+    for one, other in zip(alone, found, strict=True):
+        assert (one.ids, one.counted) == (other.ids, other.counted)
+        assert other.nll_nats == pytest.approx(one.nll_nats, rel=0, abs=1e-5)
+    assert found[4].nll_nats == (0.0,), "of a text without a token that counts"
+    assert all(len(ids) == 1 or ids.numel() <= tokens for ids, _ in passes)
+    assert all(logits <= max(with_logits, len(ids)) for ids, logits in passes)
+    if tokens == 1000 == with_logits:
+        assert len(passes) == 3, "one for each window of the longest"
+
+
+def noted_passes(
+    judge: JudgeModel, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[torch.Tensor, int]]:
+    """(token ids, positions whose logits were given) of each pass, while they are made."""
+    passes: list[tuple[torch.Tensor, int]] = []
+    forward = judge.model.forward
+
+    @functools.wraps(forward)
+    def noted(input_ids: torch.Tensor, **options: Any) -> Any:
+        output = forward(input_ids=input_ids, **options)
+        passes.append((input_ids, output.logits.shape[0] * output.logits.shape[1]))
+        return output
+
+    monkeypatch.setattr(judge.model, "forward", noted)
+    return passes
+
+
+def test_what_did_not_fit_is_remembered(
+    judge: JudgeModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    together, limits = replace(judge, room=Room(100, 1000)), ReadingLimits(16, 8, 29)
+    alone = read_texts(judge, TEXTS, limits)
+    forward, sizes = judge.model.forward, []
+
+    def small(input_ids: torch.Tensor, **options: Any) -> Any:
+        sizes.append(input_ids.numel())
+        if input_ids.numel() > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(input_ids=input_ids, **options)
+
+    monkeypatch.setattr(judge.model, "forward", small)
+    found = read_texts(together, TEXTS, limits)
+    assert [reading.ids for reading in found] == [reading.ids for reading in alone]
+    assert together.room.side_by_side <= 40 and max(sizes) > 40
+    failed = sum(size > 40 for size in sizes)
+    read_texts(together, [text + " b" for text in TEXTS], limits)
+    assert sum(size > 40 for size in sizes) == failed, "tried once in a process"
+    assert capsys.readouterr().err.count("out of memory") == failed
+
+
+def test_a_text_whose_logits_nobody_can_hold_is_refused(
+    judge: JudgeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = judge.model.forward
+    monkeypatch.setattr(judge.model, "forward", lambda input_ids, use_cache: forward(input_ids))
+    narrow = replace(judge, room=Room(1, 5))
+    with pytest.raises(GdistillError, match=r"or none.*got 16 tokens; expected at most 5, "):
+        read_texts(narrow, TEXTS, ReadingLimits(16, 8, 29))
+
+
+def test_room_is_sized_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-2 Large and a vocabulary of 151,936 on 40 GB; a CPU reads one text at a time."""
+    memory = SimpleNamespace(total_memory=40 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    gpu, weights = torch.device("cuda"), 3 * 10**9
+    room = Room.on(gpu, 50_257, 1280, weights)
+    assert room.side_by_side == room.with_logits == 18_500_000_000 // (4 * 191_731)
+    assert room.side_by_side // 1024 == 23
+    monkeypatch.setattr(memory, "total_memory", 10**12)
+    wide = Room.on(gpu, 151_936, 1280, weights)
+    assert wide.with_logits * 151_936 < 2**31 <= (wide.with_logits + 1) * 151_936
+    host = Room.on(torch.device("cpu"), 151_936, 1280, weights)
+    assert host.side_by_side == 1 and host.with_logits > 1
 
 
 def test_a_reading_that_is_damaged_is_made_again(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import mauve
@@ -12,6 +13,7 @@ import pytest
 from evaluation.text.judge import JudgeModel, load_judge
 from evaluation.text.mauve_divergence import mauve_score
 from evaluation.text.mauve_features import TextFeatures, text_features
+from evaluation.text.room import Room
 from shards.base.errors import UsageError
 
 LIMIT = 12
@@ -58,6 +60,15 @@ def test_the_score_is_that_of_mauve_text_called_directly(
     spread = abs(direct[0] - direct[1]) / 2**0.5
     assert score.details["spread_over_seeds"] == pytest.approx(spread, abs=1e-6)
     assert score.details["num_empty"] == 1 and score.num_samples == 60
+
+
+def test_texts_side_by_side_have_the_features_of_each_alone(judge: JudgeModel) -> None:
+    """One block of 8 units: float32 sums of 8 and 32 terms below 2 in another order."""
+    given = [*texts(1, 0.3), "a"]
+    alone = text_features(judge, given, LIMIT)
+    together = text_features(replace(judge, room=Room(64, 1000)), given, LIMIT)
+    assert np.array_equal(alone.num_tokens, together.num_tokens)
+    np.testing.assert_allclose(together.values, alone.values, rtol=0, atol=2e-5)
 
 
 def test_every_seed_is_used(judge: JudgeModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,8 @@ from evaluation.text.diversity import (
     repetition_share,
     unigram_entropy_nats,
 )
-from evaluation.text.perplexity import counted_positions, summarise, token_nll_nats, window_starts
+from evaluation.text.perplexity import summarise
+from evaluation.text.reading import counted_positions, token_nll_nats, window_starts
 
 CASES = ("len160", "len150", "len65", "len40", "nosliding", "padded")
 
