@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 from benchmarks.quality.matched import ratio_interval, ratio_lines, ratios
 from benchmarks.quality.plan import Plan, Recipe
+from benchmarks.quality.stories_figure import FILES, draw, read_results
 from evaluation.curve.matched import MatchedValue
+from shards.base import to_mapping, write_json_atomic
 
 
 def sweep(rate: float, seed: int) -> dict[str, Any]:
@@ -61,3 +64,23 @@ def test_errors_of_a_ratio_add_as_squares() -> None:
     )
     low, high = ratio_interval(noisy, plain)
     assert (low, high) == pytest.approx((2 * math.exp(-0.05), 2 * math.exp(0.05)))
+
+
+def test_one_figure_of_all_plans(tmp_path: Path) -> None:
+    """A recipe of two files counts once, as the first file has it; half-way ones are left out."""
+    for place, file in enumerate(FILES[:2]):
+        recipes = [
+            Recipe("plain, half-way"),
+            Recipe("plain"),
+            Recipe("noisy", conditioning="gumbel"),
+        ]
+        found = {
+            "plan": to_mapping(Plan("stories", (), tuple(recipes))),
+            "recipes": {recipe.name: [sweep(0.5 + place, 0)] for recipe in recipes},
+            "reference": {"entropy_nats": 2.0},
+        }
+        write_json_atomic(tmp_path / file, found)
+    found = read_results(tmp_path)
+    assert list(found["recipes"]) == ["plain", "noisy"] and found["conditioned"] == {"noisy"}
+    assert found["recipes"]["plain"] == [sweep(0.5, 0)]
+    assert draw(tmp_path).stat().st_size > 10_000
