@@ -188,7 +188,7 @@ class Trainer:
         ) as bar:
             self.window.restart_clock()
             for rows in self._rows():
-                stopping = self._advance(self.make_batch(rows, self.step))
+                stopping = self.advance(self.make_batch(rows, self.step))
                 self._report(bar, tokens, rows.epoch)
                 if stopping or self._is_due(self.config.training.checkpoint_every_steps):
                     self._save()
@@ -206,7 +206,7 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.num_steps
 
-    def _advance(self, batch: Batch) -> bool:
+    def advance(self, batch: Batch) -> bool:
         """One optimiser step; returns whether any process was asked to stop."""
         config = self.config.optimization
         rate = learning_rate(config, self.step, self.num_steps)

@@ -79,7 +79,7 @@ def test_steps_are_those_of_plain_torch(store: Path, tmp_path: Path) -> None:
     batches = []
     for _ in range(NUM_STEPS):
         batches.append(trainer.make_batch(next(rows), trainer.step))
-        trainer._advance(batches[-1])
+        trainer.advance(batches[-1])
     weights, averages = replay(twin, batches)
     # Both walk by the same arithmetic in another order: rounding of 6e-8 a step, eps keeps Adam's
     # quotient smooth. The walk itself is 1e-2 and more.
@@ -100,7 +100,7 @@ def at_a_standstill(store: Path, out: Path, **changes: Any) -> list[float]:
     batch, losses = trainer.make_batch(next(trainer._rows()), 0), []
     for _ in range(3):
         before = trainer.window.loss_sum
-        trainer._advance(batch)
+        trainer.advance(batch)
         losses.append(trainer.window.loss_sum - before)
     return losses
 
@@ -129,7 +129,7 @@ def test_products_have_the_precision_asked_for(
     seen = set()
     products = trainer.student.backbone.blocks[0].attn_qkv
     products.register_forward_hook(lambda _module, _inputs, output: seen.add(output.dtype))
-    trainer._advance(trainer.make_batch(next(trainer._rows()), 0))
+    trainer.advance(trainer.make_batch(next(trainer._rows()), 0))
     assert seen == {dtype or torch.float32}
     assert trainer.validator is not None
     seen.clear()

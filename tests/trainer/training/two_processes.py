@@ -168,14 +168,14 @@ def interrupted(settings: dict[str, object], store: Path, out: Path) -> bool:
     """Stop after six steps, as a SIGTERM to one of the processes does."""
     trainer = Trainer(tiny_run(**settings), ShardStore.open(store), out / "fsdp")
     if os.environ["RANK"] == "1":
-        advance = trainer._advance
+        advance = trainer.advance
 
         def advance_and_stop(batch):
             if trainer.step == 5:
                 trainer.stop.signal_number = 15
             return advance(batch)
 
-        trainer._advance = advance_and_stop
+        trainer.advance = advance_and_stop
     return trainer.run()
 
 
