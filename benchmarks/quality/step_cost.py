@@ -1,6 +1,6 @@
 """What a training step of each recipe costs, in processor seconds, side by side.
 
-    python -m benchmarks.quality.step_cost benchmarks/quality/stories.toml --store out/quality/stories/store
+    python -m benchmarks.quality.step_cost PLAN.toml --store out/quality/stories/store
 
 Steps are taken in turns, so that whatever else the machine does falls on all alike; processor time
 of one thread, not time on the wall. "Equal compute" in a plan is to be read by this table.
