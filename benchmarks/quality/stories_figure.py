@@ -16,7 +16,7 @@ from benchmarks.quality.matched import match_students
 from evaluation.curve import MatchedValue
 from shards.base import run_command
 
-FILES = ("quality-stories.json", "quality-stories-distilled.json", "quality-stories-blocks.json")
+FILES = ("quality-stories.json", "quality-stories-further.json", "quality-stories-blocks.json")
 MARKS = {True: "o-", False: "s--"}
 """Of lines: with noise, and without."""
 
