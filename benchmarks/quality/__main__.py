@@ -130,7 +130,7 @@ def measure(
 ) -> dict[str, list[Any]]:
     """Recipe -> figures of its students, one per seed."""
     figures: dict[str, list[Any]] = {recipe.name: [] for recipe in plan.recipes}
-    sampling = [plan.num_samples, list(plan.sample_seeds), list(plan.nfe)]
+    sampling = [plan.num_samples, *map(list, (plan.sample_seeds, plan.nfe, plan.argmax_tau))]
     for run in plan.runs:
         folder = home / run.folder
         folder.mkdir(parents=True, exist_ok=True)
