@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from shards.noise.embedding import (
         TILES,
+        Tiles,
         Transform,
         Weighting,
         add_product,

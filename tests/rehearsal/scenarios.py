@@ -100,8 +100,8 @@ def waits_per(work: Callable[[int], object], repeats: int = 3) -> Counts:
     return Counter({place: -(-count // repeats) for place, count in WATCH.syncs.items()})
 
 
-def _training(kind: str, conditioning: str, codec: str) -> Counts:
-    model = student(kind, conditioning).train()
+def _training(kind: str, conditioning: str, codec: str, **settings: object) -> Counts:
+    model = student(kind, conditioning, **settings).train()
     make = batches(codec, conditioning != "none")
 
     def step(index: int) -> None:
@@ -134,6 +134,15 @@ OTHERS = (("mdlm", "none"), ("bd3lm", "gumbel"), ("bd3lm", "none"), ("ar", "none
 for _kind, _conditioning in OTHERS:
     _name = f"micro-batch, {_kind}, {_conditioning}"
     scenario(_name)(partial(_training, _kind, _conditioning, "posterior"))
+for _count in (0, 40):
+    scenario(f"micro-batch, mdlm, read again, {_count or 'all'}")(
+        partial(
+            _training,
+            *("mdlm", "gumbel", "posterior"),
+            noise_readings=(1, 2),
+            reading_candidates=_count,
+        )
+    )
 
 
 @scenario("optimiser step")

@@ -50,6 +50,10 @@ RUNS = {
     },
     "ar": {"student": "ar", "model__conditioning": "none"},
     "mdlm, noise read again": {"model__noise_readings": [1]},
+    "mdlm, noise read again among 3": {
+        "model__noise_readings": [1],
+        "model__reading_candidates": 3,
+    },
     "mdlm, token-level distillation": {"model__kd": "token"},
 }
 

@@ -54,5 +54,11 @@ if TYPE_CHECKING:
         StudentSettings,
         read_preset,
     )
+    from trainer.students.vocabulary_attention import (
+        NoiseToRead,
+        VocabularyAttention,
+        pack_noise,
+        searched_at_once,
+    )
 
 __getattr__, __dir__ = open_door(__name__, __file__)

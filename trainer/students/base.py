@@ -21,7 +21,7 @@ from trainer.objective import Batch, Distillation, Places
 from trainer.students.conditioning import GumbelConditioner
 from trainer.students.configuration import BACKBONE_SETTINGS, StudentConfig, StudentSettings
 from trainer.students.dit import DiT
-from trainer.students.vocabulary_attention import noise_shares
+from trainer.students.vocabulary_attention import pack_noise
 
 UNREAD = {
     "use_cache": (True, False),
@@ -206,12 +206,15 @@ class Student(PreTrainedModel, ABC):
     def flops_per_masked(self) -> float:
         """6 D V of the head and 4 D V of the noise projection (noise has no gradient).
 
-        A projection of rank r costs 4 r V + 6 r D, a tied one 4 D V + 6 D^2.
+        A projection of rank r costs 4 r V + 6 r D, a tied one 4 D V + 6 D^2; each reading of V or
+        K entries 12 D of them.
         """
         width, rank = self.settings.hidden_size, self.settings.noise_rank
         inner = width if rank is None else rank
         is_direct = rank is None and self.settings.noise_projection == "own"
         noise = 4 * inner * (self.config.vocab_size + 1) + (0 if is_direct else 6 * inner * width)
+        num_read = self.settings.reading_candidates or self.config.vocab_size
+        noise += 12 * width * num_read * len(self.settings.noise_readings)
         head = 6 * width * (self.config.vocab_size + 1)
         return float(head + self.is_conditioned * noise)
 
@@ -262,7 +265,8 @@ class Student(PreTrainedModel, ABC):
     def embed_noise(self, noise: Noise, tau: float = 1.0) -> Float[Tensor, "n e"]:
         """Embeddings of n noise vectors for ``predict``: D numbers each.
 
-        A student that reads the noise again (``noise_readings``) needs its V shares too: D + V.
+        A student that reads the noise again (``noise_readings``) needs what it reads too: V shares
+        behind the D numbers, or 2 K numbers for K candidates. These must stay float32.
 
         Raises:
             UsageError: When the student was trained without noise, or on another vocabulary.
@@ -277,7 +281,8 @@ class Student(PreTrainedModel, ABC):
             return embedded
         unigram = self.conditioner.unigram_log_probs
         prior = 0.0 if unigram is None else self.settings.prior_weight * unigram
-        return torch.cat((embedded, noise_shares(noise, tau, prior)), dim=-1)
+        packed = pack_noise(noise, tau, prior, self.settings.reading_candidates)
+        return torch.cat((embedded, packed), dim=-1)
 
     def inject(
         self,
@@ -287,7 +292,7 @@ class Student(PreTrainedModel, ABC):
     ) -> Float[Tensor, "b l e"]:
         """Put n noise embeddings at the n masked positions (row-major), replacing or adding.
 
-        What is longer than the embeddings, the shares for later layers, goes behind them: zeros
+        What is longer than the embeddings, the noise for later layers, goes behind them: zeros
         at other positions.
         """
         index, width = Places.of(masked).index, embeddings.shape[-1]
@@ -295,11 +300,9 @@ class Student(PreTrainedModel, ABC):
         filled = embeddings.index_put(index, values, accumulate=self.settings.injection == "add")
         if noise_embeddings.shape[1] == width:
             return filled
-        shares = noise_embeddings.new_zeros(
-            *embeddings.shape[:2], noise_embeddings.shape[1] - width
-        )
-        shares = shares.index_put(index, noise_embeddings[:, width:])
-        return torch.cat((filled, shares), dim=-1)
+        later = noise_embeddings[:, width:]
+        packed = later.new_zeros(*embeddings.shape[:2], later.shape[1]).index_put(index, later)
+        return torch.cat((filled, packed), dim=-1)
 
     def blend(
         self,

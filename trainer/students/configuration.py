@@ -28,6 +28,7 @@ DIFFUSION_SETTINGS = (
     "injection",
     "noise_init",
     "noise_readings",
+    "reading_candidates",
     "block_size",
     "noise_schedule",
     "loss_weighting",
@@ -76,6 +77,8 @@ class StudentSettings:
             over the vocabulary: (1, 2) is behind the first and behind the second block. Slots of a
             drafter wait there instead, read which token the one before them takes, and go through
             the backbone's layers above: (3, 3) runs those above the third twice.
+        reading_candidates: K, the ids of largest tau xi + w log q that these readings look at; 0
+            is the whole vocabulary, which holds V numbers per masked position.
         block_size: Tokens per block of a block-diffusion student; None is the whole row.
         noise_schedule: Masking probability as a function of time.
         loss_weighting: ``schedule`` weighs a masked token by p'(t) / p(t) (BD3-LM; 1/t for
@@ -128,6 +131,7 @@ class StudentSettings:
     noise_init: Literal["random", "zero"] = "random"
     noise_tau: float = 1.0
     noise_readings: tuple[int, ...] = ()
+    reading_candidates: int = 0
     block_size: int | None = None
     noise_schedule: Literal["loglinear", "square", "square_root", "log", "cosine"] = "loglinear"
     loss_weighting: Literal["schedule", "rate"] = "schedule"
@@ -175,6 +179,9 @@ class StudentSettings:
         kind = (self.conditioning, self.noise_transform)
         readable = not readings or kind == ("gumbel", "gumbel")
         _require(readable, "noise_readings", kind, "Gumbel noise as conditioning")
+        count = self.reading_candidates
+        used = count == 0 or (count > 0 and bool(readings))
+        _require(used, "reading_candidates", count, "0, or at least 1 with noise_readings")
         block_ok = self.block_size is None or self.block_size >= 1
         _require(block_ok, "block_size", self.block_size, "at least 1")
         times = 0 < self.min_time <= self.max_time <= 1
@@ -300,6 +307,8 @@ class StudentConfig(PretrainedConfig):
     def _check(self, settings: StudentSettings) -> None:
         _require(self.vocab_size >= 2, "vocab_size", self.vocab_size, "at least 2")
         _require(self.row_length >= 2, "row_length", self.row_length, "at least 2")
+        count, size = settings.reading_candidates, self.vocab_size
+        _require(count <= size, "reading_candidates", count, f"at most V = {size}")
         if self.row_length % (settings.block_size or self.row_length):
             raise UsageError(
                 "rows do not split into blocks",

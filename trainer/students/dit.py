@@ -16,7 +16,7 @@ from torch.nn.functional import dropout, embedding, layer_norm, silu
 
 from trainer.students.attention import Attend, KeyValueCache, Rotary
 from trainer.students.configuration import StudentConfig
-from trainer.students.vocabulary_attention import VocabularyAttention
+from trainer.students.vocabulary_attention import NoiseToRead, VocabularyAttention
 
 LAYER_NORM_EPS = 1e-5
 NUM_FREQUENCIES = 128
@@ -261,6 +261,7 @@ class DiT(nn.Module):
             Block(config, layer, condition_size) for layer in range(settings.num_layers)
         )
         self.output_layer = Head(config, condition_size)
+        self.num_candidates = settings.reading_candidates
         self.noise_readings = nn.ModuleDict(
             {
                 str(depth): VocabularyAttention(config.vocab_size, settings.hidden_size)
@@ -282,17 +283,20 @@ class DiT(nn.Module):
     ) -> Float[Tensor, "b l d"]:
         """Embeddings -> hidden states before the final norm.
 
-        Behind the D numbers of an embedding may lie the V shares of its noise, which later layers
-        read (``Student.inject``). ``sigma_embedding`` has one row per batch row, or a single row
+        Behind the D numbers of an embedding may lie the noise that later layers read, packed
+        (``Student.inject``). ``sigma_embedding`` has one row per batch row, or a single row
         for all of them.
         """
         width = self.vocab_embed.embedding.shape[1]
-        x, shares = x[..., :width], x[..., width:]
+        noise = None
+        if x.shape[-1] > width:  # contiguous: a view would keep all of it for the backward pass
+            x, packed = x[..., :width].contiguous(), x[..., width:]
+            noise = NoiseToRead.unpack(packed, self.num_candidates)
         rotary = Rotary.of(positions, self.head_width)
         for depth, block in enumerate(self.blocks, start=1):
             x = block(x, sigma_embedding, rotary, attend, cache)
-            if shares.shape[-1] and str(depth) in self.noise_readings:
-                x = self.noise_readings[str(depth)](x, shares, self.output_layer.linear.weight[:-1])
+            if noise is not None and str(depth) in self.noise_readings:
+                x = self.noise_readings[str(depth)](x, noise, self.output_layer.linear.weight)
         return x
 
     def start_cache(self, batch_size: int, capacity: int) -> KeyValueCache:

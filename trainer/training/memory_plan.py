@@ -30,6 +30,7 @@ from trainer.students import (
     Block,
     Student,
     compiled_halves,
+    searched_at_once,
 )
 from trainer.training.construction import build_student
 from trainer.training.parallel import TrainingStep
@@ -241,7 +242,15 @@ def _logits_bytes(student: Student, masked: int, device: str, precision: str) ->
 def _noise_bytes(student: Student, masked: int, device: str) -> int:
     if not student.is_conditioned:
         return 0
-    return noise_tile_bytes(student.config.vocab_size, masked, device)
+    vocab_size = student.config.vocab_size
+    tiles = noise_tile_bytes(vocab_size, masked, device)
+    if not student.settings.noise_readings:
+        return tiles
+    # Later readings look at all V entries of some positions at a time, or of all.
+    searched = masked
+    if student.settings.reading_candidates:
+        searched = searched_at_once(masked, vocab_size, torch.device(device))
+    return max(tiles, NOISE_BUFFERS * FLOAT32_BYTES * searched * vocab_size)
 
 
 def noise_tile_bytes(vocab_size: int, num_masked: int, device: str) -> int:

@@ -116,9 +116,16 @@ class Scale:
 
     def student(self, vocab_size: int, conditioning: str) -> MDLM:
         """The student over V tokens, shapes without values."""
-        settings = replace(self.settings, conditioning=conditioning)  # type: ignore[arg-type]
+        settings = self.settings
         if conditioning == "none":
-            settings = replace(settings, noise_rank=None, noise_projection="own")
+            settings = replace(
+                settings,
+                noise_rank=None,
+                noise_projection="own",
+                noise_readings=(),
+                reading_candidates=0,
+            )
+        settings = replace(settings, conditioning=conditioning)  # type: ignore[arg-type]
         with torch.device("meta"):
             return MDLM(
                 MDLMConfig.build(settings, vocab_size=vocab_size, row_length=self.row_length)
@@ -180,7 +187,9 @@ def noise_cost(scale: Scale, vocab_size: int, is_timed: bool = False) -> NoiseCo
         (flops[0] - flops[1]) / 1e9,
         1 - flops[1] / flops[0],
         STATE_BYTES * (sizes[0] - sizes[1]),
-        noise_tile_bytes(vocab_size, scale.num_masked, scale.device) + kept_bytes(scale),
+        noise_tile_bytes(vocab_size, scale.num_masked, scale.device)
+        + kept_bytes(scale)
+        + read_bytes(scale, vocab_size),
         4 * scale.num_masked * vocab_size,
         measured_time_share(scale, vocab_size) if is_timed else None,
     )
@@ -192,6 +201,15 @@ def kept_bytes(scale: Scale) -> int:
     is_direct = settings.noise_rank is None and settings.noise_projection == "own"
     inner = 0 if is_direct else settings.noise_rank or settings.hidden_size
     return 4 * scale.num_masked * (1 + inner)
+
+
+def read_bytes(scale: Scale, vocab_size: int) -> int:
+    """What autograd keeps of the readings: each three states, and three numbers an entry."""
+    settings = scale.settings
+    num_read = settings.reading_candidates or vocab_size
+    each = 3 * (settings.hidden_size + num_read)
+    ids = settings.reading_candidates
+    return 4 * scale.num_masked * (ids + each * len(settings.noise_readings))
 
 
 def cost_table(costs: Sequence[NoiseCost]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_checks, gpu_suite, training_step
+from benchmarks import gpu_checks, gpu_suite, readings, training_step
 from benchmarks.conditioner import run_benchmark
 from shards.base.errors import GdistillError, UsageError
 
@@ -164,3 +164,32 @@ def test_training_step_benchmark_at_toy_shape(tmp_path: Path) -> None:
     for found in steps.values():
         assert found["losses"]["ours"] == pytest.approx(found["losses"]["dense"], rel=1e-4)
         assert found["decoupling_gain"] > 0
+
+
+def test_readings_at_toy_shape(tmp_path: Path) -> None:
+    found = readings.measure_steps("tiny", (1, 2), (4, 8), (2, 8, 50), CPU, repeats=2)
+    low, high = found["K = 8"]["interval"]
+    assert 0 < low <= high and set(found["seconds"]) == {"paper", "K = 4", "K = 8"}
+    memory = readings.measure_memory(20, 60, 8, 4, 2, CPU)
+    assert set(memory["peak_extra_bytes"]) == {"readings", "dense"}
+
+
+def test_an_interval_of_equal_ratios_is_a_point() -> None:
+    found = readings.time_ratio([1.1, 2.2, 3.3], [1.0, 2.0, 3.0])
+    assert found["ratio"] == pytest.approx(1.1)
+    assert found["interval"] == pytest.approx([1.1, 1.1])
+
+
+def test_coverage_follows_its_closed_form() -> None:
+    """At w = 0 another entry comes before the token where E_j + p_j E_0 < p_x E_0.
+
+    Two words in turns, bigrams certain but for 2%: their p is near 1 after the other, so that xi
+    is near a prior Gumbel's and the token the largest of 20 in about one case of 20 / (1 + 19).
+    """
+    tokens = torch.arange(4000) % 2
+    found = readings.coverage(tokens, 20, (1, 10, 20), 600, share=0.98)
+    shares = [found["w = 0"][key] for key in ("1", "10", "20")]
+    assert shares[2] == 1.0 and shares[0] < shares[1] < 1
+    # In the top k of V exchangeable Gumbels: k / V, here within four standard errors and 0.02.
+    assert abs(shares[0] - 1 / 20) < 0.02 + 4 * (0.05 * 0.95 / 600) ** 0.5
+    assert found["w = 1"]["1"] > 0.9, "with the prior the two words are the likeliest"

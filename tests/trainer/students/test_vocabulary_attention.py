@@ -13,7 +13,7 @@ from benchmarks.goldens import ArrivalRows
 from shards.base.errors import UsageError
 from trainer.objective.batch import Batch
 from trainer.students.registry import BD3LM, MDLM, StudentSettings
-from trainer.students.vocabulary_attention import VocabularyAttention
+from trainer.students.vocabulary_attention import NoiseToRead, VocabularyAttention
 
 VOCAB, LENGTH, BLOCK = 7, 8, 4
 READING = StudentSettings(
@@ -64,8 +64,8 @@ def test_one_reading_by_hand(beta: float) -> None:
         reading.weight.copy_(torch.eye(2))
     x = torch.tensor([[[5.0, -5.0], [3.0, 1.0]]])
     shares = torch.tensor([[[0.2, 0.8], [0.0, 0.0]]])
-    head = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
-    result = reading(x, shares, head)
+    head = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [7.0, 7.0]])  # the mask's row is not read
+    result = reading(x, NoiseToRead.unpack(shares, 0), head)
     odds = (0.2 / 0.8 * math.exp(4)) ** beta
     first = odds / (1 + odds)
     assert torch.allclose(result[0, 0], torch.tensor([5 + first, -5 + 1 - first]), atol=1e-5)
@@ -81,22 +81,25 @@ def test_without_head_it_is_the_conditioner() -> None:
     noise = make_batch().noise.at(torch.ones(3, LENGTH, dtype=torch.bool))
     embedded = student.embed_noise(noise, 0.7)
     x, shares = torch.zeros(1, len(embedded), 16), embedded[None, :, 16:]
-    read = reading(x, shares, torch.zeros(VOCAB, 16))
+    read = reading(x, NoiseToRead.unpack(shares, 0), torch.zeros(VOCAB + 1, 16))
     assert torch.allclose(shares.sum(-1), torch.ones(()))
     assert torch.allclose(read[0], embedded[:, :16], atol=1e-5)
 
 
+@pytest.mark.parametrize("count", [0, 3])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_every_reading_takes_part(depth: int) -> None:
-    student, batch = make_student(MDLM), make_batch()
+def test_every_reading_takes_part(depth: int, count: int) -> None:
+    student, batch = make_student(MDLM, reading_candidates=count), make_batch()
     student.loss(batch).loss.backward()
     for parameter in student.backbone.noise_readings[str(depth)].parameters():
         assert parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)
 
 
-def test_block_sampling_reads_as_training_does() -> None:
+@pytest.mark.parametrize("count", [0, 3])
+def test_block_sampling_reads_as_training_does(count: int) -> None:
     """Behind a cache, over a window and in one training pass: the same log-probabilities."""
-    student, batch = make_student(BD3LM, block_size=BLOCK), make_batch()
+    student = make_student(BD3LM, block_size=BLOCK, reading_candidates=count)
+    batch = make_batch()
     masked = torch.zeros(3, LENGTH, dtype=torch.bool)
     masked[:, BLOCK:] = True
     noised = batch.tokens.masked_fill(masked, student.mask_id)
@@ -127,10 +130,10 @@ def test_depths_that_are_not_there() -> None:
 
 
 def test_round_trip_keeps_the_readings(tmp_path: Any) -> None:
-    student = make_student(MDLM)
+    student = make_student(MDLM, reading_candidates=3)
     student.save_pretrained(tmp_path)
     loaded = MDLM.from_pretrained(tmp_path)
-    assert loaded.config.settings == READING
+    assert loaded.config.settings == dataclasses.replace(READING, reading_candidates=3)
     assert loaded.state_dict().keys() == student.state_dict().keys()
 
 

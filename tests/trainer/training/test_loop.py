@@ -287,16 +287,19 @@ def test_init_from_takes_the_weights_to_another_block_size(store: Path, finished
         assert torch.equal(parameter, saved[name])
 
 
-@pytest.mark.parametrize("readings", ["[]", "[1]"])
+@pytest.mark.parametrize(("readings", "candidates"), [("[]", 0), ("[1]", 0), ("[1]", 5)])
 def test_noise_is_added_to_a_student_that_has_seen_none(
-    store: Path, tmp_path: Path, readings: str
+    store: Path, tmp_path: Path, readings: str, candidates: int
 ) -> None:
     """The first loss is the source's to the last bit, whatever the noise, and noise is learnt."""
     opened = ShardStore.open(store)
     assert train(tiny_run(model__conditioning="none"), store, tmp_path / "plain")
     plain = build_student(tiny_run(model__conditioning="none"), opened, tmp_path / "plain")
     config = tiny_run(
-        model__conditioning="gumbel", model__injection="add", model__noise_readings=readings
+        model__conditioning="gumbel",
+        model__injection="add",
+        model__noise_readings=readings,
+        model__reading_candidates=candidates,
     )
     student = build_student(config, opened, tmp_path / "plain")
     trainer = Trainer(config, opened, tmp_path / "run", tmp_path / "plain")

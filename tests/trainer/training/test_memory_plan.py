@@ -39,12 +39,25 @@ def long_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_store(place, vocab_size=300, row_length=64)
 
 
+READINGS = {"model__noise_readings": [1, 3]}
+
+
 @pytest.mark.parametrize(
-    ("student", "conditioning"),
-    [("mdlm", "gumbel"), ("mdlm", "none"), ("bd3lm", "gumbel"), ("bd3lm", "none"), ("ar", "none")],
+    ("student", "conditioning", "settings"),
+    [
+        ("mdlm", "gumbel", {}),
+        ("mdlm", "gumbel", READINGS),
+        ("mdlm", "gumbel", {**READINGS, "model__reading_candidates": 32}),
+        ("mdlm", "none", {}),
+        ("bd3lm", "gumbel", {}),
+        ("bd3lm", "none", {}),
+        ("ar", "none", {}),
+    ],
 )
-def test_the_plan_is_what_a_step_holds(long_store: Path, student: str, conditioning: str) -> None:
-    changes = {**WIDE, "student": student, "model__conditioning": conditioning}
+def test_the_plan_is_what_a_step_holds(
+    long_store: Path, student: str, conditioning: str, settings: dict[str, Any]
+) -> None:
+    changes = {**WIDE, "student": student, "model__conditioning": conditioning, **settings}
     if student == "bd3lm":
         changes["model__block_size"] = 8
     config, store = tiny_run(**changes), ShardStore.open(long_store)

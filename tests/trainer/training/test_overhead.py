@@ -13,7 +13,14 @@ from shards.base.errors import UsageError
 from shards.noise import KeyedPrior, PositionKeys
 from trainer.cli import app
 from trainer.students.registry import MDLM, MDLMConfig, StudentSettings
-from trainer.training.overhead import MODELS, Scale, kept_bytes, noise_cost, overhead_table
+from trainer.training.overhead import (
+    MODELS,
+    Scale,
+    kept_bytes,
+    noise_cost,
+    overhead_table,
+    read_bytes,
+)
 
 PAPER = {
     "GPT-2 Small": ("38.6M", "33.0%"),
@@ -73,7 +80,7 @@ def test_costs_are_those_of_a_student_with_values(kind: str) -> None:
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         embedded = student.embed_noise(KeyedPrior(PositionKeys(0, positions, positions), 50))
     assert embedded.shape == (40, 16)
-    assert sum(kept.values()) == kept_bytes(scale)
+    assert sum(kept.values()) == kept_bytes(scale) and read_bytes(scale, 50) == 0
     assert cost.working_bytes - kept_bytes(scale) == 4 * 4 * 40 * 50
     assert cost.dense_bytes == 4 * 40 * 50
 
@@ -85,6 +92,42 @@ def test_operations_of_the_projection_by_hand() -> None:
     for kind, (settings, _) in KINDS.items():
         scale = Scale(settings, row_length=8, num_rows=5, masked_share=0.5, device="cpu")
         assert noise_cost(scale, 50).gflops_per_step * 1e9 == pytest.approx(20 * expected[kind])
+
+
+@pytest.mark.parametrize("count", [0, 20])
+def test_readings_cost_what_a_student_with_values_keeps(count: int) -> None:
+    """Parameters and operations by hand; what autograd keeps of two readings, within a fifth."""
+    settings = replace(
+        SMALL, num_layers=2, noise_readings=(1, 2), reading_candidates=count, hidden_size=64
+    )
+    scale = Scale(settings, row_length=40, num_rows=5, masked_share=1.0, device="cpu")
+    plain = replace(scale, settings=replace(settings, noise_readings=(), reading_candidates=0))
+    costs, without = noise_cost(scale, 50), noise_cost(plain, 50)
+    assert costs.parameters - without.parameters == 2 * (50 * 64 + 64 + 1)
+    added = (costs.gflops_per_step - without.gflops_per_step) * 1e9
+    assert added == pytest.approx(200 * 2 * 12 * 64 * (count or 50))
+    kept = [_kept_of_predicting(each.settings, count) for each in (scale, plain)]
+    assert read_bytes(scale, 50) == pytest.approx(kept[0] - kept[1], rel=0.2)
+
+
+def _kept_of_predicting(settings: StudentSettings, count: int) -> int:
+    """Bytes that autograd keeps of the layers of 5 rows of 40, the noise given."""
+    student = MDLM(MDLMConfig.build(settings, vocab_size=50, row_length=40))
+    positions = torch.arange(200)
+    embedded = student.embed_noise(KeyedPrior(PositionKeys(0, positions, positions), 50)).detach()
+    tokens = torch.full((5, 40), 50)
+    given = {p.untyped_storage().data_ptr() for p in student.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in given:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        states, _ = student.sampling_states(tokens, embedded.unflatten(0, (5, 40)))
+    assert states.requires_grad
+    return sum(kept.values())
 
 
 def test_the_command_and_its_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
