@@ -26,17 +26,18 @@ def interleaved_seconds(
     *,
     repeats: int = 5,
     warmups: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of each piece of work, measured in turns so that drift hits all of them alike."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(warmups + repeats):
         for name, run in work.items():
             synchronize(device)
-            start = time.perf_counter()
+            start = clock()
             run()
             synchronize(device)
             if turn >= warmups:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(clock() - start)
     return seconds
 
 

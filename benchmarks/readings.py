@@ -3,10 +3,10 @@
     python -m benchmarks.readings --tokenizer DIR --text FILE
 
 * A whole training step (rows from shards, forward, backward, clipping, AdamW) of the paper's
-  student against the same with w = 1 and readings behind two blocks, in turns. The interval is
-  Student's t over the logarithms of the turns' ratios.
-* What the readings hold beyond their inputs and the gradients that they return, against what
-  softmax(xi) W holds dense, as in :mod:`benchmarks.conditioner`.
+  student against the same with w = 1 and readings behind two blocks, in turns; on a CPU in seconds
+  of the processor. The interval is Student's t over the logarithms of the turns' ratios.
+* What search and readings hold beyond their inputs and the gradients that they return, against
+  what softmax(xi) W holds dense, as in :mod:`benchmarks.conditioner`.
 * How often a text's own token is among the K entries of largest xi + w log q. The teacher's part
   is taken by the text's own bigrams, interpolated with its unigram; xi is their posterior noise.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -104,7 +105,8 @@ def measure_steps(
         _, paper = stepper(settings_of(preset, (), 0, 0.0))
         reader, read = stepper(settings_of(preset, depths, counts[0], 1.0))
         work = {"paper": paper, **{f"K = {count}": among(count) for count in counts}}
-        seconds = interleaved_seconds(work, device, repeats=repeats)
+        clock = time.process_time if device.type == "cpu" else time.perf_counter
+        seconds = interleaved_seconds(work, device, repeats=repeats, clock=clock)
     ratios = {name: time_ratio(seconds[name], seconds["paper"]) for name in list(work)[1:]}
     return {"seconds": {k: median(v) for k, v in seconds.items()}, "all": seconds, **ratios}
 
@@ -120,9 +122,9 @@ def measure_memory(
     x = torch.randn(1, num, width, device=device, requires_grad=True)
     for reading in readings:
         reading.reset_parameters()
-    weights = [head, x, *(p for reading in readings for p in reading.parameters())]
-    for weight in weights:
-        weight.grad = torch.zeros_like(weight)
+
+    def search() -> None:
+        pack_noise(noise, 1.0, prior, count)
 
     def read() -> None:
         packed = pack_noise(noise, 1.0, prior, count)[None]
@@ -134,10 +136,13 @@ def measure_memory(
     def dense() -> None:
         dense_pass(-dense_arrivals(noise).log(), readings[0].weight, x.detach()[0])
 
-    peaks = {"readings": peak_extra_bytes(read, device), "dense": peak_extra_bytes(dense, device)}
+    work = {"search": search, "readings": read, "dense": dense}
+    peaks = {name: peak_extra_bytes(run, device) for name, run in work.items()}
     peaks["dense"] -= 4 * width * (num + vocab_size)  # its output and the gradient of W
-    ratio = peaks["readings"] / peaks["dense"]
-    return {"K": count, "peak_extra_bytes": peaks, "memory_ratio": ratio}
+    weights = [head, x, *(p for reading in readings for p in reading.parameters())]
+    peaks["readings"] -= sum(weight.nbytes for weight in weights)
+    ratios = {name: peaks[name] / peaks["dense"] for name in ("search", "readings")}
+    return {"K": count, "peak_extra_bytes": peaks, "memory_ratio": ratios}
 
 
 def bigram_log_probs(tokens: Tensor, before: Tensor, vocab_size: int, share: float) -> Tensor:
