@@ -58,14 +58,15 @@ def likeliest_entries(
 
     The whole vocabulary of a few positions at a time: about a tile of the conditioner's.
     """
-    found = [
-        noise_scores(part, tau, log_prior).topk(count, dim=-1, sorted=False)
-        for part in noise.split(
-            searched_at_once(noise.num_positions, noise.vocab_size, noise.device)
-        )
-    ]
-    scores = torch.cat([part.values for part in found])
-    return torch.cat([part.indices for part in found]), scores
+    num, device = noise.num_positions, noise.device
+    ids = torch.empty(num, count, dtype=torch.int64, device=device)
+    scores = torch.empty(num, count, device=device)
+    width = searched_at_once(num, noise.vocab_size, device)
+    for part, *to in zip(noise.split(width), ids.split(width), scores.split(width), strict=True):
+        found = noise_scores(part, tau, log_prior).topk(count, dim=-1, sorted=False)
+        to[0].copy_(found.indices)
+        to[1].copy_(found.values)
+    return ids, scores
 
 
 def searched_at_once(num_positions: int, vocab_size: int, device: torch.device) -> int:
