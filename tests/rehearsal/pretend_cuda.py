@@ -11,8 +11,11 @@ index may index a device tensor (which copies it, and waits). Counted as waiting
 size depends on data (``nonzero``, indexing by a mask, ``masked_select``, ``unique``,
 ``repeat_interleave``).
 
-Not pretended: streams and pinned memory (races), memory, Triton, FlexAttention, NCCL, the kernels'
-own support of dtypes. Needs ``guard.cpp`` preloaded: :mod:`tests.rehearsal.run` does that.
+Streams order what is computed at once anyway: reading what another stream may still be writing
+raises, and so does memory used by a stream that it was not recorded for, when the context ends.
+
+Not pretended: pinned memory, the amount of memory, Triton, FlexAttention, NCCL, the kernels' own
+support of dtypes. Needs ``guard.cpp`` preloaded: :mod:`tests.rehearsal.run` does that.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +34,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.rehearsal import streams
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROOMS = ("shards", "pipeline", "trainer", "evaluation")
@@ -72,6 +77,7 @@ class Watch:
 
 
 WATCH = Watch()
+LEDGER = streams.Ledger()
 
 
 class PretendTensor(torch.Tensor):
@@ -243,6 +249,9 @@ def _compute(
     if name == "_to_copy":
         bare_kwargs.pop("non_blocking", None)
     result = func(*bare_args, **bare_kwargs)
+    if wrap or any(map(_is_pretended, given)):
+        made = [x for x in tree_leaves(result) if wrap and isinstance(x, torch.Tensor)]
+        LEDGER.run(name, [x.on_host for x in given if _is_pretended(x)], made)
     wrapped = {id(_bare(x)): x for x in given if isinstance(x, torch.Tensor)}
 
     def dress(value: Any) -> Any:
@@ -273,7 +282,7 @@ class PlainNames(TorchFunctionMode):
         if func is torch.Tensor.pin_memory:
             return args[0]
         if func is torch.Tensor.record_stream:
-            return None
+            return _record_stream(*args)
         if func is torch.Tensor.tolist and _is_pretended(args[0]):
             return args[0].tolist()
         uploads = func is torch.as_tensor and _is_device(kwargs.get("device"))
@@ -288,13 +297,9 @@ def _numbered(value: Any) -> Any:
     return CUDA if isinstance(value, str) and value == "cuda" else value
 
 
-class _Stream:
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def wait_stream(self, other: Any) -> None: ...
-
-    def synchronize(self) -> None:
-        WATCH.wait("stream")
+def _record_stream(tensor: torch.Tensor, user: streams.Stream) -> None:
+    if _is_pretended(tensor):
+        LEDGER.record(_bare(tensor), user)
 
 
 def _tensor(made: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -325,11 +330,12 @@ def _patches() -> list[tuple[Any, str, Any]]:
         (cuda, "memory_allocated", lambda device=None: 0),
         (cuda, "max_memory_allocated", lambda device=None: 0),
         (cuda, "reset_peak_memory_stats", lambda device=None: None),
-        (cuda, "Stream", _Stream),
-        (cuda, "current_stream", lambda device=None: _Stream()),
-        (cuda, "stream", lambda stream: nullcontext()),
+        (cuda, "Stream", streams.Stream),
+        (cuda, "current_stream", streams.current_stream),
+        (cuda, "stream", streams.stream),
+        (streams.Stream, "waited", staticmethod(WATCH.wait)),
         (torch, "tensor", _tensor(torch.tensor)),
-        (torch.Tensor, "record_stream", lambda self, stream: None),
+        (torch.Tensor, "record_stream", _record_stream),
         (torch.Tensor, "pin_memory", lambda self, *_: self),
     ]
 
@@ -345,3 +351,6 @@ def pretend_cuda() -> Iterator[Watch]:
         stack.enter_context(PlainNames())
         stack.enter_context(DispatchToHost())
         yield WATCH
+    lent, LEDGER.lent = LEDGER.lent, {}
+    if lent:
+        raise RuntimeError(f"memory used by a stream it was not recorded for: {set(lent.values())}")

@@ -19,13 +19,13 @@ def main(names: list[str]) -> None:
     stories()
     for name in names or list(SCENARIOS):
         record: dict[str, object] = {"scenario": name}
-        with pretend_cuda():
-            try:
+        try:
+            with pretend_cuda():
                 counts = SCENARIOS[name]()
-                record["waits"] = sum(counts.values())
-                record["places"] = {f"{kind} at {place}": n for (kind, place), n in counts.items()}
-            except Exception:
-                record["error"] = traceback.format_exc(limit=-6)
+            record["waits"] = sum(counts.values())
+            record["places"] = {f"{kind} at {place}": n for (kind, place), n in counts.items()}
+        except Exception:
+            record["error"] = traceback.format_exc(limit=-6)
         print(json.dumps(record), flush=True)
 
 

@@ -47,6 +47,45 @@ def main() -> None:
         assert weight.grad is not None and weight.grad.is_cuda
         assert weight.grad.tolist() == [3.0, 5.0, 7.0]
     assert not torch.zeros(1).is_cuda
+    check_streams()
+
+
+def check_streams() -> None:
+    """Reading too early, and memory that would be given away too early."""
+    with pretend.pretend_cuda():
+        side, use = torch.cuda.Stream(), torch.cuda.current_stream()
+        with torch.cuda.stream(side):
+            x = torch.ones(5, 3).to("cuda", non_blocking=True)
+            copied = side.record_event()
+            later = x + 1
+        assert early(lambda: x.view(-1) * 2)
+        use.wait_event(copied)
+        assert not early(lambda: x.view(-1) * 2) and early(lambda: later * 2)
+        use.wait_stream(side)
+        assert not early(lambda: later * 2)
+        x.record_stream(use)
+        later.record_stream(use)
+        x.add_(1)
+        with torch.cuda.stream(side):
+            assert early(lambda: x * 2)
+    try:
+        with pretend.pretend_cuda():
+            y = torch.zeros(7, device="cuda")
+            side.wait_stream(use)
+            with torch.cuda.stream(side):
+                y.sum()
+    except RuntimeError as error:
+        assert "not recorded" in str(error)
+    else:
+        raise AssertionError("memory was lent without a record")
+
+
+def early(work: Callable[[], object]) -> bool:
+    try:
+        work()
+    except RuntimeError as error:
+        return "another stream" in str(error)
+    return False
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from safetensors.torch import load_file
 
 from evaluation.text import JudgeModel, ReadingLimits, read_texts, text_features
 from evaluation.text.room import Room
@@ -93,6 +94,22 @@ def _training_run(name: str) -> Counts:
 
 for _name in RUNS:
     scenario(f"training run, {_name}")(lambda name=_name: _training_run(name))
+
+
+@scenario("training run, stopped and whole alike")
+def resumed() -> Counts:
+    """Three steps, and two and one more: the same weights, though the next rows set out early."""
+    weights = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name, parts in (("whole", (3,)), ("stopped", (2, 3))):
+            for num_steps in parts:
+                settings = {**ON_GPU, "training__num_steps": num_steps}
+                run = tiny_run(**settings, optimization__schedule="constant")
+                assert train(run, stories() / "store", Path(folder) / name)
+            weights.append(load_file(Path(folder) / name / "model/model.safetensors"))
+    first, second = weights
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    return Counter(WATCH.syncs)
 
 
 def _heads_run(student: str, conditioning: str) -> Counts:

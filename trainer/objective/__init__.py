@@ -14,6 +14,7 @@ from shards.base.door import open_door
 if TYPE_CHECKING:
     from trainer.objective.batch import Batch, BatchMaker, StoredRowNoise, placed
     from trainer.objective.clipped_schedule import FULL, MAX_BATCHES, Clips, best_clips, candidates
+    from trainer.objective.copies import CopiesAhead
     from trainer.objective.distillation import Distillation
     from trainer.objective.places import Places
     from trainer.objective.schedules import (

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shards import open_store
 from shards.base import (
@@ -32,7 +33,7 @@ from shards.base import (
 from shards.noise import conditioner_kernel, noise_kernel, use_noise_kernel
 from shards.store import ShardStore
 from shards.stream import RowBatch, ShardStream
-from trainer.objective import Batch, BatchMaker
+from trainer.objective import Batch, BatchMaker, CopiesAhead
 from trainer.students import LossOutput, export_model
 from trainer.training.checkpoint import CheckpointFolder, Trainee
 from trainer.training.construction import (
@@ -148,6 +149,9 @@ class Trainer:
                 got="a store without a validation split",
                 remedy="extract one, or set model.min_time and model.max_time",
             )
+        self.copies = CopiesAhead(device, training.micro_batch_size)
+        self._source: Iterator[RowBatch] | None = None
+        self._coming: tuple[Batch, dict[str, Any]] | None = None
         self.window = StepWindow()
         self.stop = StopRequest()
         self.step, self.saved_step = 0, -1
@@ -187,9 +191,10 @@ class Trainer:
             main_process=self.accelerator.is_main_process,
         ) as bar:
             self.window.restart_clock()
-            for rows in self._rows():
-                stopping = self.advance(self.make_batch(rows, self.step))
-                self._report(bar, tokens, rows.epoch)
+            self._source = self._rows()
+            while (batch := self._following()) is not None:
+                stopping = self.advance(batch)
+                self._report(bar, tokens, batch.epoch)
                 if stopping or self._is_due(self.config.training.checkpoint_every_steps):
                     self._save()
                 if stopping:
@@ -203,6 +208,24 @@ class Trainer:
                 if self.step >= self.num_steps:
                     return
 
+    def _following(self) -> Batch | None:
+        """The batch of this step, which may be on its way already; None after the last."""
+        if self._coming is not None:
+            (batch, _), self._coming = self._coming, None
+            return batch
+        assert self._source is not None
+        rows = next(self._source, None)
+        return None if rows is None else self.make_batch(rows, self.step)
+
+    def _look_ahead(self) -> None:
+        """Send the next step's batch on its way, while the device is still at this one's."""
+        if self._source is None or not self.copies.looks_ahead or self.step + 1 >= self.num_steps:
+            return
+        place = self.stream.state_dict()  # a checkpoint of this step begins with that batch
+        batch = self.make_batch(next(self._source), self.step + 1)
+        self.copies.announce(batch)
+        self._coming = batch, place
+
     def _is_due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.num_steps
 
@@ -212,6 +235,7 @@ class Trainer:
         rate = learning_rate(config, self.step, self.num_steps)
         set_learning_rate(self.optimizer, rate)
         losses = self._backward(batch)
+        self._look_ahead()
         clipped = clip_gradients(self.parameters, config.max_grad_norm)
         scalars = [clipped.float(), *(output.loss.detach().float() for _, output, _ in losses)]
         norm, *parts = torch.stack(scalars).tolist()  # the only time that the host waits
@@ -221,7 +245,7 @@ class Trainer:
         loss_sum, all_masked, stops = sum_over_processes(values, self.accelerator)
         loss = loss_sum / self.accelerator.num_processes
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            rows = [(part.row_ids, output.row_nlls) for part, output, _ in losses]
+            rows = [(row_ids, output.row_nlls) for row_ids, output, _ in losses]
             raise diverged(self.step + 1, loss, norm, rows, self.checkpoints.steps())
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -233,20 +257,18 @@ class Trainer:
         self.window.add(loss, norm, num_tokens, int(all_masked), flops)
         return stops > 0
 
-    def _backward(self, batch: Batch) -> list[tuple[Batch, LossOutput, float]]:
-        """Gradients of the batch's mean loss; returns micro-batches, outputs and shares."""
+    def _backward(self, batch: Batch) -> list[tuple[Tensor, LossOutput, float]]:
+        """Gradients of the batch's mean loss; returns micro-batches' row ids, outputs, shares."""
         if self.config.model.dropout:
             rank = self.accelerator.process_index
             torch.manual_seed(derive_seed(self.config.seed, "dropout", self.step, rank))
-        parts = list(batch.micro_batches(self.config.training.micro_batch_size))
         outputs = []
-        for index, rows in enumerate(parts):
-            part = rows.to(self.accelerator.device)
+        for part, is_last in self.copies.of(batch):
             share = part.num_rows / batch.num_rows
-            with without_sync(self.module, self.accelerator, index == len(parts) - 1):
+            with without_sync(self.module, self.accelerator, is_last):
                 output = self.module(part)
                 (output.loss * share).backward()
-            outputs.append((part, output, share))
+            outputs.append((part.row_ids, output, share))
         return outputs
 
     def _report(self, bar: Bar, num_tokens: int, epoch: int) -> None:
@@ -290,7 +312,7 @@ class Trainer:
         self.metrics.sync()
         state = {
             "run": self.identity,
-            "stream": self.stream.state_dict(),
+            "stream": self._coming[1] if self._coming else self.stream.state_dict(),
             "window": self.window.state_dict(),
             "validation": self.validation,
         }

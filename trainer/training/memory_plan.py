@@ -111,6 +111,7 @@ def plan_memory(
     masked = rows * store.manifest.row_length
     working = {
         "stored rows of a micro-batch": rows * row_bytes,
+        **({"stored rows on their way": rows * row_bytes} if device == "cuda" else {}),
         **_target_bytes(student, masked),
         "head in the products' precision": _head_bytes(student, device, training.precision),
         "the larger tile, of logits or of noise": max(

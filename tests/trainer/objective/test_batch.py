@@ -16,6 +16,7 @@ from shards.stream.stream import RowBatch, ShardStream
 from tests.trainer.run_cases import LENGTH, SEED, VOCAB, tiny_run, write_store
 from trainer.objective.batch import Batch, BatchMaker, StoredRowNoise
 from trainer.objective.clipped_schedule import FULL
+from trainer.objective.copies import CopiesAhead
 from trainer.objective.substitution import corrupt
 from trainer.students.registry import StudentSettings
 from trainer.training.construction import build_student
@@ -126,6 +127,11 @@ def test_micro_batches_keep_rows_slots_and_noise(store: Path, size: int | None) 
         assert torch.equal(part.token_log_probs, batch.token_log_probs[part.slots])
         wanted = whole[part.slots][mask[part.slots, 1:]]
         assert torch.equal(dense_arrivals(part.noise.at(mask[part.slots])), wanted)
+    moved = list(CopiesAhead(CPU, size).of(batch))
+    assert [is_last for _, is_last in moved] == [False] * (len(parts) - 1) + [True]
+    assert all(
+        torch.equal(one.slots, two.slots) for (one, _), two in zip(moved, parts, strict=True)
+    )
 
 
 def test_every_micro_batch_has_every_kind_of_time() -> None:

@@ -123,6 +123,10 @@ def test_rows_are_as_large_as_the_arrays_that_travel(tmp_path: Path) -> None:
     stored = sum(a.nbytes for a in arrays.values())
     widened = 4 * 8 * 4  # ids travel as int64
     assert plan.device["stored rows of a micro-batch"] == stored + widened
+    assert "stored rows on their way" not in plan.device
+    config = tiny_run(training__micro_batch_size=4, training__compile="off")
+    ahead = plan_memory(config, store, device="cuda").device
+    assert ahead["stored rows on their way"] == stored + widened, "those of the next are there too"
 
 
 def test_a_gpu_gets_larger_tiles(long_store: Path) -> None:
