@@ -20,7 +20,7 @@ CEILINGS = {
     "sampling token, sequential": 0,
     "training run": 700,
     "training run, bd3lm, search": 1200,
-    "training run, stopped": 1200,
+    "training run, resumed": 1200,
     "verified pass": 30,
     "judge": 5,
     "student": 1,

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from trainer.objective.batch import Batch
 
-Coming = tuple[Batch, torch.cuda.Event]
+Coming = tuple[Batch, Any]
+"""A part and the event of its copy."""
 
 
 class CopiesAhead:
