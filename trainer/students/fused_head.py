@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from shards.language_model import largest_batch
 from shards.noise import add_product, even_width, product_dtype
 from trainer.objective import MASK_LOGIT_OFFSET, Distillation, SelfDistillation
 
@@ -49,8 +50,7 @@ class WeightedNLL(torch.autograd.Function):
         losses = nlls if distillation is None else torch.empty_like(nlls)
         narrow, narrow_bias = padded_head(weight, bias, dtype)
         gradients = _empty_gradients(features, narrow) if needs_gradient else None
-        width = CHUNK_ROWS.get(features.device.type, CHUNK_ROWS["cuda"])
-        width = width if distillation is None else max(1, width // 4)
+        width = chunk_rows(features.device, len(narrow), distillation is not None)
         width = even_width(len(targets), width)
         with torch.autocast(features.device.type, enabled=False):
             for start in range(0, len(targets), width):
@@ -88,6 +88,13 @@ class WeightedNLL(torch.autograd.Function):
 
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def chunk_rows(device: torch.device, num_columns: int, is_distilled: bool) -> int:
+    """Rows whose logits are held at once: none of a GPU's tensors is beyond 32 bits."""
+    rows = CHUNK_ROWS.get(device.type, CHUNK_ROWS["cuda"])
+    rows = max(1, rows // 4) if is_distilled else rows
+    return min(rows, largest_batch(num_columns, device))
 
 
 def padded_head(

@@ -107,3 +107,14 @@ def test_chunks_are_even_and_their_products_aligned(monkeypatch: pytest.MonkeyPa
     loss.backward()
     assert shapes == [(4, 64)] * 4
     assert projection.weight.grad.shape == (VOCAB + 1, WIDTH)
+
+
+def test_a_chunk_of_logits_stays_within_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows as a GPU likes, but for a vocabulary of a million."""
+    monkeypatch.setattr(fused_head, "CHUNK_ROWS", {"cpu": 512, "cuda": 4096})
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert fused_head.chunk_rows(gpu, 151_936, False) == 4096
+    assert fused_head.chunk_rows(gpu, 151_936, True) == 1024
+    rows = fused_head.chunk_rows(gpu, 1_000_000, False)
+    assert rows * 1_000_000 < 2**31 <= (rows + 1) * 1_000_000
+    assert fused_head.chunk_rows(cpu, 10_000_000, False) == 512
