@@ -18,7 +18,9 @@ import torch
 
 from tests.trainer.sample_cli_cases import WORDS, command, read, save, save_models, without_seconds
 from tests.trainer.sampling_cases import LENGTH, VOCAB, tiny_student
+from trainer.sampling.command import run as run_module
 from trainer.sampling.command.file import SampleFile
+from trainer.sampling.command.run import SampleRun
 from trainer.sampling.rules.noise import sampling_noise
 
 
@@ -52,6 +54,21 @@ def test_batch_size_changes_no_sample(model: str, models_folder: Path, tmp_path:
     expected = without_seconds(tmp_path / "32" / "samples.jsonl")
     assert without_seconds(tmp_path / "1" / "samples.jsonl") == expected
     assert without_seconds(tmp_path / "3" / "samples.jsonl") == expected
+
+
+def test_a_batch_is_cut_where_kernels_could_not_index_its_log_probabilities(
+    models_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit, sizes, draw = 2 * LENGTH * (VOCAB + 1) + 1, [], SampleRun.draw
+
+    def watched(run: SampleRun, sampler: Any, indices: list[int]) -> Any:
+        sizes.append(len(indices))
+        return draw(run, sampler, indices)
+
+    monkeypatch.setattr(run_module, "largest_batch", lambda elements, device: limit // elements)
+    monkeypatch.setattr(SampleRun, "draw", watched)
+    assert command(models_folder / "mdlm", "--num", 5, "--nfe", 2, "--out", tmp_path) == 0
+    assert sizes == [2, 2, 1]
 
 
 def test_curve_writes_one_file_per_nfe(models_folder: Path, tmp_path: Path) -> None:

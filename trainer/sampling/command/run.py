@@ -23,6 +23,7 @@ from shards.base import (
     to_mapping,
     write_json_atomic,
 )
+from shards.language_model import largest_batch
 from trainer.sampling import Sampler
 from trainer.sampling.command.file import SampleFile
 from trainer.sampling.command.given_rows import GivenRows
@@ -191,12 +192,16 @@ class SampleRun:
             bar.note(f"{self.sampler_name}, {result.nfe.float().mean():.1f} NFE")
 
     def _batches(self, indices: Sequence[int]) -> Iterator[list[int]]:
-        """Samples of one row length, ``batch_size`` at a time."""
+        """Samples of one row length, ``batch_size`` at a time; fewer where a GPU's kernels could
+        not index their log-probabilities.
+        """
+        columns, device = self.loaded.student.config.vocab_size + 1, self.loaded.student.device
         by_length = sorted(indices, key=lambda index: (len(self.given.row(index)), index))
-        for _, group in itertools.groupby(by_length, key=lambda i: len(self.given.row(i))):
+        for length, group in itertools.groupby(by_length, key=lambda i: len(self.given.row(i))):
             members = list(group)
-            for first in range(0, len(members), self.batch_size):
-                yield members[first : first + self.batch_size]
+            size = min(self.batch_size, largest_batch(length * columns, device))
+            for first in range(0, len(members), size):
+                yield members[first : first + size]
 
     def draw(self, sampler: Sampler, indices: Sequence[int]) -> SampleResult:
         """The samples of some indices."""
