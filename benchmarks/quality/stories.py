@@ -70,7 +70,7 @@ class StoriesBench:
         if self.plan.is_ahead:
             teacher, seed = self.judges["teacher"], self.plan.sample_seeds[0]
             save_ahead(fills_ahead(student, teacher, self.validation, seed), folder / AHEAD_FILE)
-        ways = self._conditioned_ways if student.is_conditioned else WAYS
+        ways = self.conditioned_ways if student.is_conditioned else WAYS
         return {
             "validation": last_validation(folder),
             "samples": {
@@ -82,7 +82,7 @@ class StoriesBench:
         }
 
     @property
-    def _conditioned_ways(self) -> Mapping[str, Mapping[str, Any]]:
+    def conditioned_ways(self) -> Mapping[str, Mapping[str, Any]]:
         """Argmax at every tau of the plan; without any, nuclei and argmax at tau 1."""
         scales = self.plan.argmax_tau
         by_tau = {f"argmax, tau {tau:g}": {"decision": "argmax", "tau": tau} for tau in scales}

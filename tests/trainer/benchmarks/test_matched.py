@@ -1,16 +1,19 @@
-"""Ratios of perplexities at equal entropy."""
+"""Ratios of perplexities at equal entropy, their figure, and what they are made from."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.quality.__main__ import measure
 from benchmarks.quality.matched import ratio_interval, ratio_lines, ratios
-from benchmarks.quality.plan import Plan, Recipe
+from benchmarks.quality.plan import Plan, Recipe, Run
+from benchmarks.quality.stories import WAYS, StoriesBench
 from benchmarks.quality.stories_figure import FILES, draw, read_results
 from evaluation.curve.matched import MatchedValue
 from shards.base import to_mapping, write_json_atomic
@@ -84,3 +87,32 @@ def test_one_figure_of_all_plans(tmp_path: Path) -> None:
     assert list(found["recipes"]) == ["plain", "noisy"] and found["conditioned"] == {"noisy"}
     assert found["recipes"]["plain"] == [sweep(0.5, 0)]
     assert draw(tmp_path).stat().st_size > 10_000
+
+
+def test_a_plans_taus_take_the_place_of_nuclei(tmp_path: Path) -> None:
+    plan = Plan("stories", (), (), argmax_tau=(1.0, 1.5))
+    ways = StoriesBench(plan, tmp_path, "", None).conditioned_ways
+    argmax = {"decision": "argmax"}
+    assert ways == {
+        "argmax, tau 1": {**argmax, "tau": 1.0},
+        "argmax, tau 1.5": {**argmax, "tau": 1.5},
+    }
+    without = StoriesBench(replace(plan, argmax_tau=()), tmp_path, "", None).conditioned_ways
+    assert without == {**WAYS, "argmax": argmax}
+
+
+@pytest.mark.parametrize("change", [{"argmax_tau": (1.5,)}, {"nfe": (2,)}, {"num_samples": 3}])
+def test_kept_figures_are_of_one_way_to_sample(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Measured anew where the plan samples otherwise, and only then."""
+    measured: list[str] = []
+
+    class Counting:
+        def measure(self, run: Run, folder: Path) -> int:
+            measured.append(folder.name)
+            return len(measured)
+
+    counting: Any = Counting()
+    plan = Plan("stories", (), (Recipe("a"),), seeds=(1,), argmax_tau=(1.0,))
+    stores = {"": tmp_path / "store"}
+    for each, expected in ((plan, 1), (plan, 1), (replace(plan, **change), 2)):
+        assert measure(each, stores, tmp_path, counting) == {"a": [expected]}

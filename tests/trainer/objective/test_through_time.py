@@ -110,6 +110,8 @@ def test_draws_are_keyed_by_row_not_by_the_batch_and_stand() -> None:
     whole = steps.log_probs(denoise, batch, corruption, LOGLINEAR, MASK)
     known = shown[1] != MASK
     assert torch.equal(shown[2][known], shown[1][known]), "what is drawn once is not drawn again"
+    drawn = shown[1][known & corruption.mask]
+    assert drawn.unique().tolist() == [0, 1, 2], "not the most probable one everywhere"
     part = slice(3, 5)
     few = Corruption(
         corruption.t[part], corruption.mask[part], corruption.weight[part], corruption.sigma[part]
