@@ -1,4 +1,4 @@
-"""The bench's figure: the maze's recipes, where they miss, and what noise can be worth on stories.
+"""The bench's figures: stories over passes, and the maze's recipes beside the headroom.
 
 python -m benchmarks.quality.figure
 """
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.quality.stories_figure import draw_stories
 from shards.base import run_command
 
 
@@ -121,8 +122,8 @@ def main(
         "benchmarks/results"
     ),
 ) -> None:
-    """Draw the figure from the recorded numbers."""
-    typer.echo(str(draw(results)))
+    """Draw the figures from the recorded numbers."""
+    typer.echo(f"{draw(results)}\n{draw_stories(results)}")
 
 
 if __name__ == "__main__":

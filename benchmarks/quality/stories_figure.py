@@ -1,20 +1,14 @@
-"""Perplexity at the stories' own entropy over forward passes, a panel per judge.
-
-python -m benchmarks.quality.stories_figure
-"""
+"""Perplexity at the stories' own entropy over forward passes, a panel per judge."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from benchmarks.quality.matched import match_students
 from evaluation.curve import MatchedValue
-from shards.base import run_command
 
 FILES = ("quality-stories.json", "quality-stories-further.json", "quality-stories-blocks.json")
 MARKS = {True: "o-", False: "s--"}
@@ -40,7 +34,7 @@ def read_results(results: Path) -> dict[str, Any]:
     }
 
 
-def draw(results: Path) -> Path:
+def draw_stories(results: Path) -> Path:
     """Write ``quality-stories.png`` beside the JSON files."""
     import matplotlib
 
@@ -85,18 +79,3 @@ def _draw_judge(
     axes.set_xticks(every, [f"{nfe:g}" for nfe in every])
     axes.set_xlabel("forward passes for a row of 128 tokens")
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def main(
-    results: Annotated[Path, typer.Option(help="Folder of the JSON files.")] = Path(
-        "benchmarks/results"
-    ),
-) -> None:
-    """Draw the figure from the recorded numbers."""
-    typer.echo(str(draw(results)))
-
-
-if __name__ == "__main__":
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command()(main)
-    run_command(app)

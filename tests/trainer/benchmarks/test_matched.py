@@ -14,7 +14,7 @@ from benchmarks.quality.__main__ import measure
 from benchmarks.quality.matched import ratio_interval, ratio_lines, ratios
 from benchmarks.quality.plan import Plan, Recipe, Run
 from benchmarks.quality.stories import WAYS, StoriesBench
-from benchmarks.quality.stories_figure import FILES, draw, read_results
+from benchmarks.quality.stories_figure import FILES, draw_stories, read_results
 from evaluation.curve.matched import MatchedValue
 from shards.base import to_mapping, write_json_atomic
 
@@ -86,7 +86,7 @@ def test_one_figure_of_all_plans(tmp_path: Path) -> None:
     found = read_results(tmp_path)
     assert list(found["recipes"]) == ["plain", "noisy"] and found["conditioned"] == {"noisy"}
     assert found["recipes"]["plain"] == [sweep(0.5, 0)]
-    assert draw(tmp_path).stat().st_size > 10_000
+    assert draw_stories(tmp_path).stat().st_size > 10_000
 
 
 def test_a_plans_taus_take_the_place_of_nuclei(tmp_path: Path) -> None:

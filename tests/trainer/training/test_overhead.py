@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -60,14 +62,9 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_costs_are_those_of_a_student_with_values(kind: str) -> None:
-    """Parameters by hand; what autograd keeps of the conditioner, counted."""
-    settings, added = KINDS[kind]
-    scale = Scale(settings, row_length=8, num_rows=5, masked_share=1.0, device="cpu")
-    cost = noise_cost(scale, 50)
-    assert cost.parameters == added and cost.state_bytes == 20 * added
-    student = MDLM(MDLMConfig.build(settings, vocab_size=50, row_length=8))
+@contextmanager
+def counted(student: MDLM) -> Iterator[dict[int, int]]:
+    """Place -> bytes of what autograd keeps meanwhile, but for the student's weights."""
     given = {p.untyped_storage().data_ptr() for p in student.parameters()}
     kept: dict[int, int] = {}
 
@@ -76,8 +73,20 @@ def test_costs_are_those_of_a_student_with_values(kind: str) -> None:
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    positions = torch.arange(40)
     with saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_costs_are_those_of_a_student_with_values(kind: str) -> None:
+    """Parameters by hand; what autograd keeps of the conditioner, counted."""
+    settings, added = KINDS[kind]
+    scale = Scale(settings, row_length=8, num_rows=5, masked_share=1.0, device="cpu")
+    cost = noise_cost(scale, 50)
+    assert cost.parameters == added and cost.state_bytes == 20 * added
+    student = MDLM(MDLMConfig.build(settings, vocab_size=50, row_length=8))
+    positions = torch.arange(40)
+    with counted(student) as kept:
         embedded = student.embed_noise(KeyedPrior(PositionKeys(0, positions, positions), 50))
     assert embedded.shape == (40, 16)
     assert sum(kept.values()) == kept_bytes(scale) and read_bytes(scale, 50) == 0
@@ -116,15 +125,7 @@ def _kept_of_predicting(settings: StudentSettings, count: int) -> int:
     positions = torch.arange(200)
     embedded = student.embed_noise(KeyedPrior(PositionKeys(0, positions, positions), 50)).detach()
     tokens = torch.full((5, 40), 50)
-    given = {p.untyped_storage().data_ptr() for p in student.parameters()}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage().data_ptr() not in given:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+    with counted(student) as kept:
         states, _ = student.sampling_states(tokens, embedded.unflatten(0, (5, 40)))
     assert states.requires_grad
     return sum(kept.values())
