@@ -23,6 +23,7 @@ SETTINGS = tuple(
         ("ancestral", "ancestral:AncestralConfig"),
         ("first_hitting", "first_hitting:FirstHittingConfig"),
         ("fixed_count", "first_hitting:FixedCountConfig"),
+        ("confidence", "surest_first:ConfidenceConfig"),
         ("block", "block:BlockConfig"),
         ("sequential", "sequential:SequentialConfig"),
         ("apd", "verified.adaptive:AdaptiveConfig"),
@@ -49,8 +50,8 @@ def sample(
     sampler: Annotated[
         str | None,
         typer.Option(
-            help="ancestral, first_hitting, fixed_count, block, sequential, apd, coupled, medusa, "
-            "drafter."
+            help="ancestral, first_hitting, fixed_count, confidence, block, sequential, apd, "
+            "coupled, medusa, drafter."
         ),
     ] = None,
     nucleus_p: Annotated[float | None, typer.Option(help="Nucleus p (1 = off).")] = None,

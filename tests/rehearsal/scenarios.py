@@ -199,6 +199,11 @@ def fixed_count() -> Counts:
     return _sampling("mdlm", "fixed_count", (4, 12), nfe=0)
 
 
+@scenario("sampling pass, confidence")
+def confidence() -> Counts:
+    return _sampling("mdlm", "confidence", (4, 12), nfe=0)
+
+
 @scenario("sampling pass, first_hitting")
 def first_hitting() -> Counts:
     return _sampling("mdlm", "first_hitting", (8, 16))

@@ -1,10 +1,10 @@
 """Sampling: from a student, its noise and rows with masked positions to finished rows.
 
 A sampler is a frozen dataclass of settings with one method, ``sample``: ``ancestral``,
-``first_hitting`` and ``fixed_count`` fill whole rows (``whole_row``), ``block`` goes block by
-block, ``sequential`` token by token, ``apd`` and ``coupled`` as far as a verifier agrees
-(``verified``). What they are composed of stands in ``rules``; what ``gdistill-sample`` adds, in
-``command``. In come students and their noise; out go ``SampleResult`` records.
+``first_hitting``, ``fixed_count`` and ``confidence`` fill whole rows (``whole_row``), ``block``
+goes block by block, ``sequential`` token by token, ``apd`` and ``coupled`` as far as a verifier
+agrees (``verified``). What they are composed of stands in ``rules``; what ``gdistill-sample`` adds,
+in ``command``. In come students and their noise; out go ``SampleResult`` records.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trainer.sampling.registry import SAMPLERS, make_sampler, sampler_class
     from trainer.sampling.rules import NoiseUse, Sampler, sampling_noise
     from trainer.sampling.sequential import SequentialConfig
+    from trainer.sampling.surest_first import ConfidenceConfig
     from trainer.sampling.verified import (
         AdaptiveConfig,
         CoupledConfig,

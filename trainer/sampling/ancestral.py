@@ -10,12 +10,12 @@ from torch import Tensor
 
 from trainer.objective import schedule_of
 from trainer.sampling.rules import LAST_TIME, SampleKeys, ancestral_order, ancestral_times
-from trainer.sampling.whole_row import WholeRowSampler
+from trainer.sampling.whole_row import PlannedSampler
 from trainer.students import Student
 
 
 @dataclass(frozen=True, kw_only=True)
-class AncestralConfig(WholeRowSampler):
+class AncestralConfig(PlannedSampler):
     """T steps at times linspace(1, 1e-5, T + 1).
 
     In the step from t to s a masked token stays masked with probability p(s) / p(t), else it is

@@ -1,10 +1,10 @@
 """Block by block from a block-diffusion student (BD3-LM, Arriola et al. 2025), with a KV cache.
 
-Each block is filled by ancestral or first-hitting sampling while all earlier blocks are known. The
-keys and values of finished blocks are kept. A block enters the cache in the first forward pass of
-the next block, so every forward pass is one that predicts: NFE is all there is. Noise is read at
-masked positions only, which the current block has and finished ones have not, so the cache of a
-conditioned student is that of its clean tokens.
+Each block is filled by ancestral or first-hitting sampling, or the surest tokens first, while all
+earlier blocks are known. The keys and values of finished blocks are kept. A block enters the cache
+in the first forward pass of the next block, so every forward pass is one that predicts: NFE is all
+there is. Noise is read at masked positions only, which the current block has and finished ones have
+not, so the cache of a conditioned student is that of its clean tokens.
 
 Beyond the trained length the student sees a window of the last blocks, at positions 0, 1, ...
 When the window is full its front is dropped and the rest is read again in one pass.
@@ -24,6 +24,8 @@ from trainer.objective import schedule_of
 from trainer.sampling.block_state import BlockState, Window
 from trainer.sampling.rules import (
     LAST_TIME,
+    Confidence,
+    ConfidenceOrder,
     DiffusionSampler,
     NoiseUse,
     SampleKeys,
@@ -46,10 +48,12 @@ class BlockConfig(DiffusionSampler):
     behind it.
 
     Attributes:
-        inner: How a block is filled: ``ancestral`` in steps, or ``first_hitting``, one token per
-            forward pass.
-        nfe: Ancestral only: most forward passes per sample, spread evenly over its blocks (one
-            block more wherever the division leaves a rest); None is one per token of a block.
+        inner: How a block is filled: ``ancestral`` in steps, ``first_hitting``, one token per
+            forward pass, or by ``confidence``, as :class:`ConfidenceConfig` fills a row.
+        nfe: Not of ``first_hitting``: most forward passes per sample, spread evenly over its blocks
+            (one block more wherever the division leaves a rest); None is one per token of a block.
+        confidence: See :class:`ConfidenceConfig`.
+        order_temperature: See :class:`ConfidenceConfig`.
         final_argmax: Ancestral only: see :class:`AncestralConfig`.
         use_cache: Keep keys and values; without, every pass reads the whole window.
         slide: Tokens dropped when the window is full, a multiple of the block size; None is half
@@ -58,8 +62,10 @@ class BlockConfig(DiffusionSampler):
     Further settings as in :class:`DiffusionSampler`.
     """
 
-    inner: Literal["ancestral", "first_hitting"] = "ancestral"
+    inner: Literal["ancestral", "first_hitting", "confidence"] = "ancestral"
     nfe: int | None = None
+    confidence: Confidence = "margin"
+    order_temperature: float = 0.0
     final_argmax: bool = True
     use_cache: bool = True
     slide: int | None = None
@@ -68,10 +74,16 @@ class BlockConfig(DiffusionSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _ = self.order  # which refuses what it cannot follow
         if self.inner == "first_hitting" and self.nfe is not None:
             raise UsageError(
                 "first-hitting blocks take no NFE", where="nfe", got=self.nfe, remedy="leave it out"
             )
+
+    @property
+    def order(self) -> ConfidenceOrder:
+        """Which positions of a block come first, where the student says so."""
+        return ConfidenceOrder(self.confidence, self.order_temperature)
 
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> BD3LM:
         """See :class:`Sampler`."""
@@ -141,9 +153,12 @@ class BlockConfig(DiffusionSampler):
             times = ancestral_times(budget, last_time) if self.inner == "ancestral" else None
             state.enter(block, times)
             here = keys.select(state.active)
-            drawn, left = self._steps(student, state.masked_here, here, block * size, times)
-            state.fill(drawn, self.rule, here)
-            state.fill(left, TokenRule("argmax"), here)
+            if self.inner == "confidence":
+                state.fill_surest(self.order, self.rule, here, budget)
+            else:
+                drawn, left = self._steps(student, state.masked_here, here, block * size, times)
+                state.fill(drawn, self.rule, here)
+                state.fill(left, TokenRule("argmax"), here)
             state.retire(self.stop, is_last_try)
             if not len(state.active):
                 break

@@ -11,11 +11,13 @@ from torch.nn.functional import pad
 
 from trainer.objective import Places
 from trainer.sampling.rules import (
+    ConfidenceOrder,
     NoiseUse,
     SampleKeys,
     SampleResult,
     StepLevels,
     StopRule,
+    SurestFirst,
     TokenRule,
     reveal,
 )
@@ -97,10 +99,20 @@ class BlockState:
 
     def fill(self, steps: Int[Tensor, "m block"], rule: TokenRule, keys: SampleKeys) -> None:
         """Reveal positions of the current block in their steps."""
-        filled, passes = reveal(
-            self._predict, self.tokens_here, steps, rule, keys, first_position=self.start
+        self._take(
+            reveal(self._predict, self.tokens_here, steps, rule, keys, first_position=self.start)
         )
-        self.tokens[self.active, self.start : self.stop] = filled
+
+    def fill_surest(
+        self, order: ConfidenceOrder, rule: TokenRule, keys: SampleKeys, nfe: int
+    ) -> None:
+        """Reveal the current block's masked positions in at most ``nfe`` passes, surest first."""
+        surest = SurestFirst(order, rule, keys, self.student.mask_id, self.start)
+        self._take(surest.reveal(self._predict, self.tokens_here, nfe))
+
+    def _take(self, filled: tuple[Int[Tensor, "m block"], Int[Tensor, "m"]]) -> None:
+        tokens, passes = filled
+        self.tokens[self.active, self.start : self.stop] = tokens
         self.nfe[self.active] += passes
 
     def _predict(

@@ -9,12 +9,12 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from trainer.sampling.rules import SampleKeys, uniform_order
-from trainer.sampling.whole_row import WholeRowSampler
+from trainer.sampling.whole_row import PlannedSampler
 from trainer.students import Student
 
 
 @dataclass(frozen=True, kw_only=True)
-class FirstHittingConfig(WholeRowSampler):
+class FirstHittingConfig(PlannedSampler):
     """One uniformly chosen masked token per forward pass: exact for masked diffusion.
 
     NFE is the number of masked tokens. Every row of a batch has its own order; rows with fewer

@@ -20,6 +20,7 @@ from trainer.sampling.block import BlockConfig
 from trainer.sampling.first_hitting import FirstHittingConfig, FixedCountConfig
 from trainer.sampling.rules import Sampler
 from trainer.sampling.sequential import SequentialConfig
+from trainer.sampling.surest_first import ConfidenceConfig
 from trainer.sampling.verified import (
     AdaptiveConfig,
     CoupledConfig,
@@ -31,6 +32,7 @@ SAMPLERS: dict[str, type[Sampler]] = {
     "ancestral": AncestralConfig,
     "first_hitting": FirstHittingConfig,
     "fixed_count": FixedCountConfig,
+    "confidence": ConfidenceConfig,
     "block": BlockConfig,
     "sequential": SequentialConfig,
     "apd": AdaptiveConfig,

@@ -65,12 +65,45 @@ class WholeRow:
 
 @dataclass(frozen=True, kw_only=True)
 class WholeRowSampler(DiffusionSampler):
-    """Base of the samplers that fill whole rows; subclasses say which step reveals what."""
+    """Base of the samplers that fill whole rows."""
 
     @property
     def times(self) -> Float[Tensor, "steps1"] | None:
         """Time at the start of each step, and the last time; None when steps have no time."""
         return None
+
+    @abstractmethod
+    def reveal(
+        self, predict: WholeRow, tokens: Int[Tensor, "b l"], keys: SampleKeys
+    ) -> tuple[Int[Tensor, "b l"], Int[Tensor, "b"]]:
+        """Filled rows, and the forward passes each row took part in.
+
+        Args:
+            predict: The student.
+            tokens: Rows as given.
+            keys: Names of the draws.
+        """
+
+    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> MDLM:
+        """See :class:`Sampler`."""
+        super().check(student, tokens)
+        require_times(student, self.times is not None, "use --sampler ancestral")
+        check_rows(student, tokens)
+        return require_whole_row_student(student, self.label)
+
+    def fill(
+        self, student: MDLM, tokens: Int[Tensor, "b l"], use: NoiseUse, keys: SampleKeys
+    ) -> SampleResult:
+        """See :class:`DiffusionSampler`."""
+        predict = WholeRow(student, tokens, use, self.times)
+        tokens, nfe = self.reveal(predict, tokens, keys)
+        lengths = self.stop.ends(tokens, predict.masked, student.config.eos_token_id)
+        return SampleResult(tokens, nfe, lengths, self.stop.details(tokens, lengths))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedSampler(WholeRowSampler):
+    """Base of those whose order does not depend on the student; subclasses say which it is."""
 
     @abstractmethod
     def steps(
@@ -87,20 +120,11 @@ class WholeRowSampler(DiffusionSampler):
             first: Row position of column 0.
         """
 
-    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> MDLM:
-        """See :class:`Sampler`."""
-        super().check(student, tokens)
-        require_times(student, self.times is not None, "use --sampler ancestral")
-        check_rows(student, tokens)
-        return require_whole_row_student(student, self.label)
-
-    def fill(
-        self, student: MDLM, tokens: Int[Tensor, "b l"], use: NoiseUse, keys: SampleKeys
-    ) -> SampleResult:
-        """See :class:`DiffusionSampler`."""
-        predict = WholeRow(student, tokens, use, self.times)
-        drawn, left = self.steps(student, predict.masked, keys)
+    def reveal(
+        self, predict: WholeRow, tokens: Int[Tensor, "b l"], keys: SampleKeys
+    ) -> tuple[Int[Tensor, "b l"], Int[Tensor, "b"]]:
+        """See :class:`WholeRowSampler`."""
+        drawn, left = self.steps(predict.student, predict.masked, keys)
         tokens, nfe = reveal(predict, tokens, drawn, self.rule, keys)
         tokens, further = reveal(predict, tokens, left, TokenRule("argmax"), keys)
-        lengths = self.stop.ends(tokens, predict.masked, student.config.eos_token_id)
-        return SampleResult(tokens, nfe + further, lengths, self.stop.details(tokens, lengths))
+        return tokens, nfe + further

@@ -18,6 +18,7 @@ from tests.trainer.sampling_cases import BOS, LENGTH, draw, noise_for, open_rows
 from trainer.objective.places import Places
 from trainer.sampling import (
     AncestralConfig,
+    ConfidenceConfig,
     FirstHittingConfig,
     FixedCountConfig,
     make_sampler,
@@ -26,7 +27,7 @@ from trainer.sampling.rules.draws import SampleKeys, position_uniforms
 from trainer.sampling.rules.noise_use import NoiseUse
 from trainer.sampling.rules.order import ancestral_steps, ancestral_times, random_ranks
 from trainer.sampling.rules.revealing import dense_ranks
-from trainer.sampling.whole_row import WholeRow, WholeRowSampler
+from trainer.sampling.whole_row import PlannedSampler, WholeRow
 from trainer.students.registry import Student
 
 SAMPLERS = (
@@ -36,6 +37,8 @@ SAMPLERS = (
     AncestralConfig(nfe=4, redraw_noise=True),
     FirstHittingConfig(nucleus_p=0.7),
     FixedCountConfig(nfe=3),
+    ConfidenceConfig(nfe=3),
+    ConfidenceConfig(nfe=4, decision="argmax", order_temperature=0.5),
 )
 IDS = torch.tensor([5, 0, 17, 2, 9])
 
@@ -198,7 +201,7 @@ def test_every_attempt_at_a_row_has_noise_of_its_own() -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NothingDrawn(WholeRowSampler):
+class NothingDrawn(PlannedSampler):
     """Leaves every masked position to the final fill."""
 
     label: ClassVar[str] = "nothing drawn"

@@ -41,7 +41,7 @@ def recorded(
 @pytest.mark.parametrize("length", [LENGTH, 2 * LENGTH])
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("conditioning", ["none", "gumbel"])
-@pytest.mark.parametrize("inner", ["ancestral", "first_hitting"])
+@pytest.mark.parametrize("inner", ["ancestral", "first_hitting", "confidence"])
 def test_cache_changes_nothing(
     inner: str,
     conditioning: str,

@@ -21,8 +21,10 @@ CASES = {
     "one pass": ("mdlm", None, "ancestral", {"nfe": 1}),
     "few passes": ("mdlm", None, "ancestral", {"nfe": 3, "nucleus_p": 0.9}),
     "redrawn": ("mdlm", None, "ancestral", {"nfe": 4, "redraw_noise": True}),
+    "surest first": ("mdlm", None, "confidence", {"nfe": 3}),
     "block": ("bd3lm", 4, "block", {"nfe": 6, "use_cache": True}),
     "block without cache": ("bd3lm", 4, "block", {"nfe": 6, "use_cache": False}),
+    "block, surest first": ("bd3lm", 4, "block", {"nfe": 6, "inner": "confidence"}),
     "one block": ("bd3lm", LENGTH, "block", {"nfe": 2, "use_cache": True}),
 }
 

@@ -2,9 +2,10 @@
 
 In come log-probabilities and the names of samples; out go random draws (``draws``), the step in
 which each position is revealed (``order``), its token (``token_rule``), the loop over forward
-passes (``revealing``), and when a sample has ended or must be drawn anew (``stopping``). Everything
-random is a pure function of (seed, purpose, sample, position, attempt). ``sampler`` holds what all
-samplers are, ``noise_use`` how their noise reaches a student.
+passes (``revealing``, and ``confidence``, where the student says which positions come first), and
+when a sample has ended or must be drawn anew (``stopping``). Everything random is a pure function
+of (seed, purpose, sample, position, attempt). ``sampler`` holds what all samplers are,
+``noise_use`` how their noise reaches a student.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
+    from trainer.sampling.rules.confidence import Confidence, ConfidenceOrder, SurestFirst
     from trainer.sampling.rules.draws import SampleKeys, position_chunks
     from trainer.sampling.rules.noise import noise_of_rows, sampling_noise
     from trainer.sampling.rules.noise_use import (
