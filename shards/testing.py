@@ -67,7 +67,8 @@ def given_posterior(
     index = torch.arange(len(tokens))
     own = log_probs.gather(1, tokens[:, None]).squeeze(1)
     keys = PositionKeys(0, index, index)
-    return GivenPosterior(keys, tokens, own, DenseProbabilities(log_probs), others, first)
+    dense = DenseProbabilities(log_probs)
+    return GivenPosterior(keys, tokens, own, dense, others=others, first=first)
 
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_ROWS, NUM_TOKENS, SEED = 90, 16, 12, 20, 1234

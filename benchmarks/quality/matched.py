@@ -38,6 +38,23 @@ class Ratio:
     is_matched: bool
 
 
+def by_order(figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[Any]]:
+    """The figures, and those of every further order of sampling under ``recipe; order``."""
+    found: dict[str, list[Any]] = {}
+    for name, seeds in figures.items():
+        found[name] = list(seeds)
+        for order in seeds[0].get("orders", {}):
+            found[f"{name}; {order}"] = [
+                {**cells, "samples": cells["orders"][order]} for cells in seeds
+            ]
+    return found
+
+
+def recipe_of(name: str) -> str:
+    """The recipe, whatever the order."""
+    return name.partition("; ")[0]
+
+
 def match_students(
     figures: Mapping[str, Sequence[Mapping[str, Any]]], judge: str, entropy_nats: float
 ) -> dict[tuple[str, float], MatchedValue]:
@@ -77,7 +94,8 @@ def ratio_interval(noisy: MatchedValue, plain: MatchedValue) -> tuple[float, flo
 def ratios(
     plan: Plan, figures: Mapping[str, Sequence[Mapping[str, Any]]], judge: str, entropy_nats: float
 ) -> list[Ratio]:
-    """Every conditioned recipe at every NFE that a plain recipe of its student has too."""
+    """Every conditioned recipe, in each order, at every NFE that a plain one of its student has."""
+    figures = by_order(figures)
     pooled = match_students(figures, judge, entropy_nats)
     num_seeds = len(next(iter(figures.values())))
     by_seed = [
@@ -86,24 +104,28 @@ def ratios(
         )
         for seed in range(num_seeds)
     ]
+    noisy = {recipe.name: recipe for recipe in plan.recipes if recipe.conditioning != "none"}
     found = []
-    for noisy in (recipe for recipe in plan.recipes if recipe.conditioning != "none"):
-        for nfe in (nfe for name, nfe in pooled if name == noisy.name):
-            plain = _best_plain(plan, noisy, nfe, pooled)
-            if plain is not None:
-                found.append(_ratio(noisy.name, plain, nfe, pooled, by_seed))
+    for name, nfe in (place for place in pooled if recipe_of(place[0]) in noisy):
+        plain = _best_plain(plan, noisy[recipe_of(name)], nfe, pooled)
+        if plain is not None:
+            found.append(_ratio(name, plain, nfe, pooled, by_seed))
     return found
 
 
 def _best_plain(plan: Plan, noisy: Recipe, nfe: float, pooled: Matched) -> str | None:
-    names = [
+    """In whatever order; of those that reach the entropy, if any does."""
+    names = {
         recipe.name
         for recipe in plan.recipes
-        if recipe.conditioning == "none"
-        and recipe.student == noisy.student
-        and (recipe.name, nfe) in pooled
-    ]
-    return min(names, key=lambda name: pooled[name, nfe].perplexity, default=None)
+        if recipe.conditioning == "none" and recipe.student == noisy.student
+    }
+    found = {
+        name: value
+        for (name, passes), value in pooled.items()
+        if passes == nfe and recipe_of(name) in names
+    }
+    return min(found, key=lambda n: (not found[n].is_reached, found[n].perplexity), default=None)
 
 
 def _ratio(

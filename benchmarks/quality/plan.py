@@ -89,6 +89,7 @@ class Plan:
         nfe: Forward passes per sample.
         argmax_tau: Scales of xi at which conditioned students are sampled by argmax, in place of
             nuclei; stories.
+        further_orders: Whether students are also sampled in orders of their own choice; stories.
         judge: ``gdistill-extract`` words of a second store, on which a judge that is not the
             teacher is trained, all but corpus and teacher.
         judge_settings: Settings of that judge, a student of kind ``ar``.
@@ -104,6 +105,7 @@ class Plan:
     num_samples: int = 2000
     nfe: tuple[int, ...] = (1, 2, 4)
     argmax_tau: tuple[float, ...] = ()
+    further_orders: bool = False
     judge: tuple[str, ...] = ()
     judge_settings: tuple[str, ...] = field(default=())
     stores: tuple[StoreWords, ...] = ()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.quality.ahead import Fills, Prefixes, fills
 from benchmarks.quality.gain import gain_of_first
-from benchmarks.quality.matched import match_students, ratio_lines, ratios
+from benchmarks.quality.matched import by_order, match_students, ratio_lines, ratios
 from benchmarks.quality.plan import Plan, Run
 from evaluation.curve import matched_table
 from evaluation.text import unigram_entropy_nats
@@ -31,6 +31,20 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     f"nucleus {p:g}": {"nucleus_p": p} for p in (1.0, 0.9, 0.8, 0.7, 0.6)
 }
 ARGMAX: Mapping[str, Mapping[str, Any]] = {"argmax": {"decision": "argmax"}}
+ORDER_TEMPERATURES: Mapping[str, float] = {
+    "surest first, noise 4": 4.0,
+    "surest first, noise 10": 10.0,
+    "as many in every pass": 1e6,
+}
+"""Orders of a student without noise, whose variety the surest tokens alone would cost. The last is
+a uniform one."""
+TEMPERATURES = (1.1, 1.0, 0.9, 0.8, 0.7)
+SUREST_FIRST = "surest first"
+SUREST_BY_SAMPLER: Mapping[str, Mapping[str, Any]] = {
+    "ancestral": {"sampler": "confidence"},
+    "block": {"inner": "confidence"},
+}
+"""Of whole rows, and of blocks."""
 AHEAD_FILE = "ahead.npz"
 PARTS = ("nll", "equal", "repeated")
 
@@ -71,14 +85,42 @@ class StoriesBench:
             teacher, seed = self.judges["teacher"], self.plan.sample_seeds[0]
             save_ahead(fills_ahead(student, teacher, self.validation, seed), folder / AHEAD_FILE)
         ways = self.conditioned_ways if student.is_conditioned else WAYS
+        orders = self._orders(student) if self.plan.further_orders else {}
+        budgets = run.recipe.nfe or self.plan.nfe
         return {
             "validation": last_validation(folder),
-            "samples": {
-                str(nfe): {
-                    way: self._sample(student, nfe, settings) for way, settings in ways.items()
-                }
-                for nfe in run.recipe.nfe or self.plan.nfe
+            "samples": self._sweep(student, budgets, ways),
+            "orders": {
+                order: self._sweep(student, budgets, ways) for order, ways in orders.items()
             },
+        }
+
+    def _sweep(
+        self, student: Any, budgets: Sequence[int], ways: Mapping[str, Mapping[str, Any]]
+    ) -> dict[str, dict[str, Any]]:
+        """NFE -> way -> samples."""
+        return {
+            str(nfe): {way: self._sample(student, nfe, settings) for way, settings in ways.items()}
+            for nfe in budgets
+        }
+
+    def _orders(self, student: Any) -> dict[str, dict[str, dict[str, Any]]]:
+        """Order -> ways of sampling in it: argmax at every tau, or a temperature."""
+        surest = SUREST_BY_SAMPLER[student.default_sampler]
+        if student.is_conditioned:
+            ways = self.conditioned_ways.items()
+            return {SUREST_FIRST: {way: {**settings, **surest} for way, settings in ways}}
+        by_probability = {**surest, "confidence": "probability"}
+        return {
+            order: {
+                f"temperature {heat:g}": {
+                    **by_probability,
+                    "order_temperature": noise,
+                    "temperature": heat,
+                }
+                for heat in TEMPERATURES
+            }
+            for order, noise in ORDER_TEMPERATURES.items()
         }
 
     @property
@@ -95,13 +137,13 @@ class StoriesBench:
 
     def summarise(self, figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
         """Validation, perplexity at the validation rows' entropy per judge, and the gain map."""
-        entropy = self.reference()["entropy_nats"]
+        entropy, orders = self.reference()["entropy_nats"], by_order(figures)
         lines = ["| recipe | validation NLL, nats |", "| --- | --- |"]
         for name, seeds in figures.items():
             found = ", ".join(_validation(cells["validation"]) for cells in seeds)
             lines.append(f"| {name} | {found} |")
         for judge in self.judges:
-            matched = match_students(figures, judge, entropy)
+            matched = match_students(orders, judge, entropy)
             source = f"the validation rows; judge: {judge}"
             lines += ["", matched_table(matched, entropy, source).to_markdown()]
             lines += ["", *ratio_lines(ratios(self.plan, figures, judge, entropy))]
@@ -138,8 +180,9 @@ class StoriesBench:
             )
         return cells
 
-    def _sample(self, student: Any, nfe: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def _sample(self, student: Any, nfe: int, ways: Mapping[str, Any]) -> dict[str, Any]:
         """Per sample: summed NLL under each judge, tokens and entropy."""
+        settings = {"sampler": student.default_sampler, "nfe": nfe, **ways}
         count, length = self.plan.num_samples, student.config.row_length
         seed, ids = self.plan.sample_seeds[0], torch.arange(self.plan.num_samples)
         rows = torch.full((count, length), student.mask_id)
@@ -148,8 +191,8 @@ class StoriesBench:
         if student.is_conditioned:
             vocab_size = student.config.vocab_size
             noise = sampling_noise(seed, ids, length, vocab_size, codec=student.codec)
-            settings = {"tau": 1.0, **settings}
-        sampler = make_sampler(student.default_sampler, nfe=nfe, **settings)
+            settings.setdefault("tau", 1.0)
+        sampler = make_sampler(settings.pop("sampler"), **settings)
         tokens = sampler.sample(student, rows, ids, noise, seed).tokens
         return {
             "nll_sums": {name: _nll(judge, tokens) for name, judge in self.judges.items()},

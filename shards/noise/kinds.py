@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.noise.embedding import Tiles, Weighting, embed_entries, embed_tiles
@@ -182,12 +182,15 @@ class KeyedPosterior(TokenNoise):
         tokens: [n] int64, the observed tokens.
         token_log_probs: [n] float32, their exact log-probabilities, nats.
         probabilities: The teacher's distribution at the n positions.
+        is_prior: [n], positions where the tokens are as good as not observed: F_x = E_0 and
+            F_j = E_j, prior noise. None where all are observed.
     """
 
     keys: PositionKeys
     tokens: Int[Tensor, "n"]
     token_log_probs: Float[Tensor, "n"]
     probabilities: Probabilities
+    is_prior: Bool[Tensor, "n"] | None = None
 
     @property
     def vocab_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -201,7 +204,15 @@ class KeyedPosterior(TokenNoise):
     @cached_property
     def token_gumbels(self) -> Float[Tensor, "n"]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """xi_x."""
-        return token_gumbels(self.token_log_probs, self.first)
+        log_probs = self.token_log_probs
+        if self.is_prior is not None:
+            log_probs = log_probs.masked_fill(self.is_prior, 0.0)
+        return token_gumbels(log_probs, self.first)
+
+    @cached_property
+    def _waited(self) -> Float[Tensor, "n"]:
+        """By how much the others wait, per unit of p: E_0, nothing where the token is unknown."""
+        return self.first if self.is_prior is None else self.first.masked_fill(self.is_prior, 0.0)
 
     def remaining(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         """E_j of a tile."""
@@ -209,10 +220,10 @@ class KeyedPosterior(TokenNoise):
 
     def other_arrivals(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         """E_j + p_j E_0 of a tile."""
-        return self.probabilities.add_waits(self.remaining(start, stop), self.first, start, stop)
+        return self.probabilities.add_waits(self.remaining(start, stop), self._waited, start, stop)
 
     def open_others(self, start: int, stop: int) -> OpenTile:
-        return self.probabilities.open_waits(self.remaining(start, stop), self.first, start, stop)
+        return self.probabilities.open_waits(self.remaining(start, stop), self._waited, start, stop)
 
     def split(self, width: int) -> list[KeyedPosterior]:
         parts = zip(super().split(width), self.probabilities.split(width), strict=True)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trainer.objective.copies import CopiesAhead
     from trainer.objective.distillation import Distillation
     from trainer.objective.places import Places
+    from trainer.objective.prior_noise import partly_prior
     from trainer.objective.schedules import (
         SCHEDULES,
         Schedule,

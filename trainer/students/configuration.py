@@ -27,6 +27,7 @@ BACKBONE_SETTINGS = (
 DIFFUSION_SETTINGS = (
     "injection",
     "noise_init",
+    "prior_noise_share",
     "noise_readings",
     "reading_candidates",
     "block_size",
@@ -73,6 +74,9 @@ class StudentSettings:
         noise_init: Where the matrices begin that bring noise in: ``random`` as the authors', or
             ``zero``, so that a student begins as one without noise and learns to read by and by.
         noise_tau: Scale of xi in training (a sampler has its own).
+        prior_noise_share: Share of the masked positions that see prior noise in training, which
+            knows nothing of their token, as a sampler's noise knows nothing of the tokens already
+            drawn: so a student learns to weigh the noise against what it reads. 0 is the paper.
         noise_readings: After how many blocks masked positions read the noise again, by attention
             over the vocabulary: (1, 2) is behind the first and behind the second block. Slots of a
             drafter wait there instead, read which token the one before them takes, and go through
@@ -130,6 +134,7 @@ class StudentSettings:
     noise_rank: int | None = None
     noise_init: Literal["random", "zero"] = "random"
     noise_tau: float = 1.0
+    prior_noise_share: float = 0.0
     noise_readings: tuple[int, ...] = ()
     reading_candidates: int = 0
     block_size: int | None = None
@@ -172,6 +177,8 @@ class StudentSettings:
         expected = f"1..{self.hidden_size}, of a projection of its own"
         _require(narrow, "noise_rank", rank, expected)
         _require(0 < self.noise_tau < math.inf, "noise_tau", self.noise_tau, "positive and finite")
+        prior = self.prior_noise_share
+        _require(0 <= prior < 1, "prior_noise_share", prior, "in [0, 1)")
         readings = self.noise_readings
         deepest = math.inf if self.backbone else self.num_layers
         readable = all(1 <= depth <= deepest for depth in readings)

@@ -22,6 +22,7 @@ from trainer.objective import (
     corrupt,
     masked_log_probs,
     masking_sigma,
+    partly_prior,
     schedule_of,
     substituted_log_probs,
 )
@@ -144,7 +145,10 @@ class MDLM(Student):
         if batch.noise is None:
             remedy = "read it from a store whose codec gives noise"
             raise UsageError("the batch carries no noise", where="conditioning", remedy=remedy)
-        return self.embed_noise(batch.noise.at(places), self.settings.noise_tau)
+        noise = batch.noise.at(places)
+        if self.training and self.settings.prior_noise_share:
+            noise = partly_prior(noise, batch, places, self.settings.prior_noise_share)
+        return self.embed_noise(noise, self.settings.noise_tau)
 
     def _embed_sigma(self, sigma: Float[Tensor, "b"] | None) -> Float[Tensor, "rows c"] | None:
         if sigma is None or not self.settings.time_conditioning:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shards.base import GdistillError, UsageError, derive_seed, did_you_mean, first_line
+from shards.codec import Codec
 from shards.store import Manifest, ShardStore
 from trainer.students import (
     MDLM,
@@ -37,6 +38,7 @@ CONDITIONER_SETTINGS = (
     "noise_rank",
     "noise_init",
     "noise_tau",
+    "prior_noise_share",
 )
 KD_SETTINGS = {
     "token": ("kd_weight", "kd_temperature"),
@@ -68,6 +70,8 @@ def build_student(config: RunConfig, store: ShardStore, init_from: Path | None) 
     kind = student_class(config.student)
     _refuse_idle_settings(config, kind)
     _require_taught(config.model.kd, store)
+    if config.model.prior_noise_share:
+        require_fresh(store.codec, "model.prior_noise_share")
     if config.training.num_noise_draws is not None and not (
         store.codec.is_fresh and config.model.conditioning == "gumbel"
     ):
@@ -140,16 +144,22 @@ def _refuse_idle_settings(config: RunConfig, kind: type[Student]) -> None:
             )
 
 
-def _require_taught(kd: str, store: ShardStore) -> None:
-    """Refuse a store that lacks what the student is to learn from its teacher."""
-    if kd == "token" and not store.codec.is_fresh:
+def require_fresh(codec: Codec, where: str) -> None:
+    """Refuse a store that keeps one draw of the noise where the distribution is needed."""
+    if not codec.is_fresh:
         raise UsageError(
             "the store keeps one draw of the noise, not the teacher's distribution",
-            where="model.kd=token",
-            got=f"codec {store.codec.name}",
+            where=where,
+            got=f"codec {codec.name}",
             expected="codec posterior or hidden",
             remedy="extract with one of them",
         )
+
+
+def _require_taught(kd: str, store: ShardStore) -> None:
+    """Refuse a store that lacks what the student is to learn from its teacher."""
+    if kd == "token":
+        require_fresh(store.codec, "model.kd=token")
     mode = store.manifest.tokens.get("mode", "parallel")
     if kd == "sequence" and mode != "sequential":
         raise UsageError(

@@ -1,0 +1,97 @@
+"""Masked positions under prior noise: which, when, and what a student makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from shards.base.errors import UsageError
+from shards.noise.kinds import KeyedPosterior, dense_arrivals
+from shards.store import ShardStore
+from tests.trainer.objective.test_batch import a_mask, make_batch
+from tests.trainer.run_cases import LENGTH, tiny_run, write_store
+from trainer.objective.batch import Batch
+from trainer.objective.places import Places
+from trainer.objective.prior_noise import partly_prior
+from trainer.students.registry import StudentSettings
+from trainer.training.construction import build_student
+
+
+def freed(batch: Batch, share: float, mask: torch.Tensor) -> torch.Tensor:
+    """[B, L]: where the noise is prior."""
+    assert batch.noise is not None
+    places = Places.of(mask)
+    noise = partly_prior(batch.noise.at(places), batch, places, share)
+    assert isinstance(noise, KeyedPosterior) and noise.is_prior is not None
+    return torch.zeros_like(mask).index_put(places.index, noise.is_prior)
+
+
+def test_share_of_the_positions(store: Path) -> None:
+    """Within 5 standard deviations, over many draws; more of them under a larger share."""
+    batch = make_batch(store)
+    mask = torch.ones(8, LENGTH, dtype=torch.bool)
+    mask[:, 0] = False
+    epochs = [dataclasses.replace(batch, epoch=epoch) for epoch in range(60)]
+    for share in (0.1, 0.5):
+        found = torch.stack([freed(one, share, mask) for one in epochs])
+        count = 60 * int(mask.sum())
+        deviation = math.sqrt(count * share * (1 - share))
+        assert abs(int(found.sum()) - count * share) < 5 * deviation
+    assert (freed(batch, 0.5, mask) >= freed(batch, 0.1, mask)).all()
+
+
+def test_which_ones_follows_from_the_names_alone(store: Path) -> None:
+    batch, mask = make_batch(store), a_mask()
+    whole = freed(batch, 0.5, mask)
+    part = slice(1, None, 3)
+    assert torch.equal(freed(batch.rows(part), 0.5, mask[part]), whole[part])
+    everywhere = torch.ones_like(mask)
+    everywhere[:, 0] = False
+    assert torch.equal(freed(batch, 0.5, everywhere) & mask, whole), "whatever else is masked"
+    for other in ({"epoch": 1}, {"seed": 4}):
+        assert not torch.equal(freed(dataclasses.replace(batch, **other), 0.5, mask), whole)
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "bd3lm"])
+def test_only_training_sees_it(store: Path, kind: str) -> None:
+    """The same weights: validation is as without, a training step is not."""
+    block = {"model__block_size": 4} if kind == "bd3lm" else {}
+    opened, batch = ShardStore.open(store), make_batch(store)
+    losses = {}
+    for share in (0.0, 0.6):
+        config = tiny_run(student=kind, model__prior_noise_share=share, **block)
+        student = build_student(config, opened, None)
+        for index, weight in enumerate(student.parameters()):
+            generator = torch.Generator().manual_seed(index)
+            weight.data = torch.randn(weight.shape, generator=generator) * 0.1
+        losses[share] = [float(student.train(mode).loss(batch).loss) for mode in (True, False)]
+    assert losses[0.0][1] == losses[0.6][1]
+    assert losses[0.0][0] != losses[0.6][0]
+
+
+def test_stores_of_frozen_draws_are_refused_before_training(store: Path, tmp_path: Path) -> None:
+    frozen = write_store(tmp_path / "seeded", codec_name="seeded")
+    config = tiny_run(model__prior_noise_share=0.2)
+    with pytest.raises(UsageError, match=r"prior_noise_share.*codec seeded"):
+        build_student(config, ShardStore.open(frozen), None)
+    batch, places = make_batch(frozen), Places.of(a_mask())
+    assert batch.noise is not None
+    with pytest.raises(UsageError, match="cannot be drawn again"):
+        partly_prior(batch.noise.at(places), batch, places, 0.2)
+    assert dense_arrivals(batch.noise.at(places)).isfinite().all()
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, math.nan])
+def test_bad_shares(share: float) -> None:
+    with pytest.raises(UsageError, match="prior_noise_share"):
+        StudentSettings(conditioning="gumbel", prior_noise_share=share)
+
+
+def test_a_student_without_noise_has_no_use_for_it(store: Path) -> None:
+    config = tiny_run(model__conditioning="none", model__prior_noise_share=0.2)
+    with pytest.raises(UsageError, match="prior_noise_share"):
+        build_student(config, ShardStore.open(store), None)
