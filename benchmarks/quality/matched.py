@@ -113,6 +113,18 @@ def ratios(
     return found
 
 
+def best_orders(matched: Matched) -> dict[tuple[str, float], MatchedValue]:
+    """(Recipe, NFE) -> what its best order gives, of those that reach the entropy if any does."""
+    found: dict[tuple[str, float], MatchedValue] = {}
+    for (name, nfe), value in sorted(matched.items(), key=lambda item: _rank(item[1])):
+        found.setdefault((recipe_of(name), nfe), value)
+    return {place: found[place] for place in matched if place in found}
+
+
+def _rank(value: MatchedValue) -> tuple[bool, float]:
+    return not value.is_reached, value.perplexity
+
+
 def _best_plain(plan: Plan, noisy: Recipe, nfe: float, pooled: Matched) -> str | None:
     """In whatever order; of those that reach the entropy, if any does."""
     names = {
@@ -125,7 +137,7 @@ def _best_plain(plan: Plan, noisy: Recipe, nfe: float, pooled: Matched) -> str |
         for (name, passes), value in pooled.items()
         if passes == nfe and recipe_of(name) in names
     }
-    return min(found, key=lambda n: (not found[n].is_reached, found[n].perplexity), default=None)
+    return min(found, key=lambda name: _rank(found[name]), default=None)
 
 
 def _ratio(

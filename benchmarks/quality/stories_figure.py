@@ -1,4 +1,7 @@
-"""Perplexity at the stories' own entropy over forward passes, a panel per judge."""
+"""Perplexity at the stories' own entropy over forward passes, a panel per judge.
+
+Every student is drawn in the best of the orders it was sampled in.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality.matched import match_students
+from benchmarks.quality.matched import best_orders, by_order, match_students
 from evaluation.curve import MatchedValue
 
 FILES = ("quality-stories.json", "quality-stories-further.json", "quality-stories-blocks.json")
@@ -48,7 +51,7 @@ def draw_stories(results: Path) -> Path:
     shape = {"figsize": (6.2 * len(judges), 4.4), "layout": "constrained", "sharey": True}
     figure, panels = pyplot.subplots(1, len(judges), squeeze=False, **shape)
     for axes, judge in zip(panels[0], judges, strict=True):
-        matched = match_students(found["recipes"], judge, entropy)
+        matched = best_orders(match_students(by_order(found["recipes"]), judge, entropy))
         _draw_judge(axes, matched, found["conditioned"])
         axes.set_title(f"judge: {judge}", loc="left", fontsize=10)
     panels[0][0].set_ylabel(f"generative perplexity at entropy {entropy:.2f}")

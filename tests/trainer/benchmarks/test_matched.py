@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from benchmarks.quality.__main__ import measure
-from benchmarks.quality.matched import ratio_interval, ratio_lines, ratios
+from benchmarks.quality.matched import (
+    best_orders,
+    by_order,
+    match_students,
+    ratio_interval,
+    ratio_lines,
+    ratios,
+)
 from benchmarks.quality.plan import Plan, Recipe, Run
 from benchmarks.quality.stories import WAYS, StoriesBench
 from benchmarks.quality.stories_figure import FILES, draw_stories, read_results
@@ -58,6 +65,46 @@ def test_ratio_to_the_best_plain_student_of_its_kind() -> None:
     assert not far.is_matched and "entropy not reached" in ratio_lines([far])[-1]
 
 
+def in_orders(rate: float, **orders: float) -> dict[str, Any]:
+    """The same sweep under further orders, of other rates."""
+    further = {order: sweep(other, 0)["samples"] for order, other in orders.items()}
+    return {**sweep(rate, 0), "orders": further}
+
+
+def test_every_order_is_compared_with_the_best_order_of_the_plain_student() -> None:
+    recipes = (Recipe("plain"), Recipe("noisy", conditioning="gumbel"))
+    figures = {"plain": [in_orders(1.0, sure=0.8, odd=0.9)], "noisy": [in_orders(0.7, sure=0.5)]}
+    found = {
+        ratio.name: ratio for ratio in ratios(Plan("stories", (), recipes), figures, "teacher", 2.0)
+    }
+    assert found.keys() == {"noisy", "noisy; sure"}
+    assert {ratio.against for ratio in found.values()} == {"plain; sure"}
+    for name, rate in (("noisy", 0.7), ("noisy; sure", 0.5)):
+        assert found[name].value == pytest.approx(math.exp(2 * (rate - 0.8)), rel=0.02)
+
+
+def test_an_order_that_misses_the_entropy_is_no_rival() -> None:
+    """Its perplexity is lower only because its text is poorer."""
+    poor = sweep(0.1, 0)["samples"]
+    low = {way: {**cell, "entropies": [0.5] * 40} for way, cell in poor["4"].items()}
+    figures = {"plain": [{**sweep(1.0, 0), "orders": {"poor": {"4": low}}}]}
+    matched = match_students(by_order(figures), "teacher", 2.0)
+    assert not matched["plain; poor", 4].is_reached
+    assert matched["plain; poor", 4].perplexity < matched["plain", 4].perplexity
+    assert best_orders(matched) == {("plain", 4): matched["plain", 4]}
+    recipes = (Recipe("plain"), Recipe("noisy", conditioning="gumbel"))
+    plan = Plan("stories", (), recipes)
+    (found,) = ratios(plan, {**figures, "noisy": [sweep(0.5, 0)]}, "teacher", 2.0)
+    assert found.against == "plain"
+
+
+def test_the_best_order_of_each_recipe() -> None:
+    figures = {"plain": [in_orders(1.0, sure=0.8)], "noisy": [in_orders(0.5, sure=0.7)]}
+    matched = match_students(by_order(figures), "teacher", 2.0)
+    best = best_orders(matched)
+    assert best == {("plain", 4): matched["plain; sure", 4], ("noisy", 4): matched["noisy", 4]}
+
+
 def test_errors_of_a_ratio_add_as_squares() -> None:
     """Half widths 3 % and 4 % in logs make 5 %."""
     halves = [math.exp(0.03), math.exp(0.04)]
@@ -101,7 +148,10 @@ def test_a_plans_taus_take_the_place_of_nuclei(tmp_path: Path) -> None:
     assert without == {**WAYS, "argmax": argmax}
 
 
-@pytest.mark.parametrize("change", [{"argmax_tau": (1.5,)}, {"nfe": (2,)}, {"num_samples": 3}])
+@pytest.mark.parametrize(
+    "change",
+    [{"argmax_tau": (1.5,)}, {"nfe": (2,)}, {"num_samples": 3}, {"further_orders": True}],
+)
 def test_kept_figures_are_of_one_way_to_sample(tmp_path: Path, change: dict[str, Any]) -> None:
     """Measured anew where the plan samples otherwise, and only then."""
     measured: list[str] = []
