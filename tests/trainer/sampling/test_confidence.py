@@ -13,6 +13,7 @@ from shards.noise import PositionKeys
 from tests.trainer.sampling_cases import LENGTH, draw, open_rows, tiny_student
 from trainer.objective.places import Places
 from trainer.sampling import BlockConfig, ConfidenceConfig, FixedCountConfig
+from trainer.sampling.rules import confidence
 from trainer.sampling.rules.confidence import ConfidenceOrder, SurestFirst, gumbels
 from trainer.sampling.rules.draws import SampleKeys
 from trainer.sampling.rules.token_rule import TokenRule
@@ -85,6 +86,19 @@ def test_noise_on_the_order_falls_with_the_passes() -> None:
     assert float(score) == pytest.approx(math.log(2) + 3 * 0.25 * 2, abs=1e-6)
 
 
+def test_no_noise_is_left_in_the_last_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four passes 3/4, 1/2, 1/4 and none are still to come."""
+    shares, original = [], ConfidenceOrder.scores
+
+    def spy(self: ConfidenceOrder, *given: Tensor) -> Tensor:
+        shares.append(given[-1].unique().tolist())
+        return original(self, *given)
+
+    monkeypatch.setattr(ConfidenceOrder, "scores", spy)
+    first(ConfidenceOrder("margin", temperature=1.0), 4, TokenRule("argmax"))
+    assert shares == [[0.75], [0.5], [0.25], [0.0]]
+
+
 @pytest.mark.parametrize("conditioning", ["none", "gumbel"])
 def test_nothing_but_noise_is_a_uniform_order(conditioning: str) -> None:
     """The largest Gumbel is that of the largest uniform, which a uniform order takes first."""
@@ -130,6 +144,27 @@ def test_blocks_share_the_budget() -> None:
     student = tiny_student("bd3lm", block_size=4)
     result = draw(student, BlockConfig(inner="confidence", nfe=5), IDS)
     assert (result.nfe == 5).all(), "one pass, two and two for blocks of 3 + 4 + 4 gaps"
+
+
+def test_draws_of_a_block_are_named_by_positions_of_the_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else all blocks of a sample would share their draws."""
+    named: dict[str, set[int]] = {"tokens": set(), "order": set()}
+    choose, noise = TokenRule.choose, gumbels
+
+    def spy_choose(self: TokenRule, log_probs: Tensor, keys: PositionKeys) -> Tensor:
+        named["tokens"] |= set(keys.positions.tolist())
+        return choose(self, log_probs, keys)
+
+    def spy_gumbels(keys: PositionKeys) -> Tensor:
+        named["order"] |= set(keys.positions.tolist())
+        return noise(keys)
+
+    monkeypatch.setattr(TokenRule, "choose", spy_choose)
+    monkeypatch.setattr(confidence, "gumbels", spy_gumbels)
+    draw(tiny_student("bd3lm", block_size=4), BlockConfig(inner="confidence", nfe=3), IDS)
+    assert named == dict.fromkeys(named, set(range(1, LENGTH)))
 
 
 @pytest.mark.parametrize("sampler", [ConfidenceConfig, BlockConfig])

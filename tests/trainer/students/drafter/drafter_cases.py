@@ -38,7 +38,7 @@ def tiny_drafter(
     store = folder / f"store-{shape}"
     if not store.exists():
         store_of(store, backbone)
-    config = backbone_run(backbone, "drafter", **RECIPES[recipe], **changes)
+    config = backbone_run(backbone, "drafter", **{**RECIPES[recipe], **changes})
     student = build_student(config, ShardStore.open(store), None)
     assert isinstance(student, Drafter)
     torch.manual_seed(5)

@@ -159,6 +159,28 @@ def test_slots_that_wait_and_add_nothing_are_slots_that_do_not_wait(
     assert not torch.allclose(found, told, atol=1e-2)
 
 
+@torch.no_grad()
+def test_slots_may_wait_deeper_each_time(tmp_path: Path) -> None:
+    """The second wait begins from what the layers between the two made of the first.
+
+    A gate that is shut for the second reading leaves what the first one alone gives.
+    """
+    write_backbone(tmp_path / "llama", num_hidden_layers=3)
+    deeper, _ = tiny_drafter(tmp_path, "llama", "waiting", 0.15, model__noise_readings=[1, 2])
+    once, _ = tiny_drafter(tmp_path, "llama", "waiting", 0.15, model__noise_readings=[1])
+    add_much(deeper, 10.0)
+    tokens = torch.randint(12, (2, 8), generator=torch.Generator().manual_seed(3))
+    layout = SlotLayout(torch.tensor([[2, 5], [1, 4]]), 3, 8)
+    inputs = deeper.slot_inputs(tokens, layout, a_noise_table(deeper, 2, 8))
+    told = deeper.slot_states(tokens, layout, inputs)
+    weights = deeper.state_dict()
+    once.load_state_dict({name: weights[name] for name in once.state_dict()})
+    torch.nn.init.zeros_(deeper.readings[1].gate)
+    found = deeper.slot_states(tokens, layout, inputs)
+    assert torch.allclose(found, once.slot_states(tokens, layout, inputs), atol=1e-4)
+    assert not torch.allclose(found, told, atol=1e-2)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @torch.no_grad()
 def test_keys_and_values_of_tokens_are_the_backbones_own(shape: str, tmp_path: Path) -> None:
