@@ -17,6 +17,7 @@ from tests.trainer.run_cases import LENGTH, tiny_run, write_store
 from trainer.objective.batch import Batch
 from trainer.objective.places import Places
 from trainer.objective.prior_noise import partly_prior
+from trainer.objective.substitution import corrupt
 from trainer.students.registry import StudentSettings
 from trainer.training.construction import build_student
 
@@ -42,6 +43,18 @@ def test_share_of_the_positions(store: Path) -> None:
         deviation = math.sqrt(count * share * (1 - share))
         assert abs(int(found.sum()) - count * share) < 5 * deviation
     assert (freed(batch, 0.5, mask) >= freed(batch, 0.1, mask)).all()
+
+
+def test_the_choice_knows_nothing_of_the_mask(store: Path) -> None:
+    """Of what is masked at t = 0.3 half is prior, within 5 standard deviations."""
+    batch, settings = make_batch(store), StudentSettings(conditioning="gumbel")
+    num_prior = count = 0
+    for epoch in range(60):
+        one = dataclasses.replace(batch, epoch=epoch)
+        mask = corrupt(one, settings, 1, (0.3, 0.3)).mask
+        num_prior += int(freed(one, 0.5, mask).sum())
+        count += int(mask.sum())
+    assert abs(num_prior - count / 2) < 5 * math.sqrt(count / 4)
 
 
 def test_which_ones_follows_from_the_names_alone(store: Path) -> None:
