@@ -81,7 +81,7 @@ def test_only_training_sees_it(store: Path, kind: str) -> None:
         for index, weight in enumerate(student.parameters()):
             generator = torch.Generator().manual_seed(index)
             weight.data = torch.randn(weight.shape, generator=generator) * 0.1
-        losses[share] = [float(student.train(mode).loss(batch).loss) for mode in (True, False)]
+        losses[share] = [student.train(mode).loss(batch).loss.item() for mode in (True, False)]
     assert losses[0.0][1] == losses[0.6][1]
     assert losses[0.0][0] != losses[0.6][0]
 
