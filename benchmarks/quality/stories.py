@@ -195,9 +195,9 @@ class StoriesBench:
         sampler = make_sampler(settings.pop("sampler"), **settings)
         tokens = sampler.sample(student, rows, ids, noise, seed).tokens
         return {
-            "nll_sums": {name: _nll(judge, tokens) for name, judge in self.judges.items()},
+            "nll_sums": {name: _rounded(_nll(judge, tokens)) for name, judge in self.judges.items()},
             "num_tokens": length - 1,
-            "entropies": [unigram_entropy_nats(row) for row in tokens.tolist()],
+            "entropies": _rounded([unigram_entropy_nats(row) for row in tokens.tolist()]),
         }
 
 
@@ -209,6 +209,11 @@ def last_validation(folder: Path) -> dict[str, Any]:
 
 def _validation(line: Mapping[str, Any]) -> str:
     return f"{line['nll_nats']:.3f} ({'given noise' if line['conditional'] else 'bound'})"
+
+
+def _rounded(values: list[float]) -> list[float]:
+    """To 1e-4 nats, of sums over a row too: the results are read by people and kept in git."""
+    return [round(value, 4) for value in values]
 
 
 @torch.no_grad()
