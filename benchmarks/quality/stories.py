@@ -195,9 +195,9 @@ class StoriesBench:
         sampler = make_sampler(settings.pop("sampler"), **settings)
         tokens = sampler.sample(student, rows, ids, noise, seed).tokens
         return {
-            "nll_sums": {name: _rounded(_nll(judge, tokens)) for name, judge in self.judges.items()},
+            "nll_sums": {name: _nll(judge, tokens) for name, judge in self.judges.items()},
             "num_tokens": length - 1,
-            "entropies": _rounded([unigram_entropy_nats(row) for row in tokens.tolist()]),
+            "entropies": rounded([unigram_entropy_nats(row) for row in tokens.tolist()]),
         }
 
 
@@ -211,7 +211,7 @@ def _validation(line: Mapping[str, Any]) -> str:
     return f"{line['nll_nats']:.3f} ({'given noise' if line['conditional'] else 'bound'})"
 
 
-def _rounded(values: list[float]) -> list[float]:
+def rounded(values: list[float]) -> list[float]:
     """To 1e-4 nats, of sums over a row too: the results are read by people and kept in git."""
     return [round(value, 4) for value in values]
 
@@ -220,7 +220,7 @@ def _rounded(values: list[float]) -> list[float]:
 def _nll(judge: Any, tokens: Int[Tensor, "n l"]) -> list[float]:
     logits = judge(input_ids=tokens).logits[:, :-1].float()
     log_probs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
-    return (-log_probs.double().sum(1)).tolist()
+    return rounded((-log_probs.double().sum(1)).tolist())
 
 
 def validation_rows(store: Path) -> Int[Tensor, "n l"]:
