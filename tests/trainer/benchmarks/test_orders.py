@@ -46,6 +46,8 @@ def test_plain_students_come_in_orders_of_more_and_more_noise(tmp_path: Path) ->
     found = samplers(student, tmp_path)
     noise = [next(iter(ways.values())).order_temperature for ways in found.values()]
     assert noise == sorted(noise) and noise[0] > 0
+    every = [sampler for ways in found.values() for sampler in ways.values()]
+    assert {sampler.confidence for sampler in every} == {"probability"}
     heats = [[sampler.temperature for sampler in ways.values()] for ways in found.values()]
     assert heats == [list(stories.TEMPERATURES)] * len(noise)
     *_, (name, uniform) = found.items()
