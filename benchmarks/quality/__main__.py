@@ -131,7 +131,8 @@ def measure(
     """Recipe -> figures of its students, one per seed."""
     figures: dict[str, list[Any]] = {recipe.name: [] for recipe in plan.recipes}
     sampling = [plan.num_samples, *map(list, (plan.sample_seeds, plan.nfe, plan.argmax_tau))]
-    sampling += [plan.further_orders] * plan.further_orders  # what was kept before there were any
+    if plan.further_orders:  # what was kept before there were any stays as it is
+        sampling.append(True)
     for run in plan.runs:
         folder = home / run.folder
         folder.mkdir(parents=True, exist_ok=True)

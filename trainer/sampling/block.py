@@ -52,8 +52,8 @@ class BlockConfig(DiffusionSampler):
             forward pass, or by ``confidence``, as :class:`ConfidenceConfig` fills a row.
         nfe: Not of ``first_hitting``: most forward passes per sample, spread evenly over its blocks
             (one block more wherever the division leaves a rest); None is one per token of a block.
-        confidence: See :class:`ConfidenceConfig`.
-        order_temperature: See :class:`ConfidenceConfig`.
+        confidence: Of ``inner=confidence`` only: see :class:`ConfidenceConfig`.
+        order_temperature: Likewise.
         final_argmax: Ancestral only: see :class:`AncestralConfig`.
         use_cache: Keep keys and values; without, every pass reads the whole window.
         slide: Tokens dropped when the window is full, a multiple of the block size; None is half
@@ -78,6 +78,13 @@ class BlockConfig(DiffusionSampler):
         if self.inner == "first_hitting" and self.nfe is not None:
             raise UsageError(
                 "first-hitting blocks take no NFE", where="nfe", got=self.nfe, remedy="leave it out"
+            )
+        if self.inner != "confidence" and self.order != ConfidenceOrder():
+            raise UsageError(
+                "a setting of another order",
+                where="confidence, order_temperature",
+                got=f"{self.confidence}, {self.order_temperature:g} with inner={self.inner}",
+                remedy="leave them out, or --set inner=confidence",
             )
 
     @property

@@ -172,3 +172,12 @@ def test_draws_of_a_block_are_named_by_positions_of_the_row(
 def test_bad_noise_is_refused(sampler: type, value: float) -> None:
     with pytest.raises(UsageError, match="order_temperature"):
         sampler(order_temperature=value)
+
+
+@pytest.mark.parametrize("setting", [{"confidence": "probability"}, {"order_temperature": 1.0}])
+def test_an_order_that_blocks_would_not_follow_is_refused(setting: dict[str, object]) -> None:
+    """Settings that would be left undone without a word."""
+    assert BlockConfig(inner="confidence", **setting)  # type: ignore[arg-type]
+    for inner in ("ancestral", "first_hitting"):
+        with pytest.raises(UsageError, match=f"inner={inner}.*inner=confidence"):
+            BlockConfig(inner=inner, **setting)  # type: ignore[arg-type]
