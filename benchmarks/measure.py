@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 
 def synchronize(device: torch.device) -> None:
@@ -70,6 +73,28 @@ def peak_extra_bytes(run: Callable[[], object], device: torch.device) -> int:
     before = _status_bytes("VmRSS")
     run()
     return _status_bytes("VmHWM") - before
+
+
+def peak_allocated_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Most bytes of tensors held at once during ``run`` that it has allocated itself.
+
+    The allocator's own count on either device. Resident memory on a CPU also has the pages between
+    them that malloc keeps: of the same work on the same machine from 49 MB to 1.4 GB.
+    """
+    if device.type == "cuda":
+        return peak_extra_bytes(run, device)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        run()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    changes = [event for event in events if event["name"] == "[memory]"]
+    held = most = 0
+    for event in sorted(changes, key=lambda each: each["args"]["Ev Idx"]):
+        held += event["args"]["Bytes"]
+        most = max(most, held)
+    return most
 
 
 def _status_bytes(field: str) -> int:

@@ -6,7 +6,7 @@
   student against the same with w = 1 and readings behind two blocks, in turns; on a CPU in seconds
   of the processor. The interval is Student's t over the logarithms of the turns' ratios.
 * What search and readings hold beyond their inputs and the gradients that they return, against
-  what softmax(xi) W holds dense, as in :mod:`benchmarks.conditioner`.
+  what softmax(xi) W holds dense, as in :mod:`benchmarks.conditioner`, by the allocator's count.
 * How often a text's own token is among the K entries of largest xi + w log q. The teacher's part
   is taken by the text's own bigrams, interpolated with its unigram; xi is their posterior noise.
 """
@@ -27,7 +27,7 @@ from scipy import stats
 from torch import Tensor
 
 from benchmarks.conditioner import dense_pass, keyed_noise
-from benchmarks.measure import interleaved_seconds, machine, median, peak_extra_bytes
+from benchmarks.measure import interleaved_seconds, machine, median, peak_allocated_bytes
 from benchmarks.steps import finish_step, tiled_loss
 from benchmarks.synthetic import make_student, read_batch, unigram, write_store
 from shards.base import write_json_atomic
@@ -114,7 +114,7 @@ def measure_steps(
 def measure_memory(
     num: int, vocab_size: int, width: int, count: int, num_readings: int, device: torch.device
 ) -> dict[str, object]:
-    """Bytes held by the search and the readings, beside softmax(xi) W held dense."""
+    """Bytes of tensors that search and readings hold, beside softmax(xi) W held dense."""
     torch.manual_seed(0)
     noise, prior = keyed_noise(num, vocab_size, device), unigram(vocab_size).to(device)
     readings = [VocabularyAttention(vocab_size, width).to(device) for _ in range(num_readings)]
@@ -137,12 +137,12 @@ def measure_memory(
         dense_pass(-dense_arrivals(noise).log(), readings[0].weight, x.detach()[0])
 
     work = {"search": search, "readings": read, "dense": dense}
-    peaks = {name: peak_extra_bytes(run, device) for name, run in work.items()}
+    peaks = {name: peak_allocated_bytes(run, device) for name, run in work.items()}
     peaks["dense"] -= 4 * width * (num + vocab_size)  # its output and the gradient of W
     weights = [head, x, *(p for reading in readings for p in reading.parameters())]
     peaks["readings"] -= sum(weight.nbytes for weight in weights)
     ratios = {name: peaks[name] / peaks["dense"] for name in ("search", "readings")}
-    return {"K": count, "peak_extra_bytes": peaks, "memory_ratio": ratios}
+    return {"K": count, "peak_allocated_bytes": peaks, "memory_ratio": ratios}
 
 
 def bigram_log_probs(tokens: Tensor, before: Tensor, vocab_size: int, share: float) -> Tensor:

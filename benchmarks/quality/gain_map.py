@@ -1,51 +1,70 @@
-"""Where noise pays: students of one store, one pass behind known text, token by token ahead.
+"""Where noise pays: students of one store, by tokens ahead of known text, and by passes over a row.
 
-    python -m benchmarks.quality.gain_map --store STORE --teacher DIR NAME=RUN NAME=RUN ..
+    python -m benchmarks.quality.gain_map --store STORE --teacher DIR NAME=RUN NAME=RUN,RUN ..
 
-Conditioned students are read against the best of the plain ones given, at each distance anew:
-NLL of the teacher at equal entropy, and how often a student writes what the teacher would have
-written from the same noise. Writes ``gain-map.json`` and, beside it, a table and a figure.
+Ahead: one pass behind known text. Conditioned students are read against the best of the plain ones
+of their kind, block size and shape, at each distance anew: NLL of the teacher at equal entropy, and
+how often a student writes what the teacher would have written from the same noise. Runs with a
+comma between are seeds of one student, whose fills count together.
+
+Passes: the ratios of perplexity that the bench has recorded (``--passes``), each student in its
+best order. Writes ``gain-map.json`` and, beside it, two tables and a figure.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from jaxtyping import Int
+from torch import Tensor
 
 from benchmarks.quality.ahead import Fills
 from benchmarks.quality.gain import Gain, gain_of_first
-from benchmarks.quality.stories import DISTANCES, fills_ahead, validation_rows
-from shards.base import UsageError, run_command, write_json_atomic
+from benchmarks.quality.gain_figure import Cell, draw
+from benchmarks.quality.matched import Ratio, ratio_lines, ratios, recipe_of
+from benchmarks.quality.plan import Plan
+from benchmarks.quality.stories import (
+    AHEAD_FILE,
+    DISTANCES,
+    PARTS,
+    fills_ahead,
+    read_ahead,
+    save_ahead,
+    validation_rows,
+)
+from shards.base import UsageError, from_mapping, run_command, write_json_atomic
 from trainer import load_student
 
 SAMPLE_SEED = 11
+RESULTS = Path("benchmarks/results")
+PASSES = tuple(
+    RESULTS / f"quality-{name}.json"
+    for name in ("stories", "stories-blocks", "stories-width-64", "stories-width-256")
+)
+JUDGE = "teacher"
 Curves = Mapping[float, Fills]
 """Nucleus p -> fills; 0 is argmax."""
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A conditioned student at a distance.
+class Filled:
+    """A student's fills.
 
     Attributes:
-        student: Its name.
-        num_ahead: Tokens filled behind known text, in one pass.
-        plain: The plain student that is best there.
-        gain: Of the conditioned student over it; None where no plain curve reaches its entropy.
-        agreement: Share of fills whose last token is the teacher's, of the same noise.
-        plain_agreement: The best of the plain students', drawn by that very noise.
+        shape: Its kind, layers, width and block size; only students of one shape are compared.
+        is_conditioned: Whether it sees noise.
+        curves: Its fills, those of all seeds together.
     """
 
-    student: str
-    num_ahead: int
-    plain: str | None
-    gain: Gain | None
-    agreement: float
-    plain_agreement: float
+    shape: str
+    is_conditioned: bool
+    curves: Curves
 
 
 def best_gain(
@@ -65,15 +84,82 @@ def agreement(fills: Fills, count: int) -> float:
     return float(fills.equal[:, count - 1].float().mean())
 
 
-def map_gains(plain: Mapping[str, Curves], noisy: Mapping[str, Curves]) -> list[Cell]:
-    """Every conditioned student at every distance that all can fill."""
+def map_gains(students: Mapping[str, Filled]) -> list[Cell]:
+    """Every conditioned student at every distance that it fills.
+
+    Raises:
+        UsageError: When none has noise, or one has no plain student of its shape with its seeds.
+    """
+    noisy = {name: found for name, found in students.items() if found.is_conditioned}
+    if not noisy:
+        raise UsageError(
+            "plain and conditioned students are compared", where="RUNS", got=[*students]
+        )
     cells = []
-    for name, curves in noisy.items():
-        for count in (each for each in DISTANCES if each <= curves[0.0].nll.shape[1]):
-            against, gain = best_gain(plain, curves, count)
-            without = max(agreement(other[1.0], count) for other in plain.values())
-            cells.append(Cell(name, count, against, gain, agreement(curves[0.0], count), without))
+    for name, found in noisy.items():
+        plain, own = plain_of(students, name), found.curves
+        for count in (each for each in DISTANCES if each <= own[0.0].nll.shape[1]):
+            against, gain = best_gain(plain, own, count)
+            without = max(agreement(curves[1.0], count) for curves in plain.values())
+            equal = agreement(own[0.0], count)
+            cells.append(Cell(name, found.shape, count, against, gain, equal, without))
     return cells
+
+
+def plain_of(students: Mapping[str, Filled], name: str) -> dict[str, Curves]:
+    """The plain students of its shape, of the seeds that it has: the first ones of theirs.
+
+    Raises:
+        UsageError: When there is none, or one of fewer seeds.
+    """
+    noisy = students[name]
+    num_fills = len(noisy.curves[0.0].nll)
+    found = {
+        other: {p: part(fill, slice(num_fills)) for p, fill in each.curves.items()}
+        for other, each in students.items()
+        if each.shape == noisy.shape and not each.is_conditioned
+    }
+    if not found or any(len(curves[1.0].nll) < num_fills for curves in found.values()):
+        expected = f"plain students of as many seeds: {noisy.shape}"
+        raise UsageError("nothing to compare with", where=name, got=[*found], expected=expected)
+    return found
+
+
+def part(fills: Fills, rows: slice) -> Fills:
+    """Some of the fills."""
+    return Fills(**{name: getattr(fills, name)[rows] for name in PARTS})
+
+
+def together(seeds: Sequence[Curves]) -> Curves:
+    """The fills of all seeds of one student."""
+    return {
+        p: Fills(**{name: torch.cat([getattr(each[p], name) for each in seeds]) for name in PARTS})
+        for p in seeds[0]
+    }
+
+
+def shape_of(student: Any) -> str:
+    """Kind, layers x width, and the block size of students that have blocks."""
+    config = student.config
+    shape = f"{type(student).__name__} {config.num_layers} x {config.hidden_size}"
+    is_whole = config.tokens_per_block == config.row_length
+    return shape if is_whole else f"{shape}, blocks of {config.tokens_per_block}"
+
+
+def recorded_ratios(files: Iterable[Path]) -> list[Ratio]:
+    """What the bench has recorded of whole rows: every conditioned recipe in its best order."""
+    best: dict[tuple[str, float], Ratio] = {}
+    for file in files:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        plan, entropy = from_mapping(Plan, found["plan"]), found["reference"]["entropy_nats"]
+        for ratio in ratios(plan, found["recipes"], JUDGE, entropy):
+            place = recipe_of(ratio.name), ratio.nfe
+            best[place] = min(best.get(place, ratio), ratio, key=_rank)
+    return list(best.values())
+
+
+def _rank(ratio: Ratio) -> tuple[bool, float]:
+    return not ratio.is_matched, ratio.value
 
 
 def table(cells: Sequence[Cell]) -> str:
@@ -97,85 +183,58 @@ def _cell(cell: Cell | None) -> str:
     return f"{cell.gain.value:+.2f} [{low:+.2f}, {high:+.2f}], {cell.plain}; {agreed}"
 
 
-def draw(cells: Sequence[Cell], path: Path) -> None:
-    """Left: nats at equal entropy, below 0 the noise pays. Right: agreement with the teacher."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (gains, agreed) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for number, name in enumerate(dict.fromkeys(cell.student for cell in cells)):
-        own = [cell for cell in cells if cell.student == name]
-        read = [(cell.num_ahead, cell.gain) for cell in own if cell.gain is not None]
-        _draw_gains(gains, name, read, f"C{number}")
-        agreed.plot(*_shares(own, "agreement"), "o-", color=f"C{number}", ms=4, label=name)
-    best = [cell for cell in cells if cell.student == cells[0].student]
-    agreed.plot(*_shares(best, "plain_agreement"), "s--", color="0.4", ms=4, label="best without")
-    gains.axhline(0, color="0.4", lw=1, ls="--")
-    gains.set_title("Below the line the noise pays", loc="left", fontsize=10)
-    gains.set_ylabel("NLL less that of the best plain student\nat equal entropy, nats per token")
-    agreed.set_title("The teacher's own token from the same noise", loc="left", fontsize=10)
-    agreed.set_ylabel("% of fills, at the last token")
-    for axes in (gains, agreed):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(DISTANCES, [str(count) for count in DISTANCES])
-        axes.set_xlabel("masked tokens behind known text, filled in one pass")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=8, frameon=False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
-def _draw_gains(axes: Any, name: str, read: Sequence[tuple[int, Gain]], color: str) -> None:
-    places, values = [count for count, _ in read], [gain.value for _, gain in read]
-    axes.plot(places, values, "o-", color=color, ms=4, label=name)
-    low = [gain.interval[0] for _, gain in read]
-    axes.fill_between(places, low, [gain.interval[1] for _, gain in read], color=color, alpha=0.15)
-
-
-def _shares(cells: Iterable[Cell], field: str) -> tuple[list[int], list[float]]:
-    pairs = [(cell.num_ahead, 100 * getattr(cell, field)) for cell in cells]
-    return [x for x, _ in pairs], [y for _, y in pairs]
-
-
-def named_runs(words: Sequence[str]) -> dict[str, Path]:
-    """NAME=RUN words.
+def named_runs(words: Sequence[str]) -> dict[str, list[Path]]:
+    """NAME=RUN or NAME=RUN,RUN words.
 
     Raises:
         UsageError: For a word without a name, or two of one name.
     """
     pairs = [word.partition("=") for word in words]
     names = [name for name, _, _ in pairs]
-    if not all(name and run for name, _, run in pairs) or len(set(names)) < len(names):
+    if not all(name and runs for name, _, runs in pairs) or len(set(names)) < len(names):
         raise UsageError(
             "each student needs a name of its own", where="RUNS", got=words, expected="NAME=FOLDER"
         )
-    return {name: Path(run) for name, _, run in pairs}
+    return {name: [Path(run) for run in runs.split(",")] for name, _, runs in pairs}
+
+
+def fill(runs: Sequence[Path], judge: Any, rows: Int[Tensor, "n l"]) -> Filled:
+    """The fills of one student's seeds; those that lie beside its model are not made again."""
+    students: list[Any] = [load_student(run).eval() for run in runs]
+    curves = []
+    for run, student in zip(runs, students, strict=True):
+        kept, model = run / AHEAD_FILE, run / "model" / "model.safetensors"
+        if not kept.exists() or kept.stat().st_mtime < model.stat().st_mtime:
+            save_ahead(fills_ahead(student, judge, rows, SAMPLE_SEED), kept)
+        curves.append(read_ahead(kept))
+    return Filled(shape_of(students[0]), students[0].is_conditioned, together(curves))
 
 
 def gain_map(
-    runs: Annotated[list[str], typer.Argument(help="NAME=RUN, plain and conditioned students.")],
+    runs: Annotated[list[str], typer.Argument(help="NAME=RUN[,RUN..], plain and conditioned.")],
     store: Annotated[Path, typer.Option(help="The store that all were trained on.")],
     teacher: Annotated[str, typer.Option(help="Folder or hub id of the teacher.")],
-    out: Annotated[Path, typer.Option(help="Results.")] = Path("benchmarks/results"),
+    passes: Annotated[
+        list[Path], typer.Option(help="Results of the bench, for the ratios over passes.")
+    ] = PASSES,  # type: ignore[assignment]
+    out: Annotated[Path, typer.Option(help="Results.")] = RESULTS,
 ) -> None:
     """Fill, compare, write."""
     from transformers import AutoModelForCausalLM
 
     judge: Any = AutoModelForCausalLM.from_pretrained(teacher, trust_remote_code=False).eval()
-    rows, found = validation_rows(store), ({}, {})
-    for name, run in named_runs(runs).items():
-        student: Any = load_student(run).eval()
-        found[student.is_conditioned][name] = fills_ahead(student, judge, rows, SAMPLE_SEED)
-    if not all(found):
-        raise UsageError("plain and conditioned students are compared", where="RUNS", got=runs)
-    cells = map_gains(*found)
+    rows, named = validation_rows(store), named_runs(runs)
+    cells = map_gains({name: fill(folders, judge, rows) for name, folders in named.items()})
+    over_passes = recorded_ratios(passes)
     out.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(out / "gain-map.json", {"cells": [asdict(cell) for cell in cells]})
-    (out / "gain-map.md").write_text(table(cells), encoding="utf-8")
-    draw(cells, out / "gain-map.png")
-    typer.echo(table(cells))
+    found = {"cells": cells, "passes": over_passes}
+    write_json_atomic(
+        out / "gain-map.json", {name: [asdict(each) for each in found[name]] for name in found}
+    )
+    tables = f"{table(cells)}\n" + "\n".join(ratio_lines(over_passes)) + "\n"
+    (out / "gain-map.md").write_text(tables, encoding="utf-8")
+    draw(cells, over_passes, out / "gain-map.png")
+    typer.echo(tables)
 
 
 if __name__ == "__main__":

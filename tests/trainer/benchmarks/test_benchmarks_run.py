@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import gpu_checks, gpu_suite, readings, training_step
 from benchmarks.conditioner import run_benchmark
+from benchmarks.measure import peak_allocated_bytes
 from shards.base.errors import GdistillError, UsageError
 
 CPU = torch.device("cpu")
@@ -171,7 +172,22 @@ def test_readings_at_toy_shape(tmp_path: Path) -> None:
     low, high = found["K = 8"]["interval"]
     assert 0 < low <= high and set(found["seconds"]) == {"paper", "K = 4", "K = 8"}
     memory = readings.measure_memory(20, 60, 8, 4, 2, CPU)
-    assert set(memory["peak_extra_bytes"]) == {"search", "readings", "dense"}
+    assert set(memory["peak_allocated_bytes"]) == {"search", "readings", "dense"}
+
+
+def test_allocated_bytes_are_the_most_held_at_once() -> None:
+    """Two tensors of a million float32 one after the other, then two at once: 8 MB, not 16 or 4."""
+
+    def work() -> None:
+        for _ in range(2):
+            torch.empty(1_000_000)
+        both = torch.empty(1_000_000), torch.empty(1_000_000)
+        del both
+        torch.empty(1_000_000)
+
+    kept = torch.empty(5_000_000)  # held before: no part of it
+    assert peak_allocated_bytes(work, CPU) == 8_000_000
+    del kept
 
 
 def test_an_interval_of_equal_ratios_is_a_point() -> None:
