@@ -84,6 +84,13 @@ def build_student(config: RunConfig, store: ShardStore, init_from: Path | None) 
         )
     torch.manual_seed(derive_seed(config.seed, "initial weights"))
     student = kind.make(config.model, manifest)
+    if config.optimization.noise_learning_rate_ratio != 1 and not noise_parameters(student):
+        raise UsageError(
+            "no weight brings noise in",
+            where="optimization.noise_learning_rate_ratio",
+            got=f"{config.student}, model.conditioning={config.model.conditioning}",
+            remedy="leave it out",
+        )
     if config.model.noise_init == "zero":
         _silence(student)
     if init_from is not None:
@@ -219,9 +226,14 @@ def _silence_beside(student: Student, directory: Path) -> set[str]:
     return _silence(student)
 
 
+def noise_parameters(student: Student) -> dict[str, torch.nn.Parameter]:
+    """Name -> weight, of all that come with noise."""
+    return {n: p for n, p in student.named_parameters() if n.startswith(NOISE_PARTS)}
+
+
 def _silence(student: Student) -> set[str]:
     """Zero the matrices that bring noise in; the names of all weights that come with noise."""
-    added = {n for n, _ in student.named_parameters() if n.startswith(NOISE_PARTS)}
+    added = set(noise_parameters(student))
     # Of W_r A only A is zeroed: were both, neither would ever have a gradient.
     kept = {"conditioner.weight"} if "conditioner.map.weight" in added else set()
     for name in added - kept:

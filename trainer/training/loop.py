@@ -41,6 +41,7 @@ from trainer.training.construction import (
     build_student,
     compile_blocks,
     give_earlier_self,
+    noise_parameters,
 )
 from trainer.training.identity import require_same_run, run_identity
 from trainer.training.interruption import StopRequest
@@ -136,7 +137,8 @@ class Trainer:
             TrainingStep(self.student, training.precision), self.accelerator, training.sharding
         )
         self.parameters = list(self.student.parameters())
-        self.optimizer = make_optimizer(self.parameters, config.optimization)
+        noise = noise_parameters(self.student).values()
+        self.optimizer = make_optimizer(self.parameters, config.optimization, noise)
         self.ema = ExponentialMovingAverage(self.student, config.optimization.ema_decay)
         self.trainee = Trainee(self.student, self.optimizer, self.ema)
         self.validator = None

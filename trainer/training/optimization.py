@@ -14,6 +14,9 @@ from torch.nn.utils import clip_grad_norm_
 from shards.base import GdistillError
 from trainer.training.settings import OptimizationConfig
 
+RATE_RATIO = "learning_rate_ratio"
+"""Key of a group's learning rate over the first group's."""
+
 
 def learning_rate(config: OptimizationConfig, step: int, num_steps: int) -> float:
     """Learning rate of optimiser step ``step`` (counted from 0) of ``num_steps``.
@@ -33,13 +36,28 @@ def learning_rate(config: OptimizationConfig, step: int, num_steps: int) -> floa
 
 
 def make_optimizer(
-    parameters: Iterable[nn.Parameter], config: OptimizationConfig
+    parameters: Iterable[nn.Parameter],
+    config: OptimizationConfig,
+    noise_parameters: Iterable[nn.Parameter] = (),
 ) -> torch.optim.AdamW:
-    """AdamW with the fused kernel, except over sharded parameters."""
-    parameters = list(parameters)
+    """AdamW with the fused kernel, except over sharded parameters.
+
+    Args:
+        parameters: All that are trained.
+        config: Rates and decays.
+        noise_parameters: Those among them whose rate is ``noise_learning_rate_ratio`` times that
+            of the others.
+    """
+    parameters, apart = list(parameters), set()
+    if config.noise_learning_rate_ratio != 1:
+        apart = set(noise_parameters)
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+    groups: list[dict[str, object]] = [{"params": [p for p in parameters if p not in apart]}]
+    if apart:
+        noise = [p for p in parameters if p in apart]
+        groups.append({"params": noise, RATE_RATIO: config.noise_learning_rate_ratio})
     return torch.optim.AdamW(
-        parameters,
+        groups,
         lr=config.learning_rate,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
@@ -60,9 +78,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Use ``value`` from the next step on."""
+    """Use ``value`` from the next step on; a group with a ratio of its own, that times it."""
     for group in optimizer.param_groups:
-        group["lr"] = value
+        group["lr"] = value * group.get(RATE_RATIO, 1.0)
 
 
 def ema_decay(update: int, limit: float) -> float:

@@ -30,6 +30,8 @@ class OptimizationConfig:
 
     Attributes:
         learning_rate: Peak learning rate.
+        noise_learning_rate_ratio: Peak learning rate of the weights that bring noise in, over that:
+            above 1 for a student that begins as a finished one without noise.
         beta1: First-moment decay.
         beta2: Second-moment decay.
         eps: Added to the root of the second moment.
@@ -42,6 +44,7 @@ class OptimizationConfig:
     """
 
     learning_rate: float = 3e-4
+    noise_learning_rate_ratio: float = 1.0
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -53,7 +56,8 @@ class OptimizationConfig:
     ema_decay: float = 0.9999
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "eps", "max_grad_norm"):
+        positive = ("learning_rate", "noise_learning_rate_ratio", "eps", "max_grad_norm")
+        for name in positive:
             value = getattr(self, name)
             _require(0 < value < math.inf, f"optimization.{name}", value, "above 0 and finite")
         for name in ("beta1", "beta2", "ema_decay"):

@@ -58,7 +58,14 @@ def test_first_adamw_step_has_the_size_of_the_learning_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"learning_rate": 0.0}, {"beta2": 1.0}, {"warmup_steps": -1}, {"ema_decay": 1.0}]
+    "change",
+    [
+        {"learning_rate": 0.0},
+        {"noise_learning_rate_ratio": 0.0},
+        {"beta2": 1.0},
+        {"warmup_steps": -1},
+        {"ema_decay": 1.0},
+    ],
 )
 def test_settings_out_of_range_are_refused(change: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=next(iter(change))):

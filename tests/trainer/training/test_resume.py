@@ -25,6 +25,7 @@ def demanding_run(**changes: Any) -> RunConfig:
         "model__dropout": 0.1,
         "model__search_schedule": "true",
         "optimization__schedule": "cosine",
+        "optimization__noise_learning_rate_ratio": 3.0,
         "training__num_steps": 14,  # 5 batches an epoch
         "training__micro_batch_size": 3,
         "training__precision": "bf16",
