@@ -26,9 +26,11 @@ PRESET  ?= tiny
 CONDITIONING ?= $(if $(filter ar,$(STUDENT)),none,gumbel)
 # Distillation: token (KL to the teacher's stored probabilities), or sequence (rows it wrote itself).
 KD      ?=
+# read-again: without noise first, then a share of the steps with noise (mdlm, bd3lm); else the paper's.
+RECIPE  ?=
 BACKBONE ?=
 SHARDS  ?= $(OUT)/store
-MODEL   ?= $(OUT)/$(STUDENT)-$(CONDITIONING)$(addprefix -kd-,$(KD))
+MODEL   ?= $(OUT)/$(STUDENT)-$(or $(RECIPE),$(CONDITIONING))$(addprefix -kd-,$(KD))
 SAMPLES ?= samples
 JUDGE   ?=
 REFERENCE ?=
@@ -82,9 +84,10 @@ extract: $(STAMP) ## stage 1 and 2: make extract CORPUS=owt TEACHER=gpt2-large C
 	@mkdir -p out && ln -sfn "$$(realpath '$(OUT)')" out/latest
 
 train: $(STAMP) ## train a student from shards: make train STUDENT=bd3lm SHARDS=out/owt/store
-	$(BIN)/gdistill-train run --store '$(SHARDS)' --student $(STUDENT) --preset $(PRESET) \
-	  --conditioning $(CONDITIONING) $(if $(KD),--kd $(KD)) --out '$(MODEL)' \
-	  $(if $(BACKBONE),--backbone '$(BACKBONE)') \
+	$(BIN)/gdistill-train $(if $(RECIPE),$(RECIPE),run) --store '$(SHARDS)' --student $(STUDENT) \
+	  --preset $(PRESET) --out '$(MODEL)' \
+	  $(if $(RECIPE),,--conditioning $(CONDITIONING)) \
+	  $(if $(KD),--kd $(KD)) $(if $(BACKBONE),--backbone '$(BACKBONE)') \
 	  $(if $(STEPS),--set training.num_steps=$(STEPS)) $(ARGS)
 
 sample: $(STAMP) ## draw samples from a trained student: make sample MODEL=... NFE=16 NUM=64

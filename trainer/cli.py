@@ -86,6 +86,40 @@ def run(
         typer.echo(done, err=True)
 
 
+@app.command("read-again")
+def read_again(
+    store: Annotated[str, typer.Option(help="Store to train on: a folder or URL.")],
+    out: Annotated[Path, typer.Option(help="Folder of this run; the same command resumes it.")],
+    student: Annotated[str, typer.Option(help="mdlm or bd3lm.")] = "mdlm",
+    preset: Annotated[str, typer.Option(help="tiny, small, medium or maze.")] = "tiny",
+    config: Annotated[Path | None, typer.Option(help="TOML file with settings of both.")] = None,
+    init_from: Annotated[
+        Path | None, typer.Option(help="A finished student without noise, for the first part.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="key.path=value, for both parts")
+    ] = None,
+    log_format: LogFormatOption = "plain",
+) -> None:
+    """Beyond the paper: a student without noise, then a share of its steps with noise read again.
+
+    The first part is the preset's length and goes to OUT/plain.
+    """
+    from shards import open_store
+    from trainer.training import leave, read_again_parts, read_recipe, train_read_again
+
+    use_log_format(log_format)
+    chosen = [] if config is None else [read_toml(config)]
+    parts = read_again_parts(
+        student, open_store(store), read_recipe(preset), chosen, overrides or []
+    )
+    finished = train_read_again(parts, store, out, init_from)
+    leave()
+    if is_first_process():
+        done = f"wrote {out / 'model'}" if finished else f"stopped; checkpoint saved below {out}"
+        typer.echo(done, err=True)
+
+
 def planned_memory(config: RunConfig, store: str, processes: int) -> str:
     """The text of ``--plan``; a GPU is planned for unless training.device says otherwise."""
     from shards import open_store

@@ -17,7 +17,7 @@ Matched = Mapping[tuple[str, float], MatchedValue]
 
 @dataclass(frozen=True)
 class Ratio:
-    """One conditioned recipe beside the best plain one of the same student and NFE.
+    """One conditioned recipe beside the best plain one of its kind and NFE.
 
     Attributes:
         name: The conditioned recipe.
@@ -94,7 +94,7 @@ def ratio_interval(noisy: MatchedValue, plain: MatchedValue) -> tuple[float, flo
 def ratios(
     plan: Plan, figures: Mapping[str, Sequence[Mapping[str, Any]]], judge: str, entropy_nats: float
 ) -> list[Ratio]:
-    """Every conditioned recipe, in each order, at every NFE that a plain one of its student has."""
+    """Every conditioned recipe, in each order, at every NFE that a plain one of its kind has."""
     figures = by_order(figures)
     pooled = match_students(figures, judge, entropy_nats)
     num_seeds = len(next(iter(figures.values())))
@@ -130,7 +130,7 @@ def _best_plain(plan: Plan, noisy: Recipe, nfe: float, pooled: Matched) -> str |
     names = {
         recipe.name
         for recipe in plan.recipes
-        if recipe.conditioning == "none" and recipe.student == noisy.student
+        if recipe.conditioning == "none" and recipe.kind == noisy.kind
     }
     found = {
         name: value

@@ -45,6 +45,12 @@ class Recipe:
     verifier: str | None = None
 
     @property
+    def kind(self) -> tuple[str, str]:
+        """The student and its block size: recipes of one kind are compared with each other."""
+        blocks = [word for word in self.settings if word.startswith("model.block_size=")]
+        return self.student, blocks[-1] if blocks else ""
+
+    @property
     def needs(self) -> list[str]:
         """Names of the recipes whose students this one uses."""
         return [name for name in (self.init_from, self.student_of, self.verifier) if name]

@@ -156,7 +156,7 @@ class StoriesBench:
         recipes = self.plan.recipes
         for noisy in (recipe for recipe in recipes if recipe.conditioning != "none"):
             for plain in (other for other in recipes if other.conditioning == "none"):
-                if plain.student == noisy.student:
+                if plain.kind == noisy.kind:
                     for seed in self.plan.seeds:
                         cells = self._gains(Run(plain, seed), Run(noisy, seed))
                         lines.append([f"{noisy.name} over {plain.name}, seed {seed}", *cells])

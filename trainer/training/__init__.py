@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         parse_vocab_sizes,
     )
     from trainer.training.parallel import leave
+    from trainer.training.read_again import read_again_parts, train_read_again
     from trainer.training.run_folder import RunStatus
     from trainer.training.settings import OptimizationConfig, RunConfig, compose_run, read_recipe
 

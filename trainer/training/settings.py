@@ -215,9 +215,19 @@ def compose_run(sources: Iterable[Mapping[str, Any]], overrides: Iterable[str] =
         UsageError: For unknown keys (naming the nearest known one), bad values, or no amount of
             training.
     """
+    return run_of(layered(sources, overrides))
+
+
+def layered(sources: Iterable[Mapping[str, Any]], overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """The values that recipes, flags and overrides make together, not yet checked."""
     values: dict[str, Any] = {}
     for source in [*sources, *(nested(*parse_override(text)) for text in overrides)]:
         values = _layer(values, source)
+    return values
+
+
+def run_of(values: Mapping[str, Any]) -> RunConfig:
+    """The config of layered values; see :func:`compose_run` for the errors."""
     if "training" not in values:
         remedy = "give --preset, --config or --set training.num_steps=N"
         raise UsageError("how long to train is not said", where="training", remedy=remedy)

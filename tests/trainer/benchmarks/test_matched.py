@@ -47,9 +47,15 @@ def test_ratio_to_the_best_plain_student_of_its_kind() -> None:
         Recipe("weak"),
         Recipe("strong"),
         Recipe("other kind", student="bd3lm"),
+        Recipe("other blocks", settings=("model.block_size=4",)),
         Recipe("noisy", conditioning="gumbel"),
     )
-    rates = {"weak": (1.0, 1.0), "strong": (0.7, 0.9), "other kind": (0.1, 0.1)}
+    rates = {
+        "weak": (1.0, 1.0),
+        "strong": (0.7, 0.9),
+        "other kind": (0.1, 0.1),
+        "other blocks": (0.1, 0.1),
+    }
     figures = {
         name: [sweep(rate, seed) for seed, rate in enumerate(pair)]
         for name, pair in {**rates, "noisy": (0.5, 0.5)}.items()
