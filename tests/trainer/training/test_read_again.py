@@ -1,0 +1,141 @@
+"""The recipe in two parts: what each of them is, what a user may change, how it goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shards.base import UsageError
+from shards.store import ShardStore
+from tests.trainer.run_cases import write_store
+from trainer.cli import main
+from trainer.students import read_preset
+from trainer.training.read_again import (
+    LARGE_VOCABULARY,
+    Parts,
+    read_again_parts,
+    readings_of,
+    train_read_again,
+)
+from trainer.training.settings import read_recipe
+
+TINY: dict[str, Any] = {
+    "model": {**read_preset("tiny"), "hidden_size": 16, "num_heads": 2},
+    "training": {"num_steps": 20, "global_batch_size": 4, "trackers": []},
+    "optimization": {"learning_rate": 1e-3, "warmup_steps": 7},
+}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_store(tmp_path_factory.mktemp("read-again") / "store")
+
+
+def parts_of(store: Path, student: str = "mdlm", *overrides: str, **amounts: Any) -> Parts:
+    preset = {**TINY, "training": {**TINY["training"], **amounts}}
+    return read_again_parts(student, ShardStore.open(store), preset, [], overrides)
+
+
+def test_a_tenth_of_the_steps_goes_on_with_noise(store: Path) -> None:
+    found = parts_of(store)
+    assert (found.plain.student, found.noise.student) == ("mdlm", "mdlm")
+    assert (found.plain.model.conditioning, found.noise.model.conditioning) == ("none", "gumbel")
+    assert (found.plain.training.num_steps, found.noise.training.num_steps) == (20, 2)
+    assert (found.plain.optimization.warmup_steps, found.noise.optimization.warmup_steps) == (7, 0)
+    assert found.noise.model.injection == "add" and found.noise.model.noise_readings == (1, 2)
+    assert found.plain.model.max_loss_weight == found.noise.model.max_loss_weight == 1.0
+
+
+def test_epochs_are_counted_in_steps(store: Path) -> None:
+    """20 rows in batches of 4, ten epochs: 50 steps, five with noise."""
+    rows = ShardStore.open(store).manifest.splits["train"]
+    preset = {**TINY, "training": {"num_epochs": 10, "global_batch_size": 4, "trackers": []}}
+    found = read_again_parts("mdlm", ShardStore.open(store), preset)
+    assert found.plain.training.num_steps is None
+    assert found.noise.training.num_epochs is None
+    assert found.noise.training.num_steps == round(0.1 * -(-10 * rows // 4))
+
+
+def test_blocks_begin_as_a_whole_row(store: Path) -> None:
+    found = parts_of(store, "bd3lm", "model.block_size=2", "model.prior_weight=0.5")
+    assert (found.plain.student, found.noise.student) == ("mdlm", "bd3lm")
+    assert (found.plain.model.block_size, found.noise.model.block_size) == (None, 2)
+    assert (found.plain.model.prior_weight, found.noise.model.prior_weight) == (0.0, 0.5)
+    assert found.noise.model.fully_masked_share == 0.5 and not found.plain.model.fully_masked_share
+
+
+def test_what_a_user_sets_goes_before_the_recipe_in_both_parts(store: Path) -> None:
+    found = parts_of(
+        store, "mdlm", "seed=3", "model.max_loss_weight=5.0", "model.noise_readings=[2]",
+        "optimization.schedule=constant", "optimization.noise_learning_rate_ratio=2",
+        "training.num_steps=40",
+    )  # fmt: skip
+    for part in (found.plain, found.noise):
+        assert (part.seed, part.model.max_loss_weight) == (3, 5.0)
+        assert part.optimization.schedule == "constant"
+    assert (found.plain.training.num_steps, found.noise.training.num_steps) == (40, 4)
+    assert (found.plain.model.noise_readings, found.noise.model.noise_readings) == ((), (2,))
+    rates = [p.optimization.noise_learning_rate_ratio for p in (found.plain, found.noise)]
+    assert rates == [1.0, 2.0]
+
+
+def test_large_vocabularies_are_read_among_candidates_at_thirds() -> None:
+    assert readings_of(4, LARGE_VOCABULARY - 1) == {"noise_readings": [1, 2, 3, 4]}
+    found = readings_of(12, LARGE_VOCABULARY)
+    assert found == {"noise_readings": [4, 8], "reading_candidates": 256}
+    assert readings_of(1, LARGE_VOCABULARY)["noise_readings"] == [1]
+
+
+@pytest.mark.parametrize("preset", ["tiny", "small", "medium", "maze"])
+@pytest.mark.parametrize("student", ["mdlm", "bd3lm"])
+def test_every_preset_has_both_parts(store: Path, preset: str, student: str) -> None:
+    found = read_again_parts(student, ShardStore.open(store), read_recipe(preset))
+    assert found.noise.model.num_layers == found.plain.model.num_layers
+
+
+@pytest.mark.parametrize("student", ["ar", "medusa", "mdml"])
+def test_students_without_the_recipe_are_refused(store: Path, student: str) -> None:
+    with pytest.raises(UsageError, match=r"no recipe for this student.*mdlm"):
+        parts_of(store, student)
+
+
+def test_both_parts_are_trained_and_the_same_call_goes_on(store: Path, tmp_path: Path) -> None:
+    found, out = parts_of(store), tmp_path / "run"
+    assert train_read_again(found, store, out)
+    weights = (out / "model/model.safetensors").read_bytes()
+    begun = json.loads((out / "plain/model/student.json").read_text())
+    assert begun["step"] == 20
+    (out / "model/model.safetensors").unlink()
+    assert train_read_again(found, store, out)
+    assert (out / "model/model.safetensors").read_bytes() == weights
+    other = tmp_path / "other"
+    assert train_read_again(found, store, other, init_from=out / "plain")
+    assert not (other / "plain").exists()
+    assert (other / "model/model.safetensors").read_bytes() == weights
+
+
+def test_the_command(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--config, --set and --init-from reach the parts; an unknown student is one line, exit 2."""
+    (tmp_path / "own.toml").write_text("[model]\nhidden_size = 16\nnum_heads = 2\n")
+    words = ["read-again", "--store", store, "--config", tmp_path / "own.toml"]
+    words += ["--set", "training.num_steps=3", "--set", "training.global_batch_size=4"]
+
+    def call(*further: object) -> int:
+        monkeypatch.setattr(sys, "argv", ["gdistill-train", *map(str, [*words, *further])])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        return int(caught.value.code or 0)
+
+    assert call("--out", tmp_path / "run") == 0
+    record = json.loads((tmp_path / "run/config.json").read_text())
+    assert record["model"]["hidden_size"] == 16 and record["training"]["num_steps"] == 1
+    assert call("--out", tmp_path / "other", "--init-from", tmp_path / "run/plain") == 0
+    assert not (tmp_path / "other/plain").exists()
+    assert call("--out", tmp_path / "bad", "--student", "ar") == 2
+    assert "no recipe for this student" in capsys.readouterr().err

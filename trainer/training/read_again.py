@@ -1,0 +1,120 @@
+"""The recipe beyond the paper, per kind of student: without noise first, then fewer steps with it.
+
+A finished student learns to read noise within a tenth of its steps: added to the mask's embedding,
+the corpus unigram beside it, and read again behind its blocks (``noise_readings``). What the steps,
+weights and rates of a kind are is in ``presets/read_again/<kind>.toml``; a user's own settings go
+before them, in both parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shards.base import UsageError, did_you_mean, merge, read_toml
+from shards.store import ShardStore
+from trainer.students import STUDENTS
+from trainer.training.construction import CONDITIONER_SETTINGS
+from trainer.training.loop import train
+from trainer.training.settings import RunConfig, layered, run_of
+
+RECIPES = Path(__file__).resolve().parent.parent / "presets" / "read_again"
+PLAIN = "plain"
+"""Folder of the first part below the run's."""
+LARGE_VOCABULARY = 4096
+"""From here on two readings among candidates: over all of V a reading costs two products with
+[V, D] per masked position (benchmarks/results/readings.json)."""
+NUM_CANDIDATES = 256
+READING_SETTINGS = ("noise_readings", "reading_candidates")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The two trainings of the recipe.
+
+    Attributes:
+        plain: The student without noise.
+        noise: What goes on from it.
+    """
+
+    plain: RunConfig
+    noise: RunConfig
+
+
+def readings_of(num_layers: int, vocab_size: int) -> dict[str, Any]:
+    """Behind every block; at large vocabularies behind two, at thirds, among the likeliest ids."""
+    if vocab_size < LARGE_VOCABULARY:
+        return {"noise_readings": list(range(1, num_layers + 1))}
+    thirds = sorted({max(1, num_layers // 3), max(1, 2 * num_layers // 3)})
+    return {"noise_readings": thirds, "reading_candidates": NUM_CANDIDATES}
+
+
+def read_again_parts(
+    student: str,
+    store: ShardStore,
+    preset: Mapping[str, Any],
+    chosen: Sequence[Mapping[str, Any]] = (),
+    overrides: Iterable[str] = (),
+) -> Parts:
+    """The runs of the recipe.
+
+    Args:
+        student: Kind of the student with noise.
+        store: What both are trained on.
+        preset: Architecture and amount of the first part; the second has a share of its steps.
+        chosen: The user's own settings, and
+        overrides: his ``key=value`` words: they go before the recipe's in both parts, but those
+            that only noise or only the second part's kind has a use for.
+
+    Raises:
+        UsageError: For a student without such a recipe, and as :func:`compose_run`.
+    """
+    known = sorted(path.stem for path in RECIPES.glob("*.toml"))
+    if student not in known:
+        hint = did_you_mean(student, known, f"known: {known}")
+        raise UsageError("no recipe for this student", where="--student", got=student, remedy=hint)
+    recipe, overrides = read_toml(RECIPES / f"{student}.toml"), list(overrides)
+    first = layered([preset, recipe["plain"], *chosen], overrides)
+    idle = {*CONDITIONER_SETTINGS, *READING_SETTINGS, *STUDENTS[recipe["first"]].foreign_settings}
+    model = {name: value for name, value in first.get("model", {}).items() if name not in idle}
+    rates = {**first.get("optimization", {}), "noise_learning_rate_ratio": 1.0}
+    model["conditioning"] = "none"
+    plain = run_of({**first, "student": recipe["first"], "model": model, "optimization": rates})
+    num_rows = store.manifest.splits["train"]
+    num_steps = max(1, round(recipe["share_of_steps"] * plain.training.steps_over(num_rows)))
+    readings = readings_of(plain.model.num_layers, store.manifest.vocab_size)
+    with_noise = merge(recipe["noise"], {"model": readings})
+    second = layered([preset, with_noise, *chosen], overrides)
+    amount = {"num_steps": num_steps, "num_epochs": None}
+    warmup = min(plain.optimization.warmup_steps, num_steps // 10)
+    noise = {
+        **second,
+        "student": student,
+        "model": {**second["model"], "conditioning": "gumbel"},
+        "training": {**second["training"], **amount},
+        "optimization": {**second["optimization"], "warmup_steps": warmup},
+    }
+    return Parts(plain, run_of(noise))
+
+
+def train_read_again(
+    parts: Parts, store: str | Path, out: Path, init_from: Path | None = None
+) -> bool:
+    """Train both parts, the first in ``out/plain``; the same call goes on where one was stopped.
+
+    Args:
+        parts: The runs.
+        store: Path or URL of a finished store.
+        out: Folder of the student with noise.
+        init_from: A finished student without noise, in place of the first part.
+
+    Returns:
+        Whether both are finished.
+    """
+    if init_from is None:
+        init_from = out / PLAIN
+        if not train(parts.plain, store, init_from):
+            return False
+    return train(parts.noise, store, out, init_from=init_from)
