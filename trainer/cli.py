@@ -106,7 +106,8 @@ def read_again(
     The first part is the preset's length and goes to OUT/plain.
     """
     from shards import open_store
-    from trainer.training import leave, read_again_parts, read_recipe, train_read_again
+    from trainer.read_again import read_again_parts, train_read_again
+    from trainer.training import leave, read_recipe
 
     use_log_format(log_format)
     chosen = [] if config is None else [read_toml(config)]

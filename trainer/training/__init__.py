@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
+    from trainer.training.construction import CONDITIONER_SETTINGS
     from trainer.training.loop import Trainer, train
     from trainer.training.memory_plan import MemoryPlan, plan_memory
     from trainer.training.optimization import (
@@ -27,8 +28,14 @@ if TYPE_CHECKING:
         parse_vocab_sizes,
     )
     from trainer.training.parallel import leave
-    from trainer.training.read_again import read_again_parts, train_read_again
     from trainer.training.run_folder import RunStatus
-    from trainer.training.settings import OptimizationConfig, RunConfig, compose_run, read_recipe
+    from trainer.training.settings import (
+        OptimizationConfig,
+        RunConfig,
+        compose_run,
+        layered,
+        read_recipe,
+        run_of,
+    )
 
 __getattr__, __dir__ = open_door(__name__, __file__)

@@ -16,11 +16,9 @@ from typing import Any
 from shards.base import UsageError, did_you_mean, merge, read_toml
 from shards.store import ShardStore
 from trainer.students import STUDENTS
-from trainer.training.construction import CONDITIONER_SETTINGS
-from trainer.training.loop import train
-from trainer.training.settings import RunConfig, layered, run_of
+from trainer.training import CONDITIONER_SETTINGS, RunConfig, layered, run_of, train
 
-RECIPES = Path(__file__).resolve().parent.parent / "presets" / "read_again"
+RECIPES = Path(__file__).resolve().parent / "presets" / "read_again"
 PLAIN = "plain"
 """Folder of the first part below the run's."""
 LARGE_VOCABULARY = 4096
@@ -63,7 +61,8 @@ def read_again_parts(
     Args:
         student: Kind of the student with noise.
         store: What both are trained on.
-        preset: Architecture and amount of the first part; the second has a share of its steps.
+        preset: Architecture and amount of the first part. The second has a share of its steps and
+            a multiple of its peak learning rate.
         chosen: The user's own settings, and
         overrides: his ``key=value`` words: they go before the recipe's in both parts, but those
             that only noise or only the second part's kind has a use for.
@@ -88,13 +87,18 @@ def read_again_parts(
     with_noise = merge(recipe["noise"], {"model": readings})
     second = layered([preset, with_noise, *chosen], overrides)
     amount = {"num_steps": num_steps, "num_epochs": None}
+    rate = recipe["learning_rate_factor"] * plain.optimization.learning_rate
     warmup = min(plain.optimization.warmup_steps, num_steps // 10)
     noise = {
         **second,
         "student": student,
         "model": {**second["model"], "conditioning": "gumbel"},
         "training": {**second["training"], **amount},
-        "optimization": {**second["optimization"], "warmup_steps": warmup},
+        "optimization": {
+            **second["optimization"],
+            "learning_rate": rate,
+            "warmup_steps": warmup,
+        },
     }
     return Parts(plain, run_of(noise))
 

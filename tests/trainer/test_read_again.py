@@ -13,14 +13,14 @@ from shards.base import UsageError
 from shards.store import ShardStore
 from tests.trainer.run_cases import write_store
 from trainer.cli import main
-from trainer.students import read_preset
-from trainer.training.read_again import (
+from trainer.read_again import (
     LARGE_VOCABULARY,
     Parts,
     read_again_parts,
     readings_of,
     train_read_again,
 )
+from trainer.students import read_preset
 from trainer.training.settings import read_recipe
 
 TINY: dict[str, Any] = {
@@ -46,6 +46,8 @@ def test_a_tenth_of_the_steps_goes_on_with_noise(store: Path) -> None:
     assert (found.plain.model.conditioning, found.noise.model.conditioning) == ("none", "gumbel")
     assert (found.plain.training.num_steps, found.noise.training.num_steps) == (20, 2)
     assert (found.plain.optimization.warmup_steps, found.noise.optimization.warmup_steps) == (7, 0)
+    rates = [p.optimization.learning_rate for p in (found.plain, found.noise)]
+    assert rates == pytest.approx([1e-3, 2e-3])
     assert found.noise.model.injection == "add" and found.noise.model.noise_readings == (1, 2)
     assert found.plain.model.max_loss_weight == found.noise.model.max_loss_weight == 1.0
 
