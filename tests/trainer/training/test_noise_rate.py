@@ -53,7 +53,7 @@ def test_conditioner_and_readings_are_what_learns_faster(store: Path, tmp_path: 
     }
     noise = {name for name in moved if "conditioner" in name or "noise_readings" in name}
     assert {name.rpartition(".")[2] for name in noise} == {"weight", "gamma", "log_beta"}
-    assert max(moved[name] for name in noise) == pytest.approx(5e-3, rel=0.01)
+    assert [moved[name] for name in noise] == pytest.approx([5e-3] * 4, rel=0.01)
     assert max(moved[name] for name in moved if name not in noise) <= 1.01e-3
 
 
