@@ -20,7 +20,7 @@ from trainer.read_again import (
     readings_of,
     train_read_again,
 )
-from trainer.students import read_preset
+from trainer.students import read_preset, weights_sha256
 from trainer.training.settings import read_recipe
 
 TINY: dict[str, Any] = {
@@ -85,6 +85,13 @@ def test_what_a_user_sets_goes_before_the_recipe_in_both_parts(store: Path) -> N
     assert rates == [1.0, 2.0]
 
 
+def test_a_users_file_goes_before_the_recipe(store: Path) -> None:
+    own = {"model": {"prior_weight": 0.5, "max_loss_weight": 3.0}}
+    found = read_again_parts("mdlm", ShardStore.open(store), TINY, [own])
+    assert (found.plain.model.prior_weight, found.noise.model.prior_weight) == (0.0, 0.5)
+    assert found.plain.model.max_loss_weight == found.noise.model.max_loss_weight == 3.0
+
+
 def test_large_vocabularies_are_read_among_candidates_at_thirds() -> None:
     assert readings_of(4, LARGE_VOCABULARY - 1) == {"noise_readings": [1, 2, 3, 4]}
     found = readings_of(12, LARGE_VOCABULARY)
@@ -111,6 +118,8 @@ def test_both_parts_are_trained_and_the_same_call_goes_on(store: Path, tmp_path:
     weights = (out / "model/model.safetensors").read_bytes()
     begun = json.loads((out / "plain/model/student.json").read_text())
     assert begun["step"] == 20
+    record = json.loads((out / "model/student.json").read_text())
+    assert record["run"]["init_from"]["weights_sha256"] == weights_sha256(out / "plain/model")
     (out / "model/model.safetensors").unlink()
     assert train_read_again(found, store, out)
     assert (out / "model/model.safetensors").read_bytes() == weights
