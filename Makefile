@@ -29,6 +29,9 @@ KD      ?=
 # read-again: without noise first, then a share of the steps with noise (mdlm, bd3lm); else the paper's.
 RECIPE  ?=
 BACKBONE ?=
+# How students of this recipe write best: the surest positions first, all variety in the noise.
+SUREST_FIRST = --decision argmax --tau 1.5 \
+               $(if $(filter bd3lm,$(STUDENT)),--set inner=confidence,--sampler confidence)
 SHARDS  ?= $(OUT)/store
 MODEL   ?= $(OUT)/$(STUDENT)-$(or $(RECIPE),$(CONDITIONING))$(addprefix -kd-,$(KD))
 SAMPLES ?= samples
@@ -62,7 +65,7 @@ export OMP_WAIT_POLICY ?= passive
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
-	@echo "  variables        CORPUS TEACHER CODEC STUDENT BACKBONE PRESET CONDITIONING KD SHARDS OUT NFE NUM JUDGE REFERENCE ARGS"
+	@echo "  variables        CORPUS TEACHER CODEC STUDENT RECIPE BACKBONE PRESET CONDITIONING KD SHARDS OUT NFE NUM JUDGE REFERENCE ARGS"
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -92,7 +95,8 @@ train: $(STAMP) ## train a student from shards: make train STUDENT=bd3lm SHARDS=
 
 sample: $(STAMP) ## draw samples from a trained student: make sample MODEL=... NFE=16 NUM=64
 	$(BIN)/gdistill-sample '$(MODEL)/model' --num $(NUM) \
-	  $(if $(filter ar,$(STUDENT)),,--nfe $(NFE)) --out '$(SAMPLES)' $(ARGS)
+	  $(if $(filter ar,$(STUDENT)),,--nfe $(NFE)) --out '$(SAMPLES)' \
+	  $(if $(filter read-again,$(RECIPE)),$(SUREST_FIRST)) $(ARGS)
 
 references: $(STAMP) ## rows of the corpus as text, for MAUVE: make references NUM=1000
 	$(BIN)/gdistill-extract references '$(SHARDS)' --num $(NUM) --out '$(OUT)/references.jsonl'
