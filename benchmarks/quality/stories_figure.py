@@ -48,14 +48,14 @@ def draw_stories(results: Path) -> Path:
     entropy = found["entropy_nats"]
     any_way = next(iter(next(iter(found["recipes"].values()))[0]["samples"].values()))
     judges = list(next(iter(any_way.values()))["nll_sums"])
-    shape = {"figsize": (6.2 * len(judges), 4.4), "layout": "constrained", "sharey": True}
+    shape = {"figsize": (5.4 * len(judges) + 3, 4.6), "layout": "constrained", "sharey": True}
     figure, panels = pyplot.subplots(1, len(judges), squeeze=False, **shape)
     for axes, judge in zip(panels[0], judges, strict=True):
         matched = best_orders(match_students(by_order(found["recipes"]), judge, entropy))
         _draw_judge(axes, matched, found["conditioned"])
         axes.set_title(f"judge: {judge}", loc="left", fontsize=10)
     panels[0][0].set_ylabel(f"generative perplexity at entropy {entropy:.2f}")
-    panels[0][-1].legend(frameon=False, fontsize=8)
+    panels[0][-1].legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     path = results / "quality-stories.png"
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
@@ -65,7 +65,10 @@ def draw_stories(results: Path) -> Path:
 def _draw_judge(
     axes: Any, matched: Mapping[tuple[str, float], MatchedValue], conditioned: set[str]
 ) -> None:
+    from matplotlib import colormaps
+
     for number, name in enumerate(dict.fromkeys(name for name, _ in matched)):
+        color = colormaps["tab20"](number % 20)
         passes = sorted(nfe for other, nfe in matched if other == name)
         cells = [matched[name, nfe] for nfe in passes]
         values = [cell.perplexity for cell in cells]
@@ -75,7 +78,7 @@ def _draw_judge(
             [high - value for value, (_, high) in zip(values, bounds, strict=True)],
         ]
         mark = MARKS[name in conditioned]
-        axes.errorbar(passes, values, spread, fmt=mark, color=f"C{number}", ms=4, lw=1, label=name)
+        axes.errorbar(passes, values, spread, fmt=mark, color=color, ms=4, lw=1, label=name)
     every = sorted({nfe for _, nfe in matched})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
