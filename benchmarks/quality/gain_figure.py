@@ -54,12 +54,18 @@ def draw(cells: Sequence[Cell], ratios: Sequence[Ratio], path: Path) -> None:
     recipes = dict.fromkeys(recipe_of(ratio.name) for ratio in ratios)
     _lines(panels[2], {name: _over_passes(ratios, name) for name in recipes})
     titles = (
-        ("Behind known text, one pass: NLL (below 0 noise pays)", "tokens filled"),
-        ("The same: the teacher's own token (above 0 noise pays)", "tokens filled"),
-        ("Whole rows of 128 tokens: NLL (below 0 noise pays)", "forward passes for a row"),
+        (
+            "Behind known text: NLL at equal entropy (below 0 noise pays)",
+            "tokens filled in one pass",
+        ),
+        ("The same: the teacher's own token (above 0 noise pays)", "tokens filled in one pass"),
+        (
+            "Rows of 128 tokens: NLL at equal entropy (below 0 noise pays)",
+            "forward passes for a row",
+        ),
     )
-    nats = "less the best plain student's at equal entropy, nats a token"
-    units = (nats, "agreement less the best plain student's, points", nats)
+    nats = "less the best plain student's, nats a token"
+    units = (nats, "less the best plain student's, points", nats)
     for axes, (title, places), unit in zip(panels, titles, units, strict=True):
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlabel(places)

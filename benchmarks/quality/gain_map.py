@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +27,14 @@ from torch import Tensor
 from benchmarks.quality.ahead import Fills
 from benchmarks.quality.gain import Gain, gain_of_first
 from benchmarks.quality.gain_figure import Cell, draw
-from benchmarks.quality.matched import Ratio, ratio_lines, ratios, recipe_of
+from benchmarks.quality.matched import (
+    Ratio,
+    by_order,
+    match_students,
+    ratio_lines,
+    ratios,
+    recipe_of,
+)
 from benchmarks.quality.plan import Plan
 from benchmarks.quality.stories import (
     AHEAD_FILE,
@@ -147,19 +154,37 @@ def shape_of(student: Any) -> str:
 
 
 def recorded_ratios(files: Iterable[Path]) -> list[Ratio]:
-    """What the bench has recorded of whole rows: every conditioned recipe in its best order."""
-    best: dict[tuple[str, float], Ratio] = {}
+    """What the bench has recorded of whole rows: every conditioned recipe in its best order.
+
+    One that does not reach the text's entropy is compared at the highest that it has.
+    """
+    ratios_of_all = []
     for file in files:
         found = json.loads(file.read_text(encoding="utf-8"))
         plan, entropy = from_mapping(Plan, found["plan"]), found["reference"]["entropy_nats"]
+        best: dict[tuple[str, float], Ratio] = {}
         for ratio in ratios(plan, found["recipes"], JUDGE, entropy):
             place = recipe_of(ratio.name), ratio.nfe
             best[place] = min(best.get(place, ratio), ratio, key=_rank)
-    return list(best.values())
+        ratios_of_all += [
+            ratio if ratio.is_matched else at_own_entropy(plan, found["recipes"], ratio, entropy)
+            for ratio in best.values()
+        ]
+    return ratios_of_all
 
 
 def _rank(ratio: Ratio) -> tuple[bool, float]:
     return not ratio.is_matched, ratio.value
+
+
+def at_own_entropy(
+    plan: Plan, figures: Mapping[str, Sequence[Mapping[str, Any]]], ratio: Ratio, entropy: float
+) -> Ratio:
+    """The ratio at the entropy that the conditioned recipe has: it does not reach ``entropy``."""
+    place = ratio.name, ratio.nfe
+    own = match_students(by_order(figures), JUDGE, entropy)[place].entropy_nats
+    (found,) = (r for r in ratios(plan, figures, JUDGE, own) if (r.name, r.nfe) == place)
+    return replace(found, against=f"{found.against}; at entropy {own:.2f}")
 
 
 def table(cells: Sequence[Cell]) -> str:

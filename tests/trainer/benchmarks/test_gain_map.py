@@ -106,31 +106,55 @@ def test_blocks_are_part_of_a_shape() -> None:
     assert shape_of(MDLM()) == "MDLM 4 x 64, blocks of 2"
 
 
-def test_a_recipe_counts_in_the_order_that_is_best_for_it(tmp_path: Path) -> None:
-    """Two files; in the first the noise halves the perplexity in one order and keeps it in the
-    other, in the second it keeps it."""
-    plan = {"task": "stories", "extract": [], "seeds": [1]}
-    names = {"plain": "none", "noisy": "gumbel"}
-
-    def samples(log_perplexity: float) -> dict[str, object]:
-        cells = {"nll_sums": {"teacher": [9 * log_perplexity] * 4}, "num_tokens": 9}
-        return {"2": {"way": {**cells, "entropies": [2.0] * 4}}}
-
-    for file, best in (("a", math.log(2)), ("b", 0.0)):
-        recipes = [{"name": f"{name} {file}", "conditioning": c} for name, c in names.items()]
-        order = {"surest": samples(3 - best)}
-        figures = {
-            f"plain {file}": [{"samples": samples(3.0), "orders": {}}],
-            f"noisy {file}": [{"samples": samples(3.0), "orders": order}],
+def samples(*points: tuple[float, float]) -> dict[str, object]:
+    """Ways of sampling at (entropy, NLL in nats per token), four alike each."""
+    return {
+        "2": {
+            f"way {number}": {
+                "nll_sums": {"teacher": [9 * nll] * 4},
+                "num_tokens": 9,
+                "entropies": [entropy] * 4,
+            }
+            for number, (entropy, nll) in enumerate(points)
         }
-        found = {"plan": {**plan, "recipes": recipes}, "reference": {"entropy_nats": 2.0}}
-        (tmp_path / file).write_text(json.dumps({**found, "recipes": figures}))
-    ratios = recorded_ratios([tmp_path / "a", tmp_path / "b"])
+    }
+
+
+def write_results(file: Path, plain: dict[str, object], noisy: list[dict[str, object]]) -> Path:
+    """Of a plain recipe, and of a conditioned one in its own order and in a further one."""
+    recipes = [{"name": "plain"}, {"name": f"noisy {file.name}", "conditioning": "gumbel"}]
+    own, further = noisy
+    figures = {
+        "plain": [{"samples": plain, "orders": {}}],
+        f"noisy {file.name}": [{"samples": own, "orders": {"surest": further}}],
+    }
+    plan = {"task": "stories", "extract": [], "seeds": [1], "recipes": recipes}
+    found = {"plan": plan, "reference": {"entropy_nats": 2.0}, "recipes": figures}
+    file.write_text(json.dumps(found))
+    return file
+
+
+def test_a_recipe_counts_in_the_order_that_is_best_for_it(tmp_path: Path) -> None:
+    """In one file the noise halves the perplexity in one order and keeps it in the other."""
+    plain, better = samples((2.0, 3.0)), samples((2.0, 3.0 - math.log(2)))
+    files = [
+        write_results(tmp_path / "a", plain, [plain, better]),
+        write_results(tmp_path / "b", plain, [plain, plain]),
+    ]
+    ratios = recorded_ratios(files)
     assert [(ratio.name, ratio.against) for ratio in ratios] == [
-        ("noisy a; surest", "plain a"),
-        ("noisy b", "plain b"),
+        ("noisy a; surest", "plain"),
+        ("noisy b", "plain"),
     ]
     assert [ratio.value for ratio in ratios] == [pytest.approx(0.5), pytest.approx(1.0)]
+
+
+def test_what_does_not_reach_the_entropy_is_compared_at_its_own(tmp_path: Path) -> None:
+    """At 1.5 nats of entropy the plain curve has 2.5 nats a token, the noise 2.5 - log 4."""
+    plain = samples((1.0, 2.0), (2.0, 3.0))
+    noisy = samples((1.0, 2.0 - math.log(4)), (1.5, 2.5 - math.log(4)))
+    (found,) = recorded_ratios([write_results(tmp_path / "a", plain, [noisy, noisy])])
+    assert found.value == pytest.approx(0.25) and found.against == "plain; at entropy 1.50"
 
 
 @pytest.mark.parametrize("words", [["a"], ["=x"], ["a="], ["a=x", "a=y"]])
