@@ -172,7 +172,7 @@ class VocabularyAttention(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.empty(hidden_size))
-        self.log_beta = nn.Parameter(torch.empty(()))
+        self.log_beta = nn.Parameter(torch.empty(1))  # FSDP shards no scalars
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
 
     def reset_parameters(self) -> None:

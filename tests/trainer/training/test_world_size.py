@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import store_of, write_backbone
 from tests.trainer.run_cases import metrics_without_timing, tiny_run
-from tests.trainer.training.two_processes import SMOOTH, on_backbone
+from tests.trainer.training.two_processes import READ_AGAIN, on_backbone
 from trainer.training.loop import Trainer
 
 MOST_DIFFERENCE = 1e-6
@@ -87,7 +87,7 @@ def runs_of(number: int, part: str, store: Path, factory: pytest.TempPathFactory
 @pytest.fixture(scope="module")
 def alone(store: Path, runs: Path) -> dict[int, tuple[list[int], Any]]:
     """Step -> (row ids, masks) of the same run in this process, which writes to ``one``."""
-    trainer = Trainer(tiny_run(**SMOOTH), ShardStore.open(store), runs / "one")
+    trainer = Trainer(tiny_run(**READ_AGAIN), ShardStore.open(store), runs / "one")
     make_batch, seen = trainer.make_batch, {}
 
     def recorded(rows: Any, step: int) -> Any:
@@ -175,7 +175,7 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(
     shutil.copytree(runs / "fsdp", tmp_path / "fsdp")
     shutil.rmtree(tmp_path / "fsdp/checkpoints/step-00000010")
     shutil.rmtree(tmp_path / "fsdp/model")
-    assert Trainer(tiny_run(**SMOOTH), ShardStore.open(store), tmp_path / "fsdp").run()
+    assert Trainer(tiny_run(**READ_AGAIN), ShardStore.open(store), tmp_path / "fsdp").run()
     one = load_file(runs / "one" / "model" / "model.safetensors")
     two = load_file(tmp_path / "fsdp" / "model" / "model.safetensors")
     for name in one:
