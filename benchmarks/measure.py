@@ -79,7 +79,7 @@ def peak_allocated_bytes(run: Callable[[], object], device: torch.device) -> int
     """Most bytes of tensors held at once during ``run`` that it has allocated itself.
 
     The allocator's own count on either device. Resident memory on a CPU also has the pages between
-    them that malloc keeps: of the same work on the same machine from 49 MB to 1.4 GB.
+    them that malloc keeps: of the same work on the same machine from 49 MB to 1.1 GB.
     """
     if device.type == "cuda":
         return peak_extra_bytes(run, device)

@@ -80,7 +80,16 @@ def read_again_parts(
     model = {name: value for name, value in first.get("model", {}).items() if name not in idle}
     rates = {**first.get("optimization", {}), "noise_learning_rate_ratio": 1.0}
     model["conditioning"] = "none"
-    plain = run_of({**first, "student": recipe["first"], "model": model, "optimization": rates})
+    training = {**first.get("training", {}), "num_noise_draws": None}
+    plain = run_of(
+        {
+            **first,
+            "student": recipe["first"],
+            "model": model,
+            "training": training,
+            "optimization": rates,
+        }
+    )
     num_rows = store.manifest.splits["train"]
     num_steps = max(1, round(recipe["share_of_steps"] * plain.training.steps_over(num_rows)))
     readings = readings_of(plain.model.num_layers, store.manifest.vocab_size)

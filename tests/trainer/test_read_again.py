@@ -74,13 +74,15 @@ def test_what_a_user_sets_goes_before_the_recipe_in_both_parts(store: Path) -> N
     found = parts_of(
         store, "mdlm", "seed=3", "model.max_loss_weight=5.0", "model.noise_readings=[2]",
         "optimization.schedule=constant", "optimization.noise_learning_rate_ratio=2",
-        "training.num_steps=40",
+        "training.num_steps=40", "training.num_noise_draws=2",
     )  # fmt: skip
     for part in (found.plain, found.noise):
         assert (part.seed, part.model.max_loss_weight) == (3, 5.0)
         assert part.optimization.schedule == "constant"
     assert (found.plain.training.num_steps, found.noise.training.num_steps) == (40, 4)
     assert (found.plain.model.noise_readings, found.noise.model.noise_readings) == ((), (2,))
+    draws = [p.training.num_noise_draws for p in (found.plain, found.noise)]
+    assert draws == [None, 2]
     rates = [p.optimization.noise_learning_rate_ratio for p in (found.plain, found.noise)]
     assert rates == [1.0, 2.0]
 
