@@ -65,7 +65,7 @@ export OMP_WAIT_POLICY ?= passive
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
-	@echo "  variables        CORPUS TEACHER CODEC STUDENT RECIPE BACKBONE PRESET CONDITIONING KD SHARDS OUT NFE NUM JUDGE REFERENCE ARGS"
+	@echo "  variables        CORPUS TEACHER CODEC STUDENT RECIPE BACKBONE INIT_FROM PRESET CONDITIONING KD SHARDS OUT NFE NUM JUDGE REFERENCE ARGS"
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -91,6 +91,7 @@ train: $(STAMP) ## train a student from shards: make train STUDENT=bd3lm SHARDS=
 	  --preset $(PRESET) --out '$(MODEL)' \
 	  $(if $(RECIPE),,--conditioning $(CONDITIONING)) \
 	  $(if $(KD),--kd $(KD)) $(if $(BACKBONE),--backbone '$(BACKBONE)') \
+	  $(if $(INIT_FROM),--init-from '$(INIT_FROM)') \
 	  $(if $(STEPS),--set training.num_steps=$(STEPS)) $(ARGS)
 
 sample: $(STAMP) ## draw samples from a trained student: make sample MODEL=... NFE=16 NUM=64

@@ -52,7 +52,11 @@ def run(
         typer.Option(help="Frozen causal LM below the student: the teacher of the shards."),
     ] = None,
     init_from: Annotated[
-        Path | None, typer.Option(help="Model folder whose weights the student starts from.")
+        Path | None,
+        typer.Option(
+            help="Model whose weights the student starts from: a student's folder, or a language "
+            "model of transformers (folder or hub id), whose network it then has."
+        ),
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="key.path=value, e.g. training.num_steps=500")
@@ -64,7 +68,16 @@ def run(
     log_format: LogFormatOption = "plain",
 ) -> None:
     """Train a student from a store; no teacher is needed."""
-    from trainer.training import compose_run, leave, read_recipe, train
+    from trainer.initial_weights import network_settings
+    from trainer.training import (
+        RunConfig,
+        compose_run,
+        layered,
+        leave,
+        read_recipe,
+        student_class,
+        train,
+    )
 
     use_log_format(log_format)
     sources: list[dict[str, Any]] = []
@@ -74,6 +87,8 @@ def run(
         sources.append(read_toml(config))
     chosen = {"conditioning": conditioning, "kd": kd, "backbone": backbone}
     sources.append({} if student is None else {"student": student})
+    kind = student_class(str(layered(sources, overrides or []).get("student", RunConfig.student)))
+    sources.append(network_settings(init_from, kind, out))
     sources.append({"model": {name: value for name, value in chosen.items() if value is not None}})
     composed = compose_run(sources, overrides or [])
     if plan:
@@ -94,7 +109,11 @@ def read_again(
     preset: Annotated[str, typer.Option(help="tiny, small, medium or maze.")] = "tiny",
     config: Annotated[Path | None, typer.Option(help="TOML file with settings of both.")] = None,
     init_from: Annotated[
-        Path | None, typer.Option(help="A finished student without noise, for the first part.")
+        Path | None,
+        typer.Option(
+            help="A finished student without noise, for the first part, or a language model of "
+            "transformers that it begins with."
+        ),
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="key.path=value, for both parts")
@@ -106,11 +125,13 @@ def read_again(
     The first part is the preset's length and goes to OUT/plain.
     """
     from shards import open_store
-    from trainer.read_again import read_again_parts, train_read_again
-    from trainer.training import leave, read_recipe
+    from trainer.initial_weights import network_settings
+    from trainer.read_again import PLAIN, read_again_parts, train_read_again
+    from trainer.training import leave, read_recipe, student_class
 
     use_log_format(log_format)
     chosen = [] if config is None else [read_toml(config)]
+    chosen.append(network_settings(init_from, student_class(student), out / PLAIN))
     parts = read_again_parts(
         student, open_store(store), read_recipe(preset), chosen, overrides or []
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 from shards.base import UsageError, did_you_mean, merge, read_toml
 from shards.store import ShardStore
+from trainer.initial_weights import is_language_model
 from trainer.students import STUDENTS
 from trainer.training import CONDITIONER_SETTINGS, RunConfig, layered, run_of, train
 
@@ -121,13 +122,14 @@ def train_read_again(
         parts: The runs.
         store: Path or URL of a finished store.
         out: Folder of the student with noise.
-        init_from: A finished student without noise, in place of the first part.
+        init_from: A finished student without noise, in place of the first part; or a language
+            model, with which the first part begins.
 
     Returns:
         Whether both are finished.
     """
-    if init_from is None:
-        init_from = out / PLAIN
-        if not train(parts.plain, store, init_from):
+    if init_from is None or (out / PLAIN).exists() or is_language_model(init_from):
+        if not train(parts.plain, store, out / PLAIN, init_from=init_from):
             return False
+        init_from = out / PLAIN
     return train(parts.noise, store, out, init_from=init_from)

@@ -29,10 +29,11 @@ def write_store(
         path: Where.
         codec_name: Codec.
         num_entries: Entries of codec ``posterior``.
-        changes: Other manifest fields.
+        changes: Other manifest fields; ``files`` are those beside the shards.
     """
     parameters = {"num_entries": num_entries} if codec_name == "posterior" else {}
     codec = make_codec(codec_name, **parameters)
+    files = changes.pop("files", {"tokenizer/vocab.txt": b"a b", "corpus/maze.json": b"[]"})
     vocab, length = changes.pop("vocab_size", VOCAB), changes.pop("row_length", LENGTH)
     fields: dict[str, Any] = {
         "codec": {"name": codec_name, "parameters": codec_parameters(codec)},
@@ -51,7 +52,6 @@ def write_store(
     }
     manifest = Manifest(**{**fields, **changes})
     resources = {"unigram_log_probs": np.full(vocab, -np.log(vocab), np.float32)}
-    files = {"tokenizer/vocab.txt": b"a b", "corpus/maze.json": b"[]"}
     writer = ShardWriter.create_or_resume(path, manifest, resources, files)
     for split in manifest.splits:
         for shard in writer.pending(split):
@@ -91,7 +91,7 @@ def encode_rows(
     return {"tokens": tokens.to(torch.int32).numpy(), **padded}
 
 
-def tiny_run(**changes: Any) -> RunConfig:
+def tiny_run(*sources: dict[str, Any], **changes: Any) -> RunConfig:
     """Ten steps of a student that fits anywhere; dotted names with ``__`` change settings."""
     base = {
         "model": {
@@ -116,7 +116,7 @@ def tiny_run(**changes: Any) -> RunConfig:
         "optimization": {"learning_rate": 1e-2, "warmup_steps": 2},
     }
     overrides = [f"{name.replace('__', '.')}={value}" for name, value in changes.items()]
-    return compose_run([base], overrides)
+    return compose_run([base, *sources], overrides)
 
 
 def run_files(out: Path) -> dict[str, bytes]:

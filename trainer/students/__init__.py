@@ -15,6 +15,7 @@ from shards.base.door import open_door
 if TYPE_CHECKING:
     from trainer.students.attention import (
         Rotary,
+        causal_attention,
         flex_training_attention,
         full_attention,
         masked_attention,
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     )
     from trainer.students.base import before_float32
     from trainer.students.conditioning import GumbelConditioner
+    from trainer.students.decoder import DecoderBackbone
     from trainer.students.dit import Block, Half, compiled_halves, sigma_features
     from trainer.students.drafter.adapters import ADAPTER
     from trainer.students.drafter.layout import EMPTY, SlotLayout, states_at

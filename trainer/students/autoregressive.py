@@ -33,7 +33,14 @@ class AR(Student):
     config_class = ARConfig
     uses_sigma = False
     default_sampler = "sequential"
-    foreign_settings = ("block_size", "resample", "search_schedule", *BACKBONE_SETTINGS)
+    foreign_settings = (
+        "block_size",
+        "resample",
+        "search_schedule",
+        "decoder",
+        "predicts_next",
+        *BACKBONE_SETTINGS,
+    )
 
     def __init__(self, config: StudentConfig) -> None:
         if config.settings.conditioning != "none":

@@ -20,6 +20,7 @@ from shards.store import Manifest
 from trainer.objective import Batch, Distillation, Places
 from trainer.students.conditioning import GumbelConditioner
 from trainer.students.configuration import BACKBONE_SETTINGS, StudentConfig, StudentSettings
+from trainer.students.decoder import DecoderBackbone
 from trainer.students.dit import DiT
 from trainer.students.vocabulary_attention import pack_noise
 
@@ -100,7 +101,10 @@ class Student(PreTrainedModel, ABC):
 
     def _build(self, config: StudentConfig) -> None:
         """Make the modules that are trained, the noise embedding aside."""
-        self.backbone = DiT(config, uses_sigma=self.uses_sigma)
+        if config.settings.decoder is None:
+            self.backbone: Any = DiT(config, uses_sigma=self.uses_sigma)
+        else:
+            self.backbone = DecoderBackbone(config)
 
     @classmethod
     def configure(cls, settings: StudentSettings, manifest: Manifest) -> StudentConfig:
@@ -197,10 +201,9 @@ class Student(PreTrainedModel, ABC):
 
         6 per weight of the blocks and token read, 12 D per layer and attended pair of positions.
         """
-        width, layers = self.settings.hidden_size, self.settings.num_layers
-        matrices = (4 + 2 * self.settings.mlp_ratio) * width * width * layers
-        pairs = 12 * width * layers * self.num_attended_pairs
-        return float(6 * matrices * self.num_read_tokens + pairs)
+        backbone = self.backbone
+        pairs = 12 * backbone.attended_width * self.settings.num_layers * self.num_attended_pairs
+        return float(6 * backbone.num_matrix_weights * self.num_read_tokens + pairs)
 
     @property
     def flops_per_masked(self) -> float:
@@ -293,9 +296,12 @@ class Student(PreTrainedModel, ABC):
         """Put n noise embeddings at the n masked positions (row-major), replacing or adding.
 
         What is longer than the embeddings, the noise for later layers, goes behind them: zeros
-        at other positions.
+        at other positions. Where states predict the next token, noise lies one to the left of its
+        own, at the state that it is to decide.
         """
         index, width = Places.of(masked).index, embeddings.shape[-1]
+        if self.settings.predicts_next:
+            index = (index[0], index[1] - 1)
         values = noise_embeddings[:, :width].to(embeddings.dtype)
         filled = embeddings.index_put(index, values, accumulate=self.settings.injection == "add")
         if noise_embeddings.shape[1] == width:
@@ -312,6 +318,8 @@ class Student(PreTrainedModel, ABC):
     ) -> Float[Tensor, "b l e"]:
         """:meth:`inject` of noise embeddings that are laid out like the row; no place is listed."""
         here, width = masked[..., None], embeddings.shape[-1]
+        if self.settings.predicts_next:  # position 0 is never masked
+            here, noise_embeddings = here.roll(-1, dims=1), noise_embeddings.roll(-1, dims=1)
         values = noise_embeddings[..., :width].to(embeddings.dtype)
         added = embeddings + values if self.settings.injection == "add" else values
         filled = torch.where(here, added, embeddings)

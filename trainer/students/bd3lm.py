@@ -45,7 +45,7 @@ class BD3LM(MDLM):
 
     config_class = BD3LMConfig
     default_sampler = "block"
-    foreign_settings = BACKBONE_SETTINGS
+    foreign_settings = ("predicts_next", *BACKBONE_SETTINGS)
 
     @property
     def block_size(self) -> int:

@@ -113,7 +113,9 @@ def model_card(record: Mapping[str, Any], student: Student) -> str:
     return TEMPLATE.format(
         metadata=_metadata(name, store),
         title=title,
-        sentence=_sentence(conditioned) + _backbone(student.config.frozen),
+        sentence=_sentence(conditioned)
+        + _backbone(student.config.frozen)
+        + _decoder(student.settings.decoder),
         model_type=student.config.model_type,
         auto_class="AutoModelForCausalLM" if name == "ar" else "AutoModelForMaskedLM",
         parameters=student.num_parameters(),
@@ -148,6 +150,13 @@ def _backbone(frozen: Mapping[str, Any] | None) -> str:
         f" It stands on the language model {name}, which is not in this folder and which it cannot "
         f"do without: the one of weights_sha256 `{frozen['weights_sha256']}`; another is refused."
     )
+
+
+def _decoder(decoder: Mapping[str, Any] | None) -> str:
+    """Whose layers a student has that is no DiT."""
+    if decoder is None:
+        return ""
+    return f" Its layers are those of a {decoder['model_type']} language model of transformers."
 
 
 def _describe(value: Any) -> str:

@@ -16,7 +16,7 @@ from torch.nn.functional import dropout, embedding, layer_norm, silu
 
 from trainer.students.attention import Attend, KeyValueCache, Rotary
 from trainer.students.configuration import StudentConfig
-from trainer.students.vocabulary_attention import NoiseToRead, VocabularyAttention
+from trainer.students.vocabulary_attention import NoiseToRead, make_readings
 
 LAYER_NORM_EPS = 1e-5
 NUM_FREQUENCIES = 128
@@ -262,12 +262,12 @@ class DiT(nn.Module):
         )
         self.output_layer = Head(config, condition_size)
         self.num_candidates = settings.reading_candidates
-        self.noise_readings = nn.ModuleDict(
-            {
-                str(depth): VocabularyAttention(config.vocab_size, settings.hidden_size)
-                for depth in settings.noise_readings
-            }
+        self.noise_readings = make_readings(
+            config.vocab_size, settings.hidden_size, settings.noise_readings
         )
+        self.num_matrix_weights = (4 + 2 * settings.mlp_ratio) * settings.hidden_size**2
+        self.num_matrix_weights *= settings.num_layers
+        self.attended_width = settings.hidden_size
 
     def embed_sigma(self, sigma: Float[Tensor, "b"]) -> Float[Tensor, "b c"] | None:
         """The adaLN vector of each noise level; None for a plain transformer."""
@@ -287,11 +287,7 @@ class DiT(nn.Module):
         (``Student.inject``). ``sigma_embedding`` has one row per batch row, or a single row
         for all of them.
         """
-        width = self.vocab_embed.embedding.shape[1]
-        noise = None
-        if x.shape[-1] > width:  # contiguous: a view would keep all of it for the backward pass
-            x, packed = x[..., :width].contiguous(), x[..., width:]
-            noise = NoiseToRead.unpack(packed, self.num_candidates)
+        x, noise = NoiseToRead.split(x, self.vocab_embed.embedding.shape[1], self.num_candidates)
         rotary = Rotary.of(positions, self.head_width)
         for depth, block in enumerate(self.blocks, start=1):
             x = block(x, sigma_embedding, rotary, attend, cache)

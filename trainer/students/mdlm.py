@@ -279,7 +279,17 @@ class MDLM(Student):
         return self._log_probs_at(hidden, where, level)
 
     def start_cache(self, batch_size: int) -> KeyValueCache:
-        """Empty memory for the keys and values of ``batch_size`` rows."""
+        """Empty memory for the keys and values of ``batch_size`` rows.
+
+        Raises:
+            UsageError: Where states predict the next token: those before new ones are not kept.
+        """
+        if self.settings.predicts_next:
+            raise UsageError(
+                "a student that predicts the next token keeps no cache",
+                where="model.predicts_next",
+                remedy="draw with another sampler (ancestral, confidence, ...)",
+            )
         return self.backbone.start_cache(batch_size, self.config.row_length)
 
     @torch.no_grad()

@@ -18,6 +18,7 @@ through whatever samplers do with these: V shares, or K ids and K scores; zeros 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +99,16 @@ class NoiseToRead:
     index: tuple[Int[Tensor, "n"], ...]
     scores: Float[Tensor, "n k"]
     ids: Int[Tensor, "n k"] | None = None
+
+    @classmethod
+    def split(
+        cls, x: Float[Tensor, "b l e"], width: int, num_candidates: int
+    ) -> tuple[Float[Tensor, "b l d"], NoiseToRead | None]:
+        """Embeddings, and the noise that lies behind their ``width`` numbers, if any does."""
+        if x.shape[-1] == width:
+            return x, None
+        # contiguous: a view would keep all of it for the backward pass
+        return x[..., :width].contiguous(), cls.unpack(x[..., width:], num_candidates)
 
     @classmethod
     def unpack(cls, packed: Float[Tensor, "b l e"], num_candidates: int) -> NoiseToRead:
@@ -199,3 +210,10 @@ class VocabularyAttention(nn.Module):
             shares = torch.softmax(self.log_beta.exp() * scores, dim=-1)
             read = mix_rows(shares, self.weight.float(), ids)
         return x.index_put(noise.index, read.to(x.dtype), accumulate=True)
+
+
+def make_readings(vocab_size: int, hidden_size: int, depths: Iterable[int]) -> nn.ModuleDict:
+    """A reading for each depth, by its name."""
+    return nn.ModuleDict(
+        {str(depth): VocabularyAttention(vocab_size, hidden_size) for depth in depths}
+    )

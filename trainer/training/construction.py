@@ -11,7 +11,8 @@ from torch import Tensor
 
 from shards.base import GdistillError, UsageError, derive_seed, did_you_mean, first_line
 from shards.codec import Codec
-from shards.store import Manifest, ShardStore
+from shards.store import ShardStore
+from trainer.initial_weights import load_initial_weights, noise_parameters, silence_noise
 from trainer.students import (
     MDLM,
     STUDENTS,
@@ -19,7 +20,6 @@ from trainer.students import (
     Half,
     Rotary,
     Student,
-    StudentConfig,
     StudentSettings,
     compiled_halves,
     find_model,
@@ -28,8 +28,6 @@ from trainer.students import (
 )
 from trainer.training.settings import RunConfig
 
-STORE_BUFFERS = ("time_bounds", "conditioner.unigram_log_probs")
-"""Buffers that the run and its store decide, not the model that weights come from."""
 CONDITIONER_SETTINGS = (
     "injection",
     "noise_transform",
@@ -48,8 +46,6 @@ KD_SETTINGS = {
 COMPILED_TOLERANCES = {"fp32": 1e-4, "bf16": 0.05}
 """How far a compiled block may lie from itself uncompiled, as a share of what it adds (root mean
 squares): some ten roundings, of 2^-24 and of 2^-9, lie between the two, and as much room again."""
-
-NOISE_PARTS = ("conditioner.", "backbone.noise_readings.")
 
 
 def student_class(name: str) -> type[Student]:
@@ -92,9 +88,9 @@ def build_student(config: RunConfig, store: ShardStore, init_from: Path | None) 
             remedy="leave it out",
         )
     if config.model.noise_init == "zero":
-        _silence(student)
+        silence_noise(student)
     if init_from is not None:
-        load_initial_weights(student, init_from, manifest)
+        load_initial_weights(student, init_from, store)
     if student.is_conditioned:
         student.config.codec = dict(manifest.codec)
     if student.conditioner is not None and student.settings.prior_weight:
@@ -176,100 +172,6 @@ def _require_taught(kd: str, store: ShardStore) -> None:
             expected="sequential extraction",
             remedy="gdistill-extract --mode sequential",
         )
-
-
-def load_initial_weights(student: Student, directory: Path, manifest: Manifest) -> None:
-    """Start from a trained student of the same shape (its block size may differ).
-
-    A conditioned student may start from one that has seen no noise. What it adds begins at zero
-    and its noise embeddings are added (``injection``), so its first loss is the source's.
-
-    Args:
-        student: Receives the weights.
-        directory: A model folder, or the ``--out`` folder of a finished run.
-        manifest: The store to train on.
-
-    Raises:
-        UsageError: When there is no model, its vocabulary, row length or weights do not fit, or
-            noise embeddings would replace what the source has learnt.
-    """
-    source = read_model(find_model(directory))
-    require_same_shape(source.config, manifest, f"--init-from {directory}")
-    if source.config.frozen != student.config.frozen:
-        raise UsageError(
-            "the model stands on another backbone",
-            where=f"--init-from {directory}",
-            got=source.config.frozen,
-            expected=student.config.frozen,
-        )
-    weights = source.state_dict()
-    target = student.state_dict()
-    for name in STORE_BUFFERS:
-        weights.pop(name, None)
-    wanted = set(target) - set(STORE_BUFFERS)
-    if student.is_conditioned and not source.is_conditioned:
-        wanted -= _silence_beside(student, directory)
-    _require_weights({n: w.shape for n, w in weights.items()}, {n: target[n].shape for n in wanted})
-    student.load_state_dict(weights, strict=False)
-
-
-def _silence_beside(student: Student, directory: Path) -> set[str]:
-    """:func:`_silence`, where the noise leaves what the source has learnt as it is."""
-    if student.settings.injection != "add":
-        raise UsageError(
-            "the noise would replace the mask embedding that the model has learnt",
-            where="model.injection",
-            got=f"{student.settings.injection}, and a model without noise in {directory}",
-            expected="add",
-            remedy="add --set model.injection=add",
-        )
-    return _silence(student)
-
-
-def noise_parameters(student: Student) -> dict[str, torch.nn.Parameter]:
-    """Name -> weight, of all that come with noise."""
-    return {n: p for n, p in student.named_parameters() if n.startswith(NOISE_PARTS)}
-
-
-def _silence(student: Student) -> set[str]:
-    """Zero the matrices that bring noise in; the names of all weights that come with noise."""
-    added = set(noise_parameters(student))
-    # Of W_r A only A is zeroed: were both, neither would ever have a gradient.
-    kept = {"conditioner.weight"} if "conditioner.map.weight" in added else set()
-    for name in added - kept:
-        if name.endswith(".weight"):
-            torch.nn.init.zeros_(student.get_parameter(name))
-    return added
-
-
-def require_same_shape(config: StudentConfig, manifest: Manifest, where: str) -> None:
-    """Refuse a student of another vocabulary or row length than the store's."""
-    for name in ("vocab_size", "row_length"):
-        ours, theirs = getattr(config, name), getattr(manifest, name)
-        if ours != theirs:
-            raise UsageError(
-                f"the student has another {name} than the store",
-                where=where,
-                got=ours,
-                expected=f"{theirs} as in the store",
-                remedy="extract with the tokenizer and row length the student was trained with",
-            )
-
-
-def _require_weights(got: dict[str, torch.Size], expected: dict[str, torch.Size]) -> None:
-    missing, extra = sorted(set(expected) - set(got)), sorted(set(got) - set(expected))
-    other = sorted(n for n in set(got) & set(expected) if got[n] != expected[n])
-    if not (missing or extra or other):
-        return
-    shapes = [f"{n} {tuple(got[n])}, expected {tuple(expected[n])}" for n in other[:3]]
-    parts = {"missing": missing[:3], "unexpected": extra[:3], "of another shape": shapes}
-    found = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in parts.items() if names)
-    raise UsageError(
-        "the weights do not fit the student",
-        where="--init-from",
-        got=found,
-        remedy="use the architecture and conditioning that the model was trained with",
-    )
 
 
 def _unigram(store: ShardStore) -> torch.Tensor:

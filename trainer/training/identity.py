@@ -8,7 +8,8 @@ from typing import Any
 
 from shards.base import UsageError, flatten, to_mapping
 from shards.store import Manifest
-from trainer.students import STUDENTS, find_model, weights_sha256
+from trainer.initial_weights import find_source
+from trainer.students import STUDENTS
 from trainer.training.settings import RunConfig, TrainingConfig
 
 STORE_FIELDS = (
@@ -49,7 +50,7 @@ def _start(init_from: Path | None) -> dict[str, Any] | None:
     if init_from is None:
         return None
     try:
-        digest = weights_sha256(find_model(init_from))
+        digest = find_source(init_from).weights_sha256
     except UsageError:
         digest = None
     return {"weights_sha256": digest, "place": str(init_from)}
@@ -78,7 +79,7 @@ def require_same_run(
     foreign = STUDENTS[ours["config"]["student"]].foreign_settings
     ignored = {f"config.{name}" for name in (*free, *(f"model.{name}" for name in foreign))}
     for name in [*now, *(name for name in before if name not in now)]:
-        old, new = before.get(name, "absent"), now.get(name, "absent")
+        old, new = before.get(name), now.get(name)  # what is absent is none
         if old != new and name not in ignored:
             raise UsageError(
                 "this run was started with another setting",

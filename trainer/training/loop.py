@@ -33,6 +33,7 @@ from shards.base import (
 from shards.noise import conditioner_kernel, noise_kernel, use_noise_kernel
 from shards.store import ShardStore
 from shards.stream import RowBatch, ShardStream
+from trainer.initial_weights import noise_parameters
 from trainer.objective import Batch, BatchMaker, CopiesAhead
 from trainer.students import LossOutput, export_model
 from trainer.training.checkpoint import CheckpointFolder, Trainee
@@ -41,7 +42,6 @@ from trainer.training.construction import (
     build_student,
     compile_blocks,
     give_earlier_self,
-    noise_parameters,
 )
 from trainer.training.identity import require_same_run, run_identity
 from trainer.training.interruption import StopRequest

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import store_of, write_backbone
 from tests.trainer.run_cases import metrics_without_timing, tiny_run
-from tests.trainer.training.two_processes import READ_AGAIN, on_backbone
+from tests.trainer.training.two_processes import READ_AGAIN, begun_as, on_backbone
 from trainer.training.loop import Trainer
 
 MOST_DIFFERENCE = 1e-6
@@ -68,6 +68,8 @@ def runs_on_backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for student in ("medusa", "drafter"):
         config = on_backbone(student, folder / "backbone")
         assert Trainer(config, ShardStore.open(store), out / f"{student}-one").run()
+    model, opened = folder / "backbone", ShardStore.open(store)
+    assert Trainer(begun_as(model), opened, out / "mdlm-one", model).run()
     return out
 
 
@@ -151,9 +153,12 @@ def assert_same_models(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
-@pytest.mark.parametrize("student", ["medusa", "drafter"])
+@pytest.mark.parametrize("student", ["medusa", "drafter", "mdlm"])
 def test_students_on_a_backbone_agree(runs_on_backbone: Path, student: str, sharding: str) -> None:
-    """Each process holds the whole frozen backbone; what is trained is cut into pieces by FSDP."""
+    """Each process holds the whole frozen backbone; what is trained is cut into pieces by FSDP.
+
+    The MDLM is the language model itself, all of it trained.
+    """
     one, several = (runs_on_backbone / f"{student}-{kind}" for kind in ("one", sharding))
     assert_same_losses(one, several)
     assert_same_models(one, several)

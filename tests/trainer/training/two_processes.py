@@ -23,6 +23,8 @@ from shards.base.errors import GdistillError
 from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import backbone_run
 from tests.trainer.run_cases import tiny_run
+from trainer.initial_weights import network_settings
+from trainer.students import MDLM
 from trainer.training.checkpoint import Trainee
 from trainer.training.loop import Trainer, train
 from trainer.training.settings import RunConfig
@@ -121,14 +123,23 @@ def on_backbone(student: str, backbone: Path, **changes: object) -> RunConfig:
     return backbone_run(backbone, student, **SMOOTH, **few, **changes)
 
 
+def begun_as(model: Path, **changes: object) -> RunConfig:
+    """The same of a student that begins as that model, trains all of it, and reads noise again."""
+    few = {"training__num_steps": 4, "training__num_validation_rows": 9}
+    noise = {"model__injection": "add", "model__noise_readings": "[1]"}
+    return tiny_run(network_settings(model, MDLM), **SMOOTH, **few, **noise, **changes)
+
+
 def run_on_backbone(store: Path, out: Path) -> None:
-    """Heads and drafter on a frozen backbone beside the store, under DDP and under FSDP."""
+    """What stands on a language model beside the store, and what is one, under DDP and FSDP."""
     torch.set_num_threads(1)
-    for student in ("medusa", "drafter"):
-        for sharding, rows in (("ddp", 4), ("fsdp", 3)):
-            changes = {"training__sharding": sharding, "training__micro_batch_size": rows}
-            config = on_backbone(student, store.with_name("backbone"), **changes)
+    model = store.with_name("backbone")
+    for sharding, rows in (("ddp", 4), ("fsdp", 3)):
+        changes = {"training__sharding": sharding, "training__micro_batch_size": rows}
+        for student in ("medusa", "drafter"):
+            config = on_backbone(student, model, **changes)
             assert train(config, store, out / f"{student}-{sharding}")
+        assert train(begun_as(model, **changes), store, out / f"mdlm-{sharding}", init_from=model)
 
 
 def refused(run: Callable[[], object], name: str, out: Path) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from shards.base import UsageError
+from trainer.students.decoder import layer_lists
 
 
 class TokenReading(nn.Module):
@@ -67,12 +68,7 @@ class Stages:
 
     def __init__(self, network: Any, depths: Sequence[int]) -> None:
         count = network.config.get_text_config(decoder=True).num_hidden_layers
-        lists = [
-            (module, name)
-            for module in network.base_model.modules()
-            for name, child in module.named_children()
-            if isinstance(child, nn.ModuleList) and len(child) == count
-        ]
+        lists = layer_lists(network)
         if len(lists) != 1:
             raise UsageError(
                 "the backbone's layers cannot be run in parts",

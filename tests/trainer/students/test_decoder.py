@@ -1,0 +1,312 @@
+"""Students that are a language model of transformers: whose layers they have, how these attend."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from shards.base import UsageError
+from shards.store import ShardStore
+from shards.stream import ShardStream
+from tests.trainer.backbone_cases import SHAPES, VOCAB, write_backbone
+from tests.trainer.run_cases import LENGTH, tiny_run, write_store
+from trainer.initial_weights import network_settings
+from trainer.objective import Batch, BatchMaker
+from trainer.students import MDLM, STUDENTS, Student, causal_attention, full_attention, read_model
+from trainer.students.decoder.network import DecoderBackbone
+from trainer.training.construction import build_student
+from trainer.training.memory_plan import plan_memory
+from trainer.training.settings import RunConfig
+
+NOISE = {
+    "model__conditioning": "gumbel",
+    "model__injection": "add",
+    "model__prior_weight": 1.0,
+    "model__noise_readings": "[1,2]",
+}
+LLAMA_MATRICES = 2 * (16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24)
+"""Two layers: queries, keys and values of two heads of four, output, three matrices of the MLP."""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> ShardStore:
+    return ShardStore.open(write_store(tmp_path_factory.mktemp("decoder") / "store"))
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_backbone(tmp_path_factory.mktemp(request.param) / "model", request.param)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_backbone(tmp_path_factory.mktemp("one") / "model", "llama")
+
+
+def run_from(model: Path, **changes: Any) -> RunConfig:
+    """The tiny run of a student that begins as that model."""
+    kind = STUDENTS[changes.get("student", "mdlm")]
+    return tiny_run(network_settings(model, kind), **{"model__conditioning": "none", **changes})
+
+
+def student_from(model: Path, store: ShardStore, **changes: Any) -> Student:
+    return build_student(run_from(model, **changes), store, model).eval()
+
+
+def batch_of(store: ShardStore, num_rows: int = 3) -> Batch:
+    maker = BatchMaker(store, "train", 3, torch.device("cpu"), with_noise=True)
+    stream = ShardStream(store.split("train", maker.arrays), seed=0, global_batch_size=num_rows)
+    return maker(next(iter(stream)), 1)
+
+
+def states(student: Student, tokens: torch.Tensor, attend: Any) -> torch.Tensor:
+    backbone = student.backbone
+    positions = torch.arange(tokens.shape[1])
+    return backbone(backbone.vocab_embed(tokens), None, positions, attend)
+
+
+def logits_to_the_left(student: Student, tokens: torch.Tensor) -> torch.Tensor:
+    return student.backbone.output_layer(states(student, tokens, causal_attention))
+
+
+def test_attending_to_the_left_it_says_what_the_model_says(model: Path, store: ShardStore) -> None:
+    """A block's states at their own place, an MDLM's at that of the token they are about."""
+    tokens = torch.randint(VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(1))
+    expected = AutoModelForCausalLM.from_pretrained(model)(tokens).logits[..., :VOCAB]
+    block = student_from(model, store, student="bd3lm", model__block_size=4)
+    logits = logits_to_the_left(block, tokens)
+    torch.testing.assert_close(logits[..., :VOCAB], expected, rtol=1e-4, atol=1e-4)
+    assert not logits[..., VOCAB].any(), "the mask's logit begins at 0"
+    embedding = block.backbone.vocab_embed.embedding
+    torch.testing.assert_close(embedding[VOCAB], embedding[:VOCAB].mean(0))
+    shifted = logits_to_the_left(student_from(model, store), tokens)
+    torch.testing.assert_close(shifted[:, 1:, :VOCAB], expected[:, :-1], rtol=1e-4, atol=1e-4)
+
+
+def test_an_mdlm_of_it_sees_both_sides(model: Path, store: ShardStore) -> None:
+    student = student_from(model, store)
+    tokens = torch.arange(LENGTH)[None] % VOCAB
+    other = tokens.clone()
+    other[0, -1] += 1
+    first = [student(each).logits[0, 0] for each in (tokens, other)]
+    assert not torch.allclose(*first, atol=1e-3)
+
+
+def test_a_block_of_it_sees_itself_and_the_clean_past(model: Path, store: ShardStore) -> None:
+    student = student_from(model, store, student="bd3lm", model__block_size=4)
+    clean = torch.arange(LENGTH)[None] % VOCAB
+    noised = clean.clone()
+    noised[0, 5:7] = student.mask_id
+    base = student.denoise(noised, clean)[:, 4:]
+    unseen, future = noised.clone(), clean.clone()
+    unseen[:, :4] = student.mask_id
+    future[:, 4:] = (clean[:, 4:] + 1) % VOCAB
+    torch.testing.assert_close(student.denoise(unseen, future)[:, 4:], base, rtol=0, atol=1e-5)
+    past, beside = clean.clone(), noised.clone()
+    past[:, 1] += 1
+    beside[:, 7] += 1
+    assert not torch.allclose(student.denoise(noised, past)[:, 4:], base, atol=1e-3)
+    assert not torch.allclose(student.denoise(beside, clean)[:, 4], base[:, 0], atol=1e-3)
+
+
+def test_blocks_behind_a_cache_are_those_of_the_whole_row(model: Path, store: ShardStore) -> None:
+    """Keys and values of grouped heads, at their positions, with noise in every block."""
+    torch.manual_seed(0)
+    student = student_from(model, store, student="bd3lm", model__block_size=4, **NOISE)
+    for name, weight in student.named_parameters():
+        if "noise_readings" in name or "conditioner" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    batch = batch_of(store)
+    tokens = batch.tokens.clone()
+    tokens[:, 5:] = student.mask_id
+    everywhere = torch.ones(tokens.shape, dtype=torch.bool)
+    assert batch.noise is not None
+    condition = student.embed_noise(batch.noise.at(everywhere), 0.85).view(3, LENGTH, -1).detach()
+    whole = student.predict(tokens, condition)[:, 4:]
+    masked = tokens[:, 4:] == student.mask_id
+    cache = student.start_cache(3)
+    found = student.predict_after(tokens[:, :4], tokens[:, 4:], masked, condition[:, 4:], cache)
+    torch.testing.assert_close(found, whole[masked], rtol=0, atol=1e-4)
+    again = student.predict_after(tokens[:, :0], tokens[:, 4:], masked, condition[:, 4:], cache)
+    torch.testing.assert_close(again, found, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("student", ["mdlm", "bd3lm"])
+def test_noise_that_is_added_begins_silent_and_is_learnt(
+    model: Path, store: ShardStore, student: str
+) -> None:
+    blocks = {"student": student, **({"model__block_size": 4} if student == "bd3lm" else {})}
+    plain = student_from(model, store, **blocks)
+    with_noise = student_from(model, store, **blocks, **NOISE)
+    batch = batch_of(store)
+    loss = with_noise.loss(batch).loss
+    assert torch.equal(loss, plain.loss(batch).loss)
+    loss.backward()
+    silent = [n for n, p in with_noise.named_parameters() if p.grad is None]
+    assert not silent
+    weight = with_noise.get_parameter("conditioner.weight")
+    assert weight.grad is not None and bool(weight.grad.any())
+
+
+def test_a_reading_behind_the_last_layer_lies_before_the_final_norm(
+    model: Path, store: ShardStore
+) -> None:
+    """What it adds changes the row's own logits, and nobody else's: no layer follows."""
+    run = {**NOISE, "model__noise_readings": "[2]"}
+    student = student_from(model, store, **run)
+    reading = student.backbone.noise_readings["2"]
+    batch = batch_of(store, 1)
+    tokens = batch.tokens.clone()
+    tokens[:, 3] = student.mask_id
+    assert batch.noise is not None
+    condition = student.embed_noise(batch.noise.at(torch.ones_like(tokens, dtype=torch.bool)))
+    condition = condition.view(1, LENGTH, -1).detach()
+    before = student(tokens, condition).logits
+    torch.nn.init.normal_(reading.weight)
+    after = student(tokens, condition).logits
+    moved = (after - before).abs().amax(-1)[0] > 1e-6
+    assert moved.tolist() == [position == 3 for position in range(LENGTH)]
+    # Behind the norm a state's mean square is that of the norm's weights: 1 here.
+    hidden, _ = student.sampling_states(tokens, condition)
+    torch.testing.assert_close(hidden[0, 3].square().mean(), torch.tensor(1.0), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("student", ["mdlm", "bd3lm"])
+def test_training_and_sampling_put_the_noise_at_the_same_states(
+    model: Path, store: ShardStore, student: str
+) -> None:
+    """The loss places n noise embeddings, a sampler has them laid out like the row."""
+    torch.manual_seed(0)
+    blocks = {"student": student, **({"model__block_size": 4} if student == "bd3lm" else {})}
+    reader = student_from(model, store, **blocks, **NOISE)
+    assert isinstance(reader, MDLM)
+    for name, weight in reader.named_parameters():
+        if "noise_readings" in name or "conditioner" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    batch = batch_of(store)
+    corruption = reader.corrupt(batch)
+    places = corruption.places
+    nlls = places.read(reader.corrupted_loss(batch, corruption).token_nlls)
+    assert batch.noise is not None
+    embedded = reader.embed_noise(batch.noise.at(places))
+    row = embedded.new_zeros(*batch.tokens.shape, embedded.shape[1])
+    row = row.index_put(places.index, embedded)
+    noised = batch.tokens.masked_fill(corruption.mask, reader.mask_id)
+    logits = reader.denoise(noised, batch.tokens, row)[..., :VOCAB]
+    expected = -places.read(logits.log_softmax(-1).gather(-1, batch.tokens[..., None])[..., 0])
+    weights = places.read(corruption.token_weight)
+    torch.testing.assert_close(nlls, expected.detach() * weights, rtol=1e-4, atol=1e-5)
+
+
+def test_states_that_predict_the_next_token_need_those_before(
+    llama: Path, store: ShardStore
+) -> None:
+    """A cache keeps keys and values, no states."""
+    with pytest.raises(UsageError, match=r"keeps no cache.*predicts_next"):
+        student_from(llama, store).start_cache(1)
+    network = network_settings(llama, MDLM)["model"]
+    settings = dataclasses.replace(run_from(llama).model, conditioning="gumbel", injection="add")
+    assert settings.decoder == network["decoder"] and settings.predicts_next
+    with pytest.raises(UsageError, match=r"injection.*add where predicts_next"):
+        dataclasses.replace(settings, injection="replace")
+    with pytest.raises(UsageError, match=r"predicts_next.*false for a DiT"):
+        dataclasses.replace(settings, decoder=None)
+
+
+def test_memory_is_planned_for_it(llama: Path, store: ShardStore) -> None:
+    """What the backward pass keeps grows with the rows of a micro-batch."""
+    plans = [
+        plan_memory(run_from(llama, training__micro_batch_size=rows), store, device="cpu")
+        for rows in (2, 4)
+    ]
+    kept = [plan.device["kept for the backward pass"] for plan in plans]
+    assert 1.8 < kept[1] / kept[0] < 2.2
+    weights = sum(p.numel() for p in student_from(llama, store).parameters())
+    assert plans[0].num_parameters == weights
+
+
+def test_dropout_is_of_what_a_layer_adds(llama: Path, store: ShardStore) -> None:
+    """Nearly all of it dropped, the states are the embeddings, normalised."""
+    student = student_from(llama, store, student="bd3lm", model__dropout=1 - 1e-7)
+    tokens = torch.arange(LENGTH)[None] % VOCAB
+    embedded = student.backbone.vocab_embed(tokens)
+    torch.manual_seed(0)
+    dropped = states(student.train(), tokens, full_attention)
+    torch.testing.assert_close(dropped, student.backbone.network.norm(embedded))
+    kept = states(student.eval(), tokens, full_attention)
+    assert not torch.allclose(kept, dropped, atol=1e-2)
+
+
+def test_no_rows_give_gradients_of_zero(model: Path, store: ShardStore) -> None:
+    """A process's share of a last batch."""
+    student = student_from(model, store)
+    loss = student.loss(batch_of(store).rows(slice(0))).loss
+    assert not float(loss.detach())
+    loss.backward()
+    grads = [p.grad for p in student.backbone.blocks.parameters()]
+    assert all(grad is not None and not grad.any() for grad in grads)
+
+
+def test_the_folder_stands_alone(model: Path, store: ShardStore, tmp_path: Path) -> None:
+    student = student_from(model, store)
+    student.save_pretrained(tmp_path / "student")
+    loaded = read_model(tmp_path / "student").eval()
+    assert isinstance(loaded.backbone, DecoderBackbone)
+    batch = batch_of(store)
+    torch.testing.assert_close(loaded.loss(batch).loss, student.loss(batch).loss)
+    from_it = student_from(tmp_path / "student", store)
+    torch.testing.assert_close(from_it.loss(batch).loss, student.loss(batch).loss)
+    copied = dict(from_it.named_parameters())
+    assert all(torch.equal(p, copied[n]) for n, p in student.named_parameters())
+
+
+def test_what_it_costs(llama: Path, store: ShardStore) -> None:
+    """6 FLOPs a weight of the layers and token, 12 per layer, pair and width attended."""
+    student = student_from(llama, store)
+    attention = 12 * 2 * 16 * LENGTH**2
+    assert student.flops_per_row == 6 * LLAMA_MATRICES * LENGTH + attention
+
+
+def test_a_network_without_weights_is_initialised(llama: Path, store: ShardStore) -> None:
+    """The same shape from scratch: a baseline."""
+    student = build_student(run_from(llama), store, None)
+    begun = student_from(llama, store)
+    (fresh,) = (p for n, p in student.named_parameters() if n.endswith("0.self_attn.q_proj.weight"))
+    (trained,) = (p for n, p in begun.named_parameters() if n.endswith("0.self_attn.q_proj.weight"))
+    assert fresh.shape == trained.shape and not torch.equal(fresh, trained)
+    assert 0 < float(fresh.detach().std()) < 0.5
+
+
+def scaled_gpt2() -> GPT2Config:
+    sizes: dict[str, Any] = {
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 64,
+        "vocab_size": VOCAB,
+    }
+    return GPT2Config(**sizes, scale_attn_by_inverse_layer_idx=True)
+
+
+def test_attention_keeps_the_scale_of_its_layer(store: ShardStore, tmp_path: Path) -> None:
+    """A model whose second layer's scores are halved; that it is the same model is tried inside."""
+    torch.manual_seed(0)
+    network = AutoModelForCausalLM.from_config(scaled_gpt2())
+    for weight in network.parameters():
+        if weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=0.5)
+    network.save_pretrained(tmp_path / "model")
+    student = student_from(tmp_path / "model", store)
+    tokens = torch.arange(LENGTH)[None] % VOCAB
+    expected = network.eval()(tokens).logits[:, :-1]
+    torch.testing.assert_close(logits_to_the_left(student, tokens)[:, 1:, :VOCAB], expected)
+
+
+def test_a_language_model_knows_no_time(llama: Path) -> None:
+    with pytest.raises(UsageError, match=r"time_conditioning.*no time"):
+        run_from(llama, model__time_conditioning="true")
