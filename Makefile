@@ -29,6 +29,8 @@ KD      ?=
 # read-again: without noise first, then a share of the steps with noise (mdlm, bd3lm); else the paper's.
 RECIPE  ?=
 BACKBONE ?=
+# What the student begins with: a trained student, or a language model of transformers.
+INIT_FROM ?=
 # How students of this recipe write best: the surest positions first, all variety in the noise.
 SUREST_FIRST = --decision argmax --tau 1.5 \
                $(if $(filter bd3lm,$(STUDENT)),--set inner=confidence,--sampler confidence)

@@ -68,7 +68,8 @@ def test_a_run_by_command(
         (["--set", "training.global_batch_size=41"], "fewer rows than one global batch"),
         (["--set", "training.trackers=['abacus']"], "training.trackers"),
         (["--set", "model.block_size=3", "--student", "bd3lm"], "block_size"),
-        (["--init-from", "nowhere"], "no model there"),
+        (["--init-from", "/nowhere/at/all"], "no model there"),
+        (["--init-from", "nowhere"], "cannot find the source [nowhere]"),
         (["--config", "nowhere.toml"], "cannot read the config file"),
     ],
 )
