@@ -11,10 +11,11 @@ import typer
 
 from benchmarks.measure import machine
 from benchmarks.quality.maze import MazeBench
-from benchmarks.quality.plan import Plan, Recipe, Run, read_plan, recall, remember
+from benchmarks.quality.plan import TEACHER, Plan, Recipe, Run, read_plan, recall, remember
 from benchmarks.quality.stories import StoriesBench
 from evaluation.maze import Job, TrainingProgress, run_jobs, run_visibly
 from shards.base import run_command, to_mapping, write_json_atomic
+from shards.language_model import find_pretrained
 
 FIGURES = "figures.json"
 
@@ -52,6 +53,7 @@ def quality(
     torch.set_num_threads(1)
     words = extract.split()
     stores = make_stores(plan, home, words)
+    link_teacher(home, words)
     train(plan, plan.runs, stores, home, parallel)
     bench = open_bench(plan, home, words, make_judge(plan, judge.split(), home, parallel))
     figures = measure(plan, stores, home, bench)
@@ -64,6 +66,15 @@ def quality(
     )
     place.with_suffix(".md").write_text("\n".join(table) + "\n", encoding="utf-8")
     typer.echo("\n".join(table))
+
+
+def link_teacher(home: Path, words: Sequence[str]) -> None:
+    """Put the teacher where recipes that start from it look for it."""
+    link = home / Run(Recipe(TEACHER), seed=0).folder_of(TEACHER)
+    if "--teacher" in words and not link.exists():
+        link.unlink(missing_ok=True)  # it may lead nowhere
+        files = find_pretrained(words[words.index("--teacher") + 1])
+        link.symlink_to(files.folder.resolve())
 
 
 def open_bench(plan: Plan, home: Path, words: Sequence[str], judge: Path | None) -> Bench:

@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 from shards.base import UsageError, read_toml, resolve
 
+TEACHER = "the teacher"
+"""What a student may start from besides another recipe's."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -21,7 +24,8 @@ class Recipe:
         student: mdlm, bd3lm or ar.
         conditioning: none or gumbel.
         settings: ``key=value`` settings of the trainer, over the plan's.
-        init_from: Name of the recipe whose student (of the same seed) this one starts from.
+        init_from: Name of the recipe whose student (of the same seed) this one starts from; or
+            ``the teacher``, whose layers and weights it then has.
         nfe: Forward passes per sample, instead of the plan's; empty for a sampler that has its own.
         group: The axis of an ablation that it belongs to, for tables and figures.
         store: Name of one of the plan's stores, instead of the one that all share.
@@ -53,7 +57,8 @@ class Recipe:
     @property
     def needs(self) -> list[str]:
         """Names of the recipes whose students this one uses."""
-        return [name for name in (self.init_from, self.student_of, self.verifier) if name]
+        names = (self.init_from, self.student_of, self.verifier)
+        return [name for name in names if name and name != TEACHER]
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,12 @@ class Plan:
             if recipe.store and recipe.store not in [spec.name for spec in self.stores]:
                 raise UsageError("no such store", where=recipe.name, got=recipe.store)
 
+    def begins_with_teacher(self, recipe: Recipe) -> bool:
+        """Whether its student, or the one that it goes on from, has the teacher's layers."""
+        while recipe.init_from not in (None, TEACHER):
+            recipe = next(other for other in self.recipes if other.name == recipe.init_from)
+        return recipe.init_from == TEACHER
+
     @property
     def runs(self) -> list[Run]:
         """Every recipe with every seed; those that use others' students come behind them."""
@@ -165,7 +176,12 @@ class Run:
         return f"{slug(self.recipe.name)}-seed{self.seed}"
 
     def folder_of(self, name: str | None) -> str:
-        """The folder of another recipe's student of the same seed; its own without a name."""
+        """The folder of another recipe's student of the same seed; its own without a name.
+
+        Of the teacher too, which has no seed.
+        """
+        if name == TEACHER:
+            return slug(TEACHER)
         return self.folder if name is None else f"{slug(name)}-seed{self.seed}"
 
     def command(self, plan: Plan, store: Path, home: Path) -> tuple[str, ...]:

@@ -21,13 +21,18 @@ import typer
 from benchmarks.quality.plan import Plan, Recipe, read_plan
 from shards.base import run_command
 from shards.store import ShardStore
-from trainer.training import Trainer, compose_run, read_recipe
+from trainer.initial_weights import network_settings
+from trainer.training import Trainer, compose_run, read_recipe, student_class
 
 
-def steps_of(plan: Plan, recipe: Recipe, store: ShardStore, out: Path) -> Iterator[float]:
+def steps_of(
+    plan: Plan, recipe: Recipe, store: ShardStore, out: Path, teacher: str | None
+) -> Iterator[float]:
     """Take a training step each time; yields its processor seconds."""
+    network = teacher if plan.begins_with_teacher(recipe) else None
     sources = [
         read_recipe(plan.preset),
+        network_settings(network, student_class(recipe.student)),
         {"student": recipe.student, "model": {"conditioning": recipe.conditioning}},
     ]
     config = compose_run(sources, [*plan.settings, *recipe.settings])
@@ -42,6 +47,9 @@ def step_cost(
     plan_file: Annotated[Path, typer.Argument(help="TOML file of recipes.")],
     store: Annotated[Path, typer.Option(help="The store they are trained on.")],
     num_steps: Annotated[int, typer.Option(help="Steps of each recipe.")] = 30,
+    teacher: Annotated[
+        str | None, typer.Option(help="The teacher, where recipes have its layers.")
+    ] = None,
 ) -> None:
     """A line per recipe: milliseconds of a step, and its ratio to the first recipe's."""
     torch.set_num_threads(1)
@@ -49,7 +57,7 @@ def step_cost(
     opened, seconds = ShardStore.open(store), {}
     recipes = [r for r in plan.recipes if "model.kd=through_time" not in r.settings]
     with tempfile.TemporaryDirectory() as folder:
-        steps = {r.name: steps_of(plan, r, opened, Path(folder) / r.name) for r in recipes}
+        steps = {r.name: steps_of(plan, r, opened, Path(folder) / r.name, teacher) for r in recipes}
         for name in steps:
             next(steps[name])  # the first compiles
         for _ in range(num_steps):

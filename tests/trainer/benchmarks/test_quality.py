@@ -148,40 +148,6 @@ def test_gain_at_equal_entropy() -> None:
     assert gain.interval[0] < -0.5 < gain.interval[1]
 
 
-def test_plan_mistakes_and_order() -> None:
-    with pytest.raises(UsageError, match="one name"):
-        Plan("maze", (), (Recipe("a"), Recipe("a")))
-    with pytest.raises(UsageError, match=r"no such recipe \[a\]; got 'b'"):
-        Plan("maze", (), (Recipe("a", init_from="b"),))
-    plan = Plan("maze", (), (Recipe("tuned", init_from="plain"), Recipe("plain")), seeds=(3,))
-    assert [run.folder for run in plan.runs] == ["plain-seed3", "tuned-seed3"]
-    command = plan.runs[1].command(plan, Path("store"), Path("home"))
-    circle = (Recipe("a", init_from="b"), Recipe("b", init_from="a"))
-    with pytest.raises(UsageError, match="circle"):
-        _ = Plan("maze", (), circle).runs
-    chain = (Recipe("c", init_from="b"), Recipe("b", init_from="a"), Recipe("a"))
-    assert [run.recipe.name for run in Plan("maze", (), chain, seeds=(1,)).runs] == ["a", "b", "c"]
-    assert command[command.index("--init-from") + 1] == str(Path("home/plain-seed3"))
-
-
-def test_every_plan_in_the_repository_can_be_read() -> None:
-    from trainer.training import compose_run, read_recipe
-
-    files = sorted((Path(__file__).parents[3] / "benchmarks" / "quality").glob("*.toml"))
-    assert files
-    for file in files:
-        plan = read_plan(file, [])
-        first, *_ = plan.recipes
-        assert read_plan(file, [], only=first.name).recipes[0] == first
-        with pytest.raises(UsageError, match="--only"):
-            read_plan(file, [], only="no such recipe")
-        for run in plan.runs:
-            settings = [*plan.settings, *run.recipe.settings]
-            source = {"student": run.recipe.student}
-            model = {"model": {"conditioning": run.recipe.conditioning}}
-            compose_run([read_recipe(plan.preset), source, model], settings)
-
-
 def test_stories_are_measured_and_told(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
