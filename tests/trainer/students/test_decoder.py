@@ -242,6 +242,14 @@ def test_dropout_is_of_what_a_layer_adds(llama: Path, store: ShardStore) -> None
     assert not torch.allclose(kept, dropped, atol=1e-2)
 
 
+def test_the_networks_own_dropout_is_off(model: Path, store: ShardStore) -> None:
+    """GPT-2 has three kinds of it; the student's is the only one, and 0 here."""
+    student = student_from(model, store)
+    tokens = torch.arange(LENGTH)[None] % VOCAB
+    kept = states(student, tokens, full_attention)
+    assert torch.equal(states(student.train(), tokens, full_attention), kept)
+
+
 def test_no_rows_give_gradients_of_zero(model: Path, store: ShardStore) -> None:
     """A process's share of a last batch."""
     student = student_from(model, store)
