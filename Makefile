@@ -26,8 +26,9 @@ PRESET  ?= tiny
 CONDITIONING ?= $(if $(filter ar,$(STUDENT)),none,gumbel)
 # Distillation: token (KL to the teacher's stored probabilities), or sequence (rows it wrote itself).
 KD      ?=
-# read-again: without noise first, then a share of the steps with noise (mdlm, bd3lm); else the paper's.
-RECIPE  ?=
+# read-again: without noise first, then a share of the steps with noise that is read behind every block, what measures
+# best (benchmarks/results/quality-tried.md); paper: one training, as CONDITIONING and KD say, which choose it too.
+RECIPE  ?= $(if $(and $(filter mdlm bd3lm,$(STUDENT)),$(filter file,$(origin CONDITIONING)),$(if $(KD),,1)),read-again,paper)
 BACKBONE ?=
 # What the student begins with: a trained student, or a language model of transformers.
 INIT_FROM ?=
@@ -35,7 +36,7 @@ INIT_FROM ?=
 SUREST_FIRST = --decision argmax --tau 1.5 \
                $(if $(filter bd3lm,$(STUDENT)),--set inner=confidence,--sampler confidence)
 SHARDS  ?= $(OUT)/store
-MODEL   ?= $(OUT)/$(STUDENT)-$(or $(RECIPE),$(CONDITIONING))$(addprefix -kd-,$(KD))
+MODEL   ?= $(OUT)/$(STUDENT)-$(if $(filter paper,$(RECIPE)),$(CONDITIONING),$(RECIPE))$(addprefix -kd-,$(KD))
 SAMPLES ?= samples
 JUDGE   ?=
 REFERENCE ?=
@@ -89,9 +90,9 @@ extract: $(STAMP) ## stage 1 and 2: make extract CORPUS=owt TEACHER=gpt2-large C
 	@mkdir -p out && ln -sfn "$$(realpath '$(OUT)')" out/latest
 
 train: $(STAMP) ## train a student from shards: make train STUDENT=bd3lm SHARDS=out/owt/store
-	$(BIN)/gdistill-train $(if $(RECIPE),$(RECIPE),run) --store '$(SHARDS)' --student $(STUDENT) \
+	$(BIN)/gdistill-train $(if $(filter paper,$(RECIPE)),run,$(RECIPE)) --store '$(SHARDS)' --student $(STUDENT) \
 	  --preset $(PRESET) --out '$(MODEL)' \
-	  $(if $(RECIPE),,--conditioning $(CONDITIONING)) \
+	  $(if $(filter paper,$(RECIPE)),--conditioning $(CONDITIONING)) \
 	  $(if $(KD),--kd $(KD)) $(if $(BACKBONE),--backbone '$(BACKBONE)') \
 	  $(if $(INIT_FROM),--init-from '$(INIT_FROM)') \
 	  $(if $(STEPS),--set training.num_steps=$(STEPS)) $(ARGS)

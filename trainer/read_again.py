@@ -13,11 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shards import open_store
 from shards.base import UsageError, did_you_mean, merge, read_toml
 from shards.store import ShardStore
 from trainer.initial_weights import is_language_model
 from trainer.students import STUDENTS
-from trainer.training import CONDITIONER_SETTINGS, RunConfig, layered, run_of, train
+from trainer.training import (
+    CONDITIONER_SETTINGS,
+    RunConfig,
+    build_student,
+    layered,
+    run_of,
+    train,
+)
 
 RECIPES = Path(__file__).resolve().parent / "presets" / "read_again"
 PLAIN = "plain"
@@ -95,6 +103,8 @@ def read_again_parts(
     num_steps = max(1, round(recipe["share_of_steps"] * plain.training.steps_over(num_rows)))
     readings = readings_of(plain.model.num_layers, store.manifest.vocab_size)
     with_noise = merge(recipe["noise"], {"model": readings})
+    if not store.codec.is_fresh:  # which keeps one draw, and not what others could be made from
+        with_noise["model"].pop("prior_noise_share", None)
     second = layered([preset, with_noise, *chosen], overrides)
     amount = {"num_steps": num_steps, "num_epochs": None}
     rate = recipe["learning_rate_factor"] * plain.optimization.learning_rate
@@ -127,7 +137,11 @@ def train_read_again(
 
     Returns:
         Whether both are finished.
+
+    Raises:
+        UsageError: Also, before the first part, for a store that the second cannot train on.
     """
+    build_student(parts.noise, open_store(store), None)  # what it cannot be is said at once
     if init_from is None or (out / PLAIN).exists() or is_language_model(init_from):
         if not train(parts.plain, store, out / PLAIN, init_from=init_from):
             return False

@@ -27,7 +27,7 @@ from tests.trainer.run_cases import LENGTH, tiny_run, write_store
 from trainer.cli import main
 from trainer.initial_weights import find_source, network_settings
 from trainer.loading import load_student
-from trainer.students import MDLM, STUDENTS
+from trainer.students import MDLM, STUDENTS, weights_sha256
 from trainer.training.construction import build_student
 from trainer.training.loop import train
 from trainer.training.settings import RunConfig
@@ -92,6 +92,20 @@ def test_a_run_goes_on_without_its_language_model(store: Path, llama: Path, tmp_
     assert all(torch.equal(expected[name], got[name]) for name in expected)
 
 
+def test_a_language_model_is_known_by_content(store: Path, llama: Path, tmp_path: Path) -> None:
+    """A moved folder goes on; other weights in its place do not."""
+    model = shutil.copytree(llama, tmp_path / "model")
+    few = run_from(model, training__num_steps=2, optimization__schedule="constant")
+    assert train(few, store, tmp_path / "run", init_from=model)
+    moved = model.rename(tmp_path / "moved")
+    more = run_from(moved, training__num_steps=3, optimization__schedule="constant")
+    assert train(more, store, tmp_path / "run", init_from=moved)
+    write_backbone(model, "llama", seed=1)
+    most = run_from(model, training__num_steps=4, optimization__schedule="constant")
+    with pytest.raises(UsageError, match="other weights"):
+        train(most, store, tmp_path / "run", init_from=model)
+
+
 def test_another_language_model_is_another_run(store: Path, llama: Path, tmp_path: Path) -> None:
     config = run_from(llama, training__num_steps=2, optimization__schedule="constant")
     assert train(config, store, tmp_path / "run", init_from=llama)
@@ -124,6 +138,8 @@ def test_read_again_begins_with_it(
         "optimization.learning_rate=1e-9",
     )
     assert call(monkeypatch, *line) == 0
+    record = json.loads((out / "model" / "student.json").read_text())
+    assert record["run"]["init_from"]["weights_sha256"] == weights_sha256(out / "plain" / "model")
     second = load_student(out)
     assert second.is_conditioned and second.settings.noise_readings == (1, 2)
     model = AutoModelForCausalLM.from_pretrained(llama).state_dict()

@@ -152,3 +152,18 @@ def test_the_command(
     assert not (tmp_path / "other/plain").exists()
     assert call("--out", tmp_path / "bad", "--student", "ar") == 2
     assert "no recipe for this student" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("codec", ["posterior", "seeded", "topk", "quantized", "full"])
+def test_every_codec_has_the_recipe(codec: str, tmp_path: Path) -> None:
+    """Prior noise is drawn where a store keeps distributions; one draw leaves nothing to draw."""
+    path = write_store(tmp_path / "store", codec)
+    found = parts_of(path)
+    assert found.noise.model.prior_noise_share == (0.15 if codec == "posterior" else 0.0)
+    assert train_read_again(found, path, tmp_path / "run")
+    asked = parts_of(path, "mdlm", "model.prior_noise_share=0.1")
+    assert asked.noise.model.prior_noise_share == 0.1
+    if codec != "posterior":
+        with pytest.raises(UsageError, match="keeps one draw"):
+            train_read_again(asked, path, tmp_path / "asked")
+        assert not (tmp_path / "asked" / "plain").exists(), "said before the first part"

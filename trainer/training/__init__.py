@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
-    from trainer.training.construction import CONDITIONER_SETTINGS, student_class
+    from trainer.training.construction import CONDITIONER_SETTINGS, build_student, student_class
     from trainer.training.loop import Trainer, train
     from trainer.training.memory_plan import MemoryPlan, plan_memory
     from trainer.training.optimization import (

@@ -278,6 +278,9 @@ def test_what_it_costs(llama: Path, store: ShardStore) -> None:
     student = student_from(llama, store)
     attention = 12 * 2 * 16 * LENGTH**2
     assert student.flops_per_row == 6 * LLAMA_MATRICES * LENGTH + attention
+    dit = build_student(tiny_run(model__num_layers=2, model__mlp_ratio=3), store, None)
+    matrices = 2 * (4 * 16 * 16 + 2 * 3 * 16 * 16)
+    assert dit.flops_per_row == 6 * matrices * LENGTH + attention
 
 
 def test_a_network_without_weights_is_initialised(llama: Path, store: ShardStore) -> None:
