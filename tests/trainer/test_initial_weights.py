@@ -118,7 +118,7 @@ def test_another_language_model_is_another_run(store: Path, llama: Path, tmp_pat
         training__num_steps=3,
         optimization__schedule="constant",
     )
-    with pytest.raises(UsageError, match=r"another setting.*decoder\.intermediate_size.*got 32"):
+    with pytest.raises(UsageError, match=r"another setting.*\.intermediate_size.*got 32"):
         train(wider, store, tmp_path / "run", init_from=llama)
 
 
@@ -226,12 +226,12 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 
 def test_only_diffusion_begins_with_a_language_model(store: Path, llama: Path) -> None:
-    with pytest.raises(UsageError, match=r"another student \[model\.decoder\]"):
+    with pytest.raises(UsageError, match=r"another student \[model\.language_model\]"):
         build_student(run_from(llama, student="ar"), ShardStore.open(store), llama)
 
 
 def test_the_configuration_is_kept_as_it_was_read(store: Path, llama: Path, tmp_path: Path) -> None:
     assert train(run_from(llama, training__num_steps=1), store, tmp_path / "run", init_from=llama)
     saved = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
-    assert saved["decoder"] == network_settings(llama, MDLM)["model"]["decoder"]
-    assert saved["decoder"]["model_type"] == "llama"
+    assert saved["language_model"] == network_settings(llama, MDLM)["model"]["language_model"]
+    assert saved["language_model"]["model_type"] == "llama"

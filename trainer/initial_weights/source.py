@@ -93,17 +93,17 @@ def network_settings(
         if source.language_model is not None:
             shifts = "predicts_next" not in kind.foreign_settings
             network = _network_config(source.language_model)
-            found = {"decoder": network, "predicts_next": shifts}
-    if found.get("decoder") is None:
+            found = {"language_model": network, "predicts_next": shifts}
+    if found.get("language_model") is None:
         return {}
-    return {"model": _sizes(found["decoder"], found["predicts_next"])}
+    return {"model": _sizes(found["language_model"], found["predicts_next"])}
 
 
-def _sizes(decoder: dict[str, Any], predicts_next: bool) -> dict[str, Any]:
-    values = dict(decoder)
+def _sizes(network: dict[str, Any], predicts_next: bool) -> dict[str, Any]:
+    values = dict(network)
     shape = AutoConfig.for_model(values.pop("model_type"), **values)
     return {
-        "decoder": decoder,
+        "language_model": network,
         "predicts_next": predicts_next,
         "hidden_size": shape.hidden_size,
         "num_layers": shape.num_hidden_layers,

@@ -37,7 +37,7 @@ class AR(Student):
         "block_size",
         "resample",
         "search_schedule",
-        "decoder",
+        "language_model",
         "predicts_next",
         *BACKBONE_SETTINGS,
     )

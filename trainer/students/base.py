@@ -101,7 +101,7 @@ class Student(PreTrainedModel, ABC):
 
     def _build(self, config: StudentConfig) -> None:
         """Make the modules that are trained, the noise embedding aside."""
-        if config.settings.decoder is None:
+        if config.settings.language_model is None:
             self.backbone: Any = DiT(config, uses_sigma=self.uses_sigma)
         else:
             self.backbone = DecoderBackbone(config)

@@ -115,7 +115,7 @@ def model_card(record: Mapping[str, Any], student: Student) -> str:
         title=title,
         sentence=_sentence(conditioned)
         + _backbone(student.config.frozen)
-        + _decoder(student.settings.decoder),
+        + _decoder(student.settings.language_model),
         model_type=student.config.model_type,
         auto_class="AutoModelForCausalLM" if name == "ar" else "AutoModelForMaskedLM",
         parameters=student.num_parameters(),

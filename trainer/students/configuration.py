@@ -46,7 +46,7 @@ DIFFUSION_SETTINGS = (
     "search_schedule",
     "time_conditioning",
     "embedding_init_std",
-    "decoder",
+    "language_model",
     "predicts_next",
 )
 """Settings of the diffusion students, refused by those that stand on a language model."""
@@ -109,10 +109,10 @@ class StudentSettings:
         time_conditioning: Tell the backbone the noise level; otherwise it always sees 0.
         embedding_init_std: Normal initialisation of the token embedding; None is kaiming-uniform.
         attention: FlexAttention or SDPA for block masks; ``auto`` takes flex on CUDA.
-        decoder: Configuration of a language model of transformers whose layers the student has, of
-            these widths, in place of a DiT; ``--init-from`` such a model fills it in.
-        predicts_next: Whether a state predicts the token after its own, as in the language model
-            that ``decoder`` comes from (DiffuLLaMA's shift); noise then lies one to the left too.
+        language_model: Configuration of the model of transformers whose layers, of these widths,
+            the student has in place of a DiT; ``--init-from`` such a model fills it in.
+        predicts_next: Whether a state predicts the token after its own, as in a language model
+            (DiffuLLaMA's shift); noise then lies one to the left too.
         backbone: Folder or hub id of the frozen language model that the student stands on: the
             teacher of its shards. The widths above are then those of what is trained beside it.
         backbone_dtype: Precision of the backbone's weights.
@@ -161,7 +161,7 @@ class StudentSettings:
     time_conditioning: bool = False
     embedding_init_std: float | None = None
     attention: Literal["auto", "sdpa", "flex"] = "auto"
-    decoder: dict[str, Any] | None = None
+    language_model: dict[str, Any] | None = None
     predicts_next: bool = False
     backbone: str | None = None
     backbone_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -176,7 +176,7 @@ class StudentSettings:
         sizes = ("hidden_size", "num_layers", "num_heads", "condition_size", "mlp_ratio")
         for name in (*sizes, "num_proposed", "head_rank", "lora_rank", "num_starts"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        heads = self.decoder is not None or self.hidden_size % (2 * self.num_heads) == 0
+        heads = self.language_model is not None or self.hidden_size % (2 * self.num_heads) == 0
         _require(heads, "hidden_size", self.hidden_size, f"a multiple of {2 * self.num_heads}")
         _require(0 <= self.dropout < 1, "dropout", self.dropout, "in [0, 1)")
         _require(self.prior_weight >= 0, "prior_weight", self.prior_weight, "0 or more")
@@ -206,10 +206,10 @@ class StudentSettings:
         _require(0 < self.time_beta < math.inf, "time_beta", self.time_beta, "positive and finite")
         share = self.fully_masked_share
         _require(0 <= share <= 1, "fully_masked_share", share, "in [0, 1]")
-        timed = self.time_conditioning and self.decoder is not None
+        timed = self.time_conditioning and self.language_model is not None
         _require(not timed, "time_conditioning", True, "false: a language model knows no time")
-        shifted = self.predicts_next
-        _require(not shifted or self.decoder is not None, "predicts_next", True, "false for a DiT")
+        shifted, taken = self.predicts_next, self.language_model is not None
+        _require(not shifted or taken, "predicts_next", True, "false for a DiT")
         added = self.conditioning == "none" or self.injection == "add"
         _require(not shifted or added, "injection", "replace", "add where predicts_next")
         wide = self.attention != "flex" or self.hidden_size >= 16 * self.num_heads

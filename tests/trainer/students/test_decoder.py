@@ -211,11 +211,11 @@ def test_states_that_predict_the_next_token_need_those_before(
         student_from(llama, store).start_cache(1)
     network = network_settings(llama, MDLM)["model"]
     settings = dataclasses.replace(run_from(llama).model, conditioning="gumbel", injection="add")
-    assert settings.decoder == network["decoder"] and settings.predicts_next
+    assert settings.language_model == network["language_model"] and settings.predicts_next
     with pytest.raises(UsageError, match=r"injection.*add where predicts_next"):
         dataclasses.replace(settings, injection="replace")
     with pytest.raises(UsageError, match=r"predicts_next.*false for a DiT"):
-        dataclasses.replace(settings, decoder=None)
+        dataclasses.replace(settings, language_model=None)
 
 
 def test_memory_is_planned_for_it(llama: Path, store: ShardStore) -> None:
@@ -267,6 +267,7 @@ def test_the_folder_stands_alone(model: Path, store: ShardStore, tmp_path: Path)
     assert isinstance(loaded.backbone, DecoderBackbone)
     batch = batch_of(store)
     torch.testing.assert_close(loaded.loss(batch).loss, student.loss(batch).loss)
+    assert loaded.config.get_text_config() is loaded.config, "what it holds is no part of its own"
     from_it = student_from(tmp_path / "student", store)
     torch.testing.assert_close(from_it.loss(batch).loss, student.loss(batch).loss)
     copied = dict(from_it.named_parameters())

@@ -142,7 +142,7 @@ def _layers(network: Any) -> nn.ModuleList:
 def _cannot(decoder: dict[str, Any], got: str) -> UsageError:
     return UsageError(
         "this language model cannot become a student",
-        where=f"model.decoder, {decoder.get('model_type')}",
+        where=f"model.language_model, {decoder.get('model_type')}",
         got=got,
         expected="a decoder of transformers that takes other attention kernels (Llama, Qwen, "
         "GPT-2, ...)",
@@ -172,7 +172,7 @@ class DecoderBackbone(nn.Module):
     Embedding and output layer have V + 1 rows, as all students', and are never tied.
 
     Args:
-        config: With ``decoder``, the network's configuration.
+        config: With ``language_model``, the network's configuration.
 
     Raises:
         UsageError: If that network cannot be had.
@@ -181,8 +181,8 @@ class DecoderBackbone(nn.Module):
     def __init__(self, config: StudentConfig) -> None:
         super().__init__()
         settings = config.settings
-        assert settings.decoder is not None
-        self.network = empty_network(settings.decoder)
+        assert settings.language_model is not None
+        self.network = empty_network(settings.language_model)
         self.vocab_embed = Embedding(
             config.vocab_size + 1, settings.hidden_size, settings.embedding_init_std
         )
