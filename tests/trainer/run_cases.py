@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from shards.codec.protocol import TeacherOutput
 from shards.codec.registry import codec_parameters, make_codec
 from shards.store.manifest import Manifest
 from shards.store.writer import ShardWriter
+from trainer.cli import main
 from trainer.training.metrics import TIMING_FIELDS
 from trainer.training.settings import RunConfig, compose_run
 
@@ -117,6 +120,14 @@ def tiny_run(*sources: dict[str, Any], **changes: Any) -> RunConfig:
     }
     overrides = [f"{name.replace('__', '.')}={value}" for name, value in changes.items()]
     return compose_run([base, *sources], overrides)
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """Exit code of ``gdistill-train``, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["gdistill-train", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return int(caught.value.code or 0)
 
 
 def run_files(out: Path) -> dict[str, bytes]:

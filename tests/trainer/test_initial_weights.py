@@ -23,8 +23,7 @@ from transformers import (
 from shards.base import UsageError
 from shards.store import ShardStore
 from tests.trainer.backbone_cases import VOCAB, tiny_config, write_backbone
-from tests.trainer.run_cases import LENGTH, tiny_run, write_store
-from trainer.cli import main
+from tests.trainer.run_cases import LENGTH, call, tiny_run, write_store
 from trainer.initial_weights import find_source, network_settings
 from trainer.loading import load_student
 from trainer.students import MDLM, STUDENTS, weights_sha256
@@ -50,13 +49,6 @@ def run_from(model: Path, run_folder: Path | None = None, **changes: Any) -> Run
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model" / "model.safetensors")
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *given: Any) -> int:
-    monkeypatch.setattr("sys.argv", ["gdistill-train", *map(str, given)])
-    with pytest.raises(SystemExit) as exit_info:
-        main()
-    return int(exit_info.value.code or 0)
 
 
 def test_the_command_takes_the_networks_widths(

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from shards.base.configuration import to_mapping
-from tests.trainer.run_cases import LENGTH, assert_same_run, tiny_run, write_store
-from trainer.cli import main
+from tests.trainer.run_cases import LENGTH, assert_same_run, call, tiny_run, write_store
 from trainer.training.loop import train
 
 
@@ -34,14 +33,6 @@ def write_config(path: Path, **changes: object) -> Path:
         lines += [f"[{table}]", *(f"{k} = {json.dumps(v)}" for k, v in entries.items())]
     path.write_text("\n".join(lines))
     return path
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """Exit code of the command, run in this process."""
-    monkeypatch.setattr(sys, "argv", ["gdistill-train", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    return int(caught.value.code or 0)
 
 
 def test_a_run_by_command(
