@@ -1,4 +1,7 @@
-"""The features MAUVE clusters: a causal model's last hidden state at a text's last token."""
+"""The features MAUVE clusters: a causal model's last hidden state at a text's last token.
+
+As mauve-text has them: of the model without its head.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +51,7 @@ def text_features(
         folder: Where features are kept by content; None keeps none.
 
     Raises:
-        UsageError: For another limit.
+        UsageError: For another limit, or a model that is all head.
         GdistillError: When no text has a token, or features cannot be kept.
     """
     if not 1 <= max_tokens <= judge.context_length:
@@ -66,6 +70,19 @@ def text_features(
     if file is not None and found is None:
         _keep(file, values, num_tokens)
     return TextFeatures(values, num_tokens, len(texts) - len(full))
+
+
+def _body(judge: JudgeModel) -> Any:
+    """The model without its head, which would make V numbers for every token read."""
+    if judge.model.base_model is judge.model:
+        raise UsageError(
+            "no features can be had of this model",
+            where="mauve",
+            got=f"{type(judge.model).__name__} in {judge.name}",
+            expected="a model of transformers, with layers below its head",
+            remedy="judge with such a model, or leave out --reference",
+        )
+    return judge.model.base_model
 
 
 def _name(judge: JudgeModel, texts: Sequence[str], max_tokens: int) -> str:
@@ -97,6 +114,7 @@ def _keep(file: Path, values: np.ndarray, num_tokens: np.ndarray) -> None:
 def _compute(
     judge: JudgeModel, texts: Sequence[str], max_tokens: int
 ) -> tuple[Float[np.ndarray, "n d"], Int[np.ndarray, "n"]]:
+    body = _body(judge)
     rows = [judge.tokenizer.encode(text, truncation=True, max_length=max_tokens) for text in texts]
     rows = [ids or [judge.document_start_id] for ids in rows]
     lengths = np.array([len(ids) for ids in rows])
@@ -105,11 +123,9 @@ def _compute(
 
         def read(members: list[int]) -> None:
             ids = side_by_side([rows[index] for index in members], judge.document_start_id)
-            output = judge.model(
-                input_ids=ids.to(judge.model.device), output_hidden_states=True, use_cache=False
-            )
-            ends = torch.from_numpy(lengths[members] - 1).to(judge.model.device)
-            states = output.hidden_states[-1]
+            ids = ids.to(judge.model.device)
+            states = body(input_ids=ids, use_cache=False).last_hidden_state
+            ends = torch.from_numpy(lengths[members] - 1).to(ids.device)
             last = states[torch.arange(len(members), device=ends.device), ends].float().cpu()
             for index, state in zip(members, last.numpy(), strict=True):
                 features[index] = state

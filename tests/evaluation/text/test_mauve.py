@@ -9,6 +9,7 @@ from pathlib import Path
 import mauve
 import numpy as np
 import pytest
+import torch
 
 from evaluation.text.judge import JudgeModel, load_judge
 from evaluation.text.mauve_divergence import mauve_score
@@ -69,6 +70,37 @@ def test_texts_side_by_side_have_the_features_of_each_alone(judge: JudgeModel) -
     together = text_features(replace(judge, room=Room(64, 1000)), given, LIMIT)
     assert np.array_equal(alone.num_tokens, together.num_tokens)
     np.testing.assert_allclose(together.values, alone.values, rtol=0, atol=2e-5)
+
+
+def test_the_output_layer_is_not_run(judge: JudgeModel) -> None:
+    """It would make V numbers for every token read, and none of them is a feature."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("logits that nobody reads")
+
+    hook = judge.model.get_output_embeddings().register_forward_hook(refuse)
+    try:
+        with pytest.raises(AssertionError, match="nobody reads"):
+            judge.model(input_ids=torch.tensor([[1]]))
+        text_features(judge, texts(1, 0.3), LIMIT)
+    finally:
+        hook.remove()
+
+
+def test_a_model_that_is_all_head_is_refused(judge: JudgeModel) -> None:
+    with pytest.raises(UsageError, match=r"no features.*AllHead.*--reference"):
+        text_features(replace(judge, model=AllHead()), ["a"], LIMIT)
+
+
+class AllHead(torch.nn.Linear):
+    """Says of itself what transformers says of a model without a body of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    @property
+    def base_model(self) -> torch.nn.Module:
+        return self
 
 
 def test_every_seed_is_used(judge: JudgeModel, monkeypatch: pytest.MonkeyPatch) -> None:
