@@ -141,20 +141,32 @@ def measure(
 ) -> dict[str, list[Any]]:
     """Recipe -> figures of its students, one per seed."""
     figures: dict[str, list[Any]] = {recipe.name: [] for recipe in plan.recipes}
-    sampling = [plan.num_samples, *map(list, (plan.sample_seeds, plan.nfe, plan.argmax_tau))]
-    if plan.further_orders:  # what was kept before there were any stays as it is
-        sampling.append(True)
     for run in plan.runs:
         folder = home / run.folder
         folder.mkdir(parents=True, exist_ok=True)
-        recipe = to_mapping(run.recipe)
-        key = [run.command(plan, stores[run.recipe.store], home), sampling, recipe]
+        command = run.command(plan, stores[run.recipe.store], home)
+        key = [command, sampling_of(plan, run.recipe), to_mapping(run.recipe)]
         found = recall(folder / FIGURES, key)
         if found is None:
             found = bench.measure(run, home / run.folder_of(run.recipe.student_of))
             remember(folder / FIGURES, key, found)
         figures[run.recipe.name].append(found)
     return figures
+
+
+def sampling_of(plan: Plan, recipe: Recipe) -> list[Any]:
+    """What of the plan decides how a recipe's students are sampled.
+
+    A setting that is off, or that such students do not have, is left out: what was kept before
+    there was one stays as it is.
+    """
+    found: list[Any] = [plan.num_samples]
+    found += map(list, (plan.sample_seeds, plan.nfe, plan.argmax_tau))
+    if plan.further_orders:
+        found.append(True)
+    if plan.further_orders and plan.drawn_tau and recipe.conditioning != "none":
+        found.append(list(plan.drawn_tau))
+    return found
 
 
 if __name__ == "__main__":

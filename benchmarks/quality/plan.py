@@ -100,6 +100,8 @@ class Plan:
         nfe: Forward passes per sample.
         argmax_tau: Scales of xi at which conditioned students are sampled by argmax, in place of
             nuclei; stories.
+        drawn_tau: Scales of xi at which conditioned students are also drawn from, at the
+            temperatures of those without noise; stories.
         further_orders: Whether students are also sampled in orders of their own choice; stories.
         judge: ``gdistill-extract`` words of a second store, on which a judge that is not the
             teacher is trained, all but corpus and teacher.
@@ -116,6 +118,7 @@ class Plan:
     num_samples: int = 2000
     nfe: tuple[int, ...] = (1, 2, 4)
     argmax_tau: tuple[float, ...] = ()
+    drawn_tau: tuple[float, ...] = ()
     further_orders: bool = False
     judge: tuple[str, ...] = ()
     judge_settings: tuple[str, ...] = field(default=())

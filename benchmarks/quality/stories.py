@@ -105,11 +105,18 @@ class StoriesBench:
         }
 
     def _orders(self, student: Any) -> dict[str, dict[str, dict[str, Any]]]:
-        """Order -> ways of sampling in it: argmax at every tau, or a temperature."""
+        """Order -> ways of sampling in it: argmax at every tau, or temperatures."""
         surest = SUREST_BY_SAMPLER[student.default_sampler]
         if student.is_conditioned:
             ways = self.conditioned_ways.items()
-            return {SUREST_FIRST: {way: {**settings, **surest} for way, settings in ways}}
+            taken = {SUREST_FIRST: {way: {**settings, **surest} for way, settings in ways}}
+            return taken | {
+                f"{SUREST_FIRST}, drawn at tau {tau:g}": {
+                    f"temperature {heat:g}": {**surest, "tau": tau, "temperature": heat}
+                    for heat in TEMPERATURES
+                }
+                for tau in self.plan.drawn_tau
+            }
         by_probability = {**surest, "confidence": "probability"}
         return {
             order: {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.quality import stories
+from benchmarks.quality.__main__ import sampling_of
 from benchmarks.quality.plan import Plan, Recipe, Run
 from benchmarks.quality.stories import StoriesBench
 from tests.trainer.sampling_cases import draw, tiny_student
@@ -16,9 +18,9 @@ from trainer.sampling import BlockConfig, ConfidenceConfig, FixedCountConfig, ma
 IDS = torch.arange(5)
 
 
-def samplers(student, path: Path):
+def samplers(student, path: Path, **settings: tuple[float, ...]):
     """Order -> way -> sampler."""
-    plan = Plan("stories", (), (), argmax_tau=(1.0, 1.5), further_orders=True)
+    plan = Plan("stories", (), (), argmax_tau=(1.0, 1.5), further_orders=True, **settings)
     orders = StoriesBench(plan, path, "", None)._orders(student)
     default = {"sampler": student.default_sampler, "nfe": 4}
     found = {}
@@ -39,6 +41,35 @@ def test_students_with_noise_come_surest_first_at_every_tau(kind: str, tmp_path:
         assert (sampler.confidence, sampler.order_temperature) == ("margin", 0)
         expected = (BlockConfig, "confidence") if kind == "bd3lm" else (ConfidenceConfig, None)
         assert (type(sampler), getattr(sampler, "inner", None)) == expected
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "bd3lm"])
+def test_students_with_noise_are_drawn_from_at_the_plain_temperatures(
+    kind: str, tmp_path: Path
+) -> None:
+    student = tiny_student(kind, "gumbel", block_size=4 if kind == "bd3lm" else None)
+    taken, *drawn = samplers(student, tmp_path, drawn_tau=(0.5, 0.8)).values()
+    assert {sampler.decision for sampler in taken.values()} == {"argmax"}
+    for tau, ways in zip((0.5, 0.8), drawn, strict=True):
+        assert {(sampler.decision, sampler.tau) for sampler in ways.values()} == {
+            ("categorical", tau)
+        }
+        heats = [sampler.temperature for sampler in ways.values()]
+        assert heats == list(stories.TEMPERATURES)
+        orders = {(s.confidence, s.order_temperature) for s in ways.values()}
+        assert orders == {("margin", 0)}, "the order that argmax has"
+
+
+def test_only_figures_that_change_are_made_again() -> None:
+    noisy, plain = Recipe("noisy", conditioning="gumbel"), Recipe("plain")
+    bare = Plan("stories", (), (), further_orders=True)
+    drawn = replace(bare, drawn_tau=(0.8,))
+    assert sampling_of(drawn, plain) == sampling_of(bare, plain)
+    assert sampling_of(drawn, noisy) != sampling_of(bare, noisy)
+    other = replace(drawn, drawn_tau=(0.9,))
+    assert sampling_of(other, noisy) != sampling_of(drawn, noisy)
+    unused = replace(drawn, further_orders=False)
+    assert sampling_of(unused, noisy) == sampling_of(replace(bare, further_orders=False), noisy)
 
 
 def test_plain_students_come_in_orders_of_more_and_more_noise(tmp_path: Path) -> None:
