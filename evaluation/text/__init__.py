@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from shards.base.door import open_door
 
 if TYPE_CHECKING:
-    from evaluation.text.diversity import entropy_score, unigram_entropy_nats
+    from evaluation.text.diversity import distinct_ngram_share, entropy_score, unigram_entropy_nats
     from evaluation.text.infilling import exact_match, filled_perplexity, filled_spans
     from evaluation.text.judge import JudgeModel, load_judge
     from evaluation.text.mauve_divergence import check_counts, mauve_score
