@@ -188,7 +188,11 @@ class StoriesBench:
         return cells
 
     def _sample(self, student: Any, nfe: int, ways: Mapping[str, Any]) -> dict[str, Any]:
-        """Per sample: summed NLL under each judge, tokens and entropy."""
+        return self.scores(self.draw(student, nfe, ways))
+
+    @torch.no_grad()
+    def draw(self, student: Any, nfe: int, ways: Mapping[str, Any]) -> Int[Tensor, "n l"]:
+        """Samples, each begun with the token that rows begin with."""
         settings = {"sampler": student.default_sampler, "nfe": nfe, **ways}
         count, length = self.plan.num_samples, student.config.row_length
         seed, ids = self.plan.sample_seeds[0], torch.arange(self.plan.num_samples)
@@ -200,10 +204,13 @@ class StoriesBench:
             noise = sampling_noise(seed, ids, length, vocab_size, codec=student.codec)
             settings.setdefault("tau", 1.0)
         sampler = make_sampler(settings.pop("sampler"), **settings)
-        tokens = sampler.sample(student, rows, ids, noise, seed).tokens
+        return sampler.sample(student, rows, ids, noise, seed).tokens
+
+    def scores(self, tokens: Int[Tensor, "n l"]) -> dict[str, Any]:
+        """Per sample: summed NLL under each judge, tokens that count and entropy."""
         return {
             "nll_sums": {name: _nll(judge, tokens) for name, judge in self.judges.items()},
-            "num_tokens": length - 1,
+            "num_tokens": tokens.shape[1] - 1,
             "entropies": rounded([unigram_entropy_nats(row) for row in tokens.tolist()]),
         }
 
