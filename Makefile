@@ -32,9 +32,10 @@ RECIPE  ?= $(if $(and $(filter mdlm bd3lm,$(STUDENT)),$(filter file,$(origin CON
 BACKBONE ?=
 # What the student begins with: a trained student, or a language model of transformers.
 INIT_FROM ?=
-# How students of this recipe write best: the surest positions first, all variety in the noise. (One pass over a block
-# of 8 tokens and more is better drawn: ARGS='--decision categorical --tau 0.85 --set temperature=0.9'.)
-SUREST_FIRST = --decision argmax --tau 1.5 \
+# How students of this recipe write best: the surest positions first, all variety in the noise. In blocks tau 1 is
+# nearest the text; over whole rows 1.5 has its entropy. (One pass over a block of 8 tokens and more is better drawn:
+# ARGS='--decision categorical --tau 0.7 --set temperature=0.7'.)
+SUREST_FIRST = --decision argmax --tau $(if $(filter bd3lm,$(STUDENT)),1,1.5) \
                $(if $(filter bd3lm,$(STUDENT)),--set inner=confidence,--sampler confidence)
 SHARDS  ?= $(OUT)/store
 MODEL   ?= $(OUT)/$(STUDENT)-$(if $(filter paper,$(RECIPE)),$(CONDITIONING),$(RECIPE))$(addprefix -kd-,$(KD))

@@ -278,10 +278,12 @@ def fidelity(
     out: Annotated[Path, typer.Option(help="Results.")] = Path("benchmarks/results"),
     only: Annotated[list[str] | None, typer.Option(help="Recipes, by their whole names.")] = None,
     nfe: Annotated[str, typer.Option(help="Forward passes, 4,8; else the recipe's own.")] = "",
-    num: Annotated[int, typer.Option(help="Samples per setting.")] = 256,
+    num: Annotated[int, typer.Option(min=2, help="Samples per setting.")] = 256,
 ) -> None:
     """Sweep every sampler of trained students; interrupted, the same command goes on."""
     plan = replace(read_plan(plan_file, []), num_samples=num)
+    if plan.task != "stories":
+        raise UsageError("samples of text are wanted", where=plan_file, got=f"task {plan.task!r}")
     recipes = chosen(plan, only or [])
     torch.set_num_threads(1)
     words = extract.split()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from benchmarks.quality import fidelity as module
 from benchmarks.quality.fidelity import (
@@ -27,6 +27,7 @@ from benchmarks.quality.fidelity import (
 )
 from benchmarks.quality.stories import ORDER_TEMPERATURES
 from shards.base import UsageError
+from tests.trainer.backbone_cases import write_backbone
 from tests.trainer.run_cases import LENGTH, VOCAB, tiny_run, write_store
 from tests.trainer.sampling_cases import tiny_student
 from trainer.sampling import make_sampler
@@ -84,27 +85,21 @@ def test_one_row_has_no_covariance() -> None:
         frechet_distance(gaussian(1, 2), gaussian(5, 2))
 
 
-def llama() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def test_states_are_those_below_the_head_without_the_given_token() -> None:
-    judge = llama()
+@pytest.mark.parametrize("shape", ["llama", "gpt2"])
+def test_states_are_those_below_the_head_without_the_given_token(
+    shape: str, tmp_path: Path
+) -> None:
+    judge = AutoModelForCausalLM.from_pretrained(write_backbone(tmp_path, shape)).eval()
     tokens = torch.randint(VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(0))
     hidden = judge(input_ids=tokens, output_hidden_states=True).hidden_states[-1]
     expected = hidden[:, 1:].double().mean(1).detach().numpy()
     found = mean_states(judge, tokens)
     assert found.dtype == np.float64 and np.allclose(found, expected, atol=1e-6)
+
+
+def test_states_of_a_judge_that_is_a_student() -> None:
     student: Any = tiny_student("ar", "none")
+    tokens = torch.randint(VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(0))
     theirs = mean_states(student, tokens)
     with torch.no_grad():
         states = student._hidden(tokens)[:, 1:].double().mean(1).numpy()
@@ -196,7 +191,7 @@ def home(tmp_path: Path) -> Path:
     for name, conditioning in (("plain", "none"), ("noisy", "gumbel")):
         config = tiny_run(model__conditioning=conditioning, training__num_steps=1)
         assert train(config, tmp_path / "home" / "store", tmp_path / "home" / f"{name}-seed1")
-    llama().save_pretrained(tmp_path / "teacher")
+    write_backbone(tmp_path / "teacher")
     (tmp_path / "few.toml").write_text(PLAN)
     return tmp_path / "home"
 
@@ -237,3 +232,6 @@ def test_what_is_not_there_is_named(home: Path) -> None:
         fidelity(home.parent / "few.toml", home, words, only=["other"])
     with pytest.raises(UsageError, match=r"no judge \[--extract\]"):
         fidelity(home.parent / "few.toml", home, "")
+    (home.parent / "maze.toml").write_text(PLAN.replace("stories", "maze"))
+    with pytest.raises(UsageError, match=r"samples of text are wanted.*'maze'"):
+        fidelity(home.parent / "maze.toml", home, words)
