@@ -34,7 +34,7 @@ BACKBONE ?=
 INIT_FROM ?=
 # How students of this recipe write best: the surest positions first, all variety in the noise. In blocks tau 1 is
 # nearest the text; over whole rows 1.5 has its entropy. (One pass over a block of 8 tokens and more is better drawn:
-# ARGS='--decision categorical --tau 0.7 --set temperature=0.7'.)
+# ARGS='--decision categorical --tau 0.85 --set temperature=0.7'.)
 SUREST_FIRST = --decision argmax --tau $(if $(filter bd3lm,$(STUDENT)),1,1.5) \
                $(if $(filter bd3lm,$(STUDENT)),--set inner=confidence,--sampler confidence)
 SHARDS  ?= $(OUT)/store

@@ -230,14 +230,14 @@ def nearest(settings: Sequence[Setting], judge: str) -> dict[tuple[str, int], Se
     return {place: found[place] for place in places}
 
 
-def nearest_lines(settings: Sequence[Setting], judge: str) -> list[str]:
-    """A row per recipe and NFE."""
+def nearest_lines(settings: Sequence[Setting], judge: str, judges: Sequence[str]) -> list[str]:
+    """A row per recipe and NFE, with the perplexities by all judges."""
     head = [
         f"nearest the text ({judge})",
         "NFE",
         "distance",
         "of each seed",
-        "perplexity there",
+        f"perplexity there ({', '.join(judges)})",
         "entropy, nats",
         "KL of frequencies, nats",
         "sampled",
@@ -245,7 +245,7 @@ def nearest_lines(settings: Sequence[Setting], judge: str) -> list[str]:
     lines = [head, ["---"] * len(head)]
     for (recipe, nfe), best in nearest(settings, judge).items():
         seeds = ", ".join(f"{value:.2f}" for value in best.distances[judge])
-        perplexities = ", ".join(f"{best.perplexities[name]:.0f}" for name in best.perplexities)
+        perplexities = ", ".join(f"{best.perplexities[name]:.0f}" for name in judges)
         numbers = [f"{best.distance(judge):.2f}", seeds, perplexities]
         numbers += [f"{best.entropy_nats:.2f}", f"{best.divergence_nats:.3f}"]
         lines.append([recipe, str(nfe), *numbers, f"{best.order}, {best.way}"])
@@ -279,9 +279,10 @@ def fidelity(
     only: Annotated[list[str] | None, typer.Option(help="Recipes, by their whole names.")] = None,
     nfe: Annotated[str, typer.Option(help="Forward passes, 4,8; else the recipe's own.")] = "",
     num: Annotated[int, typer.Option(min=2, help="Samples per setting.")] = 256,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value")] = None,
 ) -> None:
     """Sweep every sampler of trained students; interrupted, the same command goes on."""
-    plan = replace(read_plan(plan_file, []), num_samples=num)
+    plan = replace(read_plan(plan_file, overrides or []), num_samples=num)
     if plan.task != "stories":
         raise UsageError("samples of text are wanted", where=plan_file, got=f"task {plan.task!r}")
     recipes = chosen(plan, only or [])
@@ -351,7 +352,12 @@ def table_of(
         matched = matched_table(
             match_students(sweeps, judge, entropy), entropy, f"the validation rows; judge: {judge}"
         )
-        lines += [*nearest_lines(settings, judge), "", matched.to_markdown(), ""]
+        lines += [
+            *nearest_lines(settings, judge, tuple(bench.judges)),
+            "",
+            matched.to_markdown(),
+            "",
+        ]
         lines += [*ratio_lines(ratios(plan, sweeps, judge, entropy)), ""]
     return lines[:-1]
 

@@ -149,8 +149,18 @@ def test_the_nearest_setting_is_that_of_all_seeds() -> None:
     assert (best.way, best.distances["judge"]) == ("b", (3.0, 3.5)), "3.25, where a has 3.5"
     assert best.perplexities["judge"] == pytest.approx(math.exp(2)), "over the tokens of both"
     assert (best.entropy_nats, best.divergence_nats) == (1.5, 0.5)
-    _, _, line, _ = nearest_lines(settings, "judge")
+    _, _, line, _ = nearest_lines(settings, "judge", ["judge"])
     assert line == "| recipe | 4 | 3.25 | 3.00, 3.50 | 7 | 1.50 | 0.500 | any, b |"
+
+
+def test_judges_keep_their_order_wherever_figures_come_from() -> None:
+    """Kept figures come back with their keys sorted."""
+    found = cell(4, "a", 1.0, nll=math.log(7))
+    both = {"z": found["nll_sums"]["judge"], "a": [math.log(5) * 3] * 2}
+    found = {**found, "nll_sums": both, "distances": {"z": 1.0, "a": 2.0}}
+    for kept in (found, json.loads(json.dumps(found, sort_keys=True))):
+        lines = nearest_lines(settings_of("recipe", [[kept]]), "z", ("z", "a"))
+        assert "| perplexity there (z, a) |" in lines[0] and "| 7, 5 |" in lines[2]
 
 
 def test_seeds_must_have_been_swept_alike() -> None:
@@ -211,6 +221,7 @@ def test_students_are_swept_once_and_told(home: Path, monkeypatch: pytest.Monkey
     fidelity(root / "few.toml", home, words, out=root / "again", num=4)
     again = (root / "again" / "quality-few-fidelity.json").read_bytes()
     assert again == (root / "out" / "quality-few-fidelity.json").read_bytes()
+    assert (root / "again" / "quality-few-fidelity.md").read_text() == table
     with pytest.raises(pytest.fail.Exception, match="it is kept"):
         fidelity(root / "few.toml", home, words, out=root / "again", num=5)
 
