@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from benchmarks.quality.ahead import Fills, Prefixes, fills
@@ -206,13 +206,20 @@ class StoriesBench:
         sampler = make_sampler(settings.pop("sampler"), **settings)
         return sampler.sample(student, rows, ids, noise, seed).tokens
 
+    @torch.no_grad()
     def scores(self, tokens: Int[Tensor, "n l"]) -> dict[str, Any]:
-        """Per sample: summed NLL under each judge, tokens that count and entropy."""
-        return {
-            "nll_sums": {name: _nll(judge, tokens) for name, judge in self.judges.items()},
-            "num_tokens": tokens.shape[1] - 1,
-            "entropies": rounded([unigram_entropy_nats(row) for row in tokens.tolist()]),
-        }
+        """As :func:`scores_of`, under each judge."""
+        logits = ((name, judge(input_ids=tokens).logits) for name, judge in self.judges.items())
+        return scores_of(tokens, {name: nll_sums(found, tokens) for name, found in logits})
+
+
+def scores_of(tokens: Int[Tensor, "n l"], nll_sums: Mapping[str, list[float]]) -> dict[str, Any]:
+    """Per sample: summed NLL under each judge, tokens that count and entropy."""
+    return {
+        "nll_sums": nll_sums,
+        "num_tokens": tokens.shape[1] - 1,
+        "entropies": rounded([unigram_entropy_nats(row) for row in tokens.tolist()]),
+    }
 
 
 def last_validation(folder: Path) -> dict[str, Any]:
@@ -230,17 +237,21 @@ def rounded(values: list[float]) -> list[float]:
     return [round(value, 4) for value in values]
 
 
-@torch.no_grad()
-def _nll(judge: Any, tokens: Int[Tensor, "n l"]) -> list[float]:
-    logits = judge(input_ids=tokens).logits[:, :-1].float()
-    log_probs = logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
+def nll_sums(logits: Float[Tensor, "n l v"], tokens: Int[Tensor, "n l"]) -> list[float]:
+    """Per sample, nats: of all tokens but the first, by a causal model's logits."""
+    log_probs = logits[:, :-1].float().log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
     return rounded((-log_probs.double().sum(1)).tolist())
 
 
 def validation_rows(store: Path) -> Int[Tensor, "n l"]:
     """The first rows of a store that no student was trained on."""
-    reader = ShardStore.open(store).split("validation", ["tokens"])
-    rows = reader.read_rows(0, min(reader.num_rows, NUM_PREFIXES))["tokens"]
+    return rows_of(store, "validation", NUM_PREFIXES)
+
+
+def rows_of(store: Path, split: str, count: int) -> Int[Tensor, "n l"]:
+    """The first rows of a split, ``count`` at most."""
+    reader = ShardStore.open(store).split(split, ["tokens"])
+    rows = reader.read_rows(0, min(reader.num_rows, count))["tokens"]
     return torch.from_numpy(np.asarray(rows)).long()
 
 

@@ -13,18 +13,20 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.quality import fidelity as module
-from benchmarks.quality.fidelity import (
+from benchmarks.quality.fidelity import __main__ as module
+from benchmarks.quality.fidelity.__main__ import fidelity, samples_by_order
+from benchmarks.quality.fidelity.distance import frechet_distance, read
+from benchmarks.quality.fidelity.nearness import (
     Setting,
-    by_order,
-    fidelity,
-    frechet_distance,
-    mean_states,
+    frontier,
     nearest,
     nearest_lines,
+    no_farther_lines,
     settings_of,
-    ways_of,
+    text_line,
 )
+from benchmarks.quality.fidelity.sweep import ways_of
+from benchmarks.quality.plan import Plan, Recipe
 from benchmarks.quality.stories import ORDER_TEMPERATURES
 from shards.base import UsageError
 from tests.trainer.backbone_cases import write_backbone
@@ -91,16 +93,17 @@ def test_states_are_those_below_the_head_without_the_given_token(
 ) -> None:
     judge = AutoModelForCausalLM.from_pretrained(write_backbone(tmp_path, shape)).eval()
     tokens = torch.randint(VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(0))
-    hidden = judge(input_ids=tokens, output_hidden_states=True).hidden_states[-1]
-    expected = hidden[:, 1:].double().mean(1).detach().numpy()
-    found = mean_states(judge, tokens)
+    said = judge(input_ids=tokens, output_hidden_states=True)
+    expected = said.hidden_states[-1][:, 1:].double().mean(1).detach().numpy()
+    logits, found = read(judge, tokens)
     assert found.dtype == np.float64 and np.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(logits, said.logits, atol=1e-6)
 
 
 def test_states_of_a_judge_that_is_a_student() -> None:
     student: Any = tiny_student("ar", "none")
     tokens = torch.randint(VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(0))
-    theirs = mean_states(student, tokens)
+    _, theirs = read(student, tokens)
     with torch.no_grad():
         states = student._hidden(tokens)[:, 1:].double().mean(1).numpy()
     assert np.allclose(theirs, states, atol=1e-6)
@@ -147,10 +150,67 @@ def test_the_nearest_setting_is_that_of_all_seeds() -> None:
     assert list(found) == [("recipe", 4), ("recipe", 8)]
     best = found["recipe", 4]
     assert (best.way, best.distances["judge"]) == ("b", (3.0, 3.5)), "3.25, where a has 3.5"
-    assert best.perplexities["judge"] == pytest.approx(math.exp(2)), "over the tokens of both"
+    assert best.perplexity("judge") == pytest.approx(math.exp(2)), "over the tokens of both"
     assert (best.entropy_nats, best.divergence_nats) == (1.5, 0.5)
     _, _, line, _ = nearest_lines(settings, "judge", ["judge"])
     assert line == "| recipe | 4 | 3.25 | 3.00, 3.50 | 7 | 1.50 | 0.500 | any, b |"
+
+
+def test_no_point_of_the_frontier_is_beaten() -> None:
+    points = [(3.0, 1.0), (1.0, 5.0), (2.0, 5.0), (2.0, 3.0), (4.0, 2.0), (1.0, 6.0)]
+    assert frontier(points) == [(1.0, 5.0), (2.0, 3.0), (3.0, 1.0)]
+
+
+def recipes(*names: str) -> Plan:
+    """Those with a + have noise; the last letter is the block size."""
+    return Plan(
+        "stories",
+        (),
+        tuple(
+            Recipe(
+                name,
+                conditioning="gumbel" if "+" in name else "none",
+                settings=(f"model.block_size={name[-1]}",),
+            )
+            for name in names
+        ),
+    )
+
+
+def test_at_one_distance_each_writes_its_best() -> None:
+    """Plain ones reach 2 and 3, the one with noise 1: what is within 2.2 counts, for both."""
+    plan = recipes("far 4", "plain 4", "noise +4", "other 8")
+    log = math.log
+    found = {
+        "far 4": [cell(4, "a", 3.0, log(5))],
+        "plain 4": [cell(4, "a", 2.0, log(90)), cell(4, "b", 2.1, log(80)), cell(4, "c", 3.0, 1.0)],
+        "noise +4": [cell(4, "a", 1.0, log(70)), cell(4, "b", 2.2, log(20)), cell(4, "c", 2.3, 0)],
+        "other 8": [cell(4, "a", 0.1, 0.0)],
+    }
+    settings = [x for name, cells in found.items() for x in settings_of(name, [cells])]
+    _, _, line = no_farther_lines(plan, settings, "judge")
+    sides = "80 @ 1.50 (any, b) | 20 @ 1.50 (any, b)"
+    assert line == f"| noise +4 | 4 | 2.20 | {sides} | 0.25 (seeds 0.25) |"
+
+
+def test_the_distance_is_one_that_both_reach() -> None:
+    plan = recipes("plain 4", "noise +4")
+    cells = {"plain 4": [cell(4, "a", 1.0, 1.0)], "noise +4": [cell(4, "a", 5.0, 2.0)]}
+    settings = [x for name, seeds in cells.items() for x in settings_of(name, [seeds, seeds])]
+    *_, line = no_farther_lines(plan, settings, "judge")
+    assert "| 5.50 |" in line and line.endswith("| 2.72 (seeds 2.72, 2.72) |")
+
+
+def test_noise_without_a_plain_student_of_its_kind_stands_alone() -> None:
+    plan = recipes("plain 8", "noise +4")
+    settings = settings_of("plain 8", [[cell(4, "a", 1.0)]])
+    settings += settings_of("noise +4", [[cell(4, "a", 1.0)]])
+    assert len(no_farther_lines(plan, settings, "judge")) == 2, "the head alone"
+
+
+def test_the_text_itself_is_told() -> None:
+    line = text_line(cell(0, "", 0.05, math.log(3.5)), "judge")
+    assert "distance 0.05, perplexity 3.5, entropy 1.50, KL 0.500" in line
 
 
 def test_judges_keep_their_order_wherever_figures_come_from() -> None:
@@ -170,7 +230,7 @@ def test_seeds_must_have_been_swept_alike() -> None:
 
 def test_orders_are_matched_apart() -> None:
     other = {**cell(8, "c", 2.0), "order": "other"}
-    found = by_order({"recipe": [[cell(4, "a", 1.0), cell(4, "b", 1.0), other]]})
+    found = samples_by_order({"recipe": [[cell(4, "a", 1.0), cell(4, "b", 1.0), other]]})
     assert found.keys() == {"recipe; any", "recipe; other"}
     (seed,) = found["recipe; any"]
     assert seed["samples"].keys() == {"4"} and seed["samples"]["4"].keys() == {"a", "b"}
@@ -217,6 +277,10 @@ def test_students_are_swept_once_and_told(home: Path, monkeypatch: pytest.Monkey
     assert {setting.recipe for setting in settings} == {"plain", "noisy"}
     assert all(setting.nfe == 2 and setting.distances["teacher"][0] > 0 for setting in settings)
 
+    assert (root / "out" / "quality-few-fidelity.png").stat().st_size > 5_000
+    assert "As many rows that students were trained on: distance" in table
+
+    measure = module.Fidelity.measure
     monkeypatch.setattr(module.Fidelity, "measure", lambda *_: pytest.fail("it is kept"))
     fidelity(root / "few.toml", home, words, out=root / "again", num=4)
     again = (root / "again" / "quality-few-fidelity.json").read_bytes()
@@ -225,16 +289,23 @@ def test_students_are_swept_once_and_told(home: Path, monkeypatch: pytest.Monkey
     with pytest.raises(pytest.fail.Exception, match="it is kept"):
         fidelity(root / "few.toml", home, words, out=root / "again", num=5)
 
+    passes: list[int] = []
+    counted = lambda *args: passes.append(args[2]) or measure(*args)  # noqa: E731
+    monkeypatch.setattr(module.Fidelity, "measure", counted)
+    fidelity(root / "few.toml", home, words, out=root / "more", num=4, nfe="2,4")
+    assert passes == [4, 4], "what is kept of one NFE is not measured with another"
+
 
 def test_figures_are_those_of_the_validation_rows_themselves(home: Path) -> None:
     """Rows of the text are at distance 0 from it, and have its frequencies."""
     plan = replace(module.read_plan(home.parent / "few.toml", []), num_samples=4)
     bench = module.StoriesBench(plan, home, str(home.parent / "teacher"), None)
-    found = module.Fidelity(bench).figures_of(bench.validation, VOCAB)
+    found = module.Fidelity(bench).figures_of(bench.validation)
     assert found["distances"]["teacher"] == pytest.approx(0, abs=1e-6)
     num_tokens = len(bench.validation) * (LENGTH - 1)
     assert 0 <= found["divergence_nats"] < VOCAB / (2 * num_tokens), "the half tokens alone"
     assert len(found["entropies"]) == len(bench.validation)
+    assert found["nll_sums"] == bench.scores(bench.validation)["nll_sums"]
 
 
 def test_what_is_not_there_is_named(home: Path) -> None:

@@ -1,0 +1,59 @@
+"""Perplexity over distance from the text, a point per setting of a sampler, a panel per NFE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.quality.fidelity.nearness import Setting, frontier
+from benchmarks.quality.plan import Plan
+
+COLOURS = {False: "C0", True: "C3"}
+"""Without noise, and with it."""
+MARKS = "os^Dv"
+
+
+def draw(plan: Plan, settings: Sequence[Setting], path: Path) -> None:
+    """A row per judge, a column per kind of student and NFE; down and left is better."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    kinds = {recipe.name: recipe.kind for recipe in plan.recipes}
+    places = list(dict.fromkeys((kinds[x.recipe], x.nfe) for x in settings))
+    judges = list(settings[0].distances)
+    size = {"figsize": (3.6 * len(places) + 1, 3.4 * len(judges)), "layout": "constrained"}
+    figure, panels = pyplot.subplots(len(judges), len(places), squeeze=False, **size)
+    for row, judge in zip(panels, judges, strict=True):
+        for axes, place in zip(row, places, strict=True):
+            own = [x for x in settings if (kinds[x.recipe], x.nfe) == place]
+            _draw_place(axes, plan, own, judge)
+            axes.set_title(f"{_said(place[0])}, NFE {place[1]}; {judge}", loc="left", fontsize=9)
+        row[0].set_ylabel("generative perplexity")
+    for axes in panels[-1]:
+        axes.set_xlabel("Fréchet distance to the text")
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _draw_place(axes: Any, plan: Plan, settings: Sequence[Setting], judge: str) -> None:
+    conditioned = {recipe.name: recipe.conditioning != "none" for recipe in plan.recipes}
+    names = list(dict.fromkeys(x.recipe for x in settings))
+    for name in names:
+        has_noise = conditioned[name]
+        mark = MARKS[[n for n in names if conditioned[n] == has_noise].index(name) % len(MARKS)]
+        points = [(x.distance(judge), x.perplexity(judge)) for x in settings if x.recipe == name]
+        look: dict[str, Any] = {"color": COLOURS[has_noise], "marker": mark}
+        axes.plot(*zip(*points, strict=True), ls="", ms=3, alpha=0.35, **look)
+        axes.plot(*zip(*frontier(points), strict=True), lw=1, ms=4, label=name, **look)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=7)
+
+
+def _said(kind: tuple[str, str]) -> str:
+    student, blocks = kind
+    return f"{student}, blocks of {blocks.partition('=')[2]}" if blocks else student
