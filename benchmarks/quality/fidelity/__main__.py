@@ -73,7 +73,7 @@ def fidelity(
     found = [asdict(setting) for setting in settings]
     write_json_atomic(place.with_suffix(".json"), {**results, "settings": found})
     place.with_suffix(".md").write_text("\n".join(table) + "\n", encoding="utf-8")
-    draw(plan, settings, place.with_suffix(".png"))
+    draw(plan, settings, tuple(bench.judges), place.with_suffix(".png"))
     typer.echo("\n".join(table))
 
 

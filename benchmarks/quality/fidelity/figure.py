@@ -14,7 +14,7 @@ COLOURS = {False: "C0", True: "C3"}
 MARKS = "os^Dv"
 
 
-def draw(plan: Plan, settings: Sequence[Setting], path: Path) -> None:
+def draw(plan: Plan, settings: Sequence[Setting], judges: Sequence[str], path: Path) -> None:
     """A row per judge, a column per kind of student and NFE; down and left is better."""
     import matplotlib
 
@@ -23,7 +23,6 @@ def draw(plan: Plan, settings: Sequence[Setting], path: Path) -> None:
 
     kinds = {recipe.name: recipe.kind for recipe in plan.recipes}
     places = list(dict.fromkeys((kinds[x.recipe], x.nfe) for x in settings))
-    judges = list(settings[0].distances)
     size = {"figsize": (3.6 * len(places) + 1, 3.4 * len(judges)), "layout": "constrained"}
     figure, panels = pyplot.subplots(len(judges), len(places), squeeze=False, **size)
     for row, judge in zip(panels, judges, strict=True):
@@ -39,6 +38,8 @@ def draw(plan: Plan, settings: Sequence[Setting], path: Path) -> None:
 
 
 def _draw_place(axes: Any, plan: Plan, settings: Sequence[Setting], judge: str) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
     conditioned = {recipe.name: recipe.conditioning != "none" for recipe in plan.recipes}
     names = list(dict.fromkeys(x.recipe for x in settings))
     for name in names:
@@ -48,8 +49,11 @@ def _draw_place(axes: Any, plan: Plan, settings: Sequence[Setting], judge: str) 
         look: dict[str, Any] = {"color": COLOURS[has_noise], "marker": mark}
         axes.plot(*zip(*points, strict=True), ls="", ms=3, alpha=0.35, **look)
         axes.plot(*zip(*frontier(points), strict=True), lw=1, ms=4, label=name, **look)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=7)
 
