@@ -26,17 +26,17 @@ PRESET  ?= tiny
 CONDITIONING ?= $(if $(filter ar,$(STUDENT)),none,gumbel)
 # Distillation: token (KL to the teacher's stored probabilities), or sequence (rows it wrote itself).
 KD      ?=
-# read-again: without noise first, then a share of the steps with noise that is read behind every block, what measures
-# best (benchmarks/results/quality-tried.md); paper: one training, as CONDITIONING and KD say, which choose it too.
+# read-again: without noise first, then as many steps with noise that is read behind every block, what measures best
+# (benchmarks/results/quality-tried.md); paper: one training, as CONDITIONING and KD say, which choose it too.
 RECIPE  ?= $(if $(and $(filter mdlm bd3lm,$(STUDENT)),$(filter file,$(origin CONDITIONING)),$(if $(KD),,1)),read-again,paper)
 BACKBONE ?=
 # What the student begins with: a trained student, or a language model of transformers.
 INIT_FROM ?=
-# How students of this recipe write best: the surest positions first, all variety in the noise. In blocks tau 1 is
-# nearest the text; over whole rows 1.5 has its entropy. (One pass over a block of 8 tokens and more is better drawn:
+# How students of this recipe are nearest the text (benchmarks/results/quality-stories-fidelity.md): the surest positions
+# first, and under the noise they were trained on. (One pass over a block of 8 tokens and more is better drawn:
 # ARGS='--decision categorical --tau 0.85 --set temperature=0.7'.)
-SUREST_FIRST = --decision argmax --tau $(if $(filter bd3lm,$(STUDENT)),1,1.5) \
-               $(if $(filter bd3lm,$(STUDENT)),--set inner=confidence,--sampler confidence)
+NEAREST_mdlm  = --sampler confidence --decision categorical --tau 1 --set temperature=0.7
+NEAREST_bd3lm = --set inner=confidence --decision argmax --tau 1
 SHARDS  ?= $(OUT)/store
 MODEL   ?= $(OUT)/$(STUDENT)-$(if $(filter paper,$(RECIPE)),$(CONDITIONING),$(RECIPE))$(addprefix -kd-,$(KD))
 SAMPLES ?= samples
@@ -102,7 +102,7 @@ train: $(STAMP) ## train a student from shards: make train STUDENT=bd3lm SHARDS=
 sample: $(STAMP) ## draw samples from a trained student: make sample MODEL=... NFE=16 NUM=64
 	$(BIN)/gdistill-sample '$(MODEL)/model' --num $(NUM) \
 	  $(if $(filter ar,$(STUDENT)),,--nfe $(NFE)) --out '$(SAMPLES)' \
-	  $(if $(filter read-again,$(RECIPE)),$(SUREST_FIRST)) $(ARGS)
+	  $(if $(filter read-again,$(RECIPE)),$(NEAREST_$(STUDENT))) $(ARGS)
 
 references: $(STAMP) ## rows of the corpus as text, for MAUVE: make references NUM=1000
 	$(BIN)/gdistill-extract references '$(SHARDS)' --num $(NUM) --out '$(OUT)/references.jsonl'

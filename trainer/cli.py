@@ -120,7 +120,7 @@ def read_again(
     ] = None,
     log_format: LogFormatOption = "plain",
 ) -> None:
-    """Beyond the paper: a student without noise, then a share of its steps with noise read again.
+    """Beyond the paper: a student without noise, then as many steps with noise read again.
 
     The first part is the preset's length and goes to OUT/plain.
     """

@@ -1,9 +1,9 @@
-"""The recipe beyond the paper, per kind of student: without noise first, then fewer steps with it.
+"""The recipe beyond the paper, per kind of student: without noise first, then with it.
 
-A finished student learns to read noise within a tenth of its steps: added to the mask's embedding,
-the corpus unigram beside it, and read again behind its blocks (``noise_readings``). What the steps,
-weights and rates of a kind are is in ``presets/read_again/<kind>.toml``; a user's own settings go
-before them, in both parts.
+A student that has learnt to read the text learns to read noise the sooner: added to the mask's
+embedding, the corpus unigram beside it, and again behind its blocks (``noise_readings``). What the
+steps, weights and rates of a kind are is in ``presets/read_again/<kind>.toml``; a user's own
+settings go before them, in both parts.
 """
 
 from __future__ import annotations
@@ -103,8 +103,6 @@ def read_again_parts(
     num_steps = max(1, round(recipe["share_of_steps"] * plain.training.steps_over(num_rows)))
     readings = readings_of(plain.model.num_layers, store.manifest.vocab_size)
     with_noise = merge(recipe["noise"], {"model": readings})
-    if not store.codec.is_fresh:  # which keeps one draw, and not what others could be made from
-        with_noise["model"].pop("prior_noise_share", None)
     second = layered([preset, with_noise, *chosen], overrides)
     amount = {"num_steps": num_steps, "num_epochs": None}
     rate = recipe["learning_rate_factor"] * plain.optimization.learning_rate

@@ -40,26 +40,30 @@ def parts_of(store: Path, student: str = "mdlm", *overrides: str, **amounts: Any
     return read_again_parts(student, ShardStore.open(store), preset, [], overrides)
 
 
-def test_a_tenth_of_the_steps_goes_on_with_noise(store: Path) -> None:
+def test_as_many_steps_go_on_with_noise(store: Path) -> None:
     found = parts_of(store)
     assert (found.plain.student, found.noise.student) == ("mdlm", "mdlm")
     assert (found.plain.model.conditioning, found.noise.model.conditioning) == ("none", "gumbel")
-    assert (found.plain.training.num_steps, found.noise.training.num_steps) == (20, 2)
-    assert (found.plain.optimization.warmup_steps, found.noise.optimization.warmup_steps) == (7, 0)
+    assert (found.plain.training.num_steps, found.noise.training.num_steps) == (20, 20)
+    assert (found.plain.optimization.warmup_steps, found.noise.optimization.warmup_steps) == (7, 2)
+    schedules = [part.optimization.schedule for part in (found.plain, found.noise)]
+    assert schedules == ["constant", "cosine"], "the first part's rate does not decay"
     rates = [p.optimization.learning_rate for p in (found.plain, found.noise)]
-    assert rates == pytest.approx([1e-3, 2e-3])
+    assert rates == pytest.approx([1e-3, 1e-3])
+    blocks = parts_of(store, "bd3lm")
+    assert blocks.noise.optimization.learning_rate == pytest.approx(2e-3)
     assert found.noise.model.injection == "add" and found.noise.model.noise_readings == (1, 2)
     assert found.plain.model.max_loss_weight == found.noise.model.max_loss_weight == 1.0
 
 
 def test_epochs_are_counted_in_steps(store: Path) -> None:
-    """20 rows in batches of 4, ten epochs: 50 steps, five with noise."""
+    """20 rows in batches of 4, ten epochs: 50 steps, and 50 with noise."""
     rows = ShardStore.open(store).manifest.splits["train"]
     preset = {**TINY, "training": {"num_epochs": 10, "global_batch_size": 4, "trackers": []}}
     found = read_again_parts("mdlm", ShardStore.open(store), preset)
     assert found.plain.training.num_steps is None
     assert found.noise.training.num_epochs is None
-    assert found.noise.training.num_steps == round(0.1 * -(-10 * rows // 4))
+    assert found.noise.training.num_steps == -(-10 * rows // 4)
 
 
 def test_blocks_begin_as_a_whole_row(store: Path) -> None:
@@ -79,7 +83,7 @@ def test_what_a_user_sets_goes_before_the_recipe_in_both_parts(store: Path) -> N
     for part in (found.plain, found.noise):
         assert (part.seed, part.model.max_loss_weight) == (3, 5.0)
         assert part.optimization.schedule == "constant"
-    assert (found.plain.training.num_steps, found.noise.training.num_steps) == (40, 4)
+    assert (found.plain.training.num_steps, found.noise.training.num_steps) == (40, 40)
     assert (found.plain.model.noise_readings, found.noise.model.noise_readings) == ((), (2,))
     draws = [p.training.num_noise_draws for p in (found.plain, found.noise)]
     assert draws == [None, 2]
@@ -147,7 +151,7 @@ def test_the_command(
 
     assert call("--out", tmp_path / "run") == 0
     record = json.loads((tmp_path / "run/config.json").read_text())
-    assert record["model"]["hidden_size"] == 16 and record["training"]["num_steps"] == 1
+    assert record["model"]["hidden_size"] == 16 and record["training"]["num_steps"] == 3
     assert call("--out", tmp_path / "other", "--init-from", tmp_path / "run/plain") == 0
     assert not (tmp_path / "other/plain").exists()
     assert call("--out", tmp_path / "bad", "--student", "ar") == 2
@@ -156,10 +160,9 @@ def test_the_command(
 
 @pytest.mark.parametrize("codec", ["posterior", "seeded", "topk", "quantized", "full"])
 def test_every_codec_has_the_recipe(codec: str, tmp_path: Path) -> None:
-    """Prior noise is drawn where a store keeps distributions; one draw leaves nothing to draw."""
+    """Prior noise, asked for, is drawn where a store keeps distributions; one draw leaves none."""
     path = write_store(tmp_path / "store", codec)
     found = parts_of(path)
-    assert found.noise.model.prior_noise_share == (0.15 if codec == "posterior" else 0.0)
     assert train_read_again(found, path, tmp_path / "run")
     asked = parts_of(path, "mdlm", "model.prior_noise_share=0.1")
     assert asked.noise.model.prior_noise_share == 0.1
