@@ -29,6 +29,7 @@ from benchmarks.quality.fidelity.sweep import ways_of
 from benchmarks.quality.plan import Plan, Recipe
 from benchmarks.quality.stories import ORDER_TEMPERATURES
 from shards.base import UsageError
+from shards.store import ShardStore
 from tests.trainer.backbone_cases import write_backbone
 from tests.trainer.run_cases import LENGTH, VOCAB, tiny_run, write_store
 from tests.trainer.sampling_cases import tiny_student
@@ -157,7 +158,7 @@ def test_the_nearest_setting_is_that_of_all_seeds() -> None:
 
 
 def test_no_point_of_the_frontier_is_beaten() -> None:
-    points = [(3.0, 1.0), (1.0, 5.0), (2.0, 5.0), (2.0, 3.0), (4.0, 2.0), (1.0, 6.0)]
+    points = [(3.0, 1.0), (1.0, 5.0), (2.0, 5.0), (2.0, 3.0), (4.0, 2.0), (1.0, 6.0), (3.5, 1.0)]
     assert frontier(points) == [(1.0, 5.0), (2.0, 3.0), (3.0, 1.0)]
 
 
@@ -294,6 +295,8 @@ def test_students_are_swept_once_and_told(home: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(module.Fidelity, "measure", counted)
     fidelity(root / "few.toml", home, words, out=root / "more", num=4, nfe="2,4")
     assert passes == [4, 4], "what is kept of one NFE is not measured with another"
+    more = json.loads((root / "more" / "quality-few-fidelity.json").read_text())["settings"]
+    assert {setting["nfe"] for setting in more} == {2, 4}
 
 
 def test_figures_are_those_of_the_validation_rows_themselves(home: Path) -> None:
@@ -306,6 +309,14 @@ def test_figures_are_those_of_the_validation_rows_themselves(home: Path) -> None
     assert 0 <= found["divergence_nats"] < VOCAB / (2 * num_tokens), "the half tokens alone"
     assert len(found["entropies"]) == len(bench.validation)
     assert found["nll_sums"] == bench.scores(bench.validation)["nll_sums"]
+
+
+def test_the_text_is_told_by_rows_of_training(home: Path) -> None:
+    plan = replace(module.read_plan(home.parent / "few.toml", []), num_samples=4)
+    bench = module.StoriesBench(plan, home, str(home.parent / "teacher"), None)
+    rows = ShardStore.open(home / "store").split("train", ["tokens"]).read_rows(0, 4)["tokens"]
+    expected = bench.scores(torch.from_numpy(np.asarray(rows)).long())
+    assert module.Fidelity(bench).text()["nll_sums"] == expected["nll_sums"]
 
 
 def test_what_is_not_there_is_named(home: Path) -> None:
