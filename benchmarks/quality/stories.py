@@ -213,10 +213,10 @@ class StoriesBench:
         return scores_of(tokens, {name: nll_sums(found, tokens) for name, found in logits})
 
 
-def scores_of(tokens: Int[Tensor, "n l"], nll_sums: Mapping[str, list[float]]) -> dict[str, Any]:
+def scores_of(tokens: Int[Tensor, "n l"], sums: Mapping[str, list[float]]) -> dict[str, Any]:
     """Per sample: summed NLL under each judge, tokens that count and entropy."""
     return {
-        "nll_sums": nll_sums,
+        "nll_sums": sums,
         "num_tokens": tokens.shape[1] - 1,
         "entropies": rounded([unigram_entropy_nats(row) for row in tokens.tolist()]),
     }

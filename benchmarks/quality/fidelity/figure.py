@@ -28,7 +28,7 @@ def draw(plan: Plan, settings: Sequence[Setting], judges: Sequence[str], path: P
     for row, judge in zip(panels, judges, strict=True):
         for axes, place in zip(row, places, strict=True):
             own = [x for x in settings if (kinds[x.recipe], x.nfe) == place]
-            _draw_place(axes, plan, own, judge)
+            draw_place(axes, plan, own, judge)
             axes.set_title(f"{_said(place[0])}, NFE {place[1]}; {judge}", loc="left", fontsize=9)
         row[0].set_ylabel("generative perplexity")
     for axes in panels[-1]:
@@ -37,7 +37,8 @@ def draw(plan: Plan, settings: Sequence[Setting], judges: Sequence[str], path: P
     pyplot.close(figure)
 
 
-def _draw_place(axes: Any, plan: Plan, settings: Sequence[Setting], judge: str) -> None:
+def draw_place(axes: Any, plan: Plan, settings: Sequence[Setting], judge: str) -> None:
+    """Every setting a faint point, and a line per recipe through those that no other beats."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     conditioned = {recipe.name: recipe.conditioning != "none" for recipe in plan.recipes}
@@ -49,8 +50,8 @@ def _draw_place(axes: Any, plan: Plan, settings: Sequence[Setting], judge: str) 
         look: dict[str, Any] = {"color": COLOURS[has_noise], "marker": mark}
         axes.plot(*zip(*points, strict=True), ls="", ms=3, alpha=0.35, **look)
         axes.plot(*zip(*frontier(points), strict=True), lw=1, ms=4, label=name, **look)
+    axes.set(xscale="log", yscale="log")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.axes.set(**{f"{axis.axis_name}scale": "log"})
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())

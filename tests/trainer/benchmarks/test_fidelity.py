@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from transformers import AutoModelForCausalLM
 
 from benchmarks.quality.fidelity import __main__ as module
 from benchmarks.quality.fidelity.__main__ import fidelity, samples_by_order
 from benchmarks.quality.fidelity.distance import frechet_distance, read
+from benchmarks.quality.fidelity.figure import draw_place
 from benchmarks.quality.fidelity.nearness import (
     Setting,
     frontier,
@@ -309,6 +311,24 @@ def test_figures_are_those_of_the_validation_rows_themselves(home: Path) -> None
     assert 0 <= found["divergence_nats"] < VOCAB / (2 * num_tokens), "the half tokens alone"
     assert len(found["entropies"]) == len(bench.validation)
     assert found["nll_sums"] == bench.scores(bench.validation)["nll_sums"]
+
+
+def test_figure_has_every_setting_and_a_line_through_the_best() -> None:
+    plan = recipes("plain 4", "noise +4")
+    cells = {
+        "plain 4": [cell(4, "a", 1.0, math.log(9)), cell(4, "b", 2.0, math.log(20))],
+        "noise +4": [cell(4, "a", 0.5, math.log(8)), cell(4, "b", 3.0, math.log(2))],
+    }
+    settings = [x for name, found in cells.items() for x in settings_of(name, [found])]
+    axes = Figure().subplots()
+    draw_place(axes, plan, settings, "judge")
+    points, best, _, noisy = (
+        np.round(np.asarray(line.get_xydata(), dtype=float), 6).tolist() for line in axes.lines
+    )
+    assert points == [[1, 9], [2, 20]] and best == [[1, 9]]
+    assert noisy == [[0.5, 8], [3, 2]]
+    plain, noise = (axes.lines[number].get_color() for number in (1, 3))
+    assert plain != noise and axes.get_xscale() == axes.get_yscale() == "log"
 
 
 def test_the_text_is_told_by_rows_of_training(home: Path) -> None:
