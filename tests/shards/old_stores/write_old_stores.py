@@ -8,6 +8,7 @@ an older checkout: only such names are used as all versions have.
 
 from __future__ import annotations
 
+import importlib
 import sys
 import tarfile
 import tempfile
@@ -24,7 +25,7 @@ from shards.store import ShardStore, ShardWriter
 try:
     from shards.store import Manifest
 except ImportError:  # before sub-rooms
-    from shards.manifest import Manifest  # type: ignore
+    Manifest = importlib.import_module("shards.manifest").Manifest
 
 VOCAB, LENGTH, HIDDEN, SEED = 11, 5, 3, 5
 SPLITS = {"train": 5, "validation": 2}
