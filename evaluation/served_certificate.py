@@ -1,0 +1,472 @@
+"""Is what a server said what it should have drawn?
+
+Two questions about the answers of an OpenAI-compatible server, each by one clean pass of the model:
+
+- **the noise**: where the stream is known (the engine with the plugin of :mod:`trainer.serving`, and
+  vLLM's V2 runner by itself), every token must be argmax(l / T + g) of its seed and position; greedy
+  answers must be argmax l. One altered token is found.
+- **the law**: without it, the surprise -log p(x_t) of the tokens that were drawn must be p's entropy
+  on average. Under a right engine the sum of the differences is a martingale, whose variance is the
+  sum of the surprises' variances under p: z is standard normal for long samples, whatever the
+  prompts and wherever the answers end.
+
+p is the model's distribution as the request cuts it: temperature, then top-k, then the nucleus, as
+vLLM does it (``v1/sample/ops/topk_topp_sampler.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from shards.base import GdistillError, UsageError, progress_bar
+from shards.noise.murmur3 import engine_gumbels
+
+NOISES = {"murmur3": torch.float32, "murmur3-float64": torch.float64}
+"""Streams by name, and the precision of their variates."""
+LEAST_P = 0.05
+"""A law test that comes out less likely convicts: a right engine passes 19 of 20 times."""
+TIE = 1e-4
+"""Two scores so close, in units of the largest |l / T|, and a token so close to where the nucleus
+ends, are rounding's to decide: an engine computes a pass in other batches than the certificate."""
+ROWS_AT_A_TIME = 32
+CHANGES_THE_LAW = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "min_p": 0,
+    "logit_bias": None,
+    "bad_words": None,
+    "min_tokens": 0,
+    "response_format": None,
+    "structured_outputs": None,
+    "allowed_token_ids": None,
+}
+"""Settings that the certificate does not undo, and their harmless values."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sequence that a server said.
+
+    Attributes:
+        name: Where it stands, for messages.
+        prompt: Token ids.
+        tokens: Token ids that were drawn.
+        temperature: 0 is greedy.
+        top_k: 0 cuts nothing.
+        top_p: 1 cuts nothing.
+        seed: None where the answer does not tell it.
+        noise: One of ``NOISES``; None where the stream is unknown.
+    """
+
+    name: str
+    prompt: list[int]
+    tokens: list[int]
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    noise: str | None = None
+
+
+@dataclass
+class Verdict:
+    """What was found of one answer.
+
+    Attributes:
+        name: The answer's.
+        num_tokens: Tokens looked at.
+        checked: "noise", "greedy", or "law" where no stream is known.
+        num_agreeing: Tokens that are what the noise, or greedy decoding, asks for.
+        num_ties: Others that rounding can explain.
+        first: The first token that it cannot: position among the answer's tokens, the token, what
+            the noise asks for, and by how many nats that is better (None: the token was cut off).
+        excess: Sum of surprise minus entropy, nats; 0 for greedy answers.
+        variance: Sum of the surprises' variances under p, nats squared.
+        surprise: Sum of surprises, nats.
+        entropy: Sum of entropies, nats.
+        num_impossible: Tokens that the request's own settings cut off.
+    """
+
+    name: str
+    num_tokens: int
+    checked: str
+    num_agreeing: int = 0
+    num_ties: int = 0
+    first: tuple[int, int, int, float | None] | None = None
+    excess: float = 0.0
+    variance: float = 0.0
+    surprise: float = 0.0
+    entropy: float = 0.0
+    num_impossible: int = 0
+
+    @property
+    def num_faults(self) -> int:
+        """Tokens that nothing explains."""
+        if self.checked == "law":
+            return self.num_impossible
+        return self.num_tokens - self.num_agreeing - self.num_ties
+
+
+@dataclass
+class ServedCertificate:
+    """What was found of all answers.
+
+    Attributes:
+        verdicts: One per answer.
+    """
+
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    @property
+    def drawn(self) -> list[Verdict]:
+        """Answers that were drawn at random."""
+        return [verdict for verdict in self.verdicts if verdict.checked != "greedy"]
+
+    @property
+    def z(self) -> float:
+        """Of the test of the law: (surprise - entropy) / standard deviation."""
+        variance = sum(verdict.variance for verdict in self.drawn)
+        return sum(v.excess for v in self.drawn) / math.sqrt(variance) if variance else 0.0
+
+    @property
+    def p(self) -> float:
+        """How often a right engine has a z so far from 0, on either side."""
+        return math.erfc(abs(self.z) / math.sqrt(2))
+
+    @property
+    def is_right(self) -> bool:
+        """No token is at fault, and where no stream is known the law is passed."""
+        if any(verdict.num_faults for verdict in self.verdicts):
+            return False
+        return self.p >= LEAST_P or not any(v.checked == "law" for v in self.verdicts)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return {
+            "is_right": self.is_right,
+            "z": self.z,
+            "p": self.p,
+            "nats_per_token": self.per_token("surprise"),
+            "entropy_per_token": self.per_token("entropy"),
+            "answers": [asdict(verdict) for verdict in self.verdicts],
+        }
+
+    def per_token(self, what: str) -> float:
+        """Mean of ``surprise`` or ``entropy`` over the drawn tokens, nats."""
+        count = sum(verdict.num_tokens for verdict in self.drawn)
+        return sum(getattr(verdict, what) for verdict in self.drawn) / max(1, count)
+
+    def lines(self) -> Iterator[str]:
+        """What a reader should know, a line each."""
+        for verdict in self.verdicts:
+            if verdict.checked != "law" and verdict.first is not None:
+                place, token, winner, margin = verdict.first
+                by = "the request cuts it off" if margin is None else f"by {margin:.3g} nats"
+                yield (
+                    f"{verdict.name}: {verdict.num_faults} of {verdict.num_tokens} tokens are not "
+                    f"the ones asked for; first: token {place} is {token}, expected {winner}, {by}"
+                )
+        for checked, words in (("noise", "argmax(l / T + g)"), ("greedy", "argmax l")):
+            found = [verdict for verdict in self.verdicts if verdict.checked == checked]
+            if found:
+                tokens, agreeing, ties = (
+                    sum(getattr(verdict, name) for verdict in found)
+                    for name in ("num_tokens", "num_agreeing", "num_ties")
+                )
+                yield f"{agreeing} of {tokens} tokens are {words}, {ties} ties within rounding"
+        if self.drawn:
+            yield (
+                f"law: {self.per_token('surprise'):.3f} nats per token, entropy "
+                f"{self.per_token('entropy'):.3f}; z = {self.z:.2f}, p = {self.p:.2g}"
+            )
+            if cut := sum(verdict.num_impossible for verdict in self.drawn):
+                yield f"{cut} tokens are ones that the requests cut off"
+
+
+def allowed(
+    scaled: Float[Tensor, "n v"], top_k: int, top_p: float, slack: float = 0.0
+) -> Float[Tensor, "n v"]:
+    """l / T where a request may draw, -inf elsewhere: top-k first, then the nucleus of the rest.
+
+    Args:
+        scaled: l / T.
+        top_k: 0 or at least V: no cut.
+        top_p: 1: no cut. At least the most probable token stays.
+        slack: Tokens within it of a cut, in nats or in probability, stay too; negative: go too.
+    """
+    if 0 < top_k < scaled.shape[-1]:
+        least = scaled.topk(top_k, dim=-1).values[..., -1:] - slack
+        is_best = scaled == scaled.amax(dim=-1, keepdim=True)
+        scaled = scaled.masked_fill((scaled < least) & ~is_best, -torch.inf)
+    if top_p < 1:
+        ordered, ids = scaled.sort(dim=-1)
+        is_out = ordered.double().softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p - slack
+        is_out[..., -1] = False
+        scaled = torch.empty_like(scaled).scatter_(-1, ids, ordered.masked_fill(is_out, -torch.inf))
+    return scaled
+
+
+def judge(answer: Answer, logits: Float[Tensor, "n v"]) -> Verdict:
+    """Compare one answer's tokens with what the model's logits before each of them ask for."""
+    greedy = answer.temperature == 0
+    checked = "greedy" if greedy else "noise" if answer.noise else "law"
+    verdict = Verdict(answer.name, len(answer.tokens), checked)
+    tokens = torch.tensor(answer.tokens, dtype=torch.int64)
+    scaled = logits if greedy else logits / answer.temperature
+    law = allowed(scaled, answer.top_k, answer.top_p)
+    wide = allowed(scaled, answer.top_k, answer.top_p, TIE)
+    if not greedy:
+        _weigh(verdict, law, wide, tokens)
+    if checked == "law":
+        return verdict
+    noise = torch.zeros((), dtype=torch.float64)
+    if not greedy:
+        assert answer.seed is not None and answer.noise is not None
+        seeds = torch.full((len(tokens),), answer.seed, dtype=torch.int64)
+        places = len(answer.prompt) - 1 + torch.arange(len(tokens))
+        precision = NOISES[answer.noise]
+        noise = engine_gumbels(seeds, places, 0, logits.shape[1], precision).double()
+    margins, winners = _margins(law.double() + noise, tokens)
+    within = TIE * scaled.abs().amax(dim=-1).clamp_min(1.0)
+    narrow = allowed(scaled, answer.top_k, answer.top_p, -TIE)
+    is_tie = margins.abs() <= within
+    for cut in (wide, narrow):
+        is_tie |= _margins(cut.double() + noise, tokens)[0] >= -within
+    is_agreeing = margins > 0
+    verdict.num_agreeing = int(is_agreeing.sum())
+    verdict.num_ties = int((is_tie & ~is_agreeing).sum())
+    faults = (~is_agreeing & ~is_tie).nonzero()[:, 0].tolist()
+    if faults:
+        place = faults[0]
+        margin = -float(margins[place])
+        verdict.first = (
+            place,
+            answer.tokens[place],
+            int(winners[place]),
+            margin if math.isfinite(margin) else None,
+        )
+    return verdict
+
+
+def _weigh(
+    verdict: Verdict, law: Float[Tensor, "n v"], wide: Float[Tensor, "n v"], tokens: Tensor
+) -> None:
+    """Sums of the test of the law; a token that was cut off has no surprise to count."""
+    log_p = law.double().log_softmax(dim=-1)
+    own = log_p.gather(1, tokens[:, None])[:, 0]
+    cut = wide.gather(1, tokens[:, None])[:, 0].isinf()
+    surprises = torch.where(log_p.isinf(), 0.0, -log_p)
+    entropy = (log_p.exp() * surprises).sum(dim=-1)
+    variance = (log_p.exp() * surprises.square()).sum(dim=-1) - entropy.square()
+    counted = own.isfinite()
+    verdict.num_impossible = int(cut.sum())
+    verdict.surprise = float(-own[counted].sum())
+    verdict.entropy = float(entropy[counted].sum())
+    verdict.excess = verdict.surprise - verdict.entropy
+    verdict.variance = float(variance[counted].clamp_min(0).sum())
+
+
+def _margins(
+    scores: Float[Tensor, "n v"], tokens: Int[Tensor, "n"]
+) -> tuple[Float[Tensor, "n"], Int[Tensor, "n"]]:
+    """Score of each token minus the best other one, and whose that is."""
+    own = scores.gather(1, tokens[:, None])[:, 0]
+    best, winners = scores.scatter(1, tokens[:, None], -torch.inf).max(dim=1)
+    return own - best, winners
+
+
+@torch.no_grad()
+def certify_answers(answers: list[Answer], model: Any, vocab_size: int) -> ServedCertificate:
+    """Judge every answer by one pass of the model over its prompt and tokens.
+
+    Args:
+        answers: What a server said.
+        model: A causal language model of transformers, in float32.
+        vocab_size: V.
+
+    Raises:
+        GdistillError: For a token id outside of the vocabulary.
+    """
+    certificate = ServedCertificate()
+    for answer in answers:
+        ids = answer.prompt + answer.tokens
+        if not answer.prompt or not all(0 <= token < vocab_size for token in ids):
+            raise GdistillError(
+                "an answer is not of this model",
+                where=answer.name,
+                got=f"{len(answer.prompt)} tokens of prompt, ids up to {max(ids, default=-1)}",
+                expected=f"a prompt, and ids below {vocab_size}",
+                remedy="give the model that was served as --teacher",
+            )
+    order = sorted(range(len(answers)), key=lambda i: len(answers[i].prompt + answers[i].tokens))
+    found: dict[int, Verdict] = {}
+    device = next(model.parameters()).device
+    with progress_bar("certify", len(answers)) as bar:
+        for first in range(0, len(order), ROWS_AT_A_TIME):
+            group = [answers[i] for i in order[first : first + ROWS_AT_A_TIME]]
+            rows = [answer.prompt + answer.tokens for answer in group]
+            longest = max(map(len, rows))
+            padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+            logits = model(input_ids=padded.to(device)).logits[..., :vocab_size].float().cpu()
+            for place, answer in enumerate(group):
+                start = len(answer.prompt) - 1
+                here = logits[place, start : start + len(answer.tokens)]
+                found[order[first + place]] = judge(answer, here)
+            bar.advance(len(group))
+    certificate.verdicts = [found[i] for i in range(len(answers))]
+    return certificate
+
+
+def read_answers(file: Path, tokenizer: Any, noise: str | None = None) -> list[Answer]:
+    """Answers that somebody kept: a line each, ``{"request": {...}, "answer": {...}}``.
+
+    Args:
+        file: JSON lines; the request is the body that was sent, the answer the one that came.
+        tokenizer: The model's, for prompts and answers that are told as text alone.
+        noise: The stream, where the answers do not name it.
+
+    Raises:
+        GdistillError: For a line that is no such pair.
+        UsageError: For a request whose settings the certificate does not undo.
+    """
+    found = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        where = f"{file}, line {number}"
+        try:
+            record = json.loads(line)
+            request, answer = record["request"], record["answer"]
+            found += answers_of(request, answer, where, tokenizer, noise)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise GdistillError(
+                "not a kept answer",
+                where=where,
+                got=f"{type(error).__name__}: {error}",
+                expected='{"request": the body sent, "answer": the JSON that came back}',
+            ) from error
+    return found
+
+
+def answers_of(
+    request: Mapping[str, Any],
+    answer: Mapping[str, Any],
+    where: str,
+    tokenizer: Any,
+    noise: str | None = None,
+) -> Iterator[Answer]:
+    """The sequences of one answer, a prompt's n ones after the other.
+
+    Raises:
+        UsageError: For a request whose settings the certificate does not undo, or one without a
+            seed though its stream is known.
+    """
+    for name, harmless in CHANGES_THE_LAW.items():
+        if request.get(name) not in (None, harmless):
+            raise UsageError(
+                "the certificate does not undo this setting",
+                where=f"{where}, {name}",
+                got=request[name],
+                expected="requests with temperature, top_k, top_p and seed alone",
+            )
+    noise = noise or answer.get("noise")
+    if noise is not None and noise not in NOISES:
+        raise UsageError("unknown noise", where=where, got=noise, expected=" or ".join(NOISES))
+    seed, num = request.get("seed", answer.get("seed")), int(request.get("n") or 1)
+    temperature = float(_or(request.get("temperature"), 1.0))
+    if noise and seed is None and temperature:
+        raise UsageError(
+            "the answer does not tell its seed",
+            where=where,
+            remedy="send one with the request, or serve with make serve, which returns it",
+        )
+    for choice in answer["choices"]:
+        index = int(choice.get("index", 0))
+        prompt = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
+        if prompt is None:
+            prompt = _ids(request["prompt"], index // num, tokenizer)
+        yield Answer(
+            name=f"{where}, choice {index}" if len(answer["choices"]) > 1 else where,
+            prompt=list(prompt),
+            tokens=_tokens(choice, tokenizer),
+            temperature=temperature,
+            top_k=max(0, int(_or(request.get("top_k"), 0))),
+            top_p=float(_or(request.get("top_p"), 1.0)),
+            seed=None if seed is None else int(seed) + index % num,
+            noise=noise,
+        )
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _ids(prompt: Any, index: int, tokenizer: Any) -> list[int]:
+    """Of a prompt that is text, ids, or a list of either."""
+    if isinstance(prompt, list) and not all(isinstance(part, int) for part in prompt):
+        prompt = prompt[index]
+    return prompt if isinstance(prompt, list) else tokenizer(prompt)["input_ids"]
+
+
+def _tokens(choice: Mapping[str, Any], tokenizer: Any) -> list[int]:
+    """Drawn ids: told as such, as names ``token_id:5``, or as text."""
+    if choice.get("token_ids") is not None:
+        return list(choice["token_ids"])
+    names = (choice.get("logprobs") or {}).get("tokens") or []
+    if names and all(str(name).startswith("token_id:") for name in names):
+        return [int(name.removeprefix("token_id:")) for name in names]
+    raise UsageError(
+        "the answer does not tell its token ids, and text can be cut in several ways",
+        got=", ".join(choice),
+        remedy='ask with "return_token_ids": true',
+    )
+
+
+def ask(
+    url: str, num: int, prompt: str, settings: Mapping[str, Any], timeout_s: float = 600
+) -> Iterator[dict[str, Any]]:
+    """Ask a server for ``num`` answers, with the seeds from ``settings["seed"]`` on.
+
+    Args:
+        url: The server's address, with or without ``/v1``.
+        num: Answers.
+        prompt: The same for all.
+        settings: Of the request: ``max_tokens``, ``temperature``, ...
+        timeout_s: Seconds that one answer may take.
+
+    Raises:
+        GdistillError: When the server does not answer, or with an error.
+    """
+    base = url.rstrip("/").removesuffix("/v1") + "/v1"
+    session, first = requests.Session(), int(settings.get("seed") or 0)
+    try:
+        named = session.get(f"{base}/models", timeout=timeout_s)
+        named.raise_for_status()
+        model = named.json()["data"][0]["id"]
+        for index in range(num):
+            body = {"model": model, "prompt": prompt, "return_token_ids": True, **settings}
+            body["seed"] = first + index
+            said = session.post(f"{base}/completions", json=body, timeout=timeout_s)
+            if said.status_code != 200:
+                raise GdistillError(
+                    "the server refuses the request",
+                    where=base,
+                    got=f"{said.status_code} {said.text[:200]}",
+                )
+            yield {"request": body, "answer": said.json()}
+    except (requests.RequestException, ValueError, LookupError) as error:
+        raise GdistillError(
+            "the server does not answer",
+            where=base,
+            got=f"{type(error).__name__}: {error}",
+            remedy="is it running, and is this its address?",
+        ) from error
