@@ -2,11 +2,11 @@
 
 Two questions about the answers of an OpenAI-compatible server, each by one clean pass of the model:
 
-- **the noise**: where the stream is known (the engine with the plugin of :mod:`trainer.serving`, and
-  vLLM's V2 runner by itself), every token must be argmax(l / T + g) of its seed and position; greedy
-  answers must be argmax l. One altered token is found.
-- **the law**: without it, the surprise -log p(x_t) of the tokens that were drawn must be p's entropy
-  on average. Under a right engine the sum of the differences is a martingale, whose variance is the
+- **the noise**: where the stream is known (the engine with :mod:`trainer.serving`, and vLLM's V2
+  runner by itself), every token must be argmax(l / T + g) of its seed and position; greedy answers
+  must be argmax l. One altered token is found.
+- **the law**: without it, the surprise -log p(x_t) of the drawn tokens must be p's entropy on
+  average. Under a right engine the sum of the differences is a martingale, whose variance is the
   sum of the surprises' variances under p: z is standard normal for long samples, whatever the
   prompts and wherever the answers end.
 
@@ -35,9 +35,10 @@ NOISES = {"murmur3": torch.float32, "murmur3-float64": torch.float64}
 """Streams by name, and the precision of their variates."""
 LEAST_P = 0.05
 """A law test that comes out less likely convicts: a right engine passes 19 of 20 times."""
-TIE = 1e-4
+TIES = {"float32": 2e-5, "bfloat16": 0.05}
 """Two scores so close, in units of the largest |l / T|, and a token so close to where the nucleus
-ends, are rounding's to decide: an engine computes a pass in other batches than the certificate."""
+ends, are rounding's to decide: an engine computes a pass in other batches than the certificate. By
+the precision that the engine computes in."""
 ROWS_AT_A_TIME = 32
 CHANGES_THE_LAW = {
     "presence_penalty": 0,
@@ -217,15 +218,21 @@ def allowed(
     return scaled
 
 
-def judge(answer: Answer, logits: Float[Tensor, "n v"]) -> Verdict:
-    """Compare one answer's tokens with what the model's logits before each of them ask for."""
+def judge(answer: Answer, logits: Float[Tensor, "n v"], tie: float) -> Verdict:
+    """Compare one answer's tokens with what the model's logits before each of them ask for.
+
+    Args:
+        answer: Of n tokens.
+        logits: Float32.
+        tie: What rounding may do; see ``TIES``.
+    """
     greedy = answer.temperature == 0
     checked = "greedy" if greedy else "noise" if answer.noise else "law"
     verdict = Verdict(answer.name, len(answer.tokens), checked)
     tokens = torch.tensor(answer.tokens, dtype=torch.int64)
     scaled = logits if greedy else logits / answer.temperature
     law = allowed(scaled, answer.top_k, answer.top_p)
-    wide = allowed(scaled, answer.top_k, answer.top_p, TIE)
+    wide = allowed(scaled, answer.top_k, answer.top_p, tie)
     if not greedy:
         _weigh(verdict, law, wide, tokens)
     if checked == "law":
@@ -238,8 +245,8 @@ def judge(answer: Answer, logits: Float[Tensor, "n v"]) -> Verdict:
         precision = NOISES[answer.noise]
         noise = engine_gumbels(seeds, places, 0, logits.shape[1], precision).double()
     margins, winners = _margins(law.double() + noise, tokens)
-    within = TIE * scaled.abs().amax(dim=-1).clamp_min(1.0)
-    narrow = allowed(scaled, answer.top_k, answer.top_p, -TIE)
+    within = tie * scaled.abs().amax(dim=-1).clamp_min(1.0)
+    narrow = allowed(scaled, answer.top_k, answer.top_p, -tie)
     is_tie = margins.abs() <= within
     for cut in (wide, narrow):
         is_tie |= _margins(cut.double() + noise, tokens)[0] >= -within
@@ -287,13 +294,16 @@ def _margins(
 
 
 @torch.no_grad()
-def certify_answers(answers: list[Answer], model: Any, vocab_size: int) -> ServedCertificate:
+def certify_answers(
+    answers: list[Answer], model: Any, vocab_size: int, tie: float = TIES["float32"]
+) -> ServedCertificate:
     """Judge every answer by one pass of the model over its prompt and tokens.
 
     Args:
         answers: What a server said.
-        model: A causal language model of transformers, in float32.
+        model: A causal language model of transformers.
         vocab_size: V.
+        tie: What rounding may do; see ``TIES``.
 
     Raises:
         GdistillError: For a token id outside of the vocabulary.
@@ -322,7 +332,7 @@ def certify_answers(answers: list[Answer], model: Any, vocab_size: int) -> Serve
             for place, answer in enumerate(group):
                 start = len(answer.prompt) - 1
                 here = logits[place, start : start + len(answer.tokens)]
-                found[order[first + place]] = judge(answer, here)
+                found[order[first + place]] = judge(answer, here, tie)
             bar.advance(len(group))
     certificate.verdicts = [found[i] for i in range(len(answers))]
     return certificate
@@ -381,7 +391,7 @@ def answers_of(
     noise = noise or answer.get("noise")
     if noise is not None and noise not in NOISES:
         raise UsageError("unknown noise", where=where, got=noise, expected=" or ".join(NOISES))
-    seed, num = request.get("seed", answer.get("seed")), int(request.get("n") or 1)
+    seed, num = _or(request.get("seed"), answer.get("seed")), int(request.get("n") or 1)
     temperature = float(_or(request.get("temperature"), 1.0))
     if noise and seed is None and temperature:
         raise UsageError(

@@ -1,8 +1,8 @@
 """Requests without a seed get one, and answers say it: middleware for ``vllm serve``.
 
-``vllm serve MODEL --middleware trainer.serving.asgi.SeededAnswers``: a completion that names no seed
-is given one, and every answer tells seed and noise, in headers (``x-seed``, ``x-noise``) and, unless
-it is streamed, as the fields ``seed`` and ``noise`` of its JSON: what a certificate needs later.
+``vllm serve MODEL --middleware trainer.serving.asgi.SeededAnswers``: a completion without a seed is
+given one, and every answer tells seed and noise, in headers (``x-seed``, ``x-noise``) and, unless
+it is streamed, as fields ``seed`` and ``noise`` of its JSON: what a certificate needs later.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import json
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+
+from trainer.serving import plugin
 
 NOISE = "murmur3"
 PATHS = ("/completions", "/chat/completions")
@@ -45,7 +47,9 @@ class SeededAnswers:
             body = json.dumps(request).encode()
         headers = [pair for pair in scope["headers"] if pair[0].lower() != b"content-length"]
         headers.append((b"content-length", str(len(body)).encode()))
-        told = {"seed": request["seed"], "noise": NOISE}
+        told = {"seed": request["seed"]}
+        if plugin.is_registered:
+            told["noise"] = NOISE
         inner = {**scope, "headers": headers}
         return await self.app(inner, _replay(body, receive), _telling(send, told))
 

@@ -29,6 +29,8 @@ from trainer.serving.coupling import draw, keep_agreeing
 
 TRIED = ("0.32.0",)
 """Versions of vLLM whose every bar was run."""
+is_registered = False
+"""Whether this process's engine draws from keyed noise."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +80,11 @@ def register() -> None:
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    global is_registered
     logger = init_logger("vllm.gdistill")
-    if hasattr(GPUModelRunner._sample, "__wrapped__"):
+    if is_registered:
         return
+    is_registered = True
     version = vllm.__version__.split("+")[0]
     if version not in TRIED:
         logger.warning(
