@@ -5,15 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-COLORS = {
-    "full": "#4d4d4d",
-    "quantized": "#b07aa1",
-    "topk": "#76b7b2",
-    "seeded": "#e15759",
-    "posterior": "#4e79a7",
-    "hidden": "#59a14f",
-    "peer": "#f28e2b",
-}
+from evaluation.figures import figure_file, look
+
+CODECS = ("posterior", "seeded", "hidden", "topk", "quantized", "full", "peer")
+"""In the order of the palette; ``peer`` is what other projects store."""
 FLOOR = 2e-4
 TITLES = {
     "synthetic": "synthetic posteriors, V = {vocab_size}",
@@ -104,82 +99,67 @@ def _row(result: dict[str, Any]) -> str:
 
 def draw_figure(report: dict[str, Any], path: Path) -> None:
     """Two rows (agreement, conditioner's input) by one column per teacher."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     teachers = report["teachers"]
-    figure, axes = plt.subplots(
-        2, len(teachers), figsize=(6.6 * len(teachers), 8.6), squeeze=False, layout="constrained"
-    )
-    for column, (name, teacher) in enumerate(teachers.items()):
-        axes[0][column].set_title(TITLES[name].format(**teacher), fontsize=11)
-        _panel(axes[0][column], teacher["results"], _disagreement, "1 - coupling agreement")
-        _panel(
-            axes[1][column], teacher["results"], _embedding, "relative L2 error of softmax(xi) W"
-        )
-        axes[1][column].set_xlabel("bytes per token on disk")
-    handles, labels = axes[0][0].get_legend_handles_labels()
-    for column in range(1, len(teachers)):
-        more = zip(*axes[0][column].get_legend_handles_labels(), strict=True)
-        for handle, label in more:
-            if label not in labels:
-                handles.append(handle)
-                labels.append(label)
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    measures = {
+        "1 - coupling agreement": lambda result: 1 - result["coupling_agreement"],
+        "relative L2 error of softmax(xi) W": lambda result: result["relative_l2_error"],
+    }
+    size = (7.4 * len(teachers), 10)
+    with figure_file(path, 2, len(teachers), size=size) as (figure, panels):
+        for column, (name, teacher) in zip(panels.T, teachers.items(), strict=True):
+            column[0].set_title(TITLES[name].format(**teacher))
+            for axes, (label, height) in zip(column, measures.items(), strict=True):
+                names = _panel(axes, teacher["results"], height, label)
+            beside = {"transform": column[0].transAxes, "fontsize": 7, "va": "top"}
+            for place, (text, color) in enumerate(names):
+                column[0].text(1.02, 1 - 0.042 * place, text, color=color, **beside)
+            column[-1].set_xlabel("bytes per token on disk")
+        shown = {}
+        for axes in panels[0]:
+            handles, labels = axes.get_legend_handles_labels()
+            shown |= dict(zip(labels, handles, strict=True))
+        figure.legend(shown.values(), shown, loc="outside lower center", ncols=len(shown))
 
 
-def _disagreement(result: dict[str, Any]) -> float:
-    return max(FLOOR, 1 - result["coupling_agreement"])
+def _panel(
+    axes: Any, results: list[dict[str, Any]], height: Any, label: str
+) -> list[tuple[str, str]]:
+    """A line per codec; points are numbered. Returns the list of numbers and names, with colours.
 
-
-def _embedding(result: dict[str, Any]) -> float:
-    return max(FLOOR, result["relative_l2_error"])
-
-
-def _panel(axes: Any, results: list[dict[str, Any]], height: Any, label: str) -> None:
+    Names beside the points would lie on each other: settings of one codec differ by a few bytes.
+    """
     groups: dict[str, list[dict[str, Any]]] = {}
     for result in results:
         groups.setdefault("peer" if result["peer"] else result["codec"], []).append(result)
-    for codec, members in groups.items():
-        members = sorted(members, key=lambda result: result["bytes_per_token"])
+    names: list[tuple[str, str]] = []
+    for codec in (codec for codec in CODECS if codec in groups):
+        members = sorted(groups[codec], key=lambda result: result["bytes_per_token"])
+        style = look(CODECS.index(codec))
+        if codec == "peer":
+            style["ls"] = "none"
         x = [result["bytes_per_token"] for result in members]
-        y = [height(result) for result in members]
-        fresh = members[0]["fresh_draws"]
-        axes.plot(
-            x,
-            y,
-            marker="D" if codec == "peer" else ("o" if fresh else "s"),
-            linestyle="none" if codec == "peer" else "-",
-            color=COLORS[codec],
-            markersize=6,
-            linewidth=1.3,
-            label="other projects" if codec == "peer" else codec,
-        )
+        y = [max(FLOOR, height(result)) for result in members]
+        title = "other projects" if codec == "peer" else codec
+        axes.plot(x, y, label=title, ms=6, **style)
         for result, left, top in zip(members, x, y, strict=True):
-            text = result["label"].removeprefix(codec).strip()
-            level = top <= FLOOR  # labels of points side by side would cover each other
+            text = result["label"].removeprefix(codec).strip().replace("-like", "")
+            whose = "" if codec == "peer" else codec
+            names.append((f"{len(names) + 1}  {whose} {text}", style["color"]))
             axes.annotate(
-                text.replace("-like", ""),
+                str(len(names)),
                 (left, top),
-                xytext=(4, 4) if codec == "peer" else (0, 5) if level else (-2, -4),
+                xytext=(0, 5 if codec == "peer" or len(names) % 2 else -11),
                 textcoords="offset points",
-                rotation=60 if level else 35 if codec == "peer" else -45,
-                ha="left",
-                va="bottom" if level or codec == "peer" else "top",
-                rotation_mode="anchor",
-                fontsize=6.5,
-                color=COLORS[codec],
+                ha="center",
+                fontsize=7,
+                color=style["color"],
             )
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_ylim(FLOOR / 2, 1.5)
     axes.axhline(FLOOR, color="#999999", linewidth=0.7, linestyle=":")
-    axes.text(0.99, FLOOR * 0.7, f"exact, or below {FLOOR:g}", fontsize=7, color="#777777",
-              ha="right", transform=axes.get_yaxis_transform())  # fmt: skip
+    axes.text(0.01, FLOOR * 0.6, f"exact, or below {FLOOR:g}", fontsize=7, color="#777777",
+              transform=axes.get_yaxis_transform())  # fmt: skip
     axes.set_ylabel(label)
     axes.grid(True, which="major", color="#eeeeee")
-    axes.spines[["top", "right"]].set_visible(False)
+    return names

@@ -35,6 +35,7 @@ from benchmarks.simulated_store import (
     SimulatedLocation,
     simulated_manifest,
 )
+from evaluation.figures import figure_file, look
 from shards.base import progress_bar, write_json_atomic
 from shards.store import ShardStore, ShardWriter, verify
 from shards.stream import LaneOrder
@@ -146,24 +147,18 @@ def _cell(found: dict[str, float] | None) -> str:
 
 def draw(results: dict[str, dict[int, dict[str, float]]], path: Path) -> None:
     """Seconds and memory against rows, on log axes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for axis, field, label in zip(
-        axes, ("seconds", "peak_bytes"), ("seconds", "peak memory, bytes"), strict=True
-    ):
-        for task, found in results.items():
-            sizes = sorted(found)
-            axis.loglog(sizes, [found[n][field] for n in sizes], "o-", label=task, markersize=4)
-        axis.set_xlabel("rows of the corpus")
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.3)
-    axes[0].legend()
-    figure.suptitle("What grows with the corpus (simulated stores, rows of 128 tokens)")
-    figure.savefig(path, dpi=150)
+    fields = {"seconds": "seconds", "peak_bytes": "peak memory, bytes"}
+    with figure_file(path, 1, 2, size=(10.5, 3.8)) as (figure, panels):
+        for axes, (field, label) in zip(panels[0], fields.items(), strict=True):
+            for number, (task, found) in enumerate(results.items()):
+                sizes = sorted(found)
+                values = [found[n][field] for n in sizes]
+                axes.loglog(sizes, values, label=task, **look(number))
+            axes.set_xlabel("rows of the corpus")
+            axes.set_ylabel(label)
+            axes.grid(alpha=0.3)
+        panels[0, 1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
+        figure.suptitle("What grows with the corpus (simulated stores, rows of 128 tokens)")
 
 
 def run_all(max_rows: int) -> dict[str, dict[int, dict[str, float]]]:

@@ -26,6 +26,7 @@ import torch
 import typer
 
 from benchmarks.measure import machine
+from evaluation.figures import PALETTE, WITH_NOISE, WITHOUT_NOISE, figure_file
 from shards.base import GdistillError, UsageError, run_command, write_json_atomic
 from shards.store import MANIFEST_FILE
 
@@ -105,6 +106,10 @@ CONTESTANTS = (
 )
 
 
+COLOURS = (WITHOUT_NOISE, WITH_NOISE, PALETTE[2])
+"""Of the contestants."""
+
+
 def call(module: str, *words: object) -> float:
     """Run one of the project's commands; returns its seconds.
 
@@ -173,30 +178,22 @@ def curves(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 def draw(results: Mapping[str, Any], path: Path) -> None:
     """Validation NLL over tokens seen, and generative perplexity over entropy."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (learning, sampling) = pyplot.subplots(1, 2, figsize=(13, 4.2), layout="constrained")
-    _draw_curves(learning, results)
-    _draw_samples(sampling, results["students"])
-    learning.legend(frameon=False, fontsize=8)
-    beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
-    sampling.legend(frameon=False, fontsize=8, handlelength=3, **beside)
-    for axes in (learning, sampling):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"Stories: three {results['shape']} students of one store, one seed")
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with figure_file(path, 1, 2, size=(13, 4.4)) as (figure, panels):
+        learning, sampling = panels[0]
+        _draw_curves(learning, results)
+        _draw_samples(sampling, results["students"])
+        learning.legend()
+        sampling.legend(handlelength=3, loc="center left", bbox_to_anchor=(1, 0.5))
+        figure.suptitle(f"Stories: three {results['shape']} students of one store, one seed")
 
 
 def _draw_curves(axes: Any, results: Mapping[str, Any]) -> None:
     """The teacher's own NLL is a line."""
-    for name, student in results["students"].items():
+    for (name, student), color in zip(results["students"].items(), COLOURS, strict=True):
         points = student["curves"]["validation"]
         tokens = [line["step"] * results["tokens_per_step"] / 1e6 for line in points]
-        axes.plot(tokens, [line["nll_nats"] for line in points], marker="o", ms=3, label=name)
+        values = [line["nll_nats"] for line in points]
+        axes.plot(tokens, values, marker="o", ms=3, color=color, label=name)
     teacher = results["teacher_nll_nats"]
     axes.axhline(teacher, color="grey", ls="--", lw=1, label="teacher, left to right")
     axes.set_xlabel("training tokens, millions")
@@ -204,20 +201,28 @@ def _draw_curves(axes: Any, results: Mapping[str, Any]) -> None:
 
 
 def _draw_samples(axes: Any, students: Mapping[str, Any]) -> None:
-    """Draws as a line per NFE, decoding by argmax as stars."""
-    for number, (name, student) in enumerate(students.items()):
-        for nfe, style in zip(NFE, ("--", "-"), strict=True):
-            draws = _points(student["samples"], nfe, is_argmax=False)
-            label = f"{name}, NFE {nfe}"
-            axes.plot(*zip(*draws, strict=True), f"o{style}", color=f"C{number}", ms=3, label=label)
-            for point in _points(student["samples"], nfe, is_argmax=True):
-                axes.plot(
-                    *point, "*", color=f"C{number}", ms=10, mfc="none" if nfe < NFE[-1] else None
-                )
+    """A colour per student; filled marks are the larger NFE. Draws are dots, argmax is stars.
+
+    Only what was measured gets an entry of the legend: some draws are one point, no line.
+    """
+    for (name, student), color in zip(students.items(), COLOURS, strict=True):
+        for nfe in NFE:
+            face = {"color": color, "mfc": None if nfe == NFE[-1] else "none"}
+            for is_argmax, kind in ((False, "drawn"), (True, "argmax")):
+                points = _points(student["samples"], nfe, is_argmax)
+                style = "*" if is_argmax else ("o-" if nfe == NFE[-1] else "o--")
+                if len(points) == 1:
+                    style = style[0]
+                if points:
+                    label = f"{name}, NFE {nfe}, {kind}"
+                    size = 10 if is_argmax else 5
+                    axes.plot(*zip(*points, strict=True), style, ms=size, label=label, **face)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.tick_params(axis="y", which="both", labelsize=8)
     axes.set_xlabel("entropy, nats (right is more varied)")
     axes.set_ylabel("generative perplexity (lower is better)")
-    axes.set_title("lines: draws, with and without nucleus truncation; stars: argmax", fontsize=9)
 
 
 def _points(samples: Mapping[str, Any], nfe: int, is_argmax: bool) -> list[tuple[float, float]]:

@@ -28,6 +28,7 @@ import torch
 from benchmarks import stream_data as data
 from benchmarks.measure import machine
 from benchmarks.stream_loaders import LOADERS, import_peers
+from evaluation.figures import WITH_NOISE, figure_file
 
 SHAPES = {1024: data.Shape(4096, 1024), 128: data.Shape(32768, 128)}
 BATCH_SIZES = {1024: 32, 128: 256}
@@ -154,27 +155,19 @@ def table(results: dict[str, Any]) -> str:
 
 def figure(results: dict[str, Any], path: Path) -> None:
     """Bars of rows per second, one panel per row length."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels = results["loaders"]
-    _, axes = plt.subplots(1, len(panels), figsize=(11, 3.6), sharey=True)
-    for axis, (length, entries) in zip(axes, panels.items(), strict=True):
-        names = [entry["loader"] for entry in entries][::-1]
-        rates = [entry["rows_per_second"] for entry in entries][::-1]
-        colours = ["#d1495b" if name == OURS else "#8d99ae" for name in names]
-        axis.barh(names, rates, color=colours, height=0.7)
-        for place, rate in enumerate(rates):
-            axis.text(rate, place, f" {rate:,.0f}", va="center", fontsize=8)
-        axis.set_title(f"rows of {length} tokens", fontsize=10, loc="left")
-        axis.set_xlabel("rows per second, shuffled")
-        axis.set_xlim(0, max(rates) * 1.18)
-        axis.spines[["top", "right"]].set_visible(False)
-    plt.tight_layout()
-    plt.savefig(path, dpi=160)
-    plt.close()
+    by_length = results["loaders"]
+    size = (11, 3.6)
+    with figure_file(path, 1, len(by_length), size=size, sharey=True) as (_, panels):
+        for axes, (length, entries) in zip(panels[0], by_length.items(), strict=True):
+            names = [entry["loader"] for entry in entries][::-1]
+            rates = [entry["rows_per_second"] for entry in entries][::-1]
+            colours = [WITH_NOISE if name == OURS else "#B0B0B0" for name in names]
+            axes.barh(names, rates, color=colours, height=0.7)
+            for place, rate in enumerate(rates):
+                axes.text(rate, place, f" {rate:,.0f}", va="center", fontsize=8)
+            axes.set_title(f"rows of {length} tokens (blue: ours)")
+            axes.set_xlabel("rows per second, shuffled")
+            axes.set_xlim(0, max(rates) * 1.18)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import typer
 
 from benchmarks.quality.matched import match_students
+from evaluation.figures import PALETTE, WITHOUT_NOISE, figure_file
 from shards.base import UsageError, run_command
 
 TASKS = ("maze", "stories")
@@ -94,28 +95,19 @@ def draw_ablations(results: Path) -> Path:
     Raises:
         UsageError: When the bench has not been run.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     maze, stories = (_read(results / f"quality-ablation-{task}.json") for task in TASKS)
     if maze is None:
         file = results / f"quality-ablation-{TASKS[0]}.json"
         raise UsageError("no results there", where=file, remedy="make ablate")
     panels = [maze_bars(maze), *([stories_bars(stories)] if stories else [])]
     size = (9 * len(panels), 1.2 + 0.27 * max(map(len, panels)))
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=size, layout="constrained", squeeze=False
-    )
-    for place, bars in zip(axes[0], panels, strict=True):
-        _draw(place, bars)
-    _label_maze(axes[0, 0], maze)
-    if stories:
-        _label_stories(axes[0, 1], stories)
     path = results / "quality-ablation.png"
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    with figure_file(path, 1, len(panels), size=size) as (_, axes):
+        for place, bars in zip(axes[0], panels, strict=True):
+            _draw(place, bars)
+        _label_maze(axes[0, 0], maze)
+        if stories:
+            _label_stories(axes[0, 1], stories)
     return path
 
 
@@ -126,8 +118,9 @@ def _read(file: Path) -> dict[str, Any] | None:
 def _label_maze(axes: Any, maze: Mapping[str, Any]) -> None:
     budget = maze["plan"]["nfe"][0]
     optimum = 100 * maze["reference"]["optimum"][str(budget)]
-    axes.axvline(optimum, color="C3", ls="--", lw=1)
-    axes.text(optimum + 0.5, -0.8, "best possible without noise", color="C3", fontsize=8)
+    said = {"color": WITHOUT_NOISE, "fontsize": 8}
+    axes.axvline(optimum, color=WITHOUT_NOISE, ls="--", lw=1)
+    axes.text(optimum + 0.5, -0.8, "best possible without noise", **said)
     axes.set_xlim(0, 112)
     axes.set_title("Maze m57: longer is better")
     axes.set_xlabel(f"valid paths, % of samples (NFE {budget} unless said; bars: 95%)")
@@ -152,7 +145,7 @@ def _draw(axes: Any, bars: Sequence[Bar]) -> None:
     for place, bar in enumerate(bars):
         low, high = bar.interval
         errors = [[max(0.0, bar.value - low)], [max(0.0, high - bar.value)]]
-        color = f"C{order.index(bar.group) % 10}"
+        color = PALETTE[order.index(bar.group) % len(PALETTE)]
         axes.barh(place, bar.value, color=color, alpha=0.7, xerr=errors, ecolor="0.4")
         axes.annotate(
             f"{bar.value:.{1 if bar.value < 1000 else 0}f} {bar.note}",
@@ -165,7 +158,6 @@ def _draw(axes: Any, bars: Sequence[Bar]) -> None:
     axes.set_yticks(range(len(bars)), [f"{bar.group}: {bar.name}" for bar in bars], fontsize=8)
     axes.set_xlim(0, 1.12 * widest)
     axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def main(

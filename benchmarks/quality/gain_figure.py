@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.quality.gain import Gain
 from benchmarks.quality.matched import Ratio, recipe_of
+from evaluation.figures import figure_file, look
 
-MARKERS = "osD^vP*Xd<>"
 Point = tuple[float, float, float, float]
 """Place, value, and the ends of its interval."""
 
@@ -41,18 +41,14 @@ class Cell:
 
 def draw(cells: Sequence[Cell], ratios: Sequence[Ratio], path: Path) -> None:
     """Three panels; below the line the noise pays in the outer two, above it in the middle one."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, 3, figsize=(16.5, 6.2), layout="constrained")
     students = list(dict.fromkeys(cell.student for cell in cells))
     own = {name: [cell for cell in cells if cell.student == name] for name in students}
-    _lines(panels[0], {name: _gains(own[name]) for name in students})
-    _lines(panels[1], {name: _agreements(own[name]) for name in students})
     recipes = dict.fromkeys(recipe_of(ratio.name) for ratio in ratios)
-    _lines(panels[2], {name: _over_passes(ratios, name) for name in recipes})
+    lines = (
+        {name: _gains(own[name]) for name in students},
+        {name: _agreements(own[name]) for name in students},
+        {name: _over_passes(ratios, name) for name in recipes},
+    )
     titles = (
         (
             "Behind known text: NLL at equal entropy (below 0 noise pays)",
@@ -66,12 +62,14 @@ def draw(cells: Sequence[Cell], ratios: Sequence[Ratio], path: Path) -> None:
     )
     nats = "less the best plain student's, nats a token"
     units = (nats, "less the best plain student's, points", nats)
-    for axes, (title, places), unit in zip(panels, titles, units, strict=True):
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.set_xlabel(places)
-        axes.set_ylabel(unit)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    with figure_file(path, 1, 3, size=(16.5, 6.2)) as (_, panels):
+        for axes, own_lines, (title, places), unit in zip(
+            panels[0], lines, titles, units, strict=True
+        ):
+            _lines(axes, own_lines)
+            axes.set_title(title)
+            axes.set_xlabel(places)
+            axes.set_ylabel(unit)
 
 
 def _gains(cells: Iterable[Cell]) -> list[Point]:
@@ -91,14 +89,12 @@ def _over_passes(ratios: Iterable[Ratio], name: str) -> list[Point]:
 
 def _lines(axes: Any, lines: dict[str, list[Point]]) -> None:
     for number, (name, points) in enumerate(lines.items()):
-        style = {"color": f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)], "ms": 4}
         places, values = [point[0] for point in points], [point[1] for point in points]
         spread = [[p[1] - p[2] for p in points], [p[3] - p[1] for p in points]]
-        axes.errorbar(places, values, spread, lw=1, capsize=2, label=name, **style)
+        axes.errorbar(places, values, spread, capsize=2, label=name, **look(number))
     every = sorted({point[0] for points in lines.values() for point in points})
     axes.axhline(0, color="0.4", lw=1, ls="--")
     axes.set_xscale("log", base=2)
     axes.set_xticks(every, [f"{place:g}" for place in every])
-    axes.spines[["top", "right"]].set_visible(False)
     if lines:
-        axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), handlelength=4)

@@ -9,10 +9,8 @@ from typing import Any
 
 from evaluation.curve.sweep import Curve
 from evaluation.curve.table import Matched
+from evaluation.figures import LINE_STYLES, MARKERS, figure_file, look
 from shards.base import visible
-
-STYLES = ("-", "--", "-.", ":")
-MARKERS = "osD^vP*X"
 
 
 def curve_figure(
@@ -26,29 +24,22 @@ def curve_figure(
         entropy_nats: H.
         output: The file.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (sweeps, budgets) = pyplot.subplots(1, 2, figsize=(13, 4.2), layout="constrained")
     models = list(dict.fromkeys(curve.model for curve in curves))
-    _draw_sweeps(sweeps, curves, models)
-    sweeps.axvline(entropy_nats, color="grey", lw=0.8, ls=":")
-    _draw_budgets(budgets, matched, models)
-    budgets.set_title(f"at entropy {entropy_nats:.2f} (open: out of reach)", fontsize=9)
-    for axes in (sweeps, budgets):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
-        axes.tick_params(axis="y", which="both", labelsize=8)
-        axes.set_ylabel("generative perplexity")
-        axes.spines[["top", "right"]].set_visible(False)
-    _label_sweeps(sweeps, sorted({curve.nfe for curve in curves}))
-    # A colour is a model in both panels; outside, where no line is hidden.
-    budgets.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(output, dpi=140)
-    pyplot.close(figure)
+    with figure_file(output, 1, 2, size=(13, 4.2)) as (_, panels):
+        sweeps, budgets = panels[0]
+        _draw_sweeps(sweeps, curves, models)
+        sweeps.axvline(entropy_nats, color="grey", lw=0.8, ls=":")
+        _draw_budgets(budgets, matched, models)
+        budgets.set_title(f"at entropy {entropy_nats:.2f} (open: out of reach)")
+        for axes in (sweeps, budgets):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
+            axes.tick_params(axis="y", which="both", labelsize=8)
+            axes.set_ylabel("generative perplexity")
+        _label_sweeps(sweeps, sorted({curve.nfe for curve in curves}))
+        # A colour is a model in both panels; outside, where no line is hidden.
+        budgets.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return output
 
 
@@ -60,8 +51,8 @@ def _draw_sweeps(axes: Any, curves: Sequence[Curve], models: Sequence[str]) -> N
         axes.plot(
             [entropy for entropy, _ in pairs],
             [math.exp(value) for _, value in pairs],
-            color=f"C{models.index(curve.model)}",
-            ls=STYLES[place % len(STYLES)],
+            color=look(models.index(curve.model))["color"],
+            ls=LINE_STYLES[place % len(LINE_STYLES)],
             marker=MARKERS[place % len(MARKERS)],
             ms=3.5,
         )
@@ -71,15 +62,15 @@ def _draw_sweeps(axes: Any, curves: Sequence[Curve], models: Sequence[str]) -> N
 def _label_sweeps(axes: Any, budgets: Sequence[float]) -> None:
     """A style of line is a number of passes."""
     for place, nfe in enumerate(budgets):
-        style, marker = STYLES[place % len(STYLES)], MARKERS[place % len(MARKERS)]
+        style, marker = LINE_STYLES[place % len(LINE_STYLES)], MARKERS[place % len(MARKERS)]
         axes.plot([], [], color="grey", ls=style, marker=marker, ms=3.5, label=f"NFE {nfe:g}")
-    axes.legend(frameon=False, fontsize=8, handlelength=3)
+    axes.legend(handlelength=3)
 
 
 def _draw_budgets(axes: Any, matched: Matched, models: Sequence[str]) -> None:
     for number, model in enumerate(models):
         cells = sorted((nfe, value) for (name, nfe), value in matched.items() if name == model)
-        color = f"C{number}"
+        color = look(number)["color"]
         reached = [(nfe, value.perplexity) for nfe, value in cells if value.is_reached]
         if reached:
             axes.plot(*zip(*reached, strict=True), color=color, lw=1)

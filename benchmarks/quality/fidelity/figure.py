@@ -8,33 +8,28 @@ from typing import Any
 
 from benchmarks.quality.fidelity.nearness import Setting, frontier
 from benchmarks.quality.plan import Plan
-
-COLOURS = {False: "C0", True: "C3"}
-"""Without noise, and with it."""
-MARKS = "os^Dv"
+from evaluation.figures import MARKERS, WITH_NOISE, WITHOUT_NOISE, figure_file
 
 
 def draw(plan: Plan, settings: Sequence[Setting], judges: Sequence[str], path: Path) -> None:
     """A row per judge, a column per kind of student and NFE; down and left is better."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     kinds = {recipe.name: recipe.kind for recipe in plan.recipes}
     places = list(dict.fromkeys((kinds[x.recipe], x.nfe) for x in settings))
-    size = {"figsize": (3.6 * len(places) + 1, 3.4 * len(judges)), "layout": "constrained"}
-    figure, panels = pyplot.subplots(len(judges), len(places), squeeze=False, **size)
-    for row, judge in zip(panels, judges, strict=True):
-        for axes, place in zip(row, places, strict=True):
-            own = [x for x in settings if (kinds[x.recipe], x.nfe) == place]
-            draw_place(axes, plan, own, judge)
-            axes.set_title(f"{_said(place[0])}, NFE {place[1]}; {judge}", loc="left", fontsize=9)
-        row[0].set_ylabel("generative perplexity")
-    for axes in panels[-1]:
-        axes.set_xlabel("Fréchet distance to the text")
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    size = (3.6 * len(places) + 1, 3.4 * len(judges) + 0.8)
+    with figure_file(path, len(judges), len(places), size=size) as (figure, panels):
+        shown = {}
+        for row, judge in zip(panels, judges, strict=True):
+            for axes, place in zip(row, places, strict=True):
+                own = [x for x in settings if (kinds[x.recipe], x.nfe) == place]
+                draw_place(axes, plan, own, judge)
+                handles, labels = axes.get_legend_handles_labels()
+                shown |= dict(zip(labels, handles, strict=True))
+                axes.set_title(f"{_said(place[0])}, NFE {place[1]}; judge: {judge}")
+            row[0].set_ylabel("generative perplexity")
+        for axes in panels[-1]:
+            axes.set_xlabel("Fréchet distance to the text")
+        # Below all panels: inside one it would lie on points.
+        figure.legend(shown.values(), shown, loc="outside lower center", ncols=2)
 
 
 def draw_place(axes: Any, plan: Plan, settings: Sequence[Setting], judge: str) -> None:
@@ -45,9 +40,11 @@ def draw_place(axes: Any, plan: Plan, settings: Sequence[Setting], judge: str) -
     names = list(dict.fromkeys(x.recipe for x in settings))
     for name in names:
         has_noise = conditioned[name]
-        mark = MARKS[[n for n in names if conditioned[n] == has_noise].index(name) % len(MARKS)]
+        of_a_kind = [n for n in names if conditioned[n] == has_noise]
+        mark = MARKERS[of_a_kind.index(name) % len(MARKERS)]
         points = [(x.distance(judge), x.perplexity(judge)) for x in settings if x.recipe == name]
-        look: dict[str, Any] = {"color": COLOURS[has_noise], "marker": mark}
+        color = WITH_NOISE if has_noise else WITHOUT_NOISE
+        look: dict[str, Any] = {"color": color, "marker": mark}
         axes.plot(*zip(*points, strict=True), ls="", ms=3, alpha=0.35, **look)
         axes.plot(*zip(*frontier(points), strict=True), lw=1, ms=4, label=name, **look)
     axes.set(xscale="log", yscale="log")
@@ -55,8 +52,6 @@ def draw_place(axes: Any, plan: Plan, settings: Sequence[Setting], judge: str) -
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_formatter(NullFormatter())
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=7)
 
 
 def _said(kind: tuple[str, str]) -> str:
