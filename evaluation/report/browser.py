@@ -11,7 +11,7 @@ MAX_COLUMNS = 8
 LEVELS = 10
 """A shade per nat; the last one is for more."""
 
-STYLE = "".join(
+PICTURE_STYLE = "".join(
     [
         "div.row{display:grid;gap:1rem;margin:.5rem 0 1.5rem;"
         "grid-template-columns:repeat(auto-fit,minmax(min(15rem,100%),1fr))}",
@@ -59,7 +59,7 @@ def browser_section(columns: Mapping[str, Mapping[int, ShownSample]]) -> str:
     told = f"<p>Surprise under the judge, nats per token: {legend}</p>" if coloured else ""
     left = len(columns) - len(shown)
     more = f'<p class="note">{left} further files are not shown.</p>' if left else ""
-    return f"<style>{STYLE}</style><h2>Samples</h2>{told}{rows}{more}"
+    return f"<style>{PICTURE_STYLE}</style><h2>Samples</h2>{told}{rows}{more}"
 
 
 def _row(index: int, columns: Mapping[str, Mapping[int, ShownSample]], *, is_open: bool) -> str:

@@ -30,7 +30,7 @@ from shards.noise.philox import (
 )
 
 NoiseKernel = Literal["auto", "eager", "compiled"]
-Words = list[Tensor]
+WordList = list[Tensor]
 
 SHARED_ROUNDS = 2
 BLOCK_ELEMENTS = 1 << 15
@@ -111,7 +111,7 @@ def first_arrivals(keys: PositionKeys) -> Float[Tensor, "n"]:
     return stream_exponentials(keys, 0, 1)[:, 0]
 
 
-def _shared_rounds(keys: PositionKeys, start: int, stop: int) -> tuple[Words, Words]:
+def _shared_rounds(keys: PositionKeys, start: int, stop: int) -> tuple[WordList, WordList]:
     """Two rounds in factored form: c0 = r0 ^ s0, c1 = s1, c2 = r2 ^ s2, c3 = r3.
 
     Returns:
@@ -122,7 +122,7 @@ def _shared_rounds(keys: PositionKeys, start: int, stop: int) -> tuple[Words, Wo
 
 
 @lru_cache(maxsize=128)
-def _column_rounds(seed: int, draw: int, start: int, stop: int, device: torch.device) -> Words:
+def _column_rounds(seed: int, draw: int, start: int, stop: int, device: torch.device) -> WordList:
     """[s0, s1, s2]: alike for all positions, and so kept for the next ones (36 bytes a block)."""
     (_, k1), (_, next_k1) = round_keys(seed)[:SHARED_ROUNDS]
     column = torch.arange(start // 4, -(-stop // 4), device=device)[None] * MULTIPLIERS[0]
@@ -136,7 +136,7 @@ def ordinary(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.clone() if tensor.is_inference() else tensor for tensor in tensors]
 
 
-def shared_rounds(keys: PositionKeys, start: int, stop: int) -> tuple[Words, Words, Tensor]:
+def shared_rounds(keys: PositionKeys, start: int, stop: int) -> tuple[WordList, WordList, Tensor]:
     """What :func:`keyed_words` makes the bits of: rows' words, columns' words, later round keys."""
     rows, columns = _shared_rounds(keys, start, stop)
     return rows, columns, _later_keys(keys.seed, rows[0].device)
@@ -153,7 +153,7 @@ def _later_keys(seed: int, device: torch.device) -> Tensor:
     return torch.tensor(round_keys(seed)[SHARED_ROUNDS:], device=device)
 
 
-def _eager(rows: Words, columns: Words, seed: int) -> Float[Tensor, "n blocks 4"]:
+def _eager(rows: WordList, columns: WordList, seed: int) -> Float[Tensor, "n blocks 4"]:
     num_positions, num_blocks = rows[0].shape[0], columns[0].shape[1]
     out = torch.empty(num_positions, num_blocks, 4, device=rows[0].device)
     step = max(1, num_positions)
@@ -165,7 +165,7 @@ def _eager(rows: Words, columns: Words, seed: int) -> Float[Tensor, "n blocks 4"
     return out
 
 
-def _fill(out: Tensor, rows: Words, columns: Words, seed: int) -> None:
+def _fill(out: Tensor, rows: WordList, columns: WordList, seed: int) -> None:
     """Run the remaining rounds for [rows, blocks] counters and write [rows, blocks, 4] variates."""
     c0, c2 = rows[0] ^ columns[0], rows[1] ^ columns[2]
     given = columns[1], rows[2]
