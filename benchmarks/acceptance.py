@@ -25,10 +25,16 @@ from torch import Tensor
 from benchmarks.measure import machine
 from evaluation.acceptance import acceptance_score
 from evaluation.bootstrap import PerSample, bootstrap_draws, percentile_interval
-from shards.base import UsageError, run_command, write_json_atomic
-from trainer.sampling import DrafterSampler, MedusaConfig, Sampler, sampling_noise
-from trainer.sampling.rules import SampleResult
-from trainer.students import Drafter, Medusa, ModelFolder, Student, open_model
+from shards.atomic import write_json_atomic
+from shards.console import run_command
+from shards.errors import UsageError
+from trainer.sampling.noise import sampling_noise
+from trainer.sampling.sampler import Sampler
+from trainer.sampling.stopping import SampleResult
+from trainer.sampling.verified.medusa import MedusaConfig
+from trainer.sampling.verified.slots import DrafterSampler
+from trainer.students.folder import ModelFolder, open_model
+from trainer.students.registry import Drafter, Medusa, Student
 
 SEED = 17
 BATCH_ROWS = 50

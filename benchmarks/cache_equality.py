@@ -23,9 +23,11 @@ import typer
 from torch import Tensor
 
 from benchmarks.measure import machine
-from shards.base import progress_bar, write_json_atomic
-from trainer.sampling import BlockConfig, BlockState, sampling_noise
-from trainer.students import BD3LM, StudentSettings
+from shards.atomic import write_json_atomic
+from shards.console import progress_bar
+from trainer.sampling.block import BlockConfig, BlockState
+from trainer.sampling.noise import sampling_noise
+from trainer.students.registry import BD3LM, StudentSettings
 
 TOLERANCE = 1e-5
 NUM_ROWS = 3

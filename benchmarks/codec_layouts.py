@@ -11,8 +11,10 @@ from numcodecs.zstd import compress
 from torch import Tensor
 
 from benchmarks.codec_peers import id_bits, pack_bits
-from shards.codec import Arrays, FrequencyOrder, PosteriorCodec, from_planes
-from shards.store import ZSTD_LEVEL
+from shards.codec.ids import FrequencyOrder, from_planes
+from shards.codec.posterior import PosteriorCodec
+from shards.codec.protocol import Arrays
+from shards.store.layout import ZSTD_LEVEL
 
 
 def compressed_bytes(*arrays: np.ndarray) -> int:

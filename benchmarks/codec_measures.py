@@ -10,8 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shards.codec import Arrays, Codec, TeacherOutput, frozen_posterior
-from shards.noise import KeyedPosterior, Noise, SparseNoise, arrivals_from_gumbel
+from shards.codec.frozen import frozen_posterior
+from shards.codec.protocol import Arrays, Codec, TeacherOutput
+from shards.noise.gumbel import arrivals_from_gumbel
+from shards.noise.kinds import KeyedPosterior, Noise, SparseNoise
 
 SEED = 20_260
 TILE = 8192

@@ -14,8 +14,10 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from shards.codec import Arrays, ArraySpec, TeacherOutput
-from shards.noise import Entries, HeadAndTail, KeyedPosterior, KeyedPrior, PositionKeys
+from shards.codec.protocol import Arrays, ArraySpec, TeacherOutput
+from shards.noise.kinds import KeyedPosterior, KeyedPrior
+from shards.noise.philox import PositionKeys
+from shards.noise.probabilities import Entries, HeadAndTail
 
 
 def id_bits(vocab_size: int) -> int:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeline.extract import with_position_0
+from pipeline.extract.scores import with_position_0
 from pipeline.plan import one_shard_manifest
-from shards.codec import Codec, TeacherOutput
-from shards.store import encode_shard, shard_file, shard_ranges
+from shards.codec.protocol import Codec, TeacherOutput
+from shards.store.layout import encode_shard, shard_file, shard_ranges
 
 
 def stored_bytes_per_token(

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.base import generator
-from shards.codec import TeacherOutput
+from shards.codec.protocol import TeacherOutput
+from shards.provenance import generator
 
 ROW_LENGTH = 33
 """Rows of 32 scored tokens: short, so that a batch with V = 50257 stays small."""

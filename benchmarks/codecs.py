@@ -29,9 +29,12 @@ from benchmarks.codec_peers import DISTILLKIT_BUDGET, DISTILLKIT_RECOMMENDED, ME
 from benchmarks.codec_report import draw_figure, markdown_table
 from benchmarks.codec_storage import stored_bytes_per_token
 from benchmarks.codec_teachers import SyntheticTeacher, TrainedTeacher
-from shards.base import progress_bar, write_bytes_atomic, write_json_atomic
-from shards.codec import PosteriorCodec, TeacherOutput, make_codec
-from shards.noise import use_noise_kernel
+from shards.atomic import write_bytes_atomic, write_json_atomic
+from shards.codec.posterior import PosteriorCodec
+from shards.codec.protocol import TeacherOutput
+from shards.codec.registry import make_codec
+from shards.console import progress_bar
+from shards.noise.philox import use_noise_kernel
 
 Teacher = SyntheticTeacher | TrainedTeacher
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -23,10 +23,11 @@ import typer
 from torch import Tensor
 
 from benchmarks.measure import interleaved_seconds, machine, median, peak_extra_bytes
-from shards.base import write_json_atomic
-from shards.noise import KeyedPrior, Noise, PositionKeys, dense_arrivals
+from shards.atomic import write_json_atomic
+from shards.noise.kinds import KeyedPrior, Noise, dense_arrivals
+from shards.noise.philox import PositionKeys
 from shards.testing import DenseNoise
-from trainer.students import GumbelConditioner
+from trainer.students.conditioning import GumbelConditioner
 
 BARS = {"memory_ratio": 0.1, "time_ratio": 1.1, "gradient_relative_error": 1e-5}
 

@@ -25,9 +25,12 @@ from transformers import AutoModelForCausalLM, GPT2Config, PretrainedConfig
 from benchmarks.acceptance import SEED, Decoded, decode
 from benchmarks.measure import interleaved_seconds, machine, median
 from evaluation.certificate import DrawnFile, DrawnRow, certify_file
-from shards.base import run_command, without_library_bars, write_json_atomic
-from trainer.sampling import MedusaConfig
-from trainer.students import BackboneStudent, Medusa, StudentSettings, load_backbone, open_model
+from shards.atomic import write_json_atomic
+from shards.console import run_command, without_library_bars
+from trainer.sampling.verified.medusa import MedusaConfig
+from trainer.students.backbone import BackboneStudent, load_backbone
+from trainer.students.folder import open_model
+from trainer.students.registry import Medusa, StudentSettings
 
 PLAIN, COUPLED = MedusaConfig(max_lookahead=0), MedusaConfig()
 TIMED_ROWS, TIMED_LENGTH, REPEATS = (1, 16), 128, 3

@@ -25,8 +25,8 @@ from benchmarks.measure import machine
 from pipeline.run import run_extraction
 from pipeline.settings import resolve_request
 from pipeline.workers import Worker
-from shards.base import write_json_atomic
-from shards.store import ShardStore
+from shards.atomic import write_json_atomic
+from shards.store.store import ShardStore
 from tests.pipeline.engine.engine_server import EngineServer
 
 NUM_ROWS, ROW_LENGTH = 64, 256

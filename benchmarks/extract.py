@@ -38,20 +38,21 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.measure import best, interleaved_seconds, machine
-from pipeline.corpus import corpus_config
-from pipeline.extract import Extractor, resources_on, rows_per_unit
+from pipeline.corpus.config import corpus_config
+from pipeline.extract.loop import Extractor, resources_on
+from pipeline.extract.manifest import rows_per_unit
 from pipeline.settings import StoreSettings
-from pipeline.teacher import (
-    Teacher,
-    automatic_batch_size,
-    rows_tensor,
-)
-from pipeline.tokens import prepare_tokens
+from pipeline.teacher.model import Teacher, automatic_batch_size, rows_tensor
+from pipeline.tokens.build import prepare_tokens
 from pipeline.workers import StopRequest, Worker
-from shards.base import Bar, write_json_atomic
-from shards.codec import CODECS, Codec, codec_parameters, make_codec
-from shards.language_model import BatchSize, find_pretrained, resolve_device
-from shards.store import Manifest, ShardWriter
+from shards.atomic import write_json_atomic
+from shards.codec.protocol import Codec
+from shards.codec.registry import CODECS, codec_parameters, make_codec
+from shards.console import Bar
+from shards.language_model.forward import BatchSize, resolve_device
+from shards.language_model.loading import find_pretrained
+from shards.store.manifest import Manifest
+from shards.store.writer import ShardWriter
 
 SHAPES = {
     "gpt2-small": {"n_layer": 12, "n_head": 12, "n_embd": 768},

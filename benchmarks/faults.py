@@ -20,7 +20,8 @@ import torch
 import zarr
 
 from benchmarks.measure import machine
-from shards.base import progress_bar, write_json_atomic
+from shards.atomic import write_json_atomic
+from shards.console import progress_bar
 from tests.shards.store import fault_trials as trials
 from tests.shards.store_cases import file_bytes, write_store
 

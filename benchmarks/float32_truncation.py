@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.sampler_statistics import ChiSquare, chi_square
-from shards.base import derive_seed
-from shards.noise import PositionKeys, keyed_bits, keyed_race
-from trainer.sampling import AncestralConfig
-from trainer.students import MDLM, StudentSettings
+from shards.noise import keyed_race
+from shards.noise.philox import PositionKeys, keyed_bits
+from shards.provenance import derive_seed
+from trainer.sampling.ancestral import AncestralConfig
+from trainer.students.registry import MDLM, StudentSettings
 
 SEED = derive_seed("float32 truncation")
 TAIL_PROBABILITY = 2.0**-25

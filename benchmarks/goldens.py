@@ -10,11 +10,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shards.noise import Noise
+from shards.noise.kinds import Noise
 from shards.testing import DenseNoise, given_posterior
 from trainer.importing import our_parameters
-from trainer.objective import Batch, Corruption, Places, corruption_from_uniforms
-from trainer.students import STUDENTS, Student, StudentSettings
+from trainer.objective.batch import Batch, Places
+from trainer.objective.substitution import Corruption, corruption_from_uniforms
+from trainer.students.registry import STUDENTS, Student, StudentSettings
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,13 @@ from benchmarks.conditioner import dense_pass, keyed_noise, tiled_pass
 from benchmarks.coupled import random_on_backbone
 from benchmarks.steps import dense_gumbels, dense_loss, tiled_loss
 from benchmarks.synthetic import make_student, random_batch
-from shards.noise import PositionKeys, dense_arrivals
-from trainer.objective import Batch
-from trainer.sampling.rules import TokenRule
-from trainer.students import (
-    MDLM,
-    Drafter,
-    GumbelConditioner,
-    StudentSettings,
-    flex_training_attention,
-    masked_attention,
-    training_mask,
-)
+from shards.noise.kinds import dense_arrivals
+from shards.noise.philox import PositionKeys
+from trainer.objective.batch import Batch
+from trainer.sampling.token_rule import TokenRule
+from trainer.students.conditioning import GumbelConditioner
+from trainer.students.dit import flex_training_attention, masked_attention, training_mask
+from trainer.students.registry import MDLM, Drafter, StudentSettings
 
 Checks = dict[str, dict[str, Any]]
 SETTINGS = StudentSettings(

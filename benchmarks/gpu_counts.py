@@ -23,22 +23,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.synthetic import unigram
-from shards.base import run_command, write_json_atomic
-from shards.noise import (
-    Entries,
-    HeadAndTail,
-    KeyedPosterior,
-    KeyedPrior,
-    Noise,
-    PositionKeys,
-    ShiftedNoise,
-    Weighting,
-    embedding,
-    keyed_exponentials,
-    keyed_race,
-    tile_weights,
-)
-from trainer.sampling.rules import TokenRule
+from shards.atomic import write_json_atomic
+from shards.console import run_command
+from shards.noise import embedding, keyed_race, tile_weights
+from shards.noise import philox as keyed_exponentials
+from shards.noise.embedding import Weighting
+from shards.noise.kinds import KeyedPosterior, KeyedPrior, Noise, ShiftedNoise
+from shards.noise.philox import PositionKeys
+from shards.noise.probabilities import Entries, HeadAndTail
+from trainer.sampling.token_rule import TokenRule
 
 VIEWS = {
     "view", "t", "transpose", "permute", "unsqueeze", "expand", "slice", "select", "split",

@@ -17,14 +17,15 @@ from benchmarks.sampling import LARGE_BATCH, SHAPES, Trial
 from benchmarks.sampling import make_student as make_sampled
 from benchmarks.steps import finish_step, online_batch, tiled_loss, update
 from benchmarks.synthetic import make_student, make_teacher, random_batch, write_store
-from pipeline.teacher import Teacher, automatic_batch_size
-from shards.language_model import find_pretrained
-from shards.store import ShardStore
-from shards.stream import ShardStream
-from trainer.objective import Batch, BatchMaker
-from trainer.sampling import FirstHittingConfig
-from trainer.students import BD3LM, MDLM, BD3LMConfig, StudentSettings
-from trainer.training import OptimizationConfig, make_optimizer
+from pipeline.teacher.model import Teacher, automatic_batch_size
+from shards.language_model.loading import find_pretrained
+from shards.store.store import ShardStore
+from shards.stream.stream import ShardStream
+from trainer.objective.batch import Batch, BatchMaker
+from trainer.sampling.ancestral import FirstHittingConfig
+from trainer.students.registry import BD3LM, MDLM, BD3LMConfig, StudentSettings
+from trainer.training.optimization import make_optimizer
+from trainer.training.settings import OptimizationConfig
 
 H200_BF16_FLOPS = 989e12
 

@@ -18,14 +18,19 @@ import typer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.teacher import Teacher
-from pipeline.tokens import load_tokenizer
-from shards.base import run_command, write_json_atomic
-from shards.codec import TeacherOutput
-from shards.language_model import find_pretrained
-from shards.noise import DenseProbabilities, KeyedPosterior, PositionKeys
-from trainer.sampling import AncestralConfig, sampling_noise
-from trainer.students import Student, open_model
+from pipeline.teacher.model import Teacher
+from pipeline.tokens.tokenizer import load_tokenizer
+from shards.atomic import write_json_atomic
+from shards.codec.protocol import TeacherOutput
+from shards.console import run_command
+from shards.language_model.loading import find_pretrained
+from shards.noise.kinds import KeyedPosterior
+from shards.noise.philox import PositionKeys
+from shards.noise.probabilities import DenseProbabilities
+from trainer.sampling.ancestral import AncestralConfig
+from trainer.sampling.noise import sampling_noise
+from trainer.students.folder import open_model
+from trainer.students.registry import Student
 
 FACTORS = {
     **dict.fromkeys(("mm", "bmm", "matmul", "linear"), (0, 1)),

@@ -39,15 +39,13 @@ from benchmarks.gpu_parts import (
 from benchmarks.llm_shapes import SHAPES as LLM_SHAPES
 from benchmarks.llm_shapes import measure_shape
 from benchmarks.measure import machine
-from shards.base import (
-    GdistillError,
-    UsageError,
-    run_command,
-    write_bytes_atomic,
-    write_json_atomic,
-)
-from shards.language_model import resolve_device
-from shards.noise import conditioner_kernel, draws_kernel, noise_kernel, use_noise_kernel
+from shards.atomic import write_bytes_atomic, write_json_atomic
+from shards.console import run_command
+from shards.errors import GdistillError, UsageError
+from shards.language_model.forward import resolve_device
+from shards.noise.keyed_race import draws_kernel
+from shards.noise.philox import noise_kernel, use_noise_kernel
+from shards.noise.tile_weights import conditioner_kernel
 
 TIME_LIMIT_SECONDS = 450
 

@@ -21,10 +21,11 @@ from benchmarks.acceptance import SEED
 from benchmarks.coupled import COUPLED, PLAIN, open_rows, random_medusa
 from benchmarks.measure import synchronize
 from benchmarks.synthetic import random_batch
-from shards.language_model import DtypeName
-from trainer.sampling import sampling_noise
-from trainer.students import Medusa, StudentSettings
-from trainer.training import OptimizationConfig, make_optimizer
+from shards.language_model.forward import DtypeName
+from trainer.sampling.noise import sampling_noise
+from trainer.students.registry import Medusa, StudentSettings
+from trainer.training.optimization import make_optimizer
+from trainer.training.settings import OptimizationConfig
 
 
 @dataclass(frozen=True)

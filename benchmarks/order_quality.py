@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from shards.base import write_json_atomic
-from shards.stream import LaneOrder, lanes_for, window_bytes_of
+from shards.atomic import write_json_atomic
+from shards.stream.order import LaneOrder, lanes_for, window_bytes_of
 
 SPLITS = {"1,024 tokens a row": (65_536, 4), "128 tokens a row": (524_288, 32)}
 """Rows and rows per chunk, as stores of 67 million tokens have them."""

@@ -27,25 +27,15 @@ from benchmarks.goldens import (
     row_noise,
     student_of,
 )
-from shards.base import write_json_atomic
+from shards.atomic import write_json_atomic
 from trainer.importing import our_parameters
-from trainer.objective import (
-    SCHEDULES,
-    Batch,
-    Corruption,
-    masking_sigma,
-    rate_noise,
-    stratified_times,
-    substituted_log_probs,
-    total_noise,
-)
-from trainer.students import AR, BD3LM, Rotary, Student, sigma_features, training_mask
-from trainer.training import (
-    ExponentialMovingAverage,
-    OptimizationConfig,
-    clip_gradients,
-    make_optimizer,
-)
+from trainer.objective.batch import Batch
+from trainer.objective.schedules import SCHEDULES, masking_sigma, rate_noise, total_noise
+from trainer.objective.substitution import Corruption, stratified_times, substituted_log_probs
+from trainer.students.dit import Rotary, sigma_features, training_mask
+from trainer.students.registry import AR, BD3LM, Student
+from trainer.training.optimization import ExponentialMovingAverage, clip_gradients, make_optimizer
+from trainer.training.settings import OptimizationConfig
 
 
 def diffusion_case(folder: Path, name: str) -> list[Comparison]:

@@ -30,23 +30,14 @@ from benchmarks.conditioner import dense_pass, keyed_noise
 from benchmarks.measure import interleaved_seconds, machine, median, peak_allocated_bytes
 from benchmarks.steps import finish_step, tiled_loss
 from benchmarks.synthetic import make_student, read_batch, unigram, write_store
-from shards.base import write_json_atomic
-from shards.noise import (
-    DenseProbabilities,
-    KeyedPosterior,
-    PositionKeys,
-    dense_arrivals,
-    use_noise_kernel,
-)
-from trainer.students import (
-    MDLM,
-    NoiseToRead,
-    StudentSettings,
-    VocabularyAttention,
-    pack_noise,
-    read_preset,
-)
-from trainer.training import OptimizationConfig, make_optimizer
+from shards.atomic import write_json_atomic
+from shards.noise.kinds import KeyedPosterior, dense_arrivals
+from shards.noise.philox import PositionKeys, use_noise_kernel
+from shards.noise.probabilities import DenseProbabilities
+from trainer.students.conditioning import NoiseToRead, VocabularyAttention, pack_noise
+from trainer.students.registry import MDLM, StudentSettings, read_preset
+from trainer.training.optimization import make_optimizer
+from trainer.training.settings import OptimizationConfig
 
 BARS = {"time_ratio": 1.15, "memory_ratio": 0.1}
 

@@ -24,7 +24,9 @@ from benchmarks.quality.fidelity.nearness import Setting
 from benchmarks.quality.gain import Gain
 from benchmarks.quality.matched import Ratio
 from benchmarks.quality.plan import Plan
-from shards.base import UsageError, resolve, run_command
+from shards.console import run_command
+from shards.errors import UsageError
+from shards.settings import resolve
 
 
 def figures() -> dict[str, Callable[[Path], object]]:

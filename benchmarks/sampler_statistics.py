@@ -25,21 +25,19 @@ from scipy import optimize, stats
 from torch import Tensor
 
 from benchmarks.measure import machine
-from shards.base import derive_seed, progress_bar, write_json_atomic
+from shards.atomic import write_json_atomic
+from shards.console import progress_bar
+from shards.provenance import derive_seed
 from shards.testing import DenseNoise
 from trainer.importing import our_parameters
-from trainer.sampling import (
-    AncestralConfig,
-    BlockConfig,
-    FirstHittingConfig,
-    FixedCountConfig,
-    NoiseUse,
-    Sampler,
-    SequentialConfig,
-    WholeRow,
-)
-from trainer.sampling.rules import SampleKeys, inference, reveal
-from trainer.students import STUDENTS, Student, StudentSettings
+from trainer.sampling.ancestral import AncestralConfig, FirstHittingConfig, FixedCountConfig
+from trainer.sampling.block import BlockConfig
+from trainer.sampling.noise import NoiseUse
+from trainer.sampling.revealing import inference, reveal
+from trainer.sampling.sampler import Sampler, WholeRow
+from trainer.sampling.sequential import SequentialConfig
+from trainer.sampling.token_rule import SampleKeys
+from trainer.students.registry import STUDENTS, Student, StudentSettings
 
 LEVEL = 1e-4
 """Significance of one case: about 1 false alarm in 250 runs of the whole table, were seeds free."""

@@ -24,18 +24,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.cache_equality import open_gates
 from benchmarks.measure import interleaved_seconds, machine, median
-from shards.base import UsageError, without_library_bars, write_json_atomic
-from trainer.sampling import (
-    AdaptiveConfig,
-    AncestralConfig,
-    BlockConfig,
-    FirstHittingConfig,
-    Sampler,
-    SequentialConfig,
-    sampling_noise,
-)
-from trainer.sampling.rules import SampleResult
-from trainer.students import STUDENTS, Student, StudentSettings, read_preset
+from shards.atomic import write_json_atomic
+from shards.console import without_library_bars
+from shards.errors import UsageError
+from trainer.sampling.ancestral import AncestralConfig, FirstHittingConfig
+from trainer.sampling.block import BlockConfig
+from trainer.sampling.noise import sampling_noise
+from trainer.sampling.sampler import Sampler
+from trainer.sampling.sequential import SequentialConfig
+from trainer.sampling.stopping import SampleResult
+from trainer.sampling.verified.adaptive import AdaptiveConfig
+from trainer.students.registry import STUDENTS, Student, StudentSettings, read_preset
 
 BLOCK_SIZE = 4
 LARGE_BATCH = 16

@@ -36,9 +36,12 @@ from benchmarks.simulated_store import (
     simulated_manifest,
 )
 from evaluation.figures import figure_file, look
-from shards.base import progress_bar, write_json_atomic
-from shards.store import ShardStore, ShardWriter, verify
-from shards.stream import LaneOrder
+from shards.atomic import write_json_atomic
+from shards.console import progress_bar
+from shards.store.store import ShardStore
+from shards.store.verification import verify
+from shards.store.writer import ShardWriter
+from shards.stream.order import LaneOrder
 
 BATCH_ROWS = 512
 LATENCY_SECONDS = 0.03

@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
-from shards.codec import codec_parameters, make_codec
-from shards.storage import FileRecord
-from shards.store import Manifest, ShardRange, ShardRecord, shard_files, shard_ranges
+from shards.codec.registry import codec_parameters, make_codec
+from shards.store.layout import ShardRange, shard_files, shard_ranges
+from shards.store.ledger import ShardRecord
+from shards.store.location import FileRecord
+from shards.store.manifest import Manifest
 
 ROW_LENGTH, VOCAB_SIZE = 128, 50_257
 ROWS_PER_SHARD, ROWS_PER_CHUNK = 2048, 32
@@ -42,7 +44,7 @@ def simulated_manifest(num_rows: int) -> Manifest:
 
 
 class SimulatedLocation:
-    """A :class:`shards.storage.Location` of a store whose first shards are finished."""
+    """A :class:`shards.store.location.Location` of a store whose first shards are finished."""
 
     url = "simulated://store"
 

@@ -22,11 +22,15 @@ from torch import Tensor
 
 from benchmarks.acceptance import parse_models
 from benchmarks.measure import machine
-from shards.base import UsageError, run_command, write_json_atomic
-from shards.store import ShardStore
-from shards.stream import ShardStream
-from trainer.objective import Batch, BatchMaker, Places
-from trainer.students import Drafter, SlotLayout, open_model
+from shards.atomic import write_json_atomic
+from shards.console import run_command
+from shards.errors import UsageError
+from shards.store.store import ShardStore
+from shards.stream.stream import ShardStream
+from trainer.objective.batch import Batch, BatchMaker, Places
+from trainer.students.drafter.layout import SlotLayout
+from trainer.students.folder import open_model
+from trainer.students.registry import Drafter
 
 SEED = 17
 BATCH_ROWS = 16

@@ -28,9 +28,11 @@ from statistics import median
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.corpus import CorpusConfig, corpus_config, read_documents
-from pipeline.tokens import backend, load_tokenizer, prepare_tokens
-from shards.base import write_json_atomic
+from pipeline.corpus.config import CorpusConfig, corpus_config
+from pipeline.corpus.splits import read_documents
+from pipeline.tokens.build import prepare_tokens
+from pipeline.tokens.tokenizer import backend, load_tokenizer
+from shards.atomic import write_json_atomic
 
 SMALL_BYTES, LARGE_BYTES = 10_000_000, 72_000_000
 SEPARATOR = "<|endoftext|>"

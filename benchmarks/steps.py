@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from shards.noise import DenseProbabilities, KeyedPosterior, Noise, PositionKeys, dense_arrivals
-from trainer.objective import Batch, Places, substituted_log_probs
-from trainer.students import MDLM
-from trainer.training import clip_gradients
+from shards.noise.kinds import KeyedPosterior, Noise, dense_arrivals
+from shards.noise.philox import PositionKeys
+from shards.noise.probabilities import DenseProbabilities
+from trainer.objective.batch import Batch, Places
+from trainer.objective.substitution import substituted_log_probs
+from trainer.students.registry import MDLM
+from trainer.training.optimization import clip_gradients
 
 
 def update(student: MDLM, optimizer: torch.optim.Optimizer) -> None:

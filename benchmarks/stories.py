@@ -27,8 +27,10 @@ import typer
 
 from benchmarks.measure import machine
 from evaluation.figures import PALETTE, WITH_NOISE, WITHOUT_NOISE, figure_file
-from shards.base import GdistillError, UsageError, run_command, write_json_atomic
-from shards.store import MANIFEST_FILE
+from shards.atomic import write_json_atomic
+from shards.console import run_command
+from shards.errors import GdistillError, UsageError
+from shards.store.manifest import MANIFEST_FILE
 
 NFE = (8, 32)
 BATCH_ROWS = 16
@@ -240,7 +242,7 @@ def _points(samples: Mapping[str, Any], nfe: int, is_argmax: bool) -> list[tuple
 
 def teacher_nll(store: Path) -> float:
     """Mean -log p of the validation tokens under the teacher, from the store itself."""
-    from shards.store import ShardStore
+    from shards.store.store import ShardStore
 
     reader = ShardStore.open(store).split("validation", ["token_log_probs"])
     rows = reader.read_rows(0, reader.num_rows)["token_log_probs"]

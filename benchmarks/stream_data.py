@@ -17,8 +17,10 @@ import numpy as np
 import torch
 
 from benchmarks.codec_teachers import SyntheticTeacher
-from shards.codec import ArraySpec, codec_parameters, make_codec
-from shards.store import Manifest, ShardWriter
+from shards.codec.protocol import ArraySpec
+from shards.codec.registry import codec_parameters, make_codec
+from shards.store.manifest import Manifest
+from shards.store.writer import ShardWriter
 
 VOCAB_SIZE, POOL_TOKENS = 8192, 1 << 17
 CODEC = make_codec("posterior")

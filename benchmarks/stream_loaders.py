@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.stream_data import ARRAYS, Shape, read_shape
-from shards.store import ShardStore
-from shards.stream import ShardStream
+from shards.store.store import ShardStore
+from shards.stream.stream import ShardStream
 
 PEERS = Path(sys.prefix) / "stream-peers"
 MIN_SECONDS = 2.0

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from shards.codec import TeacherOutput, codec_parameters, make_codec
-from shards.store import Manifest, ShardStore, ShardWriter
-from shards.stream import RowBatch
-from trainer.objective import Batch, BatchMaker, StoredRowNoise
-from trainer.students import MDLM, MDLMConfig, StudentSettings
+from shards.codec.protocol import TeacherOutput
+from shards.codec.registry import codec_parameters, make_codec
+from shards.store.manifest import Manifest
+from shards.store.store import ShardStore
+from shards.store.writer import ShardWriter
+from shards.stream.stream import RowBatch
+from trainer.objective.batch import Batch, BatchMaker, StoredRowNoise
+from trainer.students.registry import MDLM, MDLMConfig, StudentSettings
 
 ROWS_AT_ONCE = 8
 

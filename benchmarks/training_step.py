@@ -20,12 +20,13 @@ from torch import Tensor
 from benchmarks.measure import best, interleaved_seconds, machine
 from benchmarks.steps import dense_gumbels, dense_loss, finish_step, online_batch, tiled_loss
 from benchmarks.synthetic import make_student, make_teacher, read_batch, write_store
-from shards.base import write_json_atomic
-from shards.noise import use_noise_kernel
-from shards.store import ShardStore
-from trainer.objective import Batch
-from trainer.students import StudentSettings, read_preset
-from trainer.training import OptimizationConfig, make_optimizer
+from shards.atomic import write_json_atomic
+from shards.noise.philox import use_noise_kernel
+from shards.store.store import ShardStore
+from trainer.objective.batch import Batch
+from trainer.students.registry import StudentSettings, read_preset
+from trainer.training.optimization import make_optimizer
+from trainer.training.settings import OptimizationConfig
 
 LOSS_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 

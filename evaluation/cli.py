@@ -8,17 +8,18 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from evaluation.certify_command import certify
-from evaluation.compare_command import compare
-from evaluation.curve_command import curve
-from evaluation.infill_command import rows
-from evaluation.judge_command import judge
+from evaluation.certificate import certify
+from evaluation.compare import compare
+from evaluation.curve import curve
+from evaluation.infilling import rows
 from evaluation.likelihood_command import perplexity, tasks
-from evaluation.samples import find_sample_files, read_samples
+from evaluation.llm_judge import judge
+from evaluation.samples.samples import find_sample_files, read_samples
 from evaluation.score_tables import write_scores
 from evaluation.scorers import ScoreOptions, make_scorers
-from evaluation.text import readings_folder
-from shards.base import LogFormatOption, command_app, require_writable, run_command, use_log_format
+from evaluation.text.reading import readings_folder
+from shards.atomic import require_writable
+from shards.console import LogFormatOption, command_app, run_command, use_log_format
 
 DEFAULT = "score"
 

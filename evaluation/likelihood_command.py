@@ -8,9 +8,11 @@ from typing import Annotated, Any, Literal
 import typer
 
 from evaluation.report import Table, write_report
-from evaluation.samples import read_data_rows
+from evaluation.samples.samples import read_data_rows
 from evaluation.score import Score
-from shards.base import UsageError, code_version, require_writable
+from shards.atomic import require_writable
+from shards.errors import UsageError
+from shards.provenance import code_version
 
 
 def perplexity(
@@ -33,10 +35,10 @@ def perplexity(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
     """Validation perplexity of a student on stores and token datasets."""
-    from evaluation.likelihood import validation_perplexity
-    from shards.language_model import resolve_device
-    from shards.store import MANIFEST_FILE
-    from trainer.students import open_model
+    from evaluation.likelihood.validation import validation_perplexity
+    from shards.language_model.forward import resolve_device
+    from shards.store.manifest import MANIFEST_FILE
+    from trainer.students.folder import open_model
 
     for name, value in (("--draws", draws), ("--batch-size", batch_size), ("--rows", rows)):
         if value is not None and value < 1:
@@ -116,7 +118,7 @@ def tasks(
     out: Annotated[Path, typer.Option(help="For the harness's --include_path.")] = Path("tasks"),
 ) -> None:
     """Write lm-evaluation-harness tasks over local question files."""
-    from evaluation.likelihood import write_tasks
+    from evaluation.likelihood.local_tasks import write_tasks
 
     names = write_tasks(questions, out)
     typer.echo(

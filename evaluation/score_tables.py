@@ -9,9 +9,10 @@ from typing import Any
 import typer
 
 from evaluation.report import MAX_ROWS, ShownSample, Table, browser_section, write_report
-from evaluation.samples import SampleSet, drawn_with
+from evaluation.samples.samples import SampleSet, drawn_with
 from evaluation.score import Score
-from shards.base import code_version, visible
+from shards.errors import visible
+from shards.provenance import code_version
 
 Scored = Sequence[tuple[SampleSet, Sequence[Score]]]
 Pieces = Callable[[str], Sequence[tuple[str, float | None]]]

@@ -8,20 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evaluation.acceptance import acceptance_score
-from evaluation.maze import Maze, maze_success, moves_of_words
-from evaluation.samples import (
-    InfillRow,
-    SampleSet,
-    read_infill_rows,
-    read_references,
-    rows_of_samples,
-)
+from evaluation.maze.success import Maze, maze_success, moves_of_words
+from evaluation.samples.infill_rows import InfillRow, read_infill_rows, rows_of_samples
+from evaluation.samples.samples import SampleSet, read_references
 from evaluation.score import Score
-from evaluation.text import entropy_score
-from shards.base import UsageError, safe_name
+from evaluation.text.diversity import entropy_score
+from shards.errors import UsageError, safe_name
 
 if TYPE_CHECKING:
-    from evaluation.text import JudgeMemory, JudgeModel, Piece, ReadingLimits
+    from evaluation.text.reading import JudgeMemory, JudgeModel, Piece, ReadingLimits
 
 Scorer = Callable[[SampleSet], list[Score]]
 DEFAULT_MAX_TOKENS = 1024
@@ -93,7 +88,7 @@ class Judging:
             GdistillError: For samples without text.
         """
         # Imported here, so that scores without a model do not wait for transformers.
-        from evaluation.text import JudgeMemory, load_judge
+        from evaluation.text.reading import JudgeMemory, load_judge
 
         for samples in sets:
             samples.require_texts()
@@ -105,7 +100,7 @@ class Judging:
 
     def perplexity(self, samples: SampleSet) -> Score:
         """Generative perplexity of a file."""
-        from evaluation.text import generative_perplexity
+        from evaluation.text.perplexity import generative_perplexity
 
         return generative_perplexity(
             self.judge,
@@ -119,7 +114,7 @@ class Judging:
 
     def pieces(self, text: str) -> list[Piece]:
         """A text that was read, in tokens with their surprise."""
-        from evaluation.text import surprise_pieces
+        from evaluation.text.reading import surprise_pieces
 
         return surprise_pieces(self.judge, text, self.memory[text])
 
@@ -210,7 +205,7 @@ def _maze_scorer(file: Path) -> Scorer:
 
 
 def _exact_match(rows: list[InfillRow], samples: SampleSet) -> Score:
-    from evaluation.text import exact_match
+    from evaluation.infilling import exact_match
 
     own = rows_of_samples(rows, samples)
     truths, masked = [row.tokens for row in own], [row.masked for row in own]
@@ -219,7 +214,8 @@ def _exact_match(rows: list[InfillRow], samples: SampleSet) -> Score:
 
 def _filled(judging: Judging, rows: list[InfillRow], samples: SampleSet, tokenizer: Any) -> Score:
     """Perplexity of what was filled in, in the reading of the whole row."""
-    from evaluation.text import filled_perplexity, filled_spans, read_texts
+    from evaluation.infilling import filled_perplexity, filled_spans
+    from evaluation.text.reading import read_texts
 
     texts = samples.require_texts()
     own = rows_of_samples(rows, samples)
@@ -271,7 +267,7 @@ def judge_limits(judge: JudgeModel, options: ScoreOptions) -> ReadingLimits:
     Raises:
         UsageError: For a stride or limit of no use.
     """
-    from evaluation.text import reading_limits
+    from evaluation.text.reading import reading_limits
 
     limit = options.max_tokens
     if limit is None:
@@ -282,7 +278,7 @@ def judge_limits(judge: JudgeModel, options: ScoreOptions) -> ReadingLimits:
 
 def _references(file: Path | None, sets: Sequence[SampleSet]) -> list[str] | None:
     """The reference texts, if any are asked for and every set can be compared with them."""
-    from evaluation.text import check_counts
+    from evaluation.text.mauve_divergence import check_counts
 
     if file is None:
         return None
@@ -293,7 +289,7 @@ def _references(file: Path | None, sets: Sequence[SampleSet]) -> list[str] | Non
 
 
 def _mauve_scorer(judging: Judging, references: Sequence[str], kept: Path | None) -> Scorer:
-    from evaluation.text import mauve_score, text_features
+    from evaluation.text.mauve_divergence import mauve_score, text_features
 
     judge = judging.judge
     max_tokens = min(judging.limits.max_tokens, judge.context_length)

@@ -28,7 +28,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.base import GdistillError, UsageError, progress_bar
+from shards.console import progress_bar
+from shards.errors import GdistillError, UsageError
 from shards.noise.murmur3 import engine_gumbels
 
 NOISES = {"murmur3": torch.float32, "murmur3-float64": torch.float64}

@@ -10,15 +10,9 @@ import typer
 
 from pipeline.settings import PlanOptions, resolve_request
 from pipeline.workers import Worker
-from shards.base import (
-    LogFormatOption,
-    Section,
-    UsageError,
-    command_app,
-    run_command,
-    settings_app,
-    use_log_format,
-)
+from shards.console import LogFormatOption, command_app, run_command, use_log_format
+from shards.errors import UsageError
+from shards.settings import Section, settings_app
 
 CODEC_SETTINGS = {
     "posterior": "posterior:PosteriorCodec",

@@ -12,28 +12,20 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.corpus import scheme_of
-from pipeline.extract import rows_per_unit
-from pipeline.maze import (
-    MOVES,
-    MazeTeacherConfig,
-    demo_teacher_config,
-    load_maze,
-    train_maze_teacher,
-)
+from pipeline.corpus.config import scheme_of
+from pipeline.extract.manifest import rows_per_unit
+from pipeline.maze.layout import MOVES, load_maze
+from pipeline.maze.teacher import MazeTeacherConfig, demo_teacher_config, train_maze_teacher
 from pipeline.settings import ExtractRequest, TeacherSettings
-from pipeline.teacher import (
-    ModelGroup,
-    Teacher,
-    check_row_length,
-    check_vocabulary,
-    tokenizer_size,
-)
-from pipeline.tokens import RECORD, TokenDataset, load_tokenizer
-from shards.base import UsageError
-from shards.language_model import PretrainedFiles, Spread, find_pretrained
-from shards.storage import file_claim, open_location
-from shards.store import MANIFEST_FILE
+from pipeline.teacher.model import Teacher, check_row_length, check_vocabulary, tokenizer_size
+from pipeline.teacher.model_group import ModelGroup
+from pipeline.tokens.dataset import RECORD, TokenDataset
+from pipeline.tokens.tokenizer import load_tokenizer
+from shards.errors import UsageError
+from shards.language_model.loading import PretrainedFiles, find_pretrained
+from shards.language_model.spread import Spread
+from shards.store.location import file_claim, open_location
+from shards.store.manifest import MANIFEST_FILE
 
 MOST_OTHER_TOKENS = 0.01
 

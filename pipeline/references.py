@@ -12,9 +12,11 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.tokens import RECORD, TokenDataset, load_tokenizer
+from pipeline.tokens.dataset import RECORD, TokenDataset
+from pipeline.tokens.tokenizer import load_tokenizer
 from shards import open_store
-from shards.base import UsageError, write_bytes_atomic
+from shards.atomic import write_bytes_atomic
+from shards.errors import UsageError
 
 BLOCK_ROWS = 256
 

@@ -8,18 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pipeline.extract import (
-    Extractor,
-    Process,
-    ReadRows,
+from pipeline.extract.loop import Extractor, Process, ReadRows, resources_on, unchanged, write_all
+from pipeline.extract.manifest import (
     build_manifest,
     corpus_unigram,
-    resources_on,
     settle_way,
     side_files,
     teacher_identity,
-    unchanged,
-    write_all,
 )
 from pipeline.inputs import (
     LazyTeacher,
@@ -31,18 +26,21 @@ from pipeline.inputs import (
 from pipeline.report import report, write_config
 from pipeline.scored_run import is_scored, run_scored
 from pipeline.settings import ExtractRequest
-from pipeline.teacher import (
-    GeneratedRows,
-    ModelGroup,
-    ProcessOutput,
-    Teacher,
-)
-from pipeline.tokens import TokenDataset, prepare_tokens
+from pipeline.teacher.generate import GeneratedRows, ProcessOutput
+from pipeline.teacher.model import Teacher
+from pipeline.teacher.model_group import ModelGroup
+from pipeline.tokens.build import prepare_tokens
+from pipeline.tokens.dataset import TokenDataset
 from pipeline.workers import StopRequest, Worker
-from shards.base import GdistillError, require_writable, stderr
-from shards.language_model import BatchSize, resolve_device
-from shards.noise import use_noise_kernel
-from shards.store import Manifest, ShardRange, ShardStore, ShardWriter
+from shards.atomic import require_writable
+from shards.console import stderr
+from shards.errors import GdistillError
+from shards.language_model.forward import BatchSize, resolve_device
+from shards.noise.philox import use_noise_kernel
+from shards.store.layout import ShardRange
+from shards.store.manifest import Manifest
+from shards.store.store import ShardStore
+from shards.store.writer import ShardWriter
 
 
 @dataclass(frozen=True)

@@ -19,16 +19,23 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.corpus import scheme_of
-from pipeline.engine import Engine, ScoredRow, ScoreFiles, same_length
-from pipeline.extract import ScoreWriter, build_manifest, corpus_unigram, side_files, write_all
+from pipeline.corpus.config import scheme_of
+from pipeline.engine.client import Engine
+from pipeline.engine.scored import ScoredRow, ScoreFiles, same_length
+from pipeline.extract.loop import write_all
+from pipeline.extract.manifest import build_manifest, corpus_unigram, side_files
+from pipeline.extract.scores import ScoreWriter
 from pipeline.report import report, write_config
 from pipeline.settings import ExtractRequest
-from pipeline.tokens import TokenDataset, load_tokenizer, prepare_tokens, write_given_rows
+from pipeline.tokens.build import prepare_tokens, write_given_rows
+from pipeline.tokens.dataset import TokenDataset
+from pipeline.tokens.tokenizer import load_tokenizer
 from pipeline.workers import StopRequest, Worker
-from shards.base import UsageError, require_writable, write_json_atomic
-from shards.codec import PosteriorCodec
-from shards.store import ShardRange, ShardWriter
+from shards.atomic import require_writable, write_json_atomic
+from shards.codec.posterior import PosteriorCodec
+from shards.errors import UsageError
+from shards.store.layout import ShardRange
+from shards.store.writer import ShardWriter
 
 ENGINE_FILE = "engine.json"
 ROWS_AT_ONCE = 256

@@ -25,21 +25,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from pipeline.corpus import CorpusConfig, corpus_config
-from pipeline.engine import EngineSettings
-from shards.base import (
-    UsageError,
-    did_you_mean,
-    merge,
-    nested,
-    parse_override,
-    read_toml,
-    resolve,
-    to_mapping,
-)
+from pipeline.corpus.config import CorpusConfig, corpus_config
+from pipeline.engine.client import EngineSettings
+from shards.errors import UsageError, did_you_mean
+from shards.settings import merge, nested, parse_override, read_toml, resolve, to_mapping
 
 if TYPE_CHECKING:
-    from shards.codec import Codec
+    from shards.codec.protocol import Codec
 else:
     Codec = Any  # shards.codec waits for torch, and a wrong option must not
 
@@ -240,7 +232,7 @@ class ExtractRequest:
 
     def to_mapping(self) -> dict[str, Any]:
         """The resolved request, JSON-ready; written beside the store."""
-        from shards.codec import codec_parameters
+        from shards.codec.registry import codec_parameters
 
         codec = {"name": self.codec.name, **codec_parameters(self.codec)}
         return {
@@ -281,7 +273,7 @@ def resolve_request(
     settings = resolve(ExtractSettings, values)
     _check_meaning(settings, {**values, "spec": spec})
     chosen = corpus_config(spec, settings=corpus)
-    from shards.codec import make_codec  # late: it waits for torch
+    from shards.codec.registry import make_codec  # late: it waits for torch
 
     name = codec.pop("name", DEFAULT_CODEC)
     if settings.engine.url is not None and name == DEFAULT_CODEC:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from shards.base import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 
 Item = TypeVar("Item")
 

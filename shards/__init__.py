@@ -14,12 +14,21 @@ is a torch ``IterableDataset``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from shards.base.door import open_door
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shards.reading import open_store
-    from shards.store import ShardStore
+    from shards.store.store import ShardStore
 
-__getattr__, __dir__ = open_door(__name__, __file__)
+_HOME = {
+    "open_store": "shards.reading",
+    "ShardStore": "shards.store.store",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: a ``--help`` must not wait for torch.
+    if name not in _HOME:
+        raise AttributeError(f"{__name__!r} offers no {name!r}; it offers {sorted(_HOME)}")
+    return getattr(import_module(_HOME[name]), name)

@@ -9,21 +9,18 @@ from typing import Annotated
 
 import typer
 
-from shards.base import (
-    IntegrityError,
-    UsageError,
-    command_app,
-    parse_override,
-    progress_bar,
-    run_command,
-    write_bytes_atomic,
-)
-from shards.codec import make_codec
+from shards.atomic import write_bytes_atomic
+from shards.codec.registry import make_codec
+from shards.console import command_app, progress_bar, run_command
+from shards.errors import IntegrityError, UsageError
 from shards.reading import open_store
-from shards.storage import open_location
-from shards.store import ShardStore, ShardWriter, verify
-from shards.store import forget as forget_shards
-from shards.tools import Description
+from shards.settings import parse_override
+from shards.store.location import open_location
+from shards.store.store import ShardStore
+from shards.store.verification import forget as forget_shards
+from shards.store.verification import verify
+from shards.store.writer import ShardWriter
+from shards.tools.description import Description
 
 app = command_app(
     no_args_is_help=True,
@@ -60,7 +57,7 @@ def info(
 
 def shuffle_bytes(store: ShardStore, split: str) -> int:
     """Decoded bytes that shuffling a split keeps in memory, over all ranks of a run."""
-    from shards.stream import window_bytes_of
+    from shards.stream.order import window_bytes_of
 
     reader = store.split(split)
     return window_bytes_of(reader.num_chunks, reader.chunk_bytes, SHOWN_BATCH)
@@ -109,7 +106,7 @@ def show(
     ] = Path("row.html"),
 ) -> None:
     """One row made visible: each token's probability, its noise and rank, the alternatives."""
-    from shards.tools import row_figure, row_page, view_row
+    from shards.tools.row_view import row_figure, row_page, view_row
 
     source = open_store(store, allow_incomplete=True)
     first, views = view_row(source, split, row, draw)
@@ -134,7 +131,7 @@ def couplings(
     Per coupling: bytes per token, how often the stored form still decodes to the token, and how
     often two positions' distributions pick the same token from the same noise.
     """
-    from shards.tools import measure_couplings
+    from shards.tools.couplings import measure_couplings
 
     report = measure_couplings(open_store(store), split=split, num_pairs=pairs, seed=seed)
     typer.echo(json.dumps(report.to_json(), indent=2) if as_json else report.to_text())
@@ -156,8 +153,8 @@ def convert(
     ] = None,
 ) -> None:
     """Turn stored distributions into one frozen draw of them. Resumes when interrupted."""
-    from shards.tools import convert as run
-    from shards.tools import require_convertible
+    from shards.tools.rewriting import convert as run
+    from shards.tools.rewriting import require_convertible
 
     source = open_store(store)
     parameters = {".".join(path): value for path, value in map(parse_override, overrides or [])}
@@ -182,8 +179,8 @@ def subset(
     ] = None,
 ) -> None:
     """Keep the first rows: a row's number names its noise, so rows keep their places."""
-    from shards.tools import check_subset
-    from shards.tools import subset as run
+    from shards.tools.rewriting import check_subset
+    from shards.tools.rewriting import subset as run
 
     source = open_store(store)
     kept = _kept_rows(
@@ -229,7 +226,7 @@ def merge(
     stores: Annotated[list[str], typer.Argument(help="Stores of one extraction.")], out: Out
 ) -> None:
     """Gather the finished shards of several stores of one identity into one, byte for byte."""
-    from shards.tools import merge as run
+    from shards.tools.rewriting import merge as run
 
     opened = [open_store(store, allow_incomplete=True) for store in stores]
     for source in opened:

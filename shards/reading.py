@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shards.store import ShardStore, find_store
-from shards.stream import WINDOW_BYTES, RowStream
+from shards.store.store import ShardStore, find_store
+from shards.stream.dataset import RowStream
+from shards.stream.order import WINDOW_BYTES
 
 
 class OpenStore(ShardStore):

@@ -15,16 +15,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shards.base import from_mapping
-from shards.codec import Codec, TeacherOutput, codec_parameters, position_keys
-from shards.noise import (
-    DenseProbabilities,
-    KeyedPosterior,
-    Noise,
-    PositionKeys,
-    TiledNoise,
-    dense_arrivals,
-)
+from shards.codec.frozen import position_keys
+from shards.codec.protocol import Codec, TeacherOutput
+from shards.codec.registry import codec_parameters
+from shards.noise.kinds import KeyedPosterior, Noise, TiledNoise, dense_arrivals
+from shards.noise.philox import PositionKeys
+from shards.noise.probabilities import DenseProbabilities
+from shards.settings import from_mapping
 
 
 @dataclass(frozen=True)

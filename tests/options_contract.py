@@ -20,7 +20,7 @@ from typing import Any
 import typer
 from typer.core import TyperArgument, TyperGroup
 
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONTRACT = REPOSITORY / "tests" / "options.txt"
@@ -98,7 +98,7 @@ def _plain(value: Any) -> str:
 def config_roots() -> Iterator[tuple[str, type[Any]]]:
     """What ``--set`` and TOML files reach, by the command that takes it."""
     from evaluation.maze.walk import WalkConfig
-    from pipeline.corpus import CorpusConfig
+    from pipeline.corpus.config import CorpusConfig
     from pipeline.settings import ExtractSettings
     from shards.codec.registry import CODECS
     from trainer.sampling.registry import SAMPLERS

@@ -16,8 +16,8 @@ from tests.commands import call
 from tests.options_contract import scripts
 from tests.pipeline.extract_cases import WORDS, save_teacher
 from tests.trainer.run_cases import tiny_run, write_store
-from trainer.students import read_model
-from trainer.training import train
+from trainer.students.folder import read_model
+from trainer.training.loop import train
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -65,7 +65,7 @@ def test_the_recipe_runs_from_text_to_scores(
         "ROW_LENGTH": "12",
         "STEPS": "2",
     }
-    monkeypatch.setattr("evaluation.text.memory.user_cache", lambda: tmp_path / "cache")
+    monkeypatch.setattr("evaluation.text.reading.user_cache", lambda: tmp_path / "cache")
     commands = recorded_commands(REPOSITORY / "runs/owt.sh", tmp_path / "clone", environment)
     assert [words[0] for words in commands[:2]] == ["gdistill-extract", "gdistill-train"]
     for words in commands:

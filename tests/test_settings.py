@@ -15,9 +15,10 @@ import pytest
 
 from pipeline.cli import CODEC_SETTINGS
 from pipeline.cli import SETTINGS as EXTRACT
-from shards.base import UsageError, resolve, run_command
-from shards.base.settings_table import REQUIRED, Section, settings_app, settings_of, table_lines
-from shards.codec import CODECS
+from shards.codec.registry import CODECS
+from shards.console import run_command
+from shards.errors import UsageError
+from shards.settings import REQUIRED, Section, resolve, settings_app, settings_of, table_lines
 from trainer.cli import SETTINGS as TRAIN
 from trainer.sample_cli import SETTINGS as SAMPLE
 from trainer.sampling.registry import SAMPLERS

@@ -11,12 +11,21 @@ From Python: ``trainer.load_student(path).generate(num_samples=4, nfe=16)``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from shards.base.door import open_door
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.loading import load_student
-    from trainer.students import load_tokenizer
+    from trainer.students.folder import load_tokenizer
 
-__getattr__, __dir__ = open_door(__name__, __file__)
+_HOME = {
+    "load_student": "trainer.loading",
+    "load_tokenizer": "trainer.students.folder",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: a ``--help`` must not wait for torch.
+    if name not in _HOME:
+        raise AttributeError(f"{__name__!r} offers no {name!r}; it offers {sorted(_HOME)}")
+    return getattr(import_module(_HOME[name]), name)

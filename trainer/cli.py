@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shards.base import (
+from shards.console import (
     LogFormatOption,
-    Section,
     command_app,
     is_first_process,
-    read_toml,
     run_command,
-    settings_app,
     use_log_format,
 )
+from shards.settings import Section, read_toml, settings_app
 
 if TYPE_CHECKING:
-    from trainer.training import RunConfig
+    from trainer.training.settings import RunConfig
 
 SETTINGS = (Section("a training run", "trainer.training.settings:RunConfig"),)
 app = command_app(
@@ -69,15 +67,10 @@ def run(
 ) -> None:
     """Train a student from a store; no teacher is needed."""
     from trainer.initial_weights import network_settings
-    from trainer.training import (
-        RunConfig,
-        compose_run,
-        layered,
-        leave,
-        read_recipe,
-        student_class,
-        train,
-    )
+    from trainer.training.construction import student_class
+    from trainer.training.loop import train
+    from trainer.training.parallel import leave
+    from trainer.training.settings import RunConfig, compose_run, layered, read_recipe
 
     use_log_format(log_format)
     sources: list[dict[str, Any]] = []
@@ -127,7 +120,9 @@ def read_again(
     from shards import open_store
     from trainer.initial_weights import network_settings
     from trainer.read_again import PLAIN, read_again_parts, train_read_again
-    from trainer.training import leave, read_recipe, student_class
+    from trainer.training.construction import student_class
+    from trainer.training.parallel import leave
+    from trainer.training.settings import read_recipe
 
     use_log_format(log_format)
     chosen = [] if config is None else [read_toml(config)]
@@ -145,7 +140,7 @@ def read_again(
 def planned_memory(config: RunConfig, store: str, processes: int) -> str:
     """The text of ``--plan``; a GPU is planned for unless training.device says otherwise."""
     from shards import open_store
-    from trainer.training import plan_memory
+    from trainer.training.memory_plan import plan_memory
 
     device = "cpu" if config.training.device == "cpu" else "cuda"
     planned = plan_memory(config, open_store(store), device=device, world_size=processes)
@@ -158,7 +153,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """How far a run is and how fast: steps, losses, checkpoints, whether a process is at it."""
-    from trainer.training import RunStatus
+    from trainer.training.checkpoint import RunStatus
 
     found = RunStatus.of(out)
     typer.echo(json.dumps(found.to_json(), indent=2) if as_json else found.to_text())
@@ -210,14 +205,14 @@ def overhead(
     """Weights that noise adds to the paper's models, and what it costs at other vocabularies."""
     from dataclasses import asdict
 
-    from trainer.training import (
+    from trainer.training.overhead import (
         Scale,
-        compose_run,
         cost_table,
         noise_cost,
         overhead_table,
         parse_vocab_sizes,
     )
+    from trainer.training.settings import compose_run
 
     student = {"architecture": preset, "training": {"num_steps": 1}}
     settings = compose_run([student, {"model": {"conditioning": "gumbel"}}], overrides or []).model

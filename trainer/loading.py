@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from trainer.sampling import generate
-from trainer.students import Student, open_model
+from trainer.sampling.registry import generate
+from trainer.students.folder import open_model
+from trainer.students.registry import Student
 
 Student.generate = generate  # type: ignore[method-assign]
 

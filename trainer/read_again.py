@@ -14,18 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from shards import open_store
-from shards.base import UsageError, did_you_mean, merge, read_toml
-from shards.store import ShardStore
+from shards.errors import UsageError, did_you_mean
+from shards.settings import merge, read_toml
+from shards.store.store import ShardStore
 from trainer.initial_weights import is_language_model
-from trainer.students import STUDENTS
-from trainer.training import (
-    CONDITIONER_SETTINGS,
-    RunConfig,
-    build_student,
-    layered,
-    run_of,
-    train,
-)
+from trainer.students.registry import STUDENTS
+from trainer.training.construction import CONDITIONER_SETTINGS, build_student
+from trainer.training.loop import train
+from trainer.training.settings import RunConfig, layered, run_of
 
 RECIPES = Path(__file__).resolve().parent / "presets" / "read_again"
 PLAIN = "plain"

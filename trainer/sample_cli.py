@@ -7,15 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from shards.base import (
-    LogFormatOption,
-    Section,
-    UsageError,
-    command_app,
-    run_command,
-    settings_app,
-    use_log_format,
-)
+from shards.console import LogFormatOption, command_app, run_command, use_log_format
+from shards.errors import UsageError
+from shards.settings import Section, settings_app
 
 SETTINGS = tuple(
     Section(f"--sampler {name}", f"trainer.sampling.{target}")

@@ -13,9 +13,12 @@ from benchmarks.measure import machine
 from benchmarks.quality.maze import MazeBench
 from benchmarks.quality.plan import TEACHER, Plan, Recipe, Run, read_plan, recall, remember
 from benchmarks.quality.stories import StoriesBench
-from evaluation.maze import Job, TrainingProgress, run_jobs, run_visibly
-from shards.base import run_command, to_mapping, write_json_atomic
-from shards.language_model import find_pretrained
+from evaluation.maze.jobs import Job, run_jobs, run_visibly
+from evaluation.maze.walk import TrainingProgress
+from shards.atomic import write_json_atomic
+from shards.console import run_command
+from shards.language_model.loading import find_pretrained
+from shards.settings import to_mapping
 
 FIGURES = "figures.json"
 

@@ -16,7 +16,8 @@ import typer
 
 from benchmarks.quality.matched import match_students
 from evaluation.figures import PALETTE, WITHOUT_NOISE, figure_file
-from shards.base import UsageError, run_command
+from shards.console import run_command
+from shards.errors import UsageError
 
 TASKS = ("maze", "stories")
 MOST_PATHS = 0.8

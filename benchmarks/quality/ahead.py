@@ -16,9 +16,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shards.noise import Noise
-from trainer.sampling import sampling_noise
-from trainer.students import BD3LM, MDLM
+from shards.noise.kinds import Noise
+from trainer.sampling.noise import sampling_noise
+from trainer.students.registry import BD3LM, MDLM
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import typer
 
 from benchmarks.quality.stories_figure import draw_stories
 from evaluation.figures import PALETTE, TEACHER, WITH_NOISE, WITHOUT_NOISE, figure_file
-from shards.base import run_command
+from shards.console import run_command
 
 
 def draw(results: Path) -> Path:

@@ -45,7 +45,10 @@ from benchmarks.quality.stories import (
     save_ahead,
     validation_rows,
 )
-from shards.base import UsageError, from_mapping, run_command, write_json_atomic
+from shards.atomic import write_json_atomic
+from shards.console import run_command
+from shards.errors import UsageError
+from shards.settings import from_mapping
 from trainer import load_student
 
 SAMPLE_SEED = 11

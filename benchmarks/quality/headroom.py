@@ -23,7 +23,9 @@ import typer
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.base import generator, run_command, write_json_atomic
+from shards.atomic import write_json_atomic
+from shards.console import run_command
+from shards.provenance import generator
 
 BLOCKS = (1, 2, 4, 8, 16, 32)
 AHEAD = 32

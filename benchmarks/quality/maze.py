@@ -14,13 +14,15 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from benchmarks.quality.plan import Plan, Run
-from evaluation.maze import load_task, natural_rule, pool, score_samples, teacher_rows
-from evaluation.samples import SampleSet
+from evaluation.maze.results import load_task, natural_rule, pool, score_samples, teacher_rows
+from evaluation.samples.samples import SampleSet
 from evaluation.score import wilson_interval
-from shards.codec import Codec
-from shards.noise import Noise
+from shards.codec.protocol import Codec
+from shards.noise.kinds import Noise
 from trainer import load_student
-from trainer.sampling import Sampler, make_sampler, sampling_noise
+from trainer.sampling.noise import sampling_noise
+from trainer.sampling.registry import make_sampler
+from trainer.sampling.sampler import Sampler
 
 Cell = dict[str, Any]
 MARGINS = ((0.0, 0.05), (0.05, 0.1), (0.1, 0.2), (0.2, 0.4), (0.4, math.inf))

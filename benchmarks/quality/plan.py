@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from shards.base import UsageError, read_toml, resolve
+from shards.errors import UsageError
+from shards.settings import read_toml, resolve
 
 TEACHER = "the teacher"
 """What a student may start from besides another recipe's."""
@@ -223,7 +224,7 @@ def read_plan(path: Path, overrides: list[str], only: str = "") -> Plan:
 
 def remember(path: Path, key: object, value: object) -> None:
     """Keep a finished piece of work with what it was made from."""
-    from shards.base import write_json_atomic
+    from shards.atomic import write_json_atomic
 
     write_json_atomic(path, {"key": key, "value": value})
 

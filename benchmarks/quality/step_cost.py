@@ -19,10 +19,12 @@ import torch
 import typer
 
 from benchmarks.quality.plan import Plan, Recipe, read_plan
-from shards.base import run_command
-from shards.store import ShardStore
+from shards.console import run_command
+from shards.store.store import ShardStore
 from trainer.initial_weights import network_settings
-from trainer.training import Trainer, compose_run, read_recipe, student_class
+from trainer.training.construction import student_class
+from trainer.training.loop import Trainer
+from trainer.training.settings import compose_run, read_recipe
 
 
 def steps_of(

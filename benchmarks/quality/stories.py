@@ -18,10 +18,11 @@ from benchmarks.quality.gain import gain_of_first
 from benchmarks.quality.matched import by_order, match_students, ratio_lines, ratios
 from benchmarks.quality.plan import Plan, Run
 from evaluation.curve import matched_table
-from evaluation.text import unigram_entropy_nats
-from shards.store import ShardStore
+from evaluation.text.diversity import unigram_entropy_nats
+from shards.store.store import ShardStore
 from trainer import load_student
-from trainer.sampling import make_sampler, sampling_noise
+from trainer.sampling.noise import sampling_noise
+from trainer.sampling.registry import make_sampler
 
 DISTANCES = (1, 2, 4, 8, 16, 32)
 NUM_PREFIXES = 512

@@ -18,10 +18,11 @@ import numpy as np
 import typer
 
 from benchmarks.quality.stories import validation_rows
-from evaluation.samples import find_sample_files, read_samples
-from evaluation.text import distinct_ngram_share
-from shards.base import UsageError, run_command
-from shards.store import ShardStore
+from evaluation.samples.samples import find_sample_files, read_samples
+from evaluation.text.diversity import distinct_ngram_share
+from shards.console import run_command
+from shards.errors import UsageError
+from shards.store.store import ShardStore
 
 ORDERS = (2, 4, 8)
 Sequences = Sequence[Sequence[int]]

@@ -23,9 +23,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from evaluation.likelihood.prior import PriorRowNoise
-from shards.base import UsageError, derive_seed
-from trainer.students import AR, BD3LM, Student
+from evaluation.likelihood.validation import PriorRowNoise
+from shards.errors import UsageError
+from shards.provenance import derive_seed
+from trainer.students.registry import AR, BD3LM, Student
 
 ScoringNoise = Literal["prior", "none"]
 Estimate = Literal["one_pass", "bound"]

@@ -18,9 +18,11 @@ import torch
 
 import trainer
 from evaluation.likelihood.completion import CompletionScorer, Estimate, ScoringNoise
-from shards.base import GdistillError, UsageError, code_version, progress_bar
-from shards.language_model import resolve_device
-from trainer.students import open_model
+from shards.console import progress_bar
+from shards.errors import GdistillError, UsageError
+from shards.language_model.forward import resolve_device
+from shards.provenance import code_version
+from trainer.students.folder import open_model
 
 try:
     from lm_eval import utils as rolling  # pyright: ignore[reportMissingImports]
@@ -226,7 +228,7 @@ def main() -> None:
     """The harness's own command, with the student among its models."""
     from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
 
-    from shards.base import run_command
+    from shards.console import run_command
 
     run_command(cli_evaluate)
 

@@ -13,7 +13,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shards.base import UsageError, write_bytes_atomic
+from shards.atomic import write_bytes_atomic
+from shards.errors import UsageError
 
 KINDS: dict[frozenset[str], dict[str, Any]] = {
     frozenset({"query", "choices", "gold"}): {

@@ -1,25 +1,81 @@
-"""Validation perplexity of a student, with the noise it was given said beside the number."""
+"""Prior noise of rows, for likelihoods that know nothing of the text they score."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from evaluation.bootstrap import PerSample
-from evaluation.likelihood.prior import PriorRowNoise
-from evaluation.samples import DataRows
+from evaluation.samples.samples import DataRows
 from evaluation.score import Score
 from shards import open_store
-from shards.base import GdistillError, UsageError, progress_bar
-from shards.store import ShardStore
-from shards.stream import RowBatch
-from trainer.objective import FULL, Batch, BatchMaker
-from trainer.students import AR, Student
+from shards.console import progress_bar
+from shards.errors import GdistillError, UsageError
+from shards.noise.kinds import Noise
+from shards.provenance import derive_seed
+from shards.store.store import ShardStore
+from shards.stream.stream import RowBatch
+from trainer.objective.batch import Batch, BatchMaker, Places
+from trainer.objective.schedules import FULL
+from trainer.sampling.noise import sampling_noise
+from trainer.students.registry import AR, Student
+
+
+@dataclass(frozen=True)
+class PriorRowNoise:
+    """Noise of B rows, drawn from the prior and truncated as the student has learnt to read it.
+
+    Attributes:
+        student: Who reads it.
+        row_ids: Key the noise, with the seed and the draw.
+        row_length: L.
+        seed: The user's.
+        draw: Which independent draw.
+    """
+
+    student: Student
+    row_ids: Int[Tensor, "b"]
+    row_length: int
+    seed: int
+    draw: int = 0
+
+    def at(self, where: Bool[Tensor, "b l"] | Places) -> Noise:
+        """Noise of the masked positions in row-major order."""
+        places = Places.of(where)
+        noise = sampling_noise(
+            derive_seed(self.seed, "likelihood"),
+            self.row_ids,
+            self.row_length,
+            self.student.config.vocab_size,
+            codec=self.student.codec,
+            draw=self.draw,
+        )
+        return noise.select(places.rows * self.row_length + places.positions)
+
+    def rows(self, part: slice) -> PriorRowNoise:
+        """The noise of some of the rows."""
+        return replace(self, row_ids=self.row_ids[part])
+
+    def to(self, device: torch.device) -> PriorRowNoise:
+        """The same noise, drawn on that device."""
+        return replace(self, row_ids=self.row_ids.to(device))
+
+    def embeddings(self, masked: Bool[Tensor, "b l"]) -> Tensor:
+        """[B, L, E] noise embeddings, zeros where a token is known."""
+        values = self.student.embed_noise(self.at(masked))
+        result = values.new_zeros(*masked.shape, values.shape[-1])
+        return result.index_put(masked.nonzero(as_tuple=True), values)
+
+
+# Validation perplexity of a student, with the noise it was given said beside the number.
+
 
 NoiseSource = Literal["posterior", "prior", "none"]
 """Inferred from the very text by the teacher; drawn without looking at it; or no noise at all."""

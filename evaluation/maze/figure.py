@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
-
-matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from evaluation.maze.success import STEPS, Maze, Path_
+
+matplotlib.use("Agg")
+
 
 VALID, INVALID, WALL = "#1f77b4", "#d62728", "#444444"
 MAX_LINES = 100

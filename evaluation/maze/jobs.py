@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shards.base import GdistillError, UsageError, progress_bar
+from shards.console import progress_bar
+from shards.errors import GdistillError, UsageError
 
 POLL_SECONDS = 0.5
 

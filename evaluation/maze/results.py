@@ -17,10 +17,10 @@ from transformers.utils import logging as transformers_logging
 from evaluation.maze.optimum import optimal_success, rows_of_paths
 from evaluation.maze.success import BOS, Maze, Path_, maze_success, moves_of_words
 from evaluation.maze.teacher_decode import teacher_agreement, teacher_decode
-from evaluation.samples import SampleSet, read_samples
+from evaluation.samples.samples import SampleSet, read_samples
 from evaluation.score import Score, wilson_interval
-from shards.base import GdistillError
-from trainer.sampling import sampling_noise
+from shards.errors import GdistillError
+from trainer.sampling.noise import sampling_noise
 
 PLAIN = "none"
 """Of the kinds of student, the one that sees no noise."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.score import Score, wilson_interval
-from shards.base import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 
 Path_ = tuple[str, ...]
 BOS, EOS = "<bos>", "<eos>"

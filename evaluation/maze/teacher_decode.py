@@ -14,8 +14,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from evaluation.score import Score, wilson_interval
-from shards.base import GdistillError
-from shards.noise import Noise
+from shards.errors import GdistillError
+from shards.noise.kinds import Noise
 
 
 @torch.no_grad()

@@ -32,17 +32,11 @@ from evaluation.maze.results import (
     score_cell,
 )
 from evaluation.maze.success import Maze, Path_
-from evaluation.samples import read_samples
-from shards.base import (
-    UsageError,
-    command_app,
-    read_toml,
-    require_writable,
-    resolve,
-    run_command,
-    to_mapping,
-    write_json_atomic,
-)
+from evaluation.samples.samples import read_samples
+from shards.atomic import require_writable, write_json_atomic
+from shards.console import command_app, run_command
+from shards.errors import UsageError
+from shards.settings import read_toml, resolve, to_mapping
 
 app = command_app()
 KINDS = (PLAIN, "gumbel")

@@ -11,10 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
-from evaluation.samples.json_lines import read_records, short
-from evaluation.samples.rows import DataRows
-from evaluation.samples.samples import SampleSet
-from shards.base import GdistillError, UsageError, write_bytes_atomic
+from evaluation.samples.samples import DataRows, SampleSet, read_records, short
+from shards.atomic import write_bytes_atomic
+from shards.errors import GdistillError, UsageError
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,391 @@
-"""Samples on disk: ``samples*.jsonl`` and ``settings.json`` as the sampler leaves them."""
+"""JSON from files that somebody else may have written: one object a line, or one a file."""
 
 from __future__ import annotations
 
+import json
+import math
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
-from evaluation.samples.json_lines import Record, read_object, read_records, short
-from shards.base import GdistillError, UsageError, visible
+import numpy as np
+import pyarrow.parquet as pq
+from jaxtyping import Int
+
+from evaluation.score import range_text
+from shards.errors import GdistillError, UsageError, visible
+from shards.store.manifest import MANIFEST_FILE
+from shards.store.store import ShardStore
+
+MAX_LINE_BYTES = 2**26
+"""64 MiB: a row of a million tokens has a tenth. Of a sparse file no terabyte is read."""
+MAX_FILE_BYTES = 2**30
+"""Of a file that is one object."""
+WHOLE_NUMBER_DIGITS = 19
+"""Numbers of fewer digits are below 2^63."""
+
+
+class Record(NamedTuple):
+    """One object and the line it stands in, counted from 1."""
+
+    line: int
+    values: dict[str, Any]
+
+
+def read_records(file: Path, kind: str) -> list[Record]:
+    """The objects of all lines that are not blank, in the file's order.
+
+    Only a line feed ends a line: ``str.splitlines`` would also cut at a raw U+2028 in a text.
+
+    Args:
+        file: A .jsonl file.
+        kind: What a line holds (``sample``), for messages.
+
+    Raises:
+        UsageError: When the file cannot be read or holds no object.
+        GdistillError: For a line that is no object, naming file and line.
+    """
+    try:
+        with open_regular(file) as stream:
+            records = [
+                Record(number, _parse(line, f"{file}:{number}", kind))
+                for number, line in enumerate(_lines(stream), start=1)
+                if line.strip()
+            ]
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the {kind} file",
+            where=file,
+            got=error.strerror,
+            expected="a .jsonl file",
+            remedy="check the path",
+        ) from error
+    if not records:
+        raise UsageError(f"no {kind} in the file", where=file, got="an empty file")
+    return records
+
+
+def open_regular(file: Path) -> IO[bytes]:
+    """A file to read; no pipe or device, which could be read for ever.
+
+    Raises:
+        OSError: When there is none.
+    """
+    if file.exists() and not file.is_file():
+        raise OSError(0, "no regular file")
+    return open(file, "rb")
+
+
+def _lines(stream: IO[bytes]) -> Iterator[bytes]:
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        yield line
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The one JSON object of a file.
+
+    Raises:
+        OSError: When it cannot be read.
+        ValueError: When it is something else.
+    """
+    with open_regular(file) as stream:
+        content = stream.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(f"more than {MAX_FILE_BYTES} bytes")
+    value = parse_json(content)
+    if not isinstance(value, dict):
+        raise ValueError(f"{type(value).__name__}, no JSON object")
+    return value
+
+
+def parse_json(content: bytes) -> Any:
+    """The value of a JSON text, if every other reader would find the same in it.
+
+    Raises:
+        ValueError: For what is no JSON or not UTF-8, NaN, a number beyond float64 or 64 bits, a
+            name twice in one object, half a character, or more nesting than Python reads.
+    """
+    text = content.decode("utf-8")
+    long_numbers = re.search(f"[0-9]{{{WHOLE_NUMBER_DIGITS}}}", text)
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_object,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            parse_int=_whole if long_numbers else None,
+        )
+    except RecursionError as error:
+        raise ValueError("values nested too deeply") from error
+    if re.search(r"\\u[dD][89a-fA-F]", text):
+        json.dumps(value, ensure_ascii=False).encode()  # \ud800 is half a character: ValueError
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the name {short(twice)} stands twice in one object")
+    return found
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name}, which is not JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits[:20]}, beyond float64")
+    return value
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > 20 or not -(2**63) <= int(digits) < 2**63:
+        raise ValueError(f"{digits[:20]}..., beyond 64 bits")
+    return int(digits)
+
+
+def short(value: object) -> str:
+    """The value as JSON, cut to a length that fits a message."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _parse(line: bytes, where: str, kind: str) -> dict[str, Any]:
+    """The object in one line; ``where`` is its ``FILE:LINE``."""
+    remedy = "write one JSON object a line, in UTF-8"
+    if len(line) > MAX_LINE_BYTES:
+        got = f"more than {MAX_LINE_BYTES} bytes"
+        raise GdistillError(f"a {kind} line is too long", where=where, got=got, remedy=remedy)
+    try:
+        value = parse_json(line)
+    except UnicodeDecodeError as error:
+        got = f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
+        raise GdistillError(
+            f"a {kind} line is not UTF-8", where=where, got=got, remedy=remedy
+        ) from error
+    except ValueError as error:
+        raise GdistillError(
+            f"a {kind} line is not JSON", where=where, got=error, remedy=remedy
+        ) from error
+    if not isinstance(value, dict):
+        raise GdistillError(
+            f"a {kind} line is no JSON object", where=where, got=type(value).__name__, remedy=remedy
+        )
+    return value
+
+
+# Rows of real text as token ids: a split of a store, or of a token dataset before extraction.
+
+
+TOKENS_FILE = "tokens.json"
+
+
+@dataclass(frozen=True)
+class DataRows:
+    """Rows of one split.
+
+    Attributes:
+        rows: Token ids.
+        name: Which rows these are, for people.
+        fingerprint: Identifies the token dataset they come from.
+        vocab_size: V, entries of the tokenizer.
+        tokenizer: What the data remember of it; None where nothing.
+        bos_id: Token at the start of a row of the ``bos`` conventions; None without one.
+        eos_id: End of text; None without one.
+    """
+
+    rows: Int[np.ndarray, "n l"]
+    name: str
+    fingerprint: str
+    vocab_size: int
+    tokenizer: Any = None
+    bos_id: int | None = None
+    eos_id: int | None = None
+
+
+def read_data_rows(place: Path, split: str = "validation", max_rows: int | None = None) -> DataRows:
+    """The first rows of a split.
+
+    Args:
+        place: A store, a folder ``tokens`` of stage 1, or a run folder that holds either.
+        split: Its name.
+        max_rows: At most so many rows; all unless told.
+
+    Raises:
+        UsageError: When there are no such data, no such split, or no row in it.
+        GdistillError: When the data are damaged.
+    """
+    for candidate in (place, place / "store", place / "tokens"):
+        if (candidate / MANIFEST_FILE).is_file():
+            return _of_store(candidate, split, max_rows)
+        if (candidate / TOKENS_FILE).is_file():
+            return _of_tokens(candidate, split, max_rows)
+    raise UsageError(
+        "no data there",
+        where=place,
+        got=f"neither {MANIFEST_FILE} nor {TOKENS_FILE}",
+        expected="a store or a folder tokens/ of gdistill-extract",
+        remedy="check the path",
+    )
+
+
+def _of_store(place: Path, split: str, max_rows: int | None) -> DataRows:
+    store = ShardStore.open(place)
+    manifest = store.manifest
+    num_rows = _num_rows(place, split, dict(manifest.splits), max_rows)
+    rows = store.split(split, ["tokens"]).read_rows(0, num_rows)["tokens"]
+    return DataRows(
+        rows.astype(np.int64),
+        _told(place, split, rows),
+        str(manifest.tokens.get("fingerprint", "")),
+        manifest.vocab_size,
+        manifest.tokenizer,
+        manifest.bos_id,
+        manifest.eos_id,
+    )
+
+
+def _of_tokens(place: Path, split: str, max_rows: int | None) -> DataRows:
+    file = place / TOKENS_FILE
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        parts = {
+            name: [dict(part) for part in value["parts"]]
+            for name, value in record["splits"].items()
+        }
+        counts = {
+            name: sum(int(part["num_rows"]) for part in value) for name, value in parts.items()
+        }
+        num_rows = _num_rows(place, split, counts, max_rows)
+        files = [place / split / Path(part["name"]).name for part in parts[split]]
+        rows = _read_parts(files, record["row_length"], num_rows)
+        return DataRows(
+            rows,
+            _told(place.parent, split, rows),
+            record["fingerprint"],
+            record["vocab_size"],
+            record["tokenizer"],
+            record["bos_id"],
+            record["eos_id"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise GdistillError(
+            "damaged token dataset", where=file, got=error, remedy="run stage 1 again"
+        ) from error
+
+
+def _read_parts(files: list[Path], row_length: int, num_rows: int) -> Int[np.ndarray, "n l"]:
+    blocks, missing = [], num_rows
+    for file in files:
+        if missing == 0:
+            break
+        column = pq.read_table(file, columns=["input_ids"])["input_ids"].combine_chunks()
+        block = np.asarray(column.flatten()).reshape(-1, row_length)[:missing]
+        blocks.append(block.astype(np.int64))
+        missing -= len(block)
+    if missing:
+        raise ValueError(f"{missing} rows fewer than tokens.json tells of")
+    return np.concatenate(blocks)
+
+
+def _told(place: Path, split: str, rows: np.ndarray) -> str:
+    return f"{split} split of {place.resolve().name}, {len(rows)} rows of {rows.shape[1]} tokens"
+
+
+def _num_rows(place: Path, split: str, counts: dict[str, int], max_rows: int | None) -> int:
+    if split not in counts:
+        raise UsageError("no such split", where=place, got=split, expected=" or ".join(counts))
+    if counts[split] == 0:
+        raise UsageError(
+            "the split is empty: there is nothing to measure",
+            where=f"{place}, {split}",
+            got="0 rows",
+            remedy="extract with --set corpus.validation_fraction=0.05, or name another split",
+        )
+    return counts[split] if max_rows is None else min(counts[split], max_rows)
+
+
+# How samples were drawn, as far as their files tell: what must stand beside every score.
+
+
+SAMPLER_FIELDS = (
+    "sampler", "decision", "temperature", "tau", "nucleus_p", "nucleus_rule", "block_size", "cache",
+)  # fmt: skip
+"""Sampler settings that decide a score, in the order of the table."""
+
+
+def drawn_with(samples: SampleSet) -> dict[str, Any]:
+    """Student, sampler and its settings, precision, seed and code version of a file of samples.
+
+    What neither the file nor the ``settings.json`` beside it tells is left out.
+    """
+    settings = samples.settings
+    identity = settings.get("identity")
+    identity = identity if isinstance(identity, Mapping) else {}
+    known = {
+        "student": _student(settings),
+        "weights_sha256": identity.get("weights_sha256"),
+        **{name: samples.sampler.get(name) for name in SAMPLER_FIELDS},
+        "nfe": samples.sampler.get("nfe", samples.nfe_mean),
+        "precision": settings.get("precision"),
+        "seed": samples.seed,
+        "tokens": range_text(map(len, samples.tokens)),
+        "data": _fingerprint(settings.get("store")),
+        "code_version": settings.get("code_version"),
+    }
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def _student(settings: Mapping[str, Any]) -> str | None:
+    name, config = settings.get("student"), settings.get("student_config")
+    conditioning = config.get("conditioning") if isinstance(config, Mapping) else None
+    if isinstance(conditioning, str) and conditioning != "none":
+        return f"{name} + {conditioning}"
+    return name if isinstance(name, str) else None
+
+
+def _fingerprint(store: object) -> str | None:
+    """Of the token dataset that the student was trained on."""
+    tokens = store.get("tokens") if isinstance(store, Mapping) else None
+    value = tokens.get("fingerprint") if isinstance(tokens, Mapping) else None
+    return value if isinstance(value, str) else None
+
+
+# Reference texts: a .jsonl file with a ``text`` field, as any corpus export has it.
+
+
+def read_references(file: Path) -> list[str]:
+    """The texts of the file, in its order; other fields are not looked at.
+
+    Raises:
+        UsageError: When the file cannot be read or is empty.
+        GdistillError: For a line without a text, naming file and line.
+    """
+    return [
+        _text(values.get("text"), f"{file}:{line}")
+        for line, values in read_records(file, "reference")
+    ]
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise GdistillError(
+            "a reference has no text",
+            where=where,
+            got="null or no such field" if value is None else short(value),
+            expected='{"text": "..."}',
+            remedy="leave the line out, or give it a text",
+        )
+    return value
+
+
+# Samples on disk: ``samples*.jsonl`` and ``settings.json`` as the sampler leaves them.
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from jaxtyping import Float, Int
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
 
 from evaluation.score import Score
-from evaluation.text.judge import JudgeModel
-from evaluation.text.mauve_features import TextFeatures
-from shards.base import UsageError
+from evaluation.text.reading import JudgeModel, side_by_side
+from shards.atomic import canonical_json, write_bytes_atomic
+from shards.console import progress_bar
+from shards.errors import GdistillError, UsageError
 
 MIN_TEXTS = 20
 """Below this k-means has a single pair of clusters and the number says nothing."""
@@ -113,3 +121,121 @@ def _cautions(samples: TextFeatures, references: TextFeatures) -> list[str]:
             "them apart by length alone"
         )
     return found
+
+
+# The features MAUVE clusters: a causal model's last hidden state at a text's last token.
+#
+# As mauve-text has them: of the model without its head.
+
+
+@dataclass(frozen=True)
+class TextFeatures:
+    """Features of n texts that have a token.
+
+    Attributes:
+        values: One row per text.
+        num_tokens: Tokens of each text that were read.
+        num_empty: Texts without a token, left out as mauve-text leaves them out.
+    """
+
+    values: Float[np.ndarray, "n d"]
+    num_tokens: Int[np.ndarray, "n"]
+    num_empty: int = 0
+
+
+def text_features(
+    judge: JudgeModel, texts: Sequence[str], max_tokens: int, folder: Path | None = None
+) -> TextFeatures:
+    """Features of texts, from ``folder`` where the same texts were read before.
+
+    Texts are tokenized as mauve-text does: with the tokenizer's own special tokens, truncated.
+
+    Args:
+        judge: The model and its tokenizer.
+        texts: The texts.
+        max_tokens: Texts are truncated to this many tokens; 1 to the judge's context.
+        folder: Where features are kept by content; None keeps none.
+
+    Raises:
+        UsageError: For another limit, or a model that is all head.
+        GdistillError: When no text has a token, or features cannot be kept.
+    """
+    if not 1 <= max_tokens <= judge.context_length:
+        raise UsageError(
+            "no such limit",
+            where="max_tokens",
+            got=max_tokens,
+            expected=f"1..{judge.context_length}, the context of {judge.name}",
+        )
+    full = [text for text in texts if text]
+    if not full:
+        raise GdistillError("no text has a token", got=f"{len(texts)} empty texts")
+    file = None if folder is None else folder / _name(judge, full, max_tokens)
+    found = None if file is None else _read(file, len(full))
+    values, num_tokens = found or _compute(judge, full, max_tokens)
+    if file is not None and found is None:
+        _keep(file, values, num_tokens)
+    return TextFeatures(values, num_tokens, len(texts) - len(full))
+
+
+def _body(judge: JudgeModel) -> Any:
+    """The model without its head, which would make V numbers for every token read."""
+    if judge.model.base_model is judge.model:
+        raise UsageError(
+            "no features can be had of this model",
+            where="mauve",
+            got=f"{type(judge.model).__name__} in {judge.name}",
+            expected="a model of transformers, with layers below its head",
+            remedy="judge with such a model, or leave out --reference",
+        )
+    return judge.model.base_model
+
+
+def _name(judge: JudgeModel, texts: Sequence[str], max_tokens: int) -> str:
+    content = hashlib.sha256(canonical_json(list(texts))).hexdigest()
+    key = {**judge.identity, "max_tokens": max_tokens, "texts_sha256": content}
+    return f"{hashlib.sha256(canonical_json(key)).hexdigest()[:16]}.features.safetensors"
+
+
+def _read(file: Path, num_texts: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """What was kept; None where there is nothing whole, so that it is computed again."""
+    try:
+        kept = load_file(file)
+    except (OSError, SafetensorError):
+        return None
+    values, num_tokens = kept.get("values"), kept.get("num_tokens")
+    if values is None or num_tokens is None or values.ndim != 2:
+        return None
+    return (values, num_tokens) if len(values) == num_texts == len(num_tokens) else None
+
+
+def _keep(file: Path, values: np.ndarray, num_tokens: np.ndarray) -> None:
+    try:
+        write_bytes_atomic(file, save({"values": values, "num_tokens": num_tokens}))
+    except OSError as error:
+        raise GdistillError("cannot keep features", where=file, got=error.strerror) from error
+
+
+@torch.no_grad()
+def _compute(
+    judge: JudgeModel, texts: Sequence[str], max_tokens: int
+) -> tuple[Float[np.ndarray, "n d"], Int[np.ndarray, "n"]]:
+    body = _body(judge)
+    rows = [judge.tokenizer.encode(text, truncation=True, max_length=max_tokens) for text in texts]
+    rows = [ids or [judge.document_start_id] for ids in rows]
+    lengths = np.array([len(ids) for ids in rows])
+    features: list[np.ndarray] = [np.empty(0)] * len(rows)
+    with progress_bar("mauve features", len(texts), unit="text") as bar:
+
+        def read(members: list[int]) -> None:
+            ids = side_by_side([rows[index] for index in members], judge.document_start_id)
+            ids = ids.to(judge.model.device)
+            states = body(input_ids=ids, use_cache=False).last_hidden_state
+            ends = torch.from_numpy(lengths[members] - 1).to(ids.device)
+            last = states[torch.arange(len(members), device=ends.device), ends].float().cpu()
+            for index, state in zip(members, last.numpy(), strict=True):
+                features[index] = state
+            bar.advance(len(members))
+
+        judge.room.fill(lengths.tolist(), max_tokens, read)
+    return np.stack(features), lengths

@@ -14,10 +14,8 @@ import numpy as np
 
 from evaluation.bootstrap import PerSample
 from evaluation.score import Score
-from evaluation.text.judge import JudgeModel
-from evaluation.text.memory import JudgeMemory
-from evaluation.text.reading import read_texts, reading_limits
-from shards.base import GdistillError
+from evaluation.text.reading import JudgeMemory, JudgeModel, read_texts, reading_limits
+from shards.errors import GdistillError
 
 
 def generative_perplexity(

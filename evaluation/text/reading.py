@@ -1,30 +1,353 @@
-"""What a judge makes of texts, in sliding windows.
-
-A text longer than the window is read in windows of ``context`` tokens that start every ``stride``
-tokens; the first scores all its positions, a later one only those that no earlier window scored.
-Position 0 has no prediction, and tokens that stand between texts (end of text, and the start token
-of judges that have one of their own) do not count as targets.
-
-Texts that go through the judge side by side are filled up behind their ends, where a causal model
-does not look; how many go, and what is held of them, :mod:`evaluation.text.room` says.
-"""
+"""A causal language model with its tokenizer, loaded for scoring."""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
+import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer
 
-from evaluation.text.judge import JudgeModel
-from evaluation.text.memory import JudgedText, JudgeMemory
-from shards.base import GdistillError, UsageError, progress_bar
+from shards.atomic import append_line, canonical_json, whole_lines
+from shards.console import progress_bar
+from shards.errors import GdistillError, UsageError, first_line
+from shards.language_model.forward import (
+    BatchSize,
+    allow_tf32,
+    in_batches,
+    largest_batch,
+    memory_bytes,
+    resolve_device,
+)
+from shards.language_model.loading import PretrainedFiles, find_pretrained, load_causal_model
+
+UNLIMITED_CONTEXT = 1024
+"""Window over texts for models that set no limit (Mamba, Bloom): that of the published numbers."""
+
+
+@dataclass(frozen=True)
+class JudgeModel:
+    """Scores text it did not write.
+
+    Attributes:
+        name: Hub id, or the name of a local folder.
+        model: The network, in float32 and evaluation mode.
+        tokenizer: Its tokenizer.
+        context_length: Longest input, in tokens.
+        document_start_id: The token that stands in front of a text.
+        border_ids: Tokens that stand between texts; their predictions do not count.
+        weights_sha256: Hash of the weights, so that two judges of one name are told apart.
+        products: How its float32 matrix products run: ``float32``, or ``TF32`` on a GPU.
+        room: How much of texts it reads at once.
+    """
+
+    name: str
+    model: Any
+    tokenizer: Any
+    context_length: int
+    document_start_id: int
+    border_ids: tuple[int, ...]
+    weights_sha256: str = ""
+    products: str = "float32"
+    room: Room = field(default_factory=lambda: Room(1, sys.maxsize))
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a number must carry of its judge."""
+        return {"judge": self.name, "judge_sha256": self.weights_sha256}
+
+
+def load_judge(name: str, device: str = "cpu") -> JudgeModel:
+    """Load a judge by hub id or from a local folder, in float32.
+
+    Args:
+        name: Hub id or local folder.
+        device: ``auto`` or a torch device.
+
+    Raises:
+        UsageError: When there is no such model or device, or the model is not causal.
+        GdistillError: When its weights are damaged or incomplete, or its tokenizer has no border.
+    """
+    place = resolve_device(device)
+    files = find_pretrained(name, role="judge")
+    tokenizer = _load_tokenizer(files)
+    eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
+    borders = tuple(sorted({token for token in (bos, eos) if token is not None}))
+    if not borders:
+        raise GdistillError(
+            "the judge's tokenizer has no token between texts",
+            where=name,
+            got="neither bos nor eos",
+            expected="a token to stand in front of a text",
+            remedy="give a judge whose tokenizer_config.json names one",
+        )
+    model = load_causal_model(files, "float32", place).network
+    weight_bytes = sum(value.numel() * value.element_size() for value in model.parameters())
+    return JudgeModel(
+        name=files.name,
+        model=model,
+        tokenizer=tokenizer,
+        context_length=files.context_length or UNLIMITED_CONTEXT,
+        document_start_id=eos if bos is None else bos,
+        border_ids=borders,
+        weights_sha256=files.weights_sha256,
+        products=allow_tf32(place),
+        room=Room.on(place, files.num_logits, files.hidden_size, weight_bytes),
+    )
+
+
+def _load_tokenizer(files: PretrainedFiles) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(
+            files.folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers lets errors of many libraries through
+        raise UsageError(
+            "cannot load the judge's tokenizer",
+            where=files.folder,
+            got=first_line(error),
+            expected="the files that save_pretrained writes",
+            remedy="copy the tokenizer's files into the folder",
+        ) from error
+
+
+# A text cut into the judge's tokens, each with the judge's surprise: what a report colours.
+
+
+Piece = tuple[str, float | None]
+"""Characters, and nats of the token they end in; None where nothing was scored."""
+
+
+def surprise_pieces(judge: JudgeModel, text: str, reading: JudgedText) -> list[Piece]:
+    """The text in pieces that join to it again, the part behind the judge's limit last.
+
+    Args:
+        judge: Whose tokens they are; without a fast tokenizer the text stays whole.
+        text: The text.
+        reading: What the judge made of it.
+    """
+    spans = token_spans(judge, text, reading)
+    rest = spans[-1][1] if spans else 0
+    pieces = [(text[start:end], value) for start, end, value in spans]
+    return [piece for piece in [*pieces, (text[rest:], None)] if piece[0]]
+
+
+def token_spans(
+    judge: JudgeModel, text: str, reading: JudgedText
+) -> list[tuple[int, int, float | None]]:
+    """(start, end, nats) of each token of the judge; nats are None where it does not count.
+
+    Characters between two tokens (spaces that a tokenizer skips) belong to the later one, so spans
+    follow each other; of the tokens that write one character together all but the first are empty.
+    Nothing for a judge without a fast tokenizer, which cannot tell.
+    """
+    if not judge.tokenizer.is_fast:
+        return []
+    encoded = judge.tokenizer(
+        text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
+    spans, start = [], 0
+    told = zip(encoded["offset_mapping"], reading.nll_nats, reading.counted, strict=False)
+    for (_, end), nats, counted in told:
+        spans.append((start, max(start, end), nats if counted else None))
+        start = max(start, end)
+    return spans
+
+
+# How much goes through a judge at once, by the memory of its device.
+#
+# On a GPU as many texts as fit, side by side; what did not fit is remembered. On a CPU, whose
+# results are reproduced bit for bit, one text at a time.
+
+
+MEMORY_SHARE = 0.5
+"""Of what the weights leave."""
+FLOATS_PER_LOGIT, FLOATS_PER_UNIT = 3, 32
+"""Float32 values alive at once for each logit (their log-softmax, a copy) and for each unit of the
+hidden state (a block's activations)."""
+
+
+@dataclass
+class Room:
+    """What a judge reads at once.
+
+    Attributes:
+        side_by_side: Most tokens of several texts, filled up to one length; less for good where
+            memory runs out. One text always goes, whatever its length.
+        with_logits: Most tokens whose logits are held at once; longer windows are read in parts.
+    """
+
+    side_by_side: int
+    with_logits: int
+
+    @classmethod
+    def on(cls, device: torch.device, num_logits: int, hidden_size: int, weight_bytes: int) -> Room:
+        """The room on a device; the same on every machine with the same device."""
+        token_bytes = 4 * (FLOATS_PER_LOGIT * num_logits + FLOATS_PER_UNIT * hidden_size)
+        free = max(0, memory_bytes(device) - weight_bytes)
+        tokens = max(1, int(MEMORY_SHARE * free) // token_bytes)
+        tokens = min(tokens, largest_batch(num_logits, device))
+        return cls(tokens if device.type == "cuda" else 1, tokens)
+
+    def fill(self, lengths: Sequence[int], context: int, work: Callable[[list[int]], None]) -> None:
+        """Do ``work`` on every text, longest first, as many at a time as there is room for.
+
+        Args:
+            lengths: Tokens of each text.
+            context: Tokens of the longest window.
+            work: Given the texts' indices, longest first; done again with half of them where
+                memory runs out.
+
+        Raises:
+            GdistillError: If a single text does not fit.
+        """
+        order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+        while order:
+            width = max(1, min(lengths[order[0]], context))
+            group = order[: max(1, self.side_by_side // width)]
+            order = order[len(group) :]
+            size = BatchSize(len(group))
+            in_batches(_on_members(work, group), len(group), size)
+            if size.rows < len(group):
+                self.side_by_side = size.rows * width
+
+
+def _on_members(work: Callable[[list[int]], None], group: list[int]) -> Callable[[slice], None]:
+    return lambda part: work(group[part])
+
+
+# What a judge has read, kept for this user: an interrupted evaluation goes on from there.
+#
+# One line per text, found by the text's own hash, in a file named by everything else that decides
+# the numbers (the judge's weights and the windows). A torn last line is dropped. A reading is
+# believed, so none is looked for where somebody else may have written it: beside the samples,
+# above all.
+
+
+def readings_folder(directory: Path) -> Path:
+    """Where this user keeps what a judge reads for the results in ``directory``."""
+    name = hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()[:16]
+    return user_cache() / "gdistill" / "judged" / name
+
+
+def user_cache() -> Path:
+    """The folder for what a user's programs may make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+
+
+@dataclass(frozen=True)
+class JudgedText:
+    """A text in the judge's tokens; the token in front of it is left out.
+
+    Attributes:
+        ids: The judge's token ids.
+        nll_nats: -log p of each, given what stands before it.
+        counted: Whether it counts; what stands between texts does not.
+    """
+
+    ids: tuple[int, ...]
+    nll_nats: tuple[float, ...]
+    counted: tuple[bool, ...]
+
+    @cached_property
+    def nll_sum_nats(self) -> float:
+        """Over the tokens that count, in float64."""
+        return float(np.array(self.nll_nats)[list(self.counted)].sum())
+
+
+class JudgeMemory:
+    """Texts that were read, in memory and, if a folder is given, on disk.
+
+    Args:
+        folder: Where the file stands; None keeps nothing.
+        identity: What decides the numbers besides the text: names the file.
+    """
+
+    def __init__(self, folder: Path | None = None, identity: dict[str, Any] | None = None) -> None:
+        self._texts: dict[str, JudgedText] = {}
+        self._file = None
+        if folder is not None:
+            name = hashlib.sha256(canonical_json(identity or {})).hexdigest()[:16]
+            self._file = folder / f"{name}.judged"
+            self._texts = _read_file(self._file)
+
+    def __contains__(self, text: str) -> bool:
+        return _key(text) in self._texts
+
+    def __getitem__(self, text: str) -> JudgedText:
+        return self._texts[_key(text)]
+
+    def add(self, text: str, reading: JudgedText) -> None:
+        """Remember a reading; it survives this process when this returns.
+
+        Raises:
+            GdistillError: When it cannot be written.
+        """
+        self._texts[_key(text)] = reading
+        if self._file is None:
+            return
+        # The shortest decimal that is the same float32: what is read back is what was computed.
+        nll = [float(str(np.float32(value))) for value in reading.nll_nats]
+        record = [_key(text), reading.ids, nll, "".join("01"[flag] for flag in reading.counted)]
+        try:
+            append_line(self._file, json.dumps(record, separators=(",", ":")))
+        except OSError as error:
+            raise GdistillError(
+                "cannot keep what the judge has read",
+                where=self._file,
+                got=error.strerror,
+                remedy="set XDG_CACHE_HOME to a folder of your own",
+            ) from error
+
+
+def _key(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _read_file(file: Path) -> dict[str, JudgedText]:
+    """The whole lines of the file; a torn one, and what an editor made of one, is read again."""
+    found = {}
+    for line in whole_lines(file):
+        try:
+            key, ids, nll, flags = json.loads(line)
+            reading = JudgedText(
+                tuple(map(int, ids)),
+                tuple(_float32(nll)),
+                tuple(flag == "1" for flag in flags),
+            )
+            if len(ids) == len(nll) == len(flags) and np.isfinite(reading.nll_nats).all():
+                found[key] = reading
+        except (ValueError, TypeError, OverflowError, RecursionError):
+            continue
+    return found
+
+
+def _float32(values: list[float]) -> list[float]:
+    with np.errstate(over="ignore"):
+        return np.asarray(values, dtype=np.float32).astype(float).tolist()
+
+
+# What a judge makes of texts, in sliding windows.
+#
+# A text longer than the window is read in windows of ``context`` tokens that start every ``stride``
+# tokens; the first scores all its positions, a later one only those that no earlier window scored.
+# Position 0 has no prediction, and tokens that stand between texts (end of text, and the start
+# token of judges that have one of their own) do not count as targets.
+#
+# Texts that go through the judge side by side are filled up behind their ends, where a causal model
+# does not look; how many go, and what is held of them, :mod:`evaluation.text.reading` says.
 
 
 @dataclass(frozen=True)

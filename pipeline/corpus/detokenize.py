@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from shards.base import UsageError, did_you_mean
+from shards.errors import UsageError, did_you_mean
 
 Detokenizer = Callable[[str], str]
 Rewrite = tuple[str | re.Pattern[str], str]

@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipeline.corpus.config import CorpusConfig, scheme_of
+from pipeline.corpus.config import CorpusConfig, Tally, decode_document, scheme_of
 from pipeline.corpus.detokenize import detokenizer
-from pipeline.corpus.sources import (
-    CsvFiles,
-    HubDataset,
-    JsonLines,
-    MazePaths,
-    ParquetFiles,
-    RawDocument,
-    Source,
-    TextFiles,
-)
-from pipeline.corpus.text_policy import Tally, decode_document
-from pipeline.maze import NUM_TRAINING_DOCUMENTS, NUM_VALIDATION_DOCUMENTS, load_maze
-from shards.base import GdistillError, UsageError
+from pipeline.corpus.files import CsvFiles, JsonLines, ParquetFiles, RawDocument, Source, TextFiles
+from pipeline.corpus.hub import HubDataset
+from pipeline.corpus.maze_paths import MazePaths
+from pipeline.maze.layout import NUM_TRAINING_DOCUMENTS, NUM_VALIDATION_DOCUMENTS, load_maze
+from shards.errors import GdistillError, UsageError
 
 MANY_HELD_OUT = 100
 """From so many held-out documents on, a share of them is a share of the text, near enough."""

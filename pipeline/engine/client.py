@@ -19,9 +19,8 @@ from typing import Any, Literal
 import numpy as np
 import urllib3
 
-from pipeline.engine.answers import row_of_response
-from pipeline.engine.scored_rows import ScoredRow
-from shards.base import GdistillError, UsageError
+from pipeline.engine.scored import ScoredRow, row_of_response
+from shards.errors import GdistillError, UsageError
 
 Dialect = Literal["prompt_logprobs", "echo"]
 MAX_MEAN_CHANGE_NATS = 0.05

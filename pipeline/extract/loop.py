@@ -1,34 +1,195 @@
-"""Stage 2: rows -> teacher -> codec -> store, shard by shard.
-
-    this thread     claim shard -> read rows -> forward pass k+1 ...
-    "encode"        log-softmax, codec, copy to the host of batch k -> the shard's arrays
-    "store"         compress and write the shard before -> release its claim
-
-A shard is encoded whole, then written at once. Where a batch begins and ends is fixed within a
-shard, so the bytes do not depend on who computes it or what was interrupted. Another batch size
-changes nothing but the rounding of the teacher's float arithmetic.
-
-Shards that other processes hold come last: see :mod:`pipeline.workers`.
-"""
+"""All pending shards behind one progress bar, whoever computes them; what is left when stopped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
+from types import TracebackType
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.extract.background import Background
-from pipeline.extract.transfer import to_host
-from pipeline.teacher import Note, RawLogits, Teacher, check_output, rows_tensor
-from pipeline.workers import StopRequest, Worker
-from shards.base import Bar, stderr
-from shards.codec import Codec, TeacherOutput
-from shards.language_model import BatchSize, in_batches, is_out_of_memory, largest_batch
-from shards.store import Manifest, ShardRange, ShardWriter
+from pipeline.teacher.generate import Note
+from pipeline.teacher.model import RawLogits, Teacher, check_output, rows_tensor
+from pipeline.workers import Stopped, StopRequest, Worker
+from shards.codec.protocol import Codec, TeacherOutput
+from shards.console import Bar, progress_bar, stderr
+from shards.language_model.forward import BatchSize, in_batches, is_out_of_memory, largest_batch
+from shards.store.layout import ShardRange
+from shards.store.manifest import Manifest
+from shards.store.writer import ShardWriter
+
+
+@runtime_checkable
+class Work(Protocol):
+    """Computes and writes shards: an extractor, or a writer of an engine's scores."""
+
+    writer: ShardWriter
+    stop: StopRequest
+
+    def run(self, shards: list[ShardRange], worker: Worker, bar: Bar) -> None:
+        """Every shard that no other process does; Stopped if the process was asked to end."""
+        ...
+
+
+def write_all(work: Work, pending: Sequence[ShardRange], worker: Worker, stage: str) -> None:
+    """Do the pending shards; returns when all are done, whoever did them.
+
+    Raises:
+        Stopped: With what remains.
+    """
+    writer, manifest = work.writer, work.writer.manifest
+    total = sum(manifest.splits.values()) * manifest.row_length
+    left = sum(shard.num_rows for shard in pending) * manifest.row_length
+    with (
+        work.stop.listening(),
+        progress_bar(stage, total, done=total - left, main_process=worker.is_main) as bar,
+    ):
+        try:
+            work.run([*pending], worker, bar)
+        except Stopped as error:
+            raise Stopped(
+                "stopped by SIGTERM",
+                where=writer.location.url,
+                got=f"{len(writer.all_pending())} shards still to do",
+                remedy="run the same command again to finish",
+            ) from error
+
+
+# One thread that works through tasks in order, with a limit on how many are unfinished.
+#
+# Torch and compressors release the interpreter lock, so a thread is enough to let encoding,
+# compression and writing run while the next forward pass computes.
+
+
+Task = tuple[Callable[..., object], tuple[Any, ...], bool]
+
+
+class Background:
+    """A bounded, ordered worker thread. The first error of a task is raised at the next call.
+
+    Leaving the context finishes what was handed over; after a task has failed, nothing more.
+
+    Args:
+        name: Of the thread.
+        limit: Most unfinished tasks that were reserved.
+    """
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._slots = threading.BoundedSemaphore(limit)
+        self._tasks: queue.Queue[Task | None] = queue.Queue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+
+    def __enter__(self) -> Background:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._tasks.put(None)
+        self._thread.join()
+        if error is None:
+            self._raise()
+
+    def reserve(self) -> None:
+        """Wait until there is room for one more task."""
+        self._slots.acquire()
+        if self._error is not None:
+            self._slots.release()
+            self._raise()
+
+    def cancel_reservation(self) -> None:
+        """Give back room that was reserved and is not needed."""
+        self._slots.release()
+
+    def submit(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Hand over a task for which room was reserved."""
+        self._tasks.put((function, arguments, True))
+
+    def append(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Hand over a small task that needs no reservation."""
+        self._tasks.put((function, arguments, False))
+
+    def wait(self) -> None:
+        """Until every task is done."""
+        done = threading.Event()
+        self._tasks.put((done.set, (), False))
+        while not done.wait(0.2):
+            if not self._thread.is_alive() or self._error is not None:
+                break
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            function, arguments, reserved = task
+            try:
+                if self._error is None:
+                    function(*arguments)
+            except BaseException as error:
+                self._error = error
+            finally:
+                del task, function, arguments
+                if reserved:
+                    self._slots.release()
+
+
+# Device to host without holding up the device.
+
+
+def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors on the CPU, complete when this returns.
+
+    On a GPU the copies go to pinned memory on a stream of their own, so that kernels of the next
+    batch run meanwhile.
+    """
+    devices = {tensor.device for tensor in tensors.values()}
+    if not any(device.type == "cuda" for device in devices):
+        return dict(tensors)
+    device = devices.pop()
+    stream = _copy_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    host = {}
+    with torch.cuda.stream(stream):
+        for name, tensor in tensors.items():
+            host[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            host[name].copy_(tensor, non_blocking=True)
+            tensor.record_stream(stream)
+    stream.synchronize()
+    return host
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+# Stage 2: rows -> teacher -> codec -> store, shard by shard.
+#
+#     this thread     claim shard -> read rows -> forward pass k+1 ...
+#     "encode"        log-softmax, codec, copy to the host of batch k -> the shard's arrays
+#     "store"         compress and write the shard before -> release its claim
+#
+# A shard is encoded whole, then written at once. Where a batch begins and ends is fixed within a
+# shard, so the bytes do not depend on who computes it or what was interrupted. Another batch size
+# changes nothing but the rounding of the teacher's float arithmetic.
+#
+# Shards that other processes hold come last: see :mod:`pipeline.workers`.
+
 
 ReadRows = Callable[[str, int, int, Note], np.ndarray]
 """(split, start, stop, note) -> rows start..stop-1, [n, L] int32: a pure function of the three.

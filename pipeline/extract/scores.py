@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from pipeline.engine import ScoredRow, same_length
-from pipeline.tokens import TokenDataset
+from pipeline.engine.scored import ScoredRow, same_length
+from pipeline.tokens.dataset import TokenDataset
 from pipeline.workers import StopRequest, Worker
-from shards.base import Bar, GdistillError
-from shards.codec import PosteriorCodec
-from shards.store import ShardRange, ShardWriter
+from shards.codec.posterior import PosteriorCodec
+from shards.console import Bar
+from shards.errors import GdistillError
+from shards.store.layout import ShardRange
+from shards.store.writer import ShardWriter
 
 POLL_SECONDS = 1.0
 ROWS_AT_ONCE = 64

@@ -16,7 +16,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from shards.base import UsageError, did_you_mean, generator
+from shards.errors import UsageError, did_you_mean
+from shards.provenance import generator
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 TOKENS = ("<bos>", "<eos>", *MOVES)

@@ -27,15 +27,11 @@ from pipeline.maze.layout import (
     draw_documents,
     maze_tokenizer,
 )
-from shards.base import (
-    UsageError,
-    derive_seed,
-    generator,
-    progress_bar,
-    publish_folder,
-    to_mapping,
-    write_json_atomic,
-)
+from shards.atomic import publish_folder, write_json_atomic
+from shards.console import progress_bar
+from shards.errors import UsageError
+from shards.provenance import derive_seed, generator
+from shards.settings import to_mapping
 
 BOS, EOS = 0, 1
 RECORD = "training.json"

@@ -25,11 +25,13 @@ from torch import Tensor
 
 from pipeline.settings import SequentialSettings
 from pipeline.teacher.model import Teacher
-from pipeline.tokens import TokenDataset
-from shards.base import derive_seed
-from shards.codec import TeacherOutput
-from shards.language_model import BatchSize, in_batches
-from shards.noise import KeyedPrior, PositionKeys, gumbel_argmax
+from pipeline.tokens.dataset import TokenDataset
+from shards.codec.protocol import TeacherOutput
+from shards.language_model.forward import BatchSize, in_batches
+from shards.noise.gumbel import gumbel_argmax
+from shards.noise.kinds import KeyedPrior
+from shards.noise.philox import PositionKeys
+from shards.provenance import derive_seed
 
 LEAST_CPU_ROWS, CPU_ROWS, GPU_ROWS = 32, 128, 512
 CPU_CACHE_BYTES = 4 << 30

@@ -1,38 +1,132 @@
-"""The teacher: any causal language model of transformers, asked for log-probabilities of rows.
-
-This is the only home of the shift by one. A model's logits at position i - 1 are the distribution
-of the token at position i; position 0 has none. Everything a :class:`Teacher` returns is aligned
-with the scored tokens, row[:, 1:].
-
-V is the number of real tokens, the tokenizer's. Many models pad their output beyond it to a round
-number; those columns are dropped before the softmax, so that probabilities sum to 1 over tokens
-that exist. (A trained model gives padding no mass worth naming.)
-"""
+"""How many rows go through the teacher at once, unless told."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from pipeline.teacher.output import RawLogits, check_output
-from pipeline.tokens import load_tokenizer
-from shards.base import UsageError
-from shards.codec import TeacherOutput
-from shards.language_model import (
-    ONE_DEVICE,
+from pipeline.tokens.tokenizer import load_tokenizer
+from shards.codec.protocol import TeacherOutput
+from shards.errors import GdistillError, UsageError
+from shards.language_model.forward import DtypeName, Float32Head, largest_batch, resolve_device
+from shards.language_model.loading import (
     CausalModel,
-    DtypeName,
-    Float32Head,
     PretrainedFiles,
-    Spread,
     find_pretrained,
     load_causal_model,
-    resolve_device,
 )
+from shards.language_model.spread import ONE_DEVICE, Spread
+
+CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 1 << 12, 1 << 15
+CPU_BATCH_BYTES = 1 << 30
+GPU_MEMORY_SHARE = 0.4
+FLOATS_PER_LOGIT = 6
+"""Float32 tensors of the logits' size alive at once: two batches, their log-softmax, the codec's
+temporaries."""
+
+
+def automatic_batch_size(
+    row_length: int, vocab_size: int, weight_bytes: int, device: torch.device
+) -> int:
+    """Rows of one forward pass. The same on every machine with the same device.
+
+    Args:
+        weight_bytes: Size of the teacher in memory.
+    """
+    budget, most = CPU_BATCH_BYTES, CPU_BATCH_TOKENS
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        budget = max(1 << 30, int(GPU_MEMORY_SHARE * (total - weight_bytes)))
+        most = GPU_BATCH_TOKENS
+    row_bytes = row_length * vocab_size * 4 * FLOATS_PER_LOGIT
+    most_rows = min(most // row_length, largest_batch(row_length * vocab_size, device))
+    return max(1, min(budget // row_bytes, most_rows))
+
+
+# What a forward pass leaves: logits, their log-softmax, and whether it can be used.
+
+
+@dataclass(frozen=True)
+class RawLogits:
+    """What one forward pass leaves on the device, not yet normalised.
+
+    Attributes:
+        logits: [B, T, >= V], float32.
+        tokens: [B, T] the scored tokens.
+        row_ids: [B].
+        hidden: [B, T, D] input of the LM head, if asked for.
+    """
+
+    logits: Float[Tensor, "b t w"]
+    tokens: Int[Tensor, "b t"]
+    row_ids: Int[Tensor, "b"]
+    hidden: Float[Tensor, "b t d"] | None
+
+    def rows(self, part: slice) -> RawLogits:
+        """Some of the rows."""
+        hidden = None if self.hidden is None else self.hidden[part]
+        return RawLogits(self.logits[part], self.tokens[part], self.row_ids[part], hidden)
+
+    def normalise(self, vocab_size: int, buffer: Tensor | None = None) -> TeacherOutput:
+        """Log-softmax over the V real tokens, in float32 on centred logits (max 0).
+
+        Args:
+            vocab_size: V.
+            buffer: Float32 memory for the result, of at least as many elements; new if not given.
+        """
+        real = self.logits[..., :vocab_size]
+        if buffer is None:
+            log_probs = real.log_softmax(-1, dtype=torch.float32)
+        else:
+            place = buffer[: real.numel()].view(real.shape)
+            log_probs = torch.log_softmax(real, -1, dtype=torch.float32, out=place)
+        return TeacherOutput(log_probs, self.tokens, self.row_ids, self.hidden)
+
+
+def check_output(output: TeacherOutput, split: str = "") -> None:
+    """Refuse log-probabilities of tokens that are not finite.
+
+    A NaN or +inf anywhere in a position's logits makes its normaliser, and so this number, NaN or
+    infinite; so does -inf at the token itself. -inf elsewhere is a probability of zero, and legal.
+
+    Raises:
+        GdistillError: Names row and position.
+    """
+    picked = output.token_log_probs.cpu()
+    bad = ~torch.isfinite(picked)
+    if bad.any():
+        row, position = (int(index) for index in bad.nonzero()[0])
+        raise GdistillError(
+            "the teacher gave NaN or infinite logits",
+            where=f"{split} row {int(output.rows[row])}, position {position + 1}".strip(),
+            got=f"log-probability {float(picked[row, position])} of token "
+            f"{int(output.tokens[row, position])}",
+            expected="a finite number",
+            remedy="try --dtype float32; is the row text that the teacher can score?",
+        )
+
+
+def rows_tensor(rows: np.ndarray) -> Int[Tensor, "b l"]:
+    """Token rows as the teacher takes them: int64."""
+    return torch.from_numpy(rows.astype(np.int64))
+
+
+# The teacher: any causal language model of transformers, asked for log-probabilities of rows.
+#
+# This is the only home of the shift by one. A model's logits at position i - 1 are the distribution
+# of the token at position i; position 0 has none. Everything a :class:`Teacher` returns is aligned
+# with the scored tokens, row[:, 1:].
+#
+# V is the number of real tokens, the tokenizer's. Many models pad their output beyond it to a round
+# number; those columns are dropped before the softmax, so that probabilities sum to 1 over tokens
+# that exist. (A trained model gives padding no mass worth naming.)
+
 
 LARGEST_PADDING = 127
 LARGEST_PADDING_SHARE = 0.05

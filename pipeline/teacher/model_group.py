@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.teacher.model import Teacher
-from shards.base import GdistillError, UsageError
-from shards.language_model import Spread
+from shards.errors import GdistillError, UsageError
+from shards.language_model.spread import Spread
 
 Load = Callable[[Spread], Teacher]
 END, LOAD, SCORE = range(3)

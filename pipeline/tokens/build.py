@@ -1,33 +1,23 @@
-"""Stage 1: corpus -> token rows on disk. A finished one is left alone, an interrupted one goes on.
-
-Work happens in ``.tokens.partial`` beside the result; after each closed part a journal notes how
-far the corpus was read, so a killed run loses at most one part's work. The finished folder is
-renamed to ``tokens``.
-"""
+"""Whether token rows belong to the corpus, settings and tokenizer at hand."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.corpus import (
-    SPLITS,
-    CorpusConfig,
-    Span,
-    Tally,
-    plan_spans,
-    read_span,
-)
-from pipeline.tokens.dataset import Part, TokenDataset
-from pipeline.tokens.identity import check_identity, corpus_identity, sources_unchanged
+from pipeline.corpus.config import SPLITS, CorpusConfig, Tally
+from pipeline.corpus.files import looks_unchanged
+from pipeline.corpus.splits import Span, open_source, plan_spans, read_span
+from pipeline.tokens.dataset import Part, PartWriter, TokenDataset, write_record
 from pipeline.tokens.packing import make_packer
 from pipeline.tokens.tokenizer import (
     batches,
@@ -35,18 +25,110 @@ from pipeline.tokens.tokenizer import (
     load_tokenizer,
     special_ids,
     special_token_pattern,
+    tokenizer_sha256,
 )
-from pipeline.tokens.writer import PartWriter, write_record
-from shards.base import (
-    Bar,
-    GdistillError,
-    UsageError,
-    progress_bar,
-    publish_folder,
-    to_mapping,
-    write_json_atomic,
-)
-from shards.storage import file_claim
+from shards.atomic import publish_folder, write_json_atomic
+from shards.console import Bar, progress_bar
+from shards.errors import GdistillError, UsageError
+from shards.settings import to_mapping
+from shards.store.location import file_claim
+
+NAMES_ONLY = ("source", "validation_source", "seed")
+"""Settings that say where content is; the content itself is compared."""
+
+
+def corpus_identity(
+    config: CorpusConfig, tokenizer: PreTrainedTokenizerBase, known: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Everything that decides the rows: settings, special ids, tokenizer and source content.
+
+    Args:
+        known: An earlier identity. Files whose path, size and modification time are as noted
+            there are not hashed again.
+    """
+    settings = {key: value for key, value in to_mapping(config).items() if key not in NAMES_ONLY}
+    known_files = {
+        file["path"]: file
+        for files in (known or {}).get("sources", {}).values()
+        for file in files
+        if "path" in file
+    }
+    sources: dict[str, Any] = {}
+    for split in ("train", "validation"):
+        source = open_source(config, split)
+        if source is not None:
+            sources[split] = source.identity(known_files)
+    return {
+        "corpus": settings,
+        "special_ids": {
+            split: vars(special_ids(tokenizer, config, split)) for split in ("train", "validation")
+        },
+        "tokenizer": {"sha256": tokenizer_sha256(tokenizer), "vocab_size": len(tokenizer)},
+        "sources": sources,
+    }
+
+
+def check_identity(found: dict[str, Any], wanted: dict[str, Any], where: Path) -> None:
+    """Refuse rows of another identity, naming the first difference.
+
+    Raises:
+        UsageError: For other settings or another tokenizer.
+        GdistillError: For other source content.
+    """
+    remedy = f"choose another output folder, or remove {where}"
+    for part in ("corpus", "special_ids", "tokenizer"):
+        for key in sorted(set(found.get(part, {})) | set(wanted[part])):
+            old, new = found.get(part, {}).get(key), wanted[part].get(key)
+            if old != new:
+                raise UsageError(
+                    "the token rows here were made with other settings",
+                    where=f"{where}: {part}.{key}",
+                    got=old,
+                    expected=new,
+                    remedy=remedy,
+                )
+    for split in sorted(set(found["sources"]) | set(wanted["sources"])):
+        old, new = found["sources"].get(split, []), wanted["sources"].get(split, [])
+        if _contents(old) != _contents(new):
+            raise GdistillError(
+                "the corpus is not the one that was tokenized",
+                where=f"{where}: {split}: {_first_difference(old, new)}",
+                got=f"content {_digests(new)}",
+                expected=f"content {_digests(old)}",
+                remedy=remedy,
+            )
+
+
+def sources_unchanged(identity: dict[str, Any]) -> bool:
+    """Whether every source file still has its noted size and modification time."""
+    files = [file for files in identity["sources"].values() for file in files]
+    return all(looks_unchanged(file) for file in files if "path" in file)
+
+
+def _contents(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Files by their content; other sources by all they tell."""
+    return [{"sha256": file["sha256"]} if "path" in file else file for file in files]
+
+
+def _first_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str:
+    for before, after in zip(old, new, strict=False):
+        if _contents([before]) != _contents([after]):
+            return str(after.get("path") or after.get("name"))
+    return f"{len(new)} files instead of {len(old)}"
+
+
+def _digests(files: list[dict[str, Any]]) -> str:
+    """Short forms of the content, of what has one."""
+    digests = [file.get("sha256") or file.get("fingerprint") for file in files]
+    return ", ".join(str(digest)[:12] for digest in digests if digest) or "none"
+
+
+# Stage 1: corpus -> token rows on disk. A finished one is left alone, an interrupted one goes on.
+#
+# Work happens in ``.tokens.partial`` beside the result; after each closed part a journal notes how
+# far the corpus was read, so a killed run loses at most one part's work. The finished folder is
+# renamed to ``tokens``.
+
 
 JOURNAL = "journal.json"
 LONGEST_DEFAULT_ROW = 1024
@@ -264,3 +346,53 @@ def _finish(
     border_ids = {"bos_id": ids.bos, "eos_id": ids.eos}
     write_record(work, parts, counts, identity, to_mapping(config), tokenizer, border_ids)
     (work / JOURNAL).unlink(missing_ok=True)
+
+
+# Rows that are packed already (an engine scored them, say) as a token data set like any other.
+
+
+def write_given_rows(
+    blocks: Mapping[str, Iterable[np.ndarray]],
+    row_length: int,
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    corpus: Mapping[str, Any],
+) -> TokenDataset:
+    """Write ``out/tokens`` from rows, or open what is there if it came from the same corpus.
+
+    Args:
+        blocks: Split -> blocks of rows, [n, L] int32 each; read only if they are needed.
+        row_length: L.
+        tokenizer: Whose ids the rows hold.
+        out: The run's folder.
+        corpus: What the rows are, with a ``source``: their identity.
+
+    Raises:
+        UsageError: If ``out/tokens`` holds rows of another corpus.
+    """
+    identity = {
+        "corpus": dict(corpus),
+        "special_ids": {},
+        "tokenizer": {"sha256": tokenizer_sha256(tokenizer), "vocab_size": len(tokenizer)},
+        "sources": {},
+    }
+    done, work = out / "tokens", out / ".tokens.partial"
+    if done.exists():
+        dataset = TokenDataset.open(done)
+        check_identity(dataset.record["identity"], identity, done)
+        return dataset
+    shutil.rmtree(work, ignore_errors=True)
+    parts = {}
+    for split, rows in blocks.items():
+        writer, closed = PartWriter(work / split, row_length), []
+        for block in rows:
+            writer.write(block)
+            if writer.is_full:
+                closed.append(writer.close())
+        parts[split] = [part for part in [*closed, writer.close()] if part is not None]
+    counts = {split: {"num_dropped_tokens": 0, **asdict(Tally())} for split in parts}
+    border_ids = {"bos_id": tokenizer.bos_token_id, "eos_id": tokenizer.eos_token_id}
+    settings = {**corpus, "row_length": row_length}
+    write_record(work, parts, counts, identity, settings, tokenizer, border_ids)
+    publish_folder(work, done)
+    return TokenDataset.open(done)

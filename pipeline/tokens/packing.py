@@ -16,8 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from pipeline.corpus import Packing
-from shards.base import UsageError
+from pipeline.corpus.config import Packing
+from shards.errors import UsageError
 
 Ids = np.ndarray
 """Token ids, int32."""

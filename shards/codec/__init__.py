@@ -10,19 +10,3 @@ hidden      the teacher's last hidden state           fresh at every visit  its 
 In come ``TeacherOutput`` records (or stored arrays), out go arrays [B, T, ...] (or ``Noise``). A
 codec is one frozen dataclass, see protocol.py; others register by entry point, see registry.py.
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from shards.base.door import open_door
-
-if TYPE_CHECKING:
-    from shards.codec.array_spec import ArraySpec
-    from shards.codec.frozen import frozen_posterior, position_keys
-    from shards.codec.ids import FrequencyOrder, from_planes
-    from shards.codec.posterior import PosteriorCodec
-    from shards.codec.protocol import Arrays, Codec, TeacherOutput
-    from shards.codec.registry import CODECS, codec_parameters, make_codec
-
-__getattr__, __dir__ = open_door(__name__, __file__)

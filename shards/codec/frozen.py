@@ -10,13 +10,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.codec.protocol import TeacherOutput
-from shards.noise import (
-    DenseProbabilities,
-    KeyedPosterior,
-    PositionKeys,
-    TokenNoise,
-    arrivals_from_gumbel,
-)
+from shards.noise.gumbel import arrivals_from_gumbel
+from shards.noise.kinds import KeyedPosterior, TokenNoise
+from shards.noise.philox import PositionKeys
+from shards.noise.probabilities import DenseProbabilities
 
 PART_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 23}
 """Temporaries should stay in a core's cache, and should fill a GPU."""

@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.codec.array_spec import ArraySpec
 from shards.codec.frozen import StoredNoise, encode_draw, passes_token
-from shards.codec.protocol import Arrays, Codec, TeacherOutput
-from shards.noise import KeyedPosterior, PositionKeys
+from shards.codec.protocol import Arrays, ArraySpec, Codec, TeacherOutput
+from shards.noise.kinds import KeyedPosterior
+from shards.noise.philox import PositionKeys
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.base import GdistillError, UsageError
-from shards.codec.array_spec import ArraySpec
-from shards.codec.fresh import FreshDraws
 from shards.codec.frozen import encode_in_parts
-from shards.codec.protocol import Arrays, TeacherOutput
-from shards.noise import HeadLogits
+from shards.codec.protocol import Arrays, ArraySpec, FreshDraws, TeacherOutput
+from shards.errors import GdistillError, UsageError
+from shards.noise.probabilities import HeadLogits
 
 LARGEST_LEVEL = 127
 HEAD_TOLERANCE_NATS = 0.1

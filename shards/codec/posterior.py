@@ -20,21 +20,19 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shards.base import UsageError
-from shards.codec.array_spec import ArraySpec
-from shards.codec.fresh import FreshDraws
 from shards.codec.frozen import encode_in_parts
 from shards.codec.ids import (
     FrequencyOrder,
     cut_slots,
     from_planes,
+    likeliest_tokens,
     plane_specs,
     to_planes,
     used_width,
 )
-from shards.codec.likeliest import likeliest_tokens
-from shards.codec.protocol import Arrays, TeacherOutput
-from shards.noise import DenseProbabilities, Entries, HeadAndTail, Probabilities
+from shards.codec.protocol import Arrays, ArraySpec, FreshDraws, TeacherOutput
+from shards.errors import UsageError
+from shards.noise.probabilities import DenseProbabilities, Entries, HeadAndTail, Probabilities
 
 SMALLEST_HALF = -65504.0
 

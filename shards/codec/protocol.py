@@ -1,7 +1,8 @@
-"""What a codec is: teacher output -> arrays per token -> noise."""
+"""What an array of a store is; read by manifests, which must not wait for torch."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
@@ -9,9 +10,22 @@ from typing import ClassVar, Protocol, runtime_checkable
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.base import UsageError
-from shards.codec.array_spec import ArraySpec
-from shards.noise import KeyedPrior, Noise, PositionKeys, PriorNoise, Probabilities
+from shards.errors import UsageError
+from shards.noise.kinds import KeyedPosterior, KeyedPrior, Noise, PriorNoise
+from shards.noise.philox import PositionKeys
+from shards.noise.probabilities import Probabilities
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """One array of a store: numpy dtype name and the shape behind [N rows, L positions]."""
+
+    dtype: str
+    trailing_shape: tuple[int, ...] = ()
+
+
+# What a codec is: teacher output -> arrays per token -> noise.
+
 
 Arrays = Mapping[str, Tensor]
 
@@ -43,9 +57,9 @@ class TeacherOutput:
 class Codec(Protocol):
     """A frozen dataclass that turns teacher output into stored arrays and back into noise.
 
-    Subclass it (or :class:`~shards.codec.fresh.FreshDraws`) and run ``shards.testing.check_codec``
-    on it. ``resources`` are arrays kept once per store (``unigram_log_probs`` [V], an LM head),
-    given to both directions.
+    Subclass it (or :class:`~shards.codec.protocol.FreshDraws`) and run
+    ``shards.testing.check_codec`` on it. ``resources`` are arrays kept once per store
+    (``unigram_log_probs`` [V], an LM head), given to both directions.
     """
 
     name: ClassVar[str]
@@ -112,3 +126,34 @@ class Codec(Protocol):
         The untruncated prior, unless a codec cuts.
         """
         return KeyedPrior(keys, vocab_size)
+
+
+# What the codecs share that store the teacher's distribution instead of a draw from it.
+
+
+class FreshDraws(Codec):
+    """A codec whose noise is drawn when it is decoded: anew at every visit, by the keys."""
+
+    is_fresh: ClassVar[bool] = True
+
+    @abstractmethod
+    def distribution(
+        self,
+        arrays: Arrays,
+        tokens: Int[Tensor, "n"],
+        token_log_probs: Float[Tensor, "n"],
+        resources: Arrays,
+    ) -> Probabilities:
+        """The teacher's distribution as stored, with p_x exact (for distillation losses too)."""
+
+    def decode(
+        self,
+        arrays: Arrays,
+        tokens: Int[Tensor, "n"],
+        token_log_probs: Float[Tensor, "n"],
+        keys: PositionKeys,
+        resources: Arrays,
+    ) -> KeyedPosterior:
+        """Posterior noise of n positions (Algorithm 1), drawn by ``keys``."""
+        distribution = self.distribution(arrays, tokens, token_log_probs, resources)
+        return KeyedPosterior(keys, tokens, token_log_probs, distribution)

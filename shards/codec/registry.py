@@ -6,7 +6,6 @@ import dataclasses
 from importlib.metadata import entry_points
 from typing import Any
 
-from shards.base import UsageError, did_you_mean, from_mapping
 from shards.codec.full import FullCodec
 from shards.codec.hidden import HiddenCodec
 from shards.codec.posterior import PosteriorCodec
@@ -14,6 +13,8 @@ from shards.codec.protocol import Codec
 from shards.codec.quantized import QuantizedCodec
 from shards.codec.seeded import SeededCodec
 from shards.codec.topk import TopKCodec
+from shards.errors import UsageError, did_you_mean
+from shards.settings import from_mapping
 
 CODECS: dict[str, type[Any]] = {
     codec.name: codec

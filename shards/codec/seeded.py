@@ -21,8 +21,6 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from shards.base import GdistillError, UsageError
-from shards.codec.array_spec import ArraySpec
 from shards.codec.frozen import encode_draw
 from shards.codec.ids import (
     FrequencyOrder,
@@ -32,8 +30,12 @@ from shards.codec.ids import (
     to_planes,
     used_width,
 )
-from shards.codec.protocol import Arrays, Codec, TeacherOutput
-from shards.noise import Entries, KeyedPosterior, KeyedPrior, PositionKeys, ShiftedNoise, add_wait_
+from shards.codec.protocol import Arrays, ArraySpec, Codec, TeacherOutput
+from shards.errors import GdistillError, UsageError
+from shards.noise.gumbel import add_wait_
+from shards.noise.kinds import KeyedPosterior, KeyedPrior, ShiftedNoise
+from shards.noise.philox import PositionKeys
+from shards.noise.probabilities import Entries
 
 LARGEST_EXPONENTIAL = 16.7
 LARGEST_SHIFT_NATS = 26.0

@@ -16,19 +16,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.base import UsageError
-from shards.codec.array_spec import ArraySpec
 from shards.codec.frozen import encode_draw
 from shards.codec.full import half_gumbels
 from shards.codec.ids import from_planes, plane_specs, to_planes
-from shards.codec.protocol import Arrays, Codec, TeacherOutput
-from shards.noise import (
-    KeyedPosterior,
-    PositionKeys,
-    SparseNoise,
-    TopPrior,
-    arrivals_from_gumbel,
-)
+from shards.codec.protocol import Arrays, ArraySpec, Codec, TeacherOutput
+from shards.errors import UsageError
+from shards.noise.gumbel import arrivals_from_gumbel
+from shards.noise.kinds import KeyedPosterior, SparseNoise
+from shards.noise.order_statistics import TopPrior
+from shards.noise.philox import PositionKeys
 
 
 @dataclass(frozen=True)

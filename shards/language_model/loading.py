@@ -1,20 +1,296 @@
-"""A causal language model, whole and causal, or one line that says why not."""
+"""The files of a causal language model: where they are, what they are, before anything is loaded.
+
+Everything that can be wrong with a model and be told from its configuration is told here, so that
+a run fails in its first second. A finished run never loads its teacher again; it reads the weights
+to hash them.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from huggingface_hub import snapshot_download
+from jaxtyping import Float, Int
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from shards.base import GdistillError, UsageError, first_line, without_library_bars
-from shards.language_model.device import DtypeName
-from shards.language_model.files import PretrainedFiles, not_causal_lm
-from shards.language_model.head import Float32Head, install_float32_head
-from shards.language_model.probe import LENGTH, TOLERANCES, look_ahead, probe_rows
+from shards.atomic import canonical_json, sha256_file
+from shards.console import without_library_bars
+from shards.errors import GdistillError, UsageError, first_line
+from shards.language_model.forward import DtypeName, Float32Head, install_float32_head
 from shards.language_model.spread import ONE_DEVICE, Spread
+
+SAFE_FILE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
+LEGACY_FILE, LEGACY_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+SMALL_FILES = ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
+CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+"""What configurations call the longest input; families without one (Mamba, Bloom) read any."""
+NO_PART_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+Role = Literal["teacher", "judge", "verifier", "student", "backbone", "source"]
+"""What a model is wanted for: its name in messages."""
+
+
+@dataclass(frozen=True)
+class PretrainedFiles:
+    """A model directory, local or downloaded.
+
+    Attributes:
+        name: Hub id, or the last part of a local path: what a store remembers.
+        folder: The directory.
+        config: Its parsed configuration.
+        trust_remote_code: Whether the model's own Python code may run.
+        role: What it is wanted for, in messages.
+    """
+
+    name: str
+    folder: Path
+    config: PreTrainedConfig
+    trust_remote_code: bool = False
+    role: Role = "teacher"
+
+    @cached_property
+    def text_config(self) -> PreTrainedConfig:
+        """The part of the configuration that is about text; a model of several kinds nests it."""
+        try:
+            return self.config.get_text_config(decoder=True)
+        except ValueError as error:  # several candidates
+            raise self._no_language_model(first_line(error)) from error
+
+    @property
+    def context_length(self) -> int | None:
+        """Most tokens the model can see; None if its configuration sets no limit."""
+        values = (getattr(self.text_config, field, None) for field in CONTEXT_FIELDS)
+        return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+    @property
+    def num_logits(self) -> int:
+        """Width of the model's output; often padded beyond the tokenizer."""
+        return self._size("vocab_size")
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the last hidden state."""
+        return self._size("hidden_size")
+
+    def _size(self, field: str) -> int:
+        value = getattr(self.text_config, field, None)
+        if not isinstance(value, int):
+            raise self._no_language_model(f"a {self.config.model_type} without {field}")
+        return value
+
+    def _no_language_model(self, got: str) -> UsageError:
+        return UsageError(
+            f"the {self.role} is no language model",
+            where=self.folder / "config.json",
+            got=got,
+            expected="a causal language model of transformers",
+        )
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The weights: safetensors if there are any, else pickled tensors.
+
+        Raises:
+            UsageError: If the directory holds no weights.
+        """
+        for single, index in ((SAFE_FILE, SAFE_INDEX), (LEGACY_FILE, LEGACY_INDEX)):
+            if (self.folder / single).is_file():
+                return [self.folder / single]
+            if (self.folder / index).is_file():
+                return self._indexed(self.folder / index)
+        raise UsageError(
+            f"the {self.role} has no weights",
+            where=self.folder,
+            expected=f"{SAFE_FILE} or {SAFE_INDEX}",
+        )
+
+    def _indexed(self, index: Path) -> list[Path]:
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise GdistillError("damaged weight index", where=index, got=error) from error
+        files = [self.folder / name for name in sorted(names)]
+        for file in files:
+            if not file.is_file():
+                raise GdistillError(f"a file of the {self.role}'s weights is missing", where=file)
+        return files
+
+    @property
+    def has_safetensors(self) -> bool:
+        """Whether the weights are safetensors (else they load with ``weights_only=True``)."""
+        return all(file.suffix == ".safetensors" for file in self.weight_files)
+
+    @cached_property
+    def weights_sha256(self) -> str:
+        """Hash of every tensor's name, type, shape and bytes, in whatever files they lie.
+
+        Of pickled weights, the hash of the files.
+        """
+        if not self.has_safetensors:
+            hashes = [sha256_file(file) for file in self.weight_files]
+            return hashlib.sha256(canonical_json(hashes)).hexdigest()
+        digest = hashlib.sha256()
+        for name, file in sorted(self._tensors().items()):
+            with _opened(file) as tensors:
+                part = tensors.get_slice(name)
+                digest.update(canonical_json([name, part.get_dtype(), part.get_shape()]))
+                values = tensors.get_tensor(name).flatten().view(torch.uint8)
+                digest.update(values.numpy().data)
+        return digest.hexdigest()
+
+    def _tensors(self) -> dict[str, Path]:
+        """Which file holds which tensor."""
+        found = {}
+        for file in self.weight_files:
+            with _opened(file) as tensors:
+                found |= dict.fromkeys(tensors.keys(), file)
+        return found
+
+    @cached_property
+    def config_sha256(self) -> str:
+        """Hash of the configuration, without the fields that do not change what is computed."""
+        values = {k: v for k, v in self.config.to_dict().items() if k not in NO_PART_OF_THE_MODEL}
+        return hashlib.sha256(canonical_json(_plain(values))).hexdigest()
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A safetensors file."""
+    try:
+        with safe_open(file, "pt") as tensors:
+            yield tensors
+    except (OSError, SafetensorError) as error:
+        raise GdistillError("damaged safetensors file", where=file, got=error) from error
+
+
+def _plain(value: Any) -> Any:
+    """JSON-ready form of whatever a configuration holds."""
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return str(value)
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def find_pretrained(
+    location: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    weights: bool = True,
+    role: Role = "teacher",
+    local_files_only: bool = False,
+) -> PretrainedFiles:
+    """The files of a local model directory or, downloaded if need be, of a hub id.
+
+    Args:
+        location: Directory (``~`` is the home directory) or hub id.
+        revision: Branch, tag or commit of a hub model.
+        trust_remote_code: Whether the model's own code may run.
+        weights: Whether to download the weights too.
+        role: What it is wanted for, in messages.
+        local_files_only: Take a hub model from the local cache or not at all.
+
+    Raises:
+        UsageError: If there is no such folder or hub model, it has no configuration, or a revision
+            of a folder is asked for.
+    """
+    path = Path(os.path.expanduser(location))
+    if path.exists() or looks_local(str(location)):
+        _require_no_revision(location, revision, role)
+        folder, name = path, path.resolve().name
+    else:
+        name = str(location)
+        folder = _download(name, revision, weights, role, local_files_only)
+    if not (folder / "config.json").is_file():
+        raise UsageError(
+            "no language model there" if folder.exists() else f"no such {role} folder",
+            where=location,
+            got=f"{folder} without config.json" if folder.exists() else "nothing",
+            expected="a folder that transformers loads, or a hub id",
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"cannot read the {role}'s configuration",
+            where=folder / "config.json",
+            got=first_line(error),
+            expected="a model type that transformers knows",
+        ) from error
+    return PretrainedFiles(name, folder, config, trust_remote_code, role)
+
+
+def _require_no_revision(location: str | Path, revision: str | None, role: Role) -> None:
+    """A folder holds one state of a model; another one would be read without a word."""
+    if revision is not None:
+        raise UsageError(
+            "a local folder has no revisions",
+            where=f"{role}.revision",
+            got=f"{revision!r} of the folder {location}",
+            expected="the id of a model on the hub beside it",
+            remedy="leave the revision out, or name the hub model",
+        )
+
+
+def looks_local(location: str) -> bool:
+    """Whether a location is written like a path and not like a hub id."""
+    return location.startswith((".", "/", "~")) or location.count("/") > 1
+
+
+def _download(
+    hub_id: str, revision: str | None, weights: bool, role: Role, local_files_only: bool
+) -> Path:
+    """The snapshot of a hub model; of its weights safetensors, or pickles if it has no others."""
+
+    def fetch(*patterns: str) -> Path:
+        return Path(
+            snapshot_download(
+                hub_id,
+                revision=revision,
+                allow_patterns=list(patterns),
+                local_files_only=local_files_only,
+            )
+        )
+
+    try:
+        folder = fetch(*SMALL_FILES, *(["model*.safetensors"] if weights else []))
+        if weights and not list(folder.glob("model*.safetensors")):
+            folder = fetch(*SMALL_FILES, "pytorch_model*.bin")
+        return folder
+    except Exception as error:  # the hub client raises types of several libraries
+        raise UsageError(
+            f"cannot find the {role}",
+            where=hub_id,
+            got=first_line(error),
+            expected="a local folder, or the id of a model on the hub",
+        ) from error
+
+
+def not_causal_lm(files: PretrainedFiles, error: BaseException) -> GdistillError:
+    """A model that transformers cannot load, as one line."""
+    kind = UsageError if "Unrecognized configuration class" in str(error) else GdistillError
+    return kind(
+        f"cannot load the {files.role}",
+        where=files.folder,
+        got=first_line(error),
+        expected="a causal language model of transformers",
+    )
+
+
+# A causal language model, whole and causal, or one line that says why not.
 
 
 @dataclass(frozen=True)
@@ -159,3 +435,40 @@ def _logits(model: CausalModel, rows: Tensor) -> Tensor:
             got=first_line(error),
             expected="logits for token ids alone",
         ) from error
+
+
+# One tiny forward pass at load: does each position see earlier tokens only?
+#
+# A model type says little: ``AutoModelForCausalLM`` loads a BERT as well, whose log p of a token
+# has seen the token. So the model is asked.
+
+
+LENGTH, NUM_VARIANTS = 8, 3
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.02}
+"""How far logits may move by rounding alone, as a share of their spread over the vocabulary."""
+NOISE_FACTOR = 8
+"""... or by so many times what they differ between equal rows (sums in no fixed order on a GPU)."""
+
+
+def probe_rows(vocab_size: int, length: int) -> Int[Tensor, "b l"]:
+    """Two equal rows, then rows that differ from them in the last token alone; int64."""
+    row = torch.arange(length) * vocab_size // length
+    rows = row.repeat(2 + NUM_VARIANTS, 1)
+    steps = 1 + torch.arange(NUM_VARIANTS) * max(1, vocab_size // (NUM_VARIANTS + 1))
+    rows[2:, -1] = (rows[2:, -1] + steps) % vocab_size
+    return rows
+
+
+def look_ahead(logits: Float[Tensor, "b l v"], tolerance: float) -> float | None:
+    """How far logits before the last position moved, by their spread; None if by rounding alone.
+
+    Root mean squares over the vocabulary, at the position where they are worst. Logits that are
+    not finite count as equal: scoring has an error of its own for those.
+    """
+    earlier = logits[:, :-1].nan_to_num(0.0, 0.0, 0.0)
+    spread = earlier[0].std(-1)
+    moves = (earlier[1:] - earlier[0]).square().mean(-1).sqrt() / spread
+    if not moves.numel():
+        return None
+    noise, moved = float(moves[0].max()), float(moves[1:].max())
+    return moved if moved > tolerance + NOISE_FACTOR * noise else None

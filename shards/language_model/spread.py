@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from shards.base import UsageError, first_line
-from shards.language_model.device import resolve_device
+from shards.errors import UsageError, first_line
+from shards.language_model.forward import resolve_device
 
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
-from shards.noise.positions import Index
+from shards.noise.philox import Index
 from shards.noise.tile_weights import OpenTile, fused_kernel, fused_weights, least_arrival
 
 TILES = {"cpu": (1024, 512), "cuda": (8192, 2048)}

@@ -1,34 +1,87 @@
-"""Categorical draws by the exponential race argmax_k p_k / E_k, keyed by position and token id.
+"""Compiled kernels, each form of which is tried before its first use on a kind of device.
 
-Draws are made in float64: float32 uniforms have no value within 6e-8 of 1, which silences tokens
-of small probability and so lowers the effective temperature (Zheng et al., arXiv 2409.02908).
-
-Operation by operation a draw moves about 600 bytes for each of the V tokens, most of them for the
-uniforms' bits. On a GPU whose noise kernel is compiled, one more kernel makes bits, waits and the
-winner together and reads nothing but the scores: 4 or 8 bytes a token. It draws what the eager
-form draws, up to ties within the rounding of float64, and is tried against it before its first use.
+What the trial finds is kept for the process. Where a form cannot be compiled, or gives other
+numbers than the eager path, that path goes on, and one line on stderr says so: once for each kernel
+and kind of device, however many of its forms fail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import lru_cache, partial
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shards.base import first_line
-from shards.noise.keyed_exponentials import (
+from shards.console import stderr
+from shards.errors import first_line
+from shards.noise.philox import (
+    PositionKeys,
+    keyed_bits,
     keyed_words,
     noise_kernel,
     ordinary,
     shared_rounds,
 )
-from shards.noise.philox import PositionKeys, keyed_bits
-from shards.noise.tried import Kernel, TriedKernels
+
+Kernel = Callable[..., Any]
+
+
+class TriedKernels:
+    """The forms of one kernel.
+
+    Args:
+        serves: What goes on eagerly where a form fails, for the line that says so.
+
+    Attributes:
+        forms: The compiled form by kind of device and name of the form; None where it failed.
+    """
+
+    def __init__(self, serves: str) -> None:
+        self.serves = serves
+        self.forms: dict[tuple[str, Hashable], Kernel | None] = {}
+
+    def find(
+        self, device: torch.device, form: Hashable, trial: Callable[[], tuple[Kernel | None, str]]
+    ) -> Kernel | None:
+        """A form's kernel, None where the eager path goes on.
+
+        Args:
+            device: Where it would run.
+            form: The form's name.
+            trial: Compiles and compares: a kernel, or None and why not; asked once.
+        """
+        key = device.type, form
+        if key not in self.forms:
+            said_before = None in self._on(device)
+            self.forms[key], obstacle = trial()
+            if obstacle and not said_before:
+                stderr.print(f"{self.serves}: eager on {device.type}; {obstacle}", markup=False)
+        return self.forms[key]
+
+    def all_run(self, device: torch.device | str) -> bool:
+        """Whether some form was tried on this kind of device, and none failed."""
+        tried = self._on(torch.device(device))
+        return bool(tried) and None not in tried
+
+    def _on(self, device: torch.device) -> list[Kernel | None]:
+        return [kernel for (kind, _), kernel in self.forms.items() if kind == device.type]
+
+
+# Categorical draws by the exponential race argmax_k p_k / E_k, keyed by position and token id.
+#
+# Draws are made in float64: float32 uniforms have no value within 6e-8 of 1, which silences tokens
+# of small probability and so lowers the effective temperature (Zheng et al., arXiv 2409.02908).
+#
+# Operation by operation a draw moves about 600 bytes for each of the V tokens, most of them for the
+# uniforms' bits. On a GPU whose noise kernel is compiled, one more kernel makes bits, waits and the
+# winner together and reads nothing but the scores: 4 or 8 bytes a token. It draws what the eager
+# form draws, up to ties within the rounding of float64, and is tried against it before its first
+# use.
+
 
 RACE_EPS = 1e-10
 RACED_ON = ("cuda",)

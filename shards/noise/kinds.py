@@ -19,9 +19,7 @@ from torch import Tensor
 
 from shards.noise.embedding import Tiles, Weighting, embed_entries, embed_tiles
 from shards.noise.gumbel import arrivals_from_gumbel, place_tokens, token_gumbels
-from shards.noise.keyed_exponentials import first_arrivals, keyed_exponentials
-from shards.noise.philox import PositionKeys
-from shards.noise.positions import Index, OfPositions
+from shards.noise.philox import Index, OfPositions, PositionKeys, first_arrivals, keyed_exponentials
 from shards.noise.probabilities import Entries, Probabilities
 from shards.noise.tile_weights import OpenTile
 

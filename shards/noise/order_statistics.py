@@ -16,9 +16,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.noise.embedding import Weighting
-from shards.noise.keyed_exponentials import keyed_exponentials, stream_exponentials
 from shards.noise.kinds import KeyedPrior, SparseNoise
-from shards.noise.philox import PositionKeys, stream_bits
+from shards.noise.philox import PositionKeys, keyed_exponentials, stream_bits, stream_exponentials
 
 GAP_STREAM, ID_STREAM, REST_STREAM = 1, 2, 3
 DENSE_VOCABULARY = 1024

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.noise.gumbel import add_wait_
-from shards.noise.positions import Index, OfPositions
+from shards.noise.philox import Index, OfPositions
 from shards.noise.tile_weights import OpenTile
 
 GRAIN = 512

@@ -21,9 +21,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.base import first_line
-from shards.noise.keyed_exponentials import noise_kernel, ordinary
-from shards.noise.tried import Kernel, TriedKernels
+from shards.errors import first_line
+from shards.noise.keyed_race import Kernel, TriedKernels
+from shards.noise.philox import noise_kernel, ordinary
 
 LARGEST_LOG_RATE = 80.0
 """Rates F^-tau are capped at e^80, so that sums of them stay finite in float32 (and in bf16)."""

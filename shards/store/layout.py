@@ -8,25 +8,34 @@
             <split>/<array>/c/<i>/0/...     shard i: rows [i * rows_per_shard, ...)
             ledger/<split>/<i>.json         one record per finished shard
 
-Inner chunks are bytes(little) -> zstd -> crc32c; the bytes of a shard: :mod:`shards.store.native`.
+Inner chunks are bytes(little) -> zstd -> crc32c; the bytes of a shard: :mod:`shards.store.layout`.
 Encoding in memory first lets the writer hash and store exactly the bytes it meant, on any kind of
 storage, in one atomic put per file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import google_crc32c
 import numpy as np
 import zarr
+import zstandard
+from jaxtyping import UInt64
 from zarr.codecs import Crc32cCodec, ZstdCodec
 from zarr.storage import MemoryStore
 
-from shards.codec import ArraySpec
+from shards.codec.protocol import ArraySpec
+from shards.errors import GdistillError, UsageError
 from shards.store.manifest import MANIFEST_FILE, Manifest
-from shards.store.native import MAX_RESOURCE_CHUNK_BYTES, NativeArray
 
 RESOURCES = "resources"
 ZSTD_LEVEL = 1
@@ -168,3 +177,362 @@ def _create_resource(group: zarr.Group, name: str, value: np.ndarray) -> None:
 
 def _contents(store: MemoryStore) -> dict[str, bytes]:
     return {name: store._store_dict[name].to_bytes() for name in sorted(store._store_dict)}
+
+
+# The reader of the one kind of Zarr shard that this project writes.
+#
+# A shard file holds its inner chunks in any order, then their checksums once more, then the index:
+#
+#     chunk | chunk | ... | crc32c (uint32 LE) x chunks | offset, length (uint64 LE) x chunks
+#           | crc32c of the index (uint32 LE)
+#
+# and an inner chunk is a zstd frame of the rows' bytes (C order, little endian), then the crc32c of
+# the frame. All behind the chunks is the shard's **tail**. The ledger has its hash, and the tail
+# has every chunk's checksum: one look at the tail tells the file that the ledger names from any
+# other that is whole and of equal size, and a chunk of it from any other chunk. Zarr readers look
+# for chunks where the index says and pass over the rest. Stores written before tails have the index
+# only.
+#
+# Metadata that differ in anything from the chain named here are refused before any codec is made.
+# Absent chunks, which Zarr reads as fill values, are errors: a store holds every chunk.
+
+
+ABSENT = 2**64 - 1
+"""Offset and length, in the index, of a chunk that was never written."""
+CRC_BYTES = 4
+INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+INDEX_MEMORY_BYTES, INDEX_OVERHEAD_BYTES = 8 << 20, 512
+"""Of all indices kept of an array (5,000 of 64 chunks each), and of one beside its numbers."""
+MAX_RESOURCE_CHUNK_BYTES = 64 << 20
+INDIFFERENT = ("fill_value", "attributes", "dimension_names")
+"""Metadata that say nothing of a chunk's bytes."""
+
+_of_thread = threading.local()
+
+
+class DamagedShard(Exception):
+    """Bytes that are not the shard they should be; the caller knows which shard it is."""
+
+
+@dataclass(frozen=True)
+class NativeArray:
+    """How to find and decode the inner chunks of one array.
+
+    Attributes:
+        dtype: Little-endian numpy dtype.
+        row_shape: Shape of one row.
+        rows_per_chunk: Rows of an inner chunk; the last one of the array is stored padded.
+        chunks_per_shard: Inner chunks of a shard, all in the index even if they lie past the end.
+    """
+
+    dtype: np.dtype[Any]
+    row_shape: tuple[int, ...]
+    rows_per_chunk: int
+    chunks_per_shard: int
+
+    def fits(self, metadata: bytes, num_rows: int) -> bool:
+        """Whether a ``zarr.json`` is that of this array; what says nothing of bytes is free."""
+        try:
+            value = json.loads(metadata)
+            zstd = value["codecs"][0]["configuration"]["codecs"][1]["configuration"]
+            return self._metadata(value, zstd, num_rows) == value
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError):
+            return False
+
+    def _metadata(self, value: dict[str, Any], zstd: Any, num_rows: int) -> dict[str, Any]:
+        sharding = {
+            "chunk_shape": [self.rows_per_chunk, *self.row_shape],
+            "codecs": _chain(self.dtype, zstd),
+            "index_codecs": INDEX_CODECS,
+            "index_location": "end",
+        }
+        shard_shape = [self.rows_per_chunk * self.chunks_per_shard, *self.row_shape]
+        codecs = [{"name": "sharding_indexed", "configuration": sharding}]
+        return _array_metadata(value, self.dtype, [num_rows, *self.row_shape], shard_shape, codecs)
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes of the index at the end of a shard, its checksum included."""
+        return 16 * self.chunks_per_shard + CRC_BYTES
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes of all behind the chunks: their checksums, the index."""
+        return CRC_BYTES * self.chunks_per_shard + self.index_bytes
+
+    def parse_index(self, data: bytes) -> UInt64[np.ndarray, "chunks 2"]:
+        """Offset and length of every chunk, from the last :attr:`index_bytes` of a shard."""
+        body = _checked(data, self.index_bytes, "the shard index")
+        return np.frombuffer(body, dtype="<u8").reshape(-1, 2)
+
+    def with_tail(self, data: bytes) -> bytes:
+        """A shard as zarr-python makes it, with the chunks' checksums put before the index."""
+        end = len(data) - self.index_bytes
+        checksums = bytearray()
+        for offset, length in self.parse_index(data[end:]).tolist():
+            there = length != ABSENT
+            checksums += data[offset : offset + length][-CRC_BYTES:] if there else bytes(CRC_BYTES)
+        return data[:end] + bytes(checksums) + data[end:]
+
+    def tail_sha256(self, data: bytes) -> str:
+        """What the ledger keeps of a shard's tail, from the file or its end."""
+        return hashlib.sha256(data[-self.tail_bytes :]).hexdigest()
+
+    def decode_chunk(self, data: bytes) -> np.ndarray:
+        """The rows of one inner chunk, [rows_per_chunk, *row_shape], from its bytes."""
+        return decode_chunk(data, self.dtype, (self.rows_per_chunk, *self.row_shape))
+
+
+def decode_chunk(data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
+    """The array in a zstd frame that its crc32c follows.
+
+    Raises:
+        DamagedShard: If the bytes were altered, or hold more or less than ``shape``.
+    """
+    frame = _checked(data, len(data), "an inner chunk")
+    rows = np.empty(shape, dtype=dtype)
+    try:
+        with _decompressor().stream_reader(frame) as reader:
+            num_bytes = reader.readinto(rows.reshape(-1).view(np.uint8))
+            more = reader.read(1)
+    except zstandard.ZstdError as error:
+        raise DamagedShard(f"an inner chunk does not decompress: {error}") from error
+    if num_bytes != rows.nbytes or more:
+        got = f"more than {num_bytes}" if more else num_bytes
+        raise DamagedShard(f"an inner chunk holds {got} bytes, expected {rows.nbytes}")
+    return rows
+
+
+def read_array(metadata: bytes, read_chunk: Callable[[str], bytes]) -> np.ndarray:
+    """An unsharded array cut along its first axis, as resources are kept.
+
+    Args:
+        metadata: Its ``zarr.json``.
+        read_chunk: A chunk's key, ``3/0`` say -> its bytes.
+
+    Raises:
+        DamagedShard: If the metadata are not those of such an array, or a chunk is damaged.
+    """
+    try:
+        value = json.loads(metadata)
+        shape = tuple(value["shape"])
+        chunk = tuple(value["chunk_grid"]["configuration"]["chunk_shape"])
+        dtype = np.dtype(value["data_type"]).newbyteorder("<")
+        codecs = _chain(dtype, value["codecs"][1]["configuration"])
+        known = _array_metadata(value, dtype, [*shape], [*chunk], codecs) == value
+        known &= all(type(size) is int and size > 0 for size in (*shape, *chunk))
+        known &= bool(shape) and shape[1:] == chunk[1:] and dtype.kind in "biuf"
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError):
+        known = False
+    if not known:
+        raise DamagedShard("not an array as this project writes them")
+    if math.prod(chunk) * dtype.itemsize > MAX_RESOURCE_CHUNK_BYTES:
+        raise DamagedShard(f"a chunk of {chunk}: more than {MAX_RESOURCE_CHUNK_BYTES} bytes")
+    zeros = "/0" * (len(shape) - 1)
+    keys = (f"{index}{zeros}" for index in range(-(-shape[0] // chunk[0])))
+    parts = [decode_chunk(read_chunk(key), dtype, chunk) for key in keys]
+    return np.concatenate(parts)[: shape[0]]
+
+
+def _chain(dtype: np.dtype[Any], zstd: Any) -> list[dict[str, Any]]:
+    """Metadata of the codecs of a chunk; how hard zstd tried is free."""
+    if not {*zstd} <= {"level", "checksum"}:
+        raise ValueError("unknown settings of zstd")
+    order = {"configuration": {"endian": "little"}} if dtype.itemsize > 1 else {}
+    inner = [{"name": "bytes", **order}, {"name": "zstd", "configuration": zstd}]
+    return [*inner, {"name": "crc32c"}]
+
+
+def _array_metadata(
+    value: dict[str, Any],
+    dtype: np.dtype[Any],
+    shape: list[int],
+    chunk_shape: list[int],
+    codecs: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """What ``zarr.json`` says of an array; fields that do not concern bytes are as given."""
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": shape,
+        "data_type": dtype.newbyteorder("=").name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "codecs": codecs,
+        "storage_transformers": [],
+        **{key: value[key] for key in INDIFFERENT if key in value},
+    }
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Offset and length of each chunk of a shard, and the checksums if the ledger knows them."""
+
+    index: UInt64[np.ndarray, "chunks 2"]
+    checksums: bytes | None
+
+
+class NativeShards:
+    """The shards of one array behind a function that reads ranges; safe to use from threads.
+
+    Args:
+        array: How the array is stored.
+        read_range: (shard index, start, length) -> bytes of that shard's file; fewer at its end.
+        num_bytes: Shard index -> the size its file has.
+        tail_sha256: Shard index -> hash of its tail; None if it was written before tails.
+    """
+
+    def __init__(
+        self,
+        array: NativeArray,
+        read_range: Callable[[int, int, int], bytes],
+        num_bytes: Callable[[int], int],
+        tail_sha256: Callable[[int], str | None] = lambda _: None,
+    ) -> None:
+        self.array, self._read_range, self._num_bytes = array, read_range, num_bytes
+        self._tail_sha256 = tail_sha256
+        kept = INDEX_MEMORY_BYTES // (array.tail_bytes + INDEX_OVERHEAD_BYTES)
+        # An epoch meets every shard in random order: what is kept must not grow with the corpus.
+        self._tail = lru_cache(max(1, kept))(self._read_tail)
+
+    def read_chunk(self, index: int) -> np.ndarray:
+        """All stored rows of an inner chunk (counted over the whole array), padding included.
+
+        Raises:
+            DamagedShard: If bytes are missing or were altered, or are another shard's.
+            OSError: If the file cannot be read.
+        """
+        shard, chunk = divmod(index, self.array.chunks_per_shard)
+        tail = self._tail(shard)
+        offset, length = self._find(tail, shard, chunk)
+        data = self._read_range(shard, offset, length)
+        if len(data) != length:
+            raise DamagedShard(f"{len(data)} bytes of an inner chunk, expected {length}")
+        if tail.checksums is not None:
+            expected = tail.checksums[CRC_BYTES * chunk : CRC_BYTES * (chunk + 1)]
+            if data[-CRC_BYTES:] != expected:
+                raise DamagedShard(f"inner chunk {chunk} is another one than the tail names")
+        return self.array.decode_chunk(data)
+
+    def _find(self, tail: Tail, shard: int, chunk: int) -> tuple[int, int]:
+        """Where a chunk lies: offset and length in bytes."""
+        offset, length = tail.index[chunk].tolist()
+        if offset == length == ABSENT:
+            raise DamagedShard(f"inner chunk {chunk} is absent")
+        if offset + length > self._num_bytes(shard) - self.array.index_bytes:
+            raise DamagedShard(f"inner chunk {chunk} lies outside the file")
+        return offset, length
+
+    def _read_tail(self, shard: int) -> Tail:
+        array, expected = self.array, self._tail_sha256(shard)
+        size = array.index_bytes if expected is None else array.tail_bytes
+        start = self._num_bytes(shard) - size
+        if start < 0:
+            raise DamagedShard("the file is too short for an index")
+        data = self._read_range(shard, start, size)
+        if expected is None:
+            return Tail(array.parse_index(data), None)
+        if array.tail_sha256(data) != expected:
+            raise DamagedShard("the file is another one than the ledger names")
+        split = size - array.index_bytes
+        return Tail(array.parse_index(data[split:]), data[:split])
+
+
+def read_file_range(descriptor: int, start: int, length: int, expected_size: int) -> bytes:
+    """Bytes start..start+length-1 of an open file that has ``expected_size`` bytes.
+
+    Raises:
+        DamagedShard: If the file has another size.
+        OSError: If it cannot be read.
+    """
+    size = os.fstat(descriptor).st_size
+    if size != expected_size:
+        raise DamagedShard(f"{size} bytes, expected {expected_size}")
+    return os.pread(descriptor, length, start)
+
+
+def _checked(data: bytes, expected: int, what: str) -> bytes:
+    """``data`` without its crc32c, which has been checked."""
+    if len(data) != expected or len(data) < CRC_BYTES:
+        raise DamagedShard(f"{len(data)} bytes of {what}, expected {expected}")
+    body = data[:-CRC_BYTES]
+    if google_crc32c.value(body) != int.from_bytes(data[-CRC_BYTES:], "little"):
+        raise DamagedShard(f"the crc32c of {what} does not match")
+    return body
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    """One per thread: a decompressor must not be shared.
+
+    Not numcodecs, through which zarr-python compresses: into a buffer it takes a frame that ends
+    early for a whole one, and without a buffer it allocates whatever a frame claims.
+    """
+    if not hasattr(_of_thread, "decompressor"):
+        _of_thread.decompressor = zstandard.ZstdDecompressor()
+    return _of_thread.decompressor
+
+
+# What may be written into a shard: arrays that fit the manifest, values that can be right.
+
+
+TOO_LARGE = (
+    "if the teacher's logits are finite, the value is too large for the array's dtype: extract with"
+    " another codec, or another dtype of this one"
+)
+
+
+def check_arrays(manifest: Manifest, shard: ShardRange, arrays: Mapping[str, np.ndarray]) -> None:
+    """Refuse arrays that do not fit the manifest or hold values that cannot be right.
+
+    Args:
+        manifest: Of the store they are for.
+        shard: Their rows.
+        arrays: By name, [rows, L, *trailing]; see :meth:`shards.store.writer.ShardWriter.write`.
+
+    Raises:
+        UsageError: If an array is missing, unknown, or of another dtype or shape.
+        GdistillError: For a token or probability out of range, or a float that is not finite:
+            names array, row of the split and position.
+    """
+    _check_shapes(manifest, shard, arrays)
+    tokens, log_probs = arrays["tokens"], arrays["token_log_probs"]
+    _refuse_where((tokens < 0) | (tokens >= manifest.vocab_size), shard, "tokens", tokens)
+    # A rounding above 0 is a probability of 1; anything more is not a log-probability.
+    bad = ~np.isfinite(log_probs) | (log_probs > 1e-3)
+    bad[:, 0] |= log_probs[:, 0] != 0
+    _refuse_where(bad, shard, "token_log_probs", log_probs)
+    for name in manifest.arrays:
+        values = arrays[name]
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            _refuse_where(~np.isfinite(values), shard, name, values, TOO_LARGE)
+
+
+def _check_shapes(manifest: Manifest, shard: ShardRange, arrays: Mapping[str, np.ndarray]) -> None:
+    specs = manifest.all_arrays
+    if set(arrays) != set(specs):
+        raise UsageError("wrong arrays", where=shard, got=sorted(arrays), expected=sorted(specs))
+    for name, spec in specs.items():
+        expected = (shard.num_rows, manifest.row_length, *spec.trailing_shape)
+        found = arrays[name]
+        if found.shape != expected or found.dtype != np.dtype(spec.dtype):
+            raise UsageError(
+                "an array does not fit the manifest",
+                where=f"{shard}: {name}",
+                got=f"{found.dtype} {found.shape}",
+                expected=f"{spec.dtype} {expected}",
+            )
+
+
+def _refuse_where(
+    bad: np.ndarray, shard: ShardRange, name: str, values: np.ndarray, remedy: str = ""
+) -> None:
+    """Refuse ``values`` [rows, L, ...] if ``bad``, of the same shape, is true anywhere."""
+    if bad.any():
+        place = tuple(np.argwhere(bad)[0])
+        row, position = int(place[0]), int(place[1])
+        raise GdistillError(
+            f"{name} out of range",
+            where=f"{shard.split} row {shard.start + row}, position {position}",
+            got=values[place],
+            remedy=remedy,
+        )

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shards.base import IntegrityError, UsageError
-from shards.storage import FileRecord, Location, sha256_hex
+from shards.errors import IntegrityError, UsageError
 from shards.store.layout import ShardRange, shard_files
-from shards.store.manifest import Manifest
-from shards.store.sealed import seal, unseal
+from shards.store.location import FileRecord, Location, sha256_hex
+from shards.store.manifest import Manifest, seal, unseal
 
 LEDGER = "ledger"
 
@@ -27,7 +26,7 @@ class ShardRecord:
         shard: Its rows.
         manifest_sha256: The seal of the manifest it was written under.
         files: File name -> size and hash.
-        tails: File name -> hash of its tail, see :mod:`shards.store.native`; empty in records
+        tails: File name -> hash of its tail, see :mod:`shards.store.layout`; empty in records
             written before tails.
     """
 

@@ -1,32 +1,140 @@
-"""What a store is: everything that decides its content, in one sealed file, ``manifest.json``.
+"""JSON files that notice any change to themselves.
 
-The manifest is the root of trust. It carries its own hash, the hash of every file written once
-per store (Zarr metadata, resources, tokenizer and corpus files), and every ledger record names the
-manifest it belongs to.
+A sealed file is indented JSON with sorted keys and a field ``sha256`` over the canonical form of
+all other fields. It is accepted only if rendering what was parsed gives the same bytes again, so
+a flipped bit is found even where JSON would not care (white space, a repeated key).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from shards.base import (
-    GdistillError,
-    IntegrityError,
-    UsageError,
-    derive_seed,
-    flatten,
-    safe_name,
-)
-from shards.codec import ArraySpec
-from shards.storage import FileRecord
-from shards.store.sealed import digest, parse, seal, unseal
+from shards.atomic import canonical_json
+from shards.codec.protocol import ArraySpec
+from shards.errors import GdistillError, IntegrityError, UsageError, safe_name
+from shards.provenance import derive_seed
+from shards.settings import flatten
+from shards.store.location import FileRecord, Location
+
+SEAL = "sha256"
+
+
+def digest(value: Mapping[str, Any]) -> str:
+    """The hex sha256 of a record's fields, the seal itself left out."""
+    body = {key: entry for key, entry in value.items() if key != SEAL}
+    return hashlib.sha256(canonical_json(body)).hexdigest()
+
+
+def seal(value: Mapping[str, Any]) -> bytes:
+    """The file's bytes: ``value`` with its seal."""
+    record = {**value, SEAL: digest(value)}
+    return json.dumps(record, indent=2, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+
+def parse(data: bytes, where: object) -> dict[str, Any]:
+    """The JSON object in ``data``, its seal not yet checked.
+
+    Raises:
+        IntegrityError: If ``data`` is not a JSON object.
+    """
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(
+            "not a readable record", where=where, got=str(error)[:80], expected="a sealed JSON file"
+        ) from error
+    if not isinstance(value, dict):
+        raise IntegrityError("not a record", where=where, expected="a JSON object")
+    return value
+
+
+def unseal(data: bytes, where: object) -> dict[str, Any]:
+    """The record in ``data`` with its seal, which has been checked.
+
+    Raises:
+        IntegrityError: If anything in the file differs from what was sealed.
+    """
+    value = parse(data, where)
+    try:
+        intact = seal(value) == data
+    except (ValueError, TypeError):  # NaN, or keys that do not sort
+        intact = False
+    if not intact:
+        raise IntegrityError(
+            "the record was altered after it was written",
+            where=where,
+            got=f"sha256 {str(value.get(SEAL))[:12]}",
+            expected=f"sha256 {_digest_or_unknown(value)[:12]}",
+            remedy="restore the file from a copy, or write the store again",
+        )
+    return value
+
+
+def _digest_or_unknown(value: Mapping[str, Any]) -> str:
+    try:
+        return digest(value)
+    except (ValueError, TypeError):
+        return "unknown"
+
+
+# How the numbers of a store were computed: recorded beside its identity, not in it.
+#
+# Bits of a float result belong to one way of computing: the device, the kernels that its CPU
+# chooses, threads, rows of a forward pass, library versions. Another way gives another last bit,
+# which is no other content. So ``computed.json`` lists the ways, the first writer's first, and
+# nothing that reads or resumes a store asks for more than that the list can be read.
+
+
+COMPUTED_FILE = "computed.json"
+Way = Mapping[str, Any]
+"""Flat JSON values by name."""
+
+
+def read_ways(place: Location) -> list[dict[str, Any]]:
+    """The ways of computing that wrote a store, the first writer's first; empty if none is told.
+
+    Raises:
+        IntegrityError: If the record cannot be read.
+    """
+    try:
+        ways = json.loads(place.read(COMPUTED_FILE))["ways"]
+        return [dict(way) for way in ways]
+    except FileNotFoundError:
+        return []
+    except (ValueError, TypeError, KeyError) as error:
+        raise IntegrityError(
+            "cannot read how the store was computed",
+            where=f"{place.url}/{COMPUTED_FILE}",
+            got=error,
+            remedy="remove the file: it is no part of the store's identity",
+        ) from error
+
+
+def record_ways(place: Location, ways: Iterable[Way]) -> None:
+    """Add to the list what it lacks; the order of what is there stays."""
+    ways = [dict(way) for way in ways]
+    with place.claim("computed", wait=True):
+        known = read_ways(place)
+        new = [way for at, way in enumerate(ways) if way not in known and way not in ways[:at]]
+        if new:
+            text = json.dumps({"ways": [*known, *new]}, indent=2, sort_keys=True)
+            place.write(COMPUTED_FILE, text.encode() + b"\n")
+
+
+# What a store is: everything that decides its content, in one sealed file, ``manifest.json``.
+#
+# The manifest is the root of trust. It carries its own hash, the hash of every file written once
+# per store (Zarr metadata, resources, tokenizer and corpus files), and every ledger record names
+# the manifest it belongs to.
+
 
 FORMAT_VERSION = 2
 """Since 2 the frozen draws of different splits have seeds of their own; 1 is still read."""

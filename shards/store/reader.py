@@ -14,13 +14,21 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from shards.base import GdistillError, IntegrityError
-from shards.storage import FileRecord, Location
-from shards.store.layout import ShardRange, native_array, shard_file, shard_files, shard_range
+from shards.errors import GdistillError, IntegrityError
+from shards.store.layout import (
+    DamagedShard,
+    NativeShards,
+    ShardRange,
+    native_array,
+    read_file_range,
+    shard_file,
+    shard_files,
+    shard_range,
+)
 from shards.store.layout import num_shards as count_shards
 from shards.store.ledger import ShardRecord, read_record, rewrite_remedy
+from shards.store.location import FileRecord, Location
 from shards.store.manifest import Manifest
-from shards.store.native import DamagedShard, NativeShards, read_file_range
 
 
 class SplitReader:

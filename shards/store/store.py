@@ -22,13 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shards.base import IntegrityError, UsageError, path_inside, write_bytes_atomic
-from shards.codec import Codec, make_codec
-from shards.storage import Location, as_location, open_location
-from shards.store.layout import RESOURCES, ShardRange, shard_ranges
+from shards.atomic import write_bytes_atomic
+from shards.codec.protocol import Codec
+from shards.codec.registry import make_codec
+from shards.errors import IntegrityError, UsageError, path_inside
+from shards.store.layout import RESOURCES, DamagedShard, ShardRange, read_array, shard_ranges
 from shards.store.ledger import LEDGER, record_file
+from shards.store.location import Location, as_location, open_location
 from shards.store.manifest import MANIFEST_FILE, Manifest
-from shards.store.native import DamagedShard, read_array
 from shards.store.reader import SplitReader
 
 Opened = TypeVar("Opened", bound="ShardStore")

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from shards.base import GdistillError, IntegrityError, UsageError
-from shards.storage import FileRecord, Location, as_location
-from shards.store.array_checks import check_arrays
+from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.store.layout import (
     ShardRange,
+    check_arrays,
     encode_shard,
     native_array,
     shard_files,
@@ -27,6 +26,7 @@ from shards.store.layout import (
     static_files,
 )
 from shards.store.ledger import ShardRecord, claim_name, read_record, record_file
+from shards.store.location import FileRecord, Location, as_location
 from shards.store.manifest import MANIFEST_FILE, Manifest
 
 

@@ -16,12 +16,14 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shards.base import UsageError, derive_seed
-from shards.codec import Codec
-from shards.noise import Noise, PositionKeys, Probabilities
+from shards.codec.protocol import Codec
+from shards.errors import UsageError
+from shards.noise.kinds import Noise
+from shards.noise.philox import PositionKeys
+from shards.noise.probabilities import Probabilities
+from shards.provenance import derive_seed
 from shards.stream.order import WINDOW_BYTES
-from shards.stream.prefetch import ChunkReader
-from shards.stream.stream import RowBatch, ShardStream
+from shards.stream.stream import ChunkReader, RowBatch, ShardStream
 
 Batch = dict[str, Tensor]
 PLACE = "place"

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from jaxtyping import Int64, UInt64
 
-from shards.base import derive_seed
-from shards.noise import philox4x32
+from shards.noise.philox import philox4x32
+from shards.provenance import derive_seed
 
 WINDOW_BYTES = 3 << 29
 """Decoded chunks open at a time, over all ranks of a run."""

@@ -17,10 +17,11 @@ import zstandard
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.base import UsageError, aligned, derive_seed
-from shards.codec import PosteriorCodec, TeacherOutput
-from shards.noise import (
-    Probabilities,
+from shards.codec.posterior import PosteriorCodec
+from shards.codec.protocol import TeacherOutput
+from shards.console import aligned
+from shards.errors import UsageError
+from shards.noise.couplings import (
     TokenTree,
     along_widest,
     balanced_tree,
@@ -30,7 +31,10 @@ from shards.noise import (
     total_variation,
     uniform_same_token,
 )
-from shards.store import ZSTD_LEVEL, ShardStore
+from shards.noise.probabilities import Probabilities
+from shards.provenance import derive_seed
+from shards.store.layout import ZSTD_LEVEL
+from shards.store.store import ShardStore
 
 NUM_ROWS = 256
 CLASSES = (0.0, 0.1, 0.3, 0.6, 1.0)

@@ -8,15 +8,9 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-from shards.store import (
-    LEDGER,
-    ShardRange,
-    ShardStore,
-    claim_name,
-    record_file,
-    shard_files,
-    shard_ranges,
-)
+from shards.store.layout import ShardRange, shard_files, shard_ranges
+from shards.store.ledger import LEDGER, claim_name, record_file
+from shards.store.store import ShardStore
 
 FP16_BYTES = 2
 MOST_SHARDS_OF_RATE = 64

@@ -10,23 +10,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shards.base import Bar, GdistillError, IntegrityError, UsageError
-from shards.codec import Codec, TeacherOutput, codec_parameters
-from shards.noise import KeyedPosterior, PositionKeys
-from shards.storage import Location
-from shards.store import (
-    RESOURCES,
-    STORE_ARRAYS,
-    Manifest,
-    ShardRange,
-    ShardRecord,
-    ShardStore,
-    ShardWriter,
-    read_record,
-    read_ways,
-    record_ways,
-    rewrite_remedy,
-)
+from shards.codec.protocol import Codec, TeacherOutput
+from shards.codec.registry import codec_parameters
+from shards.console import Bar
+from shards.errors import GdistillError, IntegrityError, UsageError
+from shards.noise.kinds import KeyedPosterior
+from shards.noise.philox import PositionKeys
+from shards.store.layout import RESOURCES, ShardRange
+from shards.store.ledger import ShardRecord, read_record, rewrite_remedy
+from shards.store.location import Location
+from shards.store.manifest import STORE_ARRAYS, Manifest, read_ways, record_ways
+from shards.store.store import ShardStore
+from shards.store.writer import ShardWriter
 from shards.tools.unigram import count_unigram
 
 Rows = dict[str, np.ndarray]

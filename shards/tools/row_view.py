@@ -14,9 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shards.base import IntegrityError, UsageError
-from shards.noise import KeyedPosterior
-from shards.store import ShardStore
+from shards.errors import IntegrityError, UsageError
+from shards.noise.kinds import KeyedPosterior
+from shards.store.store import ShardStore
 from shards.tools.rewriting import stored_noise
 
 NUM_ALTERNATIVES = 4

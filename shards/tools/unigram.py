@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Float, Int32
 
-from shards.store import ShardStore
+from shards.store.store import ShardStore
 
 UNIGRAM_TOKENS = 1 << 26
 UNIGRAM_SMOOTHING = 0.5

@@ -16,7 +16,7 @@ JUDGE_CONTEXT = 16
 def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What is kept for the user goes here."""
     folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr("evaluation.text.memory.user_cache", lambda: folder)
+    monkeypatch.setattr("evaluation.text.reading.user_cache", lambda: folder)
     return folder
 
 

@@ -10,10 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 from evaluation.cli import app
-from evaluation.text import mauve_features
-from evaluation.text.judge import JudgeModel, load_judge
+from evaluation.text import mauve_divergence as mauve_features
 from evaluation.text.perplexity import generative_perplexity
-from shards.base.errors import GdistillError, UsageError
+from evaluation.text.reading import JudgeModel, load_judge
+from shards.errors import GdistillError, UsageError
 
 MAZE = {
     "rows": ["...", "S.T"],

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.corpus.config import CorpusConfig
+from pipeline.tokens import dataset as token_writer
 from pipeline.tokens import dataset as tokens
 from pipeline.tokens import tokenizer as tokenization
-from pipeline.tokens import writer as token_writer
 from tests.pipeline.extract_cases import save_teacher, write_corpus
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat,", "and", "then;", "Quick!", "old's"]

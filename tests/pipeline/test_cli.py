@@ -10,19 +10,12 @@ import torch
 
 from pipeline.maze.teacher import MazeTeacherConfig
 from pipeline.settings import resolve_request
-from pipeline.teacher.model import Teacher
-from pipeline.teacher.output import RawLogits
-from shards.base.errors import UsageError
-from shards.storage.location import open_location
+from pipeline.teacher.model import RawLogits, Teacher
+from shards.errors import UsageError
+from shards.store.location import open_location
 from shards.store.store import ShardStore
 from tests.commands import call
-from tests.pipeline.extract_cases import (
-    CONTEXT_LENGTH,
-    ROW_LENGTH,
-    WORDS,
-    contents,
-    save_tokenizer,
-)
+from tests.pipeline.extract_cases import CONTEXT_LENGTH, ROW_LENGTH, WORDS, contents, save_tokenizer
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from pipeline.plan import make_plan, what_would_be_done
 from pipeline.run import run_extraction
 from pipeline.settings import ExtractRequest, PlanOptions, resolve_request
 from pipeline.workers import Worker
-from shards.base.errors import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 from shards.store.store import ShardStore
 from tests.pipeline.extract_cases import (
     CONTEXT_LENGTH,

@@ -17,14 +17,15 @@ from pathlib import Path
 import torch
 
 from benchmarks.synthetic import synthetic_output, unigram, write_store
-from pipeline.extract.transfer import to_host
-from shards.codec import TeacherOutput, make_codec
+from pipeline.extract.loop import to_host
+from shards.codec.protocol import TeacherOutput
+from shards.codec.registry import make_codec
 from shards.store.store import ShardStore
 from tests.rehearsal.pretend_cuda import WATCH
 from tests.trainer.sampling_cases import open_rows
 from trainer.objective.batch import Batch, BatchMaker
+from trainer.sampling.noise import sampling_noise
 from trainer.sampling.registry import make_sampler
-from trainer.sampling.rules.noise import sampling_noise
 from trainer.students.configuration import StudentSettings
 from trainer.students.registry import STUDENTS, Student
 from trainer.training.optimization import clip_gradients, make_optimizer

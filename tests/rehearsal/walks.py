@@ -17,22 +17,22 @@ from types import SimpleNamespace
 import torch
 from safetensors.torch import load_file
 
-from evaluation.text import JudgeModel, ReadingLimits, read_texts, text_features
-from evaluation.text.room import Room
-from pipeline.extract.transfer import to_host
-from shards.codec import TeacherOutput, make_codec
-from shards.language_model.device import resolve_device
+from evaluation.text.mauve_divergence import text_features
+from evaluation.text.reading import JudgeModel, ReadingLimits, Room, read_texts
+from pipeline.extract.loop import to_host
+from shards.codec.protocol import TeacherOutput
+from shards.codec.registry import make_codec
+from shards.language_model.forward import resolve_device
 from tests.rehearsal.pretend_cuda import WATCH
 from tests.rehearsal.scenarios import Counts, scenario, student, waits_per
 from tests.trainer.backbone_cases import backbone_run, store_of, write_backbone
 from tests.trainer.run_cases import tiny_run, write_store
 from tests.trainer.sampling.test_adaptive import tiny_llama
 from tests.trainer.sampling_cases import VOCAB, open_rows, tiny_student
+from trainer.sampling.noise import sampling_noise
 from trainer.sampling.registry import make_sampler
-from trainer.sampling.rules.noise import sampling_noise
-from trainer.training.checkpoint import CheckpointFolder
+from trainer.training.checkpoint import CHECKPOINTS, CheckpointFolder
 from trainer.training.loop import train
-from trainer.training.run_folder import CHECKPOINTS
 
 ON_GPU = {
     "training__device": "cuda",

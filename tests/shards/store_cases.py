@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shards.codec.array_spec import ArraySpec
+from shards.codec.protocol import ArraySpec
 from shards.store.layout import ShardRange
 from shards.store.manifest import Manifest
 from shards.store.writer import ShardWriter

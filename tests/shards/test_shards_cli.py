@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from shards import cli
-from shards.base.errors import IntegrityError, UsageError
 from shards.codec.registry import make_codec
+from shards.errors import IntegrityError, UsageError
 from shards.noise.kinds import dense_arrivals
 from shards.store.store import ShardStore
 from shards.tools.rewriting import stored_noise

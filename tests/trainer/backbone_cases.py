@@ -14,7 +14,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from shards.language_model import find_pretrained
+from shards.language_model.loading import find_pretrained
 from tests.trainer.run_cases import VOCAB, tiny_run, write_store
 from trainer.training.settings import RunConfig
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shards.noise import PriorNoise
-from trainer.sampling.rules.noise import sampling_noise
+from shards.noise.kinds import PriorNoise
+from trainer.sampling.noise import sampling_noise
 from trainer.students.registry import STUDENTS, Student, StudentSettings
 
 VOCAB, LENGTH, BOS = 11, 12, 0

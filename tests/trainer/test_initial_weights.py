@@ -20,13 +20,14 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from shards.base import UsageError
-from shards.store import ShardStore
+from shards.errors import UsageError
+from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import VOCAB, tiny_config, write_backbone
 from tests.trainer.run_cases import LENGTH, call, tiny_run, write_store
 from trainer.initial_weights import find_source, network_settings
 from trainer.loading import load_student
-from trainer.students import MDLM, STUDENTS, weights_sha256
+from trainer.students.folder import weights_sha256
+from trainer.students.registry import MDLM, STUDENTS
 from trainer.training.construction import build_student
 from trainer.training.loop import train
 from trainer.training.settings import RunConfig

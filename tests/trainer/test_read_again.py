@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from shards.base import UsageError
-from shards.store import ShardStore
+from shards.errors import UsageError
+from shards.store.store import ShardStore
 from tests.trainer.run_cases import write_store
 from trainer.cli import main
 from trainer.read_again import (
@@ -20,7 +20,8 @@ from trainer.read_again import (
     readings_of,
     train_read_again,
 )
-from trainer.students import read_preset, weights_sha256
+from trainer.students.folder import weights_sha256
+from trainer.students.registry import read_preset
 from trainer.training.settings import read_recipe
 
 TINY: dict[str, Any] = {

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shards.base.configuration import to_mapping
+from shards.settings import to_mapping
 from tests.trainer.run_cases import LENGTH, assert_same_run, call, tiny_run, write_store
 from trainer.training.loop import train
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, runtime_checkable
 
@@ -16,10 +16,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shards.base import GdistillError, UsageError, derive_seed
-from shards.noise import PositionKeys, stream_bits
-from trainer.objective.batch import Batch
-from trainer.objective.places import Places
+from shards.errors import GdistillError, UsageError
+from shards.noise.kinds import KeyedPosterior, Noise
+from shards.noise.philox import PositionKeys, stream_bits
+from shards.provenance import derive_seed
+from trainer.objective.batch import Batch, Places
 from trainer.objective.schedules import RATE_SCHEDULE, SCHEDULES, Schedule, masking_sigma
 
 OPEN_BOUND = 1e-3
@@ -292,3 +293,36 @@ def corrupt(
         objective,
         bounds,
     )
+
+
+# Masked positions whose noise knows nothing of their token, as a sampler's does not.
+#
+# Where rows are filled in any order, what is known behind a position was drawn before its own token
+# was. In a corpus the two agree, for both follow from one text; in a sample they need not. A
+# student that only ever saw noise that explains the text trusts it over what it reads. With some
+# positions under prior noise it must ask how well the two agree.
+
+
+def partly_prior(noise: Noise, batch: Batch, places: Places, share: float) -> Noise:
+    """The noise of n masked positions, prior noise at each with probability ``share``.
+
+    Which ones, is a function of (seed, epoch, row, position).
+
+    Args:
+        noise: Posterior noise of the places.
+        batch: Gives the names of the draws.
+        places: Where the n positions stand in the batch.
+        share: In [0, 1].
+
+    Raises:
+        UsageError: Where a store keeps a draw of the noise instead of the distribution.
+    """
+    if not isinstance(noise, KeyedPosterior):
+        raise UsageError(
+            "noise that was drawn when the store was written cannot be drawn again",
+            where="model.prior_noise_share",
+            got=share,
+            remedy="extract with the codec posterior or hidden, or leave it out",
+        )
+    uniforms = row_uniforms("prior noise", batch, 0, batch.tokens.shape[1])
+    return replace(noise, is_prior=places.read(uniforms.to(noise.device)) < share)

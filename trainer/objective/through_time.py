@@ -19,8 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trainer.objective.batch import Batch
-from trainer.objective.places import Places
+from trainer.objective.batch import Batch, Places
 from trainer.objective.schedules import Schedule
 from trainer.objective.substitution import Corruption, row_uniforms
 

@@ -8,10 +8,11 @@ from typing import ClassVar
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trainer.objective import schedule_of
-from trainer.sampling.rules import LAST_TIME, SampleKeys, ancestral_order, ancestral_times
-from trainer.sampling.whole_row import PlannedSampler
-from trainer.students import Student
+from trainer.objective.substitution import schedule_of
+from trainer.sampling.revealing import LAST_TIME, ancestral_order, ancestral_times, uniform_order
+from trainer.sampling.sampler import PlannedSampler
+from trainer.sampling.token_rule import SampleKeys
+from trainer.students.registry import Student
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,3 +48,47 @@ class AncestralConfig(PlannedSampler):
     ) -> tuple[Int[Tensor, "b l"], Int[Tensor, "b l"]]:
         """Steps 1..T, and T + 1 for the final fill."""
         return ancestral_order(schedule_of(student.settings), masked, keys, first, self.times)
+
+
+# First-hitting sampling (Zheng et al., arXiv 2409.02908), and k tokens per forward pass.
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstHittingConfig(PlannedSampler):
+    """One uniformly chosen masked token per forward pass: exact for masked diffusion.
+
+    NFE is the number of masked tokens. Every row of a batch has its own order; rows with fewer
+    masked tokens finish earlier and leave the batch. Settings as in :class:`WholeRowSampler`.
+    """
+
+    label: ClassVar[str] = "first-hitting"
+
+    def num_per_step(self, masked: Bool[Tensor, "b l"]) -> Int[Tensor, "b 1"] | None:
+        """Tokens revealed per forward pass of each row; None is one."""
+        return None
+
+    def steps(
+        self, student: Student, masked: Bool[Tensor, "b l"], keys: SampleKeys, first: int = 0
+    ) -> tuple[Int[Tensor, "b l"], Int[Tensor, "b l"]]:
+        """Steps 1, 2, ...; nothing is left for a final fill."""
+        return uniform_order(masked, keys, first, self.num_per_step(masked))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedCountConfig(FirstHittingConfig):
+    """The same number of uniformly chosen masked tokens in every forward pass.
+
+    Attributes:
+        nfe: Forward passes per sample: each reveals ceil(masked / nfe) tokens.
+
+    Further settings as in :class:`WholeRowSampler`.
+    """
+
+    nfe: int = 128
+
+    label: ClassVar[str] = "fixed-count"
+
+    def num_per_step(self, masked: Bool[Tensor, "b l"]) -> Int[Tensor, "b 1"]:
+        """ceil(masked / nfe), at least 1."""
+        total = masked.sum(dim=1, keepdim=True)
+        return (-(-total // self.nfe)).clamp_min(1)

@@ -9,16 +9,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from shards.base import UsageError
-from trainer.objective import Places
-from trainer.sampling.rules import (
-    NoiseUse,
-    RedrawingSampler,
-    SampleKeys,
-    SampleResult,
-    check_rows,
-)
-from trainer.students import AR, Student
+from shards.errors import UsageError
+from trainer.objective.batch import Places
+from trainer.sampling.noise import NoiseUse
+from trainer.sampling.sampler import RedrawingSampler, check_rows
+from trainer.sampling.stopping import SampleResult
+from trainer.sampling.token_rule import SampleKeys
+from trainer.students.registry import AR, Student
 
 TOKENS_BETWEEN_QUESTIONS = 8
 """How often rows that may end early are asked whether all have, which makes the host wait."""

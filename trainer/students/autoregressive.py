@@ -9,11 +9,12 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
 
-from shards.base import UsageError
-from trainer.objective import Batch, Places, masked_log_probs
-from trainer.students.attention import KeyValueCache, causal_attention, full_attention
+from shards.errors import UsageError
+from trainer.objective.batch import Batch, Places
+from trainer.objective.substitution import masked_log_probs
 from trainer.students.base import LossOutput, Student
 from trainer.students.configuration import BACKBONE_SETTINGS, StudentConfig
+from trainer.students.dit import KeyValueCache, causal_attention, full_attention
 from trainer.students.fused_head import weighted_nll
 
 

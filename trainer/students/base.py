@@ -13,16 +13,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from shards.base import UsageError
-from shards.codec import Codec, make_codec
-from shards.noise import Noise
-from shards.store import Manifest
-from trainer.objective import Batch, Distillation, Places
-from trainer.students.conditioning import GumbelConditioner
+from shards.codec.protocol import Codec
+from shards.codec.registry import make_codec
+from shards.errors import UsageError
+from shards.noise.kinds import Noise
+from shards.store.manifest import Manifest
+from trainer.objective.batch import Batch, Places
+from trainer.objective.distillation import Distillation
+from trainer.students.conditioning import GumbelConditioner, pack_noise
 from trainer.students.configuration import BACKBONE_SETTINGS, StudentConfig, StudentSettings
 from trainer.students.decoder import DecoderBackbone
 from trainer.students.dit import DiT
-from trainer.students.vocabulary_attention import pack_noise
 
 UNREAD = {
     "use_cache": (True, False),

@@ -18,9 +18,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shards.base import UsageError, stderr
-from trainer.objective import Places
-from trainer.students.attention import (
+from shards.console import stderr
+from shards.errors import UsageError
+from trainer.objective.batch import Places
+from trainer.students.configuration import BACKBONE_SETTINGS, StudentConfig
+from trainer.students.dit import (
     Attend,
     KeyValueCache,
     block_causal_mask,
@@ -30,7 +32,6 @@ from trainer.students.attention import (
     masked_attention,
     training_mask,
 )
-from trainer.students.configuration import BACKBONE_SETTINGS, StudentConfig
 from trainer.students.mdlm import MDLM
 
 

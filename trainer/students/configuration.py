@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from transformers import PretrainedConfig
 
-from shards.base import UsageError, from_mapping, read_toml, to_mapping
+from shards.errors import UsageError
+from shards.settings import from_mapping, read_toml, to_mapping
 
 MEDUSA_SETTINGS = ("head_output", "head_rank")
 """Settings of Medusa heads alone."""

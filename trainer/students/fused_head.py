@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from shards.language_model import largest_batch
-from shards.noise import add_product, even_width, product_dtype
-from trainer.objective import MASK_LOGIT_OFFSET, Distillation, SelfDistillation
+from shards.language_model.forward import largest_batch
+from shards.noise.embedding import add_product, even_width, product_dtype
+from trainer.objective.distillation import Distillation
+from trainer.objective.substitution import MASK_LOGIT_OFFSET
+from trainer.objective.through_time import SelfDistillation
 
 Teaching = Distillation | SelfDistillation
 

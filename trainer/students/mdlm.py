@@ -11,24 +11,21 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from transformers.modeling_outputs import MaskedLMOutput
 
-from shards.base import UsageError
-from trainer.objective import (
-    Batch,
+from shards.errors import UsageError
+from trainer.objective.batch import Batch, Places
+from trainer.objective.schedules import masking_sigma
+from trainer.objective.substitution import (
     Corruption,
-    Denoise,
-    EarlierSteps,
-    Places,
-    SelfDistillation,
     corrupt,
     masked_log_probs,
-    masking_sigma,
     partly_prior,
     schedule_of,
     substituted_log_probs,
 )
-from trainer.students.attention import KeyValueCache, full_attention, masked_attention
+from trainer.objective.through_time import Denoise, EarlierSteps, SelfDistillation
 from trainer.students.base import LossOutput, Student
 from trainer.students.configuration import StudentConfig
+from trainer.students.dit import KeyValueCache, full_attention, masked_attention
 from trainer.students.fused_head import weighted_nll
 
 

@@ -10,7 +10,7 @@ from trainer.students.bd3lm import BD3LM, BD3LMConfig
 from trainer.students.configuration import StudentConfig, StudentSettings, read_preset
 from trainer.students.drafter.student import Drafter, DrafterConfig
 from trainer.students.mdlm import MDLM, MDLMConfig
-from trainer.students.on_backbone.medusa import Medusa, MedusaConfig
+from trainer.students.medusa import Medusa, MedusaConfig
 
 STUDENTS: dict[str, type[Student]] = {
     "mdlm": MDLM,

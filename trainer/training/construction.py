@@ -9,23 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shards.base import GdistillError, UsageError, derive_seed, did_you_mean, first_line
-from shards.codec import Codec
-from shards.store import ShardStore
+from shards.codec.protocol import Codec
+from shards.errors import GdistillError, UsageError, did_you_mean, first_line
+from shards.provenance import derive_seed
+from shards.store.store import ShardStore
 from trainer.initial_weights import load_initial_weights, noise_parameters, silence_noise
-from trainer.students import (
-    MDLM,
-    STUDENTS,
-    Block,
-    Half,
-    Rotary,
-    Student,
-    StudentSettings,
-    compiled_halves,
-    find_model,
-    full_attention,
-    read_model,
-)
+from trainer.students.dit import Block, Half, Rotary, compiled_halves, full_attention
+from trainer.students.folder import find_model, read_model
+from trainer.students.registry import MDLM, STUDENTS, Student, StudentSettings
 from trainer.training.settings import RunConfig
 
 CONDITIONER_SETTINGS = (

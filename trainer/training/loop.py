@@ -1,50 +1,47 @@
-"""One training loop for all students.
-
-    store --stream--> rows --BatchMaker--> batch --student.loss--> gradients --AdamW--> weights, EMA
-
-Every draw is keyed by (seed, epoch, row) or (seed, step), and the place in the data is counted
-when a batch is consumed, so a resumed run repeats the uninterrupted one bit for bit on the CPU,
-and any number of processes sees the same global batches with the same corruption.
-"""
+"""SIGTERM and Ctrl-C as a request to stop at the next step."""
 
 from __future__ import annotations
 
 import math
 import signal
+import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shards import open_store
-from shards.base import (
-    Bar,
-    UsageError,
-    derive_seed,
-    exclusive,
-    progress_bar,
-    stderr,
-    to_mapping,
-    write_json_atomic,
-)
-from shards.noise import conditioner_kernel, noise_kernel, use_noise_kernel
-from shards.store import ShardStore
-from shards.stream import RowBatch, ShardStream
+from shards.atomic import exclusive, write_json_atomic
+from shards.console import Bar, progress_bar, stderr
+from shards.errors import UsageError
+from shards.noise.philox import noise_kernel, use_noise_kernel
+from shards.noise.tile_weights import conditioner_kernel
+from shards.provenance import derive_seed
+from shards.settings import to_mapping
+from shards.store.store import ShardStore
+from shards.stream.stream import RowBatch, ShardStream
 from trainer.initial_weights import noise_parameters
-from trainer.objective import Batch, BatchMaker, CopiesAhead
-from trainer.students import LossOutput, export_model
-from trainer.training.checkpoint import CheckpointFolder, Trainee
+from trainer.objective.batch import Batch, BatchMaker, CopiesAhead
+from trainer.students.folder import export_model
+from trainer.students.registry import LossOutput
+from trainer.training.checkpoint import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    METRICS_FILE,
+    MODEL,
+    CheckpointFolder,
+    Trainee,
+)
 from trainer.training.construction import (
     blocks_in_use,
     build_student,
     compile_blocks,
     give_earlier_self,
 )
-from trainer.training.identity import require_same_run, run_identity
-from trainer.training.interruption import StopRequest
 from trainer.training.metrics import (
     MetricsLog,
     StepWindow,
@@ -69,9 +66,53 @@ from trainer.training.parallel import (
     sum_over_processes,
     without_sync,
 )
-from trainer.training.run_folder import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, MODEL
-from trainer.training.settings import RunConfig, operational_fields
+from trainer.training.settings import RunConfig, operational_fields, require_same_run, run_identity
 from trainer.training.validation import Validator, has_validation_rows
+
+
+class StopRequest:
+    """Turns the first SIGTERM or SIGINT into a flag; a second SIGINT interrupts at once.
+
+    Attributes:
+        signal_number: The signal received; None while there is none.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self.signal_number is not None
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.is_pending and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal_number = number
+
+    @contextmanager
+    def listening(self) -> Iterator[StopRequest]:
+        """Signals are caught within the context (of the main thread; elsewhere nothing is)."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        previous = {number: signal.signal(number, self._receive) for number in numbers}
+        try:
+            yield self
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+# One training loop for all students.
+#
+#     store --stream--> rows --BatchMaker--> batch --student.loss--> gradients --AdamW--> weights,
+#     EMA
+#
+# Every draw is keyed by (seed, epoch, row) or (seed, step), and the place in the data is counted
+# when a batch is consumed, so a resumed run repeats the uninterrupted one bit for bit on the CPU,
+# and any number of processes sees the same global batches with the same corruption.
 
 
 def train(

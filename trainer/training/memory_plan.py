@@ -18,20 +18,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from shards.base import UsageError
-from shards.noise import tile_shape
-from shards.store import ShardStore
-from shards.stream import ShardStream, window_bytes_of
-from trainer.objective import Batch, BatchMaker
-from trainer.students import (
-    CHUNK_ROWS,
-    HEAD_MULTIPLE,
-    MDLM,
-    Block,
-    Student,
-    compiled_halves,
-    searched_at_once,
-)
+from shards.errors import UsageError
+from shards.noise.embedding import tile_shape
+from shards.store.store import ShardStore
+from shards.stream.order import window_bytes_of
+from shards.stream.stream import ShardStream
+from trainer.objective.batch import Batch, BatchMaker
+from trainer.students.conditioning import searched_at_once
+from trainer.students.dit import Block, compiled_halves
+from trainer.students.fused_head import CHUNK_ROWS, HEAD_MULTIPLE
+from trainer.students.registry import MDLM, Student
 from trainer.training.construction import build_student
 from trainer.training.parallel import TrainingStep
 from trainer.training.settings import RunConfig

@@ -22,8 +22,9 @@ from accelerate.utils import gather_object
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.base import GdistillError, IntegrityError, first_line, write_bytes_atomic
-from trainer.students import Student
+from shards.atomic import write_bytes_atomic
+from shards.errors import GdistillError, IntegrityError, first_line
+from trainer.students.registry import Student
 from trainer.training.parallel import cannot_write, on_main_process
 
 TIMING_FIELDS = ("seconds", "tokens_per_second", "flops_per_second", "mfu")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
-from shards.base import GdistillError
+from shards.errors import GdistillError
 from trainer.training.settings import OptimizationConfig
 
 RATE_RATIO = "learning_rate_ratio"

@@ -20,10 +20,11 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
-from shards.base import UsageError
-from shards.noise import KeyedPrior, Noise, PositionKeys
-from trainer.objective import Batch, Places
-from trainer.students import MDLM, MDLMConfig, StudentSettings
+from shards.errors import UsageError
+from shards.noise.kinds import KeyedPrior, Noise
+from shards.noise.philox import PositionKeys
+from trainer.objective.batch import Batch, Places
+from trainer.students.registry import MDLM, MDLMConfig, StudentSettings
 from trainer.training.memory_plan import noise_tile_bytes
 from trainer.training.metrics import training_flops
 

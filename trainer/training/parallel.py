@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shards.base import GdistillError, UsageError
-from trainer.students import LossOutput, Student
+from shards.errors import GdistillError, UsageError
+from trainer.students.registry import LossOutput, Student
 from trainer.training.settings import TrainingConfig
 
 

@@ -14,20 +14,15 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shards.base import GdistillError, UsageError, derive_seed
-from shards.store import ShardStore, SplitReader
-from shards.stream import ShardStream
-from trainer.objective import (
-    FULL,
-    MAX_BATCHES,
-    Batch,
-    BatchMaker,
-    Clips,
-    best_clips,
-    candidates,
-    require_reachable,
-)
-from trainer.students import LossOutput, Student
+from shards.errors import GdistillError, UsageError
+from shards.provenance import derive_seed
+from shards.store.reader import SplitReader
+from shards.store.store import ShardStore
+from shards.stream.stream import ShardStream
+from trainer.objective.batch import Batch, BatchMaker
+from trainer.objective.schedules import FULL, MAX_BATCHES, Clips, best_clips, candidates
+from trainer.objective.substitution import require_reachable
+from trainer.students.registry import LossOutput, Student
 from trainer.training.parallel import sum_over_processes
 from trainer.training.settings import RunConfig
 

@@ -31,7 +31,10 @@ from benchmarks.quality.matched import match_students, ratio_lines, ratios
 from benchmarks.quality.plan import Plan, Recipe, Run, read_plan, recall, remember
 from benchmarks.quality.stories import StoriesBench
 from evaluation.curve import matched_table
-from shards.base import UsageError, run_command, to_mapping, write_json_atomic
+from shards.atomic import write_json_atomic
+from shards.console import run_command
+from shards.errors import UsageError
+from shards.settings import to_mapping
 
 FIGURES = "fidelity-nfe{nfe}.json"
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.base import UsageError
+from shards.errors import UsageError
 
 
 def frechet_distance(x: Float[np.ndarray, "n d"], y: Float[np.ndarray, "m d"]) -> float:

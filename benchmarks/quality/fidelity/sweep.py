@@ -20,8 +20,8 @@ from benchmarks.quality.stories import (
     scores_of,
 )
 from benchmarks.quality.variety import frequency_divergence_nats
-from shards.base import progress_bar
-from shards.store import ShardStore
+from shards.console import progress_bar
+from shards.store.store import ShardStore
 from trainer import load_student
 
 NUCLEUS_PS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from evaluation.certificate.margins import token_margins
-from evaluation.samples import read_samples
+from evaluation.certificate import token_margins
+from evaluation.samples.samples import read_samples
 from evaluation.scorers import ScoreOptions, make_scorers
 from tests.commands import call
 from tests.trainer.backbone_cases import backbone_run, store_of, write_backbone

@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 
 from evaluation.bootstrap import PerSample
 from evaluation.cli import app
-from evaluation.compare.difference import compare_scores
-from evaluation.compare.recorded import RecordedScore, read_run
+from evaluation.compare import RecordedScore, compare_scores, read_run
 from evaluation.score import Score
-from shards.base.errors import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 
 JUDGE = {"judge": "tiny", "judge_sha256": "ab" * 32, "stride_tokens": 8, "max_tokens": 64}
 

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from evaluation.cli import app
 from evaluation.curve import read_run
-from evaluation.text import unigram_entropy_nats
-from shards.base.errors import GdistillError, UsageError
+from evaluation.text.diversity import unigram_entropy_nats
+from shards.errors import GdistillError, UsageError
 
 LENGTH = 8
 

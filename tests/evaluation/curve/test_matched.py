@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from evaluation.curve.matched import CurvePoint, interpolate, matched_perplexity
+from evaluation.curve import CurvePoint, interpolate, matched_perplexity
 
 
 def point(log_perplexity: float, entropy: float, num: int = 4) -> CurvePoint:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from evaluation.likelihood.completion import CompletionScorer
-from evaluation.likelihood.prior import PriorRowNoise
-from shards.base.errors import UsageError
+from evaluation.likelihood.validation import PriorRowNoise
+from shards.errors import UsageError
 from tests.trainer.sampling_cases import tiny_student
-from trainer.students import Student
+from trainer.students.registry import Student
 
 ROW = torch.tensor([[0, 3, 7, 2, 9, 4, 1, 5, 8]])
 

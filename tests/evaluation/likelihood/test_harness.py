@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from shards.base.errors import UsageError
+from evaluation.likelihood.harness import GdistillLM
+from evaluation.likelihood.local_tasks import write_tasks
+from shards.errors import UsageError
 from tests.trainer.sampling_cases import tiny_student
 
 lm_eval = pytest.importorskip("lm_eval")
-
-from evaluation.likelihood import GdistillLM, write_tasks  # noqa: E402
 
 
 @pytest.fixture(scope="module")

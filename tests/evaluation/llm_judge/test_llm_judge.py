@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from evaluation.cli import app
 from evaluation.llm_judge import AnswerFile, Endpoint, estimate_cost, parse_ratings, rate_samples
-from shards.base.errors import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 
 RATINGS = {"clarity": 7, "grammaticality": 8, "factuality": 5, "style": 6, "creativity": 4}
 GOOD = f"It reads well.\n{json.dumps(RATINGS)}"

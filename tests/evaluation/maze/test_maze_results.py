@@ -19,7 +19,7 @@ from evaluation.maze.results import MazeTask, pool, row_probabilities, sampling_
 from evaluation.maze.success import Maze, maze_success
 from evaluation.maze.teacher_decode import teacher_agreement, teacher_decode
 from evaluation.score import wilson_interval
-from shards.base.errors import GdistillError
+from shards.errors import GdistillError
 from shards.testing import DenseNoise
 
 ROUND = ("up", "right", "right", "down")

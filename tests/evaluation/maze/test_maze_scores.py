@@ -10,7 +10,7 @@ import pytest
 
 from evaluation.maze.optimum import optimal_success, rows_of_paths, step_probabilities
 from evaluation.maze.success import Maze, maze_success, moves_of_words, total_variation
-from shards.base.errors import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 
 MAZE = Maze(
     rows=("...", "S#T"),

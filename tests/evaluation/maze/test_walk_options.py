@@ -13,7 +13,7 @@ from evaluation.maze import walk as maze_walk
 from evaluation.maze.jobs import run_jobs, script
 from evaluation.maze.results import display_name, natural_rule, sample_file
 from evaluation.maze.walk import StudentRun, WalkConfig, app
-from shards.base.errors import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 
 CONFIG = Path(__file__).resolve().parents[3] / "configs" / "maze-demo.toml"
 

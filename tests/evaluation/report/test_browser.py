@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from evaluation.report import MAX_ROWS, ShownSample, Table, browser_section, write_report
-from evaluation.text import load_judge, read_texts, reading_limits, surprise_pieces
+from evaluation.text.reading import load_judge, read_texts, reading_limits, surprise_pieces
 
 EVIL = '</div><script>document.title="owned"</script>'
 

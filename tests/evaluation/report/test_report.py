@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from evaluation.report import Table, write_report
-from shards.base import UsageError, require_writable
+from shards.atomic import require_writable
+from shards.errors import UsageError
 
 EVIL = '<script>alert("x")</script>'
 TABLE = Table(

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from evaluation.samples.json_lines import MAX_LINE_BYTES
+from evaluation.samples.samples import MAX_LINE_BYTES
 from tests.commands import call
 
 V, LENGTH = 11, 6

@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-from evaluation.samples.json_lines import MAX_LINE_BYTES, parse_json
+from evaluation.samples.samples import MAX_LINE_BYTES, parse_json
 from tests.evaluation.samples.hostile_samples import (
     DOORS,
     ESCAPES,

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from evaluation.report import Table
-from evaluation.text import readings_folder
-from shards.base import UsageError, append_line, visible
+from evaluation.text.reading import readings_folder
+from shards.atomic import append_line
+from shards.errors import UsageError, visible
 from tests.commands import call
 from tests.evaluation.samples.hostile_samples import ESCAPES, MARKUP, Stage, assert_inert
 

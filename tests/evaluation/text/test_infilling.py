@@ -12,9 +12,11 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from evaluation.cli import app
-from evaluation.samples import DataRows, make_infill_rows, read_infill_rows, write_infill_rows
-from evaluation.text import filled_spans, load_judge
-from shards.base.errors import GdistillError, UsageError
+from evaluation.infilling import filled_spans
+from evaluation.samples.infill_rows import make_infill_rows, read_infill_rows, write_infill_rows
+from evaluation.samples.samples import DataRows
+from evaluation.text.reading import load_judge
+from shards.errors import GdistillError, UsageError
 
 TRUTHS = [[2, 0, 1, 0, 1], [2, 1, 1, 1, 0]]
 MASKED = [[2, 4], [1, 2, 3]]

@@ -23,12 +23,19 @@ from transformers import (
 )
 
 from evaluation.text import reading
-from evaluation.text.judge import UNLIMITED_CONTEXT, JudgeModel, load_judge
-from evaluation.text.memory import JudgedText, JudgeMemory
 from evaluation.text.perplexity import generative_perplexity
-from evaluation.text.reading import ReadingLimits, read_texts, reading_limits
-from evaluation.text.room import Room
-from shards.base.errors import GdistillError, UsageError
+from evaluation.text.reading import (
+    UNLIMITED_CONTEXT,
+    JudgedText,
+    JudgeMemory,
+    JudgeModel,
+    ReadingLimits,
+    Room,
+    load_judge,
+    read_texts,
+    reading_limits,
+)
+from shards.errors import GdistillError, UsageError
 
 
 @pytest.fixture(scope="module")

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from evaluation.text.judge import JudgeModel, load_judge
-from evaluation.text.mauve_divergence import mauve_score
-from evaluation.text.mauve_features import TextFeatures, text_features
-from evaluation.text.room import Room
-from shards.base.errors import UsageError
+from evaluation.text.mauve_divergence import TextFeatures, mauve_score, text_features
+from evaluation.text.reading import JudgeModel, Room, load_judge
+from shards.errors import UsageError
 
 LIMIT = 12
 

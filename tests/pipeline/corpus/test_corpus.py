@@ -9,10 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from pipeline.corpus.config import CorpusConfig, corpus_config, preset_names
+from pipeline.corpus.config import CorpusConfig, Tally, corpus_config, preset_names
 from pipeline.corpus.splits import open_source, plan_spans, read_documents
-from pipeline.corpus.text_policy import Tally
-from shards.base.errors import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 
 
 def everything(config: CorpusConfig) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.corpus.config import CorpusConfig
 from pipeline.corpus.detokenize import DETOKENIZERS, detokenizer
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 
 CASES = {
     "wikitext": [

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.corpus.config import CorpusConfig, corpus_config
 from pipeline.corpus.splits import open_source, plan_spans, read_documents
-from shards.base.errors import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 from tests.pipeline.corpus.test_corpus import everything
 
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.engine.client import Engine, EngineSettings
-from shards.base.errors import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 from tests.pipeline.engine.engine_server import EngineServer
 from tests.pipeline.extract_cases import ROW_LENGTH, VOCAB_SIZE
 

@@ -12,9 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.engine.score_files import ScoreFiles, same_length
-from pipeline.engine.scored_rows import scored_row
-from shards.base.errors import GdistillError, UsageError
+from pipeline.engine.scored import ScoreFiles, same_length, scored_row
+from shards.errors import GdistillError, UsageError
 
 HALF, QUARTER = math.log(0.5), math.log(0.25)
 RECORD: dict[str, Any] = {

@@ -14,7 +14,7 @@ from pipeline import cli
 from pipeline.run import run_extraction
 from pipeline.settings import resolve_request
 from pipeline.workers import Worker
-from shards.base.errors import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 from shards.store.store import ShardStore
 from tests.pipeline.engine.engine_server import EngineServer
 from tests.pipeline.extract_cases import VOCAB_SIZE, contents, options

@@ -13,10 +13,9 @@ from typing import Any
 
 from pipeline.run import run_extraction
 from pipeline.settings import resolve_request
-from pipeline.teacher.model import Teacher
-from pipeline.teacher.output import RawLogits
+from pipeline.teacher.model import RawLogits, Teacher
 from pipeline.workers import Worker
-from shards.base.errors import GdistillError
+from shards.errors import GdistillError
 
 _context = get_context("forkserver")
 _context.set_forkserver_preload(["tests.pipeline.extract.parallel_trials"])

@@ -11,19 +11,17 @@ from torch import Tensor
 from pipeline.extract.loop import Extractor
 from pipeline.extract.manifest import corpus_unigram, rows_per_unit
 from pipeline.settings import StoreSettings
-from pipeline.teacher.batching import automatic_batch_size
-from pipeline.teacher.model import Teacher
-from pipeline.teacher.output import RawLogits
+from pipeline.teacher.model import RawLogits, Teacher, automatic_batch_size
 from pipeline.tokens.dataset import TokenDataset
 from pipeline.workers import Worker
-from shards.base.errors import GdistillError, UsageError
 from shards.codec.posterior import PosteriorCodec
 from shards.codec.registry import make_codec
-from shards.language_model.batching import BatchSize
+from shards.errors import GdistillError, UsageError
+from shards.language_model.forward import BatchSize
 from shards.noise.gumbel import gumbel_argmax
 from shards.noise.kinds import dense_arrivals
 from shards.noise.philox import PositionKeys
-from shards.store.computation import read_ways
+from shards.store.manifest import read_ways
 from shards.store.store import ShardStore
 from shards.store.verification import verify
 from shards.store.writer import ShardWriter

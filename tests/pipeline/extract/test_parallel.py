@@ -7,16 +7,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.workers import StopRequest, Worker
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from shards.store.store import ShardStore
 from shards.store.verification import verify
 from tests.pipeline.extract.parallel_trials import end, run_all, start, terminate, wait_for_shards
-from tests.pipeline.extract_cases import (
-    ROW_LENGTH,
-    contents,
-    options,
-    run,
-)
+from tests.pipeline.extract_cases import ROW_LENGTH, contents, options, run
 
 PAUSE_SECONDS = 0.15
 

@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.extract import loop as extract
 from pipeline.workers import Stopped, StopRequest, Worker
-from shards.base.errors import GdistillError
-from shards.storage.local import LocalLocation
+from shards.errors import GdistillError
+from shards.store.location import LocalLocation
 from shards.store.store import ShardStore
 from shards.store.writer import ShardWriter
 from tests.pipeline.extract.parallel_trials import end, start, terminate, wait_for_shards

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.extract import way as ways
-from shards.base.console import progress_bar
-from shards.base.errors import IntegrityError, UsageError
-from shards.storage import as_location
-from shards.store.computation import COMPUTED_FILE, read_ways, record_ways
+from pipeline.extract import manifest as ways
+from shards.console import progress_bar
+from shards.errors import IntegrityError, UsageError
+from shards.store.location import as_location
+from shards.store.manifest import COMPUTED_FILE, read_ways, record_ways
 from shards.store.verification import verify
 from tests.pipeline.extract_cases import contents, options, run
 
@@ -148,7 +148,7 @@ def test_progress_in_a_log_file_is_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("shards.base.console.time.monotonic", lambda: now)
+    monkeypatch.setattr("shards.console.time.monotonic", lambda: now)
     with progress_bar("extract", 12_000, done=2_000) as bar:
         now += 59
         bar.advance(1_000)

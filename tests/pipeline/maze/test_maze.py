@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from pipeline.maze.layout import LAYOUTS, MOVES, Maze, draw_documents, load_maze, maze_tokenizer
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.maze.layout import Maze, load_maze
-from pipeline.maze.teacher import (
-    MazeTeacherConfig,
-    path_rows,
-    row_log_probs,
-    train_maze_teacher,
-)
-from shards.base.errors import UsageError
+from pipeline.maze.teacher import MazeTeacherConfig, path_rows, row_log_probs, train_maze_teacher
+from shards.errors import UsageError
 
 TINY = MazeTeacherConfig(
     num_layers=2, num_heads=2, hidden_size=32, num_steps=120, learning_rate=1e-2

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 from transformers import CLIPConfig, PreTrainedConfig, T5Config
 
-from pipeline.plan.codec_sizes import measured_bytes_per_token
-from pipeline.plan.plan import make_plan
+from pipeline.plan import make_plan, measured_bytes_per_token
 from pipeline.settings import PlanOptions, resolve_request
 from pipeline.teacher.model import Teacher
-from shards.base.errors import GdistillError, UsageError
 from shards.codec.registry import CODECS, make_codec
+from shards.errors import GdistillError, UsageError
 from tests.pipeline.extract_cases import (
     CONTEXT_LENGTH,
     ROW_LENGTH,

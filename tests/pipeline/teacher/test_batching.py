@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.teacher.batching import automatic_batch_size
-from shards.language_model.batching import largest_batch
+from pipeline.teacher.model import automatic_batch_size
+from shards.language_model.forward import largest_batch
 
 
 def test_a_batch_on_a_cpu_fills_a_gibibyte_or_4096_tokens() -> None:

@@ -21,8 +21,8 @@ from pipeline.settings import resolve_request
 from pipeline.teacher.model import Teacher
 from pipeline.tokens.tokenizer import load_tokenizer
 from pipeline.workers import Worker
-from shards.base.errors import UsageError
-from shards.language_model.files import find_pretrained
+from shards.errors import UsageError
+from shards.language_model.loading import find_pretrained
 from shards.store.store import ShardStore
 from tests.pipeline.extract_cases import CONTEXT_LENGTH, VOCAB_SIZE, options, save_tokenizer
 

@@ -20,7 +20,7 @@ from pipeline.teacher.generate import (
 )
 from pipeline.teacher.model import Teacher
 from pipeline.tokens.dataset import TokenDataset
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from shards.noise.gumbel import gumbel_argmax
 from shards.noise.kinds import KeyedPrior, Noise, dense_arrivals
 from shards.noise.philox import PositionKeys

@@ -18,7 +18,7 @@ from pipeline.settings import resolve_request
 from pipeline.teacher.model import Teacher, check_vocabulary
 from pipeline.teacher.model_group import ModelGroup
 from pipeline.workers import Worker
-from shards.base.errors import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 from shards.language_model.spread import Spread
 from shards.store.store import ShardStore
 from tests.pipeline.extract_cases import VOCAB_SIZE, options, save_tokenizer

@@ -17,9 +17,9 @@ from transformers import (
 
 from pipeline.teacher.model import Teacher, check_vocabulary
 from pipeline.tokens.tokenizer import load_tokenizer
-from shards.base.errors import GdistillError, UsageError
-from shards.language_model.device import resolve_device
-from shards.language_model.files import find_pretrained
+from shards.errors import GdistillError, UsageError
+from shards.language_model.forward import resolve_device
+from shards.language_model.loading import find_pretrained
 from tests.pipeline.extract_cases import CONTEXT_LENGTH, VOCAB_SIZE, WORDS, save_teacher
 
 

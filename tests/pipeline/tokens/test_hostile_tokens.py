@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.tokens import TokenDataset
-from shards.base import GdistillError
+from pipeline.tokens.dataset import TokenDataset
+from shards.errors import GdistillError
 
 PART: dict[str, Any] = {
     "name": "part-00000.parquet",

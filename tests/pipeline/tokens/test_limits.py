@@ -12,12 +12,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.corpus.config import CorpusConfig
-from pipeline.corpus.sources.files import file_identity
+from pipeline.corpus.files import file_identity
 from pipeline.references import write_references
 from pipeline.tokens import build as stage1
-from pipeline.tokens.build import prepare_tokens
-from pipeline.tokens.identity import corpus_identity
-from shards.base.errors import UsageError
+from pipeline.tokens.build import corpus_identity, prepare_tokens
+from shards.errors import UsageError
 
 
 @pytest.mark.usefixtures("small_parts")

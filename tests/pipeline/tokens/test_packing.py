@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.tokens.packing import Packer, SpecialIds, make_packer
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 
 IDS = SpecialIds(bos=100, eos=101, separator=101)
 

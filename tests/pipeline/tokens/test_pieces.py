@@ -7,8 +7,13 @@ import pytest
 from tokenizers import Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.tokens.pieces import cut_between_words, encode_with_overlap
-from pipeline.tokens.tokenizer import backend, encode, load_tokenizer
+from pipeline.tokens.tokenizer import (
+    backend,
+    cut_between_words,
+    encode,
+    encode_with_overlap,
+    load_tokenizer,
+)
 
 TEXTS = {
     "sentences": "".join(f'Cat {i} sat, then ran; "slowly" (on\n\n{i * i}).\n' for i in range(400)),

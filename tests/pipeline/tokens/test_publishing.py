@@ -11,7 +11,7 @@ from pipeline.corpus.config import CorpusConfig
 from pipeline.maze.layout import Maze, maze_tokenizer
 from pipeline.maze.teacher import MazeTeacherConfig, train_maze_teacher
 from pipeline.tokens.build import prepare_tokens
-from shards.base.atomic import publish_folder
+from shards.atomic import publish_folder
 
 SMALL = MazeTeacherConfig(num_layers=1, num_heads=2, hidden_size=8, num_steps=2)
 

@@ -21,7 +21,7 @@ from pipeline.maze.teacher import path_rows
 from pipeline.tokens import tokenizer as tokenization
 from pipeline.tokens.build import prepare_tokens
 from pipeline.tokens.dataset import TokenDataset
-from shards.base.errors import GdistillError, IntegrityError, UsageError
+from shards.errors import GdistillError, IntegrityError, UsageError
 
 
 def streamed(tokenizer: PreTrainedTokenizerFast, texts: list[str], length: int) -> np.ndarray:

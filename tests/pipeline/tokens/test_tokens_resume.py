@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 from pipeline.corpus.config import CorpusConfig
 from pipeline.tokens import build as stage1
+from pipeline.tokens import dataset as token_writer
 from pipeline.tokens import tokenizer as tokenization
-from pipeline.tokens import writer as token_writer
 from pipeline.tokens.build import prepare_tokens
 from pipeline.tokens.dataset import TokenDataset
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 
 
 def content(folder: Path) -> dict[str, str]:

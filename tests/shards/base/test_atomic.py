@@ -8,13 +8,8 @@ from threading import Barrier, Thread
 
 import pytest
 
-from shards.base.atomic import (
-    make_folders,
-    publish_folder,
-    write_bytes_atomic,
-    write_json_atomic,
-)
-from shards.storage.local import LocalLocation
+from shards.atomic import make_folders, publish_folder, write_bytes_atomic, write_json_atomic
+from shards.store.location import LocalLocation
 
 
 def test_writers_of_one_process_id_do_not_meet(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shards.base.console import progress_bar, use_log_format
-from shards.base.errors import UsageError
-from shards.base.folder_lock import exclusive, is_held
+from shards.atomic import exclusive, is_held
+from shards.console import progress_bar, use_log_format
+from shards.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def test_progress_for_machines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("shards.base.console.time.monotonic", lambda: now)
+    monkeypatch.setattr("shards.console.time.monotonic", lambda: now)
     use_log_format("json")
     with progress_bar("train mdlm", 12_000, done=2_000) as bar:
         bar.note("loss 3.5", loss=3.5, step=7)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shards.base import version_stamp
-from shards.base.version_stamp import code_version as stamp
+from shards import provenance as version_stamp
+from shards.provenance import code_version as stamp
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shards.base.errors import GdistillError, UsageError
 from shards.codec.protocol import TeacherOutput
 from shards.codec.registry import make_codec
+from shards.errors import GdistillError, UsageError
 from shards.noise.gumbel import gumbel_argmax
 from shards.noise.kinds import KeyedPosterior, dense_arrivals
 from shards.store.writer import ShardWriter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shards.codec.likeliest import likeliest_tokens
+from shards.codec.ids import likeliest_tokens
 
 
 @pytest.mark.parametrize(

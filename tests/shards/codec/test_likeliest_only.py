@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from shards.base.errors import UsageError
 from shards.codec.posterior import PosteriorCodec
 from shards.codec.protocol import TeacherOutput
+from shards.errors import UsageError
 
 VOCAB, POSITIONS, KEPT = 40, 6, 8
 

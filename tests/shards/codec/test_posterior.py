@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from shards.base.errors import UsageError
 from shards.codec.ids import from_planes
 from shards.codec.posterior import PosteriorCodec
 from shards.codec.protocol import TeacherOutput
 from shards.codec.registry import make_codec
+from shards.errors import UsageError
 from shards.noise.gumbel import gumbel_argmax
 from shards.noise.kinds import KeyedPosterior, dense_arrivals
 from tests.shards.codec_cases import decode, flat_log_probs, teacher_output

@@ -7,10 +7,10 @@ from typing import Literal
 import pytest
 import torch
 
-from shards.base.errors import UsageError
 from shards.codec.frozen import frozen_posterior
 from shards.codec.quantized import QuantizedCodec
 from shards.codec.registry import make_codec
+from shards.errors import UsageError
 from shards.noise.gumbel import gumbel_argmax
 from shards.noise.kinds import dense_arrivals
 from tests.shards.codec_cases import SEED, decode, flat_log_probs, teacher_output

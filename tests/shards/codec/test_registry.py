@@ -8,10 +8,10 @@ from importlib.metadata import EntryPoint
 import pytest
 import torch
 
-from shards.base.errors import UsageError
 from shards.codec import registry
 from shards.codec.full import FullCodec
 from shards.codec.registry import CODECS, make_codec
+from shards.errors import UsageError
 from shards.testing import check_codec
 
 AGREEMENT = {"posterior": 0.99, "hidden": 0.95, "topk": 0.0}

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from shards.base.errors import UsageError
 from shards.codec.frozen import frozen_posterior
 from shards.codec.ids import from_planes
 from shards.codec.registry import make_codec
 from shards.codec.seeded import SeededCodec, ShiftScale, _codes
+from shards.errors import UsageError
 from shards.noise.gumbel import gumbel_argmax
 from shards.noise.kinds import ShiftedNoise, dense_arrivals
 from tests.shards.codec_cases import SEED, decode, flat_log_probs, teacher_output

@@ -9,10 +9,10 @@ import torch
 from scipy.stats import chisquare, expon, ks_2samp, kstest
 from torch import Tensor
 
-from shards.base.errors import UsageError
 from shards.codec.frozen import frozen_posterior
 from shards.codec.registry import make_codec
 from shards.codec.topk import TopKCodec
+from shards.errors import UsageError
 from shards.noise.kinds import KeyedPrior, SparseNoise, dense_arrivals
 from shards.noise.order_statistics import (
     distinct_ids,

@@ -10,8 +10,8 @@ import psutil
 import pytest
 import torch
 
-from shards.base.errors import GdistillError
-from shards.language_model.batching import (
+from shards.errors import GdistillError
+from shards.language_model.forward import (
     BatchSize,
     in_batches,
     largest_batch,

@@ -22,11 +22,11 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from evaluation.text.judge import UNLIMITED_CONTEXT, load_judge
+from evaluation.text.reading import UNLIMITED_CONTEXT, load_judge
 from pipeline.teacher.model import Teacher
-from shards.base.errors import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 from shards.language_model import loading
-from shards.language_model.files import PretrainedFiles, find_pretrained
+from shards.language_model.loading import PretrainedFiles, find_pretrained
 from tests.pipeline.extract_cases import CONTEXT_LENGTH, VOCAB_SIZE, save_teacher, save_tokenizer
 from trainer.sampling.verified.verifier import load_verifier
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shards.language_model.probe import look_ahead, probe_rows
+from shards.language_model.loading import look_ahead, probe_rows
 
 
 def test_rows_of_the_probe_differ_in_their_last_token_alone() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_precision import RoundedProducts, rounded, to_tf32
-from shards.language_model import allow_tf32
+from shards.language_model.forward import allow_tf32
 
 GPU = torch.device("cuda")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from shards.noise.keyed_exponentials import use_noise_kernel
+from shards.noise.philox import use_noise_kernel
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from shards.noise.couplings import (
+    TokenTree,
+    along_widest,
+    balanced_tree,
     gumbel_same_token,
+    huffman_tree,
     intervals,
     inverse_cdf,
     total_variation,
     uniform_same_token,
 )
-from shards.noise.token_tree import TokenTree, along_widest, balanced_tree, huffman_tree
 
 VOCAB, DRAWS = 7, 200_000
 BY_ID = torch.arange(VOCAB)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu_counts
-from shards.noise import keyed_exponentials, keyed_race
+from shards.noise import keyed_race
+from shards.noise import philox as keyed_exponentials
 from shards.noise.keyed_race import race, uniforms
 from shards.noise.philox import PositionKeys
-from trainer.sampling.rules import TokenRule
+from trainer.sampling.token_rule import TokenRule
 
 CPU = torch.device("cpu")
 

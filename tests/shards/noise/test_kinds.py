@@ -11,15 +11,9 @@ import torch
 from scipy.stats import kstest
 from torch import Tensor
 
-from shards.base.errors import GdistillError, UsageError
 from shards.codec.frozen import StoredNoise
+from shards.errors import GdistillError, UsageError
 from shards.noise.gumbel import exponential_from_bits, gumbel_argmax
-from shards.noise.keyed_exponentials import (
-    first_arrivals,
-    keyed_exponentials,
-    noise_kernel,
-    use_noise_kernel,
-)
 from shards.noise.kinds import (
     KeyedPosterior,
     KeyedPrior,
@@ -30,8 +24,15 @@ from shards.noise.kinds import (
     dense_arrivals,
 )
 from shards.noise.order_statistics import TopPrior
-from shards.noise.philox import PositionKeys, keyed_bits
-from shards.noise.positions import OfPositions
+from shards.noise.philox import (
+    OfPositions,
+    PositionKeys,
+    first_arrivals,
+    keyed_bits,
+    keyed_exponentials,
+    noise_kernel,
+    use_noise_kernel,
+)
 from shards.noise.probabilities import DenseProbabilities, Entries, HeadAndTail
 from shards.testing import DenseNoise
 
@@ -151,7 +152,7 @@ def test_fast_exponentials_equal_the_plain_formula(num: int, start: int, stop: i
 
 @pytest.mark.parametrize("elements", [1, 130, 1 << 20])
 def test_blocks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
-    monkeypatch.setattr("shards.noise.keyed_exponentials.BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr("shards.noise.philox.BLOCK_ELEMENTS", elements)
     keys = make_keys(50)
     expected = exponential_from_bits(keyed_bits(keys, 0, 200))
     assert torch.equal(keyed_exponentials(keys, 0, 200), expected)
@@ -264,8 +265,8 @@ def test_auto_compiles_on_cuda_alone_and_tells_why_not(monkeypatch: pytest.Monke
         calls.append(device)
         raise GdistillError("cannot compile the noise kernel", got="no Triton")
 
-    monkeypatch.setattr("shards.noise.keyed_exponentials._compile", fails)
-    monkeypatch.setattr("shards.noise.keyed_exponentials._compiled", {})
+    monkeypatch.setattr("shards.noise.philox._compile", fails)
+    monkeypatch.setattr("shards.noise.philox._compiled", {})
     assert use_noise_kernel("auto", "cpu") == "" and not calls
     assert "no Triton" in use_noise_kernel("auto", "cuda") and calls == [torch.device("cuda")]
     assert noise_kernel() == "eager"
@@ -283,7 +284,7 @@ def test_a_form_that_is_compiled_wrongly_gives_way_to_the_next(
         return lambda *words: -work(*words) if wrong else work(*words)
 
     monkeypatch.setattr(torch, "compile", compiled)
-    monkeypatch.setattr("shards.noise.keyed_exponentials._compiled", {})
+    monkeypatch.setattr("shards.noise.philox._compiled", {})
     use_noise_kernel("compiled")
     try:
         keys = make_keys(5, seed=1, draw=0)
@@ -310,7 +311,7 @@ def test_a_compiled_kernel_may_differ_as_far_as_its_device_allows(
 
         return run
 
-    from shards.noise import keyed_exponentials as module
+    from shards.noise import philox as module
 
     assert module.LARGEST_ULPS == {"cpu": 0, "cuda": 2}
     monkeypatch.setattr(torch, "compile", compiled)
@@ -339,7 +340,7 @@ def test_a_kind_without_its_own_part_cannot_be_made() -> None:
 def test_one_graph_serves_every_size_and_gradient_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.utils import counters
 
-    from shards.noise import keyed_exponentials as module
+    from shards.noise import philox as module
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(module, "_compiled", {})

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shards.noise.embedding import Weighting
-from shards.noise.keyed_exponentials import first_arrivals
 from shards.noise.kinds import KeyedPosterior, KeyedPrior, dense_arrivals
+from shards.noise.philox import first_arrivals
 from tests.shards.noise.test_kinds import dense_posterior, head_and_tail, make_keys
 
 NUM, VOCAB = 40, 97

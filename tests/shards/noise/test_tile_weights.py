@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu_counts
-from shards.noise import embedding, keyed_exponentials, tile_weights
+from shards.noise import embedding, tile_weights
+from shards.noise import philox as keyed_exponentials
 from shards.noise.embedding import Weighting
 from shards.noise.kinds import KeyedPosterior, Noise
 from shards.noise.probabilities import DenseProbabilities

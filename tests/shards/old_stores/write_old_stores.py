@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from shards.codec import TeacherOutput, codec_parameters, make_codec
-from shards.noise import PositionKeys
-from shards.store import ShardStore, ShardWriter
+from shards.codec.protocol import TeacherOutput
+from shards.codec.registry import codec_parameters, make_codec
+from shards.noise.philox import PositionKeys
+from shards.store.store import ShardStore
+from shards.store.writer import ShardWriter
 
 try:
-    from shards.store import Manifest
+    from shards.store.manifest import Manifest
 except ImportError:  # before sub-rooms
     Manifest = importlib.import_module("shards.manifest").Manifest
 

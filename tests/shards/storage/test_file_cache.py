@@ -13,11 +13,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from shards.base.errors import UsageError
-from shards.storage.file_cache import FileCache
-from shards.storage.file_record import FileRecord
-from shards.storage.location import open_location
-from shards.storage.remote import RemoteLocation
+from shards.errors import UsageError
+from shards.store.location import FileRecord, open_location
+from shards.store.remote import FileCache, RemoteLocation
 from shards.store.store import ShardStore
 from tests.shards.store_cases import write_store
 
@@ -113,8 +111,8 @@ def test_a_download_killed_on_the_way_is_never_taken_for_a_copy(tmp_path: Path) 
     code = f"""
 import os
 from pathlib import Path
-from shards.storage.file_cache import FileCache
-from shards.storage.file_record import FileRecord
+from shards.store.remote import FileCache
+from shards.store.location import FileRecord
 os.replace = lambda *_: os.kill(os.getpid(), 9)
 FileCache(Path({str(tmp_path)!r})).open(FileRecord.of(b"content"), lambda: b"content")
 """

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shards.base import GdistillError
-from shards.base.atomic import discard_leftovers, write_bytes_atomic
-from shards.storage import FileRecord, file_claim
-from shards.storage.local import LocalLocation
+from shards.atomic import discard_leftovers, write_bytes_atomic
+from shards.errors import GdistillError
+from shards.store.location import FileRecord, LocalLocation, file_claim
 from tests.shards.store_cases import write_store
 
 

@@ -18,12 +18,11 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from moto.server import ThreadedMotoServer
 
-from shards.base.errors import GdistillError, IntegrityError, UsageError
-from shards.base.process_identity import this_process
-from shards.storage.file_cache import FileCache
-from shards.storage.location import Location, open_location
-from shards.storage.remote import RemoteLocation
+from shards.atomic import this_process
+from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.store.layout import ShardRange
+from shards.store.location import Location, open_location
+from shards.store.remote import FileCache, RemoteLocation
 from shards.store.store import ShardStore
 from shards.store.verification import verify
 from shards.stream.stream import ShardStream
@@ -212,7 +211,7 @@ def test_one_process_gets_a_claim_even_where_creation_is_not_exclusive(
 ) -> None:
     num_processes = 4
     LookThenWrite.looked = Barrier(num_processes)
-    monkeypatch.setattr("shards.storage.leases.SETTLE_SECONDS", 0.3)
+    monkeypatch.setattr("shards.store.remote.SETTLE_SECONDS", 0.3)
     start, holders, threads = Barrier(num_processes), list[int](), list[Thread]()
     for _ in range(num_processes):
         place = RemoteLocation("memory://look-then-write")

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from shards.base.errors import GdistillError
+from shards.errors import GdistillError
 from shards.store.store import ShardStore
 from shards.store.verification import verify
 from tests.shards.store_cases import (

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from shards.base import GdistillError
-from shards.storage import FileRecord
-from shards.store import ShardStore
-from shards.store.sealed import seal
+from shards.errors import GdistillError
+from shards.store.location import FileRecord
+from shards.store.manifest import seal
+from shards.store.store import ShardStore
 from tests.shards.store_cases import file_bytes
 
 

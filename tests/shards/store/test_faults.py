@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from shards.store.store import ShardStore
 from shards.store.verification import verify
 from tests.shards.store import fault_trials as trials

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from shards.base import GdistillError, UsageError, path_inside, safe_name
-from shards.storage import FileRecord, open_location
-from shards.store import ShardStore, verify
+from shards.errors import GdistillError, UsageError, path_inside, safe_name
+from shards.store.location import FileRecord, open_location
+from shards.store.store import ShardStore
+from shards.store.verification import verify
 from tests.shards.store.hostile_cases import refused, replace_file, reseal, use
 
 

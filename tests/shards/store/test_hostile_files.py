@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import zstandard
 
-from shards.storage import FileRecord
-from shards.store import ShardStore, verify
+from shards.store.location import FileRecord
+from shards.store.store import ShardStore
+from shards.store.verification import verify
 from tests.shards.store.hostile_cases import refused, replace_file, reseal, seal_ledger, use
 
 

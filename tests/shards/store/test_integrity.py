@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shards.base.errors import GdistillError, IntegrityError
-from shards.store.manifest import FORMAT_VERSION, Manifest
-from shards.store.sealed import seal
+from shards.errors import GdistillError, IntegrityError
+from shards.store.manifest import FORMAT_VERSION, Manifest, seal
 from shards.store.store import ShardStore
 from shards.store.verification import forget, verify
 from tests.shards.store import fault_trials as trials

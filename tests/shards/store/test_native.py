@@ -15,18 +15,11 @@ import zarr
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zarr.codecs import (
-    BytesCodec,
-    Crc32cCodec,
-    GzipCodec,
-    ShardingCodec,
-    TransposeCodec,
-    ZstdCodec,
-)
+from zarr.codecs import BytesCodec, Crc32cCodec, GzipCodec, ShardingCodec, TransposeCodec, ZstdCodec
 from zarr.core.buffer import cpu
 from zarr.storage import MemoryStore
 
-from shards.store.native import (
+from shards.store.layout import (
     ABSENT,
     INDEX_OVERHEAD_BYTES,
     DamagedShard,
@@ -321,7 +314,7 @@ def test_rows_are_those_that_plain_zarr_reads(tmp_path: Path) -> None:
 
 def test_what_is_kept_of_shards_is_bounded(sound, monkeypatch: pytest.MonkeyPatch) -> None:
     content, array = sound
-    monkeypatch.setattr("shards.store.native.INDEX_MEMORY_BYTES", 2 * (64 + INDEX_OVERHEAD_BYTES))
+    monkeypatch.setattr("shards.store.layout.INDEX_MEMORY_BYTES", 2 * (64 + INDEX_OVERHEAD_BYTES))
     shards = shards_of(content, array)
     reads = []
     read_range = shards._read_range
@@ -342,7 +335,7 @@ def test_a_few_thousand_indices_are_kept() -> None:
 def test_a_reader_remembers_little_of_each_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shards.store.native.INDEX_MEMORY_BYTES", 0)
+    monkeypatch.setattr("shards.store.layout.INDEX_MEMORY_BYTES", 0)
     write_store(tmp_path / "store", splits={"train": 800}, rows_per_shard=4, rows_per_chunk=4)
     reader = ShardStore.open(tmp_path / "store").split("train")
     reader.read_chunk(0)

@@ -12,9 +12,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from shards.base import Bar, IntegrityError
-from shards.store import ShardRange, ShardStore, forget, shard_ranges, verify
-from shards.tools import merge
+from shards.console import Bar
+from shards.errors import IntegrityError
+from shards.store.layout import ShardRange, shard_ranges
+from shards.store.store import ShardStore
+from shards.store.verification import forget, verify
+from shards.tools.rewriting import merge
 from tests.shards.store_cases import (
     file_bytes,
     make_arrays,

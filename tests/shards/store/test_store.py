@@ -10,12 +10,12 @@ import pytest
 import torch
 import zarr
 
-from shards.base.errors import GdistillError, IntegrityError, UsageError
-from shards.codec import ArraySpec
-from shards.storage.local import LocalLocation
+from shards.codec.protocol import ArraySpec
+from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.store import reader
 from shards.store.layout import shard_files, shard_ranges
 from shards.store.ledger import read_record
+from shards.store.location import LocalLocation
 from shards.store.store import ShardStore
 from shards.store.verification import verify
 from shards.store.writer import ShardWriter

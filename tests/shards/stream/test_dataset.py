@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import shards
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from shards.stream.dataset import RowStream
 from tests.trainer.run_cases import write_store
 

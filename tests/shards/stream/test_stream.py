@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shards.base.errors import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 from shards.stream.order import lanes_for
 from shards.stream.stream import RowBatch, ShardStream
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shards.base.errors import GdistillError, IntegrityError
+from shards.errors import GdistillError, IntegrityError
 from shards.store.store import ShardStore
 from shards.stream.stream import ShardStream
 from tests.shards.store_cases import write_store

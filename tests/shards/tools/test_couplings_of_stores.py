@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from shards.base.errors import UsageError
 from shards.cli import app
-from shards.noise import DenseProbabilities
-from shards.store import ShardStore
+from shards.errors import UsageError
+from shards.noise.probabilities import DenseProbabilities
+from shards.store.store import ShardStore
 from shards.tools import couplings as module
 from shards.tools.couplings import CLASSES, measure_couplings
 from tests.trainer.run_cases import VOCAB, write_store

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from shards.base.console import Bar
-from shards.base.errors import UsageError
 from shards.codec.protocol import Codec, TeacherOutput
 from shards.codec.registry import codec_parameters, make_codec
+from shards.console import Bar
+from shards.errors import UsageError
 from shards.noise.kinds import dense_arrivals
 from shards.store.manifest import Manifest
 from shards.store.store import ShardStore

@@ -14,7 +14,7 @@ import torch
 from benchmarks import gpu_checks, gpu_suite, readings, training_step
 from benchmarks.conditioner import run_benchmark
 from benchmarks.measure import peak_allocated_bytes
-from shards.base.errors import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 
 CPU = torch.device("cpu")
 

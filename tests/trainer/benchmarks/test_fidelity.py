@@ -30,12 +30,12 @@ from benchmarks.quality.fidelity.nearness import (
 from benchmarks.quality.fidelity.sweep import ways_of
 from benchmarks.quality.plan import Plan, Recipe
 from benchmarks.quality.stories import ORDER_TEMPERATURES
-from shards.base import UsageError
-from shards.store import ShardStore
+from shards.errors import UsageError
+from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import write_backbone
 from tests.trainer.run_cases import LENGTH, VOCAB, tiny_run, write_store
 from tests.trainer.sampling_cases import tiny_student
-from trainer.sampling import make_sampler
+from trainer.sampling.registry import make_sampler
 from trainer.training.loop import train
 
 

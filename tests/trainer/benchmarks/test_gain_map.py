@@ -25,7 +25,7 @@ from benchmarks.quality.gain_map import (
     table,
     together,
 )
-from shards.base import UsageError
+from shards.errors import UsageError
 from tests.trainer.run_cases import tiny_run, write_store
 from trainer.training.loop import train
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.quality import headroom
 from benchmarks.quality.headroom import fill_by_blocks, independent_fill, interval, measure, nll
-from shards.base.seeding import generator
+from shards.provenance import generator
 
 START = 2
 FIRST = [0.25, 0.75]

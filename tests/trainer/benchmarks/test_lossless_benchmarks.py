@@ -9,10 +9,11 @@ import torch
 
 from benchmarks import acceptance, coupled, slot_noise
 from evaluation.acceptance import acceptance_score
-from shards.base.errors import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 from tests.trainer.backbone_cases import backbone_run, store_of, write_backbone
 from tests.trainer.students.drafter.drafter_cases import RECIPES, a_batch, tiny_drafter
-from trainer.students import Medusa, ModelFolder, open_model
+from trainer.students.folder import ModelFolder, open_model
+from trainer.students.registry import Medusa
 from trainer.training.loop import train
 
 

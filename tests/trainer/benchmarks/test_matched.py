@@ -22,8 +22,9 @@ from benchmarks.quality.matched import (
 from benchmarks.quality.plan import Plan, Recipe, Run
 from benchmarks.quality.stories import WAYS, StoriesBench
 from benchmarks.quality.stories_figure import FILES, draw_stories, read_results
-from evaluation.curve.matched import MatchedValue
-from shards.base import to_mapping, write_json_atomic
+from evaluation.curve import MatchedValue
+from shards.atomic import write_json_atomic
+from shards.settings import to_mapping
 
 
 def sweep(rate: float, seed: int) -> dict[str, Any]:

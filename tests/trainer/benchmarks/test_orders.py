@@ -13,7 +13,10 @@ from benchmarks.quality.__main__ import sampling_of
 from benchmarks.quality.plan import Plan, Recipe, Run
 from benchmarks.quality.stories import StoriesBench
 from tests.trainer.sampling_cases import draw, tiny_student
-from trainer.sampling import BlockConfig, ConfidenceConfig, FixedCountConfig, make_sampler
+from trainer.sampling.ancestral import FixedCountConfig
+from trainer.sampling.block import BlockConfig
+from trainer.sampling.confidence import ConfidenceConfig
+from trainer.sampling.registry import make_sampler
 
 IDS = torch.arange(5)
 

@@ -24,26 +24,19 @@ from benchmarks.quality.ahead import (
 )
 from benchmarks.quality.gain import gain_of_first, read_curve
 from benchmarks.quality.maze import MazeBench
-from benchmarks.quality.plan import (
-    Plan,
-    Recipe,
-    Run,
-    StoreWords,
-    read_plan,
-    recall,
-    remember,
-)
+from benchmarks.quality.plan import Plan, Recipe, Run, StoreWords, read_plan, recall, remember
 from evaluation.maze.results import MazeTask
 from evaluation.maze.success import Maze
 from evaluation.maze.teacher_decode import teacher_decode
-from shards.base import to_mapping, write_json_atomic
-from shards.base.errors import UsageError
+from shards.atomic import write_json_atomic
 from shards.cli import app as shards_app
 from shards.codec.registry import codec_parameters, make_codec
+from shards.errors import UsageError
+from shards.settings import to_mapping
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import tiny_run, write_store
 from trainer.cli import app as trainer_app
-from trainer.sampling.rules.noise import sampling_noise
+from trainer.sampling.noise import sampling_noise
 from trainer.students.registry import BD3LM, MDLM, StudentSettings
 from trainer.training.loop import train
 

@@ -8,11 +8,11 @@ import pytest
 
 from benchmarks.quality.__main__ import link_teacher
 from benchmarks.quality.plan import TEACHER, Plan, Recipe, read_plan
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from tests.trainer.backbone_cases import write_backbone
 from trainer.initial_weights import network_settings
-from trainer.students import MDLM
-from trainer.training import compose_run, read_recipe
+from trainer.students.registry import MDLM
+from trainer.training.settings import compose_run, read_recipe
 
 
 def test_plan_mistakes_and_order() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks import stream, stream_data, stream_loaders
 from benchmarks.stream_data import ARRAYS, Shape
 from benchmarks.stream_loaders import MIN_SECONDS, measure, zarr_chunks
-from shards.codec import ArraySpec
+from shards.codec.protocol import ArraySpec
 
 SHAPE = Shape(32, 4)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.quality.variety import frequency_divergence_nats, line_of, variety
-from shards.base import UsageError
+from shards.errors import UsageError
 from tests.trainer.run_cases import VOCAB, write_store
 
 

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from shards.base.errors import GdistillError
-from trainer.importing.inert_pickle import Inert, read_checkpoint
-from trainer.importing.lightning import import_checkpoint
+from shards.errors import GdistillError
+from trainer.importing import Inert, import_checkpoint, read_checkpoint
 
 State = dict[str, Any]
 EMBEDDING, ROTARY = "backbone.vocab_embed.embedding", "backbone.rotary_emb.inv_freq"

@@ -13,9 +13,16 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModel, PreTrainedTokenizerFast
 
 from benchmarks.goldens import absolute, condition_of
-from shards.base.errors import GdistillError, UsageError
-from trainer.importing.inert_pickle import Inert, plain_config, read_checkpoint
-from trainer.importing.lightning import backbone_of, import_checkpoint, student_from, with_ema
+from shards.errors import GdistillError, UsageError
+from trainer.importing import (
+    Inert,
+    backbone_of,
+    import_checkpoint,
+    plain_config,
+    read_checkpoint,
+    student_from,
+    with_ema,
+)
 from trainer.students.folder import open_model
 from trainer.students.registry import AR, BD3LM, Student
 

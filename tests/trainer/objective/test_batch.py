@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from shards.base.seeding import derive_seed
 from shards.noise.kinds import KeyedPosterior, dense_arrivals
 from shards.noise.philox import PositionKeys
+from shards.provenance import derive_seed
 from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch, ShardStream
 from tests.trainer.run_cases import LENGTH, SEED, VOCAB, tiny_run, write_store
-from trainer.objective.batch import Batch, BatchMaker, StoredRowNoise
-from trainer.objective.clipped_schedule import FULL
-from trainer.objective.copies import CopiesAhead
+from trainer.objective.batch import Batch, BatchMaker, CopiesAhead, StoredRowNoise
+from trainer.objective.schedules import FULL
 from trainer.objective.substitution import corrupt
 from trainer.students.registry import StudentSettings
 from trainer.training.construction import build_student

@@ -12,10 +12,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shards.base.errors import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 from trainer.objective.batch import Batch
-from trainer.objective.clipped_schedule import FULL, best_clips, candidates, clip_variance
-from trainer.objective.schedules import RATE_SCHEDULE, SCHEDULES, masking_sigma
+from trainer.objective.schedules import (
+    FULL,
+    RATE_SCHEDULE,
+    SCHEDULES,
+    best_clips,
+    candidates,
+    clip_variance,
+    masking_sigma,
+)
 from trainer.objective.substitution import (
     clipped_loss_weight,
     corrupt,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from shards.noise import DenseProbabilities, Entries, HeadAndTail
+from shards.noise.probabilities import DenseProbabilities, Entries, HeadAndTail
 from trainer.objective.distillation import Distillation, Outcomes, tempered_kl
 
 VOCAB = 23

@@ -9,15 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from shards.noise.kinds import KeyedPosterior, dense_arrivals
-from shards.store import ShardStore
+from shards.store.store import ShardStore
 from tests.trainer.objective.test_batch import a_mask, make_batch
 from tests.trainer.run_cases import LENGTH, tiny_run, write_store
-from trainer.objective.batch import Batch
-from trainer.objective.places import Places
-from trainer.objective.prior_noise import partly_prior
-from trainer.objective.substitution import corrupt
+from trainer.objective.batch import Batch, Places
+from trainer.objective.substitution import corrupt, partly_prior
 from trainer.students.registry import StudentSettings
 from trainer.training.construction import build_student
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.objective import SCHEDULES, Batch, Corruption, EarlierSteps, Places
-from trainer.objective.through_time import SelfDistillation, draw
+from trainer.objective.batch import Batch, Places
+from trainer.objective.schedules import SCHEDULES
+from trainer.objective.substitution import Corruption
+from trainer.objective.through_time import EarlierSteps, SelfDistillation, draw
 
 MASK, VOCAB, LENGTH = 3, 3, 6
 LOGLINEAR = SCHEDULES["loglinear"]

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.sampler_statistics import chi_square
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from tests.trainer.sampling_cases import BOS, LENGTH, VOCAB, draw, open_rows, tiny_student
 from trainer.sampling.registry import make_sampler
-from trainer.sampling.rules import SampleKeys, TokenRule
+from trainer.sampling.token_rule import SampleKeys, TokenRule
 from trainer.sampling.verified.adaptive import AdaptiveConfig, mixture
 from trainer.sampling.verified.verifier import Verifier, load_verifier
 from trainer.students.registry import Student

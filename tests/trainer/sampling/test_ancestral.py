@@ -11,23 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shards.base.errors import UsageError
-from shards.noise import dense_arrivals, race
+from shards.errors import UsageError
+from shards.noise.keyed_race import race
+from shards.noise.kinds import dense_arrivals
 from shards.testing import DenseNoise
 from tests.trainer.sampling_cases import BOS, LENGTH, draw, noise_for, open_rows, tiny_student
-from trainer.objective.places import Places
-from trainer.sampling import (
-    AncestralConfig,
-    ConfidenceConfig,
-    FirstHittingConfig,
-    FixedCountConfig,
-    make_sampler,
-)
-from trainer.sampling.rules.draws import SampleKeys, position_uniforms
-from trainer.sampling.rules.noise_use import NoiseUse
-from trainer.sampling.rules.order import ancestral_steps, ancestral_times, random_ranks
-from trainer.sampling.rules.revealing import dense_ranks
-from trainer.sampling.whole_row import PlannedSampler, WholeRow
+from trainer.objective.batch import Places
+from trainer.sampling.ancestral import AncestralConfig, FirstHittingConfig, FixedCountConfig
+from trainer.sampling.confidence import ConfidenceConfig
+from trainer.sampling.noise import NoiseUse
+from trainer.sampling.registry import make_sampler
+from trainer.sampling.revealing import ancestral_steps, ancestral_times, dense_ranks, random_ranks
+from trainer.sampling.sampler import PlannedSampler, WholeRow
+from trainer.sampling.token_rule import SampleKeys, position_uniforms
 from trainer.students.registry import Student
 
 SAMPLERS = (

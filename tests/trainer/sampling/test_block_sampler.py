@@ -11,11 +11,11 @@ from torch import Tensor
 from benchmarks.cache_equality import TOLERANCE, Shape
 from benchmarks.cache_equality import run_case as run_case_with_and_without
 from benchmarks.sampler_statistics import Goldens, run_case
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from tests.trainer.sampling_cases import LENGTH, VOCAB, draw, noise_for, open_rows, tiny_student
-from trainer.sampling import AncestralConfig, BlockConfig, FirstHittingConfig
-from trainer.sampling.block_state import BlockState, Window
-from trainer.sampling.rules.stopping import StopRule, unigram_entropy_nats
+from trainer.sampling.ancestral import AncestralConfig, FirstHittingConfig
+from trainer.sampling.block import BlockConfig, BlockState, Window
+from trainer.sampling.stopping import StopRule, unigram_entropy_nats
 from trainer.students.registry import Student, StudentSettings
 
 IDS = torch.tensor([4, 0, 11])

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from shards.base.errors import UsageError
-from shards.noise import PositionKeys
+from shards.errors import UsageError
+from shards.noise.philox import PositionKeys
 from tests.trainer.sampling_cases import LENGTH, draw, open_rows, tiny_student
-from trainer.objective.places import Places
-from trainer.sampling import BlockConfig, ConfidenceConfig, FixedCountConfig
-from trainer.sampling.rules import confidence
-from trainer.sampling.rules.confidence import ConfidenceOrder, SurestFirst, gumbels
-from trainer.sampling.rules.draws import SampleKeys
-from trainer.sampling.rules.token_rule import TokenRule
+from trainer.objective.batch import Places
+from trainer.sampling import confidence
+from trainer.sampling.ancestral import FixedCountConfig
+from trainer.sampling.block import BlockConfig
+from trainer.sampling.confidence import ConfidenceConfig, ConfidenceOrder, SurestFirst, gumbels
+from trainer.sampling.token_rule import SampleKeys, TokenRule
 
 MASK = 3
 PREDICTED = {

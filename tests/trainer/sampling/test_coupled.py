@@ -10,14 +10,15 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.sampler_statistics import chi_square
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from tests.trainer.sampling.test_adaptive import tiny_llama
 from tests.trainer.sampling_cases import BOS, LENGTH, VOCAB, draw, open_rows, tiny_student
-from trainer.sampling import CoupledConfig, make_sampler, sampling_noise
-from trainer.sampling.rules import SampleResult, StopRule
-from trainer.sampling.verified.reader import CausalReader
-from trainer.sampling.verified.rows import gumbel_scores
-from trainer.students import Student
+from trainer.sampling.noise import sampling_noise
+from trainer.sampling.registry import make_sampler
+from trainer.sampling.stopping import SampleResult, StopRule
+from trainer.sampling.verified.coupled import CoupledConfig, gumbel_scores
+from trainer.sampling.verified.verifier import CausalReader
+from trainer.students.registry import Student
 
 IDS = torch.tensor([4, 0, 11, 7, 23])
 STUDENTS = {

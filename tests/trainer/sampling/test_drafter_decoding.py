@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import SHAPES, backbone_run, store_of
 from tests.trainer.sampling_cases import draw, open_rows, tiny_student
 from tests.trainer.students.drafter.drafter_cases import RECIPES, a_noise_table, tiny_drafter
-from trainer.sampling import make_sampler, sampling_noise
-from trainer.sampling.verified.rows import gumbel_scores
-from trainer.sampling.verified.slot_reader import SlotReader
-from trainer.sampling.verified.slots import inverse_cdf
-from trainer.students import Drafter
-from trainer.students.drafter import token_uniforms
+from trainer.sampling.noise import sampling_noise
+from trainer.sampling.registry import make_sampler
+from trainer.sampling.verified.coupled import gumbel_scores
+from trainer.sampling.verified.slots import SlotReader, inverse_cdf
 from trainer.students.drafter.layout import SlotLayout
+from trainer.students.drafter.signals import token_uniforms
+from trainer.students.registry import Drafter
 from trainer.training.construction import build_student
 
 VOCAB, LENGTH, IDS = 12, 12, torch.tensor([4, 0, 11, 7])

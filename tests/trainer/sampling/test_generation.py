@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from tests.trainer.students.test_mdlm import LENGTH, VOCAB, make_student
-from trainer.sampling.generation import generate
+from trainer.sampling.registry import generate
 
 
 def test_rows_are_filled_and_what_is_given_is_kept() -> None:

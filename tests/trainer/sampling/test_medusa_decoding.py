@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import SHAPES, backbone_run, store_of, write_backbone
 from tests.trainer.run_cases import LENGTH, VOCAB
 from tests.trainer.sampling.test_coupled import IDS
 from tests.trainer.sampling_cases import draw, open_rows, tiny_student
-from trainer.sampling import MedusaConfig, sampling_noise
-from trainer.sampling.rules import StopRule
-from trainer.sampling.verified.medusa import is_typical
-from trainer.sampling.verified.rows import gumbel_scores
-from trainer.students import Medusa
+from trainer.sampling.noise import sampling_noise
+from trainer.sampling.stopping import StopRule
+from trainer.sampling.verified.coupled import gumbel_scores
+from trainer.sampling.verified.medusa import MedusaConfig, is_typical
+from trainer.students.registry import Medusa
 from trainer.training.construction import build_student
 
 LONG = 20

@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from shards.noise import dense_arrivals
+from shards.noise.kinds import dense_arrivals
 from tests.trainer.sampling_cases import LENGTH, VOCAB, draw, noise_for, open_rows, tiny_student
-from trainer.sampling import AncestralConfig, BlockConfig, NoiseUse, Sampler
-from trainer.sampling.rules import SampleKeys, StopRule
-from trainer.sampling.rules.noise import sampling_noise
-from trainer.students import BD3LM, MDLM
+from trainer.sampling.ancestral import AncestralConfig
+from trainer.sampling.block import BlockConfig
+from trainer.sampling.noise import NoiseUse, sampling_noise
+from trainer.sampling.sampler import Sampler
+from trainer.sampling.stopping import StopRule
+from trainer.sampling.token_rule import SampleKeys
+from trainer.students.registry import BD3LM, MDLM
 
 IDS = torch.tensor([5, 0, 17])
 

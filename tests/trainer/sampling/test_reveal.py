@@ -12,10 +12,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tests.trainer.sampling_cases import LENGTH, draw, tiny_student
-from trainer.sampling import make_sampler
-from trainer.sampling.rules import revealing, token_rule
-from trainer.sampling.rules.revealing import row_groups
-from trainer.sampling.rules.token_rule import TokenRule
+from trainer.sampling import revealing, token_rule
+from trainer.sampling.registry import make_sampler
+from trainer.sampling.revealing import row_groups
+from trainer.sampling.token_rule import TokenRule
 
 CASES = {
     "one pass": ("mdlm", None, "ancestral", {"nfe": 1}),

@@ -6,17 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from shards.base.seeding import derive_seed
 from shards.codec.protocol import Codec, TeacherOutput
 from shards.codec.registry import CODECS, make_codec
-from shards.noise.keyed_exponentials import first_arrivals
 from shards.noise.kinds import KeyedPrior, Noise, dense_arrivals
 from shards.noise.order_statistics import TopPrior
-from shards.noise.philox import PositionKeys
+from shards.noise.philox import PositionKeys, first_arrivals
+from shards.provenance import derive_seed
 from tests.trainer.sampling_cases import tiny_student
 from trainer.objective.batch import StoredRowNoise
-from trainer.sampling.generation import generate
-from trainer.sampling.rules.noise import sampling_noise
+from trainer.sampling.noise import sampling_noise
+from trainer.sampling.registry import generate
 
 NUM_ROWS, LENGTH, SEED = 6, 9, 5
 SETTINGS = {

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import AutoModel
 
-from shards.base import exclusive
+from shards.atomic import exclusive
 from tests.trainer.sample_cli_cases import command, save, save_models
 from trainer.sampling.verified.verifier import load_verifier
 
@@ -104,7 +104,7 @@ def test_what_tolerates_tf32_is_sampled_with_it_and_says_so(
     """Not under a verifier, whose two passes must agree; nor where autocast has bfloat16."""
     asked: list[str] = []
     monkeypatch.setattr(
-        "trainer.sampling.command.request.allow_tf32",
+        "trainer.sampling.command.allow_tf32",
         lambda device: (asked.append(device.type), "TF32")[1],
     )
     verified = ("--sampler", "apd", "--verifier", save(tmp_path / "verifier", "ar", "none"))

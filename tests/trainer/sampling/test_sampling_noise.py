@@ -10,17 +10,17 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import tiny_run, write_store
 from tests.trainer.sample_cli_cases import command, read, save
 from tests.trainer.sampling_cases import LENGTH, VOCAB, tiny_student
-from trainer.sampling.generation import generate
-from trainer.sampling.rules.noise import sampling_noise
+from trainer.sampling.noise import sampling_noise
+from trainer.sampling.registry import generate
 from trainer.students.folder import STUDENT_FILE, export_model, open_model
 from trainer.students.registry import Student
 from trainer.training.construction import build_student
-from trainer.training.identity import run_identity
+from trainer.training.settings import run_identity
 
 TOP_2 = {"name": "topk", "parameters": {"num_entries": 2}}
 

@@ -21,16 +21,10 @@ from benchmarks.float32_truncation import (
     simulate,
     through_the_sampler,
 )
-from benchmarks.sampler_statistics import (
-    Case,
-    Goldens,
-    chi_square,
-    count_rows,
-    run_case,
-    run_tau,
-)
-from trainer.sampling import BlockConfig, FixedCountConfig
-from trainer.sampling.rules.token_rule import TokenRule
+from benchmarks.sampler_statistics import Case, Goldens, chi_square, count_rows, run_case, run_tau
+from trainer.sampling.ancestral import FixedCountConfig
+from trainer.sampling.block import BlockConfig
+from trainer.sampling.token_rule import TokenRule
 
 NUM = 20_000
 

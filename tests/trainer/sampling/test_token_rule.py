@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.trainer.sampling_cases import draw, tiny_student
-from trainer.sampling import AdaptiveConfig, AncestralConfig
-from trainer.sampling.rules import draws
-from trainer.sampling.rules.draws import SampleKeys
-from trainer.sampling.rules.token_rule import TokenRule
+from trainer.sampling import token_rule as draws
+from trainer.sampling.ancestral import AncestralConfig
+from trainer.sampling.token_rule import SampleKeys, TokenRule
+from trainer.sampling.verified.adaptive import AdaptiveConfig
 
 
 class LargestFloat64(TorchDispatchMode):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from trainer.objective.batch import Batch
 from trainer.students.registry import AR, ARConfig, StudentSettings
 

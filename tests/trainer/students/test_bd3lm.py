@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModel, AutoModelForMaskedLM
 
 from benchmarks.goldens import ArrivalRows
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from trainer.objective.batch import Batch
-from trainer.students.attention import flex_training_attention, masked_attention, training_mask
+from trainer.students.dit import flex_training_attention, masked_attention, training_mask
 from trainer.students.registry import BD3LM, MDLM, BD3LMConfig, MDLMConfig, StudentSettings
 
 VOCAB, LENGTH, BLOCK = 11, 16, 4
@@ -201,7 +201,8 @@ def test_no_rows_cost_nothing(attention: str) -> None:
 def test_training_goes_on_without_flexattention_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from trainer.students import attention, bd3lm
+    from trainer.students import bd3lm
+    from trainer.students import dit as attention
 
     def broken(*_: object) -> None:
         raise RuntimeError("no gcc")

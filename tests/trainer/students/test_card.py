@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 
 from tests.trainer.sampling_cases import LENGTH, tiny_student
 from tests.trainer.students.test_mdlm import make_student
-from trainer.students.card import model_card, without_places
+from trainer.students.folder import model_card, without_places
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from shards.noise import embedding
 from shards.noise.embedding import Transform, Weighting
 from shards.noise.kinds import KeyedPrior, Noise, SparseNoise, dense_arrivals

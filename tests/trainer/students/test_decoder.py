@@ -10,15 +10,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from shards.base import UsageError
-from shards.store import ShardStore
-from shards.stream import ShardStream
+from shards.errors import UsageError
+from shards.store.store import ShardStore
+from shards.stream.stream import ShardStream
 from tests.trainer.backbone_cases import SHAPES, VOCAB, write_backbone
 from tests.trainer.run_cases import LENGTH, tiny_run, write_store
 from trainer.initial_weights import network_settings
-from trainer.objective import Batch, BatchMaker
-from trainer.students import MDLM, STUDENTS, Student, causal_attention, full_attention, read_model
-from trainer.students.decoder.network import DecoderBackbone
+from trainer.objective.batch import Batch, BatchMaker
+from trainer.students.decoder import DecoderBackbone
+from trainer.students.dit import causal_attention, full_attention
+from trainer.students.folder import read_model
+from trainer.students.registry import MDLM, STUDENTS, Student
 from trainer.training.construction import build_student
 from trainer.training.memory_plan import plan_memory
 from trainer.training.settings import RunConfig

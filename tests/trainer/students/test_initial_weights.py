@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from trainer.students.conditioning import GumbelConditioner
+from trainer.students.conditioning import GumbelConditioner, VocabularyAttention
 from trainer.students.registry import MDLM, MDLMConfig, StudentSettings
-from trainer.students.vocabulary_attention import VocabularyAttention
 
 SETTINGS = StudentSettings(
     hidden_size=64, num_layers=1, num_heads=2, condition_size=8, conditioning="gumbel"

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from benchmarks.goldens import ArrivalRows
-from shards.base.configuration import resolve, to_mapping
-from shards.base.errors import UsageError
+from shards.errors import UsageError
+from shards.settings import resolve, to_mapping
 from trainer.objective.batch import Batch
-from trainer.objective.clipped_schedule import FULL
+from trainer.objective.schedules import FULL
 from trainer.students.registry import MDLM, MDLMConfig, StudentSettings, read_preset
 
 VOCAB, LENGTH = 11, 8

@@ -11,15 +11,15 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModel
 
-from shards.base.errors import UsageError
-from shards.language_model import find_pretrained
+from shards.errors import UsageError
+from shards.language_model.loading import find_pretrained
 from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import SHAPES, backbone_run, store_of, write_backbone
 from tests.trainer.run_cases import LENGTH, VOCAB, assert_same_run
 from tests.trainer.training.test_resume import run_with_signal
 from trainer.loading import load_student
-from trainer.objective import BatchMaker
-from trainer.students import Medusa
+from trainer.objective.batch import BatchMaker
+from trainer.students.registry import Medusa
 from trainer.training.construction import build_student
 from trainer.training.loop import Trainer, train
 
@@ -44,7 +44,7 @@ def fresh(places: tuple[Path, Path], **changes: Any) -> Medusa:
 def first_batch(store: Path, num_rows: int = 3) -> Any:
     opened = ShardStore.open(store)
     make = BatchMaker(opened, "train", 0, torch.device("cpu"), True)
-    from shards.stream import ShardStream
+    from shards.stream.stream import ShardStream
 
     stream = ShardStream(opened.split("train", make.arrays), seed=0, global_batch_size=num_rows)
     return make(next(iter(stream)), 0)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.conditioner import keyed_noise
 from benchmarks.goldens import ArrivalRows
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from shards.noise import embedding as noise_embedding
 from shards.testing import DenseNoise
 from tests.trainer.sampling_cases import tiny_student
@@ -24,10 +24,9 @@ from tests.trainer.students.test_vocabulary_attention import (
     make_batch,
     make_student,
 )
-from trainer.sampling.generation import generate
-from trainer.students import vocabulary_attention
-from trainer.students.registry import BD3LM, MDLM
-from trainer.students.vocabulary_attention import (
+from trainer.sampling.registry import generate
+from trainer.students import conditioning as vocabulary_attention
+from trainer.students.conditioning import (
     NoiseToRead,
     VocabularyAttention,
     likeliest_entries,
@@ -36,6 +35,7 @@ from trainer.students.vocabulary_attention import (
     pack_noise,
     row_products,
 )
+from trainer.students.registry import BD3LM, MDLM
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks.goldens import ArrivalRows
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from trainer.objective.batch import Batch
+from trainer.students.conditioning import NoiseToRead, VocabularyAttention
 from trainer.students.registry import BD3LM, MDLM, StudentSettings
-from trainer.students.vocabulary_attention import NoiseToRead, VocabularyAttention
 
 VOCAB, LENGTH, BLOCK = 7, 8, 4
 READING = StudentSettings(

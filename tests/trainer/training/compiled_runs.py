@@ -13,19 +13,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-
 import torch
 from torch._dynamo.utils import counters
 
-from shards.base import GdistillError
+from shards.errors import GdistillError
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import tiny_run
-from trainer.students import AR
+from trainer.students.registry import AR
 from trainer.training import construction, loop
 from trainer.training.loop import Trainer
 from trainer.training.memory_plan import _batches, plan_memory, saved_bytes
 from trainer.training.parallel import TrainingStep
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
 
 AR_RUN = {"student": "ar", "model__conditioning": "none"}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

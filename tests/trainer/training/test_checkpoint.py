@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
 
-from shards.base.errors import GdistillError, IntegrityError
+from shards.errors import GdistillError, IntegrityError
 from trainer.training.checkpoint import CheckpointFolder, Trainee
 from trainer.training.optimization import ExponentialMovingAverage, make_optimizer
 from trainer.training.settings import OptimizationConfig

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from shards.base.errors import UsageError
-from shards.store import ShardStore
-from shards.stream import ShardStream
+from shards.errors import UsageError
+from shards.store.store import ShardStore
+from shards.stream.stream import ShardStream
 from tests.trainer.run_cases import LENGTH, VOCAB, teacher_logits, tiny_run, write_store
 from trainer.objective.batch import Batch, BatchMaker
 from trainer.objective.substitution import Corruption, row_uniforms

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-from shards.base.errors import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch
 from tests.trainer.run_cases import LENGTH, VOCAB, tiny_run, write_store
@@ -391,7 +391,7 @@ def test_a_file_in_the_way_of_the_folder_is_a_wrong_request(store: Path, tmp_pat
 
 
 def test_a_folder_takes_one_run_at_a_time(store: Path, tmp_path: Path) -> None:
-    from shards.base import exclusive
+    from shards.atomic import exclusive
 
     with exclusive(tmp_path / "run"), pytest.raises(UsageError, match="another run"):
         train(tiny_run(), store, tmp_path / "run")

@@ -9,19 +9,14 @@ import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import tiny_run, write_store
 from trainer.cli import app
-from trainer.objective import BatchMaker
+from trainer.objective.batch import BatchMaker
 from trainer.students import fused_head
 from trainer.training.construction import build_student
-from trainer.training.memory_plan import (
-    ALL_MASKED,
-    MemoryPlan,
-    _batches,
-    plan_memory,
-)
+from trainer.training.memory_plan import ALL_MASKED, MemoryPlan, _batches, plan_memory
 from trainer.training.parallel import TrainingStep
 
 WIDE: dict[str, Any] = {"model__hidden_size": 64, "model__num_layers": 3, "model__num_heads": 4}

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shards.base.errors import IntegrityError
+from shards.errors import IntegrityError
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import tiny_run
-from trainer.students.attention import training_mask
+from trainer.students.dit import training_mask
 from trainer.training.construction import build_student
 from trainer.training.metrics import (
     TIMING_FIELDS,

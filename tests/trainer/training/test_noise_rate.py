@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from shards.base import UsageError
-from shards.store import ShardStore
+from shards.errors import UsageError
+from shards.store.store import ShardStore
 from tests.trainer.run_cases import tiny_run
 from trainer.training.construction import build_student
 from trainer.training.loop import Trainer

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shards.base.errors import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 from trainer.training.optimization import (
     ExponentialMovingAverage,
     clip_gradients,

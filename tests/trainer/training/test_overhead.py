@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from shards.base.errors import UsageError
-from shards.noise import KeyedPrior, PositionKeys
+from shards.errors import UsageError
+from shards.noise.kinds import KeyedPrior
+from shards.noise.philox import PositionKeys
 from trainer.cli import app
 from trainer.students.registry import MDLM, MDLMConfig, StudentSettings
 from trainer.training.overhead import (

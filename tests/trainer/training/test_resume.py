@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shards.base.errors import IntegrityError, UsageError
+from shards.errors import IntegrityError, UsageError
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import assert_same_run, tiny_run, write_store
 from trainer.training.loop import Trainer, train

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from shards.base.errors import UsageError
-from shards.base.folder_lock import exclusive
+from shards.atomic import exclusive
+from shards.errors import UsageError
 from tests.trainer.run_cases import LENGTH, tiny_run
+from trainer.training.checkpoint import RunStatus
 from trainer.training.loop import train
-from trainer.training.run_folder import RunStatus
 
 
 def run_folder(out: Path, *lines: dict[str, Any], tail: str = "") -> Path:

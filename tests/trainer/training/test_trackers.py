@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from accelerate.utils import LoggerType
 
-from shards.base.errors import GdistillError, UsageError
+from shards.errors import GdistillError, UsageError
 from tests.trainer.run_cases import tiny_run
 from trainer.training.loop import train
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from shards.base.configuration import from_mapping, read_toml, to_mapping
-from shards.base.errors import UsageError
+from shards.errors import UsageError
+from shards.settings import from_mapping, read_toml, to_mapping
 from tests.trainer.run_cases import tiny_run
-from trainer.training.identity import require_same_run
 from trainer.training.settings import (
     RECIPES,
     RunConfig,
     compose_run,
     operational_fields,
     read_recipe,
+    require_same_run,
 )
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

@@ -14,20 +14,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-
 import torch
 from torch.distributed.tensor import DTensor
 
-from shards.base.errors import GdistillError
+from shards.errors import GdistillError
 from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import backbone_run
 from tests.trainer.run_cases import tiny_run
 from trainer.initial_weights import network_settings
-from trainer.students import MDLM
+from trainer.students.registry import MDLM
 from trainer.training.checkpoint import Trainee
 from trainer.training.loop import Trainer, train
 from trainer.training.settings import RunConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
 
 SMOOTH = {"optimization__eps": 1.0}
 """AdamW whose weights are as exact as its gradients.

@@ -20,22 +20,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shards.base import UsageError
-from shards.noise import Noise, PositionKeys
-from trainer.sampling.rules import (
-    NoiseUse,
-    NoisySampler,
-    SampleKeys,
-    SampleResult,
-    check_noise_settings,
-    check_rows,
-    inference,
-    position_chunks,
-    require_times,
-    require_whole_row_student,
-)
+from shards.errors import UsageError
+from shards.noise.kinds import Noise
+from shards.noise.philox import PositionKeys
+from trainer.sampling.noise import NoiseUse, check_noise_settings, require_times
+from trainer.sampling.revealing import inference
+from trainer.sampling.sampler import NoisySampler, check_rows, require_whole_row_student
+from trainer.sampling.stopping import SampleResult
+from trainer.sampling.token_rule import SampleKeys, position_chunks
 from trainer.sampling.verified.verifier import SecondModelSampler, Verifier
-from trainer.students import MDLM, Student
+from trainer.students.registry import MDLM, Student
 
 
 @dataclass(frozen=True, kw_only=True)

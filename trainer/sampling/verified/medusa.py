@@ -21,13 +21,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trainer.sampling.rules import NoiseUse, check_positive
-from trainer.sampling.verified.drafters import Drafter
-from trainer.sampling.verified.own_backbone import OwnBackboneSampler
-from trainer.sampling.verified.reader import CausalReader
-from trainer.sampling.verified.rows import VerifiedRows
-from trainer.sampling.verified.verifier import Verifier
-from trainer.students import BackboneStudent, Medusa
+from trainer.sampling.noise import NoiseUse
+from trainer.sampling.token_rule import check_positive
+from trainer.sampling.verified.coupled import Drafter, VerifiedRows
+from trainer.sampling.verified.slots import OwnBackboneSampler
+from trainer.sampling.verified.verifier import CausalReader, Verifier
+from trainer.students.backbone import BackboneStudent
+from trainer.students.registry import Medusa
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,13 +5,21 @@ A signal is an embedding that is added to the slot's own.
 
 from __future__ import annotations
 
-import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from shards.base import UsageError
-from shards.noise import KeyedPosterior, KeyedPrior, Noise, PositionKeys, stream_bits
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from shards.errors import UsageError
+from shards.noise.kinds import KeyedPosterior, KeyedPrior, Noise
+from shards.noise.philox import PositionKeys, stream_bits
+from shards.noise.probabilities import Probabilities
 from trainer.students.conditioning import GumbelConditioner
+from trainer.students.fused_head import CHUNK_ROWS
 
 UNIFORM_STREAM = 4
 """Of the keyed generator; the streams before it draw prior noise."""
@@ -93,4 +101,73 @@ def no_distribution(noise: Noise) -> UsageError:
         got=type(noise).__name__,
         expected="the codec posterior or hidden",
         remedy="extract with --codec posterior, or set model.own_noise=seen with Gumbel noise",
+    )
+
+
+# What a slot's prediction is measured against, one number per slot.
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What the row and its store say about n places.
+
+    Attributes:
+        tokens: [n] the row's tokens.
+        probabilities: The teacher's; None where they are not asked for.
+    """
+
+    tokens: Int[Tensor, "n"]
+    probabilities: Probabilities | None
+
+
+Target = Callable[[Tensor, Truth], Tensor]
+"""(logits [n, V] float32, truth) -> losses [n], nats."""
+
+
+def token_loss(logits: Float[Tensor, "n v"], truth: Truth) -> Float[Tensor, "n"]:
+    """-log q(x): a slot that has seen its own noise knows the token."""
+    return cross_entropy(logits, truth.tokens, reduction="none")
+
+
+def distribution_loss(logits: Float[Tensor, "n v"], truth: Truth) -> Float[Tensor, "n"]:
+    """KL(p || q) to the teacher's stored distribution.
+
+    The noise before a place decides the tokens before it, and so p: a slot that knows all of it and
+    not its own can reach 0.
+    """
+    assert truth.probabilities is not None
+    probs = truth.probabilities.tile(0, logits.shape[1])
+    return -(torch.special.entr(probs) + probs * logits.log_softmax(dim=-1)).sum(dim=-1)
+
+
+def slot_losses(
+    target: Target,
+    logits: Callable[[Tensor], Tensor],
+    hidden: Float[Tensor, "n d"],
+    truth: Truth,
+    index: Int[Tensor, "n"],
+) -> Float[Tensor, "n"]:
+    """Loss of each slot; logits are held for one chunk of slots at a time.
+
+    Args:
+        target: The loss.
+        logits: Of hidden states.
+        hidden: Last hidden states of the slots.
+        truth: Their tokens, and the teacher's probabilities at the places that any of them
+            proposes.
+        index: Which of these places is each slot's.
+    """
+
+    def measure(states: Tensor, rows: slice) -> Tensor:
+        known = truth.probabilities
+        chosen = None if known is None else known.select(index[rows])
+        with torch.autocast(states.device.type, enabled=False):
+            return target(logits(states), Truth(truth.tokens[rows], chosen))
+
+    width = CHUNK_ROWS.get(hidden.device.type, CHUNK_ROWS["cuda"])
+    parts = [slice(first, first + width) for first in range(0, len(hidden), width)]
+    if len(parts) <= 1:  # nothing to let go of: computing it again would spare no memory
+        return measure(hidden, slice(None)) if parts else hidden.new_zeros(0)
+    return torch.cat(
+        [checkpoint(measure, hidden[part], part, use_reentrant=False) for part in parts]
     )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shards.store.store import ShardStore
-from shards.stream import ShardStream
+from shards.stream.stream import ShardStream
 from tests.trainer.backbone_cases import backbone_run, store_of, write_backbone
 from trainer.objective.batch import Batch, BatchMaker
 from trainer.students.drafter.student import Drafter

@@ -9,8 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from shards.base.errors import UsageError
-from shards.noise import DenseProbabilities, KeyedPosterior, KeyedPrior, PositionKeys
+from shards.errors import UsageError
+from shards.noise.kinds import KeyedPosterior, KeyedPrior
+from shards.noise.philox import PositionKeys
+from shards.noise.probabilities import DenseProbabilities
 from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import SHAPES, backbone_run, store_of, write_backbone
 from tests.trainer.run_cases import assert_same_run
@@ -22,11 +24,10 @@ from tests.trainer.students.drafter.drafter_cases import (
 )
 from tests.trainer.training.test_resume import run_with_signal
 from trainer import load_student
-from trainer.objective.places import Places
+from trainer.objective.batch import Places
 from trainer.students.drafter.layout import SlotLayout
-from trainer.students.drafter.signals import token_uniforms
+from trainer.students.drafter.signals import Truth, distribution_loss, token_loss, token_uniforms
 from trainer.students.drafter.student import Drafter
-from trainer.students.drafter.targets import Truth, distribution_loss, token_loss
 from trainer.training.construction import build_student
 from trainer.training.loop import train
 

@@ -10,11 +10,11 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
-from shards.base.errors import UsageError
+from shards.errors import UsageError
 from tests.trainer.backbone_cases import store_of, write_backbone
 from tests.trainer.students.drafter.drafter_cases import a_batch, a_noise_table, tiny_drafter
-from trainer.students import attention
-from trainer.students.drafter import kernel
+from trainer.students import dit as attention
+from trainer.students.drafter import layout as kernel
 from trainer.students.drafter.layout import EMPTY, SlotLayout, flex_slot_mask, slot_mask
 
 FLEX = {"model__attention": "flex", "model__hidden_size": 32}

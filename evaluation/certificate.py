@@ -1,0 +1,410 @@
+"""By how much each token wins argmax(l + tau xi): one clean pass of the teacher per row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import torch
+import typer
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from evaluation.samples.samples import find_sample_files, read_records, read_samples, short
+from shards.atomic import require_writable, write_json_atomic
+from shards.codec.protocol import Codec
+from shards.codec.registry import make_codec
+from shards.console import progress_bar
+from shards.errors import GdistillError, UsageError, visible
+from shards.language_model.forward import DtypeName
+from shards.noise.kinds import Noise
+from trainer.sampling.noise import STEPS_PER_ATTEMPT, sampling_noise
+from trainer.sampling.verified.coupled import gumbel_scores, require_whole_noise
+from trainer.sampling.verified.verifier import Verifier
+
+TIE_ROUNDINGS = {torch.float32: 64, torch.bfloat16: 6}
+"""A margin is a tie within this many roundings (eps of the weights' precision) of the largest
+logit: two ways to compute one pass (with a cache and without, alone or in a batch) differ by a few.
+In bfloat16 a rounding is what 65,536 are in float32, so there are as few as will do: of 21,760
+tokens drawn with a cache from four small models a clean pass preferred another one 109 times, by at
+most 1.5 roundings."""
+MOST_LISTED = 20
+ROWS_AT_A_TIME = 32
+
+
+@dataclass(frozen=True)
+class Position:
+    """A token that is not the clear winner.
+
+    Attributes:
+        index: The sample's.
+        position: In its row.
+        token: What stands there.
+        winner: The best of the other tokens.
+        margin: Score of the token minus that of ``winner``, nats.
+    """
+
+    index: int
+    position: int
+    token: int
+    winner: int
+    margin: float
+
+
+@dataclass
+class Certificate:
+    """What was found.
+
+    Attributes:
+        num_positions: Filled positions looked at.
+        num_agreeing: Where the token wins; ties that it wins are among them.
+        smallest_margin: Of those, nats; infinite when there is none.
+        mismatches: Where another token wins by more than rounding can explain.
+        num_mismatches: Their number; ``mismatches`` lists the first.
+        ties: Where rounding decides.
+        dtype: Precision of the teacher.
+        tie_roundings: Within how many of its roundings a margin is a tie.
+    """
+
+    num_positions: int = 0
+    num_agreeing: int = 0
+    smallest_margin: float = float("inf")
+    mismatches: list[Position] = field(default_factory=list)
+    num_mismatches: int = 0
+    ties: list[Position] = field(default_factory=list)
+    dtype: str = "float32"
+    tie_roundings: int = TIE_ROUNDINGS[torch.float32]
+
+    @property
+    def agreement(self) -> float:
+        """Share of positions where the token wins."""
+        return self.num_agreeing / max(1, self.num_positions)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        return {**asdict(self), "agreement": self.agreement}
+
+
+def certify_file(drawn: DrawnFile, teacher: Verifier) -> Certificate:
+    """Compare every filled token of a file with the teacher's own.
+
+    Raises:
+        UsageError: When the teacher cannot read the rows or is not the one that verified them, or
+            the samples' noise was cut off.
+    """
+    ours = teacher.weights_sha256
+    if drawn.verifier_sha256 not in (None, ours):
+        raise UsageError(
+            "these samples were verified by another model",
+            where="--teacher",
+            got=f"weights {ours[:12]}",
+            expected=f"weights {str(drawn.verifier_sha256)[:12]}",
+        )
+    require_whole_noise(drawn.noise(drawn.rows[0]).select(slice(0, 1)))
+    teacher.require_context(max(len(row.tokens) for row in drawn.rows))
+    dtype = next(teacher.model.parameters()).dtype
+    found = Certificate(dtype=str(dtype).removeprefix("torch."), tie_roundings=TIE_ROUNDINGS[dtype])
+    rows = sorted(drawn.rows, key=lambda row: len(row.tokens))
+    with progress_bar("certify", len(rows)) as bar:
+        for first in range(0, len(rows), ROWS_AT_A_TIME):
+            group = rows[first : first + ROWS_AT_A_TIME]
+            for row, logits in zip(group, _read(group, teacher), strict=True):
+                _judge(found, row, logits, drawn)
+            bar.advance(len(group))
+    return found
+
+
+@torch.no_grad()
+def _read(rows: list[DrawnRow], teacher: Verifier) -> Float[Tensor, "b l v"]:
+    """Logits of the token behind each position; what stands behind a row is seen by none of it."""
+    longest = max(len(row.tokens) for row in rows)
+    tokens = torch.tensor([row.tokens + [0] * (longest - len(row.tokens)) for row in rows])
+    device = next(teacher.model.parameters()).device
+    return teacher.model(input_ids=tokens.to(device)).logits[..., : teacher.vocab_size].float()
+
+
+def _judge(
+    found: Certificate, row: DrawnRow, logits: Float[Tensor, "l v"], drawn: DrawnFile
+) -> None:
+    places = torch.tensor(row.filled, dtype=torch.int64)
+    tokens = torch.tensor(row.tokens)[places].to(logits.device)
+    here = logits[(places - 1).to(logits.device)]
+    scores = gumbel_scores(here, drawn.noise(row).select(places), drawn.tau)
+    margins, winners = token_margins(scores, tokens)
+    rounding = torch.finfo(getattr(torch, found.dtype)).eps * here.abs().amax(dim=-1).clamp_min(1.0)
+    within = found.tie_roundings * rounding
+    found.num_positions += len(places)
+    found.num_agreeing += int((margins > 0).sum())
+    if bool((margins > 0).any()):
+        found.smallest_margin = min(found.smallest_margin, float(margins[margins > 0].min()))
+    for slot in (margins <= within).nonzero()[:, 0].tolist():
+        position = Position(
+            row.index,
+            int(places[slot]),
+            int(tokens[slot]),
+            int(winners[slot]),
+            float(margins[slot]),
+        )
+        if abs(position.margin) <= float(within[slot]):
+            found.ties.append(position)
+            continue
+        found.num_mismatches += 1
+        if len(found.mismatches) < MOST_LISTED:
+            found.mismatches.append(position)
+
+
+def token_margins(
+    scores: Float[Tensor, "n v"], tokens: Int[Tensor, "n"]
+) -> tuple[Float[Tensor, "n"], Int[Tensor, "n"]]:
+    """Score of each token minus the best other score, and whose that is."""
+    own = scores.gather(1, tokens[:, None])
+    others = scores.scatter(1, tokens[:, None], -torch.inf)
+    best, winners = others.max(dim=1)
+    return own[:, 0] - best, winners
+
+
+# Samples with everything that names their noise: read, checked, refused where it cannot be had.
+
+
+MOST_TAU = 1e6
+"""Beyond it no logit counts, and float32 ends."""
+
+VERIFIED = ("coupled", "medusa", "drafter")
+"""Samplers whose tokens a teacher verifies; the first one's in float32, the others' in the
+precision of the backbone that their student stands on."""
+
+
+@dataclass(frozen=True)
+class DrawnRow:
+    """One sample.
+
+    Attributes:
+        index: Its index in the run.
+        tokens: Its tokens.
+        filled: Positions that the sampler filled.
+        attempt: How often it had been drawn before.
+    """
+
+    index: int
+    tokens: list[int]
+    filled: list[int]
+    attempt: int
+
+
+@dataclass(frozen=True)
+class DrawnFile:
+    """One file of samples.
+
+    Attributes:
+        source: The file.
+        rows: Its samples.
+        seed: The user's seed.
+        tau: Scale of the noise.
+        vocab_size: V.
+        codec: What the student's noise was cut off by; None for none.
+        sampler: The sampler's name.
+        is_verified: Whether every token was verified to be the teacher's for its noise.
+        verifier_sha256: Of the model that verified the samples, where one did.
+        dtype: Precision of that model's weights, and so of its logits.
+    """
+
+    source: Path
+    rows: list[DrawnRow]
+    seed: int
+    tau: float
+    vocab_size: int
+    codec: Codec | None
+    sampler: str
+    is_verified: bool
+    verifier_sha256: str | None
+    dtype: DtypeName
+
+    def noise(self, row: DrawnRow) -> Noise:
+        """xi of the sample's positions, from position 0."""
+        ids, draw = torch.tensor([row.index]), row.attempt * STEPS_PER_ATTEMPT
+        length = len(row.tokens)
+        return sampling_noise(self.seed, ids, length, self.vocab_size, codec=self.codec, draw=draw)
+
+
+def read_drawn(file: Path) -> DrawnFile:
+    """A file of ``gdistill-sample`` with its ``settings.json``.
+
+    Raises:
+        UsageError: When the file does not tell its seed or settings, or its noise cannot be found
+            again.
+        GdistillError: For a damaged line or settings file.
+    """
+    samples = read_samples(file)
+    records = [record.values for record in read_records(file, "sample")]
+    settings, sampler = samples.settings, samples.sampler
+    if not settings:
+        remedy = "give the folder that gdistill-sample wrote"
+        where = file.with_name("settings.json")
+        raise UsageError("no settings beside the samples", where=where, remedy=remedy)
+    if any(record.get("seed") is None for record in records):
+        raise UsageError(
+            "the samples have no recorded seed",
+            where=file,
+            remedy="sample again with gdistill-sample, which writes it down",
+        )
+    identity, config = (_object(file, settings, name) for name in ("identity", "student_config"))
+    kind, rule = sampler.get("sampler"), sampler.get("acceptance", "coupled")
+    verified = kind in VERIFIED and rule == "coupled"
+    if kind in VERIFIED and not verified:
+        raise _no_noise(file, f"drawn with acceptance={rule}")
+    conditioning = config.get("conditioning")
+    if conditioning == "uniform":
+        raise _no_noise(file, "decided by one uniform per token, which is no Gumbel noise")
+    if conditioning == "none" and not verified:
+        raise _no_noise(file, "drawn by a student without noise")
+    if sampler.get("redraw_noise"):
+        raise _no_noise(file, "redraw_noise: other noise at every step")
+    vocab_size, verifier = settings.get("vocab_size"), identity.get("verifier_sha256")
+    if type(vocab_size) is not int or not 2 <= vocab_size < 2**31:
+        raise _damaged(file, "vocab_size", vocab_size, "a whole number >= 2")
+    if verified and not isinstance(verifier, str | None):
+        raise _damaged(file, "verifier_sha256", verifier, "a hash")
+    return DrawnFile(
+        source=file,
+        rows=[_row(values, f"{file}, line {n}", vocab_size) for n, values in enumerate(records, 1)],
+        seed=samples.seed,
+        tau=_tau(file, sampler.get("tau")),
+        vocab_size=vocab_size,
+        codec=_codec(file, identity.get("codec")),
+        sampler=str(sampler.get("sampler")),
+        is_verified=verified,
+        verifier_sha256=verifier if verified else None,
+        dtype=_dtype(file, config.get("backbone_dtype") if kind in VERIFIED[1:] else None),
+    )
+
+
+def _object(file: Path, settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A part of the settings."""
+    found = settings.get(name)
+    if not isinstance(found, dict):
+        raise _damaged(file, name, found, "an object")
+    return found
+
+
+def _tau(file: Path, tau: object) -> float:
+    """1 where the sampler has none."""
+    if tau is None:
+        return 1.0
+    if not isinstance(tau, float | int) or not 0 < tau <= MOST_TAU:
+        raise _damaged(file, "tau", tau, f"above 0, at most {MOST_TAU:g}")
+    return float(tau)
+
+
+def _dtype(file: Path, dtype: object) -> DtypeName:
+    """float32 where the student stands on no backbone."""
+    if dtype not in (None, *get_args(DtypeName)):
+        raise _damaged(file, "backbone_dtype", dtype, " or ".join(get_args(DtypeName)))
+    return dtype or "float32"  # type: ignore[return-value]
+
+
+def _codec(file: Path, codec: object) -> Codec | None:
+    if codec is None:
+        return None
+    parameters = codec.get("parameters") if isinstance(codec, dict) else None
+    if not isinstance(codec, dict) or not isinstance(parameters, dict):
+        raise _damaged(file, "codec", codec, '{"name": ..., "parameters": {...}}')
+    return make_codec(str(codec.get("name")), **parameters)
+
+
+def _row(values: Mapping[str, Any], where: str, vocab_size: int) -> DrawnRow:
+    tokens, index, attempt = values["tokens"], values.get("index"), values.get("attempt", 0)
+    filled, given = values.get("filled"), values.get("num_given", 1)
+    if type(given) is int and filled is None:
+        filled = list(range(max(1, given), len(tokens)))
+    fine = (
+        all(type(value) is int and 0 <= value < 2**31 for value in (index, given, attempt))
+        and isinstance(filled, list)
+        and all(type(place) is int and 0 <= place < len(tokens) for place in filled)
+        and all(token < vocab_size for token in tokens)
+        and bool(tokens)
+    )
+    if not fine:
+        raise GdistillError(
+            "not a line of gdistill-sample",
+            where=where,
+            got=short({**values, "text": None}),
+            expected=f"index, tokens below {vocab_size}, and which of them were filled",
+            remedy="sample again, or give the file that the sampler wrote",
+        )
+    assert isinstance(filled, list) and isinstance(index, int)
+    return DrawnRow(index, tokens, sorted({*filled} - {0}), attempt)
+
+
+def _damaged(file: Path, name: str, got: object, expected: str) -> GdistillError:
+    return GdistillError(
+        "damaged settings",
+        where=f"{file.with_name('settings.json')}, {name}",
+        got=short(got),
+        expected=expected,
+        remedy="restore the file that gdistill-sample wrote",
+    )
+
+
+def _no_noise(file: Path, got: str) -> UsageError:
+    return UsageError(
+        "no noise that decided these samples can be found again",
+        where=file,
+        got=got,
+        expected="samples of the coupled or drafter sampler, of medusa with acceptance=coupled, or "
+        "of a student with noise held fixed",
+    )
+
+
+# ``gdistill-eval certify``: are the samples the teacher's own decode of their noise?
+
+
+def certify(
+    samples: Annotated[Path, typer.Argument(help="Folder or .jsonl file of gdistill-sample.")],
+    teacher: Annotated[
+        str, typer.Option(help="Causal LM: local folder, or a hub id in its cache.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for certificate.json (the samples' own).")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
+) -> None:
+    """Find the noise of each sample again and compare each token with argmax(l + tau xi).
+
+    Samples that a teacher has verified must agree everywhere, or the command fails; those of a
+    student get the share that does. The teacher computes in the precision that verified them, which
+    the certificate names (float32 where none did); ties within its rounding are listed there.
+    """
+    from shards.language_model.forward import resolve_device
+    from trainer.sampling.verified.verifier import load_verifier
+
+    files = [read_drawn(file) for file in find_sample_files(samples)]
+    place, found, broken = resolve_device(device), {}, []
+    for drawn in files:
+        model = load_verifier(teacher, drawn.vocab_size, place, drawn.dtype)
+        result = certify_file(drawn, model)
+        found[visible(drawn.source.name)] = {
+            "sampler": drawn.sampler,
+            "tau": drawn.tau,
+            **result.to_json(),
+        }
+        typer.echo(
+            f"{visible(str(drawn.source))}: {result.num_agreeing} of {result.num_positions} "
+            f"tokens are argmax(l + {drawn.tau:g} xi) ({result.agreement:.2%}); smallest margin "
+            f"{result.smallest_margin:.2g} nats; {len(result.ties)} ties within {result.dtype} "
+            f"rounding, {result.num_mismatches} mismatches"
+        )
+        if drawn.is_verified and result.num_mismatches:
+            broken.append((drawn.source, result.mismatches[0]))
+    folder = out or (samples if samples.is_dir() else samples.parent)
+    require_writable(folder)
+    write_json_atomic(folder / "certificate.json", found)
+    for source, first in broken:
+        raise GdistillError(
+            "a verified sample is not the teacher's",
+            where=f"{source}: sample {first.index}, position {first.position}",
+            got=f"token {first.token}",
+            expected=f"token {first.winner}, better by {-first.margin:.3g} nats",
+            remedy="the file was altered, or the teacher is another one",
+        )

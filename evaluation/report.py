@@ -1,0 +1,278 @@
+"""A table of strings, as text, Markdown, CSV, LaTeX or HTML."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import html
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shards.atomic import write_bytes_atomic, write_json_atomic
+from shards.console import aligned
+from shards.errors import UsageError, visible
+
+FORMULA = re.compile(r"[=@\t\r]|[+-](?![0-9.]|$)")
+"""What a spreadsheet would compute; a signed number and a dash are none."""
+LATEX_ESCAPES = str.maketrans(
+    {char: f"\\{char}" for char in "&%$#_{}"}
+    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of strings: ``rows[i][0]`` names the row; ``kinds[i]`` is "", "ours" or "paper"."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    kinds: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_markdown(self) -> str:
+        """The table as GitHub markdown, right-aligned but for the first column."""
+        lines = [
+            _markdown_row(self.header),
+            "|---" + "|---:" * (len(self.header) - 1) + "|",
+            *map(_markdown_row, self.rows),
+        ]
+        return "\n".join(lines)
+
+    def to_text(self) -> str:
+        """The table in aligned plain text, for a terminal."""
+        rows = [tuple(map(visible, row)) for row in (self.header, *self.rows)]
+        header, *rows = aligned(rows)
+        rule = "-" * max(map(len, [header, *rows]))
+        notes = map(visible, self.notes)
+        return "\n".join([visible(self.title), rule, header, rule, *rows, rule, *notes])
+
+    def to_html(self) -> str:
+        """The table as an HTML fragment, escaped."""
+        kinds = self.kinds or ("",) * len(self.rows)
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in self.header)
+        body = "".join(
+            f'<tr class="{kind}">' + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>"
+            for row, kind in zip(self.rows, kinds, strict=True)
+        )
+        notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in self.notes)
+        # A wide table scrolls in its own box: the page itself never does, whatever the screen.
+        return (
+            f"<h2>{html.escape(self.title)}</h2>"
+            f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>{notes}'
+        )
+
+    def to_csv(self) -> str:
+        """Header and rows, quoted where needed (RFC 4180); no cell is a spreadsheet's formula."""
+        text = io.StringIO()
+        rows = [[_no_formula(cell) for cell in row] for row in (self.header, *self.rows)]
+        csv.writer(text).writerows(rows)
+        return text.getvalue()
+
+    def to_latex(self) -> str:
+        """A booktabs ``tabular``, escaped."""
+        lines = [
+            " & ".join(cell.translate(LATEX_ESCAPES) for cell in row) + r" \\" for row in self.rows
+        ]
+        head = " & ".join(cell.translate(LATEX_ESCAPES) for cell in self.header) + r" \\"
+        return "\n".join(
+            [
+                rf"\begin{{tabular}}{{l{'r' * (len(self.header) - 1)}}}",
+                r"\toprule",
+                head,
+                r"\midrule",
+                *lines,
+                r"\bottomrule",
+                r"\end{tabular}",
+            ]
+        )
+
+
+def markdown_text(text: str) -> str:
+    """Text that stays text: what looks like HTML in it is none."""
+    return visible(text.replace("\n", " ")).replace("&", "&amp;").replace("<", "&lt;")
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(markdown_text(cell).replace("|", r"\|") for cell in cells) + " |"
+
+
+def _no_formula(cell: str) -> str:
+    return ("'" if FORMULA.match(cell) else "") + visible(cell)
+
+
+# The page: tables, figures and samples in one file that loads nothing from outside.
+
+
+STYLE = """
+:root{color-scheme:light dark;--text:#222;--quiet:#555;--faint:#777;--line:#ddd;--ours:#eef5fb;
+--page:#fff;--accent:#0b5cad;--hot:214,39,40}
+@media(prefers-color-scheme:dark){:root{--text:#e3e3e3;--quiet:#aaa;--faint:#999;--line:#3a3a3a;
+--ours:#16283a;--page:#161616;--accent:#7db7f0;--hot:255,93,85}img.figure{background:#fff}}
+*{box-sizing:border-box}
+body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;
+color:var(--text);background:var(--page)}
+h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}a{color:var(--accent)}
+div.wide{overflow-x:auto;max-width:100%}
+table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums}
+td,th{padding:.3rem .7rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
+td:first-child,th:first-child{text-align:left}
+tr.ours td{background:var(--ours)}tr.paper td{color:var(--faint)}
+img{max-width:100%;height:auto}p.note{color:var(--quiet);max-width:48rem}
+p.caution{border-left:3px solid rgb(var(--hot));padding-left:.7rem;max-width:48rem}
+@media(max-width:40rem){body{margin:1rem auto;font-size:14px}td,th{padding:.25rem .4rem}}
+"""
+
+
+def own_folder(directory: Path, name: str) -> Path:
+    """A folder for more files inside ``directory``, which need not be there yet.
+
+    Samples of somebody else may come with a link in its place: what is kept stays beside them.
+
+    Raises:
+        UsageError: For a link.
+    """
+    folder = directory / name
+    if folder.is_symlink():
+        raise UsageError(
+            "a link where a folder of the results belongs",
+            where=folder,
+            got=folder.readlink(),
+            remedy="remove it, or give another --out",
+        )
+    return folder
+
+
+def write_report(
+    directory: Path,
+    *,
+    title: str,
+    summary: str,
+    tables: Iterable[Table],
+    results: dict[str, Any],
+    figures: Iterable[tuple[str, Path]] = (),
+    cautions: Iterable[str] = (),
+    sections: Iterable[str] = (),
+) -> Path:
+    """Write ``results.json``, ``tables.md`` and ``report.html`` into ``directory``.
+
+    Args:
+        directory: Where to write.
+        title: Heading of the page.
+        summary: One paragraph in front.
+        tables: Shown in order.
+        figures: (caption, PNG file), behind the first table; embedded: the page stands alone.
+        results: Every number, JSON-ready.
+        cautions: Shown in front of everything.
+        sections: Further HTML, escaped already, behind all.
+    """
+    tables = list(tables)
+    write_json_atomic(directory / "results.json", results)
+    markdown = "\n\n".join(
+        "\n\n".join([f"### {table.title}", table.to_markdown(), *map(markdown_text, table.notes)])
+        for table in tables
+    )
+    write_bytes_atomic(directory / "tables.md", markdown.encode() + b"\n")
+    images = "".join(
+        f'<h2>{html.escape(caption)}</h2><img class="figure" alt="{html.escape(caption)}" '
+        f'src="data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}">'
+        for caption, file in figures
+    )
+    page = (
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style>"
+        f"<h1>{html.escape(title)}</h1><p>{html.escape(summary)}</p>"
+        + "".join(f'<p class="caution">{html.escape(caution)}</p>' for caution in cautions)
+        + "".join(table.to_html() for table in tables[:1])
+        + images
+        + "".join(table.to_html() for table in tables[1:])
+        + "".join(sections)
+    )
+    write_bytes_atomic(directory / "report.html", page.encode(errors="backslashreplace"))
+    return directory / "report.html"
+
+
+# Samples to look at: a row per sample index, files side by side, tokens coloured by surprise.
+
+
+MAX_ROWS = 24
+MAX_COLUMNS = 8
+LEVELS = 10
+"""A shade per nat; the last one is for more."""
+
+PICTURE_STYLE = "".join(
+    [
+        "div.row{display:grid;gap:1rem;margin:.5rem 0 1.5rem;"
+        "grid-template-columns:repeat(auto-fit,minmax(min(15rem,100%),1fr))}",
+        "div.sample{border:1px solid var(--line);border-radius:.4rem;padding:.6rem .8rem;"
+        "overflow-wrap:anywhere;white-space:pre-wrap}",
+        "div.sample b{display:block;color:var(--quiet);font-weight:500;font-size:.85em}",
+        "summary{cursor:pointer;font-weight:600}i{font-style:normal;border-radius:2px}",
+        "i.none{opacity:.55}",
+        *(f"i.s{n}{{background:rgba(var(--hot),{0.07 * n:.2f})}}" for n in range(LEVELS)),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """One sample of one file.
+
+    Attributes:
+        facts: What stands above it (perplexity, entropy).
+        pieces: Its text in pieces, each with nats or None; see ``evaluation.text``.
+    """
+
+    facts: str
+    pieces: Sequence[tuple[str, float | None]]
+
+
+def browser_section(columns: Mapping[str, Mapping[int, ShownSample]]) -> str:
+    """HTML of the first samples of every file, files of one index beside each other.
+
+    Args:
+        columns: File name -> sample index -> sample; at most 8 files and 24 indices are shown.
+    """
+    shown = dict(list(columns.items())[:MAX_COLUMNS])
+    indices = sorted({index for samples in shown.values() for index in samples})[:MAX_ROWS]
+    rows = "".join(_row(index, shown, is_open=number < 2) for number, index in enumerate(indices))
+    coloured = any(
+        value is not None
+        for samples in shown.values()
+        for sample in samples.values()
+        for _, value in sample.pieces
+    )
+    legend = "".join(
+        f'<i class="s{n}"> {n}{"+" if n == LEVELS - 1 else ""} </i>' for n in range(LEVELS)
+    )
+    told = f"<p>Surprise under the judge, nats per token: {legend}</p>" if coloured else ""
+    left = len(columns) - len(shown)
+    more = f'<p class="note">{left} further files are not shown.</p>' if left else ""
+    return f"<style>{PICTURE_STYLE}</style><h2>Samples</h2>{told}{rows}{more}"
+
+
+def _row(index: int, columns: Mapping[str, Mapping[int, ShownSample]], *, is_open: bool) -> str:
+    cells = "".join(
+        f'<div class="sample"><b>{html.escape(name)}: {html.escape(samples[index].facts)}</b>'
+        f"{''.join(map(_piece, samples[index].pieces))}</div>"
+        for name, samples in columns.items()
+        if index in samples
+    )
+    state = " open" if is_open else ""
+    return (
+        f'<details{state}><summary>Sample {index}</summary><div class="row">{cells}</div></details>'
+    )
+
+
+def _piece(piece: tuple[str, float | None]) -> str:
+    text, nats = piece
+    escaped = html.escape(text.replace("\0", "\ufffd"))
+    if nats is None:
+        return f'<i class="none">{escaped}</i>'
+    level = min(LEVELS - 1, max(0, int(nats)))
+    return f'<i class="s{level}" title="{nats:.2f} nats">{escaped}</i>'

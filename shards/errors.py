@@ -1,0 +1,129 @@
+"""Errors a user can act on: what failed, where, what was found, what was expected, the remedy."""
+
+from __future__ import annotations
+
+import difflib
+import posixpath
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def visible(text: str) -> str:
+    """``text`` with what is no printable character spelt out (``\\x1b``, ``\\n``, ``\\u202e``).
+
+    Names and settings that somebody else chose can then neither steer a terminal nor end a line.
+    """
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+class GdistillError(Exception):
+    """A failure told in one line. Commands print it and leave with ``exit_code``.
+
+    Empty parts are left out of the line.
+
+    Args:
+        what: The failure in a few words.
+        where: The file, field, row or option concerned.
+        got: What was found there.
+        expected: What should have been found.
+        remedy: What the user can do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: object = "",
+        got: object = "",
+        expected: object = "",
+        remedy: str = "",
+    ) -> None:
+        self.what = what
+        self.where = str(where)
+        self.got = str(got)
+        self.expected = str(expected)
+        self.remedy = remedy
+        super().__init__(self._line())
+
+    def _line(self) -> str:
+        parts = [f"{self.what} [{self.where}]" if self.where else self.what]
+        if self.got:
+            parts.append(f"got {self.got}")
+        if self.expected:
+            parts.append(f"expected {self.expected}")
+        if self.remedy:
+            parts.append(self.remedy)
+        return "; ".join(visible(" ".join(part.split())) for part in parts)
+
+
+class UsageError(GdistillError):
+    """The request itself is wrong (an option, a config key, a path): exit code 2."""
+
+    exit_code = 2
+
+
+class IntegrityError(GdistillError):
+    """Stored data are missing, truncated or altered; nothing was returned from them."""
+
+
+def did_you_mean(
+    name: str, known: Iterable[str], otherwise: str = "", *, cutoff: float = 0.4
+) -> str:
+    """A remedy that names the known name nearest to ``name``; ``otherwise`` if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]!r}?" if near else otherwise
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of another library's error, or its type if it says nothing.
+
+    Of a compiler's, which begins with which compiler it was, that of what went wrong in it.
+    """
+    while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
+        error = inner
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+# Names of files that others have chosen: accepted only if they stay where they are put.
+
+
+MAX_PART_BYTES = 255
+
+
+def safe_name(name: str) -> str:
+    """``name`` itself, if it is a plain relative path with forward slashes.
+
+    No root, no ``..``, no ``.``, no doubled or closing slash, no backslash, no control character:
+    what is left means the same file below any folder, on any system.
+
+    Raises:
+        UsageError: For any other name.
+    """
+    plain = (
+        isinstance(name, str)
+        and name not in ("", ".", "..")
+        and posixpath.normpath(name) == name
+        and not name.startswith(("/", "../"))
+        and "\\" not in name
+        and name.isprintable()
+        and all(len(part.encode()) <= MAX_PART_BYTES for part in name.split("/"))
+    )
+    if not plain:
+        raise UsageError("a file name leaves the store", where=repr(name)[:120])
+    return name
+
+
+def path_inside(folder: Path, name: str) -> Path:
+    """``folder / name`` for writing: also no folder on the way is a link that leads elsewhere.
+
+    Raises:
+        UsageError: If the name, or the folder it lies in, leaves ``folder``.
+    """
+    path = folder / safe_name(name)
+    if not path.parent.resolve().is_relative_to(folder.resolve()):
+        raise UsageError("a file name leaves the store", where=path, got=path.parent.resolve())
+    return path

@@ -1,0 +1,271 @@
+"""How many rows go through a model at once: what memory holds, less where memory runs out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from shards.console import stderr
+from shards.errors import GdistillError, UsageError, first_line
+
+LARGEST_GPU_TENSOR = 2**31 - 1
+"""Elements; beyond it kernels that count in 32 bits fail, or worse."""
+
+
+def largest_batch(row_elements: int, device: torch.device) -> int:
+    """Rows whose tensors a device's kernels can index; at least one, whatever its length."""
+    if device.type != "cuda":
+        return sys.maxsize
+    return max(1, LARGEST_GPU_TENSOR // row_elements)
+
+
+def require_indexable(row_elements: int, device: torch.device, remedy: str) -> None:
+    """Refuse rows of which a GPU's kernels cannot index one.
+
+    Args:
+        row_elements: Elements of the largest tensor of a row: tokens x vocabulary.
+        device: Where it would be computed.
+        remedy: What to do instead.
+
+    Raises:
+        GdistillError: For such a row.
+    """
+    if device.type == "cuda" and row_elements > LARGEST_GPU_TENSOR:
+        raise GdistillError(
+            "one row is too long for a GPU's kernels",
+            where=str(device),
+            got=f"{row_elements:,} logits of a row",
+            expected=f"at most {LARGEST_GPU_TENSOR:,}, tokens x vocabulary",
+            remedy=remedy,
+        )
+
+
+def memory_bytes(device: torch.device) -> int:
+    """The memory that a device has, whoever else uses it; the host's for a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@dataclass
+class BatchSize:
+    """Rows per batch, halved for the rest of the run whenever memory runs out.
+
+    Batches begin at the same rows in every run, whoever does the shard: float rounding may depend
+    on what shares a batch. Backing off is the one thing that moves the borders.
+    """
+
+    rows: int
+
+    def parts(self, num_rows: int) -> Iterator[slice]:
+        """Consecutive parts of 0 .. num_rows - 1, at most ``rows`` each."""
+        start = 0
+        while start < num_rows:
+            stop = min(start + self.rows, num_rows)
+            yield slice(start, stop)
+            start = stop
+
+    def halve(self, error: BaseException, num_rows: int | None = None) -> None:
+        """Back off, or give up at one row.
+
+        Args:
+            num_rows: Rows of the batch that did not fit, where it was a smaller one.
+
+        Raises:
+            GdistillError: If a single row does not fit.
+        """
+        failed = min(self.rows, num_rows or self.rows)
+        if failed == 1:
+            raise one_row_too_many(error) from error
+        self.rows = failed // 2
+        stderr.print(f"out of memory: batches of {self.rows} rows from here on")
+
+
+def one_row_too_many(error: BaseException) -> GdistillError:
+    """What to tell when there is nothing left to halve."""
+    return GdistillError(
+        "out of memory with a batch of one row",
+        got=first_line(error),
+        remedy="use shorter rows, --dtype bfloat16 or a larger device",
+    )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a smaller batch may help."""
+    from accelerate.utils.memory import should_reduce_batch_size  # slow to load
+
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, Exception) and should_reduce_batch_size(error)
+
+
+def in_batches(work: Callable[[slice], None], num_rows: int, size: BatchSize) -> None:
+    """Do ``work`` on all rows, batch by batch; where memory runs out, the size is halved for good.
+
+    Raises:
+        GdistillError: If a single row does not fit.
+    """
+    start = 0
+    while start < num_rows:
+        part = slice(start, min(start + size.rows, num_rows))
+        failure = _failure(work, part)
+        if failure is None:
+            start = part.stop
+        else:
+            torch.cuda.empty_cache()
+            size.halve(failure, part.stop - part.start)
+
+
+def _failure(work: Callable[[slice], None], part: slice) -> GdistillError | None:
+    """Do ``work``; what to tell where memory ran out.
+
+    The retry must not happen while the error is handled: its traceback holds every tensor of the
+    attempt that failed.
+    """
+    try:
+        work(part)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        if part.stop - part.start < 2:
+            raise one_row_too_many(error) from error
+        return one_row_too_many(error)
+    return None
+
+
+# Where a model computes, and in what precision.
+
+
+DtypeName = Literal["float32", "bfloat16"]
+
+
+def resolve_device(name: str) -> torch.device:
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N`` as a device that this PyTorch can compute on.
+
+    Raises:
+        UsageError: If there is no such device here, or it is of another type.
+    """
+    import torch  # not above: settings need the names of precisions, and a --help not torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise _refused("unknown device", name) from error
+    if device.type not in ("cpu", "cuda"):
+        raise _refused("device not supported", name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            "no such GPU",
+            where=f"--device {name}",
+            got=f"{torch.cuda.device_count()} GPUs that this PyTorch can use",
+            expected="a GPU, and a build of PyTorch for it",
+            remedy="use --device cpu, or install a CUDA build of PyTorch",
+        )
+    return device
+
+
+def allow_tf32(device: torch.device) -> str:
+    """Let this process's float32 matrix products run as TF32 on a GPU that has it.
+
+    For what tolerates inputs of 10 bits: samples of a student, perplexity under a judge (what it
+    costs: benchmarks/results/gpu_precision.json). Extraction does not: log p of a token moves by
+    up to 0.04 nats, and is promised to 2e-4. ``NVIDIA_TF32_OVERRIDE=0`` turns it off.
+
+    Returns:
+        What runs: ``TF32`` or ``float32``.
+    """
+    import torch
+
+    if device.type != "cuda" or os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
+        return "float32"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "float32"
+    torch.backends.cuda.matmul.allow_tf32 = True
+    return "TF32"
+
+
+def _refused(what: str, name: str) -> UsageError:
+    return UsageError(
+        what,
+        where="--device",
+        got=name,
+        expected="auto, cpu, cuda or cuda:N",
+        remedy="use --device auto",
+    )
+
+
+# The last layer of a model: logits in float32 whatever the precision of the rest.
+#
+# Logits of GPT-2 lie around -90, where bfloat16 steps by half a nat; rounding them costs 0.01 nats
+# of KL per token. The product of bfloat16 factors is exact in float32, so the head never rounds at
+# all.
+
+
+class Float32Head(nn.Module):
+    """Takes the place of a model's output layer and remembers what went through it.
+
+    Of a layer that is cut over several GPUs it takes the whole: each of them then has all logits.
+
+    Attributes:
+        last_hidden: [B, T, D] its last input, in the model's precision.
+        last_logits: [B, T, V] its last output.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = _whole(linear.weight)
+        self.bias = None if linear.bias is None else _whole(linear.bias)
+        self.last_hidden: Tensor | None = None
+        self.last_logits: Tensor | None = None
+        self._wide = None
+        if self.weight.dtype != torch.float32 and self.weight.device.type != "cuda":
+            self._wide = self.weight.float()
+
+    def forward(self, hidden: Float[Tensor, "b t d"]) -> Float[Tensor, "b t v"]:
+        hidden = hidden.to(self.weight.device)  # the layer before may lie on another one
+        self.last_hidden = hidden
+        self.last_logits = self._logits(hidden)
+        return self.last_logits
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.float()
+        if self.weight.dtype == torch.float32:
+            return functional.linear(hidden.float(), self.weight, bias)
+        if self._wide is not None:
+            return functional.linear(hidden.float(), self._wide, bias)
+        flat = hidden.flatten(0, -2).to(self.weight.dtype)
+        logits = torch.mm(flat, self.weight.T, out_dtype=torch.float32)
+        logits = logits if bias is None else logits.add_(bias)
+        return logits.unflatten(0, hidden.shape[:-1])
+
+    def forget(self) -> None:
+        """Let go of the remembered tensors."""
+        self.last_hidden = self.last_logits = None
+
+
+def _whole(parameter: Any) -> nn.Parameter:
+    if isinstance(parameter, DTensor):
+        whole: Any = parameter.detach()
+        return nn.Parameter(whole.full_tensor(), requires_grad=False)
+    return parameter
+
+
+def install_float32_head(network: nn.Module) -> Float32Head | None:
+    """Put a float32 head in place of the model's output layer, if that is a plain linear one."""
+    linear = network.get_output_embeddings()  # type: ignore[operator]
+    if type(linear) is not nn.Linear:
+        return None
+    head = Float32Head(linear)
+    network.set_output_embeddings(head)  # type: ignore[operator]
+    return head

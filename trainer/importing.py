@@ -1,0 +1,501 @@
+"""Read a torch checkpoint without running anything it names.
+
+``torch.load(weights_only=True)`` refuses a whole file for one class that it does not know, and the
+authors' files hold a pickled config and tokenizer. Here tensors and plain containers are built as
+usual, and every other global becomes an inert object that only remembers what it was given: no
+code of the named class runs, and none is imported.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import types
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from shards.atomic import sha256_file, write_json_atomic
+from shards.console import without_library_bars
+from shards.errors import GdistillError, UsageError, first_line
+from shards.settings import from_mapping
+from trainer.students.base import before_float32
+from trainer.students.registry import STUDENTS, Student, StudentSettings
+
+HARMLESS = {
+    "builtins": {"bool", "complex", "dict", "float", "frozenset", "int", "list"}
+    | {"set", "slice", "str", "tuple"},
+    "collections": {"OrderedDict"},
+    "torch": {"Size"},
+    "torch._utils": {"_rebuild_tensor_v2", "_rebuild_parameter"},
+}
+
+
+class Inert:
+    """Stands for an object of a class that is not loaded."""
+
+    module: ClassVar[str] = ""
+    qualified_name: ClassVar[str] = ""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self.arguments = (*arguments, *named.values())
+        self.state: Any = None
+        self.items: list[Any] = []
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Inert:
+        made = super().__new__(cls)
+        Inert.__init__(made, *arguments, **named)
+        return made
+
+    def __call__(self, *arguments: Any, **named: Any) -> Inert:
+        return Inert(self, *arguments, **named)
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append((key, value))
+
+    def append(self, value: Any) -> None:
+        """What the pickle of a list-like class calls."""
+        self.items.append(value)
+
+    def extend(self, values: Any) -> None:
+        """What the pickle of a list-like class calls."""
+        self.items.extend(values)
+
+
+class InertUnpickler(pickle.Unpickler):
+    """An unpickler whose globals are tensors' builders, plain containers or :class:`Inert`."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The real global where it is harmless; else a fresh inert class."""
+        if name in HARMLESS.get(module, ()):
+            found = super().find_class(module, name)
+            # A function of its own each time: a pickle may set attributes of what it names.
+            return (lambda *given: found(*given)) if module == "torch._utils" else found
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        namespace = {"module": module, "qualified_name": name}
+        return type(name.rsplit(".", 1)[-1], (Inert,), namespace)
+
+
+def _inert_pickle_module() -> types.ModuleType:
+    module = types.ModuleType("inert_pickle")
+    module.Unpickler = InertUnpickler  # type: ignore[attr-defined]
+    return module
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The dict that ``torch.save`` wrote, tensors on the CPU.
+
+    ``weights_only=True`` where that suffices, else with inert objects in place of what it refuses.
+
+    Raises:
+        UsageError: When the file is absent.
+        GdistillError: When it is no torch zip archive, or damaged; the reason is given.
+    """
+    if not path.is_file():
+        raise UsageError("no such checkpoint", where=path)
+    if not zipfile.is_zipfile(path):
+        expected = "a zip archive written by torch.save (PyTorch 1.6 or later)"
+        raise GdistillError("cannot read the checkpoint", where=path, expected=expected)
+    try:
+        _require_stored_records(path)
+        loaded = _load(path)
+    except GdistillError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything at all
+        reason = first_line(error)
+        raise GdistillError("cannot read the checkpoint", where=path, got=reason) from error
+    if not isinstance(loaded, dict):
+        kind = type(loaded).__name__
+        raise GdistillError("not a checkpoint", where=path, got=kind, expected="a dict")
+    return loaded
+
+
+def _require_stored_records(path: Path) -> None:
+    """torch.save compresses nothing: an archive that unpacks to more than its size is a bomb."""
+    with zipfile.ZipFile(path) as archive:
+        total = sum(record.file_size for record in archive.infolist())
+    if total > path.stat().st_size:
+        expected = "records as torch.save stores them, uncompressed"
+        raise GdistillError("not a checkpoint", where=path, got=f"{total:,} B", expected=expected)
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        # Safe although weights_only is off: InertUnpickler decides which globals exist.
+        module = _inert_pickle_module()
+        return torch.load(path, map_location="cpu", weights_only=False, pickle_module=module)
+
+
+def plain_config(value: Any) -> Any:
+    """A config as plain dicts and values, also from the inert remains of an OmegaConf tree.
+
+    An OmegaConf node pickles its children as state ``_content`` and a leaf's value as ``_val``.
+    """
+    if isinstance(value, Inert):
+        state = value.state if isinstance(value.state, dict) else {}
+        return plain_config(state.get("_content", state.get("_val")))
+    if isinstance(value, dict):
+        return {str(key): plain_config(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_config(entry) for entry in value]
+    return value
+
+
+# The authors' Lightning checkpoints -> our Hugging Face layout.
+#
+# Their backbone lies under ``backbone.`` (with ``_orig_mod.`` where it was compiled); the teacher
+# and everything of the trainer is left behind. Their EMA is a list without names, in the order in
+# which the backbone registered its parameters, which is the order of the state dict without
+# buffers.
+
+
+NOISE_WEIGHT = "gumbel_noise_embed.linear.weight"
+ROTARY = "rotary_emb.inv_freq"
+SIGMA_WEIGHT = "sigma_map.mlp.0.weight"
+BUFFERS = (ROTARY,)
+PREFIX = "backbone."
+COMPILED = "_orig_mod."
+IGNORED = ("teacher_model.", "sampling_eps_min", "sampling_eps_max")
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+"""How the authors' configs point from one value to another."""
+MAX_REFERENCES = 8
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import did.
+
+    Attributes:
+        student: Registry name of the student.
+        out: Folder of the model.
+        num_parameters: Parameters imported.
+        weights: ``ema`` or ``raw``.
+        global_step: Optimizer steps of the checkpoint; None when it does not say.
+    """
+
+    student: str
+    out: Path
+    num_parameters: int
+    weights: str
+    global_step: int | None
+
+
+def our_parameters(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The authors' backbone parameters (no prefix) under our names and in our layout.
+
+    Only the noise projection changes shape: theirs is (D, V), ours (V, D).
+    """
+    ours: dict[str, Tensor] = {}
+    for name, value in reference.items():
+        if name == NOISE_WEIGHT:
+            ours["conditioner.weight"] = value.T.contiguous()
+        elif name not in BUFFERS:
+            ours[f"{PREFIX}{name}"] = value
+    return ours
+
+
+def backbone_of(state: Mapping[Any, Any]) -> tuple[dict[str, Tensor], list[str]]:
+    """Backbone entries without prefix, in order, and the keys that are neither it nor ignored."""
+    backbone: dict[str, Tensor] = {}
+    unexpected = []
+    for key, value in state.items():
+        name = key if isinstance(key, str) else f"a {type(key).__name__}"
+        if name.startswith(IGNORED):
+            continue
+        if name.startswith(PREFIX) and isinstance(value, Tensor):
+            backbone[name.removeprefix(PREFIX).replace(COMPILED, "")] = value
+        else:
+            unexpected.append(name)
+    return backbone, unexpected
+
+
+def with_ema(backbone: Mapping[str, Tensor], ema: Any) -> dict[str, Tensor]:
+    """The backbone with its parameters replaced by the EMA's, by position in the list.
+
+    Raises:
+        GdistillError: When the list is absent or does not fit in length or in any shape.
+    """
+    shadows = ema.get("shadow_params") if isinstance(ema, dict) else None
+    shadows = [s for s in shadows if isinstance(s, Tensor)] if isinstance(shadows, list) else None
+    names = [name for name in backbone if name not in BUFFERS]
+    remedy = "import the raw weights (without EMA) if those will do"
+    if not shadows:
+        raise GdistillError("the checkpoint has no EMA weights", where="ema", remedy=remedy)
+    if len(shadows) != len(names):
+        got, expected = f"{len(shadows)} tensors", f"{len(names)}, one per parameter"
+        raise GdistillError("the EMA does not fit", where="ema", got=got, expected=expected)
+    for name, shadow in zip(names, shadows, strict=True):
+        if shadow.shape != backbone[name].shape:
+            got, expected = tuple(shadow.shape), tuple(backbone[name].shape)
+            raise GdistillError("the EMA does not fit", where=name, got=got, expected=expected)
+    return {**backbone, **dict(zip(names, shadows, strict=True))}
+
+
+def settings_from(
+    backbone: Mapping[str, Tensor], config: Mapping[str, Any], bounds: tuple[float, float]
+) -> StudentSettings:
+    """Architecture from the shapes; what shapes do not show from the checkpoint's own config."""
+    num_layers = _require_architecture(backbone)
+    width = backbone["vocab_embed.embedding"].shape[1]
+    level = backbone.get(SIGMA_WEIGHT)
+    values = {
+        "hidden_size": width,
+        "num_layers": num_layers,
+        "num_heads": width // (2 * backbone[ROTARY].shape[0]),
+        "condition_size": 128 if level is None else level.shape[0],
+        "mlp_ratio": backbone["blocks.0.mlp.0.weight"].shape[0] // width,
+        "dropout": setting(config, "model.dropout", 0.1),
+        "conditioning": "gumbel" if NOISE_WEIGHT in backbone else "none",
+        "injection": setting(config, "model.gumbel_inject_mode", "replace"),
+        "noise_schedule": setting(config, "noise.type", "loglinear"),
+        "time_conditioning": setting(config, "algo.time_conditioning", False),
+        "loss_weighting": "rate" if setting(config, "algo.mdlm_loss_scale", False) else "schedule",
+        "min_time": bounds[0],
+        "max_time": bounds[1],
+    }
+    return from_mapping(StudentSettings, values, where="the checkpoint's config")
+
+
+def _require_architecture(backbone: Mapping[str, Tensor]) -> int:
+    """The number of blocks of the authors' DiT; a GdistillError where the keys are not its."""
+    needed = {"vocab_embed.embedding": 2, ROTARY: 1, "blocks.0.mlp.0.weight": 2}
+    if SIGMA_WEIGHT in backbone:
+        needed[SIGMA_WEIGHT] = 2
+    for name, num_axes in needed.items():
+        shape = tuple(backbone[name].shape) if name in backbone else ()
+        if len(shape) != num_axes or 0 in shape:
+            raise GdistillError(
+                "not a checkpoint of the authors' DiT",
+                where=f"state_dict: {PREFIX}{name}",
+                got=shape or "nothing",
+                expected=f"keys under {PREFIX} as the README of the released files lists them",
+            )
+    numbers = {name.split(".")[1] for name in backbone if name.startswith("blocks.")}
+    if numbers != set(map(str, range(len(numbers)))):
+        got, expected = sorted(numbers)[:8], "blocks 0, 1, 2 and so on"
+        raise GdistillError("blocks are missing", where="state_dict", got=got, expected=expected)
+    return len(numbers)
+
+
+Value = TypeVar("Value", bool, int, float, str)
+
+
+def setting(config: Mapping[str, Any], path: str, default: Value) -> Value:
+    """A value of the checkpoint's config, of the default's type; the default where it is absent.
+
+    Raises:
+        GdistillError: For a value of another type.
+    """
+    value = _lookup(config, path)
+    if value is None:
+        return default
+    kind = type(default)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)  # type: ignore[return-value]
+    if type(value) is not kind:
+        where, got = f"config: {path}", f"{value!r:.80}"
+        raise GdistillError("not a setting", where=where, got=got, expected=kind.__name__)
+    return value  # type: ignore[return-value]
+
+
+def _lookup(config: Mapping[str, Any], path: str, depth: int = 0) -> Any:
+    """The value at a dotted path, ``${other.path}`` followed; None where there is none."""
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    reference = REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    if reference is None:
+        return value
+    return _lookup(config, reference[1], depth + 1) if depth < MAX_REFERENCES else None
+
+
+def student_name(backbone: Mapping[str, Tensor], config: Mapping[str, Any], clipped: bool) -> str:
+    """Registry name: without sigma it is the autoregressive baseline, [x_t ; x_0] is BD3-LM."""
+    if SIGMA_WEIGHT not in backbone:
+        return "ar"
+    return "bd3lm" if setting(config, "algo.cross_attn", clipped) else "mdlm"
+
+
+def student_from(
+    checkpoint: Mapping[str, Any],
+    *,
+    ema: bool = True,
+    row_length: int | None = None,
+    block_size: int | None = None,
+    bos_and_eos: tuple[int | None, int | None] | None = None,
+) -> tuple[str, Student]:
+    """A student with the weights of a loaded checkpoint.
+
+    Args:
+        checkpoint: The dict of :func:`trainer.importing.read_checkpoint`.
+        ema: EMA weights (what the authors evaluate) or the raw ones.
+        row_length: Tokens per row, when the checkpoint's config does not say.
+        block_size: Tokens per block, likewise.
+        bos_and_eos: Of the tokenizer; without one, GPT-2's: the last token is both.
+
+    Raises:
+        UsageError: When neither the checkpoint nor the caller says how long rows or blocks are.
+        GdistillError: When keys are missing, unexpected or of another shape; all are listed.
+    """
+    state = checkpoint.get("state_dict")
+    if not isinstance(state, dict):
+        raise GdistillError("not a Lightning checkpoint", got="no state_dict")
+    backbone, unexpected = backbone_of(state)
+    hyper_parameters = plain_config(checkpoint.get("hyper_parameters"))
+    config = hyper_parameters.get("config") if isinstance(hyper_parameters, dict) else None
+    config = config if isinstance(config, dict) else {}
+    settings = settings_from(backbone, config, _clips(state))
+    name = student_name(backbone, config, "sampling_eps_min" in state)
+    length = row_length or _stated(config, "model.length", "row length", "1024 for OpenWebText's")
+    if name == "bd3lm":
+        size = block_size or _stated(config, "block_size", "block size", "4, 8 or 16")
+        settings = replace(settings, block_size=size)
+    vocab_size = backbone["vocab_embed.embedding"].shape[0] - 1
+    bos, eos = bos_and_eos or (vocab_size - 1, vocab_size - 1)
+    parameters = our_parameters(with_ema(backbone, checkpoint.get("ema")) if ema else backbone)
+    _require_memory(parameters)
+    student_class = STUDENTS[name]
+    student = student_class(
+        student_class.config_class.build(
+            settings,
+            vocab_size=vocab_size,
+            row_length=length,
+            bos_token_id=bos,
+            eos_token_id=eos,
+        )
+    )
+    _load_exactly(student, parameters, unexpected)
+    return name, student.eval()
+
+
+def _clips(state: Mapping[Any, Any]) -> tuple[float, float]:
+    bounds = []
+    for name, default in (("sampling_eps_min", 1e-3), ("sampling_eps_max", 1.0)):
+        value = state.get(name, default)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.item()
+        if not isinstance(value, int | float):
+            got, where = f"{value!r:.80}", f"state_dict: {name}"
+            raise GdistillError("not a clip of t", where=where, got=got, expected="one number")
+        bounds.append(before_float32(float(value)))
+    return bounds[0], bounds[1]
+
+
+def _stated(config: Mapping[str, Any], path: str, what: str, example: str) -> int:
+    value = setting(config, path, 0)
+    if value < 1:
+        where, option = f"config: {path}", f"--{what.replace(' ', '-')}"
+        remedy = f"pass {option} ({example} students)"
+        got = value or "nothing"
+        raise UsageError(
+            f"the checkpoint does not say its {what}", where=where, got=got, remedy=remedy
+        )
+    return value
+
+
+def _require_memory(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that claim more than is stored: a few bytes could ask for all memory."""
+    claimed = sum(value.numel() * value.element_size() for value in parameters.values())
+    storages = [value.untyped_storage() for value in parameters.values() if _is_plain(value)]
+    stored = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    if len(storages) < len(parameters) or claimed > sum(stored.values()):
+        got, expected = f"{claimed:,} bytes", "weights that are stored whole, on the CPU"
+        raise GdistillError("not the weights of a model", got=got, expected=expected)
+
+
+def _is_plain(value: Tensor) -> bool:
+    return value.device.type == "cpu" and value.layout == torch.strided and not value.is_quantized
+
+
+def _load_exactly(
+    student: Student, parameters: Mapping[str, Tensor], unexpected: list[str]
+) -> None:
+    own = dict(student.named_parameters())
+    missing = sorted(own.keys() - parameters.keys())
+    unexpected = unexpected + sorted(parameters.keys() - own.keys())
+    shapes = [
+        f"{name} {tuple(parameters[name].shape)} for {tuple(own[name].shape)}"
+        for name in own.keys() & parameters.keys()
+        if own[name].shape != parameters[name].shape
+    ]
+    if missing or unexpected or shapes:
+        raise GdistillError(
+            "the checkpoint does not fit",
+            where=type(student).__name__,
+            got=f"missing {missing}, unexpected {unexpected}, other shapes {sorted(shapes)}",
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(parameters[name])
+
+
+def import_checkpoint(
+    ckpt: str | Path,
+    out: str | Path,
+    ema: bool = True,
+    *,
+    row_length: int | None = None,
+    block_size: int | None = None,
+    tokenizer: str | None = None,
+) -> Imported:
+    """Convert one of the authors' checkpoints into a Hugging Face folder.
+
+    Args:
+        ckpt: ``mdlm-owt.ckpt`` or the like.
+        out: Folder to make; must be absent or empty.
+        ema: EMA weights (the default, as in the authors' evaluation) or the raw ones.
+        row_length: See :func:`student_from`.
+        block_size: See :func:`student_from`.
+        tokenizer: Folder of the tokenizer that the students were trained with (or its hub id, from
+            the local cache). It goes into the folder, so that samples have text.
+
+    Raises:
+        UsageError: When the checkpoint is absent, the folder is taken, or the tokenizer is another.
+        GdistillError: When the file cannot be read or does not fit.
+    """
+    ckpt, out = Path(ckpt), Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError("the output folder is taken", where=out, remedy="name a new one")
+    words = None if tokenizer is None else _open_tokenizer(tokenizer)
+    checkpoint = read_checkpoint(ckpt)
+    name, student = student_from(
+        checkpoint,
+        ema=ema,
+        row_length=row_length,
+        block_size=block_size,
+        bos_and_eos=None if words is None else (words.bos_token_id, words.eos_token_id),
+    )
+    if words is not None and len(words) != student.config.vocab_size:
+        got, expected = f"{len(words):,} tokens", f"{student.config.vocab_size:,} as the student's"
+        raise UsageError("not its tokenizer", where="--tokenizer", got=got, expected=expected)
+    with without_library_bars():
+        student.save_pretrained(out)
+        if words is not None:
+            words.save_pretrained(out)
+    step = checkpoint.get("global_step")
+    step = step if isinstance(step, int) else None
+    weights = "ema" if ema else "raw"
+    source = {"file": ckpt.name, "sha256": sha256_file(ckpt), "weights": weights}
+    write_json_atomic(out / "import.json", {**source, "student": name, "global_step": step})
+    return Imported(name, out, sum(p.numel() for p in student.parameters()), weights, step)
+
+
+def _open_tokenizer(location: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(
+            location, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError("no tokenizer there", where="--tokenizer", got=location) from error

@@ -1,0 +1,276 @@
+"""A frozen causal language model: its hidden states, its output layer, its identity."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import linear
+
+from shards.errors import UsageError
+from shards.language_model.forward import DtypeName
+from shards.language_model.loading import (
+    PretrainedFiles,
+    find_pretrained,
+    load_causal_model,
+    looks_local,
+)
+from shards.store.manifest import Manifest
+from trainer.students.base import Student
+from trainer.students.configuration import DIFFUSION_SETTINGS, StudentSettings
+
+HEAD_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05}
+"""How far the output layer's own product may lie from the logits, as a share of their spread."""
+
+
+class FrozenBackbone:
+    """The language model below a student. It is no module: nothing of it is trained or saved.
+
+    Args:
+        files: Where it came from.
+        network: The model of transformers, in evaluation mode, without gradients.
+        vocab_size: V; a padded output layer has more columns, which nobody sees.
+        dtype: Precision of its weights.
+
+    Raises:
+        UsageError: If its logits are more than a linear layer of its last hidden state.
+    """
+
+    def __init__(
+        self, files: PretrainedFiles, network: Any, vocab_size: int, dtype: DtypeName
+    ) -> None:
+        self.files, self.network, self.vocab_size = files, network, vocab_size
+        self.device = torch.device("cpu")
+        self._require_linear_head(dtype)
+
+    def to(self, device: torch.device) -> FrozenBackbone:
+        """The same backbone, on that device."""
+        if self.device != device:
+            self.network.to(device)
+            self.device = device
+        return self
+
+    @property
+    def hidden_size(self) -> int:
+        """Width D of the last hidden state."""
+        return self._output_layer.weight.shape[1]
+
+    @property
+    def context_length(self) -> int | None:
+        """Most tokens it can see; None without a limit."""
+        return self.files.context_length
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a student remembers of it, as JSON."""
+        return {
+            "name": self.files.name,
+            "weights_sha256": self.files.weights_sha256,
+            "hidden_size": self.hidden_size,
+            "num_parameters": sum(weight.numel() for weight in self.network.parameters()),
+        }
+
+    @torch.no_grad()
+    def hidden(self, tokens: Int[Tensor, "b l"]) -> Float[Tensor, "b l d"]:
+        """The last hidden states, as the output layer sees them; one forward pass."""
+        if not len(tokens):  # a process's share of a last batch; transformers take no such rows
+            return self._output_layer.weight.new_zeros(*tokens.shape, self.hidden_size)
+        return self.network.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+
+    def logits(self, hidden: Float[Tensor, "*shape d"]) -> Float[Tensor, "*shape v"]:
+        """The output layer over V tokens, in its own precision; gradients reach ``hidden``."""
+        head, size = self._output_layer, self.vocab_size
+        bias = None if head.bias is None else head.bias[:size]
+        return linear(hidden.to(head.weight.dtype), head.weight[:size], bias)
+
+    @property
+    def _output_layer(self) -> Any:
+        return self.network.get_output_embeddings()
+
+    @torch.no_grad()
+    def _require_linear_head(self, dtype: DtypeName) -> None:
+        got = "no plain linear layer"
+        if type(self._output_layer) is torch.nn.Linear:
+            rows = torch.arange(min(8, self.vocab_size))[None]
+            logits = self.network(input_ids=rows, use_cache=False).logits[..., : self.vocab_size]
+            error = (self.logits(self.hidden(rows)) - logits).float().square().mean().sqrt()
+            share = float(error / logits.float().std())
+            if share <= HEAD_TOLERANCES[dtype]:
+                return
+            got = f"logits that differ from its product by {share:.2g} of their spread"
+        raise UsageError(
+            "the backbone's output layer cannot be continued",
+            where=f"backbone, {self.files.name}",
+            got=got,
+            expected="logits = W h, with h the last hidden state",
+        )
+
+
+def load_backbone(location: str | Path, vocab_size: int, dtype: DtypeName) -> FrozenBackbone:
+    """Load a backbone on the CPU.
+
+    Args:
+        location: Folder, or hub id.
+        vocab_size: V of the shards or the student.
+        dtype: Precision of its weights.
+
+    Raises:
+        UsageError: When there is none, it is not causal, or its head knows fewer tokens.
+        GdistillError: When its weights are damaged or incomplete.
+    """
+    files = find_pretrained(location, role="backbone")
+    if files.num_logits < vocab_size:
+        raise UsageError(
+            "the backbone knows fewer tokens than the shards",
+            where=f"backbone, {files.name}",
+            got=files.num_logits,
+            expected=f"at least {vocab_size}",
+            remedy="give the model that scored the shards",
+        )
+    loaded = load_causal_model(files, dtype, vocab_size=vocab_size)
+    return FrozenBackbone(files, loaded.network, vocab_size, dtype)
+
+
+def require_backbone(
+    got: FrozenBackbone, weights_sha256: object, name: object, remedy: str
+) -> FrozenBackbone:
+    """The backbone, if it has the weights that are expected.
+
+    Args:
+        got: The loaded one.
+        weights_sha256: The expected hash; None where none was recorded.
+        name: Of the expected model, for the message.
+        remedy: What to do otherwise.
+
+    Raises:
+        UsageError: Naming both hashes.
+    """
+    ours = got.files.weights_sha256
+    if ours != weights_sha256:
+        raise UsageError(
+            "another backbone",
+            where=f"backbone, {got.files.name}",
+            got=f"weights_sha256 {ours}",
+            expected=f"{weights_sha256 or 'no recorded hash'} of {name}",
+            remedy=remedy,
+        )
+    return got
+
+
+# What students on a frozen backbone share: how they are made, kept and found their backbone.
+
+
+class BackboneStudent(Student, ABC):
+    """Base of the students that a frozen language model carries.
+
+    A subclass builds what it trains in ``_build`` from ``self.config`` alone (``config.frozen``
+    holds the backbone's record) and may hook into the network in ``attach``. The backbone is no
+    submodule: optimiser, moving average, checkpoint and export never meet it.
+    """
+
+    foreign_settings: ClassVar[tuple[str, ...]] = DIFFUSION_SETTINGS
+    _attached: FrozenBackbone | None = None
+
+    @classmethod
+    def make(cls, settings: StudentSettings, manifest: Manifest) -> BackboneStudent:
+        """See :class:`Student`; the backbone must be the one that scored the shards.
+
+        Raises:
+            UsageError: Without a backbone, or for another one than the shards' teacher.
+        """
+        if settings.backbone is None:
+            raise UsageError(
+                "the student stands on a language model",
+                where="model.backbone",
+                got="none",
+                remedy="--backbone FOLDER or a hub id: the teacher of the shards",
+            )
+        backbone = load_backbone(settings.backbone, manifest.vocab_size, settings.backbone_dtype)
+        teacher = manifest.teacher
+        remedy = "self-distillation: give the teacher of the shards, or extract from this backbone"
+        require_backbone(backbone, teacher.get("weights_sha256"), teacher.get("id"), remedy)
+        config = cls.configure(settings, manifest)
+        config.frozen = cls.describe(backbone)
+        student = cls(config)
+        student.attach(backbone)
+        return student
+
+    @classmethod
+    def describe(cls, backbone: FrozenBackbone) -> dict[str, Any]:
+        """What the config keeps of the backbone: enough to build what is trained without it."""
+        return backbone.record
+
+    def attach(self, backbone: FrozenBackbone) -> None:
+        """Stand on this backbone.
+
+        Raises:
+            UsageError: If it is not the one the student was trained on, naming both hashes.
+        """
+        frozen = self.config.frozen or {}
+        remedy = "give the backbone that the student was trained on"
+        require_backbone(backbone, frozen.get("weights_sha256"), frozen.get("name"), remedy)
+        self._attached = backbone
+
+    @property
+    def language_model(self) -> FrozenBackbone:
+        """The backbone, on the student's device."""
+        if self._attached is None:
+            self.complete(Path(self.name_or_path or "."))
+        assert self._attached is not None
+        return self._attached.to(self.device)
+
+    def complete(self, directory: Path, backbone: str | None = None) -> None:
+        """See :class:`Student`; looks where the config says, as seen from the model's folder."""
+        settings = self.settings
+        place = backbone or settings.backbone or ""
+        if backbone is None and (directory / place / "config.json").is_file():
+            place = str(directory / place)
+        try:
+            found = load_backbone(place, self.config.vocab_size, settings.backbone_dtype)
+        except UsageError as error:
+            frozen = self.config.frozen or {}
+            known = f"{frozen.get('name')}, weights_sha256 {frozen.get('weights_sha256')}"
+            raise UsageError(
+                "the backbone of the student cannot be loaded",
+                where=place,
+                got=error.what if error.got in (None, "") else f"{error.what}: {error.got}",
+                expected=known,
+                remedy="--backbone FOLDER or hub id",
+            ) from error
+        self.attach(found)
+
+    def published(self, directory: Path) -> dict[str, Any]:
+        """See :class:`Student`; a local backbone is named as seen from the model's folder."""
+        place = self.settings.backbone or ""
+        if not (Path(place).expanduser().exists() or looks_local(place)):
+            return {}
+        target = Path(place).expanduser().resolve()
+        return {"backbone": os.path.relpath(target, directory.resolve())}
+
+    @property
+    def sees_own_noise(self) -> bool:
+        """Whether a proposal is told the noise of its own token, which decides it."""
+        return self.is_conditioned and self.settings.own_noise == "seen"
+
+    @property
+    def frozen_weights(self) -> Iterable[Tensor]:
+        """See :class:`Student`."""
+        return self.language_model.network.parameters()
+
+    @property
+    def flops_per_row(self) -> float:
+        """2 per frozen weight and token, which has no backward pass, and 6 per trained one."""
+        frozen = (self.config.frozen or {}).get("num_parameters", 0)
+        return (2.0 * frozen + 6.0 * self.num_parameters()) * self.num_read_tokens
+
+    @property
+    def flops_per_masked(self) -> float:
+        """The frozen output layer, forward and for the gradient of what goes in."""
+        width = (self.config.frozen or {}).get("hidden_size", 0)
+        return 4.0 * width * self.config.vocab_size
