@@ -361,21 +361,50 @@ def _no_noise(file: Path, got: str) -> UsageError:
 
 
 def certify(
-    samples: Annotated[Path, typer.Argument(help="Folder or .jsonl file of gdistill-sample.")],
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SAMPLES",
+            help="Folder or .jsonl file of gdistill-sample; or the URL of an OpenAI-compatible "
+            'server, or a .jsonl file of its answers: {"request": ..., "answer": ...}.',
+        ),
+    ],
     teacher: Annotated[
         str, typer.Option(help="Causal LM: local folder, or a hub id in its cache.")
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Folder for certificate.json (the samples' own).")
+        Path | None,
+        typer.Option(help="Folder for certificate.json (the samples' own; of a server here)."),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda.")] = "auto",
+    noise: Annotated[
+        str | None,
+        typer.Option(help="Of a server: murmur3, murmur3-float64, if answers do not name it."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of a server: the precision that it computes in.")
+    ] = "float32",
+    num: Annotated[int, typer.Option(help="Of a URL: answers to ask for.")] = 32,
+    prompt: Annotated[str, typer.Option(help="Of a URL: what is asked.")] = "Once upon a time",
+    request: Annotated[
+        str, typer.Option(help="Of a URL: further fields of the request, JSON.")
+    ] = '{"max_tokens": 100, "temperature": 1, "seed": 0}',
 ) -> None:
     """Find the noise of each sample again and compare each token with argmax(l + tau xi).
 
     Samples that a teacher has verified must agree everywhere, or the command fails; those of a
     student get the share that does. The teacher computes in the precision that verified them, which
     the certificate names (float32 where none did); ties within its rounding are listed there.
+
+    Answers of a server must be argmax(l / T + g) where the noise is known, and greedy ones argmax
+    l; else their surprise must be the model's entropy, or the command fails.
     """
+    from evaluation.served_certificate import certify_served, is_served
+
+    if is_served(source):
+        certify_served(source, teacher, out, device, noise, dtype, num, prompt, request)
+        return
+    samples = Path(source)
     from shards.language_model.forward import resolve_device
     from trainer.sampling.verified.verifier import load_verifier
 
@@ -400,10 +429,10 @@ def certify(
     folder = out or (samples if samples.is_dir() else samples.parent)
     require_writable(folder)
     write_json_atomic(folder / "certificate.json", found)
-    for source, first in broken:
+    for file, first in broken:
         raise GdistillError(
             "a verified sample is not the teacher's",
-            where=f"{source}: sample {first.index}, position {first.position}",
+            where=f"{file}: sample {first.index}, position {first.position}",
             got=f"token {first.token}",
             expected=f"token {first.winner}, better by {-first.margin:.3g} nats",
             remedy="the file was altered, or the teacher is another one",

@@ -25,11 +25,16 @@ from typing import Any
 
 import requests
 import torch
+import typer
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import AutoTokenizer
 
+from shards.atomic import require_writable, write_json_atomic
 from shards.console import progress_bar
 from shards.errors import GdistillError, UsageError
+from shards.language_model.forward import resolve_device
+from shards.language_model.loading import find_pretrained, load_causal_model
 from shards.noise.murmur3 import engine_gumbels
 
 NOISES = {"murmur3": torch.float32, "murmur3-float64": torch.float64}
@@ -481,3 +486,73 @@ def ask(
             got=f"{type(error).__name__}: {error}",
             remedy="is it running, and is this its address?",
         ) from error
+
+
+def is_served(source: str) -> bool:
+    """Whether a source is a server, or a file of a server's answers."""
+    if source.startswith(("http://", "https://")):
+        return True
+    file = Path(source)
+    if not file.is_file():
+        return False
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        try:
+            first = json.loads(lines.readline())
+        except ValueError:
+            return False
+    return isinstance(first, dict) and {"request", "answer"} <= first.keys()
+
+
+def certify_served(
+    source: str,
+    teacher: str,
+    out: Path | None,
+    device: str,
+    noise: str | None,
+    dtype: str,
+    num: int,
+    prompt: str,
+    request: str,
+) -> None:
+    """``gdistill-eval certify`` of a server; see the options of the command.
+
+    Raises:
+        UsageError: For a request that is no JSON object, or an unknown precision.
+        GdistillError: When the answers are not what the model should have drawn.
+    """
+    if dtype not in TIES:
+        raise UsageError("unknown precision", where="--dtype", got=dtype, expected=", ".join(TIES))
+    files = find_pretrained(teacher, role="teacher", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(files.folder)
+    size = files.num_logits  # an engine draws from all of them
+    is_file = not source.startswith(("http://", "https://"))
+    folder = out or (Path(source).parent if is_file else Path())
+    require_writable(folder)
+    if is_file:
+        answers = read_answers(Path(source), tokenizer, noise)
+    else:
+        try:
+            settings = json.loads(request)
+        except ValueError:
+            settings = None
+        if not isinstance(settings, dict):
+            raise UsageError("not a JSON object", where="--request", got=request)
+        file = folder / "answers.jsonl"
+        with file.open("w", encoding="utf-8") as lines:
+            for record in ask(source, num, prompt, settings):
+                lines.write(json.dumps(record) + "\n")
+        answers = read_answers(file, tokenizer, noise)
+    model = load_causal_model(files, dtype, resolve_device(device), vocab_size=size).network  # type: ignore[arg-type]
+    certificate = certify_answers(answers, model, size, TIES[dtype])
+    write_json_atomic(folder / "certificate.json", certificate.to_json())
+    for line in certificate.lines():
+        typer.echo(line)
+    if not certificate.is_right:
+        raise GdistillError(
+            "the server does not draw from this model",
+            where=source,
+            got=f"{sum(v.num_faults for v in certificate.verdicts)} tokens at fault, law "
+            f"p = {certificate.p:.2g}",
+            expected=f"no token at fault, and p of {LEAST_P} or more where no noise is known",
+            remedy=f"see {folder / 'certificate.json'}; is it the model that was served?",
+        )
