@@ -305,7 +305,7 @@ class _Source:
 @cache
 def _packages() -> tuple[str, ...]:
     """The packages beside this one: other libraries' names are left as they are written."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     return tuple(path.parent.name for path in root.glob("*/__init__.py"))
 
 

@@ -15,9 +15,9 @@ SETTINGS = tuple(
     Section(f"--sampler {name}", f"trainer.sampling.{target}")
     for name, target in (
         ("ancestral", "ancestral:AncestralConfig"),
-        ("first_hitting", "first_hitting:FirstHittingConfig"),
-        ("fixed_count", "first_hitting:FixedCountConfig"),
-        ("confidence", "surest_first:ConfidenceConfig"),
+        ("first_hitting", "ancestral:FirstHittingConfig"),
+        ("fixed_count", "ancestral:FixedCountConfig"),
+        ("confidence", "confidence:ConfidenceConfig"),
         ("block", "block:BlockConfig"),
         ("sequential", "sequential:SequentialConfig"),
         ("apd", "verified.adaptive:AdaptiveConfig"),
