@@ -1,0 +1,189 @@
+"""One training loop for every drafter: the target's own text, fresh noise, its probabilities."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from benchmarks.drafting.drafters import Drafter, Form, Prefix
+from benchmarks.drafting.target import Cache, Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How drafters are trained; the compute is the same for all of them.
+
+    Args:
+        flops: Floating point operations of a whole training; the steps follow from it.
+        rows: Rows of text per step. anchors: Positions per row behind which a block is drafted.
+        kl: Weight of KL(p || q) beside total variation, which rejection loses.
+        decay: Weight of a slot over that of the slot before it.
+        vocabulary: Most frequent ids that a drafter can name.
+    """
+
+    flops: float
+    rows: int = 8
+    anchors: int = 32
+    slots: int = 8
+    kl: float = 0.5
+    decay: float = 0.85
+    early: float = 0.6
+    rate: float = 2e-3
+    vocabulary: int = 1536
+    save_every: int = 100
+
+
+def draft_vocabulary(
+    tokens: Int[Tensor, "n l"], vocab_size: int, size: int
+) -> tuple[Tensor, Tensor]:
+    """The most frequent ids of the text and log q of them."""
+    counts = torch.bincount(tokens.flatten(), minlength=vocab_size).float() + 0.5
+    ids = counts.argsort(descending=True, stable=True)[:size]
+    return ids, (counts[ids] / counts.sum()).log()
+
+
+def posterior_noise(
+    p: Float[Tensor, "*n v"], places: Int[Tensor, "*n"], generator: torch.Generator
+) -> Float[Tensor, "*n v"]:
+    """xi given that argmax(log p + xi) was the id at ``places`` (-1: an id that p leaves out).
+
+    Algorithm 1 of Zhang et al. (ICLR 2026), as arrivals: F_j = E_j + p_j E_0, of the winner p E_0.
+    """
+    first = torch.empty(p.shape[:-1]).exponential_(generator=generator)[..., None]
+    waits = p * first
+    arrivals = torch.rand(p.shape, generator=generator).clamp_(min=1e-7).log_().neg_().add_(waits)
+    own = places.clamp(min=0)[..., None]
+    won = torch.where(places[..., None] >= 0, waits.gather(-1, own), arrivals.gather(-1, own))
+    return -arrivals.scatter_(-1, own, won).clamp_(min=1e-30).log_()
+
+
+def losses(
+    drafter: Drafter,
+    target: Target,
+    tokens: Int[Tensor, "b l"],
+    starts: Int[Tensor, "a"],
+    settings: Training,
+    generator: torch.Generator,
+) -> tuple[Tensor, Float[Tensor, "k"]]:
+    """The loss of blocks behind the positions ``starts``, and 1 - TV by slot."""
+    b, length = tokens.shape
+    k = drafter.slots
+    order = torch.full((target.vocab_size,), -1)
+    order[drafter.ids] = torch.arange(len(drafter.ids))
+    with torch.no_grad():
+        cache = Cache.empty(len(target.layers), target.shape, b, length)
+        logits, states = target.read(tokens, cache)
+        every = log_softmax(logits, -1)
+        log_p = every[..., drafter.ids]
+        # The noise at position i chose the token at i, from the logits behind i - 1.
+        following = starts[:, None] + torch.arange(1, k + 1)
+        noise = None
+        if drafter.form.noise == "uniform":
+            p = every.exp()
+            rest = p.clone()
+            rest[..., drafter.ids] = 0
+            sorted_p = torch.cat([p[..., drafter.ids], rest], -1)
+            place = order[tokens[:, 1:]]
+            place = torch.where(place >= 0, place, len(drafter.ids) + tokens[:, 1:])[..., None]
+            below = sorted_p.cumsum(-1)[:, :-1].gather(-1, place)
+            own = sorted_p[:, :-1].gather(-1, place)
+            draw = torch.rand(own.shape, generator=generator)
+            noise = (below - own * draw)[..., 0][:, following - 1]
+        elif drafter.form.noise != "none":
+            xi = posterior_noise(log_p[:, :-1].exp(), order[tokens[:, 1:]], generator)
+            noise = xi[:, following - 1]
+        given, goal = tokens[:, following], log_p[:, following - 1]
+        p = goal.exp()
+    with torch.autocast("cpu", torch.bfloat16):
+        seen = (torch.arange(length) < starts[:, None]).expand(b, -1, -1)
+        positions = starts.expand(b, -1)
+        prefix = Prefix(states[:, starts - 1], tokens[:, starts], positions, cache.keys, seen)
+        every_read = drafter(prefix, noise, given)
+    weights = settings.decay ** torch.arange(k)
+    loss, kept = torch.zeros(()), torch.zeros(k)
+    for index, logits in enumerate(every_read):
+        log_q = log_softmax(logits.float(), -1)
+        kl = (p * (goal - log_q)).sum(-1).mean((0, 1))
+        if index + 1 < len(every_read):
+            loss = loss + settings.early / (len(every_read) - 1) * (weights * kl).mean()
+            continue
+        same = torch.minimum(p, log_q.exp()).sum(-1).mean((0, 1))
+        loss = loss + (weights * (settings.kl * kl + 1 - same)).mean()
+        kept = same.detach()
+    return loss, kept
+
+
+def step_flops(drafter: Drafter, target: Target, settings: Training, length: int) -> float:
+    """Operations of one training step: forward, and twice that backward (frozen heads: once)."""
+    every = settings.rows * target.flops(length, length / 2)
+    return every + 2.7 * settings.rows * settings.anchors * drafter.flops(length / 2)
+
+
+def train(
+    form: Form,
+    target: Target,
+    tokens: Int[Tensor, "n l"],
+    settings: Training,
+    seed: int,
+    path: Path,
+    say: Callable[[str], None] = print,
+) -> Drafter:
+    """A trained drafter; a training that was cut off goes on from ``path``, bit for bit."""
+    torch.manual_seed(seed)
+    ids, log_q = draft_vocabulary(tokens, target.vocab_size, settings.vocabulary)
+    drafter = Drafter(form, target, ids, log_q, settings.slots)
+    steps = max(2, round(settings.flops / step_flops(drafter, target, settings, tokens.shape[1])))
+    matrices = [w for name, w in drafter.named_parameters() if w.ndim == 2 and "places" not in name]
+    inside = {id(w) for w in matrices}
+    others = [w for w in drafter.parameters() if id(w) not in inside]
+    optimizers = [
+        torch.optim.Muon(
+            matrices, lr=settings.rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(others, lr=settings.rate, weight_decay=0.0, betas=(0.9, 0.98)),
+    ]
+    done, curve = 0, []
+    if path.exists():
+        saved = torch.load(path, weights_only=True)
+        drafter.load_state_dict(saved["drafter"])
+        for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        done, curve = saved["done"], saved["curve"]
+    recent = torch.zeros(settings.slots)
+    for step in range(done, steps):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        chosen = torch.randint(len(tokens), (settings.rows,), generator=generator)
+        places = tokens.shape[1] - settings.slots - 1
+        starts = torch.randperm(places, generator=generator)[: settings.anchors].sort().values + 1
+        rate = settings.rate * min(1.0, (step + 1) / 40, 1.15 * (1 - step / steps) + 0.02)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.zero_grad()
+        loss, kept = losses(drafter, target, tokens[chosen], starts, settings, generator)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        recent = recent + kept
+        last = step + 1 == steps
+        if (step + 1) % settings.save_every == 0 or last:
+            count = (step % settings.save_every) + 1
+            curve.append([step + 1, *(recent / count).tolist()])
+            recent = torch.zeros(settings.slots)
+            part = path.with_suffix(".part")
+            saved = {"drafter": drafter.state_dict(), "done": step + 1, "curve": curve}
+            saved["optimizers"] = [] if last else [o.state_dict() for o in optimizers]
+            torch.save(saved, part)
+            os.replace(part, path)
+            say(
+                f"{form.name} seed {seed} step {step + 1} of {steps}: 1 - TV by slot "
+                + " ".join(f"{v:.3f}" for v in curve[-1][1:])
+            )
+    return drafter.eval()

@@ -1,0 +1,247 @@
+"""The bench of drafters: both rules keep the target's law, and no drafter sees its own draw."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from scipy.stats import chi2, chisquare
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.drafting.__main__ import main
+from benchmarks.drafting.drafters import Drafter, Form, Prefix
+from benchmarks.drafting.evaluation import decode, proposer
+from benchmarks.drafting.target import Cache, Target, own_text
+from benchmarks.drafting.training import Training, losses, posterior_noise, train
+
+SLOTS = 3
+FORMS = [
+    Form(name="steps", kind="steps", layers=(1,)),
+    Form(name="slots", kind="slots", layers=(0, 1)),
+    Form(name="ids", kind="slots", layers=(0, 1), noise="ids"),
+    Form(name="soft", kind="slots", layers=(0, 1), noise="soft"),
+    Form(name="cross", kind="slots", layers=(0, 1), noise="cross"),
+    Form(name="uniform", kind="slots", layers=(0, 1), noise="uniform"),
+    Form(name="heads", kind="heads", noise="soft"),
+    Form(name="loop", kind="loop", layers=(0, 1), noise="race", loops=2),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 40 tokens with sharp distributions, as transformers writes it."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    path = tmp_path_factory.mktemp("target")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(folder: Path) -> Target:
+    """The same, read by the bench."""
+    return Target(folder)
+
+
+def trained(form: Form, target: Target, size: int = 40) -> Drafter:
+    """A drafter after three steps, so that what it reads of noise changes what it says."""
+    torch.manual_seed(1)
+    ids = torch.randperm(target.vocab_size)[:size]
+    drafter = Drafter(form, target, ids, torch.full((size,), 1 / size).log(), SLOTS)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-2)
+    generator = torch.Generator().manual_seed(2)
+    text = torch.randint(target.vocab_size, (4, 12), generator=generator)
+    for _ in range(3):
+        starts = torch.arange(1, 12 - SLOTS)
+        loss, _ = losses(drafter, target, text, starts, Training(flops=1), generator)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return drafter.eval()
+
+
+def test_the_target_is_the_model_of_the_folder(folder: Path, target: Target) -> None:
+    tokens = torch.randint(40, (3, 9), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        expected = LlamaForCausalLM.from_pretrained(folder)(tokens).logits
+    found = target.read(tokens)[0]
+    cache = Cache.empty(2, target.shape, 3, 9)
+    parts = []
+    for part in tokens.split([4, 5], 1):
+        parts.append(target.read(part, cache)[0])
+        cache.lengths += part.shape[1]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_a_slot_does_not_see_its_own_noise_nor_later_ones(form: Form, target: Target) -> None:
+    drafter = trained(form, target)
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randint(40, (2, 7), generator=generator)
+    cache = Cache.empty(2, target.shape, 2, 7)
+    states = target.read(tokens[:, :-1], cache)[1]
+    cache.lengths += 6
+    at = torch.full((2, 1), 6)
+    prefix = Prefix(states[:, -1:], tokens[:, -1:], at, cache.keys, cache.seen())
+    shape = (2, 1, SLOTS) if form.noise == "uniform" else (2, 1, SLOTS, 40)
+    noise = torch.rand(shape, generator=generator)
+    if form.noise != "uniform":
+        noise = -torch.log(-torch.log(noise)) * 4
+    with torch.no_grad():
+        first = drafter(prefix, noise)[-1]
+        changed = noise.clone()
+        changed[:, :, 1:] = changed[:, :, 1:].flip(-1).roll(1, 0)
+        other = drafter(prefix, changed)[-1]
+    torch.testing.assert_close(first[:, :, :2], other[:, :, :2])
+    if form.name not in ("slots",):
+        assert not torch.allclose(first[:, :, 2], other[:, :, 2])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_coupled_text_is_the_targets_own_decode(form: Form, target: Target) -> None:
+    if form.noise == "uniform":
+        pytest.skip("one uniform a token is another sampler than argmax(l + xi)")
+    prompts = torch.randint(40, (5, 4), generator=torch.Generator().manual_seed(5))
+    propose = proposer(trained(form, target, 36))
+    found = decode(target, propose, prompts, 16, SLOTS, "coupled", 7)
+    assert torch.equal(found.text[:, :20], own_text(target, prompts, 20, 7, 0))
+    # A pass writes what it kept and one token more.
+    assert int(found.tokens.sum()) == int(found.kept.sum() + found.passes.sum())
+
+
+def test_the_target_as_its_own_drafter_keeps_everything(target: Target) -> None:
+    form = Form(name="itself", kind="loop", layers=(0, 1), noise="race", loops=SLOTS)
+    drafter = Drafter(form, target, torch.arange(40), torch.zeros(40), SLOTS).eval()
+    prompts = torch.randint(40, (5, 4), generator=torch.Generator().manual_seed(6))
+    for rule in ("coupled", "standard"):
+        found = decode(target, proposer(drafter), prompts, 16, SLOTS, rule, 8)
+        assert float(found.kept.sum()) == float(found.reached.sum())
+
+
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[3], FORMS[5], FORMS[7]], ids=lambda f: f.name)
+def test_the_standard_rule_keeps_the_law(form: Form, tmp_path: Path) -> None:
+    """The law of three tokens, against the target's probabilities of all of them."""
+    torch.manual_seed(9)
+    config = LlamaConfig(
+        vocab_size=5,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    target = Target(tmp_path)
+    count, prompt = 6000, torch.tensor([1, 3, 2])
+    # Token 4 or so is none that the drafter can name.
+    propose = proposer(trained(form, target, 4))
+    found = decode(target, propose, prompt.expand(count, -1), 3, SLOTS, "standard", 11)
+    every = torch.cartesian_prod(*[torch.arange(5)] * 3)
+    logits = target.read(torch.cat([prompt.expand(125, -1), every], 1))[0].log_softmax(-1)
+    exact = logits[:, 2:5].gather(-1, every[..., None]).sum((1, 2)).exp().double()
+    codes = (found.text[:, 3:6] * torch.tensor([25, 5, 1])).sum(1)
+    seen = torch.bincount(codes, minlength=125).double()
+    # Rare triples are counted as one, so that every count is near enough to a normal variate.
+    rare = exact * count < 8
+    seen = torch.cat([seen[~rare], seen[rare].sum()[None]])
+    expected = torch.cat([exact[~rare], exact[rare].sum()[None]]) * count
+    expected *= seen.sum() / expected.sum()
+    statistic = chisquare(seen.numpy(), expected.numpy()).statistic
+    assert statistic < chi2.ppf(1 - 1e-5, len(seen) - 1)
+    assert 0 < float(found.kept.sum()) < float(found.reached.sum())
+
+
+def test_posterior_noise_chooses_the_token_and_is_gumbel() -> None:
+    generator = torch.Generator().manual_seed(12)
+    p = torch.randn(6, generator=generator).softmax(-1)
+    count = 20_000
+    tokens = torch.multinomial(p, count, replacement=True, generator=generator)
+    xi = posterior_noise(p.expand(count, -1), tokens, generator)
+    assert torch.equal((p.log() + xi).argmax(-1), tokens)
+    # exp(-exp(-xi)) of Gumbel noise is uniform: mean 1/2, variance 1/12, five standard errors.
+    uniform = (-(-xi).exp()).exp()
+    assert (uniform.mean(0) - 0.5).abs().max() < 5 * (1 / 12 / count) ** 0.5
+    assert (uniform.var(0) - 1 / 12).abs().max() < 5 * (1 / 180 / count) ** 0.5
+
+
+def test_a_training_that_was_cut_off_ends_in_the_same_weights(
+    target: Target, tmp_path: Path
+) -> None:
+    text = torch.randint(40, (6, 14), generator=torch.Generator().manual_seed(13))
+    settings = Training(flops=1.2e7, rows=2, anchors=4, slots=SLOTS, vocabulary=30, save_every=1)
+    said: list[str] = []
+    whole = train(FORMS[-1], target, text, settings, 0, tmp_path / "whole.pt", said.append)
+    assert len(said) > 3
+
+    def stop(line: str) -> None:
+        if line == said[1]:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        train(FORMS[-1], target, text, settings, 0, tmp_path / "cut.pt", stop)
+    again: list[str] = []
+    resumed = train(FORMS[-1], target, text, settings, 0, tmp_path / "cut.pt", again.append)
+    assert again == said[2:]
+    for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.shared
+def test_the_bench_writes_a_table_a_figure_and_their_numbers(shared: Path, tmp_path: Path) -> None:
+    stories = json.dumps([str(shared / "data/tinystories/tinystories_a.txt")])
+    settings = tmp_path / "settings.toml"
+    settings.write_text(f"""
+folder = "{tmp_path}"
+target = "{shared / "data/stories260K"}"
+results = "{tmp_path / "results"}"
+seeds = [0, 1]
+ratios = [["loop, coupled, 1 passes", "n-gram"]]
+[text]
+stories = {stories}
+rows = 6
+prompt = 4
+length = 24
+seed = 1
+[evaluation]
+stories = {stories}
+prompts = 3
+prompt = 4
+tokens = 6
+seed = 2
+repeats = 1
+[training]
+flops = 4e8
+rows = 2
+anchors = 4
+slots = 3
+vocabulary = 64
+[[drafter]]
+name = "loop"
+kind = "loop"
+layers = [0, 4]
+noise = "race"
+passes = [1, 3]
+""")
+    main(str(settings))
+    report = json.loads((tmp_path / "results.json").read_text())
+    lines = {line["name"]: line for line in report["lines"]}
+    assert {"n-gram", "loop, coupled, 1 passes", "loop, standard, 3 passes"} < set(lines)
+    low, high = lines["loop, coupled, 1 passes"]["tokens_per_pass"][1:]
+    assert 1 <= low <= lines["loop, coupled, 1 passes"]["tokens_per_pass"][0] <= high <= 4
+    assert (tmp_path / "results.png").exists() and (tmp_path / "results-table.md").exists()
