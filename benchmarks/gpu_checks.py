@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.conditioner import dense_pass, keyed_noise, tiled_pass
-from benchmarks.coupled import random_on_backbone
 from benchmarks.steps import dense_gumbels, dense_loss, tiled_loss
 from benchmarks.synthetic import make_student, random_batch
 from shards.noise.kinds import dense_arrivals
 from shards.noise.philox import PositionKeys
 from trainer.objective.batch import Batch
 from trainer.sampling.token_rule import TokenRule
+from trainer.students.backbone import load_backbone
 from trainer.students.conditioning import GumbelConditioner
 from trainer.students.dit import flex_training_attention, masked_attention, training_mask
 from trainer.students.registry import MDLM, Drafter, StudentSettings
@@ -157,7 +157,15 @@ def _drafter_step(
     )
     settings = replace(DRAFTER, attention=attention)
     with TemporaryDirectory() as folder:
-        student = random_on_backbone(Drafter, shape, settings, Path(folder), 32, vocab_size)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+        backbone = load_backbone(Path(folder), vocab_size, settings.backbone_dtype)
+        config = Drafter.config_class.build(
+            settings, vocab_size=vocab_size, row_length=32, bos_token_id=0
+        )
+        config.frozen = Drafter.describe(backbone)
+        student = Drafter(config)
+        student.attach(backbone)
     student = student.to(device).train()
     for parameter in student.parameters():
         torch.nn.init.normal_(parameter, std=0.1)

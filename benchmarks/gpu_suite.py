@@ -36,8 +36,6 @@ from benchmarks.gpu_parts import (
     first_hitting,
     training_throughput,
 )
-from benchmarks.llm_shapes import SHAPES as LLM_SHAPES
-from benchmarks.llm_shapes import measure_shape
 from benchmarks.measure import machine
 from shards.atomic import write_bytes_atomic, write_json_atomic
 from shards.console import run_command
@@ -72,9 +70,6 @@ def suite_parts(shape: SuiteShape, device: torch.device) -> dict[str, Callable[[
     parts["extraction"] = lambda: extraction(shape, device)
     parts["first hitting"] = lambda: first_hitting(shape, device)
     parts["block training"] = lambda: block_training(shape, device)
-    backbones = LLM_SHAPES["toy" if shape.sampled == "toy" else "paper"]
-    for name, backbone in backbones.items():
-        parts[f"heads on {name}"] = lambda backbone=backbone: measure_shape(backbone, device)
     return parts
 
 
