@@ -47,8 +47,6 @@ NUM     ?= 64
 STEPS   ?=
 DEMO    ?= configs/maze-demo.toml
 ARGS    ?=
-# Of `make ablate`: an axis, or a part of a recipe's name.
-ONLY    ?=
 ABLATE_STORIES ?=
 # Tests that run beside each other, and the threads of each.
 JOBS    ?= 2
@@ -65,8 +63,7 @@ export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo maze extract train sample references eval test test-portable test-portable-sample lint bench \
-        bench-codecs bench-stream bench-sampling bench-extract bench-training \
-        bench-faults ablate gpu clean
+        bench-sampling bench-extract bench-training gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -131,16 +128,7 @@ lint: $(STAMP) ## ruff and pyright
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-bench: bench-codecs bench-stream bench-sampling bench-extract bench-training bench-faults ## all benchmarks that need no GPU
-
-bench-codecs: $(STAMP) ## bytes per token against fidelity, for every codec
-	$(BIN)/python -m benchmarks.codecs --out benchmarks/results $(ARGS)
-
-bench-stream: $(STAMP) ## rows per second against other loaders
-	test -d $(VENV)/stream-peers || $(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  --no-deps --target $(VENV)/stream-peers -r benchmarks/stream_peers.txt
-	$(BIN)/python -m benchmarks.stream --out benchmarks/results $(ARGS)
-	$(BIN)/python -m benchmarks.order_quality --out benchmarks/results
+bench: bench-sampling bench-extract bench-training ## all benchmarks that need no GPU
 
 bench-sampling: $(STAMP) ## tokens per second of every sampler
 	$(BIN)/python -m benchmarks.sampling --out benchmarks/results $(ARGS)
@@ -155,14 +143,5 @@ gpu: $(STAMP) ## on a GPU: checks, then every figure with a bar, within 8 minute
 	$(BIN)/python -m benchmarks.gpu_suite $(ARGS)
 
 # Interrupted, the same command goes on. ABLATE_STORIES: corpus and teacher of the text part.
-ablate: $(STAMP) ## the paper's ablations as table and figure: make ablate [ONLY=codec]
-	$(BIN)/python -m benchmarks.quality benchmarks/quality/ablation-maze.toml --only '$(ONLY)' $(ARGS)
-	$(if $(ABLATE_STORIES),$(BIN)/python -m benchmarks.quality benchmarks/quality/ablation-stories.toml \
-	  --only '$(ONLY)' --extract '$(ABLATE_STORIES)' $(ARGS))
-	$(BIN)/python -m benchmarks.quality.ablation
-
-bench-faults: $(STAMP) ## kills, bit flips, lost files: the full counts
-	$(BIN)/python -m benchmarks.faults --out benchmarks/results $(ARGS)
-
 clean: ## remove outputs (never the shards elsewhere)
 	rm -rf out samples
