@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.quality.ablation import draw_ablations, maze_bars, stories_bars
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import benchmarks.quality.__main__ as bench
 from benchmarks.quality import stories
+from benchmarks.quality.ablation import draw_ablations, maze_bars, stories_bars
 from benchmarks.quality.ahead import (
     Fills,
     Prefixes,
