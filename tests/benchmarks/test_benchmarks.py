@@ -34,7 +34,9 @@ def test_gpu_suite_keeps_what_it_has_when_a_part_and_a_check_fail(
 
     wrong = {"step": {"error": float("nan"), "tolerance": 1e-5, "passed": False}}
     monkeypatch.setattr(gpu_suite, "check_everything", lambda *_: wrong)
-    monkeypatch.setattr(gpu_suite, "run_benchmark", lambda *_, **__: {"noise in memory": {"time_ratio": 0.4}})
+    monkeypatch.setattr(
+        gpu_suite, "run_benchmark", lambda *_, **__: {"noise in memory": {"time_ratio": 0.4}}
+    )
     for name in ("training_throughput", "extraction", "first_hitting", "block_training"):
         monkeypatch.setattr(gpu_suite, name, full)
     out = tmp_path / "suite.json"
