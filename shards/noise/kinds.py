@@ -19,7 +19,8 @@ from torch import Tensor
 
 from shards.noise.embedding import Tiles, Weighting, embed_entries, embed_tiles
 from shards.noise.gumbel import arrivals_from_gumbel, place_tokens, token_gumbels
-from shards.noise.philox import Index, OfPositions, PositionKeys, first_arrivals, keyed_exponentials
+from shards.noise.murmur3 import EngineKeys
+from shards.noise.philox import Index, OfPositions, PositionKeys
 from shards.noise.probabilities import Entries, Probabilities
 from shards.noise.tile_weights import OpenTile
 
@@ -148,7 +149,7 @@ class TokenNoise(TiledNoise):
 class KeyedPrior(TiledNoise):
     """Prior noise, F_j ~ Exp(1), computed from the keys whenever a tile is read."""
 
-    keys: PositionKeys
+    keys: PositionKeys | EngineKeys
     vocab_size: int
 
     @property
@@ -157,10 +158,10 @@ class KeyedPrior(TiledNoise):
 
     @property
     def device(self) -> torch.device:
-        return self.keys.rows.device
+        return self.keys.positions.device
 
     def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
-        return keyed_exponentials(self.keys, start, min(stop, self.vocab_size))
+        return self.keys.exponentials(start, min(stop, self.vocab_size))
 
     def redrawn(self, draw: int) -> KeyedPrior:
         """The ``draw``-th draw after this one, of the same positions."""
@@ -184,7 +185,7 @@ class KeyedPosterior(TokenNoise):
             F_j = E_j, prior noise. None where all are observed.
     """
 
-    keys: PositionKeys
+    keys: PositionKeys | EngineKeys
     tokens: Int[Tensor, "n"]
     token_log_probs: Float[Tensor, "n"]
     probabilities: Probabilities
@@ -197,7 +198,7 @@ class KeyedPosterior(TokenNoise):
     @cached_property
     def first(self) -> Float[Tensor, "n"]:
         """E_0."""
-        return first_arrivals(self.keys)
+        return self.keys.first_arrivals()
 
     @cached_property
     def token_gumbels(self) -> Float[Tensor, "n"]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -214,7 +215,7 @@ class KeyedPosterior(TokenNoise):
 
     def remaining(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         """E_j of a tile."""
-        return keyed_exponentials(self.keys, start, stop)
+        return self.keys.exponentials(start, stop)
 
     def other_arrivals(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         """E_j + p_j E_0 of a tile."""
@@ -240,7 +241,7 @@ class ShiftedNoise(TokenNoise):
         vocab_size: V.
     """
 
-    keys: PositionKeys
+    keys: PositionKeys | EngineKeys
     tokens: Int[Tensor, "n"]
     token_log_probs: Float[Tensor, "n"]
     factors: Entries
@@ -249,10 +250,10 @@ class ShiftedNoise(TokenNoise):
     @cached_property
     def token_gumbels(self) -> Float[Tensor, "n"]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """xi_x = -log E_0 - log p_x."""
-        return token_gumbels(self.token_log_probs, first_arrivals(self.keys))
+        return token_gumbels(self.token_log_probs, self.keys.first_arrivals())
 
     def other_arrivals(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
-        arrivals = keyed_exponentials(self.keys, start, stop)
+        arrivals = self.keys.exponentials(start, stop)
         rows, columns, factors = self.factors.in_tile(start, stop)
         arrivals[rows, columns] *= factors
         return arrivals

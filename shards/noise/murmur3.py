@@ -14,17 +14,22 @@ sign bit, so it is masked.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from shards.noise.philox import OfPositions
+
 MASK = 0xFFFFFFFF
 SECOND_WORD = 0x9E3779B9
 """Domain of the other 32 bits of a float64 uniform."""
 FIRST_ARRIVAL = 0x6C8E9CF5
 """Domain of draws that belong to a position and to no token: a stream that vLLM does not use."""
+STRIDE = 0x2545F491
+"""Between the domains of a position's draws."""
 
 
 def engine_bits(
@@ -110,6 +115,46 @@ def engine_gumbels(
 ) -> Float[Tensor, "n tile"]:
     """g of n positions and token ids start..stop-1; see :func:`engine_arrivals`."""
     return engine_arrivals(seeds, positions, start, stop, dtype).log_().neg_()
+
+
+@dataclass(frozen=True)
+class EngineKeys(OfPositions):
+    """Names n positions for the engine's generator, as PositionKeys do for ours.
+
+    :class:`~shards.noise.kinds.KeyedPrior` of them is the noise that an engine draws the tokens of
+    its requests with, and :class:`~shards.noise.kinds.KeyedPosterior` decodes a store under it.
+
+    Attributes:
+        seeds: The requests' seeds; [n] int64.
+        positions: Of the tokens, from 0 with the prompt; [n] int64. No engine draws position 0.
+        draw: 0 is the engine's; others are streams that it does not use.
+        dtype: See :func:`engine_arrivals`.
+    """
+
+    seeds: Int[Tensor, "n"]
+    positions: Int[Tensor, "n"]
+    draw: int = 0
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def num_positions(self) -> int:
+        return self.positions.shape[0]
+
+    def redrawn(self, draw: int) -> EngineKeys:
+        """The same positions, ``draw`` draws further on."""
+        return replace(self, draw=self.draw + draw)
+
+    def exponentials(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        """E_j, Exp(1), of token ids start..stop-1, float32."""
+        domain = self.draw * STRIDE & MASK
+        before = self.positions - 1
+        return engine_arrivals(self.seeds, before, start, stop, self.dtype, domain).float()
+
+    def first_arrivals(self) -> Float[Tensor, "n"]:
+        """E_0, Exp(1), float32: a stream that the engine does not use."""
+        domain = self.draw * STRIDE & MASK ^ FIRST_ARRIVAL
+        arrivals = engine_arrivals(self.seeds, self.positions - 1, 0, 1, self.dtype, domain)
+        return arrivals[:, 0].float()
 
 
 @lru_cache(maxsize=1 << 14)

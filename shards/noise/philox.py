@@ -128,6 +128,14 @@ class PositionKeys(OfPositions):
         """The same positions, ``draw`` draws further on."""
         return replace(self, draw=self.draw + draw)
 
+    def exponentials(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        """E_j, Exp(1), of vocabulary ids start..stop-1."""
+        return keyed_exponentials(self, start, stop)
+
+    def first_arrivals(self) -> Float[Tensor, "n"]:
+        """E_0, Exp(1): a stream apart from every vocabulary id."""
+        return first_arrivals(self)
+
 
 def round_keys(seed: int) -> list[tuple[int, int]]:
     """The ten key pairs of a 64-bit seed."""
