@@ -104,12 +104,11 @@ class Engine:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        if drafter is not None:
-            environment["GDISTILL_DRAFTER"] = str(drafter)
         self.process = subprocess.Popen(
             [
                 str(place / "bin" / "python"),
                 *("-m", "benchmarks.serving", "worker", teacher, json.dumps(drafts)),
+                str(drafter or ""),
             ],
             env=environment,
             stdin=subprocess.PIPE,
@@ -134,7 +133,7 @@ class Engine:
         self.process.wait()
 
 
-def worker(teacher: str, drafts: dict[str, Any] | None) -> None:
+def worker(teacher: str, drafts: dict[str, Any] | None, drafter: str) -> None:
     """Serve what comes line by line; runs in the engine's environment."""
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -147,6 +146,7 @@ def worker(teacher: str, drafts: dict[str, Any] | None) -> None:
         max_num_seqs=16,
         gpu_memory_utilization=0.1,
         speculative_config=drafts,
+        additional_config={"gdistill_drafter": drafter} if drafter else {},
     ).llm_engine
     number = 0
     for line in sys.stdin:
@@ -311,6 +311,6 @@ def kinds(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
-        worker(sys.argv[2], json.loads(sys.argv[3]))
+        worker(sys.argv[2], json.loads(sys.argv[3]), sys.argv[4])
     else:
         typer.run(main)

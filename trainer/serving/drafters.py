@@ -1,0 +1,345 @@
+"""Students as drafters in vLLM: ``method: custom_class`` with :class:`StudentDrafter` as model.
+
+A student is shown the noise that the engine will draw with (:class:`EngineKeys`), or, where it
+takes none, its own distribution races under that noise. So a good student proposes the very token
+that the engine takes, and the engine keeps it (:mod:`trainer.serving.plugin`).
+
+All requests of a step are drafted for together. What is kept of a request while it lives: the
+embeddings of its noise, and a BD3-LM's keys and values of finished blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from shards.errors import UsageError
+from shards.noise.kinds import KeyedPrior
+from shards.noise.murmur3 import EngineKeys
+from trainer.loading import load_student
+from trainer.sampling.verified.coupled import Drafter, drafter_of
+from trainer.sampling.verified.verifier import require_same_tokenizer
+from trainer.serving.coupling import draw
+from trainer.serving.plugin import Requests
+from trainer.students.autoregressive import AR
+from trainer.students.folder import find_model, load_tokenizer
+from trainer.students.mdlm import MDLM
+from trainer.students.medusa import Medusa
+from trainer.students.registry import Student
+
+SETTING = "gdistill_drafter"
+"""Name of the student's folder in the engine's ``--additional-config``."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A request as far as it is written.
+
+    Attributes:
+        name: The request's, the same while it lives.
+        tokens: Prompt and answer.
+        seed: Of its noise.
+        temperature: 0 is greedy.
+        hidden: [D] what the target's output layer saw before the last token; None where the drafter
+            does not ask for it.
+    """
+
+    name: str
+    tokens: Sequence[int]
+    seed: int
+    temperature: float
+    hidden: Float[Tensor, "d"] | None = None
+
+
+class Drafts(Protocol):
+    """Proposals of one kind of student."""
+
+    def draft(self, prefixes: list[Prefix], most: int) -> list[list[int]]:
+        """Up to ``most`` tokens behind each prefix."""
+        ...
+
+
+def noise_of(prefixes: list[Prefix], places: Int[Tensor, "b k"], vocab_size: int) -> KeyedPrior:
+    """The engine's noise of k places of each of b requests, row-major."""
+    seeds = torch.tensor([prefix.seed for prefix in prefixes], dtype=torch.int64)
+    keys = EngineKeys(seeds.repeat_interleave(places.shape[1]), places.flatten())
+    return KeyedPrior(keys, vocab_size)
+
+
+def embeddings(
+    student: Student, prefixes: list[Prefix], places: Int[Tensor, "b k"]
+) -> Float[Tensor, "b k e"]:
+    """Noise embeddings of places, each request's at its temperature."""
+    rows = []
+    for prefix, own in zip(prefixes, places, strict=True):
+        noise = noise_of([prefix], own[None], student.config.vocab_size)
+        rows.append(student.embed_noise(noise, prefix.temperature))
+    return torch.stack(rows)
+
+
+def race(
+    log_probs: Float[Tensor, "n v"],
+    prefixes: list[Prefix],
+    rows: Int[Tensor, "n"],
+    places: Int[Tensor, "n"],
+) -> Int[Tensor, "n"]:
+    """argmax(log q / T + g) with the noise of each place; greedy requests get argmax log q."""
+    seeds = torch.tensor([prefix.seed for prefix in prefixes], dtype=torch.int64)[rows]
+    heat = torch.tensor([prefix.temperature for prefix in prefixes])[rows]
+    is_greedy = heat == 0
+    scaled = log_probs / torch.where(is_greedy, 1.0, heat)[:, None]
+    return draw(scaled, seeds, places - 1, is_greedy=is_greedy)
+
+
+class RowDrafts:
+    """An MDLM or BD3-LM, which reads rows of a fixed length; behind their end it drafts nothing.
+
+    Args:
+        student: The model.
+    """
+
+    def __init__(self, student: MDLM) -> None:
+        self.student = student
+        self.conditions: dict[str, Tensor] = {}
+        self.names: list[str] = []
+        self.inner: Drafter | None = None
+
+    def draft(self, prefixes: list[Prefix], most: int) -> list[list[int]]:
+        """See :class:`Drafts`."""
+        length = self.student.config.row_length
+        fitting = [i for i, prefix in enumerate(prefixes) if len(prefix.tokens) < length]
+        drafts: list[list[int]] = [[] for _ in prefixes]
+        if not fitting:
+            return drafts
+        chosen = [prefixes[i] for i in fitting]
+        tokens = torch.full((len(chosen), length), self.student.mask_id)
+        for row, prefix in zip(tokens, chosen, strict=True):
+            row[: len(prefix.tokens)] = torch.as_tensor(prefix.tokens)
+        first = torch.tensor([len(prefix.tokens) for prefix in chosen])
+        inner = self._continued(chosen)
+        stops = torch.minimum(inner.reach(first), first + most).clamp_max(length)
+        columns = torch.arange(length)
+        where = (columns >= first[:, None]) & (columns < stops[:, None])
+        log_probs = inner.log_probs(tokens, where)
+        rows, places = where.nonzero(as_tuple=True)
+        if self.student.is_conditioned:
+            found = log_probs.argmax(dim=-1)
+        else:
+            found = race(log_probs, chosen, rows, places)
+        for row, token in zip(rows.tolist(), found.tolist(), strict=True):
+            drafts[fitting[row]].append(token)
+        return drafts
+
+    def _continued(self, chosen: list[Prefix]) -> Drafter:
+        """What drafted last time, for the requests that go on; anew when others came."""
+        names = [prefix.name for prefix in chosen]
+        if self.inner is not None and {*names} <= {*self.names}:
+            if names != self.names:
+                self.inner.select(torch.tensor([self.names.index(name) for name in names]))
+        else:
+            condition = self._condition(chosen) if self.student.is_conditioned else None
+            self.inner = drafter_of(self.student, condition, len(chosen))
+        self.names = names
+        return self.inner
+
+    def _condition(self, chosen: list[Prefix]) -> Float[Tensor, "b l e"]:
+        """Noise embeddings of the places to fill; a request's are computed once."""
+        length = self.student.config.row_length
+        kept = {}
+        for prefix in chosen:
+            known = self.conditions.get(prefix.name)
+            if known is None:
+                start = len(prefix.tokens)
+                own = embeddings(self.student, [prefix], torch.arange(start, length)[None])[0]
+                known = pad(own, (0, 0, start, 0))
+            kept[prefix.name] = known
+        self.conditions = kept
+        return torch.stack(list(kept.values()))
+
+
+class NextTokenDrafts:
+    """An autoregressive student: one pass per token, each over the whole rows.
+
+    Args:
+        student: The model.
+    """
+
+    def __init__(self, student: AR) -> None:
+        self.student = student
+
+    def draft(self, prefixes: list[Prefix], most: int) -> list[list[int]]:
+        """See :class:`Drafts`."""
+        written = [list(prefix.tokens) for prefix in prefixes]
+        for _ in range(most):
+            longest = min(max(map(len, written)), self.student.config.row_length)
+            open_rows = [i for i, row in enumerate(written) if len(row) <= longest]
+            if not open_rows:
+                break
+            tokens = torch.tensor(
+                [written[i] + [0] * (longest - len(written[i])) for i in open_rows]
+            )
+            places = torch.tensor([len(written[i]) for i in open_rows])
+            log_probs = self.student.predict(tokens)[torch.arange(len(tokens)), places - 1]
+            chosen = [prefixes[i] for i in open_rows]
+            found = race(log_probs[:, :-1], chosen, torch.arange(len(chosen)), places)
+            for i, token in zip(open_rows, found.tolist(), strict=True):
+                written[i].append(token)
+        return [row[len(prefix.tokens) :] for row, prefix in zip(written, prefixes, strict=True)]
+
+
+class HeadDrafts:
+    """Medusa heads on the target's own hidden states.
+
+    Args:
+        student: The heads.
+    """
+
+    def __init__(self, student: Medusa) -> None:
+        self.student = student
+
+    def draft(self, prefixes: list[Prefix], most: int) -> list[list[int]]:
+        """See :class:`Drafts`."""
+        hidden = torch.stack([prefix.hidden for prefix in prefixes if prefix.hidden is not None])
+        count = min(most, self.student.settings.num_proposed)
+        first = torch.tensor([len(prefix.tokens) for prefix in prefixes])
+        embedded = None
+        if self.student.is_conditioned:
+            window = torch.arange(-1, self.student.settings.num_proposed)
+            embedded = embeddings(self.student, prefixes, first[:, None] + window)
+        log_probs = self.student.propose(hidden.float(), embedded)[:, :count]
+        if self.student.sees_own_noise:
+            return log_probs.argmax(dim=-1).tolist()
+        rows = torch.arange(len(prefixes)).repeat_interleave(count)
+        places = (first[:, None] + torch.arange(count)).flatten()
+        return race(log_probs.flatten(0, 1), prefixes, rows, places).view(-1, count).tolist()
+
+
+def drafts_of(student: Student) -> Drafts:
+    """The student's way of drafting.
+
+    Raises:
+        UsageError: For one that has none in an engine.
+    """
+    if isinstance(student, MDLM):
+        return RowDrafts(student)
+    if isinstance(student, AR):
+        return NextTokenDrafts(student)
+    if isinstance(student, Medusa):
+        return HeadDrafts(student)
+    raise UsageError(
+        "this student does not draft in an engine",
+        where=SETTING,
+        got=type(student).__name__,
+        expected="an mdlm, bd3lm, ar or medusa student",
+        remedy="draft with it by gdistill-sample",
+    )
+
+
+class StudentDrafter:
+    """What vLLM loads: ``--speculative-config '{"method": "custom_class", "model":
+    "trainer.serving.drafters.StudentDrafter", "num_speculative_tokens": 4}' --additional-config
+    '{"gdistill_drafter": "RUN/model"}'``.
+
+    Args:
+        vllm_config: The engine's settings.
+
+    Raises:
+        UsageError: When there is no student, it has other tokens than the target, or its kind does
+            not draft in an engine.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        settings = vllm_config.additional_config
+        place = settings.get(SETTING) if isinstance(settings, dict) else None
+        if place is None:
+            raise UsageError(
+                "no student to draft with",
+                where="--additional-config",
+                got=settings,
+                expected=f'{{"{SETTING}": "RUN/model"}}',
+            )
+        self.most: int = vllm_config.speculative_config.num_speculative_tokens
+        model = vllm_config.model_config
+        self.student = load_student(place)
+        size = self.student.config.vocab_size
+        if size > model.get_vocab_size():
+            raise UsageError(
+                "the student has more tokens than the target",
+                where=place,
+                got=size,
+                expected=model.get_vocab_size(),
+            )
+        require_same_tokenizer(model.model, load_tokenizer(find_model(Path(place))))
+        self.drafts = drafts_of(self.student)
+        self.needs_hidden = isinstance(self.student, Medusa)
+        self.requests: Requests | None = None
+        self.hidden: Tensor | None = None
+        self.counts: list[int] | None = None
+
+    def load_model(self, target: Any) -> None:
+        """The student is there; the engine asks every drafter."""
+
+    def look(self, requests: Requests, hidden: Tensor, drafts: Any) -> None:
+        """What the plugin tells before each proposal.
+
+        Args:
+            requests: Of this step.
+            hidden: [n, D] of the rows of logits, request by request.
+            drafts: The engine's record of the drafts that were verified; None for none.
+        """
+        self.requests, self.hidden = requests, hidden
+        self.counts = None if drafts is None else drafts.num_draft_tokens
+
+    @torch.no_grad()
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Drafts of each request; none for one that is still reading its prompt.
+
+        Args:
+            sampled_token_ids: What each request got in this step.
+            num_tokens_no_spec: [b] tokens that it has now.
+            token_ids_cpu: [b, L] which.
+            slot_mappings: Not looked at.
+
+        Raises:
+            UsageError: Without the plugin, which tells seeds and temperatures.
+        """
+        requests = self.requests
+        if requests is None:
+            raise UsageError("this drafter needs the plugin", remedy="set VLLM_PLUGINS=gdistill")
+        counts = self.counts or [0] * len(sampled_token_ids)
+        ends = np.cumsum([count + 1 for count in counts])
+        prefixes, rows = [], []
+        for row, drawn in enumerate(sampled_token_ids):
+            if not drawn:
+                continue
+            last = int(ends[row]) - counts[row] - 1 + len(drawn) - 1
+            hidden = self.hidden[last] if self.needs_hidden and self.hidden is not None else None
+            prefixes.append(
+                Prefix(
+                    name=requests.ids[row],
+                    tokens=token_ids_cpu[row, : num_tokens_no_spec[row]].tolist(),
+                    seed=int(requests.seeds[row]),
+                    temperature=float(requests.temperatures[row]),
+                    hidden=hidden,
+                )
+            )
+            rows.append(row)
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if prefixes:
+            for row, tokens in zip(rows, self.drafts.draft(prefixes, self.most), strict=True):
+                drafts[row] = tokens
+        return drafts
