@@ -13,6 +13,9 @@ from torch import Tensor
 from shards.errors import UsageError
 from trainer.students.registry import Student
 
+COUNTS = ("verifier_nfe", "drafted", "agreed", "reached", "accepted")
+"""Details that say what was computed: those of every draw of a sample count."""
+
 
 @dataclass(frozen=True)
 class SampleResult:
@@ -136,8 +139,8 @@ class StopRule:
             device: Of the rows.
 
         Returns:
-            The last draw of each row. With a ``min_entropy_nats`` its NFE is summed over all draws,
-            and ``attempt`` is in the details.
+            The last draw of each row. With ``min_entropy_nats`` passes and drafts (``COUNTS``) are
+            summed over all draws, and ``attempt`` is in the details.
         """
         result = draw(torch.arange(num_rows, device=device), 0)
         if self.min_entropy_nats is None:
@@ -153,7 +156,7 @@ class StopRule:
             tokens[rows], lengths[rows], attempts[rows] = again.tokens, again.lengths, attempt
             nfe[rows] += again.nfe
             for name, values in again.details.items():
-                details[name][rows] = values
+                details[name][rows] = values + details[name][rows] if name in COUNTS else values
         return SampleResult(tokens, nfe, lengths, {**details, "attempt": attempts})
 
 

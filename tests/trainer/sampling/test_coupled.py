@@ -224,3 +224,17 @@ def test_mistakes_are_named(verifier: str, tmp_path: Path) -> None:
     student.config.codec = {"name": "topk", "parameters": {"num_entries": 3}}
     with pytest.raises(UsageError, match="cuts off"):
         draw(student, CoupledConfig(verifier=verifier), IDS)
+
+
+def test_passes_of_all_draws_count(verifier: str) -> None:
+    """Rows that were drawn anew: what every draw cost, and the counts that go with it."""
+    student, ids = tiny_student(), torch.arange(30)
+    stop = StopRule(min_entropy_nats=1.6, entropy_window=8, max_tries=3)
+    once = draw(student, CoupledConfig(verifier=verifier), ids)
+    result = draw(student, CoupledConfig(verifier=verifier, stop=stop), ids)
+    attempts, details = result.details["attempt"], result.details
+    assert (attempts == 0).any() and (attempts > 0).any()
+    gained = details["accepted"].sum(dim=1) + details["verifier_nfe"]
+    assert torch.equal(gained, (attempts + 1) * (LENGTH - 1))
+    again = attempts > 0
+    assert (details["drafted"].sum(1) > once.details["drafted"].sum(1))[again].all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -61,7 +61,11 @@ class OwnBackboneSampler(VerifiedSampler):
         self.stop.check(student, tokens)
         check_open_end(student, tokens)
         verifier.require_context(tokens.shape[1])
+        self.require_reach(self.require(student), tokens.shape[1])
         return student
+
+    def require_reach(self, student: BackboneStudent, row_length: int) -> None:
+        """Refuse rows that the student cannot propose tokens in."""
 
     def require(self, student: Student) -> BackboneStudent:
         """The student, if it is of the sampler's kind.
@@ -137,17 +141,18 @@ class SlotReader(CausalReader):
         student, cache = self.student, self.cache
         assert cache is not None
         layout = SlotLayout(starts, student.num_slots, tokens.shape[1])
-        counts = stops - self.lengths
-        width, new = int(self.lengths.max()), int(counts.max())
+        new = int((stops - self.lengths).max())
+        self.keep((stops - new).clamp_min(0))
+        width = int(self.lengths.max())
         places = stops[:, None] - new + torch.arange(new, device=tokens.device)
-        is_new = places >= self.lengths[:, None]
+        is_new = places >= 0
         cached = torch.arange(-width, 0, device=tokens.device) + self.lengths[:, None]
         known = torch.cat((cached.clamp_min(EMPTY), torch.where(is_new, places, EMPTY)), dim=1)
         num_slots = layout.places.shape[1]
         hidden = self._states(tokens, places.clamp_min(0), layout, known, noise_table)
         if num_slots:
             cache.crop(-num_slots)
-        self._realign(width, new, counts)
+        self._fit(stops, width + new)
         proposed = student.logits(hidden[:, new:])
         shape = (len(tokens), starts.shape[1], student.num_slots, proposed.shape[-1])
         return student.logits(hidden[:, new - num_last : new]), proposed.view(shape)
@@ -217,6 +222,22 @@ class DrafterSampler(OwnBackboneSampler):
     label: ClassVar[str] = "drafter"
     student_class: ClassVar[type[BackboneStudent]] = Drafter
     student_in_words: ClassVar[str] = "slots of a backbone"
+
+    def require_reach(self, student: BackboneStudent, row_length: int) -> None:
+        """Refuse rows longer than the backbone's attention window: slots and tokens share one mask.
+
+        Raises:
+            UsageError: Naming the window.
+        """
+        window = attention_window(student.language_model.files.text_config)
+        if window is not None and window < row_length:
+            raise UsageError(
+                "the rows are longer than the backbone's attention window",
+                where="length",
+                got=f"{row_length} tokens",
+                expected=f"at most {window}",
+                remedy="give a smaller --length; medusa and coupled have no such limit",
+            )
 
     @property
     def rows(self) -> type[VerifiedRows]:
@@ -325,6 +346,14 @@ class SlotRows(VerifiedRows):
             point = taken.sum(dim=1) - 1
             everyone = torch.arange(len(point), device=point.device)
             self.drafter.logits = self.slots[everyone, point, 1:]
+
+
+def attention_window(config: Any) -> int | None:
+    """Tokens that a layer of a language model sees at most; None where all see the whole row."""
+    is_local = "local" in getattr(config, "attention_layers", ())  # GPT-Neo
+    names = ("sliding_window", "attention_chunk_size", *(["window_size"] if is_local else []))
+    found = [getattr(config, name, None) for name in names]
+    return min((window for window in found if isinstance(window, int)), default=None)
 
 
 def inverse_cdf(

@@ -1,12 +1,13 @@
-"""A causal language model reading rows of different lengths together, each token once.
+"""A causal language model reading rows of different lengths together.
 
 The cache is right-aligned: the last known token of every row lies in the last slot, and the empty
-slots in front of shorter rows are hidden by the attention mask. That is transformers' left padding,
-so a model reads each row as if it stood alone, sliding windows and all. Tokens that were read in
-vain are forgotten by moving the rows back into line::
+slots in front of shorter rows are hidden by the attention mask. That is transformers' left padding.
+A pass reads the same number of tokens in every row; a row with fewer new ones reads its last known
+ones again. So no slot between two tokens of a row is empty, and a sliding window, which
+transformers measures in slots, sees the tokens that it sees in a row alone::
 
     slots       0 1 2 3 4 | 5 6 7            keep 4 and 7 tokens      0 1 2 3 4 5 6
-    row 0       . . a b c | d x y    ->                               . . . a b c d
+    row 0       . . . a b | c d x    ->                               . . . a b c d
     row 1       a b c d e | f g x                                     a b c d e f g
 """
 
@@ -82,11 +83,12 @@ class CausalReader:
         self.num_passes += 1
         if self.cache is None:
             return self._read_from_the_start(tokens, stops, num_last)
-        counts = stops - self.lengths
-        width, new = int(self.lengths.max()), int(counts.max())
+        new = int((stops - self.lengths).max())
+        self.keep((stops - new).clamp_min(0))
+        width = int(self.lengths.max())
         places = stops[:, None] - new + torch.arange(new, device=tokens.device)
-        is_new = places >= self.lengths[:, None]
-        places = torch.where(is_new, places, 0)
+        is_new = places >= 0
+        places = places.clamp_min(0)
         options = {"position_ids": places, "logits_to_keep": num_last}
         logits, hidden = self._run(
             input_ids=tokens.gather(1, places),
@@ -99,7 +101,7 @@ class CausalReader:
             self.cache = None
             self.lengths.zero_()
             return self._read_from_the_start(tokens, stops, num_last)
-        self._realign(width, new, counts)
+        self._fit(stops, width + new)
         self.hidden = None if hidden is None else hidden[:, -num_last:]
         return logits[:, -num_last:, : self.vocab_size].float()
 
@@ -132,15 +134,11 @@ class CausalReader:
         slots = torch.arange(width, device=self.lengths.device)
         return slots >= width - self.lengths[:, None]
 
-    def _realign(self, width: int, new: int, counts: Int[Tensor, "b"]) -> None:
-        """After a pass: each row's ``counts`` tokens lie at the end; close the gaps before them."""
-        lengths = self.lengths + counts
-        slots = torch.arange(int(lengths.max()), device=lengths.device) - int(lengths.max())
-        # Counted from the end, the new tokens are where they belong, and older ones further left.
-        gap = new - counts
-        source = slots - torch.where(-slots > counts[:, None], gap[:, None], 0)
-        self._take(source + width + new, width + new)
-        self.lengths = lengths
+    def _fit(self, lengths: Int[Tensor, "b"], width: int) -> None:
+        """After a pass of ``width`` slots: give up those that are empty in all rows."""
+        slots = torch.arange(width - int(lengths.max()), width, device=lengths.device)
+        self._take(slots.expand(len(lengths), -1), width)
+        self.lengths = lengths.clone()
 
     def keep(self, lengths: Int[Tensor, "b"]) -> None:
         """Forget the tokens of each row behind its first ``lengths[b]`` ones."""
