@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from shards.errors import UsageError
+from shards.errors import UsageError, first_line
 from shards.language_model.loading import (
     PretrainedFiles,
     find_pretrained,
@@ -21,7 +21,8 @@ from shards.language_model.loading import (
 )
 from shards.store.manifest import Manifest
 from shards.store.store import ShardStore
-from trainer.students.decoder import DecoderBackbone
+from trainer.students.backbone import attention_window
+from trainer.students.decoder import DecoderBackbone, cannot_become_a_student
 from trainer.students.dit import causal_attention
 from trainer.students.folder import find_model, load_tokenizer, read_model, weights_sha256
 from trainer.students.registry import Student, StudentConfig
@@ -115,12 +116,15 @@ def network_settings(
 def _sizes(network: dict[str, Any], predicts_next: bool) -> dict[str, Any]:
     values = dict(network)
     shape = AutoConfig.for_model(values.pop("model_type"), **values)
+    try:
+        sizes = shape.hidden_size, shape.num_hidden_layers, shape.num_attention_heads
+    except AttributeError as error:  # no attention: a state space model, RWKV
+        raise cannot_become_a_student(network.get("model_type"), first_line(error)) from error
+    names = ("hidden_size", "num_layers", "num_heads")
     return {
         "language_model": network,
         "predicts_next": predicts_next,
-        "hidden_size": shape.hidden_size,
-        "num_layers": shape.num_hidden_layers,
-        "num_heads": shape.num_attention_heads,
+        **dict(zip(names, sizes, strict=True)),
     }
 
 
@@ -169,6 +173,10 @@ def adopt_language_model(student: Student, files: PretrainedFiles, store: ShardS
     room = files.context_length
     if room is not None and room < manifest.row_length:
         raise _does_not_fit(files, "rows", manifest.row_length, f"at most {room} tokens")
+    window = attention_window(files)
+    if window is not None and window < manifest.row_length:
+        got = f"a sliding window of {window} tokens, which a student would lift"
+        raise _does_not_fit(files, "attention", got, f"at least the {manifest.row_length} of a row")
     size = manifest.vocab_size
     model = load_causal_model(files, "float32", vocab_size=size).network
     inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
@@ -191,7 +199,7 @@ def adopt_language_model(student: Student, files: PretrainedFiles, store: ShardS
         _fill(linear.weight, outputs.weight[:size], torch.zeros(width))
         bias = torch.zeros(size) if outputs.bias is None else outputs.bias[:size]
         _fill(linear.bias, bias, torch.zeros(()))
-    _require_same_logits(backbone, model, files, size)
+    _require_same_logits(backbone, model, files, manifest)
 
 
 def _fill(target: Tensor, known: Tensor, mask: Tensor) -> None:
@@ -200,24 +208,32 @@ def _fill(target: Tensor, known: Tensor, mask: Tensor) -> None:
 
 @torch.no_grad()
 def _require_same_logits(
-    backbone: DecoderBackbone, model: Any, files: PretrainedFiles, vocab_size: int
+    backbone: DecoderBackbone, model: Any, files: PretrainedFiles, manifest: Manifest
 ) -> None:
-    """Refuse a network that does more than its layers and its head: capped or scaled logits, .."""
-    length = min(8, files.context_length or 8)
-    tokens = (torch.arange(length) * vocab_size // length)[None]
-    expected = model(input_ids=tokens, use_cache=False).logits[..., :vocab_size]
+    """Over a whole row, attending to the left, the student must say what the model says.
+
+    So a network is refused that does more than its layers and its head: capped or scaled logits.
+    """
+    length, size = manifest.row_length, manifest.vocab_size
+    tokens = (torch.arange(length) * 7919 % size)[None]
+    expected = model(input_ids=tokens, use_cache=False).logits[..., :size]
     training = backbone.training
     backbone.eval()
     positions = torch.arange(length)
-    hidden = backbone(backbone.vocab_embed(tokens), None, positions, causal_attention)
+    try:
+        hidden = backbone(backbone.vocab_embed(tokens), None, positions, causal_attention)
+    except (RuntimeError, AttributeError, LookupError, TypeError, ValueError) as error:
+        kind = files.text_config.model_type  # its layers are not handed what it is called with
+        raise cannot_become_a_student(kind, f"{type(error).__name__}: {error}") from error
     backbone.train(training)
     if backbone.predicts_next:
         hidden, expected = hidden[:, 1:], expected[:, :-1]
-    logits = backbone.output_layer(backbone.output_layer.features(hidden, None))[..., :vocab_size]
-    error = float((logits - expected).square().mean().sqrt() / expected.std())
-    if not error <= TOLERANCE:
-        got = f"logits that differ by {error:.2g} of their spread from the model's own"
-        raise _does_not_fit(files, "layers", got, "logits = W h, and nothing but attention between")
+    logits = backbone.output_layer(backbone.output_layer.features(hidden, None))[..., :size]
+    errors = (logits - expected).square().mean(dim=-1)[0].sqrt() / expected.std()
+    if bool((errors <= TOLERANCE).all()):
+        return
+    got = f"logits that differ by {float(errors.max()):.2g} of their spread from the model's own"
+    raise _does_not_fit(files, "layers", got, "logits = W h, and nothing but attention between")
 
 
 def _require_vocabulary(files: PretrainedFiles, store: ShardStore) -> None:

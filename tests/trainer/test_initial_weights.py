@@ -16,8 +16,14 @@ from transformers import (
     AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
+    BloomConfig,
     GraniteConfig,
+    MambaConfig,
+    MistralConfig,
+    MptConfig,
+    PretrainedConfig,
     PreTrainedTokenizerFast,
+    RwkvConfig,
 )
 
 from shards.errors import UsageError
@@ -170,9 +176,41 @@ def scaled(folder: Path) -> Path:
     return folder
 
 
+def random_model(config: PretrainedConfig) -> Any:
+    def make(folder: Path) -> Path:
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+SIZES: dict[str, Any] = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2}
+HEADS: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+}
+
+
+def windowed(window: int) -> Any:
+    config = MistralConfig(**SIZES, **HEADS, max_position_embeddings=64, sliding_window=window)
+    return random_model(config)
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
+        (windowed(LENGTH - 1), f"window of {LENGTH - 1} .*at least the {LENGTH} of a row"),
+        (random_model(MambaConfig(**SIZES)), "cannot become a student .*mamba"),
+        (random_model(RwkvConfig(**SIZES)), "cannot become a student .*rwkv"),
+        (
+            random_model(BloomConfig(vocab_size=16, hidden_size=16, n_layer=2, n_head=2)),
+            "cannot become a student .*bloom",
+        ),
+        (
+            random_model(MptConfig(d_model=16, n_heads=2, n_layers=2, vocab_size=16)),
+            "cannot become a student .*mpt",
+        ),
         (lambda folder: write_backbone(folder, num_logits=VOCAB - 1), "vocabulary.*got 11"),
         (
             lambda folder: write_backbone(folder, max_position_embeddings=LENGTH - 1),
@@ -186,6 +224,11 @@ def test_models_that_do_not_fit(store: Path, tmp_path: Path, make: Any, expected
     model = make(tmp_path / "model")
     with pytest.raises(UsageError, match=expected):
         build_student(run_from(model), ShardStore.open(store), model)
+
+
+def test_a_window_as_long_as_the_row_is_none(store: Path, tmp_path: Path) -> None:
+    model = windowed(LENGTH)(tmp_path / "model")
+    build_student(run_from(model), ShardStore.open(store), model)
 
 
 def tokenizer_of(first: str) -> PreTrainedTokenizerFast:

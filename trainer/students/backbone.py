@@ -112,6 +112,14 @@ class FrozenBackbone:
         )
 
 
+def attention_window(files: PretrainedFiles) -> int | None:
+    """Tokens that a layer with a sliding window attends to; None where no layer has one."""
+    config = files.text_config
+    window, layers = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    is_used = isinstance(window, int) and (layers is None or "sliding_attention" in layers)
+    return window if is_used else None
+
+
 def load_backbone(location: str | Path, vocab_size: int, dtype: DtypeName) -> FrozenBackbone:
     """Load a backbone on the CPU.
 

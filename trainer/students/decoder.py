@@ -119,10 +119,11 @@ def empty_network(decoder: dict[str, Any]) -> Any:
         kind = AutoConfig.for_model(values.pop("model_type"), **values)
         network = AutoModel.from_config(kind, attn_implementation=ATTENTION)
     except (KeyError, ValueError, TypeError, ImportError) as error:
-        raise _cannot(decoder, first_line(error)) from error
+        raise cannot_become_a_student(decoder.get("model_type"), first_line(error)) from error
     lists = layer_lists(network)
     if len(lists) != 1:
-        raise _cannot(decoder, f"{len(lists)} lists of its layers")
+        got = f"{len(lists)} lists of its layers"
+        raise cannot_become_a_student(decoder.get("model_type"), got)
     for module in network.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the student's own is between layers
@@ -138,10 +139,11 @@ def _layers(network: Any) -> nn.ModuleList:
     return getattr(parent, name)
 
 
-def _cannot(decoder: dict[str, Any], got: str) -> UsageError:
+def cannot_become_a_student(model_type: object, got: str) -> UsageError:
+    """For a network that cannot be had, or cannot attend to both sides."""
     return UsageError(
         "this language model cannot become a student",
-        where=f"model.language_model, {decoder.get('model_type')}",
+        where=f"model.language_model, {model_type}",
         got=got,
         expected="a decoder of transformers that takes other attention kernels (Llama, Qwen, "
         "GPT-2, ...)",

@@ -52,7 +52,7 @@ TEMPLATE = """\
 | corpus | {corpus} |
 | teacher | {teacher} |
 | codec | {codec} |
-| training | {steps:,} steps of {batch} rows, seed {seed} |
+| training | {steps:,} steps of {batch} rows ({tokens:,} tokens), seed {seed} |
 
 ## Scores
 
@@ -61,7 +61,7 @@ TEMPLATE = """\
 ## Use
 
 ```sh
-gdistill-sample PATH-TO-THIS-FOLDER --num 16 --out samples/
+gdistill-sample PATH-TO-THIS-FOLDER --num 64 {options}--out samples/
 gdistill-eval samples/
 ```
 
@@ -69,12 +69,16 @@ gdistill-eval samples/
 import trainer
 
 student = trainer.load_student("PATH-TO-THIS-FOLDER")
-rows = student.generate(num_samples=4, seed=0)
+rows = student.generate(num_samples=4, {settings}seed=0)
+tokenizer = trainer.load_tokenizer("PATH-TO-THIS-FOLDER")  # None: trained without text
+texts = tokenizer and tokenizer.batch_decode(rows)
 ```
 
-The model's code is that of gdistill, which must be installed; there is none in this folder. For
-transformers' own classes one import comes first, or they say that they do not know the model type
-`{model_type}`:
+The model's code is that of gdistill, which must be installed; there is none in this folder. Its
+packages are called `trainer` and `shards`: where the folder that Python starts in holds a file
+`trainer.py` or `shards.py` of your own, Python imports that instead ("'trainer' is not a package"),
+so start elsewhere or rename it. For transformers' own classes one import comes first, or they say
+that they do not know the model type `{model_type}`:
 
 ```python
 import trainer.loading  # registers the model type; AutoModel and {auto_class} then load it
@@ -87,6 +91,14 @@ student = AutoModel.from_pretrained("PATH-TO-THIS-FOLDER")
 configuration and the identity of the shards. The license is not chosen: whoever publishes the model
 sets it, with regard to those of the teacher and the corpus.
 """
+
+
+NEAREST: dict[str, dict[str, Any]] = {
+    "mdlm": {"sampler": "confidence", "decision": "categorical", "tau": 1.0, "temperature": 0.7},
+    "bd3lm": {"sampler": "block", "inner": "confidence", "decision": "argmax", "tau": 1.0},
+}
+"""How students that read their noise in later layers too are nearest the text, as ``make sample``
+draws them; all others are drawn as the sampler's defaults say."""
 
 
 def without_places(value: Any) -> Any:
@@ -123,6 +135,11 @@ def model_card(record: Mapping[str, Any], student: Student) -> str:
     name = str(run["student"])
     conditioned = student.is_conditioned
     title = NAMES.get(name, name) + NOISES[student.settings.conditioning]
+    sampling = NEAREST.get(name, {}) if student.settings.noise_readings else {}
+    if name not in ("ar", "medusa", "drafter"):
+        sampling = {"nfe": 16, **sampling}
+    flags = {"sampler", "nfe", "decision", "tau"}
+    words = [f"--{n} {v}" if n in flags else f"--set {n}={v}" for n, v in sampling.items()]
     return TEMPLATE.format(
         metadata=_metadata(name, store),
         title=title,
@@ -139,6 +156,9 @@ def model_card(record: Mapping[str, Any], student: Student) -> str:
         teacher=_describe(store["teacher"]),
         codec=_describe(store["codec"]),
         steps=record["step"],
+        tokens=record["step"] * run["training"]["global_batch_size"] * store["row_length"],
+        options="".join(f"{word} " for word in words),
+        settings="".join(f"{n}={v!r}, " for n, v in sampling.items()),
         batch=run["training"]["global_batch_size"],
         seed=run["seed"],
         scores=_scores(record.get("validation")),
@@ -367,8 +387,19 @@ def _not_ours(directory: Path, kind: str) -> UsageError:
     )
 
 
-def load_tokenizer(directory: Path) -> Any:
-    """The folder's tokenizer, or None when there is none."""
+def load_tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a student, or None where it was trained without one.
+
+    Args:
+        path: A model folder, or the ``--out`` folder of a finished run.
+
+    Raises:
+        UsageError: When there is no such folder.
+        GdistillError: When its tokenizer is damaged.
+    """
+    directory = Path(path) / "model" if is_model(Path(path) / "model") else Path(path)
+    if not directory.is_dir():
+        raise UsageError("no model there", where=path, got="no such folder")
     if not any(
         (directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
     ):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import AutoModel, PreTrainedTokenizerFast
 
+import trainer
 from benchmarks.goldens import absolute, condition_of
 from shards.errors import GdistillError, UsageError
 from trainer.importing import (
@@ -223,6 +224,10 @@ def test_a_tokenizer_comes_along(golden: Path, tmp_path: Path) -> None:
     import_checkpoint(checkpoint, out, tokenizer=str(tmp_path / "words"))
     model = open_model(out)
     assert model.tokenizer.decode([2, 3]) == "w0 w1"
+    for place in (out, str(out), str(tmp_path)):  # the folder and, as of a run, the one around it
+        assert trainer.load_tokenizer(place).decode([2, 3]) == "w0 w1"
+    with pytest.raises(UsageError, match="no model there"):
+        trainer.load_tokenizer(str(tmp_path / "absent"))
     assert (model.student.config.bos_token_id, model.student.config.eos_token_id) == (0, 1)
     fast.add_tokens(["another"])
     fast.save_pretrained(tmp_path / "longer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,47 @@ def test_heads_name_the_backbone_that_they_need() -> None:
 )
 def test_absolute_paths_become_names(told: object, published: object) -> None:
     assert without_places({"a": [told]}) == {"a": [published]}
+
+
+def wanted_by_make(kind: str) -> set[str]:
+    """The options of ``make sample`` for the default recipe."""
+    makefile = (ROOT / "Makefile").read_text()
+    (line,) = re.findall(rf"^NEAREST_{kind} *= (.*)$", makefile, re.MULTILINE)
+    return set(re.findall(r"--[a-z]+ \S+", line))
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "bd3lm"])
+@pytest.mark.parametrize("layers", [(), (1, 2)])
+def test_the_card_samples_as_make_sample_does(kind: str, layers: tuple[int, ...]) -> None:
+    """The same options in its command, the same settings in its Python, which runs."""
+    student = tiny_student(kind, "gumbel", noise_readings=layers)
+    told = record("tiny", "maze")
+    told["run"]["config"]["student"] = kind
+    card = model_card(told, student)
+    (command,) = re.findall(r"^gdistill-sample .*$", card, re.MULTILINE)
+    given = {
+        (name, float(value) if value[0].isdigit() else value)
+        for name, value in (word.split(" ") for word in re.findall(r"--[a-z]+ \S+", command))
+    }
+    expected = {
+        (name, float(value) if value[0].isdigit() else value)
+        for name, value in (word.split(" ") for word in wanted_by_make(kind))
+    }
+    assert expected <= given if layers else not expected & given
+    assert ("--nfe", 16.0) in given
+    assert "(640 tokens)" in card  # 10 steps of 8 rows of 8
+    (call,) = re.findall(r"student\.(generate\(.*\))", card)
+    rows = eval(f"student.{call}", {"student": student})
+    assert rows.shape == (4, LENGTH) and bool((rows < student.mask_id).all())
+
+
+def test_a_users_own_trainer_py_is_warned_of(tmp_path: Path) -> None:
+    """Python then imports it in place of the package; the card quotes what it says."""
+    (tmp_path / "trainer.py").write_text("")
+    words = [sys.executable, "-c", "import trainer.loading"]
+    known = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert "'trainer' is not a package" in known.stderr
+    assert "'trainer' is not a package" in model_card(record("tiny", "maze"), make_student())
 
 
 @pytest.mark.parametrize("kind", ["mdlm", "ar"])

@@ -26,7 +26,7 @@ from shards.console import stderr
 from shards.errors import UsageError
 from shards.language_model.forward import DtypeName
 from trainer.objective.batch import Places
-from trainer.students.backbone import FrozenBackbone
+from trainer.students.backbone import FrozenBackbone, attention_window
 from trainer.students.decoder import layer_lists
 from trainer.students.dit import flex_obstacle
 
@@ -286,8 +286,8 @@ def require_whole_attention(backbone: FrozenBackbone, row_length: int) -> None:
     Raises:
         UsageError: Naming the window.
     """
-    window = getattr(backbone.files.text_config, "sliding_window", None)
-    if isinstance(window, int) and window < row_length:
+    window = attention_window(backbone.files)
+    if window is not None and window < row_length:
         raise UsageError(
             "the backbone's attention has a window shorter than the rows",
             where=f"backbone, {backbone.files.name}",
