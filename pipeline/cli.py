@@ -26,7 +26,7 @@ SETTINGS = (
     Section("the run", "pipeline.settings:ExtractSettings"),
     Section("--corpus", "pipeline.corpus.config:CorpusConfig", "corpus"),
     *(
-        Section(f"--codec {name}", f"shards.codec.{target}", "codec")
+        Section(f"--codec {name}", f"shards.codec.{target}", "codec", waits_for_torch=True)
         for name, target in CODEC_SETTINGS.items()
     ),
 )

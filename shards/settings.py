@@ -1,24 +1,33 @@
-"""Frozen dataclasses from TOML files, named presets and ``--set a.b=c`` overrides.
+"""Settings: declared once, in a frozen dataclass; read from TOML files and ``--set a.b=c``.
 
-A config is a frozen dataclass whose fields are scalars, tuples, optional values or further
-dataclasses; it validates itself in ``__post_init__`` by raising :class:`UsageError`.
-Later sources win: defaults, then the preset or file, then the overrides.
+::
+
+    @dataclass(frozen=True)
+    class OptimizationConfig:
+        learning_rate: float = setting(3e-4, "Peak learning rate.", within="(0, inf)")
+
+        def __post_init__(self) -> None:
+            check_bounds(self, "optimization")
+
+The declaration is the default, the type and the bounds that a value must keep, the key of ``--set``
+and of a config file, and the line that the command ``settings`` prints. Fields are scalars, tuples,
+optional values or further dataclasses; a meaning may also stand in the docstring, under
+``Attributes:``. Later sources win: defaults, then the preset or file, then the overrides.
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import importlib.util
+import importlib
+import inspect
 import re
 import textwrap
 import tomllib
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -26,6 +35,40 @@ from shards.console import command_app
 from shards.errors import UsageError, did_you_mean
 
 Config = TypeVar("Config")
+WIDTH = 96
+
+
+def setting(
+    default: Any = MISSING, meaning: str = "", *, within: str = "", factory: Any = MISSING
+) -> Any:
+    """A field of a settings dataclass.
+
+    Args:
+        default: Its default; left out, the setting is required.
+        meaning: What it decides, for people.
+        within: Interval of its values, ``"(0, 1]"``; None passes where the type allows it.
+        factory: In place of a default: a dataclass of further settings.
+    """
+    metadata = {"meaning": meaning, "within": within}
+    return dataclasses.field(default=default, default_factory=factory, metadata=metadata)
+
+
+def check_bounds(config: Any, where: str = "") -> None:
+    """Refuse a number outside the interval that its field declares.
+
+    Raises:
+        UsageError: Naming the setting, below ``where``.
+    """
+    for field in dataclasses.fields(config):
+        interval, value = field.metadata.get("within"), getattr(config, field.name)
+        if not interval or value is None:
+            continue
+        low, high = map(float, interval[1:-1].split(","))
+        above = low < value or (interval[0] == "[" and low == value)
+        below = value < high or (interval[-1] == "]" and high == value)
+        if not (above and below):
+            place = f"{where}.{field.name}" if where else field.name
+            raise UsageError("out of range", where=place, got=value, expected=f"in {interval}")
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -96,7 +139,11 @@ def from_mapping(config_class: type[Config], values: Mapping[str, Any], where: s
             hint = did_you_mean(key, known, f"known keys: {sorted(known)}")
             raise UsageError("unknown config key", where=place, remedy=hint)
         arguments[key] = _convert(hints[key], value, place)
-    missing = [field.name for field in fields if _is_missing(field, arguments)]
+    missing = [
+        field.name
+        for field in fields
+        if field.init and _default(field) is MISSING and field.name not in arguments
+    ]
     if missing:
         raise UsageError(
             "incomplete config",
@@ -104,11 +151,6 @@ def from_mapping(config_class: type[Config], values: Mapping[str, Any], where: s
             got=f"no {', '.join(missing)}",
         )
     return config_class(**arguments)
-
-
-def _is_missing(field: dataclasses.Field[Any], given: Mapping[str, Any]) -> bool:
-    no_default = field.default is field.default_factory is dataclasses.MISSING
-    return field.init and no_default and field.name not in given
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
@@ -130,7 +172,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         isinstance(expected, type) and isinstance(value, expected) and not wrong_bool
     ):
         return value
-    if str(origin).endswith("Literal"):
+    if origin is Literal:
         if any(value == known and type(value) is type(known) for known in arguments):
             return value
         raise UsageError(
@@ -178,66 +220,27 @@ def flatten(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# Every setting of a command with its type, default and meaning, read from the source.
-#
-# A command's settings are frozen dataclasses beside their owners, and many of those files wait for
-# torch. Their fields and the ``Attributes:`` of their docstrings are therefore read from the syntax
-# tree, and asking what can be set costs nothing.
-
-
-WIDTH = 96
-REQUIRED = "required"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One setting.
-
-    Attributes:
-        key: As ``--set`` takes it, ``corpus.packing``.
-        kind: Its type; choices are separated by ``|``.
-        default: As TOML would write it, ``none``, or ``required``.
-        meaning: The docstring's words; empty if it has none.
-    """
-
-    key: str
-    kind: str
-    default: str
-    meaning: str
-
-    def lines(self) -> list[str]:
-        """For people: key, default and type, and below them the meaning."""
-        head = self.key if self.default == REQUIRED else f"{self.key} = {self.default}"
-        note = f"{self.kind}, required" if self.default == REQUIRED else self.kind
-        body = textwrap.wrap(self.meaning, WIDTH, initial_indent="    ", subsequent_indent="    ")
-        return [f"{head}    ({note})", *body]
-
-
 @dataclass(frozen=True)
 class Section:
     """Settings that belong together.
 
     Attributes:
         title: What they are of.
-        target: ``module:Class`` of their dataclass.
+        target: ``module:Class`` of their dataclass, imported when it is asked for.
         prefix: What stands before their keys, ``corpus``.
+        waits_for_torch: Whether its module does: then it is printed only where a word asks.
     """
 
     title: str
     target: str
     prefix: str = ""
+    waits_for_torch: bool = False
 
-
-def settings_of(target: str, prefix: str = "") -> list[Setting]:
-    """The settings of a dataclass, those of dataclasses in it included, inherited ones first.
-
-    Args:
-        target: ``module:Class``; the module is read, not imported.
-        prefix: What stands before the keys.
-    """
-    module, _, name = target.partition(":")
-    found = {setting.key: setting for setting in _of_class(_Source.of(module), name, prefix)}
-    return list(found.values())
+    @property
+    def config_class(self) -> type[Any]:
+        """The dataclass."""
+        module, _, name = self.target.partition(":")
+        return getattr(importlib.import_module(module), name)
 
 
 def settings_app(sections: Sequence[Section]) -> typer.Typer:
@@ -261,133 +264,79 @@ def settings_app(sections: Sequence[Section]) -> typer.Typer:
 
 
 def table_lines(sections: Sequence[Section], part: str = "") -> list[str]:
-    """What ``settings`` prints."""
+    """What ``settings`` prints; without a word, sections that wait for torch are only named."""
     lines: list[str] = []
     for section in sections:
-        settings = settings_of(section.target, section.prefix)
+        if section.waits_for_torch and not part:
+            continue
+        rows = list(setting_lines(section.config_class, section.prefix))
         if part not in section.title:
-            settings = [setting for setting in settings if part in setting.key]
-        if settings:
-            lines += [""] if lines else []
-            lines.append(f"# {section.title}")
-            lines += [line for setting in settings for line in setting.lines()]
+            rows = [row for row in rows if part in row[0]]
+        if rows:
+            lines += [*([""] if lines else []), f"# {section.title}"]
+            lines += [line for _, shown in rows for line in shown]
+    words = [section.title.split()[-1] for section in sections if section.waits_for_torch]
+    if words and not part:
+        lines.append(f"# `settings WORD` prints more, WORD one of {', '.join(words)}")
     return lines
 
 
-@dataclass(frozen=True)
-class _Source:
-    """One module's syntax tree and the names that it defines or imports."""
-
-    module: str
-    names: dict[str, ast.stmt]
-
-    @staticmethod
-    @cache
-    def of(module: str) -> _Source:
-        spec = importlib.util.find_spec(module)
-        if spec is None or not spec.origin:
-            raise ModuleNotFoundError(module)
-        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-        return _Source(module, dict(_bindings(tree.body)))
-
-    def find(self, name: str) -> tuple[_Source, ast.stmt] | None:
-        """Where a name is defined, through imports and doors of this project; else None."""
-        node = self.names.get(name)
-        if not isinstance(node, ast.ImportFrom):
-            return None if node is None else (self, node)
-        module = node.module or ""
-        if not any(module == top or module.startswith(f"{top}.") for top in _packages()):
-            return None
-        original = next(a.name for a in node.names if (a.asname or a.name) == name)
-        return _Source.of(module).find(original)
-
-
-@cache
-def _packages() -> tuple[str, ...]:
-    """The packages beside this one: other libraries' names are left as they are written."""
-    root = Path(__file__).resolve().parents[1]
-    return tuple(path.parent.name for path in root.glob("*/__init__.py"))
-
-
-def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    for node in body:
-        if isinstance(node, ast.ImportFrom):
-            yield from ((alias.asname or alias.name, node) for alias in node.names)
-        elif isinstance(node, ast.ClassDef):
-            yield node.name, node
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            yield node.targets[0].id, node
-        elif isinstance(node, ast.If):  # the block of a door
-            yield from _bindings(node.body)
-
-
-def _of_class(source: _Source, name: str, prefix: str) -> Iterator[Setting]:
-    source, node = source.find(name) or (source, None)
-    if not isinstance(node, ast.ClassDef):
-        return
-    for base in node.bases:
-        if isinstance(base, ast.Name):
-            yield from _of_class(source, base.id, prefix)
-    meanings = _meanings(ast.get_docstring(node) or "")
-    for field in node.body:
-        if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
+def setting_lines(config_class: type[Any], prefix: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Key of each setting and the lines that tell it; those of dataclasses in it included."""
+    hints, meanings = get_type_hints(config_class), _docstring_meanings(config_class)
+    for field in dataclasses.fields(config_class):
+        key, hint = f"{prefix}.{field.name}" if prefix else field.name, hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from setting_lines(hint, key)  # type: ignore[arg-type]
             continue
-        kind = ast.unparse(field.annotation)
-        if kind.startswith("ClassVar"):
-            continue
-        key = f"{prefix}.{field.target.id}" if prefix else field.target.id
-        nested = list(_of_class(source, kind, key))
-        if nested:
-            yield from nested
-            continue
-        meaning = meanings.get(field.target.id, "")
-        yield Setting(key, _kind(source, field.annotation), _default(source, field.value), meaning)
+        default, kind = _default(field), _kind(hint)
+        within = field.metadata.get("within")
+        kind = f"{kind} in {within}" if within else kind
+        head = f"{key}    ({kind}, required)"
+        if default is not MISSING:
+            head = f"{key} = {_toml(default)}    ({kind})"
+        meaning = field.metadata.get("meaning") or meanings.get(field.name, "")
+        body = textwrap.wrap(meaning, WIDTH, initial_indent="    ", subsequent_indent="    ")
+        yield key, [head, *body]
 
 
-def _meanings(docstring: str) -> dict[str, str]:
-    """The ``Attributes:`` of a docstring, by name; ``a, b: text`` speaks of both."""
-    _, _, section = docstring.partition("Attributes:\n")
-    section = re.split(r"\n(?=\S)", section)[0]
+def _docstring_meanings(config_class: type[Any]) -> dict[str, str]:
+    """What docstrings say under ``Attributes:``, by name; ``a, b: text`` speaks of both."""
     meanings = {}
-    for entry in re.split(r"\n(?=    \S)", f"\n{section}"):
-        names, colon, text = entry.partition(":")
-        if colon:
-            words = " ".join(text.replace("``", "").split())
-            meanings |= {name.strip(): words for name in names.split(",")}
+    for owner in reversed(config_class.__mro__):
+        _, _, section = (inspect.cleandoc(owner.__doc__ or "")).partition("Attributes:\n")
+        section = re.split(r"\n(?=\S)", section)[0]
+        for entry in re.split(r"\n(?=    \S)", f"\n{section}"):
+            names, colon, text = entry.partition(":")
+            if colon:
+                words = " ".join(text.replace("``", "").split())
+                meanings |= {name.strip(): words for name in names.split(",")}
     return meanings
 
 
-def _kind(source: _Source, node: ast.expr) -> str:
-    """An annotation in words: choices spelled out, aliases of this project resolved."""
-    if isinstance(node, ast.BinOp):  # X | Y
-        return f"{_kind(source, node.left)} | {_kind(source, node.right)}"
-    if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
-        items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        return " | ".join(str(ast.literal_eval(item)) for item in items)
-    if isinstance(node, ast.Name):
-        place = source.find(node.id)
-        if place is not None and isinstance(place[1], ast.Assign):
-            return _kind(place[0], place[1].value)
-    return ast.unparse(node).replace("None", "none")
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is MISSING and field.default_factory is not MISSING:
+        return field.default_factory()
+    return field.default
 
 
-def _default(source: _Source, node: ast.expr | None) -> str:
-    if node is None:
-        return REQUIRED
-    if isinstance(node, ast.Name):
-        place = source.find(node.id)
-        if place is not None and isinstance(place[1], ast.Assign):
-            return _default(place[0], place[1].value)
-    if isinstance(node, ast.BinOp):  # 1 / 64, 1 << 20: this project's own arithmetic
-        return str(eval(ast.unparse(node), {"__builtins__": {}}))
-    try:
-        value = ast.literal_eval(node)
-    except ValueError:
-        return ast.unparse(node)
+def _kind(hint: Any) -> str:
+    """A type in words; choices are separated by ``|``."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " | ".join(map(_kind, arguments))
+    if origin is Literal:
+        return " | ".join(map(str, arguments))
+    if origin is tuple:
+        return f"list of {_kind(arguments[0])}"
+    if (origin or hint) is dict:
+        return "table"
+    return "none" if hint is type(None) else getattr(hint, "__name__", str(hint))
+
+
+def _toml(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, tuple):
-        value = list(value)
-    if isinstance(value, str):
-        return f'"{value}"'
-    return str(value).replace("'", '"') if isinstance(value, list) else str(value)
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return f'"{value}"' if isinstance(value, str | Path) else str(value)

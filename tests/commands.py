@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
 from importlib import import_module
+from pathlib import Path
 
-from tests.options_contract import scripts
+PROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
+
+
+def scripts() -> dict[str, str]:
+    """Command -> its module, from pyproject.toml."""
+    found = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]["scripts"]
+    return {name: target.partition(":")[0] for name, target in found.items()}
 
 
 def call(name: str, *words: object) -> int:

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.commands import call
-from tests.options_contract import scripts
+from tests.commands import call, scripts
 from tests.pipeline.extract_cases import WORDS, save_teacher
 from tests.trainer.run_cases import tiny_run, write_store
 from trainer.students.folder import read_model

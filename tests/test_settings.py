@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal
 
 import pytest
 
-from pipeline.cli import CODEC_SETTINGS
 from pipeline.cli import SETTINGS as EXTRACT
 from shards.codec.registry import CODECS
 from shards.console import run_command
 from shards.errors import UsageError
-from shards.settings import REQUIRED, Section, resolve, settings_app, settings_of, table_lines
+from shards.settings import (
+    Section,
+    check_bounds,
+    resolve,
+    setting,
+    setting_lines,
+    settings_app,
+    table_lines,
+    to_mapping,
+)
 from trainer.cli import SETTINGS as TRAIN
 from trainer.sample_cli import SETTINGS as SAMPLE
 from trainer.sampling.registry import SAMPLERS
@@ -27,64 +33,104 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SECTIONS = [*EXTRACT, *TRAIN, *SAMPLE]
 
 
-def defaults(config_class: type[Any], prefix: str) -> dict[str, Any]:
-    """Key to default of a dataclass and those in it, as Python sees them."""
-    found: dict[str, Any] = {}
-    hints = get_type_hints(config_class)
-    for field in dataclasses.fields(config_class):
-        key = f"{prefix}.{field.name}" if prefix else field.name
-        kind = hints[field.name]
-        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-            found |= defaults(kind, key)
-        else:
-            found[key] = field.default
-    return found
+@dataclass(frozen=True)
+class Inner:
+    share: float = setting(0.5, "A share.", within="(0, 1]")
+    rows: int | None = setting(None, within="[1, inf)")
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "inner")
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Settings whose meanings stand in the docstring.
+
+    Attributes:
+        name, other: Both ``words``.
+        place: Where,
+            over two lines.
+    """
+
+    name: Literal["a", "b"]
+    other: str = "x"
+    place: Path | None = None
+    sizes: tuple[int, ...] = (1, 2)
+    on: bool = False
+    inner: Inner = field(default_factory=Inner)
+
+
+def test_one_declaration_is_the_table() -> None:
+    assert dict(setting_lines(Outer, "top")) == {
+        "top.name": ["top.name    (a | b, required)", "    Both words."],
+        "top.other": ['top.other = "x"    (str)', "    Both words."],
+        "top.place": ["top.place = none    (Path | none)", "    Where, over two lines."],
+        "top.sizes": ["top.sizes = [1, 2]    (list of int)"],
+        "top.on": ["top.on = false    (bool)"],
+        "top.inner.share": ["top.inner.share = 0.5    (float in (0, 1])", "    A share."],
+        "top.inner.rows": ["top.inner.rows = none    (int | none in [1, inf))"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("inner.share=0", r"out of range \[inner.share\].*0.0.*in \(0, 1\]"),
+        ("inner.share=1.5", "out of range"),
+        ("inner.share=nan", "out of range"),
+        ("inner.rows=0", "out of range"),
+        ("inner.rows=2.5", "wrong type"),
+        ("inner.rows=true", "wrong type"),
+        ("inner.shore=1", "did you mean 'share'"),
+        ("name=c", r"unknown value \[name\].*one of"),
+        ("sizes=3", "wrong type"),
+        ("inner=3", "wrong type"),
+        ("inner..share=1", "malformed override"),
+        (".rows=3", "malformed override"),
+        ("rows.=3", "malformed override"),
+        ("name", "malformed override"),
+    ],
+)
+def test_a_bad_value_is_one_line(override: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message) as refused:
+        resolve(Outer, {"name": "a"}, overrides=[override])
+    assert "\n" not in str(refused.value)
+
+
+def test_values_are_read_as_toml_and_later_ones_win() -> None:
+    words = ["inner.rows=none", "inner.share=1", "sizes=[3]", "place=a/b", "other=b c"]
+    made = resolve(Outer, {"name": "a", "inner": {"rows": 4}}, {"name": "b"}, overrides=words)
+    assert made == Outer("b", "b c", Path("a/b"), (3,), False, Inner(1.0, None))
+    assert resolve(Outer, to_mapping(made)) == made
+
+
+def test_what_is_required_is_asked_for() -> None:
+    with pytest.raises(UsageError, match=r"incomplete config.*name"):
+        resolve(Outer)
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.title)
-def test_the_table_is_what_the_dataclass_is(section: Section) -> None:
-    module, _, name = section.target.partition(":")
-    config_class = getattr(importlib.import_module(module), name)
-    table = {setting.key: setting for setting in settings_of(section.target, section.prefix)}
-    expected = defaults(config_class, section.prefix)
-    assert set(table) == set(expected)
-    for key, value in expected.items():
-        shown = table[key].default
-        if value is dataclasses.MISSING:
-            assert shown == REQUIRED
-        elif value is None or isinstance(value, bool):
-            assert shown == str(value).lower()
-        elif isinstance(value, tuple):
-            assert json.loads(shown) == list(value)
-        elif isinstance(value, str):
-            assert shown == f'"{value}"'
-        else:
-            assert float(shown) == value
-
-
-def test_every_setting_has_a_meaning() -> None:
-    silent = [
-        setting.key
-        for section in [*EXTRACT, *TRAIN]
-        for setting in settings_of(section.target, section.prefix)
-        if not setting.meaning
-    ]
-    assert silent == []
+def test_every_setting_of_a_command_has_a_default_and_a_meaning(section: Section) -> None:
+    lines = dict(setting_lines(section.config_class, section.prefix))
+    silent = [key for key, shown in lines.items() if len(shown) < 2]
+    assert not silent or section in SAMPLE
+    assert all(key.startswith(section.prefix) for key in lines)
 
 
 def test_no_codec_and_no_sampler_is_left_out() -> None:
-    assert set(CODEC_SETTINGS) == set(CODECS)
-    for name, target in CODEC_SETTINGS.items():
-        assert CODECS[name].__name__ == target.partition(":")[2]
-    assert [section.title.split()[-1] for section in SAMPLE] == list(SAMPLERS)
-    for section, sampler in zip(SAMPLE, SAMPLERS.values(), strict=True):
-        assert section.target == f"{sampler.__module__}:{sampler.__name__}"
+    codecs = [section.config_class for section in EXTRACT if section.prefix == "codec"]
+    assert set(codecs) == set(CODECS.values())
+    named = {section.title.split()[-1]: section.config_class for section in SAMPLE}
+    assert named == SAMPLERS
 
 
 def test_a_part_of_the_table() -> None:
     lines = table_lines(EXTRACT, "packing")
     assert lines[:2] == ["# --corpus", 'corpus.packing = "concat"    (concat | wrap | pad)']
     assert all("corpus.packing" in line or line.startswith(("#", "    ")) for line in lines)
+    assert table_lines(EXTRACT, "posterior")[0] == "# --codec posterior"
+    assert table_lines(EXTRACT, "no such word") == []
+    assert "posterior, seeded" in table_lines(EXTRACT)[-1]
 
 
 def error_of(monkeypatch: pytest.MonkeyPatch, app: Any, words: list[str], **others: Any) -> int:
@@ -125,16 +171,6 @@ def test_only_the_first_of_many_processes_speaks(
     assert error_of(monkeypatch, settings, ["settings", "zzz"], settings=settings) == 2
     assert error_of(monkeypatch, settings, ["--xyz"]) == 2
     assert capsys.readouterr().err == ""
-
-
-def test_a_key_with_an_empty_part_is_refused() -> None:
-    @dataclasses.dataclass(frozen=True)
-    class Config:
-        rows: int = 1
-
-    for text in ("store..rows=3", ".rows=3", "rows.=3"):
-        with pytest.raises(UsageError, match="malformed override"):
-            resolve(Config, overrides=[text])
 
 
 HELP = """

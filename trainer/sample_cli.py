@@ -12,7 +12,7 @@ from shards.errors import UsageError
 from shards.settings import Section, settings_app
 
 SETTINGS = tuple(
-    Section(f"--sampler {name}", f"trainer.sampling.{target}")
+    Section(f"--sampler {name}", f"trainer.sampling.{target}", waits_for_torch=True)
     for name, target in (
         ("ancestral", "ancestral:AncestralConfig"),
         ("first_hitting", "ancestral:FirstHittingConfig"),

@@ -13,9 +13,10 @@ from shards.errors import UsageError
 from trainer.objective.batch import Batch, Places
 from trainer.objective.substitution import masked_log_probs
 from trainer.students.base import LossOutput, Student
-from trainer.students.configuration import BACKBONE_SETTINGS, StudentConfig
+from trainer.students.configuration import BACKBONE_SETTINGS
 from trainer.students.dit import KeyValueCache, causal_attention, full_attention
 from trainer.students.fused_head import weighted_nll
+from trainer.students.hugging_face import StudentConfig
 
 
 class ARConfig(StudentConfig):

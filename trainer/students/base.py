@@ -21,9 +21,10 @@ from shards.store.manifest import Manifest
 from trainer.objective.batch import Batch, Places
 from trainer.objective.distillation import Distillation
 from trainer.students.conditioning import GumbelConditioner, pack_noise
-from trainer.students.configuration import BACKBONE_SETTINGS, StudentConfig, StudentSettings
+from trainer.students.configuration import BACKBONE_SETTINGS, StudentSettings
 from trainer.students.decoder import DecoderBackbone
 from trainer.students.dit import DiT
+from trainer.students.hugging_face import StudentConfig
 
 UNREAD = {
     "use_cache": (True, False),

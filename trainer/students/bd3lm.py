@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from shards.console import stderr
 from shards.errors import UsageError
 from trainer.objective.batch import Places
-from trainer.students.configuration import BACKBONE_SETTINGS, StudentConfig
+from trainer.students.configuration import BACKBONE_SETTINGS
 from trainer.students.dit import (
     Attend,
     KeyValueCache,
@@ -32,6 +32,7 @@ from trainer.students.dit import (
     masked_attention,
     training_mask,
 )
+from trainer.students.hugging_face import StudentConfig
 from trainer.students.mdlm import MDLM
 
 

@@ -19,8 +19,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModel
 
 from shards.errors import UsageError, first_line
 from trainer.students.conditioning import NoiseToRead, make_readings
-from trainer.students.configuration import StudentConfig
 from trainer.students.dit import Attend, Embedding, KeyValueCache, OutputProjection
+from trainer.students.hugging_face import StudentConfig
 
 ATTENTION = "gdistill_student"
 

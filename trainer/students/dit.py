@@ -22,7 +22,7 @@ from torch.nn.functional import (
 
 from shards.errors import first_line
 from trainer.students.conditioning import NoiseToRead, make_readings
-from trainer.students.configuration import StudentConfig
+from trainer.students.hugging_face import StudentConfig
 
 Heads = Float[Tensor, "b heads l width"]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -24,9 +24,9 @@ from trainer.objective.substitution import (
 )
 from trainer.objective.through_time import Denoise, EarlierSteps, SelfDistillation
 from trainer.students.base import LossOutput, Student
-from trainer.students.configuration import StudentConfig
 from trainer.students.dit import KeyValueCache, full_attention, masked_attention
 from trainer.students.fused_head import weighted_nll
+from trainer.students.hugging_face import StudentConfig
 
 
 class MDLMConfig(StudentConfig):

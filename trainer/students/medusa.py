@@ -27,9 +27,10 @@ from shards.errors import UsageError
 from trainer.objective.batch import Batch, Places
 from trainer.students.backbone import BackboneStudent, FrozenBackbone
 from trainer.students.base import LossOutput
-from trainer.students.configuration import DRAFTER_SETTINGS, StudentConfig
+from trainer.students.configuration import DRAFTER_SETTINGS
 from trainer.students.dit import Block, LayerNorm, Rotary, causal_attention
 from trainer.students.fused_head import CHUNK_ROWS
+from trainer.students.hugging_face import StudentConfig
 
 HEAD_DECAY = 0.8
 """Head k counts 0.8^k in the loss (Medusa, section 2.2)."""

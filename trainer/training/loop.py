@@ -35,6 +35,9 @@ from trainer.training.checkpoint import (
     MODEL,
     CheckpointFolder,
     Trainee,
+    operational_fields,
+    require_same_run,
+    run_identity,
 )
 from trainer.training.construction import (
     blocks_in_use,
@@ -66,7 +69,7 @@ from trainer.training.parallel import (
     sum_over_processes,
     without_sync,
 )
-from trainer.training.settings import RunConfig, operational_fields, require_same_run, run_identity
+from trainer.training.settings import RunConfig
 from trainer.training.validation import Validator, has_validation_rows
 
 

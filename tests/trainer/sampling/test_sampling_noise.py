@@ -19,8 +19,8 @@ from trainer.sampling.noise import sampling_noise
 from trainer.sampling.registry import generate
 from trainer.students.folder import STUDENT_FILE, export_model, open_model
 from trainer.students.registry import Student
+from trainer.training.checkpoint import run_identity
 from trainer.training.construction import build_student
-from trainer.training.settings import run_identity
 
 TOP_2 = {"name": "topk", "parameters": {"num_entries": 2}}
 

@@ -11,14 +11,8 @@ import pytest
 from shards.errors import UsageError
 from shards.settings import from_mapping, read_toml, to_mapping
 from tests.trainer.run_cases import tiny_run
-from trainer.training.settings import (
-    RECIPES,
-    RunConfig,
-    compose_run,
-    operational_fields,
-    read_recipe,
-    require_same_run,
-)
+from trainer.training.checkpoint import operational_fields, require_same_run
+from trainer.training.settings import RECIPES, RunConfig, compose_run, read_recipe
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 

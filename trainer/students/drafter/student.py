@@ -32,7 +32,7 @@ from trainer.objective.substitution import row_uniforms
 from trainer.students.backbone import BackboneStudent, FrozenBackbone
 from trainer.students.base import LossOutput
 from trainer.students.conditioning import noise_shares
-from trainer.students.configuration import MEDUSA_SETTINGS, StudentConfig, StudentSettings
+from trainer.students.configuration import MEDUSA_SETTINGS, StudentSettings
 from trainer.students.drafter.layout import (
     SlotLayout,
     Stages,
@@ -53,6 +53,7 @@ from trainer.students.drafter.signals import (
     slot_losses,
     token_loss,
 )
+from trainer.students.hugging_face import StudentConfig
 from trainer.students.medusa import ZeroLinear
 
 ADAPTER = "slots"
