@@ -10,7 +10,9 @@ a student. Parts:
 - ``speed``: tokens per second at 1, 4, 16 streams, and tokens per target pass;
 - ``exact``: requests at temperature 0, 0.7 and 1, with and without nucleus, 1 to 16 streams at a
   time, in another order than the engine without drafts got them, one in ten cancelled: how many of
-  their tokens differ.
+  their tokens differ;
+- ``own``: the student's requests once more by our own sampler under the same noise: its tokens per
+  pass, and how many tokens differ.
 
 Writes ``serving.json``; what it holds of a part that is not run stays.
 """
@@ -51,6 +53,7 @@ NGRAM = {
 }
 STUDENT = {"method": "custom_class", "model": "trainer.serving.drafters.StudentDrafter"}
 MAX_TOKENS = 100
+OWN_ROWS = 48
 VERSIONS = "import torch, vllm; print(vllm.__version__, torch.__version__)"
 
 
@@ -248,6 +251,54 @@ def exact(reference: Engine, others: dict[str, Engine], num_tokens: int) -> dict
     return found
 
 
+def own(student: Path, teacher: str, lookahead: int, engine: Engine) -> dict[str, Any]:
+    """The engine beside our own coupled sampler: one student, one noise, at temperature 1."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from shards.noise.kinds import KeyedPrior
+    from shards.noise.murmur3 import EngineKeys
+    from trainer.loading import load_student
+    from trainer.sampling.verified.coupled import CoupledConfig
+    from trainer.sampling.verified.medusa import MedusaConfig
+    from trainer.students.medusa import Medusa
+
+    model, words = load_student(student), AutoTokenizer.from_pretrained(teacher)
+    length, mask = model.config.row_length, model.mask_id
+    sampler: Any = CoupledConfig(verifier=teacher, max_lookahead=lookahead)
+    if isinstance(model, Medusa):
+        sampler = MedusaConfig(max_lookahead=lookahead)
+    tokens, jobs = torch.full((OWN_ROWS, length), mask), []
+    for row in range(OWN_ROWS):
+        prompt = words(PROMPTS[row % len(PROMPTS)])["input_ids"]
+        tokens[row, : len(prompt)] = torch.tensor(prompt)
+        jobs.append(Job(PROMPTS[row % len(PROMPTS)], row, max_tokens=length - len(prompt)))
+    rows = torch.arange(OWN_ROWS)
+    keys = EngineKeys(rows.repeat_interleave(length), torch.arange(length).repeat(OWN_ROWS))
+    noise = KeyedPrior(keys, model.config.vocab_size)
+    ours = sampler.sample(model, tokens, rows, noise, 0)
+    said = engine.serve(jobs, 16)["rows"]
+    filled = (tokens == mask).sum(dim=1)
+    differing = sum(
+        sum(
+            one != other
+            for one, other in zip(row["tokens"], mine[-len(row["tokens"]) :].tolist(), strict=True)
+        )
+        for row, mine in zip(said, ours.tokens, strict=True)
+    )
+    found = {
+        "tokens": int(filled.sum()),
+        "differing": differing,
+        "tokens_per_pass": tokens_per_pass(said),
+        "ours": int(filled.sum()) / int(ours.details["verifier_nfe"].sum()),
+    }
+    if isinstance(model, Medusa):  # heads propose nothing before the first pass, here and there
+        passes = int(ours.details["verifier_nfe"].sum()) - OWN_ROWS
+        found["ours"] = (found["tokens"] - OWN_ROWS) / passes
+    typer.echo(f"student: {found}")
+    return found
+
+
 def main(
     engine: Annotated[Path, typer.Option(help="Environment with vLLM; make engine makes it.")],
     teacher: Annotated[str, typer.Option(help="The model to serve, a folder.")],
@@ -257,7 +308,7 @@ def main(
         "benchmarks/results"
     ),
     tokens: Annotated[int, typer.Option(help="Tokens compared, of each kind of drafts.")] = 100_000,
-    part: Annotated[str, typer.Option(help="speed, exact or all.")] = "all",
+    part: Annotated[str, typer.Option(help="speed, exact, own or all.")] = "all",
 ) -> None:
     """Measure and write serving.json."""
     import torch  # neither is needed where the engines run
@@ -275,6 +326,8 @@ def main(
     if part in ("exact", "all"):
         said = exact(plain, {"no drafts, again": plain, **drafting}, tokens)
         found["exact"] = found.get("exact", {}) | said
+    if part in ("own", "all") and drafter is not None:
+        found["own"] = own(drafter, teacher, lookahead, drafting["student"])
     for other in (plain, *drafting.values()):
         other.close()
     versions = subprocess.run(

@@ -187,7 +187,7 @@ def _scramble(key: Int[Tensor, "*s"]) -> Int[Tensor, "*s"]:
     return _rotate(key * _signed(0xCC9E2D51), 15) * 0x1B873593
 
 
-def _mix(h: Int[Tensor, "*s"], scrambled: Int[Tensor, "*k"]) -> Int[Tensor, "*s"]:
+def _mix(h: Int[Tensor, "*s"], scrambled: Int[Tensor, "*k"]) -> Int[Tensor, "*broadcast"]:
     return _rotate(h ^ scrambled, 13).mul_(5).add_(_signed(0xE6546B64))
 
 
