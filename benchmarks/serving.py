@@ -47,7 +47,7 @@ STREAMS = (1, 4, 16)
 REPEATS = 5
 NGRAM = {
     "method": "ngram",
-    "num_speculative_tokens": 4,
+    "num_speculative_tokens": 2,
     "prompt_lookup_min": 1,
     "prompt_lookup_max": 3,
 }
@@ -218,10 +218,12 @@ def tokens_per_pass(rows: list[dict[str, Any]]) -> float:
     return tokens / sum(row["passes"] - 1 for row in rows)
 
 
-def exact(reference: Engine, others: dict[str, Engine], num_tokens: int) -> dict[str, Any]:
-    """Tokens that differ from the engine's without drafts, and from its own on a second visit."""
+def exact(
+    reference: Engine, others: dict[str, Engine], num_tokens: int
+) -> Iterator[dict[str, Any]]:
+    """Tokens that differ from the engine's without drafts; told again after every round."""
     draw = random.Random(0)
-    found = {
+    found: dict[str, Any] = {
         name: {"tokens": 0, "differing": 0, "cancelled": 0, "by_cut": {}, "passes": 0}
         for name in others
     }
@@ -248,7 +250,7 @@ def exact(reference: Engine, others: dict[str, Engine], num_tokens: int) -> dict
                 figures["tokens"] += len(row["tokens"])
                 figures["passes"] += row["passes"]
             typer.echo(f"{name}: {figures['differing']} of {figures['tokens']} tokens differ")
-    return found
+        yield found
 
 
 def own(student: Path, teacher: str, lookahead: int, engine: Engine) -> dict[str, Any]:
@@ -317,19 +319,6 @@ def main(
 
     file = out / "serving.json"
     found = json.loads(file.read_text()) if file.exists() else {}
-    drafting = dict(kinds(engine, teacher, drafter, lookahead))
-    plain = Engine(engine, teacher, plugin=True)
-    if part in ("speed", "all"):
-        stock = Engine(engine, teacher, plugin=False)
-        found["speed"] = speed({"stock": stock, "shared noise": plain, **drafting})
-        stock.close()
-    if part in ("exact", "all"):
-        said = exact(plain, {"no drafts, again": plain, **drafting}, tokens)
-        found["exact"] = found.get("exact", {}) | said
-    if part in ("own", "all") and drafter is not None:
-        found["own"] = own(drafter, teacher, lookahead, drafting["student"])
-    for other in (plain, *drafting.values()):
-        other.close()
     versions = subprocess.run(
         [
             engine / "bin" / "python",
@@ -349,6 +338,20 @@ def main(
         "torch": versions[-1],
         "teacher": Path(teacher).name,
     }
+    drafting = dict(kinds(engine, teacher, drafter, lookahead))
+    plain = Engine(engine, teacher, plugin=True)
+    if part in ("speed", "all"):
+        stock = Engine(engine, teacher, plugin=False)
+        found["speed"] = speed({"stock": stock, "shared noise": plain, **drafting})
+        stock.close()
+    if part in ("exact", "all"):
+        for said in exact(plain, {"no drafts, again": plain, **drafting}, tokens):
+            found["exact"] = found.get("exact", {}) | said
+            file.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
+    if part in ("own", "all") and drafter is not None:
+        found["own"] = own(drafter, teacher, lookahead, drafting["student"])
+    for other in (plain, *drafting.values()):
+        other.close()
     file.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
 
 

@@ -44,9 +44,7 @@ def take(prefix: list[int], seed: int) -> int:
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.lists(st.lists(st.integers(0, 11), max_size=5)))
-def test_speculative_text_is_the_text_without_drafts(
-    seed: int, proposals: list[list[int]]
-) -> None:
+def test_speculative_text_is_the_text_without_drafts(seed: int, proposals: list[list[int]]) -> None:
     plain = [1, 2]
     while len(plain) < 20:
         plain.append(take(plain, seed))
