@@ -45,7 +45,6 @@ REFERENCE ?=
 NFE     ?= 16
 NUM     ?= 64
 STEPS   ?=
-DEMO    ?= configs/maze-demo.toml
 ARGS    ?=
 ABLATE_STORIES ?=
 # Tests that run beside each other, and the threads of each.
@@ -76,11 +75,12 @@ $(STAMP): pyproject.toml constraints.txt
 
 setup: $(STAMP) ## create .venv with everything pinned
 
-demo: $(STAMP) ## the main job in about eight minutes: both mazes, teacher to table, report and figure
-	$(BIN)/python -m evaluation.maze.walk --config $(DEMO) --out out/maze-demo $(ARGS)
+demo: $(STAMP) ## the main job in four minutes: a maze, its teacher, two students, a table, a picture
+	$(BIN)/python -m runs.demo $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
-maze: $(STAMP) ## the paper's full maze protocol, three seeds
-	$(BIN)/python -m evaluation.maze.walk --config configs/maze-full.toml --out out/maze-full $(ARGS)
+maze: $(STAMP) ## the paper's full maze protocol on both mazes, three seeds
+	$(BIN)/python -m benchmarks.quality benchmarks/quality/maze-k4.toml $(ARGS)
+	$(BIN)/python -m benchmarks.quality benchmarks/quality/maze-m57.toml $(ARGS)
 
 extract: $(STAMP) ## stage 1 and 2: make extract CORPUS=owt TEACHER=gpt2-large CODEC=posterior
 	@test -n '$(CORPUS)' || { echo "error: no corpus; make extract CORPUS=maze:k4 | owt | FILES [TEACHER=...]"; exit 2; }

@@ -14,6 +14,7 @@ from evaluation.curve import curve
 from evaluation.infilling import rows
 from evaluation.likelihood_command import perplexity, tasks
 from evaluation.llm_judge import judge
+from evaluation.passes import passes
 from evaluation.samples.samples import find_sample_files, read_samples
 from evaluation.score_tables import write_scores
 from evaluation.scorers import ScoreOptions, make_scorers
@@ -115,6 +116,7 @@ app.command("curve")(curve)
 app.command("rows")(rows)
 app.command("compare")(compare)
 app.command("judge")(judge)
+app.command("passes")(passes)
 app.command("perplexity")(perplexity)
 app.command("tasks")(tasks)
 

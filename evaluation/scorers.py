@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evaluation.acceptance import acceptance_score
-from evaluation.maze.success import Maze, maze_success, moves_of_words
+from evaluation.maze import Maze, maze_success, moves_of_words
 from evaluation.samples.infill_rows import InfillRow, read_infill_rows, rows_of_samples
 from evaluation.samples.samples import SampleSet, read_references
 from evaluation.score import Score

@@ -169,7 +169,7 @@ def _columns(width: int) -> list[ProgressColumn]:
 class Bar:
     """A handle on one stage's progress; does nothing off the main process."""
 
-    def advance(self, amount: int) -> None:
+    def advance(self, amount: float | int) -> None:
         """Count ``amount`` further units as done."""
 
     def note(self, text: str, **figures: float | int) -> None:
@@ -180,7 +180,7 @@ class _TerminalBar(Bar):
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task
 
-    def advance(self, amount: int) -> None:
+    def advance(self, amount: float | int) -> None:
         self._progress.advance(self._task, amount)
 
     def note(self, text: str, **figures: float | int) -> None:
@@ -208,7 +208,7 @@ class _LineBar(Bar):
         self._start = self._said = time.monotonic()
         self._lock = threading.Lock()
 
-    def advance(self, amount: int) -> None:
+    def advance(self, amount: float | int) -> None:
         with self._lock:
             self._done += amount
             self._say_now_and_then()

@@ -17,7 +17,7 @@ from tests.readme.blocks import Block, read_blocks
 REPOSITORY = Path(__file__).resolve().parent.parent
 BLOCKS = read_blocks(REPOSITORY / "README.md")
 RUN = [block for block in BLOCKS if block.text]
-TOY = {"EXTRAS": "dev", "STEPS": "3", "DEMO": "tests/readme/demo.toml"}
+TOY = {"EXTRAS": "dev", "STEPS": "3"}
 """Environment variables that make every block small."""
 
 

@@ -9,12 +9,11 @@ from typing import Annotated, Any, Protocol
 import torch
 import typer
 
+from benchmarks.jobs import Job, run_under_a_bar, run_visibly, share_of_training
 from benchmarks.measure import machine
 from benchmarks.quality.maze import MazeBench
 from benchmarks.quality.plan import TEACHER, Plan, Recipe, Run, read_plan, recall, remember
 from benchmarks.quality.stories import StoriesBench
-from evaluation.maze.jobs import Job, run_jobs, run_visibly
-from evaluation.maze.walk import TrainingProgress
 from shards.atomic import write_json_atomic
 from shards.console import run_command
 from shards.language_model.loading import find_pretrained
@@ -121,9 +120,10 @@ def train(
             store = stores[run.recipe.store]
             command, folder = run.command(plan, store, home), home / run.folder
             if recall(folder / "done.json", command) is None:
-                probe = TrainingProgress(folder / "metrics.jsonl")
-                jobs.append(Job(run.folder, command, folder / "train.log", 100, probe))
-        run_jobs("train", jobs, parallel, unit="%")
+                share = share_of_training(folder / "metrics.jsonl")
+                jobs.append(Job(run.folder, command, folder / "train.log", share))
+        if jobs:
+            run_under_a_bar("train", jobs, parallel)
         for run in wave:
             command = run.command(plan, stores[run.recipe.store], home)
             remember(home / run.folder / "done.json", command, True)

@@ -8,21 +8,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from benchmarks.quality.plan import Plan, Run
-from evaluation.maze.results import load_task, natural_rule, pool, score_samples, teacher_rows
-from evaluation.samples.samples import SampleSet
+from evaluation.maze import load_task, pool
 from evaluation.score import wilson_interval
-from shards.codec.protocol import Codec
-from shards.noise.kinds import Noise
 from trainer import load_student
-from trainer.sampling.noise import sampling_noise
 from trainer.sampling.registry import make_sampler
 from trainer.sampling.sampler import Sampler
+from trainer.sampling.stopping import SampleResult
 
 Cell = dict[str, Any]
 MARGINS = ((0.0, 0.05), (0.05, 0.1), (0.1, 0.2), (0.2, 0.4), (0.4, math.inf))
@@ -52,10 +48,11 @@ class MazeBench:
         result: dict[str, Any] = {}
         for nfe in budgets or (None,):
             sampler = self._sampler(run, student, nfe)
-            drawn = [self._draw(student, sampler, seed) for seed in self.plan.sample_seeds]
-            scores = [score_samples(self.task, samples) for samples in drawn]
+            drawn = {seed: self._draw(student, sampler, seed) for seed in self.plan.sample_seeds}
+            scores = [self.task.score(found.tokens, seed) for seed, found in drawn.items()]
             cell = pool([first for first, _ in scores], [other for _, other in scores])
-            cell["nfe_mean"] = float(np.mean([samples.nfe for samples in drawn]))
+            passes = torch.cat([found.nfe for found in drawn.values()])
+            cell["nfe_mean"] = passes.double().mean().item()
             result["own" if nfe is None else str(nfe)] = cell
         if run.recipe.sampler == "ancestral" and run.recipe.student_of is None:
             sampler = self._sampler(run, student, 1)
@@ -68,7 +65,8 @@ class MazeBench:
         settings: dict[str, Any] = {} if nfe is None else {"nfe": nfe}
         if student.is_conditioned:
             settings["tau"] = 1.0
-        settings["decision"] = natural_rule("gumbel" if student.is_conditioned else "none")
+        # Without noise all variety is in the draws; given the noise the text is determined.
+        settings["decision"] = "argmax" if student.is_conditioned else "categorical"
         if recipe.verifier is not None:
             settings["verifier"] = str(self.home / run.folder_of(recipe.verifier))
         return make_sampler(recipe.sampler, **{**settings, **recipe.sampling})
@@ -79,42 +77,26 @@ class MazeBench:
 
         The margin of a row is the least distance between the largest and the next log p + xi.
         """
-        samples = self._draw(student, sampler, seed)
-        decoded = teacher_rows(self.task, samples)
-        noise = self._noise(seed)
+        tokens = self._draw(student, sampler, seed).tokens
+        decoded = self.task.teacher_rows(seed, self.plan.num_samples)
+        noise = self.task.noise(seed, self.plan.num_samples)
         shape = (len(decoded), self.task.row_length, noise.vocab_size)
         gumbels = -noise.tile(0, noise.vocab_size).log().view(shape)[:, 1:]
         log_probs = self.task.teacher(input_ids=decoded).logits[:, :-1].float().log_softmax(-1)
         best, second = (log_probs + gumbels).topk(2, dim=-1).values.unbind(-1)
         margin = (best - second).amin(dim=1)
-        equal = (torch.tensor(samples.tokens) == decoded).all(dim=1)
+        equal = (tokens == decoded).all(dim=1)
         return [
             _share(equal[(margin >= low) & (margin < high)], low, high) for low, high in MARGINS
         ]
 
-    def _noise(self, seed: int, codec: Codec | None = None) -> Noise:
-        ids = torch.arange(self.plan.num_samples)
-        return sampling_noise(seed, ids, self.task.row_length, len(self.task.words), codec=codec)
-
-    def _draw(self, student: Any, sampler: Sampler, seed: int) -> SampleSet:
+    def _draw(self, student: Any, sampler: Sampler, seed: int) -> SampleResult:
         task, count = self.task, self.plan.num_samples
         ids = torch.arange(count)
-        noise = self._noise(seed, student.codec) if student.is_conditioned else None
+        noise = task.noise(seed, count, student.codec) if student.is_conditioned else None
         rows = torch.full((count, task.row_length), student.mask_id)
         rows[:, 0] = student.config.bos_token_id
-        drawn = sampler.sample(student, rows, ids, noise, seed)
-        return SampleSet(
-            name="",
-            tokens=drawn.tokens.tolist(),
-            texts=[None] * count,
-            indices=ids.tolist(),
-            nfe=drawn.nfe.tolist(),
-            lines=[],
-            seed=seed,
-            sampler={},
-            settings={},
-            source=Path(),
-        )
+        return sampler.sample(student, rows, ids, noise, seed)
 
     def reference(self) -> Cell:
         """NFE -> success of the exact optimum of every student without noise."""

@@ -25,9 +25,7 @@ from benchmarks.quality.ahead import (
 from benchmarks.quality.gain import gain_of_first, read_curve
 from benchmarks.quality.maze import MazeBench
 from benchmarks.quality.plan import Plan, Recipe, Run, StoreWords, read_plan, recall, remember
-from evaluation.maze.results import MazeTask
-from evaluation.maze.success import Maze
-from evaluation.maze.teacher_decode import teacher_decode
+from evaluation.maze import Maze, MazeTask, teacher_decode
 from shards.atomic import write_json_atomic
 from shards.cli import app as shards_app
 from shards.codec.registry import codec_parameters, make_codec
@@ -243,7 +241,7 @@ def test_a_grid_is_trained_judged_and_resumed(
     """Interrupted after three figures, the same command measures only what is missing."""
     store = write_store(tmp_path / "store", num_entries=6, vocab_size=6, row_length=LENGTH)
     monkeypatch.setattr(bench, "run_visibly", lambda name, command: run_here(command))
-    monkeypatch.setattr(bench, "run_jobs", lambda name, jobs, *_, **__: train_here(jobs))
+    monkeypatch.setattr(bench, "run_under_a_bar", lambda name, jobs, *_, **__: train_here(jobs))
     monkeypatch.setattr(bench, "extracted", lambda home, words: store)
     stores = bench.make_stores(PLAN, tmp_path, [])
     assert ShardStore.open(stores["cut"]).codec.name == "topk"

@@ -1,0 +1,84 @@
+"""The demo's picture, table and sentence say what the samples are; README's test runs the demo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.image import imread
+
+from evaluation.maze import Maze, MazeTask, pool
+from runs import demo
+from shards.console import aligned
+
+WAY = ("up", "right", "right", "down")
+WORDS = ("<bos>", "<eos>", "up", "down", "left", "right")
+MAZE = Maze(("...", "S#T"), (1, 0), (1, 2), (WAY,), 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "num_steps", "fault"),
+    [
+        ((*WAY, "<eos>"), 4, None),
+        (("right", "right", "<eos>", "<eos>", "<eos>"), 1, 0),  # the wall
+        (("left", "up", "up", "up", "up"), 1, 0),  # off the map
+        (("up", "down", "up", "up", "up"), 2, 1),  # a cell that was visited
+        (("up", "<eos>", "<eos>", "<eos>", "<eos>"), 1, 1),  # an end that is not the target
+        ((*WAY[:3], "<eos>", "down"), 3, 3),
+        (("up", "right", "right", "left", "left"), 4, 3),
+    ],
+)
+def test_a_way_is_drawn_up_to_its_first_fault(
+    words: tuple[str, ...], num_steps: int, fault: int | None
+) -> None:
+    steps, found = demo.walked(MAZE, words)
+    assert (len(steps), found) == (num_steps, fault)
+    ends = words.index("<eos>") if "<eos>" in words else len(words)
+    is_path = MAZE.is_success(words[:ends]) and set(words[ends:]) <= {"<eos>"}
+    assert (found is None) == is_path
+
+
+def sampled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """1 of 4 samples without noise arrives, 3 with it, at every NFE."""
+    monkeypatch.setattr(demo, "NUM_SAMPLES", 4)
+    ids = {word: index for index, word in enumerate(WORDS)}
+    good = [0, *(ids[move] for move in WAY), 1]
+    bad = [0, 2, 2, 5, 5, 1]
+    task = MazeTask(MAZE, WORDS, 6, None, {WAY: 1.0}, dict.fromkeys(demo.NFE, 0.25))
+    task.decodes[demo.SAMPLE_SEED, 4] = torch.tensor([good] * 4)
+    found: dict[str, Any] = {"task": task, "cells": {}, "rows": {}}
+    for name, rows in (
+        ("without noise", [good, bad, bad, bad]),
+        ("with noise", [good] * 3 + [bad]),
+    ):
+        for nfe in demo.NFE:
+            success, agreement = task.score(torch.tensor(rows), demo.SAMPLE_SEED)
+            found["cells"][name, nfe] = pool([success], [agreement])
+            found["rows"][name, nfe] = rows
+    return found
+
+
+def test_the_table_and_the_sentence_say_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = sampled(monkeypatch)
+    table = demo.table(found)
+    assert table.rows == (
+        ("without noise", *["25.0"] * len(demo.NFE), "1 of 1"),
+        ("with noise", *["75.0"] * len(demo.NFE), "1 of 1"),
+    )
+    assert max(map(len, aligned([table.header, *table.rows]))) <= 80
+    said = demo.sentence(found)
+    assert "75%" in said and "25%" in said and max(map(len, said.splitlines())) <= 100
+
+
+def test_the_picture_shows_the_first_broken_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = sampled(monkeypatch)
+    assert demo.shown_sample(found) == 1
+    demo.draw_picture(found, tmp_path / "demo.png")
+    picture = imread(tmp_path / "demo.png")[..., :3]
+    for colour in ((0xD5, 0x5E, 0x00), (0x00, 0x72, 0xB2)):  # each role in the palette's colour
+        near = (abs(picture * 255 - torch.tensor(colour).numpy()) < 2).all(-1)
+        assert near.sum() > 500
