@@ -12,52 +12,63 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import torch
 import transformers
+from jaxtyping import Int
+from torch import Tensor
 
 from benchmarks.drafting.drafters import Drafter, Form
 from benchmarks.drafting.evaluation import (
     Decoded,
     Propose,
+    agreement,
     decode,
     ngram_proposer,
     pooled,
     proposer,
-    ratio,
     seconds,
     tokens_per_pass,
+    tree_proposer,
 )
 from benchmarks.drafting.target import Target, read_text, story_prompts, write_text
 from benchmarks.drafting.training import Training, draft_vocabulary, train
 from benchmarks.measure import machine
 
+BATCH = 125
+"""Prompts decoded at once; the noise of each is its own, so that this changes nothing."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One drafter under one rule: a line of the table."""
+    """A line of the table: a drafter, a rule, and how it drafts.
 
-    name: str
-    drafter: str | None
+    Args:
+        drafter: A trained drafter, or ``n-gram``.
+        passes: Of a ``loop``.
+        tree: Drafts of a tree and paths that its search follows; a chain without.
+        blind: The tree is chosen without a look at the noise.
+        greedy: Drafts are argmax(l), no draws.
+    """
+
+    drafter: str
     rule: str
-    loops: int | None = None
+    passes: int | None = None
+    tree: tuple[int, int] | None = None
+    blind: bool = False
     greedy: bool = False
 
-
-def points_of(settings: dict[str, Any]) -> list[Point]:
-    """The table's lines: every drafter under its rules, passes and ways to draw."""
-    points = [Point(name="n-gram", drafter=None, rule="coupled")]
-    for entry in settings["drafter"]:
-        for rule in entry.get("rules", ["standard", "coupled"]):
-            for loops in entry.get("passes", [None]):
-                name = f"{entry['name']}, {rule}" + (f", {loops} passes" if loops else "")
-                points.append(Point(name=name, drafter=entry["name"], rule=rule, loops=loops))
-        if entry.get("greedy"):
-            name = f"{entry['name']}, greedy"
-            points.append(Point(name=name, drafter=entry["name"], rule="standard", greedy=True))
-    return points
+    @property
+    def name(self) -> str:
+        """What the table calls it."""
+        extra = [f"{self.passes} passes"] if self.passes else []
+        extra += [f"tree of {self.tree[0]}"] if self.tree else []
+        extra += [word for word in ("blind", "greedy") if getattr(self, word)]
+        return ", ".join([self.drafter, self.rule, *extra])
 
 
 class Bench:
@@ -68,60 +79,61 @@ class Bench:
         self.training = Training(**settings["training"])
         self.target = Target(Path(settings["target"]))
         text = settings["text"]
-        stories = [Path(path) for path in text["stories"]]
-        prompts = story_prompts(Path(settings["target"]), stories, text["rows"], text["prompt"])
-        files = list(
-            write_text(self.target, prompts, text["length"], text["seed"], self.folder / "text")
-        )
+        prompts = self.prompts(text, text["rows"])
+        folder = self.folder / "text"
+        files = list(write_text(self.target, prompts, text["length"], text["seed"], folder))
         self.tokens = read_text(files)
-        self.ids, self.log_q = draft_vocabulary(
-            self.tokens, self.target.vocab_size, self.training.vocabulary
-        )
-        self.forms = {
-            entry["name"]: Form(
-                **{k: v for k, v in entry.items() if k in Form.__dataclass_fields__}
-            )
-            for entry in settings["drafter"]
-        }
+        sizes = (self.target.vocab_size, self.training.vocabulary)
+        self.ids, self.log_q = draft_vocabulary(self.tokens, *sizes)
+        self.forms = {entry["name"]: Form(**entry) for entry in settings["drafter"]}
+        self.points = [Point(**entry) for entry in settings["point"]]
+
+    def prompts(self, part: dict[str, Any], count: int) -> Int[Tensor, "n p"]:
+        """The first tokens of a part's stories."""
+        stories = [Path(path) for path in part["stories"]]
+        return story_prompts(Path(self.settings["target"]), stories, count, part["prompt"])
 
     def seeds(self, name: str) -> list[int]:
-        """The seeds a drafter is trained with; its own, or those of the file."""
-        entries = {entry["name"]: entry for entry in self.settings["drafter"]}
-        return entries[name].get("seeds", self.settings["seeds"])
+        """The seeds a drafter is trained with."""
+        if name not in self.forms:
+            return [0]
+        return self.settings["seeds"].get(name, self.settings["seeds"]["every"])
 
     def path(self, name: str, seed: int) -> Path:
         """Where a training lies."""
         return self.folder / "models" / f"{name}-seed{seed}.pt"
 
-    def drafter(self, name: str, seed: int) -> Drafter:
-        """A trained drafter."""
-        form = self.forms[name]
-        drafter = Drafter(form, self.target, self.ids, self.log_q, self.training.slots)
-        saved = torch.load(self.path(name, seed), weights_only=True)
-        drafter.load_state_dict(saved["drafter"])
+    def drafter(self, name: str, seed: int, slots: int) -> Drafter:
+        """A trained drafter that is asked for so many slots."""
+        sizes = (self.ids, self.log_q, self.training.slots)
+        drafter = Drafter(self.forms[name], self.target, *sizes)
+        drafter.load_state_dict(torch.load(self.path(name, seed), weights_only=True)["drafter"])
+        drafter.slots = slots
         return drafter.eval()
 
     def proposer(self, point: Point, seed: int, slots: int) -> Propose:
-        """What drafts at a point, so many slots a block."""
-        if point.drafter is None:
-            return ngram_proposer(self.tokens, slots)
-        drafter = self.drafter(point.drafter, seed)
-        drafter.slots = slots
-        return proposer(drafter, loops=point.loops, greedy=point.greedy)
+        """What drafts at a point."""
+        if point.drafter not in self.forms:
+            return self.ngrams(slots)
+        drafter = self.drafter(point.drafter, seed, slots)
+        if point.tree:
+            return tree_proposer(drafter, *point.tree, blind=point.blind)
+        return proposer(drafter, loops=point.passes, greedy=point.greedy)
+
+    @cache  # noqa: B019  (there is one bench in a process)
+    def ngrams(self, slots: int) -> Propose:
+        """n-gram lookup in the text that drafters are trained on."""
+        return ngram_proposer(self.tokens, slots)
 
     def decoded(self, point: Point) -> list[Decoded]:
         """The decodes of every seed; kept in the folder."""
-        evaluation, parts = self.settings["evaluation"], []
-        stories = [Path(path) for path in evaluation["stories"]]
-        prompts = story_prompts(
-            Path(self.settings["target"]), stories, evaluation["prompts"], evaluation["prompt"]
-        )
-        by_uniform = None
-        if point.drafter and self.forms[point.drafter].noise == "uniform":
+        part, parts = self.settings["evaluation"], []
+        prompts, by_uniform = self.prompts(part, part["prompts"]), None
+        if point.drafter in self.forms and self.forms[point.drafter].noise == "uniform":
             rest = torch.ones(self.target.vocab_size, dtype=torch.bool)
             rest[self.ids] = False
             by_uniform = torch.cat([self.ids, rest.nonzero()[:, 0]])
-        for seed in self.seeds(point.drafter) if point.drafter else [0]:
+        for seed in self.seeds(point.drafter):
             file = self.folder / "decoded" / f"{point.name}-{seed}.pt".replace(" ", "-")
             if not file.exists():
                 propose = self.proposer(point, seed, self.training.slots)
@@ -129,115 +141,95 @@ class Bench:
                     decode(
                         self.target,
                         propose,
-                        prompts[start : start + 125],
-                        evaluation["tokens"],
+                        prompts[start : start + BATCH],
+                        part["tokens"],
                         self.training.slots,
                         point.rule,
-                        evaluation["seed"],
+                        part["seed"],
                         by_uniform=by_uniform,
                         first_row=start,
+                        room=2 + (point.tree[0] if point.tree else 0),
                     )
-                    for start in range(0, len(prompts), 125)
+                    for start in range(0, len(prompts), BATCH)
                 ]
-                save(asdict(pooled(batches)), file)
+                file.parent.mkdir(exist_ok=True)
+                torch.save(asdict(pooled(batches)), file.with_suffix(".part"))
+                os.replace(file.with_suffix(".part"), file)
             parts.append(Decoded(**torch.load(file, weights_only=True)))
         return parts
 
-    def times(self, points: list[Point]) -> dict[str, dict[str, float]]:
+    def times(self) -> dict[str, dict[str, float]]:
         """Least seconds by batch; the target's passes and all drafts in turns."""
-        path, sizes = self.folder / "times.json", range(1, self.training.slots + 1)
+        path, slots = self.folder / "times.json", self.training.slots
         if path.exists():
             return json.loads(path.read_text())
+        trees = {point.tree[0] + 1 for point in self.points if point.tree}
         work: dict[str, tuple[Propose | None, int]] = {
-            f"target {rows}": (None, rows) for rows in (1, *(size + 1 for size in sizes))
+            f"target {rows}": (None, rows) for rows in sorted({*range(1, slots + 2), *trees})
         }
-        for point in points:
-            for size in sizes:
-                seed = self.seeds(point.drafter)[0] if point.drafter else 0
+        for point in self.points:
+            seed = self.seeds(point.drafter)[0]
+            for size in [slots] if point.tree else range(1, slots + 1):
                 work[f"{point.name} {size}"] = (self.proposer(point, seed, size), size)
-        prompt, found = self.tokens[0, :64], {}
-        for batch in (1, 16):
-            repeats = self.settings["evaluation"]["repeats"]
-            found[str(batch)] = seconds(self.target, work, prompt, batch, repeats)
+        repeats, prompt = self.settings["evaluation"]["repeats"], self.tokens[0, :64]
+        found = {str(b): seconds(self.target, work, prompt, b, repeats) for b in (1, 16)}
         path.write_text(json.dumps(found))
         return found
 
-
-def save(values: dict[str, Any], path: Path) -> None:
-    """Write whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    torch.save(values, part)
-    os.replace(part, path)
-
-
-def describe(
-    bench: Bench, point: Point, parts: list[Decoded], times: dict[str, dict[str, float]]
-) -> dict[str, Any]:
-    """One line of the table; speed-ups at the block size that is best for each."""
-    kept = torch.stack([part.kept / part.reached[0] for part in parts]).mean(0)
-    by_slot = torch.stack([part.kept / part.reached for part in parts]).mean(0)
-    per_pass = 1 + kept.cumsum(0)
-    line: dict[str, Any] = {"name": point.name, "seeds": len(parts)}
-    line["tokens_per_pass"] = tokens_per_pass(parts)
-    line["kept_by_slot"] = [round(value, 3) for value in by_slot.tolist()]
-    if point.drafter is not None:
-        drafter = bench.drafter(point.drafter, bench.seeds(point.drafter)[0])
-        line["weights"] = sum(w.numel() for w in drafter.parameters())
-        line["draft_flops"] = drafter.flops(48, point.loops) / bench.target.flops(1, 48)
-    for batch, found in times.items():
-        plain = found["target 1"]
-        for scale in (1, 10, 100):
-            best = (0.0, 0)
-            for size in range(1, len(per_pass) + 1):
-                draft = found[f"{point.name} {size}"] / plain / scale
-                # A target so large that weights bound its pass reads k + 1 rows as fast as one.
-                verify = found[f"target {size + 1}"] / plain if scale == 1 else 1.0
-                best = max(best, (float(per_pass[size - 1]) / (verify + draft), size))
-            line[f"speed_up_batch{batch}_x{scale}"] = best
-        line[f"draft_time_batch{batch}"] = found[f"{point.name} {len(per_pass)}"] / plain
-    return line
+    def line(self, point: Point, times: dict[str, dict[str, float]]) -> dict[str, Any]:
+        """One line of the table; each speed-up at the block size that is best for it."""
+        parts, slots = self.decoded(point), self.training.slots
+        per_pass = 1 + torch.stack([p.kept / p.reached[0] for p in parts]).mean(0).cumsum(0)
+        by_slot = torch.stack([p.kept / p.reached for p in parts]).mean(0)
+        line: dict[str, Any] = {"name": point.name, "seeds": len(parts)}
+        line["tokens_per_pass"] = tokens_per_pass(parts)
+        line["kept_by_slot"] = [round(value, 3) for value in by_slot.tolist()]
+        if point.drafter in self.forms:
+            drafter = self.drafter(point.drafter, self.seeds(point.drafter)[0], slots)
+            flops = drafter.flops(48, point.passes) * (point.tree[1] if point.tree else 1)
+            line["draft_flops"] = flops / self.target.flops(1, 48)
+            line["weights"] = sum(w.numel() for w in drafter.parameters())
+        for batch, found in times.items():
+            plain = found["target 1"]
+            line[f"draft_time_batch{batch}"] = found[f"{point.name} {slots}"] / plain
+            for scale in (1, 10, 100):
+                ups = []
+                for size in [slots] if point.tree else range(1, slots + 1):
+                    draft = found[f"{point.name} {size}"] / plain / scale
+                    # A large target is bound by its weights and reads a block as fast as a token.
+                    rows = 1 + (point.tree[0] if point.tree else size)
+                    verify = found[f"target {rows}"] / plain if scale == 1 else 1.0
+                    ups.append((float(per_pass[size - 1]) / (verify + draft), size))
+                line[f"speed_up_batch{batch}_x{scale}"] = max(ups)
+        return line
 
 
 def write(results: Path, lines: list[dict[str, Any]], report: dict[str, Any]) -> None:
-    """The table as Markdown, all figures as JSON, and the plot."""
-    import matplotlib
-
+    """All figures as JSON, the table as Markdown, and the plot."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     results.parent.mkdir(parents=True, exist_ok=True)
     results.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    head = "| drafter, rule | tokens per pass | kept, slots 1 to 8 | draft: FLOPs, time | speed-up"
-    table = [
-        head + " batch 1 | batch 16 | target x10 | x100 |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    table = ["| drafter, rule | tokens per pass | kept by slot | draft: FLOPs, time |"]
+    table[0] += " speed-up batch 1 | batch 16 | target x10 | x100 |"
+    table.append("|---|---|---|---|---|---|---|---|")
+    figure, axes = pyplot.subplots(figsize=(9, 6))
     for line in lines:
         mean, low, high = line["tokens_per_pass"]
-        ups = [
-            line[f"speed_up_{key}"]
-            for key in ("batch1_x1", "batch16_x1", "batch1_x10", "batch1_x100")
-        ]
-        table.append(
-            f"| {line['name']} | {mean:.2f} [{low:.2f}, {high:.2f}] | "
-            + " ".join(f"{value:.2f}"[1:] for value in line["kept_by_slot"])
-            + f" | {line.get('draft_flops', 0):.2f}, {line['draft_time_batch1']:.2f} | "
-            + " | ".join(f"{value:.2f} (k {size})" for value, size in ups)
-            + " |"
-        )
-    results.with_name(results.name + "-table.md").write_text("\n".join(table) + "\n")
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    for line in lines:
-        mean, low, high = line["tokens_per_pass"]
+        keys = ("batch1_x1", "batch16_x1", "batch1_x10", "batch1_x100")
+        cells = [line["name"], f"{mean:.2f} [{low:.2f}, {high:.2f}]"]
+        cells.append(" ".join(f"{value:.2f}".lstrip("0") for value in line["kept_by_slot"]))
+        cells.append(f"{line.get('draft_flops', 0):.2f}, {line['draft_time_batch1']:.2f}")
+        cells += ["{:.2f} (k {})".format(*line[f"speed_up_{key}"]) for key in keys]
+        table.append("| " + " | ".join(cells) + " |")
         at = line["draft_time_batch1"]
         axes.errorbar(at, mean, [[mean - low], [high - mean]], fmt="o", capsize=2)
-        axes.annotate(
-            line["name"], (at, mean), fontsize=6, xytext=(4, 3), textcoords="offset points"
-        )
-    axes.set_xlabel("time of a draft of 8 slots, in passes of the target (batch 1)")
-    axes.set_ylabel("tokens per pass of the target")
-    axes.set_xscale("log")
+        offset = {"fontsize": 6, "xytext": (4, 3), "textcoords": "offset points"}
+        axes.annotate(line["name"], (at, mean), **offset)
+    results.with_name(results.name + "-table.md").write_text("\n".join(table) + "\n")
+    axes.set(xlabel="time of a draft, in passes of the target (batch 1)", xscale="log")
+    axes.set(ylabel="tokens per pass of the target")
     figure.tight_layout()
     figure.savefig(results.with_suffix(".png"), dpi=120)
 
@@ -245,23 +237,24 @@ def write(results: Path, lines: list[dict[str, Any]], report: dict[str, Any]) ->
 def main(path: str) -> None:
     """All of it."""
     settings = tomllib.loads(Path(path).read_text())
-    torch.set_num_threads(settings.get("threads", 1))
+    torch.set_num_threads(1)
     bench = Bench(settings)
     (bench.folder / "models").mkdir(parents=True, exist_ok=True)
     for name, form in bench.forms.items():
         for seed in bench.seeds(name):
-            file = bench.path(name, seed)
-            train(form, bench.target, bench.tokens, bench.training, seed, file)
-    points = points_of(settings)
-    decoded = {}
-    for point in points:
-        decoded[point.name] = bench.decoded(point)
-        print(point.name, tokens_per_pass(decoded[point.name]), flush=True)
-    times = bench.times(points)
-    lines = [describe(bench, point, decoded[point.name], times) for point in points]
-    ratios = {
-        f"{over} / {under}": ratio(decoded[over], decoded[under])
-        for over, under in settings.get("ratios", [])
+            train(form, bench.target, bench.tokens, bench.training, seed, bench.path(name, seed))
+    decoded = {point.name: bench.decoded(point) for point in bench.points}
+    times, part = bench.times(), settings["evaluation"]
+    lines = [bench.line(point, times) for point in bench.points]
+    given = {
+        name: agreement(
+            bench.target,
+            bench.drafter(name, bench.seeds(name)[0], bench.training.slots),
+            bench.prompts(part, min(64, part["prompts"])),
+            part["seed"],
+        )
+        for name, form in bench.forms.items()
+        if form.kind == "steps"
     }
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
     report = {
@@ -270,7 +263,11 @@ def main(path: str) -> None:
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "settings": settings,
         "lines": lines,
-        "ratios": ratios,
+        "given the earlier tokens": given,
+        "ratios": {
+            f"{over} / {under}": tokens_per_pass(decoded[over], decoded[under])
+            for over, under in settings["ratios"]
+        },
         "seconds": times,
     }
     write(Path(settings["results"]), lines, report)

@@ -21,8 +21,6 @@ from torch.nn.functional import pad, rms_norm, silu
 
 from benchmarks.drafting.target import Keys, Target, rotary
 
-CANDIDATES = 32
-"""How many of the noise's ids a drafter with cross-attention reads for a slot."""
 WAVES = 12
 """How many octaves of one uniform number a drafter reads."""
 
@@ -38,11 +36,11 @@ class Form:
             tokens, a pass of layers reads the guesses in the place of the tokens and drafts
             again; ``loops`` such passes; as many as slots is the autoregressive drafter).
         layers: The target's layers that a pass begins as copies of, lowest first.
-        noise: What a slot reads of the noise of the slots before it. ``slots`` and ``heads``:
-            ``ids``, the token argmax(log q + xi), q the unigram; ``soft``, softmax(xi + w log q) E;
-            ``cross``, attention to the 32 most probable ids of log q + xi in the later layers;
-            ``uniform``, one uniform a token in the place of a noise vector (PTP). ``loop``:
-            ``race``, its guess is argmax(l + xi); without noise it is softmax(l) E.
+        noise: What a slot reads of the noise of the slots before it. ``slots``: ``soft``,
+            softmax(xi + w log q) E, q the unigram; ``uniform``, one uniform a token in the place
+            of a noise vector (PTP). ``loop``: ``race``, its guess is argmax(l + xi); without
+            noise it is softmax(l) E.
+        loops: Passes of a ``loop``.
     """
 
     name: str
@@ -54,7 +52,7 @@ class Form:
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
         known = {"kind": ("heads", "slots", "steps", "loop")}
-        known["noise"] = ("none", "ids", "soft", "cross", "uniform", "race")
+        known["noise"] = ("none", "soft", "uniform", "race")
         for key, values in known.items():
             if getattr(self, key) not in values:
                 raise ValueError(f"drafter {self.name}: {key} must be one of {values}")
@@ -74,6 +72,19 @@ class Prefix:
     positions: Int[Tensor, "b a"]
     keys: list[Keys]
     seen: Bool[Tensor, "b a l"]
+
+
+@dataclass(frozen=True)
+class Grown:
+    """The last rows [b, a, s, w] of the paths of a draft, and keys of all their rows by layer."""
+
+    rows: Float[Tensor, "b a s w"]
+    keys: list[Keys]
+
+    def of(self, rows: Int[Tensor, "b s"]) -> Grown:
+        """Paths that go on from these of the last rows."""
+        last = self.rows.gather(2, rows[:, None, :, None].expand(-1, 1, -1, self.rows.shape[-1]))
+        return Grown(last, self.keys)
 
 
 class Drafter(nn.Module):
@@ -96,7 +107,7 @@ class Drafter(nn.Module):
         self.form, self.shape = form, target.shape
         self.slots = slots
         """Slots of a block; a trained drafter may be asked for fewer."""
-        width, depth = target.shape.width, len(form.layers)
+        width = target.shape.width
         self.register_buffer("embedding", target.embedding.detach(), persistent=False)
         self.register_buffer("head", target.embedding.detach()[ids].contiguous(), persistent=False)
         self.register_buffer("ids", ids)
@@ -115,17 +126,11 @@ class Drafter(nn.Module):
         if form.kind in ("heads", "loop"):
             self.blocks = nn.Parameter(torch.randn(slots, 3 * width, width) * (3 * width) ** -0.5)
             self.outs = nn.Parameter(torch.zeros(slots, width, width))
-        if form.noise in ("ids", "soft", "uniform"):
+        if form.noise in ("soft", "uniform"):
             self.reading = _linear(
                 *((2 * WAVES, width) if form.noise == "uniform" else (width, width))
             )
             self.weight = nn.Parameter(torch.ones(()))
-        if form.noise == "cross":
-            self.weight = nn.Parameter(torch.ones(()))
-            self.queries = nn.ModuleList(
-                nn.Linear(width, width, bias=False) for _ in range(depth // 2)
-            )
-            self.values = nn.ModuleList(_linear(width, width) for _ in range(depth // 2))
 
     def forward(
         self,
@@ -144,12 +149,18 @@ class Drafter(nn.Module):
         """
         kind = self.form.kind
         if kind == "heads":
-            return [self._heads(prefix, noise)]
+            return [self._heads(prefix)]
         if kind == "steps":
             return self._in_steps(prefix, noise, given)
+        first = self.embedding[prefix.tokens] + self.states(_even(prefix.states))
         if kind == "slots":
-            return self._at_once(prefix, noise)
-        logits = [self._heads(prefix, noise)]
+            every = torch.cat([_even(prefix.states), self.embedding[prefix.tokens]], -1)
+            ahead = self.ahead(every)[:, :, None] + self.places[: self.slots - 1]
+            rows = torch.cat([first[:, :, None], ahead], 2)
+            if self.form.noise != "none":
+                rows = rows + pad(self._noise_rows(noise)[:, :, :-1], (0, 0, 1, 0))
+            return [self._pass(prefix, rows)]
+        logits = [self._heads(prefix)]
         for _ in range(loops or self.form.loops):
             if noise is None:
                 rows = logits[-1].detach().float().softmax(-1).to(self.head.dtype) @ self.head
@@ -158,17 +169,14 @@ class Drafter(nn.Module):
             if given is not None:
                 forced = (torch.arange(rows.shape[1]) % 2 == 0)[:, None, None]
                 rows = torch.where(forced, self.embedding[given], rows)
-            first = self.embedding[prefix.tokens] + self.states(_even(prefix.states))
             rows = torch.cat([first[:, :, None], rows[:, :, :-1]], 2)
             logits.append(self._pass(prefix, rows))
         return logits
 
-    def _heads(self, prefix: Prefix, noise: Tensor | None) -> Tensor:
+    def _heads(self, prefix: Prefix) -> Tensor:
         width = self.shape.width
         every = torch.cat([_even(prefix.states), self.embedding[prefix.tokens]], -1)
         mixed = torch.einsum("baw,kwu->baku", every, self.blocks[: self.slots])
-        if self.form.noise in ("ids", "soft"):
-            mixed = mixed + _shifted(self._noise_rows(noise))
         mixed = torch.einsum("baku,kuw->bakw", silu(mixed), self.outs[: self.slots])
         last = prefix.states[:, :, None, width:] / 7
         return self._logits(last + mixed, 0)
@@ -180,55 +188,53 @@ class Drafter(nn.Module):
             rows, _ = layer(rows, turns, own, prefix.keys[index], prefix.seen)
         return self._logits(rows, -1)
 
-    def _at_once(self, prefix: Prefix, noise: Tensor | None) -> list[Tensor]:
-        form, slots = self.form, self.slots
-        token = self.embedding[prefix.tokens]
-        ahead = self.ahead(torch.cat([_even(prefix.states), token], -1))[:, :, None]
-        ahead = ahead + self.places[: slots - 1]
-        rows = torch.cat([(token + self.states(_even(prefix.states)))[:, :, None], ahead], 2)
-        kept = None
-        if form.noise in ("ids", "soft", "uniform"):
-            rows = rows + _shifted(self._noise_rows(noise))
-        elif form.noise == "cross":
-            kept = (noise[:, :, :-1] + self.weight * self.log_unigram).topk(CANDIDATES)
-            kept = (kept[0], self.head[kept[1]])
-        turns = rotary(self.shape, prefix.positions[..., None] + torch.arange(slots))
-        own = _causal(prefix, slots)
-        depth = len(self.layers)
-        for index, layer in enumerate(self.layers):
-            rows, _ = layer(rows, turns, own, prefix.keys[form.layers[index]], prefix.seen)
-            if index + 1 == depth:
-                break
-            reader = index + 1 - depth + len(self.queries) if kept is not None else -1
-            if kept is not None and reader >= 0:
-                query = self.queries[reader](rows[:, :, 1:])
-                scores = torch.einsum("bakw,bakcw->bakc", query, kept[1]) + kept[0]
-                mean = torch.einsum("bakc,bakcw->bakw", scores.softmax(-1), kept[1])
-                rows = rows + pad(self.values[reader](mean), (0, 0, 1, 0))
-        return [self._logits(rows, -1)]
-
     def _in_steps(self, prefix: Prefix, noise: Tensor | None, given: Tensor | None) -> list[Tensor]:
-        token, logits = self.embedding[prefix.tokens][:, :, None], []
-        row = token + self.states(_even(prefix.states))[:, :, None]
-        earlier: list[Keys | None] = [None] * len(self.layers)
-        every = _causal(prefix, self.slots)
+        every, grown, logits = _causal(prefix, self.slots), None, []
+        tokens = prefix.tokens[:, :, None]
         for slot in range(self.slots):
-            turns = rotary(self.shape, prefix.positions[..., None] + slot)
             own = every[:, :, slot : slot + 1, : slot + 1]
-            for index, layer in enumerate(self.layers):
-                keys = prefix.keys[self.form.layers[index]]
-                row, earlier[index] = layer(row, turns, own, keys, prefix.seen, earlier[index])
-            logits.append(self._logits(row, 0))
-            if slot + 1 < self.slots:
-                if given is None:
-                    assert noise is not None
-                    next_token = self.ids[(logits[-1][:, :, 0] + noise[:, :, slot]).argmax(-1)]
-                else:
-                    next_token = given[:, :, slot]
-                row = self.embedding[next_token][:, :, None] + self.again(
-                    0.2 * rms_norm(row, row.shape[-1:])
-                )
+            found, grown = self._step(prefix, tokens, slot, own, grown)
+            logits.append(found)
+            if given is not None:
+                tokens = given[:, :, slot : slot + 1]
+            else:
+                assert noise is not None
+                tokens = self.ids[(found + noise[:, :, slot : slot + 1]).argmax(-1)]
         return [torch.cat(logits, 2)]
+
+    def grow(
+        self,
+        prefix: Prefix,
+        tokens: Int[Tensor, "b s"],
+        slot: int,
+        own: Bool[Tensor, "b 1 s j"],
+        grown: Grown | None,
+    ) -> tuple[Float[Tensor, "b s v"], Grown]:
+        """One step of ``steps`` for s paths: logits behind their tokens, and what was computed.
+
+        Args:
+            own: Which of all the rows so far, those of this step last, each row is behind.
+            grown: What the step before returned; its rows are those that the paths go on from.
+        """
+        logits, grown = self._step(prefix, tokens[:, None], slot, own, grown)
+        return logits[:, 0], grown
+
+    def _step(
+        self, prefix: Prefix, tokens: Tensor, slot: int, own: Tensor, grown: Grown | None
+    ) -> tuple[Tensor, Grown]:
+        row = self.embedding[tokens]
+        if grown is None:
+            row = row + self.states(_even(prefix.states))[:, :, None]
+        else:
+            row = row + self.again(0.2 * rms_norm(grown.rows, row.shape[-1:]))
+        positions = (prefix.positions[..., None] + slot).expand(row.shape[:3])
+        turns, every = rotary(self.shape, positions), []
+        for index, layer in enumerate(self.layers):
+            keys = prefix.keys[self.form.layers[index]]
+            earlier = None if grown is None else grown.keys[index]
+            row, own_keys = layer(row, turns, own, keys, prefix.seen, earlier)
+            every.append(own_keys)
+        return self._logits(row, 0), Grown(row, every)
 
     def _logits(self, rows: Tensor, read: int) -> Tensor:
         return self.norms[read](rows) @ self.head.T
@@ -238,8 +244,6 @@ class Drafter(nn.Module):
         if self.form.noise == "uniform":
             angles = noise[..., None] * (torch.pi * 2.0 ** torch.arange(WAVES))
             return self.reading(torch.cat([angles.sin(), angles.cos()], -1))
-        if self.form.noise == "ids":
-            return self.reading(self.head[(noise + self.log_unigram).argmax(-1)])
         return self.reading((noise + self.weight * self.log_unigram).softmax(-1) @ self.head)
 
     def flops(self, context: float, loops: int | None = None) -> float:
@@ -265,11 +269,6 @@ def _even(states: Float[Tensor, "*n w2"]) -> Float[Tensor, "*n w2"]:
     """The two states at one scale, not far above that of embeddings (which is 0.04)."""
     width = states.shape[-1] // 2
     return 0.2 * rms_norm(states.unflatten(-1, (2, width)), (width,)).flatten(-2)
-
-
-def _shifted(rows: Float[Tensor, "b a k w"]) -> Float[Tensor, "b a k w"]:
-    """Each slot's row is that of the slot before it; the first has none."""
-    return pad(rows[:, :, :-1], (0, 0, 1, 0))
 
 
 def _causal(prefix: Prefix, slots: int) -> Bool[Tensor, "b a k k"]:

@@ -20,16 +20,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from benchmarks.drafting.drafters import Drafter, Prefix
-from benchmarks.drafting.target import Cache, Target, row_noise
+from benchmarks.drafting.target import Cache, Target, own_text, row_noise
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """Tokens [b, k] and their logits [b, k, v] over ``ids`` (None: the draft was no draw)."""
+    """Tokens [b, k] and their logits [b, k, v] over ``ids`` (None: the draft was no draw).
+
+    Of a tree, ``parents`` says which token each one follows: 0 the text's last, i the draft i - 1.
+    """
 
     tokens: Int[Tensor, "b k"]
-    logits: Float[Tensor, "b k v"] | None
-    ids: Int[Tensor, "v"] | None
+    logits: Float[Tensor, "b k v"] | None = None
+    ids: Int[Tensor, "v"] | None = None
+    parents: Int[Tensor, "b k"] | None = None
 
 
 Propose = Callable[[Prefix, Tensor, Tensor, Tensor], Drafts]
@@ -46,11 +50,52 @@ def proposer(drafter: Drafter, *, loops: int | None = None, greedy: bool = False
         reads = drafter.form.kind == "steps" or drafter.form.noise != "none"
         logits = drafter(prefix, noise[:, None] if reads else None, loops=loops)[-1][:, 0].float()
         if greedy:
-            return Drafts(ids[logits.argmax(-1)], None, None)
+            return Drafts(ids[logits.argmax(-1)])
         if by_uniform:
             places = (logits.softmax(-1).cumsum(-1) < uniforms[..., None]).sum(-1)
             return Drafts(ids[places.clamp(max=len(ids) - 1)], logits, ids)
         return Drafts(ids[(logits + noise).argmax(-1)], logits, ids)
+
+    return propose
+
+
+def tree_proposer(drafter: Drafter, nodes: int, width: int, *, blind: bool = False) -> Propose:
+    """A tree of the ``nodes`` drafts that the noise makes most probable, for the coupled rule.
+
+    With the noise known, softmax(l + xi) says how probable it is that each token wins the race of
+    its slot: next to 1 where the race is decided, near 1/2 for each of two where it is close. The
+    tree is grown slot by slot, the ``width`` most probable paths at each (EAGLE-2's search).
+    ``blind``: the same without a look at the noise, by softmax(l).
+    """
+
+    def propose(prefix: Prefix, xi: Tensor, uniforms: Tensor, text: Tensor) -> Drafts:
+        noise, b = xi[..., drafter.ids] * (not blind), len(xi)
+        tokens, parents, scores = [], [], []
+        # The rows of a level, who is behind whom among all rows so far, and their scores.
+        grown, behind = None, torch.ones(b, 1, 1, dtype=torch.bool)
+        last, score, own = prefix.tokens, torch.zeros(b, 1), torch.zeros(b, 1, dtype=torch.long)
+        for slot in range(drafter.slots):
+            logits, grown = drafter.grow(prefix, last, slot, behind[:, None], grown)
+            race = (logits.float() + noise[:, slot, None]).log_softmax(-1)
+            best, ids = race.topk(width)
+            best, at = (score[..., None] + best).flatten(1).topk(width)
+            from_row = at // width
+            last = drafter.ids[ids.flatten(1).gather(1, at)]
+            parents.append(own.gather(1, from_row))
+            tokens.append(last), scores.append(best)
+            grown = grown.of(from_row)
+            seen = behind.gather(1, from_row[..., None].expand(-1, -1, behind.shape[-1]))
+            behind = torch.cat([seen, torch.eye(width, dtype=torch.bool).expand(b, -1, -1)], -1)
+            own = 1 + slot * width + torch.arange(width).expand(b, -1)
+            score = best
+        # A parent is at least as probable as its children and stands before them: stable sorting
+        # keeps it. What is kept is numbered anew, in order of depth.
+        every, parent = torch.cat(scores, 1), torch.cat(parents, 1)
+        kept = every.argsort(dim=1, descending=True, stable=True)[:, :nodes].sort(1).values
+        number = torch.zeros(b, every.shape[1] + 1, dtype=torch.long)
+        number.scatter_(1, kept + 1, torch.arange(1, kept.shape[1] + 1).expand(b, -1))
+        parent = number.gather(1, parent.gather(1, kept))
+        return Drafts(torch.cat(tokens, 1).gather(1, kept), parents=parent)
 
     return propose
 
@@ -72,7 +117,7 @@ def ngram_proposer(text: Int[Tensor, "n l"], slots: int, order: int = 4) -> Prop
                 tails = (tuple(known[-size:]) for size in range(order - 1, 0, -1))
                 known.append(next((best[tail] for tail in tails if tail in best), 1))
             drafts.append(known[-slots:])
-        return Drafts(torch.tensor(drafts), None, None)
+        return Drafts(torch.tensor(drafts))
 
     return propose
 
@@ -100,6 +145,7 @@ def decode(
     *,
     by_uniform: Tensor | None = None,
     first_row: int = 0,
+    room: int = 2,
 ) -> Decoded:
     """``tokens`` new tokens for each prompt, at temperature 1; a row's last block may go beyond.
 
@@ -107,9 +153,10 @@ def decode(
         rule: ``coupled`` or ``standard``.
         by_uniform: The order of ids in which one uniform a token is inverted: the coupled rule
             with the target's F^-1(u) in the place of argmax(l + xi).
+        room: Places of the cache behind a text; a tree's tokens need one each.
     """
     n, p = prompts.shape
-    last = p + tokens + 2 * slots + 2
+    last = p + tokens + 2 * slots + room
     xi = torch.stack([row_noise(seed, first_row + i, (last, target.vocab_size)) for i in range(n)])
     keys = [np.random.Philox(key=[seed, 2**40 + first_row + i]) for i in range(n)]
     draws = torch.tensor(
@@ -131,8 +178,17 @@ def decode(
         token = rows.gather(1, start[:, None])
         prefix = Prefix(states[:, None], token, start[:, None], cache.keys, cache.seen())
         drafts = propose(prefix, noise[:, :slots], draw[:, :slots, 0], rows)
-        logits, read = target.read(torch.cat([token, drafts.tokens], 1), cache)
-        if rule == "coupled":
+        tree = None if drafts.parents is None else _ancestors(drafts.parents)
+        logits, read = target.read(torch.cat([token, drafts.tokens], 1), cache, tree)
+        if tree is not None:
+            here_too = torch.arange(len(alive))[:, None]
+            path, count = _walk((logits + noise[here_too, tree[0]]).argmax(-1), drafts, slots)
+            own = (logits[here_too, path] + noise).argmax(-1)
+            read = read[here_too, path]
+            cache.follow(path[:, 1:])
+            drafts = Drafts(torch.cat([token, drafts.tokens], 1).gather(1, path[:, 1:]))
+            same = slot[:-1] < count[:, None]
+        elif rule == "coupled":
             if by_uniform is None:
                 own = (logits + noise).argmax(-1)
             else:
@@ -156,6 +212,36 @@ def decode(
             cache.keys = [(k[on], v[on]) for k, v in cache.keys]
             alive = alive[on]
     return Decoded(text, written, passes, reached, kept)
+
+
+def _ancestors(parents: Int[Tensor, "b n"]) -> tuple[Int[Tensor, "b n1"], Tensor]:
+    """Depth of every token of a tree, its root included, and which tokens it is behind."""
+    b, n = parents.shape
+    depth = torch.zeros(b, n + 1, dtype=torch.long)
+    behind = torch.eye(n + 1, dtype=torch.bool).repeat(b, 1, 1)
+    texts = torch.arange(b)
+    for node in range(n):
+        parent = parents[:, node]
+        depth[:, node + 1] = depth[texts, parent] + 1
+        behind[:, node + 1] |= behind[texts, parent]
+    return depth, behind
+
+
+def _walk(
+    own: Int[Tensor, "b n1"], drafts: Drafts, slots: int
+) -> tuple[Int[Tensor, "b k1"], Int[Tensor, "b"]]:
+    """The path of the target's own tokens from the root of a tree, and how many it meets."""
+    assert drafts.parents is not None
+    now = torch.zeros(len(own), 1, dtype=torch.long)
+    path, going = [now], torch.ones(len(own), dtype=torch.bool)
+    count = torch.zeros(len(own), dtype=torch.long)
+    for _ in range(slots):
+        child = (drafts.parents == now) & (drafts.tokens == own.gather(1, now))
+        going = going & child.any(1)
+        now = torch.where(going[:, None], child.long().argmax(1, keepdim=True) + 1, now)
+        count += going
+        path.append(now)
+    return torch.cat(path, 1), count
 
 
 def _standard(
@@ -191,37 +277,58 @@ def pooled(parts: list[Decoded]) -> Decoded:
     )
 
 
-def tokens_per_pass(parts: list[Decoded], draws: int = 2000) -> list[float]:
-    """Tokens per target pass and its 95% interval, by bootstrap over prompts and over seeds."""
-    tokens = np.stack([part.tokens.numpy() for part in parts]).astype(float)
-    passes = np.stack([part.passes.numpy() for part in parts]).astype(float)
+def tokens_per_pass(
+    parts: list[Decoded], under: list[Decoded] | None = None, draws: int = 2000
+) -> list[float]:
+    """Tokens per target pass (over those of ``under``) and the 95% interval.
+
+    A bootstrap over prompts, the same for both, and over the seeds of each.
+    """
     generator, values = np.random.default_rng(0), []
-    for _ in range(draws):
-        seeds = generator.integers(len(parts), size=len(parts))
-        rows = generator.integers(tokens.shape[1], size=tokens.shape[1])
-        at = np.ix_(seeds, rows)
-        values.append(tokens[at].sum() / passes[at].sum())
-    return [float(tokens.sum() / passes.sum()), *np.quantile(values, [0.025, 0.975]).tolist()]
+    sides = [parts] if under is None else [parts, under]
+    counts = [[np.stack([p.tokens.numpy(), p.passes.numpy()]) for p in side] for side in sides]
+    size = counts[0][0].shape[1]
+    for draw in range(draws + 1):
+        rows = generator.integers(size, size=size) if draw else np.arange(size)
+        rates = []
+        for side in counts:
+            seeds = generator.integers(len(side), size=len(side)) if draw else range(len(side))
+            tokens, passes = sum(side[seed][:, rows].sum(1) for seed in seeds)
+            rates.append(tokens / passes)
+        values.append(rates[0] / (1 if under is None else rates[1]))
+    return [float(values[0]), *np.quantile(values[1:], [0.025, 0.975]).tolist()]
 
 
-def ratio(over: list[Decoded], under: list[Decoded], draws: int = 2000) -> list[float]:
-    """Tokens per pass of one drafter over another's, with its interval; prompts are paired."""
-    generator, values = np.random.default_rng(0), []
+@torch.no_grad()
+def agreement(
+    target: Target, drafter: Drafter, prompts: Int[Tensor, "n p"], seed: int
+) -> dict[str, float]:
+    """How often a drafter that is given the true earlier tokens meets the target's token.
 
-    def value(seeds: list[np.ndarray], rows: np.ndarray) -> float:
-        rates = [
-            sum(parts[s].tokens.numpy()[rows].sum() for s in chosen)
-            / sum(parts[s].passes.numpy()[rows].sum() for s in chosen)
-            for parts, chosen in zip((over, under), seeds, strict=True)
-        ]
-        return float(rates[0] / rates[1])
-
-    size = len(over[0].tokens)
-    for _ in range(draws):
-        seeds = [generator.integers(len(parts), size=len(parts)) for parts in (over, under)]
-        values.append(value(seeds, generator.integers(size, size=size)))
-    whole = value([np.arange(len(over)), np.arange(len(under))], np.arange(size))
-    return [whole, *np.quantile(values, [0.025, 0.975]).tolist()]
+    Mean over slots and texts of the target: 1 - TV, what rejection keeps; (1 - TV) / (1 + TV), the
+    least that argmax(l + xi) keeps; what it keeps; and how often the token is among the first
+    2 and 4 of the race, and of softmax(l) without a look at the noise.
+    """
+    p, k = prompts.shape[1], drafter.slots
+    text = own_text(target, prompts, p + 32 + k, seed, 0)
+    noise = [row_noise(seed, i, (text.shape[1], target.vocab_size)) for i in range(len(text))]
+    cache = Cache.empty(len(target.layers), target.shape, *text.shape)
+    logits, states = target.read(text, cache)
+    starts = torch.arange(p - 1, p + 31, 4)
+    after = starts[:, None] + torch.arange(1, k + 1)
+    seen = (torch.arange(text.shape[1]) < starts[:, None]).expand(len(text), -1, -1)
+    at = starts.expand(len(text), -1)
+    prefix = Prefix(states[:, starts - 1], text[:, starts], at, cache.keys, seen)
+    own = drafter(prefix, None, text[:, after])[-1].float()
+    shared = torch.minimum(logits.softmax(-1)[:, after - 1][..., drafter.ids], own.softmax(-1)).sum(
+        -1
+    )
+    race = own + torch.stack([rows[after][..., drafter.ids] for rows in noise])
+    found = {"1 - TV": shared, "(1 - TV) / (1 + TV)": shared / (2 - shared)}
+    for name, values in (("race", race), ("probability", own)):
+        hits = drafter.ids[values.topk(4).indices] == text[:, after][..., None]
+        found |= {f"{name}, first {n}": hits[..., :n].any(-1).float() for n in (1, 2, 4)}
+    return {name: round(float(value.mean()), 4) for name, value in found.items()}
 
 
 @torch.no_grad()

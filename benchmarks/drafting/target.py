@@ -156,25 +156,32 @@ class Target(nn.Module):
         return rows * (len(self.layers) * self.shape.flops(context) + head)
 
     def read(
-        self, tokens: Int[Tensor, "b s"], cache: Cache | None = None
+        self,
+        tokens: Int[Tensor, "b s"],
+        cache: Cache | None = None,
+        tree: tuple[Int[Tensor, "b s"], Bool[Tensor, "b s s"]] | None = None,
     ) -> tuple[Float[Tensor, "b s v"], Float[Tensor, "b s w2"]]:
         """Logits behind the tokens, and the states that drafters read.
 
         The states are the rows behind the middle layer and behind the last norm, side by side
-        (EAGLE-3 reads several layers too).
+        (EAGLE-3 reads several layers too). ``tree`` gives the depth of tokens that do not follow
+        one another, and which of them each is behind.
         """
         b, s = tokens.shape
         start = torch.zeros(b, dtype=torch.long) if cache is None else cache.lengths
-        positions = start[:, None] + torch.arange(s)
-        turns = rotary(self.shape, positions[:, None])
+        places = start[:, None] + torch.arange(s)
         own = torch.ones(s, s, dtype=torch.bool).tril().expand(b, 1, s, s)
+        positions = places
+        if tree is not None:
+            positions, own = start[:, None] + tree[0], tree[1][:, None]
+        turns = rotary(self.shape, positions[:, None])
         seen = None if cache is None else cache.seen()
         rows, middle = self.embedding[tokens][:, None], None
         for index, layer in enumerate(self.layers):
             prefix = None if cache is None else cache.keys[index]
             rows, keys = layer(rows, turns, own, prefix, seen)
             if cache is not None:
-                cache.put(index, positions, keys)
+                cache.put(index, places, keys)
             middle = rows if 2 * (index + 1) <= len(self.layers) else middle
         last = self.norm(rows)[:, 0]
         assert middle is not None
@@ -206,6 +213,15 @@ class Cache:
         texts = torch.arange(len(positions))[:, None]
         for place, new in zip(self.keys[layer], keys, strict=True):
             place[texts, positions] = new[:, 0]
+
+    def follow(self, path: Int[Tensor, "b k"]) -> None:
+        """Behind the first of a tree's tokens, keep those of a path, in its order."""
+        texts = torch.arange(len(path))[:, None]
+        old = self.lengths[:, None] + path
+        new = self.lengths[:, None] + 1 + torch.arange(path.shape[1])
+        for pair in self.keys:
+            for place in pair:
+                place[texts, new] = place[texts, old]
 
 
 def row_noise(seed: int, row: int, shape: tuple[int, int]) -> Float[Tensor, "t v"]:
