@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -94,9 +94,9 @@ class Shape:
 
 def make_student(shape: Shape, block_size: int, conditioning: str) -> BD3LM:
     """All weights random: fresh ones begin with closed gates, and see no context at all."""
-    values = {**asdict(shape.settings), "block_size": block_size, "conditioning": conditioning}
+    settings = replace(shape.settings, block_size=block_size, conditioning=conditioning)
     config = BD3LM.config_class.build(
-        StudentSettings(**values), vocab_size=shape.vocab_size, row_length=shape.row_length
+        settings, vocab_size=shape.vocab_size, row_length=shape.row_length
     )
     student = BD3LM(config).eval()
     open_gates(student)

@@ -15,6 +15,7 @@ from shards.testing import DenseNoise, given_posterior
 from trainer.importing import our_parameters
 from trainer.objective.batch import Batch, Places
 from trainer.objective.substitution import Corruption, corruption_from_uniforms
+from trainer.students.configuration import DiffusionSettings, NoiseSettings
 from trainer.students.registry import STUDENTS, Student, StudentSettings
 
 
@@ -88,11 +89,13 @@ def settings_of(config: dict) -> StudentSettings:
         mlp_ratio=config["mlp_ratio"],
         dropout=config["dropout"],
         conditioning="gumbel" if "gumbel" in config["model_family"] else "none",
-        injection=config["gumbel_inject_mode"],
         block_size=config["block_size"],
-        loss_weighting="rate" if config["mdlm_loss_scale"] else "schedule",
-        time_conditioning=config["time_conditioning"],
-        resample=config["resample"],
+        noise=NoiseSettings(injection=config["gumbel_inject_mode"]),
+        diffusion=DiffusionSettings(
+            loss_weighting="rate" if config["mdlm_loss_scale"] else "schedule",
+            time_conditioning=config["time_conditioning"],
+            resample=config["resample"],
+        ),
     )
 
 
@@ -145,7 +148,9 @@ def corruption_of(golden: Golden, settings: StudentSettings) -> Corruption:
 
     low, high = golden.info["sampling_eps"]
     rows = torch.arange(golden["x0"].shape[0])
-    return corruption_from_uniforms(golden["u_t"], uniforms, rows, len(rows), settings, (low, high))
+    return corruption_from_uniforms(
+        golden["u_t"], uniforms, rows, len(rows), settings.diffusion, (low, high)
+    )
 
 
 def absolute(got: Tensor, want: Tensor) -> float:

@@ -21,6 +21,7 @@ from trainer.objective.batch import Batch
 from trainer.sampling.token_rule import TokenRule
 from trainer.students.backbone import load_backbone
 from trainer.students.conditioning import GumbelConditioner
+from trainer.students.configuration import BackboneSettings
 from trainer.students.dit import flex_training_attention, masked_attention, training_mask
 from trainer.students.registry import MDLM, Drafter, StudentSettings
 
@@ -30,7 +31,9 @@ SETTINGS = StudentSettings(
 )
 
 DRAFTER = StudentSettings(
-    num_proposed=3, num_starts=4, lora_rank=4, dropout=0.0, conditioning="gumbel"
+    backbone=BackboneSettings(num_proposed=3, num_starts=4, lora_rank=4),
+    dropout=0.0,
+    conditioning="gumbel",
 )
 
 
@@ -159,7 +162,7 @@ def _drafter_step(
     with TemporaryDirectory() as folder:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
-        backbone = load_backbone(Path(folder), vocab_size, settings.backbone_dtype)
+        backbone = load_backbone(Path(folder), vocab_size, settings.backbone.dtype)
         config = Drafter.config_class.build(
             settings, vocab_size=vocab_size, row_length=32, bos_token_id=0
         )

@@ -23,6 +23,7 @@ from shards.noise.kinds import Noise
 from trainer.sampling.noise import STEPS_PER_ATTEMPT, sampling_noise
 from trainer.sampling.verified.coupled import gumbel_scores, require_whole_noise
 from trainer.sampling.verified.verifier import Verifier
+from trainer.students.configuration import grouped
 
 TIE_ROUNDINGS = {torch.float32: 64, torch.bfloat16: 6}
 """A margin is a tie within this many roundings (eps of the weights' precision) of the largest
@@ -276,7 +277,9 @@ def read_drawn(file: Path) -> DrawnFile:
         sampler=str(sampler.get("sampler")),
         is_verified=verified,
         verifier_sha256=verifier if verified else None,
-        dtype=_dtype(file, config.get("backbone_dtype") if kind in VERIFIED[1:] else None),
+        dtype=_dtype(
+            file, grouped(config).get("backbone", {}).get("dtype") if kind in VERIFIED[1:] else None
+        ),
     )
 
 
@@ -300,7 +303,7 @@ def _tau(file: Path, tau: object) -> float:
 def _dtype(file: Path, dtype: object) -> DtypeName:
     """float32 where the student stands on no backbone."""
     if dtype not in (None, *get_args(DtypeName)):
-        raise _damaged(file, "backbone_dtype", dtype, " or ".join(get_args(DtypeName)))
+        raise _damaged(file, "backbone.dtype", dtype, " or ".join(get_args(DtypeName)))
     return dtype or "float32"  # type: ignore[return-value]
 
 

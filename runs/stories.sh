@@ -28,10 +28,10 @@ wide+=" --set optimization.learning_rate=5e-4 --set optimization.warmup_steps=20
 small="--set model.hidden_size=128 --set model.num_layers=4 --set model.num_heads=4"
 small+=" --set optimization.learning_rate=1e-3 --set optimization.warmup_steps=100"
 declare -A kind=(
-  [plain]="--conditioning none $wide --set model.prior_weight=0.0"
-  [narrow]="--conditioning none $small --set model.max_loss_weight=1.0"
-  [w0]="--conditioning gumbel $wide --set model.prior_weight=0.0"
-  [w1]="--conditioning gumbel $wide --set model.prior_weight=1.0"
+  [plain]="--conditioning none $wide --set model.noise.prior_weight=0.0"
+  [narrow]="--conditioning none $small --set model.diffusion.max_loss_weight=1.0"
+  [w0]="--conditioning gumbel $wide --set model.noise.prior_weight=0.0"
+  [w1]="--conditioning gumbel $wide --set model.noise.prior_weight=1.0"
 )
 
 echo "== shards: the teacher, once"

@@ -10,13 +10,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.commands import call, scripts
 from tests.pipeline.extract_cases import WORDS, save_teacher
-from tests.trainer.run_cases import tiny_run, write_store
-from trainer.students.folder import read_model
-from trainer.training.loop import train
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -72,37 +68,3 @@ def test_the_recipe_runs_from_text_to_scores(
     for student in ("mdlm-none", "mdlm-gumbel", "bd3lm-none", "bd3lm-gumbel"):
         results = json.loads((out / "samples" / student / "results.json").read_text())
         assert results, student
-
-
-def test_each_round_through_time_learns_from_the_one_before(tmp_path: Path) -> None:
-    """Two rounds, of steps of 1/4 and then of 1/2; the last one's student is another model."""
-    store = write_store(tmp_path / "store")
-    assert train(tiny_run(training__num_steps=2), store, tmp_path / "start")
-    shape = ("hidden_size=16", "num_layers=1", "num_heads=2", "condition_size=8")
-    words = [word for name in shape for word in ("--set", f"model.{name}")]
-    words += [
-        "--conditioning",
-        "gumbel",
-        "--set",
-        "model.dropout=0",
-        "--set",
-        "training.device=cpu",
-    ]
-    environment = os.environ | {
-        "STORE": str(store),
-        "START": str(tmp_path / "start"),
-        "OUT": str(tmp_path / "round"),
-        "TIME_STEPS": "0.25 0.5",
-        "STEPS": "2",
-        "BATCH": "8",
-    }
-    script = REPOSITORY / "runs/through_time.sh"
-    rounds = recorded_commands(script, tmp_path / "clone", environment, *words)
-    starts = [command[command.index("--init-from") + 1] for command in rounds]
-    assert starts == [str(tmp_path / "start"), str(tmp_path / "round-0.25")]
-    for command in rounds:
-        assert call(*command) == 0
-    first, last = (read_model(tmp_path / f"round-{step}" / "model") for step in ("0.25", "0.5"))
-    assert last.settings.kd_time_step == 0.5 and first.settings.kd_time_step == 0.25
-    changed = zip(first.parameters(), last.parameters(), strict=True)
-    assert any(not torch.equal(before, after) for before, after in changed)

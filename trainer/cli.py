@@ -40,10 +40,7 @@ def run(
     ] = None,
     kd: Annotated[
         str | None,
-        typer.Option(
-            help="none, token (KL to stored probabilities), sequence (teacher's rows), "
-            "through_time (several steps of --init-from in one)."
-        ),
+        typer.Option(help="none, token (KL to stored probabilities), sequence (teacher's rows)."),
     ] = None,
     backbone: Annotated[
         str | None,
@@ -78,11 +75,15 @@ def run(
         sources.append(read_recipe(preset))
     if config is not None:
         sources.append(read_toml(config))
-    chosen = {"conditioning": conditioning, "kd": kd, "backbone": backbone}
+    chosen: dict[str, Any] = {
+        **({} if conditioning is None else {"conditioning": conditioning}),
+        **({} if kd is None else {"kd": {"kind": kd}}),
+        **({} if backbone is None else {"backbone": {"location": backbone}}),
+    }
     sources.append({} if student is None else {"student": student})
     kind = student_class(str(layered(sources, overrides or []).get("student", RunConfig.student)))
     sources.append(network_settings(init_from, kind, out))
-    sources.append({"model": {name: value for name, value in chosen.items() if value is not None}})
+    sources.append({"model": chosen})
     composed = compose_run(sources, overrides or [])
     if plan:
         typer.echo(planned_memory(composed, store, processes))
@@ -191,7 +192,7 @@ def overhead(
     ] = "32000,50257,128000,152000,256000",
     preset: Annotated[str, typer.Option(help="Shape of the student: small, medium, ...")] = "small",
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="model.*, e.g. model.noise_rank=128")
+        list[str] | None, typer.Option("--set", help="model.*, e.g. model.noise.rank=128")
     ] = None,
     row_length: Annotated[int, typer.Option(help="Tokens per row.")] = 1024,
     rows: Annotated[int, typer.Option(help="Rows per forward pass.")] = 16,

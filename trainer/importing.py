@@ -250,6 +250,7 @@ def settings_from(
     num_layers = _require_architecture(backbone)
     width = backbone["vocab_embed.embedding"].shape[1]
     level = backbone.get(SIGMA_WEIGHT)
+    loss_weighting = "rate" if setting(config, "algo.mdlm_loss_scale", False) else "schedule"
     values = {
         "hidden_size": width,
         "num_layers": num_layers,
@@ -258,12 +259,14 @@ def settings_from(
         "mlp_ratio": backbone["blocks.0.mlp.0.weight"].shape[0] // width,
         "dropout": setting(config, "model.dropout", 0.1),
         "conditioning": "gumbel" if NOISE_WEIGHT in backbone else "none",
-        "injection": setting(config, "model.gumbel_inject_mode", "replace"),
-        "noise_schedule": setting(config, "noise.type", "loglinear"),
-        "time_conditioning": setting(config, "algo.time_conditioning", False),
-        "loss_weighting": "rate" if setting(config, "algo.mdlm_loss_scale", False) else "schedule",
-        "min_time": bounds[0],
-        "max_time": bounds[1],
+        "noise": {"injection": setting(config, "model.gumbel_inject_mode", "replace")},
+        "diffusion": {
+            "schedule": setting(config, "noise.type", "loglinear"),
+            "time_conditioning": setting(config, "algo.time_conditioning", False),
+            "loss_weighting": loss_weighting,
+            "min_time": bounds[0],
+            "max_time": bounds[1],
+        },
     }
     return from_mapping(StudentSettings, values, where="the checkpoint's config")
 

@@ -105,7 +105,7 @@ def network_settings(
     else:
         found = _read_config(source.folder)
         if source.language_model is not None:
-            shifts = "predicts_next" not in kind.foreign_settings
+            shifts = "predicts_next" in kind.reads
             network = _network_config(source.language_model)
             found = {"language_model": network, "predicts_next": shifts}
     if found.get("language_model") is None:
@@ -309,13 +309,13 @@ def load_student_weights(student: Student, directory: Path, manifest: Manifest) 
 
 def _silence_beside(student: Student, directory: Path) -> set[str]:
     """:func:`silence_noise`, where the noise leaves what the source has learnt as it is."""
-    if student.settings.injection != "add":
+    if student.settings.noise.injection != "add":
         raise UsageError(
             "the noise would replace the mask embedding that the model has learnt",
-            where="model.injection",
-            got=f"{student.settings.injection}, and a model without noise in {directory}",
+            where="model.noise.injection",
+            got=f"{student.settings.noise.injection}, and a model without noise in {directory}",
             expected="add",
-            remedy="add --set model.injection=add",
+            remedy="add --set model.noise.injection=add",
         )
     return silence_noise(student)
 
@@ -386,6 +386,6 @@ def load_initial_weights(student: Student, place: str | Path, store: ShardStore)
     if source.language_model is None:
         load_student_weights(student, source.folder, store.manifest)
         return
-    if student.is_conditioned and student.settings.injection == "add":
+    if student.is_conditioned and student.settings.noise.injection == "add":
         silence_noise(student)
     adopt_language_model(student, source.language_model, store)

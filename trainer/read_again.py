@@ -1,7 +1,7 @@
 """The recipe beyond the paper, per kind of student: without noise first, then with it.
 
 A student that has learnt to read the text learns to read noise the sooner: added to the mask's
-embedding, the corpus unigram beside it, and again behind its blocks (``noise_readings``). What the
+embedding, the corpus unigram beside it, and again behind its blocks (``model.noise.layers``). What the
 steps, weights and rates of a kind are is in ``presets/read_again/<kind>.toml``; a user's own
 settings go before them, in both parts.
 """
@@ -18,8 +18,9 @@ from shards.errors import UsageError, did_you_mean
 from shards.settings import merge, read_toml
 from shards.store.store import ShardStore
 from trainer.initial_weights import is_language_model
+from trainer.students.configuration import unread_settings
 from trainer.students.registry import STUDENTS
-from trainer.training.construction import CONDITIONER_SETTINGS, build_student
+from trainer.training.construction import build_student
 from trainer.training.loop import train
 from trainer.training.settings import RunConfig, layered, run_of
 
@@ -30,7 +31,6 @@ LARGE_VOCABULARY = 4096
 """From here on two readings among candidates: over all of V a reading costs two products with
 [V, D] per masked position (benchmarks/results/readings.json)."""
 NUM_CANDIDATES = 256
-READING_SETTINGS = ("noise_readings", "reading_candidates")
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Parts:
 def readings_of(num_layers: int, vocab_size: int) -> dict[str, Any]:
     """Behind every block; at large vocabularies behind two, at thirds, among the likeliest ids."""
     if vocab_size < LARGE_VOCABULARY:
-        return {"noise_readings": list(range(1, num_layers + 1))}
+        return {"layers": list(range(1, num_layers + 1))}
     thirds = sorted({max(1, num_layers // 3), max(1, 2 * num_layers // 3)})
-    return {"noise_readings": thirds, "reading_candidates": NUM_CANDIDATES}
+    return {"layers": thirds, "top_k": NUM_CANDIDATES}
 
 
 def read_again_parts(
@@ -81,7 +81,7 @@ def read_again_parts(
         raise UsageError("no recipe for this student", where="--student", got=student, remedy=hint)
     recipe, overrides = read_toml(RECIPES / f"{student}.toml"), list(overrides)
     first = layered([preset, recipe["plain"], *chosen], overrides)
-    idle = {*CONDITIONER_SETTINGS, *READING_SETTINGS, *STUDENTS[recipe["first"]].foreign_settings}
+    idle = {"noise", *unread_settings(STUDENTS[recipe["first"]].reads)}
     model = {name: value for name, value in first.get("model", {}).items() if name not in idle}
     rates = {**first.get("optimization", {}), "noise_learning_rate_ratio": 1.0}
     model["conditioning"] = "none"
@@ -98,7 +98,7 @@ def read_again_parts(
     num_rows = store.manifest.splits["train"]
     num_steps = max(1, round(recipe["share_of_steps"] * plain.training.steps_over(num_rows)))
     readings = readings_of(plain.model.num_layers, store.manifest.vocab_size)
-    with_noise = merge(recipe["noise"], {"model": readings})
+    with_noise = merge(recipe["noise"], {"model": {"noise": readings}})
     second = layered([preset, with_noise, *chosen], overrides)
     amount = {"num_steps": num_steps, "num_epochs": None}
     rate = recipe["learning_rate_factor"] * plain.optimization.learning_rate

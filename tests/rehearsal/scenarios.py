@@ -20,6 +20,7 @@ from benchmarks.synthetic import synthetic_output, unigram, write_store
 from pipeline.extract.loop import to_host
 from shards.codec.protocol import TeacherOutput
 from shards.codec.registry import make_codec
+from shards.settings import resolve
 from shards.store.store import ShardStore
 from tests.rehearsal.pretend_cuda import WATCH
 from tests.trainer.sampling_cases import open_rows
@@ -54,17 +55,10 @@ def store(codec: str) -> ShardStore:
 def student(kind: str = "mdlm", conditioning: str = "gumbel", **settings: object) -> Student:
     """A small student on the device."""
     block_size = 4 if kind == "bd3lm" else None
-    chosen = StudentSettings(
-        hidden_size=32,
-        num_layers=2,
-        num_heads=2,
-        condition_size=8,
-        dropout=0.1,
-        attention="sdpa",  # FlexAttention is not pretended
-        conditioning=conditioning,  # type: ignore[arg-type]
-        block_size=block_size,
-        **settings,  # type: ignore[arg-type]
-    )
+    shape = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "condition_size": 8}
+    own = {"dropout": 0.1, "attention": "sdpa"}  # FlexAttention is not pretended
+    kinds = {"conditioning": conditioning, "block_size": block_size}
+    chosen = resolve(StudentSettings, {**shape, **own, **kinds, **settings})
     made = STUDENTS[kind]
     config = made.config_class.build(
         chosen, vocab_size=VOCAB, row_length=LENGTH, bos_token_id=0, eos_token_id=1
@@ -140,8 +134,7 @@ for _count in (0, 40):
         partial(
             _training,
             *("mdlm", "gumbel", "posterior"),
-            noise_readings=(1, 2),
-            reading_candidates=_count,
+            noise={"layers": (1, 2), "top_k": _count},
         )
     )
 

@@ -49,16 +49,16 @@ RUNS = {
         "student": "bd3lm",
         "model__block_size": 4,
         "model__attention": "sdpa",
-        "model__search_schedule": "true",
+        "model__diffusion__search_schedule": "true",
         "training__num_steps": 2,
     },
     "ar": {"student": "ar", "model__conditioning": "none"},
-    "mdlm, noise read again": {"model__noise_readings": [1]},
+    "mdlm, noise read again": {"model__noise__layers": [1]},
     "mdlm, noise read again among 3": {
-        "model__noise_readings": [1],
-        "model__reading_candidates": 3,
+        "model__noise__layers": [1],
+        "model__noise__top_k": 3,
     },
-    "mdlm, token-level distillation": {"model__kd": "token"},
+    "mdlm, token-level distillation": {"model__kd__kind": "token"},
 }
 
 

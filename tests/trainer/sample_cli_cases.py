@@ -30,8 +30,8 @@ def save_models(folder: Path) -> Path:
     save(folder / "plain", conditioning="none")
     save(folder / "bd3lm", "bd3lm", block_size=4)
     save(folder / "ar", "ar", "none")
-    save(folder / "timed", time_conditioning=True)
-    save(folder / "timed_blocks", "bd3lm", block_size=4, time_conditioning=True)
+    save(folder / "timed", diffusion={"time_conditioning": True})
+    save(folder / "timed_blocks", "bd3lm", block_size=4, diffusion={"time_conditioning": True})
     return folder
 
 

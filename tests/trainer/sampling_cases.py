@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from shards.noise.kinds import PriorNoise
+from shards.settings import resolve
 from trainer.sampling.noise import sampling_noise
 from trainer.students.registry import STUDENTS, Student, StudentSettings
 
@@ -24,16 +25,9 @@ def tiny_student(
 ) -> Student:
     """A student whose predictions vary from position to position."""
     student_class = STUDENTS[kind]
-    chosen = StudentSettings(
-        hidden_size=16,
-        num_layers=2,
-        num_heads=2,
-        condition_size=8,
-        dropout=0.3,
-        conditioning=conditioning,  # type: ignore[arg-type]
-        block_size=block_size,
-        **settings,  # type: ignore[arg-type]
-    )
+    shape = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "condition_size": 8}
+    own = {"dropout": 0.3, "conditioning": conditioning, "block_size": block_size}
+    chosen = resolve(StudentSettings, shape, own, settings)
     config = student_class.config_class.build(
         chosen, vocab_size=vocab_size, row_length=row_length, bos_token_id=BOS, eos_token_id=1
     )

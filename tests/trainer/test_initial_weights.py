@@ -140,7 +140,7 @@ def test_read_again_begins_with_it(
     record = json.loads((out / "model" / "student.json").read_text())
     assert record["run"]["init_from"]["weights_sha256"] == weights_sha256(out / "plain" / "model")
     second = load_student(out)
-    assert second.is_conditioned and second.settings.noise_readings == (1, 2)
+    assert second.is_conditioned and second.settings.noise.layers == (1, 2)
     model = AutoModelForCausalLM.from_pretrained(llama).state_dict()
     for folder in (out / "plain", out):
         found = weights(folder)

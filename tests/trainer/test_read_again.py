@@ -53,8 +53,9 @@ def test_as_many_steps_go_on_with_noise(store: Path) -> None:
     assert rates == pytest.approx([1e-3, 1e-3])
     blocks = parts_of(store, "bd3lm")
     assert blocks.noise.optimization.learning_rate == pytest.approx(2e-3)
-    assert found.noise.model.injection == "add" and found.noise.model.noise_readings == (1, 2)
-    assert found.plain.model.max_loss_weight == found.noise.model.max_loss_weight == 1.0
+    assert found.noise.model.noise.injection == "add" and found.noise.model.noise.layers == (1, 2)
+    parts = (found.plain, found.noise)
+    assert [part.model.diffusion.max_loss_weight for part in parts] == [1.0, 1.0]
 
 
 def test_epochs_are_counted_in_steps(store: Path) -> None:
@@ -68,24 +69,28 @@ def test_epochs_are_counted_in_steps(store: Path) -> None:
 
 
 def test_blocks_begin_as_a_whole_row(store: Path) -> None:
-    found = parts_of(store, "bd3lm", "model.block_size=2", "model.prior_weight=0.5")
+    found = parts_of(store, "bd3lm", "model.block_size=2", "model.noise.prior_weight=0.5")
     assert (found.plain.student, found.noise.student) == ("mdlm", "bd3lm")
     assert (found.plain.model.block_size, found.noise.model.block_size) == (None, 2)
-    assert (found.plain.model.prior_weight, found.noise.model.prior_weight) == (0.0, 0.5)
-    assert found.noise.model.fully_masked_share == 0.5 and not found.plain.model.fully_masked_share
+    assert (found.plain.model.noise.prior_weight, found.noise.model.noise.prior_weight) == (
+        0.0,
+        0.5,
+    )
+    shares = [part.model.diffusion.fully_masked_share for part in (found.plain, found.noise)]
+    assert shares == [0.0, 0.5]
 
 
 def test_what_a_user_sets_goes_before_the_recipe_in_both_parts(store: Path) -> None:
     found = parts_of(
-        store, "mdlm", "seed=3", "model.max_loss_weight=5.0", "model.noise_readings=[2]",
+        store, "mdlm", "seed=3", "model.diffusion.max_loss_weight=5.0", "model.noise.layers=[2]",
         "optimization.schedule=constant", "optimization.noise_learning_rate_ratio=2",
         "training.num_steps=40", "training.num_noise_draws=2",
     )  # fmt: skip
     for part in (found.plain, found.noise):
-        assert (part.seed, part.model.max_loss_weight) == (3, 5.0)
+        assert (part.seed, part.model.diffusion.max_loss_weight) == (3, 5.0)
         assert part.optimization.schedule == "constant"
     assert (found.plain.training.num_steps, found.noise.training.num_steps) == (40, 40)
-    assert (found.plain.model.noise_readings, found.noise.model.noise_readings) == ((), (2,))
+    assert (found.plain.model.noise.layers, found.noise.model.noise.layers) == ((), (2,))
     draws = [p.training.num_noise_draws for p in (found.plain, found.noise)]
     assert draws == [None, 2]
     rates = [p.optimization.noise_learning_rate_ratio for p in (found.plain, found.noise)]
@@ -93,17 +98,21 @@ def test_what_a_user_sets_goes_before_the_recipe_in_both_parts(store: Path) -> N
 
 
 def test_a_users_file_goes_before_the_recipe(store: Path) -> None:
-    own = {"model": {"prior_weight": 0.5, "max_loss_weight": 3.0}}
+    own = {"model": {"noise": {"prior_weight": 0.5}, "diffusion": {"max_loss_weight": 3.0}}}
     found = read_again_parts("mdlm", ShardStore.open(store), TINY, [own])
-    assert (found.plain.model.prior_weight, found.noise.model.prior_weight) == (0.0, 0.5)
-    assert found.plain.model.max_loss_weight == found.noise.model.max_loss_weight == 3.0
+    assert (found.plain.model.noise.prior_weight, found.noise.model.noise.prior_weight) == (
+        0.0,
+        0.5,
+    )
+    parts = (found.plain, found.noise)
+    assert [part.model.diffusion.max_loss_weight for part in parts] == [3.0, 3.0]
 
 
 def test_large_vocabularies_are_read_among_candidates_at_thirds() -> None:
-    assert readings_of(4, LARGE_VOCABULARY - 1) == {"noise_readings": [1, 2, 3, 4]}
+    assert readings_of(4, LARGE_VOCABULARY - 1) == {"layers": [1, 2, 3, 4]}
     found = readings_of(12, LARGE_VOCABULARY)
-    assert found == {"noise_readings": [4, 8], "reading_candidates": 256}
-    assert readings_of(1, LARGE_VOCABULARY)["noise_readings"] == [1]
+    assert found == {"layers": [4, 8], "top_k": 256}
+    assert readings_of(1, LARGE_VOCABULARY)["layers"] == [1]
 
 
 @pytest.mark.parametrize("preset", ["tiny", "small", "medium", "maze"])
@@ -165,8 +174,8 @@ def test_every_codec_has_the_recipe(codec: str, tmp_path: Path) -> None:
     path = write_store(tmp_path / "store", codec)
     found = parts_of(path)
     assert train_read_again(found, path, tmp_path / "run")
-    asked = parts_of(path, "mdlm", "model.prior_noise_share=0.1")
-    assert asked.noise.model.prior_noise_share == 0.1
+    asked = parts_of(path, "mdlm", "model.noise.prior_share=0.1")
+    assert asked.noise.model.noise.prior_share == 0.1
     if codec != "posterior":
         with pytest.raises(UsageError, match="keeps one draw"):
             train_read_again(asked, path, tmp_path / "asked")

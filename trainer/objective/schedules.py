@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from shards.errors import GdistillError
+from trainer.students.configuration import DiffusionSettings
 
 RATE_EPS = 1e-3
 
@@ -80,6 +81,12 @@ def masking_sigma(p: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     student should see the number that it was trained on.
     """
     return (-torch.log(1 - p)).clamp_max(SIGMA_MAX)
+
+
+def law_of(settings: DiffusionSettings) -> Schedule:
+    """p(t) and the weight of a masked token, as the settings name them."""
+    is_rate = settings.loss_weighting == "rate"
+    return RATE_SCHEDULE if is_rate else SCHEDULES[settings.schedule]
 
 
 # Search for the clips of t whose loss varies least (BD3-LM, section 5: var_min).

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,7 +20,8 @@ from shards.noise.kinds import KeyedPosterior, Noise
 from shards.noise.philox import PositionKeys, stream_bits
 from shards.provenance import derive_seed
 from trainer.objective.batch import Batch, Places
-from trainer.objective.schedules import RATE_SCHEDULE, SCHEDULES, Schedule, masking_sigma
+from trainer.objective.schedules import law_of, masking_sigma
+from trainer.students.configuration import DiffusionSettings
 
 OPEN_BOUND = 1e-3
 """A lower clip of 1e-3 (and an upper one of 1) is never enforced by resampling."""
@@ -55,15 +55,10 @@ def stratified_times(
     return t * (max_time - min_time) + min_time
 
 
-def time_quantile(
-    v: Float[Tensor, "*s"], beta: float, fully_masked_share: float
-) -> Float[Tensor, "*s"]:
-    """Quantile function of: 1 with probability ``fully_masked_share``, else Beta(beta, 1).
-
-    Beta(a, 1) has the distribution function t^a on [0, 1].
-    """
-    rest = 1 - fully_masked_share
-    return torch.where(v < rest, (v / max(rest, 1e-12)).clamp_max(1).pow(1 / beta), 1.0)
+def fully_masked_quantile(v: Float[Tensor, "*s"], share: float) -> Float[Tensor, "*s"]:
+    """Quantile function of: 1 with probability ``share``, else uniform on [0, 1]."""
+    rest = 1 - share
+    return torch.where(v < rest, (v / max(rest, 1e-12)).clamp_max(1), 1.0)
 
 
 def masked_fraction(mask: Bool[Tensor, "b l"], num_blocks: int) -> Float[Tensor, "b blocks"]:
@@ -224,64 +219,34 @@ class Corruption:
         return self.weight if self.counted is None else self.weight * self.counted
 
 
-@runtime_checkable
-class Objective(Protocol):
-    """The settings that corruption depends on."""
-
-    @property
-    def noise_schedule(self) -> str: ...
-
-    @property
-    def loss_weighting(self) -> str: ...
-
-    @property
-    def resample(self) -> bool: ...
-
-    @property
-    def max_loss_weight(self) -> float | None: ...
-
-    @property
-    def time_beta(self) -> float: ...
-
-    @property
-    def fully_masked_share(self) -> float: ...
-
-
 def corruption_from_uniforms(
     time_uniforms: Float[Tensor, "b blocks"],
     mask_uniforms: Callable[[int], Float[Tensor, "b l"]],
     slots: Int[Tensor, "b"],
     global_batch_size: int,
-    objective: Objective,
+    settings: DiffusionSettings,
     bounds: tuple[float, float],
 ) -> Corruption:
     """Times, masks and weights from given uniforms; see ``stratified_times`` and ``draw_mask``."""
-    schedule = schedule_of(objective)
+    schedule = law_of(settings)
     t = stratified_times(
         time_uniforms,
         slots,
         global_batch_size,
         *bounds,
-        lambda v: time_quantile(v, objective.time_beta, objective.fully_masked_share),
+        lambda v: fully_masked_quantile(v, settings.fully_masked_share),
     )
     p = schedule.masking_probability(t)
-    mask = draw_mask(mask_uniforms, p, bounds if objective.resample else None)
+    mask = draw_mask(mask_uniforms, p, bounds if settings.resample else None)
     weight = clipped_loss_weight(schedule.loss_weight(t), bounds[0])
-    if objective.max_loss_weight is not None:
-        weight = weight.clamp_max(objective.max_loss_weight)
+    if settings.max_loss_weight is not None:
+        weight = weight.clamp_max(settings.max_loss_weight)
     weight = weight.repeat_interleave(mask.shape[1] // t.shape[1], dim=1)
     return Corruption(t, mask, weight, masking_sigma(p[:, 0]))
 
 
-def schedule_of(objective: Objective) -> Schedule:
-    """The schedule that the settings name."""
-    return (
-        RATE_SCHEDULE if objective.loss_weighting == "rate" else SCHEDULES[objective.noise_schedule]
-    )
-
-
 def corrupt(
-    rows: Batch, objective: Objective, num_blocks: int, bounds: tuple[float, float]
+    rows: Batch, settings: DiffusionSettings, num_blocks: int, bounds: tuple[float, float]
 ) -> Corruption:
     """Times and masks of a batch, a pure function of (seed, epoch, row ids, slots)."""
     length = rows.tokens.shape[1]
@@ -290,7 +255,7 @@ def corrupt(
         lambda round_number: row_uniforms("mask", rows, round_number, length),
         rows.slots,
         rows.global_batch_size,
-        objective,
+        settings,
         bounds,
     )
 
@@ -320,7 +285,7 @@ def partly_prior(noise: Noise, batch: Batch, places: Places, share: float) -> No
     if not isinstance(noise, KeyedPosterior):
         raise UsageError(
             "noise that was drawn when the store was written cannot be drawn again",
-            where="model.prior_noise_share",
+            where="model.noise.prior_share",
             got=share,
             remedy="extract with the codec posterior or hidden, or leave it out",
         )

@@ -8,7 +8,7 @@ from typing import ClassVar
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from trainer.objective.substitution import schedule_of
+from trainer.objective.schedules import law_of
 from trainer.sampling.revealing import LAST_TIME, ancestral_order, ancestral_times, uniform_order
 from trainer.sampling.sampler import PlannedSampler
 from trainer.sampling.token_rule import SampleKeys
@@ -47,7 +47,7 @@ class AncestralConfig(PlannedSampler):
         self, student: Student, masked: Bool[Tensor, "b l"], keys: SampleKeys, first: int = 0
     ) -> tuple[Int[Tensor, "b l"], Int[Tensor, "b l"]]:
         """Steps 1..T, and T + 1 for the final fill."""
-        return ancestral_order(schedule_of(student.settings), masked, keys, first, self.times)
+        return ancestral_order(law_of(student.settings.diffusion), masked, keys, first, self.times)
 
 
 # First-hitting sampling (Zheng et al., arXiv 2409.02908), and k tokens per forward pass.

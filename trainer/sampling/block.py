@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from shards.errors import UsageError
 from trainer.objective.batch import Places
-from trainer.objective.substitution import schedule_of
+from trainer.objective.schedules import law_of
 from trainer.sampling.confidence import Confidence, ConfidenceOrder, SurestFirst
 from trainer.sampling.noise import NoiseUse, StepLevels, require_times
 from trainer.sampling.revealing import (
@@ -346,4 +346,4 @@ class BlockConfig(DiffusionSampler):
         """Steps that reveal the block's positions, those of the final fill apart."""
         if times is None:
             return uniform_order(masked, keys, first)
-        return ancestral_order(schedule_of(student.settings), masked, keys, first, times)
+        return ancestral_order(law_of(student.settings.diffusion), masked, keys, first, times)

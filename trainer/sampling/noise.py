@@ -13,8 +13,7 @@ from shards.errors import UsageError
 from shards.noise.kinds import KeyedPrior, Noise, PriorNoise
 from shards.noise.philox import PositionKeys
 from shards.provenance import derive_seed
-from trainer.objective.schedules import masking_sigma
-from trainer.objective.substitution import schedule_of
+from trainer.objective.schedules import law_of, masking_sigma
 from trainer.students.registry import Student
 
 
@@ -172,9 +171,9 @@ class StepLevels:
     @classmethod
     def of(cls, student: Student, times: Float[Tensor, "steps1"] | None) -> StepLevels:
         """Levels at the start of each step, and at the last time for the final fill."""
-        if not student.settings.time_conditioning or times is None:
+        if not student.settings.diffusion.time_conditioning or times is None:
             return cls(None)
-        p = schedule_of(student.settings).masking_probability(times.float())
+        p = law_of(student.settings.diffusion).masking_probability(times.float())
         return cls(masking_sigma(p).to(student.device))
 
     def at(self, steps: Int[Tensor, "m"]) -> Float[Tensor, "m"] | None:
@@ -188,7 +187,7 @@ def require_times(student: Student, has_times: bool, remedy: str) -> None:
     Raises:
         UsageError: With the remedy.
     """
-    if student.settings.time_conditioning and not has_times:
+    if student.settings.diffusion.time_conditioning and not has_times:
         raise UsageError(
             "a time-conditioned student must be told the time of each step",
             where="sampler",

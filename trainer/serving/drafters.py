@@ -208,11 +208,11 @@ class HeadDrafts:
     def draft(self, prefixes: list[Prefix], most: int) -> list[list[int]]:
         """See :class:`Drafts`."""
         hidden = torch.stack([prefix.hidden for prefix in prefixes if prefix.hidden is not None])
-        count = min(most, self.student.settings.num_proposed)
+        count = min(most, self.student.settings.backbone.num_proposed)
         first = torch.tensor([len(prefix.tokens) for prefix in prefixes])
         embedded = None
         if self.student.is_conditioned:
-            window = torch.arange(-1, self.student.settings.num_proposed)
+            window = torch.arange(-1, self.student.settings.backbone.num_proposed)
             embedded = embeddings(self.student, prefixes, first[:, None] + window)
         log_probs = self.student.propose(hidden.float(), embedded)[:, :count]
         if self.student.sees_own_noise:

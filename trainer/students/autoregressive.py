@@ -13,7 +13,6 @@ from shards.errors import UsageError
 from trainer.objective.batch import Batch, Places
 from trainer.objective.substitution import masked_log_probs
 from trainer.students.base import LossOutput, Student
-from trainer.students.configuration import BACKBONE_SETTINGS
 from trainer.students.dit import KeyValueCache, causal_attention, full_attention
 from trainer.students.fused_head import weighted_nll
 from trainer.students.hugging_face import StudentConfig
@@ -35,14 +34,7 @@ class AR(Student):
     config_class = ARConfig
     uses_sigma = False
     default_sampler = "sequential"
-    foreign_settings = (
-        "block_size",
-        "resample",
-        "search_schedule",
-        "language_model",
-        "predicts_next",
-        *BACKBONE_SETTINGS,
-    )
+    reads = ("kd",)
 
     def __init__(self, config: StudentConfig) -> None:
         if config.settings.conditioning != "none":

@@ -21,9 +21,10 @@ from shards.language_model.loading import (
     load_causal_model,
     looks_local,
 )
+from shards.settings import to_mapping
 from shards.store.manifest import Manifest
 from trainer.students.base import Student
-from trainer.students.configuration import DIFFUSION_SETTINGS, StudentSettings
+from trainer.students.configuration import StudentSettings
 
 HEAD_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05}
 """How far the output layer's own product may lie from the logits, as a share of their spread."""
@@ -182,7 +183,10 @@ class BackboneStudent(Student, ABC):
     submodule: optimiser, moving average, checkpoint and export never meet it.
     """
 
-    foreign_settings: ClassVar[tuple[str, ...]] = DIFFUSION_SETTINGS
+    reads: ClassVar[tuple[str, ...]] = (
+        *(f"backbone.{name}" for name in ("location", "dtype", "num_proposed", "own_noise")),
+        *("noise.transform", "noise.prior_weight"),
+    )
     _attached: FrozenBackbone | None = None
 
     @classmethod
@@ -192,14 +196,15 @@ class BackboneStudent(Student, ABC):
         Raises:
             UsageError: Without a backbone, or for another one than the shards' teacher.
         """
-        if settings.backbone is None:
+        place, dtype = settings.backbone.location, settings.backbone.dtype
+        if place is None:
             raise UsageError(
                 "the student stands on a language model",
-                where="model.backbone",
+                where="model.backbone.location",
                 got="none",
                 remedy="--backbone FOLDER or a hub id: the teacher of the shards",
             )
-        backbone = load_backbone(settings.backbone, manifest.vocab_size, settings.backbone_dtype)
+        backbone = load_backbone(place, manifest.vocab_size, dtype)
         teacher = manifest.teacher
         remedy = "self-distillation: give the teacher of the shards, or extract from this backbone"
         require_backbone(backbone, teacher.get("weights_sha256"), teacher.get("id"), remedy)
@@ -235,12 +240,12 @@ class BackboneStudent(Student, ABC):
 
     def complete(self, directory: Path, backbone: str | None = None) -> None:
         """See :class:`Student`; looks where the config says, as seen from the model's folder."""
-        settings = self.settings
-        place = backbone or settings.backbone or ""
+        settings = self.settings.backbone
+        place = backbone or settings.location or ""
         if backbone is None and (directory / place / "config.json").is_file():
             place = str(directory / place)
         try:
-            found = load_backbone(place, self.config.vocab_size, settings.backbone_dtype)
+            found = load_backbone(place, self.config.vocab_size, settings.dtype)
         except UsageError as error:
             frozen = self.config.frozen or {}
             known = f"{frozen.get('name')}, weights_sha256 {frozen.get('weights_sha256')}"
@@ -255,16 +260,17 @@ class BackboneStudent(Student, ABC):
 
     def published(self, directory: Path) -> dict[str, Any]:
         """See :class:`Student`; a local backbone is named as seen from the model's folder."""
-        place = self.settings.backbone or ""
+        place = self.settings.backbone.location or ""
         if not (Path(place).expanduser().exists() or looks_local(place)):
             return {}
         target = Path(place).expanduser().resolve()
-        return {"backbone": os.path.relpath(target, directory.resolve())}
+        place = os.path.relpath(target, directory.resolve())
+        return {"backbone": {**to_mapping(self.settings.backbone), "location": place}}
 
     @property
     def sees_own_noise(self) -> bool:
         """Whether a proposal is told the noise of its own token, which decides it."""
-        return self.is_conditioned and self.settings.own_noise == "seen"
+        return self.is_conditioned and self.settings.backbone.own_noise == "seen"
 
     @property
     def frozen_weights(self) -> Iterable[Tensor]:

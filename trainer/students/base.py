@@ -21,7 +21,7 @@ from shards.store.manifest import Manifest
 from trainer.objective.batch import Batch, Places
 from trainer.objective.distillation import Distillation
 from trainer.students.conditioning import GumbelConditioner, pack_noise
-from trainer.students.configuration import BACKBONE_SETTINGS, StudentSettings
+from trainer.students.configuration import StudentSettings
 from trainer.students.decoder import DecoderBackbone
 from trainer.students.dit import DiT
 from trainer.students.hugging_face import StudentConfig
@@ -86,8 +86,14 @@ class Student(PreTrainedModel, ABC):
     _no_split_modules = ["Block"]  # noqa: RUF012
     uses_sigma = True
     default_sampler = "ancestral"
-    foreign_settings: ClassVar[tuple[str, ...]] = ("block_size", *BACKBONE_SETTINGS)
-    """Settings of other students, refused here: left unsaid they would be left undone."""
+    reads: ClassVar[tuple[str, ...]] = (
+        "noise",
+        "diffusion",
+        "kd",
+        "language_model",
+        "predicts_next",
+    )
+    """Settings and groups of them beside the widths; see :func:`unread_settings`."""
 
     def __init__(self, config: StudentConfig) -> None:
         super().__init__(config)
@@ -95,7 +101,7 @@ class Student(PreTrainedModel, ABC):
         self.settings = settings
         self._build(config)
         self.conditioner = self._make_conditioner()
-        bounds = torch.tensor([settings.min_time, settings.max_time])
+        bounds = torch.tensor([settings.diffusion.min_time, settings.diffusion.max_time])
         self.register_buffer("time_bounds", bounds)
         # What the buffer said at that version of it: reading it makes the host wait for a GPU.
         self._clips: tuple[Tensor, int, tuple[float, float]] | None = None
@@ -156,10 +162,10 @@ class Student(PreTrainedModel, ABC):
         return GumbelConditioner(
             self.config.vocab_size,
             settings.hidden_size,
-            settings.noise_transform,
-            settings.prior_weight,
-            settings.noise_rank,
-            settings.noise_projection == "tied",
+            settings.noise.transform,
+            settings.noise.prior_weight,
+            settings.noise.rank,
+            settings.noise.projection == "tied",
         )
 
     @torch.no_grad()
@@ -211,15 +217,15 @@ class Student(PreTrainedModel, ABC):
     def flops_per_masked(self) -> float:
         """6 D V of the head and 4 D V of the noise projection (noise has no gradient).
 
-        A projection of rank r costs 4 r V + 6 r D, a tied one 4 D V + 6 D^2; each reading of V or
+        A projection of rank r costs 4 r V + 6 r D, a tied one 4 D V + 6 D^2; each attention to V or
         K entries 12 D of them.
         """
-        width, rank = self.settings.hidden_size, self.settings.noise_rank
-        inner = width if rank is None else rank
-        is_direct = rank is None and self.settings.noise_projection == "own"
+        width, settings = self.settings.hidden_size, self.settings.noise
+        inner = width if settings.rank is None else settings.rank
+        is_direct = settings.rank is None and settings.projection == "own"
         noise = 4 * inner * (self.config.vocab_size + 1) + (0 if is_direct else 6 * inner * width)
-        num_read = self.settings.reading_candidates or self.config.vocab_size
-        noise += 12 * width * num_read * len(self.settings.noise_readings)
+        num_read = settings.top_k or self.config.vocab_size
+        noise += 12 * width * num_read * len(settings.layers)
         head = 6 * width * (self.config.vocab_size + 1)
         return float(head + self.is_conditioned * noise)
 
@@ -236,7 +242,7 @@ class Student(PreTrainedModel, ABC):
     @property
     def reads_codec(self) -> bool:
         """Whether training reads the codec's arrays: for noise, or the teacher's probabilities."""
-        return self.is_conditioned or self.settings.kd == "token"
+        return self.is_conditioned or self.settings.kd.kind == "token"
 
     @property
     def codec(self) -> Codec | None:
@@ -262,15 +268,15 @@ class Student(PreTrainedModel, ABC):
 
         In evaluation mode a loss is the likelihood's, whatever the student is trained on.
         """
-        settings = self.settings
-        if settings.kd != "token" or not self.training:
+        kd = self.settings.kd
+        if kd.kind != "token" or not self.training:
             return None
-        return Distillation(batch.distribution(places), settings.kd_weight, settings.kd_temperature)
+        return Distillation(batch.distribution(places), kd.weight, kd.temperature)
 
     def embed_noise(self, noise: Noise, tau: float = 1.0) -> Float[Tensor, "n e"]:
         """Embeddings of n noise vectors for ``predict``: D numbers each.
 
-        A student that reads the noise again (``noise_readings``) needs what it reads too: V shares
+        A student that reads the noise again (``noise.layers``) needs what it reads too: V shares
         behind the D numbers, or 2 K numbers for K candidates. These must stay float32.
 
         Raises:
@@ -279,14 +285,14 @@ class Student(PreTrainedModel, ABC):
         if self.conditioner is None:
             raise UsageError("this student takes no noise", where="conditioning", got="none")
         table = None
-        if self.settings.noise_projection == "tied":
+        if self.settings.noise.projection == "tied":
             table = self.backbone.vocab_embed.embedding[: self.config.vocab_size]
         embedded = self.conditioner(noise, tau, table)
-        if not self.settings.noise_readings:
+        if not self.settings.noise.layers:
             return embedded
         unigram = self.conditioner.unigram_log_probs
-        prior = 0.0 if unigram is None else self.settings.prior_weight * unigram
-        packed = pack_noise(noise, tau, prior, self.settings.reading_candidates)
+        prior = 0.0 if unigram is None else self.settings.noise.prior_weight * unigram
+        packed = pack_noise(noise, tau, prior, self.settings.noise.top_k)
         return torch.cat((embedded, packed), dim=-1)
 
     def inject(
@@ -305,7 +311,9 @@ class Student(PreTrainedModel, ABC):
         if self.settings.predicts_next:
             index = (index[0], index[1] - 1)
         values = noise_embeddings[:, :width].to(embeddings.dtype)
-        filled = embeddings.index_put(index, values, accumulate=self.settings.injection == "add")
+        filled = embeddings.index_put(
+            index, values, accumulate=self.settings.noise.injection == "add"
+        )
         if noise_embeddings.shape[1] == width:
             return filled
         later = noise_embeddings[:, width:]
@@ -323,7 +331,7 @@ class Student(PreTrainedModel, ABC):
         if self.settings.predicts_next:  # position 0 is never masked
             here, noise_embeddings = here.roll(-1, dims=1), noise_embeddings.roll(-1, dims=1)
         values = noise_embeddings[..., :width].to(embeddings.dtype)
-        added = embeddings + values if self.settings.injection == "add" else values
+        added = embeddings + values if self.settings.noise.injection == "add" else values
         filled = torch.where(here, added, embeddings)
         if noise_embeddings.shape[-1] == width:
             return filled

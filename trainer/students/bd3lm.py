@@ -21,7 +21,6 @@ from torch.nn.functional import pad
 from shards.console import stderr
 from shards.errors import UsageError
 from trainer.objective.batch import Places
-from trainer.students.configuration import BACKBONE_SETTINGS
 from trainer.students.dit import (
     Attend,
     KeyValueCache,
@@ -47,7 +46,7 @@ class BD3LM(MDLM):
 
     config_class = BD3LMConfig
     default_sampler = "block"
-    foreign_settings = ("predicts_next", *BACKBONE_SETTINGS)
+    reads = ("noise", "diffusion", "kd", "language_model", "block_size")
 
     @property
     def block_size(self) -> int:
@@ -129,7 +128,7 @@ class BD3LM(MDLM):
         Raises:
             UsageError: For a time-conditioned student, whose finished blocks change with time.
         """
-        if self.settings.time_conditioning:
+        if self.settings.diffusion.time_conditioning:
             raise UsageError(
                 "a time-conditioned student has no block cache",
                 where="time_conditioning",

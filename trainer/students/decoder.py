@@ -188,9 +188,9 @@ class DecoderBackbone(nn.Module):
             config.vocab_size + 1, settings.hidden_size, settings.embedding_init_std
         )
         self.output_layer = PlainHead(config)
-        self.num_candidates = settings.reading_candidates
+        self.num_candidates = settings.noise.top_k
         self.noise_readings = make_readings(
-            config.vocab_size, settings.hidden_size, settings.noise_readings
+            config.vocab_size, settings.hidden_size, settings.noise.layers
         )
         self.dropout, self.predicts_next = settings.dropout, settings.predicts_next
         shape = self.network.config.get_text_config(decoder=True)

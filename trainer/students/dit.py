@@ -443,9 +443,9 @@ class DiT(nn.Module):
             Block(config, layer, condition_size) for layer in range(settings.num_layers)
         )
         self.output_layer = Head(config, condition_size)
-        self.num_candidates = settings.reading_candidates
+        self.num_candidates = settings.noise.top_k
         self.noise_readings = make_readings(
-            config.vocab_size, settings.hidden_size, settings.noise_readings
+            config.vocab_size, settings.hidden_size, settings.noise.layers
         )
         self.num_matrix_weights = (4 + 2 * settings.mlp_ratio) * settings.hidden_size**2
         self.num_matrix_weights *= settings.num_layers

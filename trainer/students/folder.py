@@ -135,7 +135,7 @@ def model_card(record: Mapping[str, Any], student: Student) -> str:
     name = str(run["student"])
     conditioned = student.is_conditioned
     title = NAMES.get(name, name) + NOISES[student.settings.conditioning]
-    sampling = NEAREST.get(name, {}) if student.settings.noise_readings else {}
+    sampling = NEAREST.get(name, {}) if student.settings.noise.layers else {}
     if name not in ("ar", "medusa", "drafter"):
         sampling = {"nfe": 16, **sampling}
     flags = {"sampler", "nfe", "decision", "tau"}

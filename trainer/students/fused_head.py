@@ -22,9 +22,6 @@ from shards.language_model.forward import largest_batch
 from shards.noise.embedding import add_product, even_width, product_dtype
 from trainer.objective.distillation import Distillation
 from trainer.objective.substitution import MASK_LOGIT_OFFSET
-from trainer.objective.through_time import SelfDistillation
-
-Teaching = Distillation | SelfDistillation
 
 CHUNK_ROWS = {"cpu": 512, "cuda": 4096}
 HEAD_MULTIPLE = {"cpu": 1, "cuda": 64}
@@ -45,7 +42,7 @@ class WeightedNLL(torch.autograd.Function):
         row_weights: Tensor,
         mask_id: int,
         dtype: torch.dtype,
-        distillation: Teaching | None,
+        distillation: Distillation | None,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "n"]]:
         needs_gradient = any(ctx.needs_input_grad[:3])
         nlls = torch.empty(len(targets), device=features.device)
@@ -135,7 +132,7 @@ def _slope_(logits: Tensor, nlls: Tensor, targets: Tensor, row_weights: Tensor) 
 
 
 def _distilled(
-    distillation: Teaching, logits: Tensor, targets: Tensor, row_weights: Tensor, rows: slice
+    distillation: Distillation, logits: Tensor, targets: Tensor, row_weights: Tensor, rows: slice
 ) -> tuple[Float[Tensor, "c"], Float[Tensor, "c v1"]]:
     """(losses, d sum_i w_i loss_i / d logits) of one chunk."""
     with torch.enable_grad():
@@ -161,7 +158,7 @@ def weighted_nll(
     targets: Int[Tensor, "n"],
     row_weights: Float[Tensor, "n"],
     mask_id: int,
-    distillation: Teaching | None = None,
+    distillation: Distillation | None = None,
 ) -> tuple[Float[Tensor, ""], Float[Tensor, "n"]]:
     """sum_i w_i NLL_i with the mask excluded from the distribution, and the NLLs (detached), nats.
 

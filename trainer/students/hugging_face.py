@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from shards.errors import UsageError
+from shards.errors import UsageError, did_you_mean
 from shards.settings import from_mapping, to_mapping
-from trainer.students.configuration import StudentSettings
+from trainer.students.configuration import GONE, StudentSettings, grouped, require
 
 
 class StudentConfig(PretrainedConfig):
-    """Hugging Face config of a student: :class:`StudentSettings`, flat, and the data's shape.
+    """Hugging Face config of a student: :class:`StudentSettings`, and the data's shape.
 
     ``vocab_size`` is V, the teacher's vocabulary *without* the mask: the mask id is ``vocab_size``,
     and embedding and output layer have ``vocab_size + 1`` rows.
@@ -26,6 +26,9 @@ class StudentConfig(PretrainedConfig):
         codec: ``{"name": ..., "parameters": {...}}`` of the store whose noise the student has
             learnt to read; None for the untruncated prior.
         frozen: Name, hash and sizes of the backbone that the student stands on, if it does.
+
+    Raises:
+        UsageError: For a key that neither a student nor transformers knows, or a bad value.
     """
 
     # transformers builds __init__ (and its **kwargs) itself, which jaxtyping's wrapper cannot bind.
@@ -35,6 +38,11 @@ class StudentConfig(PretrainedConfig):
         "num_attention_heads": "num_heads",
         "max_position_embeddings": "row_length",
     }
+    of_transformers: ClassVar[frozenset[str]] = frozenset(
+        {*PretrainedConfig().to_dict(), "torch_dtype", "name_or_path", "attn_implementation"}
+        | {"_commit_hash", "_attn_implementation_autoset", "num_labels", "auto_map", "use_cache"}
+        | {"experts_implementation", "pad_token_id", "tie_word_embeddings"}
+    )
     vocab_size: int = 50257
     row_length: int = 1024
     bos_token_id: int | None = None
@@ -44,15 +52,28 @@ class StudentConfig(PretrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for field in dataclasses.fields(StudentSettings):
-            setattr(self, field.name, kwargs.pop(field.name, field.default))
         for standard, ours in self.attribute_map.items():
             if standard in kwargs:
-                setattr(self, ours, kwargs.pop(standard))
-        super().__post_init__(**kwargs)
+                value = kwargs.pop(standard)
+                setattr(self, ours, value)
+                kwargs.setdefault(ours, value)
+        kwargs.pop("row_length", None)
+        values = {name: v for name, v in grouped(kwargs).items() if name not in GONE}
+        if values.get("kd", {}).get("kind") == "through_time":
+            values["kd"]["kind"] = "none"  # how an older version taught it, not what it is
+        ours = {field.name for field in dataclasses.fields(StudentSettings)}
+        known = ours | self.of_transformers | {"mask_id"}
+        for name in values.keys() - known:
+            hint = did_you_mean(name, known, "it was written by another version, or changed")
+            raise UsageError("unknown config key", where=f"config.json: {name}", remedy=hint)
+        given = {name: value for name, value in values.items() if name in ours}
+        settings = from_mapping(StudentSettings, given)
+        for name, value in to_mapping(settings).items():
+            setattr(self, name, value)
+        super().__post_init__(**{n: v for n, v in values.items() if n not in ours})
         # Not mask_token_id: transformers would warn that it lies past the vocabulary, as it should.
         self.mask_id = self.vocab_size
-        self._check(self.settings)
+        self._check(settings)
 
     @classmethod
     def build(
@@ -90,22 +111,14 @@ class StudentConfig(PretrainedConfig):
         return getattr(self, "block_size", None) or self.row_length
 
     def _check(self, settings: StudentSettings) -> None:
-        bounds = (
-            ("vocab_size", self.vocab_size, self.vocab_size >= 2, "at least 2"),
-            ("row_length", self.row_length, self.row_length >= 2, "at least 2"),
-            (
-                "reading_candidates",
-                settings.reading_candidates,
-                settings.reading_candidates <= self.vocab_size,
-                f"at most V = {self.vocab_size}",
-            ),
-            (
-                "block_size",
-                settings.block_size,
-                self.row_length % (settings.block_size or self.row_length) == 0,
-                f"a divisor of row_length = {self.row_length}",
-            ),
-        )
-        for name, got, is_right, expected in bounds:
-            if not is_right:
-                raise UsageError("bad student setting", where=name, got=got, expected=expected)
+        require(self.vocab_size >= 2, "vocab_size", self.vocab_size, "at least 2")
+        require(self.row_length >= 2, "row_length", self.row_length, "at least 2")
+        count, size = settings.noise.top_k, self.vocab_size
+        require(count <= size, "noise.top_k", count, f"at most V = {size}")
+        if self.row_length % (settings.block_size or self.row_length):
+            raise UsageError(
+                "rows do not split into blocks",
+                where="block_size",
+                got=settings.block_size,
+                expected=f"a divisor of row_length = {self.row_length}",
+            )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,16 +11,13 @@ from transformers.modeling_outputs import MaskedLMOutput
 
 from shards.errors import UsageError
 from trainer.objective.batch import Batch, Places
-from trainer.objective.schedules import masking_sigma
 from trainer.objective.substitution import (
     Corruption,
     corrupt,
     masked_log_probs,
     partly_prior,
-    schedule_of,
     substituted_log_probs,
 )
-from trainer.objective.through_time import Denoise, EarlierSteps, SelfDistillation
 from trainer.students.base import LossOutput, Student
 from trainer.students.dit import KeyValueCache, full_attention, masked_attention
 from trainer.students.fused_head import weighted_nll
@@ -61,8 +56,8 @@ class MDLM(Student):
     def corrupt(self, batch: Batch, time_bounds: tuple[float, float] | None = None) -> Corruption:
         """Times, mask and loss weights of a batch; those of the bound where clips are given."""
         if time_bounds is None:
-            return corrupt(batch, self.settings, self.num_blocks, self.clips)
-        return corrupt(batch, self.settings.as_bound, self.num_blocks, time_bounds)
+            return corrupt(batch, self.settings.diffusion, self.num_blocks, self.clips)
+        return corrupt(batch, self.settings.diffusion.as_bound, self.num_blocks, time_bounds)
 
     def corrupted_loss(self, batch: Batch, corruption: Corruption) -> LossOutput:
         """The loss of given times and masks."""
@@ -79,54 +74,9 @@ class MDLM(Student):
             places.read(batch.tokens),
             places.read(corruption.token_weight) / corruption.num_counted,
             self.mask_id,
-            self._self_distillation(batch, corruption) or self._distillation(batch, places),
+            self._distillation(batch, places),
         )
         return self._summarise(loss, nlls, corruption)
-
-    _earlier: tuple[Student, ...] = ()
-
-    def learn_from(self, earlier: MDLM) -> None:
-        """Take an earlier state as teacher (``kd=through_time``), neither trained nor saved."""
-        self._earlier = (earlier.eval().requires_grad_(False),)  # no module of ours in a tuple
-
-    @property
-    def frozen_weights(self) -> Iterable[Tensor]:
-        """See :class:`Student`."""
-        return itertools.chain.from_iterable(earlier.parameters() for earlier in self._earlier)
-
-    def _self_distillation(self, batch: Batch, corruption: Corruption) -> SelfDistillation | None:
-        """What the earlier state says at the masked places; in evaluation mode as all others."""
-        settings = self.settings
-        if settings.kd != "through_time" or not self.training:
-            return None
-        (earlier,) = self._earlier
-        assert isinstance(earlier, MDLM)
-        torch.nn.Module.to(earlier, batch.tokens.device)
-        steps = EarlierSteps(
-            settings.kd_time_step, settings.kd_num_steps, is_drawn=not earlier.is_conditioned
-        )
-        schedule = schedule_of(settings)
-        with torch.no_grad():
-            predict = earlier.denoiser(batch, corruption)
-            return SelfDistillation(
-                steps.log_probs(predict, batch, corruption, schedule, self.mask_id)
-            )
-
-    def denoiser(self, batch: Batch, corruption: Corruption) -> Denoise:
-        """Predictions for rows that are less and less masked, all with the noise of the batch."""
-        condition = None
-        if self.is_conditioned:
-            embedded = self._batch_noise(batch, corruption.places)
-            blank = embedded.new_zeros(*batch.tokens.shape, embedded.shape[-1])
-            condition = blank.index_put(corruption.places.index, embedded)
-
-        def denoise(noised: Tensor, places: Places, t: Tensor) -> Tensor:
-            p = schedule_of(self.settings).masking_probability(t[:, 0])
-            level = self._embed_sigma(masking_sigma(p))
-            hidden = self.contextualize(self.embed(noised, condition), batch.tokens, level)
-            return self._log_probs_at(hidden, places, level)
-
-        return denoise
 
     def contextualize(
         self,
@@ -143,12 +93,12 @@ class MDLM(Student):
             remedy = "read it from a store whose codec gives noise"
             raise UsageError("the batch carries no noise", where="conditioning", remedy=remedy)
         noise = batch.noise.at(places)
-        if self.training and self.settings.prior_noise_share:
-            noise = partly_prior(noise, batch, places, self.settings.prior_noise_share)
-        return self.embed_noise(noise, self.settings.noise_tau)
+        if self.training and self.settings.noise.prior_share:
+            noise = partly_prior(noise, batch, places, self.settings.noise.prior_share)
+        return self.embed_noise(noise, self.settings.noise.tau)
 
     def _embed_sigma(self, sigma: Float[Tensor, "b"] | None) -> Float[Tensor, "rows c"] | None:
-        if sigma is None or not self.settings.time_conditioning:
+        if sigma is None or not self.settings.diffusion.time_conditioning:
             sigma = torch.zeros(1, device=self.device)
         return self.backbone.embed_sigma(sigma)
 

@@ -14,7 +14,7 @@ own head, so at step 0 every head is the backbone's.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -27,7 +27,6 @@ from shards.errors import UsageError
 from trainer.objective.batch import Batch, Places
 from trainer.students.backbone import BackboneStudent, FrozenBackbone
 from trainer.students.base import LossOutput
-from trainer.students.configuration import DRAFTER_SETTINGS
 from trainer.students.dit import Block, LayerNorm, Rotary, causal_attention
 from trainer.students.fused_head import CHUNK_ROWS
 from trainer.students.hugging_face import StudentConfig
@@ -89,10 +88,10 @@ class MedusaHead(nn.Module):
         self.noise = ZeroLinear(settings.hidden_size, width) if conditioned else None
         self.residual = ZeroLinear(width, width)
         self.output: nn.Module | None = None
-        if settings.head_output == "full":
+        if settings.backbone.head_output == "full":
             self.output = ZeroLinear(width, vocab_size)
-        elif settings.head_output == "low_rank":
-            rank = settings.head_rank
+        elif settings.backbone.head_output == "low_rank":
+            rank = settings.backbone.head_rank
             self.output = nn.Sequential(
                 nn.Linear(width, rank, bias=False), ZeroLinear(rank, vocab_size)
             )
@@ -119,15 +118,12 @@ class Medusa(BackboneStudent):
 
     config_class = MedusaConfig
     default_sampler = "medusa"
-    foreign_settings: ClassVar[tuple[str, ...]] = (
-        *BackboneStudent.foreign_settings,
-        *DRAFTER_SETTINGS,
-    )
+    reads = (*BackboneStudent.reads, "backbone.head_output", "backbone.head_rank")
 
     def _build(self, config: StudentConfig) -> None:
         width = (config.frozen or {})["hidden_size"]
         self.heads = nn.ModuleList(
-            MedusaHead(width, config) for _ in range(self.settings.num_proposed)
+            MedusaHead(width, config) for _ in range(self.settings.backbone.num_proposed)
         )
         conditioned = self.settings.conditioning == "gumbel"
         self.noise_sequence = NoiseSequence(config) if conditioned else None
@@ -155,7 +151,7 @@ class Medusa(BackboneStudent):
         if num_anchors < 1:
             raise UsageError(
                 "rows too short for the heads",
-                where="model.num_proposed",
+                where="model.backbone.num_proposed",
                 got=num_heads,
                 expected=f"at most {tokens.shape[1] - 2} for rows of {tokens.shape[1]} tokens",
             )

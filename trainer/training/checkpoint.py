@@ -38,6 +38,7 @@ from shards.errors import IntegrityError, UsageError
 from shards.settings import flatten, to_mapping
 from shards.store.manifest import Manifest
 from trainer.initial_weights import find_source
+from trainer.students.configuration import grouped, unread_settings
 from trainer.students.registry import STUDENTS
 from trainer.training.optimization import ExponentialMovingAverage
 from trainer.training.parallel import gather_full, on_main_process, scatter_like
@@ -403,7 +404,7 @@ def operational_fields(config: RunConfig) -> set[str]:
     fields: set[str] = {*OPERATIONAL}
     if not config.model.dropout:
         fields.add("training.micro_batch_size")
-    if config.optimization.schedule == "constant" and not config.model.search_schedule:
+    if config.optimization.schedule == "constant" and not config.model.diffusion.search_schedule:
         fields |= {"training.num_steps", "training.num_epochs"}
     return fields
 
@@ -422,7 +423,7 @@ STORE_FIELDS = (
     "mask_id",
     "format_version",
 )
-MEANT_BEFORE = {"config.model.own_noise": "seen"}
+MEANT_BEFORE = {"config.model.backbone.own_noise": "seen"}
 """What runs did before a setting came, where its default is another; else the default is it."""
 
 
@@ -469,10 +470,13 @@ def require_same_run(
         UsageError: Naming the first field that differs, with both values.
     """
     start = _same_start(saved.get("init_from"), ours.get("init_from"))
-    before, now = (flatten({**run, "init_from": None}) for run in (saved, ours))
+    config = {**saved["config"], "model": grouped(saved["config"]["model"])}
+    before, now = (
+        flatten({**run, "init_from": None}) for run in ({**saved, "config": config}, ours)
+    )
     defaults = {"config": to_mapping(RunConfig(TrainingConfig(num_steps=1)))}
     before = {**flatten(defaults), **MEANT_BEFORE, **before}
-    foreign = STUDENTS[ours["config"]["student"]].foreign_settings
+    foreign = unread_settings(STUDENTS[ours["config"]["student"]].reads)
     ignored = {f"config.{name}" for name in (*free, *(f"model.{name}" for name in foreign))}
     for name in [*now, *(name for name in before if name not in now)]:
         old, new = before.get(name), now.get(name)  # what is absent is none

@@ -12,27 +12,13 @@ from torch import Tensor
 from shards.codec.protocol import Codec
 from shards.errors import GdistillError, UsageError, did_you_mean, first_line
 from shards.provenance import derive_seed
+from shards.settings import flatten, to_mapping
 from shards.store.store import ShardStore
-from trainer.initial_weights import load_initial_weights, noise_parameters, silence_noise
+from trainer.initial_weights import load_initial_weights, noise_parameters
+from trainer.students.configuration import unread_settings
 from trainer.students.dit import Block, Half, Rotary, compiled_halves, full_attention
-from trainer.students.folder import find_model, read_model
-from trainer.students.registry import MDLM, STUDENTS, Student, StudentSettings
+from trainer.students.registry import STUDENTS, Student, StudentSettings
 from trainer.training.settings import RunConfig
-
-CONDITIONER_SETTINGS = (
-    "injection",
-    "noise_transform",
-    "prior_weight",
-    "noise_projection",
-    "noise_rank",
-    "noise_init",
-    "noise_tau",
-    "prior_noise_share",
-)
-KD_SETTINGS = {
-    "token": ("kd_weight", "kd_temperature"),
-    "through_time": ("kd_time_step", "kd_num_steps"),
-}
 
 COMPILED_TOLERANCES = {"fp32": 1e-4, "bf16": 0.05}
 """How far a compiled block may lie from itself uncompiled, as a share of what it adds (root mean
@@ -56,9 +42,9 @@ def build_student(config: RunConfig, store: ShardStore, init_from: Path | None) 
     manifest = store.manifest
     kind = student_class(config.student)
     _refuse_idle_settings(config, kind)
-    _require_taught(config.model.kd, store)
-    if config.model.prior_noise_share:
-        require_fresh(store.codec, "model.prior_noise_share")
+    _require_taught(config.model.kd.kind, store)
+    if config.model.noise.prior_share:
+        require_fresh(store.codec, "model.noise.prior_share")
     if config.training.num_noise_draws is not None and not (
         store.codec.is_fresh and config.model.conditioning == "gumbel"
     ):
@@ -78,58 +64,27 @@ def build_student(config: RunConfig, store: ShardStore, init_from: Path | None) 
             got=f"{config.student}, model.conditioning={config.model.conditioning}",
             remedy="leave it out",
         )
-    if config.model.noise_init == "zero":
-        silence_noise(student)
     if init_from is not None:
         load_initial_weights(student, init_from, store)
     if student.is_conditioned:
         student.config.codec = dict(manifest.codec)
-    if student.conditioner is not None and student.settings.prior_weight:
+    if student.conditioner is not None and student.settings.noise.prior_weight:
         student.conditioner.set_unigram(_unigram(store))
     return student
 
 
-def give_earlier_self(student: Student, directory: Path | None) -> None:
-    """With ``kd=through_time`` the model that the run begins with also teaches it to the end.
-
-    Args:
-        student: At any step of the run.
-        directory: ``--init-from``.
-
-    Raises:
-        UsageError: When there is no such model, or the student is no masked diffusion model.
-    """
-    if student.settings.kd != "through_time":
-        return
-    where = "model.kd=through_time"
-    if not isinstance(student, MDLM):
-        got = type(student).__name__
-        raise UsageError("only diffusion has times", where=where, got=got, expected="mdlm or bd3lm")
-    if directory is None:
-        remedy = "--init-from the model, also when resuming"
-        raise UsageError("there is no earlier model to learn from", where=where, remedy=remedy)
-    earlier = read_model(find_model(directory))
-    if not isinstance(earlier, MDLM) or type(earlier) is not type(student):
-        raise UsageError(
-            "the earlier model is of another kind",
-            where=f"--init-from {directory}",
-            got=type(earlier).__name__,
-            expected=type(student).__name__,
-        )
-    student.learn_from(earlier)
-
-
 def _refuse_idle_settings(config: RunConfig, kind: type[Student]) -> None:
     """Settings that would be left undone without a word."""
-    idle = [(name, f"student {config.student}") for name in kind.foreign_settings]
+    idle = [(name, f"student {config.student}") for name in unread_settings(kind.reads)]
+    model, defaults = (flatten(to_mapping(each)) for each in (config.model, StudentSettings()))
     if config.model.conditioning == "none":
-        idle += [(name, "model.conditioning=none") for name in CONDITIONER_SETTINGS]
-    for kd, names in KD_SETTINGS.items():
-        if config.model.kd != kd:
-            idle += [(name, f"model.kd={config.model.kd}") for name in names]
-    for name, chosen in idle:
-        value = getattr(config.model, name)
-        if value != getattr(StudentSettings(), name):
+        idle += [(name, "model.conditioning=none") for name in model if name.startswith("noise.")]
+    if config.model.kd.kind != "token":
+        chosen = f"model.kd.kind={config.model.kd.kind}"
+        idle += [("kd.weight", chosen), ("kd.temperature", chosen)]
+    for name, chosen in sorted(idle):
+        value = getattr(config.model, name, None) if name not in model else model[name]
+        if value != defaults.get(name):
             raise UsageError(
                 "a setting of another student",
                 where=f"model.{name}",
@@ -153,12 +108,12 @@ def require_fresh(codec: Codec, where: str) -> None:
 def _require_taught(kd: str, store: ShardStore) -> None:
     """Refuse a store that lacks what the student is to learn from its teacher."""
     if kd == "token":
-        require_fresh(store.codec, "model.kd=token")
+        require_fresh(store.codec, "model.kd.kind=token")
     mode = store.manifest.tokens.get("mode", "parallel")
     if kd == "sequence" and mode != "sequential":
         raise UsageError(
             "sequence-level distillation trains on rows that the teacher wrote",
-            where="model.kd=sequence",
+            where="model.kd.kind=sequence",
             got=f"a store of {mode} extraction",
             expected="sequential extraction",
             remedy="gdistill-extract --mode sequential",
@@ -170,8 +125,8 @@ def _unigram(store: ShardStore) -> torch.Tensor:
     if log_probs is None:
         raise UsageError(
             "prior_weight needs the corpus unigram and the store keeps none",
-            where="model.prior_weight",
-            remedy="extract with a codec that keeps it, or set model.prior_weight=0",
+            where="model.noise.prior_weight",
+            remedy="extract with a codec that keeps it, or set model.noise.prior_weight=0",
         )
     return log_probs.float()
 
@@ -259,7 +214,7 @@ def _trial(
     rotary = Rotary.of(torch.arange(length, device=device), head_width)
     level: Tensor | None = None
     if block.adaLN_modulation is not None:
-        rows = 2 if settings.time_conditioning else 1
+        rows = 2 if settings.diffusion.time_conditioning else 1
         width = block.adaLN_modulation.in_features
         level = torch.randn(rows, width, generator=generator).to(device)
 

@@ -43,7 +43,6 @@ from trainer.training.construction import (
     blocks_in_use,
     build_student,
     compile_blocks,
-    give_earlier_self,
 )
 from trainer.training.metrics import (
     MetricsLog,
@@ -161,7 +160,6 @@ class Trainer:
         )
         begun = bool(self.checkpoints.steps())  # then the first weights need not be there any more
         self.student = build_student(config, store, None if begun else init_from)
-        give_earlier_self(self.student, init_from)
         obstacle = compile_blocks(self.student, config, self.accelerator.device)
         self._tell("transformer blocks", obstacle)
         reads_codec, device = self.student.reads_codec, self.accelerator.device
@@ -188,12 +186,12 @@ class Trainer:
         self.validator = None
         if has_validation_rows(store.manifest.splits):
             self.validator = Validator(config, store, self.accelerator, reads_codec)
-        elif config.model.search_schedule:
+        elif config.model.diffusion.search_schedule:
             raise UsageError(
                 "the search for clips needs validation rows",
-                where="model.search_schedule",
+                where="model.diffusion.search_schedule",
                 got="a store without a validation split",
-                remedy="extract one, or set model.min_time and model.max_time",
+                remedy="extract one, or set model.diffusion.min_time and model.diffusion.max_time",
             )
         self.copies = CopiesAhead(device, training.micro_batch_size)
         self._source: Iterator[RowBatch] | None = None
@@ -344,7 +342,7 @@ class Trainer:
         self.student.eval()
         with self.ema.applied():
             values = validator.score(self.module, self.student)
-            if self.config.model.search_schedule:
+            if self.config.model.diffusion.search_schedule:
                 clips = validator.search_clips(self.module, self.student)
                 self.student.time_bounds.copy_(torch.tensor(clips))  # type: ignore[operator]
                 values["min_time"], values["max_time"] = clips

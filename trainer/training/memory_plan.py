@@ -9,7 +9,6 @@ noise are as large as the code makes them on the device that is planned for.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,7 +26,7 @@ from trainer.objective.batch import Batch, BatchMaker
 from trainer.students.conditioning import searched_at_once
 from trainer.students.dit import Block, compiled_halves
 from trainer.students.fused_head import CHUNK_ROWS, HEAD_MULTIPLE
-from trainer.students.registry import MDLM, Student
+from trainer.students.registry import Student
 from trainer.training.construction import build_student
 from trainer.training.parallel import TrainingStep
 from trainer.training.settings import RunConfig
@@ -94,8 +93,6 @@ def plan_memory(
     share = training.global_batch_size // world_size
     rows = min(training.micro_batch_size or share, share)
     student = build_student(config, store, None).train()
-    if isinstance(student, MDLM) and config.model.kd == "through_time":
-        student.learn_from(copy.deepcopy(student))
     compiles = training.compile == "on" or (training.compile == "auto" and device == "cuda")
     compiles = compiles and cut_blocks(student)
     step = TrainingStep(student, training.precision)
@@ -108,7 +105,6 @@ def plan_memory(
     working = {
         "stored rows of a micro-batch": rows * row_bytes,
         **({"stored rows on their way": rows * row_bytes} if device == "cuda" else {}),
-        **_target_bytes(student, masked),
         "head in the products' precision": _head_bytes(student, device, training.precision),
         "the larger tile, of logits or of noise": max(
             _logits_bytes(student, masked, device, training.precision),
@@ -158,13 +154,6 @@ def _row_bytes(batch: Batch) -> int:
     if batch.noise is not None:
         tensors += getattr(batch.noise, "arrays", {}).values()
     return sum(tensor[0].numel() * tensor.element_size() for tensor in tensors)
-
-
-def _target_bytes(student: Student, num_masked: int) -> dict[str, int]:
-    """Of an earlier state that teaches: two float32 tables of all V, and F in float64."""
-    if student.settings.kd != "through_time":
-        return {}
-    return {"what the earlier state says": 16 * num_masked * (student.config.vocab_size + 1)}
 
 
 def _state_bytes(student: Student, pieces: int) -> dict[str, int]:
@@ -241,11 +230,11 @@ def _noise_bytes(student: Student, masked: int, device: str) -> int:
         return 0
     vocab_size = student.config.vocab_size
     tiles = noise_tile_bytes(vocab_size, masked, device)
-    if not student.settings.noise_readings:
+    if not student.settings.noise.layers:
         return tiles
     # Later readings look at all V entries of some positions at a time, or of all.
     searched = masked
-    if student.settings.reading_candidates:
+    if student.settings.noise.top_k:
         searched = searched_at_once(masked, vocab_size, torch.device(device))
     return max(tiles, NOISE_BUFFERS * FLOAT32_BYTES * searched * vocab_size)
 

@@ -119,13 +119,7 @@ class Scale:
         """The student over V tokens, shapes without values."""
         settings = self.settings
         if conditioning == "none":
-            settings = replace(
-                settings,
-                noise_rank=None,
-                noise_projection="own",
-                noise_readings=(),
-                reading_candidates=0,
-            )
+            settings = replace(settings, noise=NoiseSettings())
         settings = replace(settings, conditioning=conditioning)  # type: ignore[arg-type]
         with torch.device("meta"):
             return MDLM(
@@ -199,18 +193,18 @@ def noise_cost(scale: Scale, vocab_size: int, is_timed: bool = False) -> NoiseCo
 def kept_bytes(scale: Scale) -> int:
     """What autograd keeps of the conditioner: a sum per position, and what the map A has read."""
     settings = scale.settings
-    is_direct = settings.noise_rank is None and settings.noise_projection == "own"
-    inner = 0 if is_direct else settings.noise_rank or settings.hidden_size
+    is_direct = settings.noise.rank is None and settings.noise.projection == "own"
+    inner = 0 if is_direct else settings.noise.rank or settings.hidden_size
     return 4 * scale.num_masked * (1 + inner)
 
 
 def read_bytes(scale: Scale, vocab_size: int) -> int:
     """What autograd keeps of the readings: each three states, and three numbers an entry."""
     settings = scale.settings
-    num_read = settings.reading_candidates or vocab_size
+    num_read = settings.noise.top_k or vocab_size
     each = 3 * (settings.hidden_size + num_read)
-    ids = settings.reading_candidates
-    return 4 * scale.num_masked * (ids + each * len(settings.noise_readings))
+    ids = settings.noise.top_k
+    return 4 * scale.num_masked * (ids + each * len(settings.noise.layers))
 
 
 def cost_table(costs: Sequence[NoiseCost]) -> str:

@@ -153,7 +153,7 @@ class Validator:
 
 
 def _is_reachable(clips: Clips, student: Student) -> bool:
-    if not student.settings.resample:
+    if not student.settings.diffusion.resample:
         return True
     try:
         require_reachable(clips, student.config.tokens_per_block)

@@ -169,7 +169,9 @@ def test_samples_of_a_bf16_backbone_are_certified_in_bf16(
     backbone = write_backbone(tmp_path / "backbone", "qwen2")
     store = store_of(tmp_path / "store", backbone)
     for dtype in ("bfloat16", "float32"):
-        config = backbone_run(backbone, student, training__num_steps=2, model__backbone_dtype=dtype)
+        config = backbone_run(
+            backbone, student, training__num_steps=2, model__backbone__dtype=dtype
+        )
         train(config, store, tmp_path / dtype)
         arguments = ("--num", 20, "--length", 24, "--out", tmp_path / f"{dtype}-samples")
         assert command(tmp_path / dtype, *arguments) == 0
@@ -194,8 +196,8 @@ def test_samples_of_a_bf16_backbone_are_certified_in_bf16(
     assert certify(samples, backbone) == 1
     assert found(samples)["num_mismatches"] >= 5
     settings = json.loads((samples / "settings.json").read_text())
-    settings["student_config"]["backbone_dtype"] = "float8"
+    settings["student_config"]["backbone"]["dtype"] = "float8"
     (samples / "settings.json").write_text(json.dumps(settings))
     capsys.readouterr()
     assert certify(samples, backbone) != 0
-    assert "backbone_dtype" in capsys.readouterr().err
+    assert "backbone.dtype" in capsys.readouterr().err

@@ -191,9 +191,9 @@ def test_what_shapes_do_not_show_comes_from_the_config(golden: Path) -> None:
     name, student = student_from(checkpoint)
     settings = student.settings
     assert (name, settings.block_size, student.clips) == ("bd3lm", 4, (0.3, 0.8))
-    assert (settings.dropout, settings.injection) == (0.25, "add")
-    assert (settings.noise_schedule, settings.loss_weighting) == ("cosine", "rate")
-    assert settings.time_conditioning and settings.conditioning == "gumbel"
+    assert (settings.dropout, settings.noise.injection) == (0.25, "add")
+    assert (settings.diffusion.schedule, settings.diffusion.loss_weighting) == ("cosine", "rate")
+    assert settings.diffusion.time_conditioning and settings.conditioning == "gumbel"
 
 
 def test_references_in_the_config_are_followed(golden: Path) -> None:

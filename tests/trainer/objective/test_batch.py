@@ -17,7 +17,7 @@ from tests.trainer.run_cases import LENGTH, SEED, VOCAB, tiny_run, write_store
 from trainer.objective.batch import Batch, BatchMaker, CopiesAhead, StoredRowNoise
 from trainer.objective.schedules import FULL
 from trainer.objective.substitution import corrupt
-from trainer.students.registry import StudentSettings
+from trainer.students.configuration import DiffusionSettings
 from trainer.training.construction import build_student
 from trainer.training.settings import RunConfig
 
@@ -139,7 +139,7 @@ def test_every_micro_batch_has_every_kind_of_time() -> None:
     tokens = torch.zeros(64, LENGTH, dtype=torch.int64)
     batch = Batch(tokens, tokens.float(), rows, rows, 64, 0, 0, 3)
     parts = list(batch.micro_batches(8))
-    means = [float(corrupt(part, StudentSettings(), 1, FULL).t.mean()) for part in parts]
+    means = [float(corrupt(part, DiffusionSettings(), 1, FULL).t.mean()) for part in parts]
     # Each part holds one time of every eighth of [0, 1]: their means differ by less than an eighth.
     assert len(parts) == 8 and max(means) - min(means) <= 1 / 8
     sizes = [part.num_rows for part in batch.micro_batches(10)]

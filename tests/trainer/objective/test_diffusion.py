@@ -27,14 +27,14 @@ from trainer.objective.substitution import (
     clipped_loss_weight,
     corrupt,
     draw_mask,
+    fully_masked_quantile,
     masked_fraction,
     require_reachable,
     row_uniforms,
     stratified_times,
     substituted_log_probs,
-    time_quantile,
 )
-from trainer.students.registry import StudentSettings
+from trainer.students.configuration import DiffusionSettings
 
 
 def batch_of(rows: Tensor, slots: Tensor, global_batch_size: int, epoch: int = 0) -> Batch:
@@ -67,29 +67,28 @@ def test_every_stratum_holds_one_time() -> None:
     assert (t * 256).long().flatten().sort().values.tolist() == list(range(256))
 
 
-def test_time_quantile_by_hand() -> None:
+def test_fully_masked_quantile_by_hand() -> None:
     v = torch.tensor([0.0, 0.25, 0.64, 0.9999], dtype=torch.float64)
-    assert torch.equal(time_quantile(v, 1.0, 0.0), v)
-    assert torch.allclose(time_quantile(v, 2.0, 0.0), v.sqrt())
-    assert torch.allclose(time_quantile(v, 1.0, 0.5), torch.tensor([0.0, 0.5, 1.0, 1.0]).double())
-    assert torch.allclose(time_quantile(v, 2.0, 0.36), torch.tensor([0.0, 0.625, 1, 1]).double())
-    assert (time_quantile(v, 2.0, 1.0) == 1).all()
+    assert torch.equal(fully_masked_quantile(v, 0.0), v)
+    found = fully_masked_quantile(v, 0.5)
+    assert torch.allclose(found, torch.tensor([0.0, 0.5, 1.0, 1.0]).double())
+    assert (fully_masked_quantile(v, 1.0) == 1).all()
 
 
 def test_times_follow_the_settings() -> None:
-    """A batch of N strata holds the share to one row; Beta(a, 1) has mean a / (a + 1)."""
-    settings = StudentSettings(time_beta=3.0, fully_masked_share=0.3)
+    """A batch of N strata holds the share to one row; the others are uniform."""
+    settings = DiffusionSettings(fully_masked_share=0.3)
     rows = torch.arange(1000)
     t = corrupt(batch_of(rows, rows, 1000), settings, 1, (0.2, 0.9)).t
     full = t > 0.9 - 1e-6
     assert abs(int(full.sum()) - 300) <= 1
     # One time per stratum: the mean is the integral's to within the range over their number.
-    assert abs(float(t[~full].mean()) - (0.2 + 0.7 * 0.75)) < 2 * 0.7 / 700
+    assert abs(float(t[~full].mean()) - (0.2 + 0.7 * 0.5)) < 2 * 0.7 / 700
 
 
 def test_capped_weight() -> None:
     rows = torch.arange(64)
-    batch, plain = batch_of(rows, rows, 64), StudentSettings()
+    batch, plain = batch_of(rows, rows, 64), DiffusionSettings()
     capped = corrupt(batch, dataclasses.replace(plain, max_loss_weight=2.5), 4, FULL)
     usual = corrupt(batch, plain, 4, FULL)
     assert torch.equal(capped.mask, usual.mask)
@@ -104,15 +103,13 @@ def test_capped_weight() -> None:
     [
         {"max_loss_weight": 0.0},
         {"max_loss_weight": math.inf},
-        {"time_beta": 0.0},
-        {"time_beta": math.nan},
         {"fully_masked_share": 1.1},
         {"fully_masked_share": -0.1},
     ],
 )
 def test_times_and_weights_out_of_range(setting: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=next(iter(setting))):
-        StudentSettings(**setting)
+        DiffusionSettings(**setting)
 
 
 def test_mask_by_hand() -> None:
@@ -155,7 +152,7 @@ def test_clips_no_block_can_meet_are_refused() -> None:
 
 @pytest.mark.parametrize("num_blocks", [1, 4])
 def test_corruption_does_not_depend_on_the_split(num_blocks: int) -> None:
-    settings = StudentSettings(resample=True)
+    settings = DiffusionSettings(resample=True)
     rows = torch.tensor([90, 3, 41, 77, 5, 12])
     slots = torch.arange(6)
     whole = corrupt(batch_of(rows, slots, 6), settings, num_blocks, (0.2, 0.9))
@@ -167,8 +164,8 @@ def test_corruption_does_not_depend_on_the_split(num_blocks: int) -> None:
 
 def test_next_epoch_draws_anew() -> None:
     rows = torch.arange(8)
-    first = corrupt(batch_of(rows, rows, 8), StudentSettings(), 1, FULL)
-    second = corrupt(batch_of(rows, rows, 8, epoch=1), StudentSettings(), 1, FULL)
+    first = corrupt(batch_of(rows, rows, 8), DiffusionSettings(), 1, FULL)
+    second = corrupt(batch_of(rows, rows, 8, epoch=1), DiffusionSettings(), 1, FULL)
     assert not torch.equal(first.t, second.t)
     assert not torch.equal(first.mask, second.mask)
 
@@ -176,8 +173,8 @@ def test_next_epoch_draws_anew() -> None:
 def test_another_seed_draws_anew() -> None:
     rows = torch.arange(8)
     batch = batch_of(rows, rows, 8)
-    first = corrupt(batch, StudentSettings(), 1, FULL)
-    second = corrupt(dataclasses.replace(batch, seed=4), StudentSettings(), 1, FULL)
+    first = corrupt(batch, DiffusionSettings(), 1, FULL)
+    second = corrupt(dataclasses.replace(batch, seed=4), DiffusionSettings(), 1, FULL)
     assert not torch.equal(first.t, second.t)
     assert not torch.equal(first.mask, second.mask)
 
@@ -225,7 +222,7 @@ def test_settings_choose_the_schedule() -> None:
     batch = batch_of(rows, rows, 64)
     shares = {}
     for name in SCHEDULES:
-        drawn = corrupt(batch, StudentSettings(noise_schedule=name), 1, FULL)  # type: ignore[arg-type]
+        drawn = corrupt(batch, DiffusionSettings(schedule=name), 1, FULL)  # type: ignore[arg-type]
         p = SCHEDULES[name].masking_probability(drawn.t)
         shares[name] = float(p.mean())
         assert torch.allclose(drawn.weight[:, :1], SCHEDULES[name].loss_weight(drawn.t))
@@ -242,15 +239,15 @@ def test_settings_choose_the_schedule() -> None:
 
 def test_weight_is_one_above_one_half() -> None:
     rows = torch.arange(8)
-    corruption = corrupt(batch_of(rows, rows, 8), StudentSettings(), 2, (0.55, 1.0))
+    corruption = corrupt(batch_of(rows, rows, 8), DiffusionSettings(), 2, (0.55, 1.0))
     assert (corruption.weight == 1).all()
-    usual = corrupt(batch_of(rows, rows, 8), StudentSettings(), 2, (0.45, 1.0))
+    usual = corrupt(batch_of(rows, rows, 8), DiffusionSettings(), 2, (0.45, 1.0))
     assert torch.allclose(usual.weight, 1 / usual.t.repeat_interleave(8, dim=1))
 
 
 def test_counted_tokens_set_the_denominators() -> None:
     rows = torch.arange(2)
-    corruption = corrupt(batch_of(rows, rows, 2), StudentSettings(), 1, FULL)
+    corruption = corrupt(batch_of(rows, rows, 2), DiffusionSettings(), 1, FULL)
     assert (corruption.num_counted, corruption.num_scored) == (32, 30)
     counted = torch.ones(2, 16, dtype=torch.bool)
     counted[0, 10:] = False

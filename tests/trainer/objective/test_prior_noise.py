@@ -16,6 +16,7 @@ from tests.trainer.objective.test_batch import a_mask, make_batch
 from tests.trainer.run_cases import LENGTH, tiny_run, write_store
 from trainer.objective.batch import Batch, Places
 from trainer.objective.substitution import corrupt, partly_prior
+from trainer.students.configuration import NoiseSettings
 from trainer.students.registry import StudentSettings
 from trainer.training.construction import build_student
 
@@ -74,7 +75,7 @@ def test_only_training_sees_it(store: Path, kind: str) -> None:
     opened, batch = ShardStore.open(store), make_batch(store)
     losses = {}
     for share in (0.0, 0.6):
-        config = tiny_run(student=kind, model__prior_noise_share=share, **block)
+        config = tiny_run(student=kind, model__noise__prior_share=share, **block)
         student = build_student(config, opened, None)
         for index, weight in enumerate(student.parameters()):
             generator = torch.Generator().manual_seed(index)
@@ -86,8 +87,8 @@ def test_only_training_sees_it(store: Path, kind: str) -> None:
 
 def test_stores_of_frozen_draws_are_refused_before_training(store: Path, tmp_path: Path) -> None:
     frozen = write_store(tmp_path / "seeded", codec_name="seeded")
-    config = tiny_run(model__prior_noise_share=0.2)
-    with pytest.raises(UsageError, match=r"prior_noise_share.*codec seeded"):
+    config = tiny_run(model__noise__prior_share=0.2)
+    with pytest.raises(UsageError, match=r"prior_share.*codec seeded"):
         build_student(config, ShardStore.open(frozen), None)
     batch, places = make_batch(frozen), Places.of(a_mask())
     assert batch.noise is not None
@@ -98,11 +99,11 @@ def test_stores_of_frozen_draws_are_refused_before_training(store: Path, tmp_pat
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, math.nan])
 def test_bad_shares(share: float) -> None:
-    with pytest.raises(UsageError, match="prior_noise_share"):
-        StudentSettings(conditioning="gumbel", prior_noise_share=share)
+    with pytest.raises(UsageError, match="prior_share"):
+        NoiseSettings(prior_share=share)
 
 
 def test_a_student_without_noise_has_no_use_for_it(store: Path) -> None:
-    config = tiny_run(model__conditioning="none", model__prior_noise_share=0.2)
-    with pytest.raises(UsageError, match="prior_noise_share"):
+    config = tiny_run(model__conditioning="none", model__noise__prior_share=0.2)
+    with pytest.raises(UsageError, match="prior_share"):
         build_student(config, ShardStore.open(store), None)

@@ -215,7 +215,7 @@ def test_the_final_fill_takes_the_most_probable_tokens_whatever_the_rule() -> No
 
 
 def test_time_conditioned_student_is_told_the_time() -> None:
-    student = tiny_student(time_conditioning=True, conditioning="none")
+    student = tiny_student(diffusion={"time_conditioning": True}, conditioning="none")
     result = draw(student, AncestralConfig(nfe=6), IDS)
     assert (result.tokens != student.mask_id).all()
     tokens = open_rows(student, 2)

@@ -81,7 +81,9 @@ def test_a_real_backbone_decodes_its_own_tokens(calls: int, tmp_path: Path, shar
     """stories260K, a drafter at step 0: no token but its own; wrong drafts cost calls only."""
     backbone = shared / "data" / "stories260K"
     store = store_of(tmp_path / "store", backbone, vocab_size=512)
-    config = backbone_run(backbone, "drafter", model__num_proposed=3, model__num_starts=2)
+    config = backbone_run(
+        backbone, "drafter", model__backbone__num_proposed=3, model__backbone__num_starts=2
+    )
     student = build_student(config, ShardStore.open(store), None).eval()
     tokens = torch.full((len(IDS), 40), 512)
     tokens[:, 0], tokens[1, 1:6] = 1, torch.tensor([403, 407, 261, 378, 286])

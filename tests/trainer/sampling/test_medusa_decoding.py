@@ -26,8 +26,8 @@ from trainer.training.construction import build_student
 LONG = 20
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {"model__conditioning": "none"},
-    "seen": {"model__own_noise": "seen"},
-    "bf16": {"model__backbone_dtype": "bfloat16"},
+    "seen": {"model__backbone__own_noise": "seen"},
+    "bf16": {"model__backbone__dtype": "bfloat16"},
 }
 IN_FLOAT32 = pytest.mark.parametrize("student", [*SHAPES, "plain", "seen"], indirect=True)
 IN_BF16 = pytest.mark.parametrize("student", ["bf16"], indirect=True)
@@ -87,7 +87,7 @@ def test_lossless(student: Medusa, acceptance: str, tau: float) -> None:
     tokens = prompts(student)
     sampler = MedusaConfig(acceptance=acceptance, tau=tau or 1.0)  # type: ignore[arg-type]
     result = draw(student, sampler, IDS, tokens)
-    in_bf16 = student.settings.backbone_dtype == "bfloat16"
+    in_bf16 = student.settings.backbone.dtype == "bfloat16"
     truth, certain = own_decode(student, tokens, tau, 0.25 if in_bf16 else 1e-3)
     # A pass with a cache rounds otherwise: behind a near tie all may differ.
     for row, stop in enumerate(certain.tolist()):
@@ -98,7 +98,7 @@ def test_lossless(student: Medusa, acceptance: str, tau: float) -> None:
     assert torch.equal(gained, filled), "a pass gives what was accepted and one token more"
     accepted, reached = (result.details[name].sum(dim=0) for name in ("accepted", "reached"))
     assert (accepted <= reached).all() and int(reached[0]) > 0
-    assert int(result.details["drafted"].shape[1]) == student.settings.num_proposed
+    assert int(result.details["drafted"].shape[1]) == student.settings.backbone.num_proposed
 
 
 @IN_FLOAT32
@@ -127,7 +127,7 @@ def test_in_bf16_companions_move_no_token_before_a_near_tie(student: Medusa) -> 
 
 def test_perfect_heads_are_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The pass over the prompt gives one token, each further one K + 1."""
-    student = make_student(tmp_path, model__num_proposed=3)
+    student = make_student(tmp_path, model__backbone__num_proposed=3)
     ids, tokens = IDS[:2], open_rows(student, 2, LONG)
     truth = draw(student, MedusaConfig(max_lookahead=0), ids, tokens).tokens
     calls: list[int] = []
@@ -150,7 +150,9 @@ def test_heads_are_shown_the_noise_of_the_tokens_they_propose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind token i: the embeddings of i + 1 .. i + 1 + K, and the hidden state of i itself."""
-    student = make_student(tmp_path, model__own_noise="seen")  # then the draft is its argmax
+    student = make_student(
+        tmp_path, model__backbone__own_noise="seen"
+    )  # then the draft is its argmax
     tokens, seen = open_rows(student, 1, LONG), []
     propose = student.propose
     monkeypatch.setattr(
@@ -191,7 +193,7 @@ def test_typical_keeps_what_the_backbone_holds_possible(student: Medusa) -> None
     none = draw(student, strict, IDS, tokens)
     assert int(none.details["accepted"].sum()) == 0
     coupled = draw(student, MedusaConfig(max_lookahead=0), IDS, tokens)
-    if student.settings.backbone_dtype == "float32":
+    if student.settings.backbone.dtype == "float32":
         assert torch.equal(none.tokens, coupled.tokens)
     everything = draw(student, MedusaConfig(acceptance="typical", epsilon=1e-30), IDS, tokens)
     details = everything.details

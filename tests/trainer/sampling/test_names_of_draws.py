@@ -98,7 +98,7 @@ def test_a_sample_drawn_anew_sees_other_noise() -> None:
 
 def test_the_final_fill_takes_the_most_probable_tokens() -> None:
     """Under the square-root schedule 3.2e-3 of the positions are left after the last step."""
-    student = tiny_student(conditioning="none", noise_schedule="square_root")
+    student = tiny_student(conditioning="none", diffusion={"schedule": "square_root"})
     ids, sampler = torch.arange(1200), AncestralConfig(nfe=1, nucleus_p=0.5)
     result = draw(student, sampler, ids)
     tokens = open_rows(student, len(ids))
@@ -114,7 +114,7 @@ def test_the_final_fill_takes_the_most_probable_tokens() -> None:
 
 
 def test_no_final_fill_where_the_last_step_goes_to_zero() -> None:
-    student = tiny_student(conditioning="none", noise_schedule="square_root")
+    student = tiny_student(conditioning="none", diffusion={"schedule": "square_root"})
     tokens, keys = open_rows(student, 1200), SampleKeys(3, torch.arange(1200))
     masked = tokens == student.mask_id
     _, left = AncestralConfig(nfe=1, final_argmax=False).steps(student, masked, keys)

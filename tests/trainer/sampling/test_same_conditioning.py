@@ -79,7 +79,7 @@ def relative(got: Tensor, want: Tensor) -> float:
 def test_for_every_codec(name: str, tau: float) -> None:
     vocab_size = 300
     codec = make_codec(name, **SETTINGS.get(name, {}))
-    student = tiny_student(vocab_size=vocab_size, row_length=LENGTH, prior_weight=0.5)
+    student = tiny_student(vocab_size=vocab_size, row_length=LENGTH, noise={"prior_weight": 0.5})
     assert student.conditioner is not None
     student.conditioner.set_unigram(torch.linspace(0, -3, vocab_size).log_softmax(0))
     mask = torch.ones(NUM_ROWS, LENGTH, dtype=torch.bool)

@@ -121,7 +121,7 @@ def backbone_student(folder: Path, kind: str) -> tuple[Student, Any]:
     model.config.sliding_window = 12
     model.save_pretrained(folder / "backbone")
     store = store_of(folder / "store", folder / "backbone")
-    run = backbone_run(folder / "backbone", kind, model__num_proposed=3)
+    run = backbone_run(folder / "backbone", kind, model__backbone__num_proposed=3)
     return build_student(run, ShardStore.open(store), None).eval(), model
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModel, AutoModelForMaskedLM
 from benchmarks.goldens import ArrivalRows
 from shards.errors import UsageError
 from trainer.objective.batch import Batch
+from trainer.students.configuration import DiffusionSettings
 from trainer.students.dit import flex_training_attention, masked_attention, training_mask
 from trainer.students.registry import BD3LM, MDLM, BD3LMConfig, MDLMConfig, StudentSettings
 
@@ -32,6 +34,10 @@ def randomise(student: MDLM) -> MDLM:
     for parameter in student.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     return student.eval()
+
+
+def with_diffusion(**changes: Any) -> StudentSettings:
+    return dataclasses.replace(TINY, diffusion=DiffusionSettings(**changes))
 
 
 def make_student(settings: StudentSettings = TINY) -> BD3LM:
@@ -131,7 +137,7 @@ def test_cache_equals_the_whole_prefix_with_noise_in_every_block() -> None:
 
 
 def test_cache_refusals() -> None:
-    timed = make_student(dataclasses.replace(TINY, time_conditioning=True))
+    timed = make_student(with_diffusion(time_conditioning=True))
     with pytest.raises(UsageError, match="time-conditioned"):
         timed.start_cache(1)
 
@@ -171,21 +177,21 @@ def test_flex_cannot_train_without_its_kernel() -> None:
 def test_the_smallest_clips_are_kept() -> None:
     """Clips pass through a float32 buffer and come back as they were given."""
     for bounds in ((4e-7, 1.0), (1e-3, 0.95), (0.123456, 0.7)):
-        student = make_student(dataclasses.replace(TINY, min_time=bounds[0], max_time=bounds[1]))
+        student = make_student(with_diffusion(min_time=bounds[0], max_time=bounds[1]))
         assert student.clips == bounds
 
 
 def test_open_clips_redraw_nothing() -> None:
     # The clips come from a float32 buffer, in which 1e-3 is a little more than 1e-3.
     free, batch = make_student(), make_batch(64)
-    redrawn = make_student(dataclasses.replace(TINY, resample=True))
+    redrawn = make_student(with_diffusion(resample=True))
     mask = redrawn.corrupt(batch).mask
     assert torch.equal(mask, free.corrupt(batch).mask)
     assert bool((~mask.unflatten(1, (-1, BLOCK)).any(dim=-1)).any())
 
 
 def test_clips_are_enforced_when_they_close() -> None:
-    student = make_student(dataclasses.replace(TINY, resample=True, min_time=0.5, max_time=0.5))
+    student = make_student(with_diffusion(resample=True, min_time=0.5, max_time=0.5))
     counts = student.corrupt(make_batch(16)).mask[:, BLOCK:].unflatten(1, (-1, BLOCK)).sum(-1)
     assert bool((counts == BLOCK // 2).all())
 

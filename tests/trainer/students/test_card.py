@@ -84,7 +84,7 @@ def wanted_by_make(kind: str) -> set[str]:
 @pytest.mark.parametrize("layers", [(), (1, 2)])
 def test_the_card_samples_as_make_sample_does(kind: str, layers: tuple[int, ...]) -> None:
     """The same options in its command, the same settings in its Python, which runs."""
-    student = tiny_student(kind, "gumbel", noise_readings=layers)
+    student = tiny_student(kind, "gumbel", noise={"layers": layers})
     told = record("tiny", "maze")
     told["run"]["config"]["student"] = kind
     card = model_card(told, student)

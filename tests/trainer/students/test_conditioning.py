@@ -264,7 +264,7 @@ def test_refusals() -> None:
 def test_embeddings_laid_out_like_the_row_blend_as_those_listed(
     injection: str, num_shares: int
 ) -> None:
-    student = tiny_student(injection=injection)
+    student = tiny_student(noise={"injection": injection})
     embeddings, noise = torch.randn(3, LENGTH, 8), torch.randn(3, LENGTH, 8 + num_shares)
     masked = torch.rand(3, LENGTH) < 0.5
     listed = student.inject(embeddings, masked, noise[masked])
@@ -286,7 +286,7 @@ def test_a_projection_of_low_rank_is_its_product() -> None:
 
 
 def test_a_tied_projection_reads_the_token_embedding_and_teaches_it() -> None:
-    student = tiny_student("mdlm", "gumbel", noise_projection="tied")
+    student = tiny_student("mdlm", "gumbel", noise={"projection": "tied"})
     vocab = student.config.vocab_size
     assert student.conditioner.weight is None
     fresh = GumbelConditioner(VOCAB, WIDTH, is_tied=True)

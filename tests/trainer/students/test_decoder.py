@@ -17,6 +17,7 @@ from tests.trainer.backbone_cases import SHAPES, VOCAB, write_backbone
 from tests.trainer.run_cases import LENGTH, tiny_run, write_store
 from trainer.initial_weights import network_settings
 from trainer.objective.batch import Batch, BatchMaker
+from trainer.students.configuration import NoiseSettings
 from trainer.students.decoder import DecoderBackbone
 from trainer.students.dit import causal_attention, full_attention
 from trainer.students.folder import read_model
@@ -27,9 +28,9 @@ from trainer.training.settings import RunConfig
 
 NOISE = {
     "model__conditioning": "gumbel",
-    "model__injection": "add",
-    "model__prior_weight": 1.0,
-    "model__noise_readings": "[1,2]",
+    "model__noise__injection": "add",
+    "model__noise__prior_weight": 1.0,
+    "model__noise__layers": "[1,2]",
 }
 LLAMA_MATRICES = 2 * (16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24)
 """Two layers: queries, keys and values of two heads of four, output, three matrices of the MLP."""
@@ -159,7 +160,7 @@ def test_a_reading_behind_the_last_layer_lies_before_the_final_norm(
     model: Path, store: ShardStore
 ) -> None:
     """What it adds changes the row's own logits, and nobody else's: no layer follows."""
-    run = {**NOISE, "model__noise_readings": "[2]"}
+    run = {**NOISE, "model__noise__layers": "[2]"}
     student = student_from(model, store, **run)
     reading = student.backbone.noise_readings["2"]
     batch = batch_of(store, 1)
@@ -212,10 +213,11 @@ def test_states_that_predict_the_next_token_need_those_before(
     with pytest.raises(UsageError, match=r"keeps no cache.*predicts_next"):
         student_from(llama, store).start_cache(1)
     network = network_settings(llama, MDLM)["model"]
-    settings = dataclasses.replace(run_from(llama).model, conditioning="gumbel", injection="add")
+    added = NoiseSettings(injection="add")
+    settings = dataclasses.replace(run_from(llama).model, conditioning="gumbel", noise=added)
     assert settings.language_model == network["language_model"] and settings.predicts_next
     with pytest.raises(UsageError, match=r"injection.*add where predicts_next"):
-        dataclasses.replace(settings, injection="replace")
+        dataclasses.replace(settings, noise=NoiseSettings())
     with pytest.raises(UsageError, match=r"predicts_next.*false for a DiT"):
         dataclasses.replace(settings, language_model=None)
 
@@ -323,4 +325,4 @@ def test_attention_keeps_the_scale_of_its_layer(store: ShardStore, tmp_path: Pat
 
 def test_a_language_model_knows_no_time(llama: Path) -> None:
     with pytest.raises(UsageError, match=r"time_conditioning.*no time"):
-        run_from(llama, model__time_conditioning="true")
+        run_from(llama, model__diffusion__time_conditioning="true")

@@ -14,6 +14,7 @@ from shards.errors import UsageError
 from shards.settings import resolve, to_mapping
 from trainer.objective.batch import Batch
 from trainer.objective.schedules import FULL
+from trainer.students.configuration import DiffusionSettings
 from trainer.students.registry import MDLM, MDLMConfig, StudentSettings, read_preset
 
 VOCAB, LENGTH = 11, 8
@@ -81,8 +82,8 @@ def test_predict_carries_known_tokens_and_never_the_mask() -> None:
 def test_validation_keeps_the_bound() -> None:
     """Training's weights and times do not enter a loss whose clips are given."""
     plain, batch = make_student(), make_batch()
-    changes = {"max_loss_weight": 1.0, "time_beta": 2.0, "fully_masked_share": 0.5}
-    tuned = make_student(dataclasses.replace(TINY, **changes))
+    changes = DiffusionSettings(max_loss_weight=1.0, fully_masked_share=0.5)
+    tuned = make_student(dataclasses.replace(TINY, diffusion=changes))
     bound = plain.corrupt(batch, FULL)
     assert torch.equal(tuned.corrupt(batch, FULL).t, bound.t)
     assert torch.equal(tuned.corrupt(batch, FULL).weight, bound.weight)
@@ -166,9 +167,9 @@ def test_presets_are_valid(name: str) -> None:
     [
         ({"hidden_size": 15}, "hidden_size"),
         ({"dropout": 1.0}, "dropout"),
-        ({"min_time": 0.9, "max_time": 0.5}, "min_time"),
-        ({"injection": "concat"}, "injection"),
-        ({"prior_weight": -1.0}, "prior_weight"),
+        ({"diffusion": {"min_time": 0.9, "max_time": 0.5}}, "min_time"),
+        ({"noise": {"injection": "concat"}}, "injection"),
+        ({"noise": {"prior_weight": -1.0}}, "prior_weight"),
     ],
 )
 def test_bad_settings_are_named(change: dict, named: str) -> None:
@@ -183,7 +184,9 @@ def test_block_size_must_divide_the_row() -> None:
 
 
 def test_unigram_is_saved_with_the_weights(tmp_path: Path) -> None:
-    student = make_student(dataclasses.replace(TINY, prior_weight=1.0))
+    student = make_student(
+        resolve(StudentSettings, to_mapping(TINY), {"noise": {"prior_weight": 1.0}})
+    )
     log_probs = torch.log_softmax(torch.arange(VOCAB).float(), dim=0)
     student.conditioner.set_unigram(log_probs)
     student.save_pretrained(tmp_path)

@@ -65,7 +65,7 @@ def test_at_step_0_every_head_is_the_backbones(shape: str, dtype: str, tmp_path:
     """Padded, tied and biased heads, grouped queries; W1, A and what is added to W2 are zero."""
     backbone = write_backbone(tmp_path / "backbone", shape)
     both = backbone, store_of(tmp_path / "store", backbone)
-    student = fresh(both, model__backbone_dtype=dtype, model__head_output="low_rank")
+    student = fresh(both, model__backbone__dtype=dtype, model__backbone__head_output="low_rank")
     tokens = torch.randint(VOCAB, (3, 6), generator=torch.Generator().manual_seed(0))
     noise = torch.randn(3, 6 + NUM_HEADS + 1, 16, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -87,7 +87,7 @@ def test_noise_reaches_no_head_that_proposes_an_earlier_token(
 
     Hidden, its own, the last of these, is missing.
     """
-    student = shaken(fresh(places, model__own_noise=own))
+    student = shaken(fresh(places, model__backbone__own_noise=own))
     tokens = torch.randint(VOCAB, (1, 4), generator=torch.Generator().manual_seed(2))
     noise = torch.randn(1, 4 + NUM_HEADS + 1, 16, requires_grad=True)
     proposed = student(tokens, noise).logits
@@ -158,7 +158,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     places: tuple[Path, Path], tmp_path: Path
 ) -> None:
     backbone, store = places
-    config = backbone_run(backbone, model__head_output="full", training__micro_batch_size=3)
+    config = backbone_run(
+        backbone, model__backbone__head_output="full", training__micro_batch_size=3
+    )
     assert train(config, store, tmp_path / "whole")
     assert not run_with_signal(config, store, tmp_path / "parts", at_step=4)
     assert train(config, store, tmp_path / "parts")
@@ -168,8 +170,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 @pytest.mark.parametrize("output", ["shared", "low_rank", "full"])
 def test_training_lowers_the_loss(places: tuple[Path, Path], output: str, tmp_path: Path) -> None:
     changes: dict[str, Any] = {
-        "model__head_output": output,
-        "model__head_rank": 4,
+        "model__backbone__head_output": output,
+        "model__backbone__head_rank": 4,
         "training__num_steps": 40,
         "optimization__learning_rate": 0.03,
     }
@@ -197,7 +199,9 @@ def test_other_backbones_are_refused_by_hash(places: tuple[Path, Path], tmp_path
     moved = tmp_path / "elsewhere"
     (tmp_path / "run" / "model").rename(moved)
     config = json.loads((moved / "config.json").read_text())
-    (moved / "config.json").write_text(json.dumps({**config, "backbone": "../gone"}))
+    (moved / "config.json").write_text(
+        json.dumps({**config, "backbone": {**config["backbone"], "location": "../gone"}})
+    )
     with pytest.raises(UsageError, match="cannot be loaded") as refused:
         load_student(moved)
     assert ours in str(refused.value) and "--backbone" in str(refused.value)
@@ -206,13 +210,21 @@ def test_other_backbones_are_refused_by_hash(places: tuple[Path, Path], tmp_path
 
 def test_settings_that_would_be_idle_are_refused(places: tuple[Path, Path], tmp_path: Path) -> None:
     backbone, store = places
-    for name, value in (("search_schedule", "true"), ("block_size", 4), ("kd", "token")):
+    for name, value in (
+        ("diffusion.search_schedule", "true"),
+        ("block_size", 4),
+        ("kd.kind", "token"),
+    ):
         with pytest.raises(UsageError, match=f"model.{name}"):
-            train(backbone_run(backbone, **{f"model__{name}": value}), store, tmp_path / "run")
+            train(
+                backbone_run(backbone, **{f"model__{name.replace('.', '__')}": value}),
+                store,
+                tmp_path / "run",
+            )
     with pytest.raises(UsageError, match=r"model\.backbone"):
         train(backbone_run(backbone, student="mdlm"), store, tmp_path / "run")
     with pytest.raises(UsageError, match="too short"):
-        train(backbone_run(backbone, model__num_proposed=LENGTH), store, tmp_path / "run")
+        train(backbone_run(backbone, model__backbone__num_proposed=LENGTH), store, tmp_path / "run")
 
 
 def test_a_backbone_that_scales_its_logits_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from benchmarks.conditioner import keyed_noise
 from benchmarks.goldens import ArrivalRows
 from shards.errors import UsageError
 from shards.noise import embedding as noise_embedding
+from shards.settings import resolve, to_mapping
 from shards.testing import DenseNoise
 from tests.trainer.sampling_cases import tiny_student
 from tests.trainer.students.test_vocabulary_attention import (
@@ -35,7 +36,7 @@ from trainer.students.conditioning import (
     pack_noise,
     row_products,
 )
-from trainer.students.registry import BD3LM, MDLM
+from trainer.students.registry import BD3LM, MDLM, StudentSettings
 
 CPU = torch.device("cpu")
 
@@ -50,7 +51,7 @@ def gradients(student: MDLM, batch: Any) -> dict[str, Tensor]:
 def test_all_candidates_are_the_whole_vocabulary(kind: type[MDLM]) -> None:
     """Loss and gradients to the rounding of sums over V = 7 and D = 16, in two layers."""
     changes = {"block_size": 4} if kind is BD3LM else {}
-    whole, among = (make_student(kind, reading_candidates=n, **changes) for n in (0, VOCAB))
+    whole, among = (make_student(kind, noise={"top_k": n}, **changes) for n in (0, VOCAB))
     batch = make_batch()
     losses = [student.loss(batch).loss for student in (whole, among)]
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
@@ -133,7 +134,7 @@ def test_entries_cut_off_are_not_read(count: int) -> None:
     kept[..., 2] = kept[..., 5] = True
     cut = ArrivalRows(batch.noise.arrivals.masked_fill(~kept, math.inf))
     batch = dataclasses.replace(batch, noise=cut)
-    few, some = (make_student(MDLM, reading_candidates=n) for n in (2, count))
+    few, some = (make_student(MDLM, noise={"top_k": n}) for n in (2, count))
     losses = [student.loss(batch).loss for student in (few, some)]
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
     expected, found = gradients(few, batch), gradients(some, batch)
@@ -165,7 +166,7 @@ def test_ids_survive_narrow_embeddings() -> None:
     arrivals = 1.0 + torch.arange(vocab_size).remainder(97)[None].repeat(2, 1)
     wanted = torch.tensor([[50256, 40961, 257], [32769, 4097, 50255]])
     arrivals.scatter_(1, wanted, 1e-3)
-    student = make_student(MDLM, reading_candidates=3)
+    student = make_student(MDLM, noise={"top_k": 3})
     noise = torch.cat((torch.zeros(2, 16), pack_noise(DenseNoise(arrivals), 1.0, 0.0, 3)), dim=1)
     masked = torch.tensor([[False, True, False, True]])
     laid = torch.zeros(1, 4, noise.shape[1]).index_put((masked.nonzero(as_tuple=True)), noise)
@@ -218,7 +219,7 @@ def test_samples_are_those_of_the_whole_vocabulary(kind: str, settings: dict[str
     samples = []
     for count in (0, 11):
         student = tiny_student(
-            kind, block_size=block_size, noise_readings=(1, 2), reading_candidates=count
+            kind, block_size=block_size, noise={"layers": (1, 2), "top_k": count}
         )
         samples.append(generate(student, num_samples=3, seed=4, **settings))
     assert torch.equal(samples[0], samples[1])
@@ -226,23 +227,23 @@ def test_samples_are_those_of_the_whole_vocabulary(kind: str, settings: dict[str
 
 @pytest.mark.parametrize(
     ("changes", "got"),
-    [({"reading_candidates": -1}, "-1"), ({"noise_readings": (), "reading_candidates": 2}, "2")],
+    [({"top_k": -1}, "-1"), ({"layers": (), "top_k": 2}, "2")],
 )
 def test_counts_that_mean_nothing(changes: dict[str, Any], got: str) -> None:
-    with pytest.raises(UsageError, match=f"reading_candidates.*got {got}.*noise_readings"):
-        dataclasses.replace(READING, **changes)
+    with pytest.raises(UsageError, match=f"noise.top_k.*got {got}"):
+        resolve(StudentSettings, to_mapping(READING), {"noise": changes})
 
 
 def test_more_candidates_than_entries() -> None:
-    with pytest.raises(UsageError, match=r"reading_candidates.*at most V = 7"):
-        make_student(MDLM, reading_candidates=VOCAB + 1)
+    with pytest.raises(UsageError, match=r"noise.top_k.*at most V = 7"):
+        make_student(MDLM, noise={"top_k": VOCAB + 1})
 
 
 def test_operations_by_hand() -> None:
     """Two readings of 3 entries of D = 16 cost 2 * 12 * 16 * 3 a masked position; of all, of 7."""
     none, few, whole = (
-        make_student(MDLM, **changes).flops_per_masked
-        for changes in ({"noise_readings": ()}, {"reading_candidates": 3}, {})
+        make_student(MDLM, noise=changes).flops_per_masked
+        for changes in ({"layers": ()}, {"top_k": 3}, {})
     )
     assert few - none == 2 * 12 * 16 * 3
     assert whole - none == 2 * 12 * 16 * 7

@@ -11,8 +11,10 @@ import torch
 
 from benchmarks.goldens import ArrivalRows
 from shards.errors import UsageError
+from shards.settings import resolve, to_mapping
 from trainer.objective.batch import Batch
 from trainer.students.conditioning import NoiseToRead, VocabularyAttention
+from trainer.students.configuration import NoiseSettings
 from trainer.students.registry import BD3LM, MDLM, StudentSettings
 
 VOCAB, LENGTH, BLOCK = 7, 8, 4
@@ -23,7 +25,7 @@ READING = StudentSettings(
     condition_size=8,
     dropout=0.0,
     conditioning="gumbel",
-    noise_readings=(1, 2),
+    noise=NoiseSettings(layers=(1, 2)),
 )
 
 
@@ -45,7 +47,7 @@ def make_batch(num_rows: int = 3) -> Batch:
 
 
 def make_student(kind: type[MDLM], **changes: Any) -> MDLM:
-    settings = dataclasses.replace(READING, **changes)
+    settings = resolve(StudentSettings, to_mapping(READING), changes)
     config: Any = kind.config_class
     torch.manual_seed(0)
     student = kind(config.build(settings, vocab_size=VOCAB, row_length=LENGTH)).eval()
@@ -89,7 +91,7 @@ def test_without_head_it_is_the_conditioner() -> None:
 @pytest.mark.parametrize("count", [0, 3])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_every_reading_takes_part(depth: int, count: int) -> None:
-    student, batch = make_student(MDLM, reading_candidates=count), make_batch()
+    student, batch = make_student(MDLM, noise={"top_k": count}), make_batch()
     student.loss(batch).loss.backward()
     for parameter in student.backbone.noise_readings[str(depth)].parameters():
         assert parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)
@@ -98,7 +100,7 @@ def test_every_reading_takes_part(depth: int, count: int) -> None:
 @pytest.mark.parametrize("count", [0, 3])
 def test_block_sampling_reads_as_training_does(count: int) -> None:
     """Behind a cache, over a window and in one training pass: the same log-probabilities."""
-    student = make_student(BD3LM, block_size=BLOCK, reading_candidates=count)
+    student = make_student(BD3LM, block_size=BLOCK, noise={"top_k": count})
     batch = make_batch()
     masked = torch.zeros(3, LENGTH, dtype=torch.bool)
     masked[:, BLOCK:] = True
@@ -123,20 +125,21 @@ def test_block_sampling_reads_as_training_does(count: int) -> None:
 
 def test_depths_that_are_not_there() -> None:
     for depths in ((0,), (3,)):
-        with pytest.raises(UsageError, match="noise_readings"):
-            dataclasses.replace(READING, noise_readings=depths)
-    with pytest.raises(UsageError, match="noise_readings"):
+        with pytest.raises(UsageError, match="noise.layers"):
+            dataclasses.replace(READING, noise=NoiseSettings(layers=depths))
+    with pytest.raises(UsageError, match="noise.layers"):
         dataclasses.replace(READING, conditioning="none")
 
 
 def test_round_trip_keeps_the_readings(tmp_path: Any) -> None:
-    student = make_student(MDLM, reading_candidates=3)
+    student = make_student(MDLM, noise={"top_k": 3})
     student.save_pretrained(tmp_path)
     loaded = MDLM.from_pretrained(tmp_path)
-    assert loaded.config.settings == dataclasses.replace(READING, reading_candidates=3)
+    assert loaded.config.settings == student.settings
+    assert student.settings.noise.top_k == 3
     assert loaded.state_dict().keys() == student.state_dict().keys()
 
 
 def test_only_gumbel_noise_is_read_again() -> None:
-    with pytest.raises(UsageError, match="noise_readings"):
-        dataclasses.replace(READING, noise_transform="uniform")
+    with pytest.raises(UsageError, match="noise.layers"):
+        resolve(StudentSettings, to_mapping(READING), {"noise": {"transform": "uniform"}})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import json
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from trainer.objective.batch import Batch, BatchMaker
 from trainer.objective.substitution import Corruption, row_uniforms
 from trainer.students.folder import read_model
 from trainer.students.registry import AR, BD3LM, MDLM
-from trainer.training.construction import build_student, give_earlier_self
+from trainer.training.construction import build_student
 from trainer.training.loop import train
 from trainer.training.memory_plan import plan_memory
 
@@ -50,8 +50,8 @@ def test_a_diffusion_student_pays_the_dense_kl_where_it_is_masked(
     config = tiny_run(
         student=name,
         model__conditioning=conditioning,
-        model__kd="token",
-        model__kd_weight=weight,
+        model__kd__kind="token",
+        model__kd__weight=weight,
         **extra,
     )
     student = build_student(config, ShardStore.open(whole), None)
@@ -86,7 +86,7 @@ def test_an_autoregressive_student_learns_the_teacher_at_every_position(
     whole: Path, tmp_path: Path
 ) -> None:
     settings = {"student": "ar", "model__conditioning": "none", "training__num_steps": 60}
-    config = tiny_run(model__kd="token", model__kd_temperature=2.0, **settings)
+    config = tiny_run(model__kd__kind="token", model__kd__temperature=2.0, **settings)
     build = build_student(config, ShardStore.open(whole), None)
     assert train(config, whole, tmp_path / "run")
     student = read_model(tmp_path / "run" / "model")
@@ -103,7 +103,7 @@ def test_an_autoregressive_student_learns_the_teacher_at_every_position(
 
 
 def test_listed_probabilities_with_noise_train_and_resume(store: Path, tmp_path: Path) -> None:
-    config = tiny_run(model__kd="token", model__conditioning="gumbel")
+    config = tiny_run(model__kd__kind="token", model__conditioning="gumbel")
     assert train(config, store, tmp_path / "run")
     with pytest.raises(UsageError, match="another setting"):
         train(tiny_run(model__conditioning="gumbel"), store, tmp_path / "run")
@@ -113,7 +113,7 @@ def test_listed_probabilities_with_noise_train_and_resume(store: Path, tmp_path:
 def test_the_memory_of_a_distilled_run_can_be_planned(whole: Path, name: str) -> None:
     config = {"student": name, "model__conditioning": "none", "training__compile": "off"}
     plain, distilled = (
-        plan_memory(tiny_run(model__kd=kd, **config), ShardStore.open(whole))
+        plan_memory(tiny_run(model__kd__kind=kd, **config), ShardStore.open(whole))
         for kd in ("none", "token")
     )
     rows = "stored rows of a micro-batch"
@@ -124,64 +124,39 @@ def test_the_memory_of_a_distilled_run_can_be_planned(whole: Path, name: str) ->
 def test_a_frozen_draw_is_no_teacher(tmp_path: Path, codec: str) -> None:
     store = write_store(tmp_path / "store", codec)
     with pytest.raises(UsageError, match=rf"one draw of the noise.*{codec}.*posterior or hidden"):
-        train(tiny_run(model__kd="token"), store, tmp_path / "run")
+        train(tiny_run(model__kd__kind="token"), store, tmp_path / "run")
     assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_sequence_level_distillation_wants_rows_of_the_teacher(store: Path, tmp_path: Path) -> None:
-    config = tiny_run(model__kd="sequence", training__num_steps=2)
+    config = tiny_run(model__kd__kind="sequence", training__num_steps=2)
     with pytest.raises(UsageError, match=r"rows that the teacher wrote.*--mode sequential"):
         train(config, store, tmp_path / "run")
     tokens = {"fingerprint": "ef" * 32, "corpus": "random", "mode": "sequential"}
     written = write_store(tmp_path / "written", tokens=tokens)
     assert train(config, written, tmp_path / "run")
-    sealed = (tmp_path / "run" / "model" / "config.json").read_text()
-    assert '"kd": "sequence"' in sealed
+    sealed = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert sealed["kd"]["kind"] == "sequence"
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"training__num_noise_draws": 2, "model__conditioning": "none"}, "no draws to count"),
-        ({"model__conditioning": "none", "model__noise_rank": 2}, "another student"),
-        ({"model__noise_tau": 0}, "noise_tau"),
-        ({"model__kd": "tokens"}, "token"),
-        ({"model__kd_weight": 0.5}, "model.kd=none"),
-        ({"model__kd": "sequence", "model__kd_temperature": 2}, "model.kd=sequence"),
-        ({"model__kd": "token", "model__kd_weight": 0}, "kd_weight"),
-        ({"model__kd": "token", "model__kd_weight": 1.5}, "kd_weight"),
-        ({"model__kd": "token", "model__kd_temperature": 0}, "kd_temperature"),
-        ({"model__kd": "token", "model__kd_time_step": 0.5}, "model.kd=token"),
-        ({"model__kd": "through_time", "model__kd_time_step": 1.0}, "kd_time_step"),
-        ({"model__kd": "through_time", "model__kd_num_steps": 1}, "kd_num_steps"),
-        ({"model__kd": "through_time", "model__kd_weight": 0.5}, "model.kd=through_time"),
+        ({"model__conditioning": "none", "model__noise__rank": 2}, "another student"),
+        ({"model__noise__tau": 0}, "noise.tau"),
+        ({"model__kd__kind": "tokens"}, "token"),
+        ({"model__kd__weight": 0.5}, "model.kd.kind=none"),
+        ({"model__kd__kind": "sequence", "model__kd__temperature": 2}, "model.kd.kind=sequence"),
+        ({"model__kd__kind": "token", "model__kd__weight": 0}, "kd.weight"),
+        ({"model__kd__kind": "token", "model__kd__weight": 1.5}, "kd.weight"),
+        ({"model__kd__kind": "token", "model__kd__temperature": 0}, "kd.temperature"),
+        ({"model__kd_weight": 0.5}, "unknown config key.*kd_weight"),
     ],
 )
 def test_mistakes(store: Path, settings: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build_student(tiny_run(**settings), ShardStore.open(store), None)
-
-
-@pytest.mark.parametrize("projection", ["noise_rank=4", "noise_projection=tied"])
-def test_noise_brought_into_a_plain_student_begins_silent_and_learns(
-    store: Path, tmp_path: Path, projection: str
-) -> None:
-    """At the start the first loss is the source's; only one of the two factors is zero."""
-    plain = tiny_run(model__conditioning="none", training__num_steps=1)
-    assert train(plain, store, tmp_path / "plain")
-    name, value = projection.split("=")
-    config = tiny_run(model__injection="add", **{f"model__{name}": value})
-    student = build_student(config, ShardStore.open(store), tmp_path / "plain")
-    source = read_model(tmp_path / "plain" / "model")
-    batch = first_batch(store)
-    first = student.loss(batch).loss
-    torch.testing.assert_close(first, source.loss(batch).loss, rtol=1e-5, atol=1e-6)
-    first.backward()
-    gradients = [p.grad for n, p in student.named_parameters() if n.startswith("conditioner.")]
-    assert any(grad is not None and bool((grad != 0).any()) for grad in gradients)
-
-
-THROUGH_TIME = {"model__kd": "through_time", "model__kd_time_step": 0.25}
 
 
 def earlier_run(kind: str, conditioning: str, store: Path, folder: Path) -> Path:
@@ -199,57 +174,6 @@ def earlier_run(kind: str, conditioning: str, store: Path, folder: Path) -> Path
     return folder
 
 
-@pytest.mark.parametrize("conditioning", ["none", "gumbel"])
-@pytest.mark.parametrize(("name", "block"), STUDENTS)
-def test_several_steps_of_an_earlier_self_become_one(
-    store: Path, tmp_path: Path, name: str, block: int, conditioning: str
-) -> None:
-    """By hand from dense predictions: where the first pass left a token masked, the second counts.
-
-    Then the run itself: killed after some steps and resumed it ends as one that was not.
-    """
-    earlier = earlier_run(name, conditioning, store, tmp_path / "earlier")
-    extra = {"model__block_size": block} if name == "bd3lm" else {}
-    config = tiny_run(
-        student=name, model__conditioning=conditioning, model__max_loss_weight=1.0,
-        **THROUGH_TIME, **extra,
-    )  # fmt: skip
-    student = build_student(config, ShardStore.open(store), earlier)
-    give_earlier_self(student, earlier)
-    assert isinstance(student, MDLM)
-    for parameter in student.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    teacher, batch = read_model(earlier / "model"), first_batch(store)
-    assert isinstance(teacher, MDLM)
-    corruption = student.corrupt(batch)
-    noised = batch.tokens.masked_fill(corruption.mask, student.mask_id)
-
-    def say(model: MDLM, rows: torch.Tensor) -> torch.Tensor:
-        noise = None
-        if model.is_conditioned and batch.noise is not None:
-            embedded = model.embed_noise(batch.noise.at(corruption.mask))
-            noise = torch.zeros(*rows.shape, embedded.shape[-1])
-            noise[corruption.mask] = embedded
-        return model.denoise(rows, batch.tokens, noise)[..., :VOCAB].log_softmax(-1)
-
-    with torch.no_grad():
-        first = say(teacher, noised)
-        revealed, chosen = reveal_by_hand(batch, corruption, first, drawn=conditioning == "none")
-        second = say(teacher, torch.where(revealed & corruption.mask, chosen, noised))
-        wanted = torch.where(revealed[..., None], first, second)
-        found = say(student, noised)
-        kl = (found.exp() * (found - wanted)).sum(-1)
-        expected = (kl * corruption.mask).sum() / noised.numel()
-    output = student.train().loss(batch)
-    torch.testing.assert_close(output.loss, expected, rtol=3e-3, atol=1e-5)
-    output.loss.backward()
-    nll = -found.gather(-1, batch.tokens[..., None])[..., 0]
-    likelihood = (nll * corruption.mask).sum() / noised.numel()
-    torch.testing.assert_close(student.eval().loss(batch).loss, likelihood, rtol=1e-4, atol=1e-6)
-    assert all(p.grad is None for p in student._earlier[0].parameters())
-    assert not any("earlier" in key for key in student.state_dict())
-
-
 def reveal_by_hand(
     batch: Batch, corruption: Corruption, first: torch.Tensor, *, drawn: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,44 +187,3 @@ def reveal_by_hand(
     uniforms = row_uniforms("through time, tokens", batch, 0, length)
     below = first.double().exp().cumsum(-1) < uniforms[..., None]
     return revealed, below.sum(-1).clamp_max(VOCAB - 1)
-
-
-@pytest.mark.parametrize("conditioning", ["none", "gumbel"])
-def test_a_round_through_time_resumes_and_needs_its_earlier_self(
-    conditioning: str, store: Path, tmp_path: Path
-) -> None:
-    earlier = earlier_run("mdlm", conditioning, store, tmp_path / "earlier")
-    settings = {"model__conditioning": conditioning, **THROUGH_TIME}
-    whole = tiny_run(**settings, training__checkpoint_every_steps=5)
-    assert train(whole, store, tmp_path / "whole", init_from=earlier)
-    part = tmp_path / "part"
-    shutil.copytree(tmp_path / "whole", part)
-    shutil.rmtree(part / "model")
-    for folder in (part / "checkpoints").glob("*10"):
-        shutil.rmtree(folder)
-    assert train(whole, store, part, init_from=earlier)
-    ours, theirs = (read_model(run / "model").state_dict() for run in (part, tmp_path / "whole"))
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
-    (part / "model" / "config.json").unlink()
-    with pytest.raises(UsageError, match="no earlier model to learn from"):
-        train(whole, store, part)
-
-
-def test_what_cannot_learn_through_time(store: Path, tmp_path: Path) -> None:
-    earlier = earlier_run("mdlm", "gumbel", store, tmp_path / "earlier")
-    opened = ShardStore.open(store)
-    ar = build_student(
-        tiny_run(student="ar", model__conditioning="none", **THROUGH_TIME), opened, None
-    )
-    with pytest.raises(UsageError, match=r"only diffusion has times.*got AR"):
-        give_earlier_self(ar, earlier)
-    blocks = build_student(
-        tiny_run(student="bd3lm", model__block_size=4, **THROUGH_TIME), opened, None
-    )
-    with pytest.raises(UsageError, match=r"another kind.*MDLM.*BD3LM"):
-        give_earlier_self(blocks, earlier)
-    eager = {"training__compile": "off"}  # compilers cannot trace type checks
-    plan = plan_memory(tiny_run(**THROUGH_TIME, **eager), opened)
-    plain = plan_memory(tiny_run(**eager), opened)
-    assert plan.device["weights"] > plain.device["weights"]
-    assert plan.device["what the earlier state says"] == 16 * 8 * LENGTH * (VOCAB + 1)

@@ -152,8 +152,8 @@ def test_clips_are_searched_at_validation(store: Path, tmp_path: Path) -> None:
     config = tiny_run(
         student="bd3lm",
         model__block_size=4,
-        model__search_schedule="true",
-        model__resample="true",
+        model__diffusion__search_schedule="true",
+        model__diffusion__resample="true",
         training__num_steps=2,
     )
     trainer = Trainer(config, ShardStore.open(store), tmp_path / "run")
@@ -167,7 +167,9 @@ def test_clips_are_searched_at_validation(store: Path, tmp_path: Path) -> None:
 
 def test_a_search_without_validation_rows_is_refused(tmp_path: Path) -> None:
     path = write_store(tmp_path / "store", splits={"train": 40})
-    config = tiny_run(student="bd3lm", model__block_size=4, model__search_schedule="true")
+    config = tiny_run(
+        student="bd3lm", model__block_size=4, model__diffusion__search_schedule="true"
+    )
     with pytest.raises(UsageError, match=r"needs validation rows.*search_schedule"):
         train(config, path, tmp_path / "run")
 
@@ -176,11 +178,11 @@ def test_a_search_without_validation_rows_is_refused(tmp_path: Path) -> None:
     ("student", "name", "value"),
     [
         ("mdlm", "block_size", 4),
-        ("ar", "search_schedule", "true"),
+        ("ar", "diffusion.search_schedule", "true"),
         ("ar", "block_size", 2),
-        ("mdlm", "prior_weight", 1.0),
-        ("mdlm", "noise_transform", "uniform"),
-        ("mdlm", "injection", "add"),
+        ("mdlm", "noise.prior_weight", 1.0),
+        ("mdlm", "noise.transform", "uniform"),
+        ("mdlm", "noise.injection", "add"),
     ],
 )
 def test_settings_of_another_student_are_refused(
@@ -297,9 +299,9 @@ def test_noise_is_added_to_a_student_that_has_seen_none(
     plain = build_student(tiny_run(model__conditioning="none"), opened, tmp_path / "plain")
     config = tiny_run(
         model__conditioning="gumbel",
-        model__injection="add",
-        model__noise_readings=readings,
-        model__reading_candidates=candidates,
+        model__noise__injection="add",
+        model__noise__layers=readings,
+        model__noise__top_k=candidates,
     )
     student = build_student(config, opened, tmp_path / "plain")
     trainer = Trainer(config, opened, tmp_path / "run", tmp_path / "plain")
@@ -312,13 +314,15 @@ def test_noise_is_added_to_a_student_that_has_seen_none(
             assert parameter.grad is not None and bool(parameter.grad.abs().sum() > 0), name
 
 
-@pytest.mark.parametrize("factors", [{}, {"model__noise_rank": 4}, {"model__injection": "add"}])
+@pytest.mark.parametrize(
+    "factors", [{}, {"model__noise__rank": 4}, {"model__noise__injection": "add"}]
+)
 def test_silent_noise_changes_nothing_at_first_and_is_learnt(
     store: Path, tmp_path: Path, factors: dict[str, Any]
 ) -> None:
     """Where the noise's matrices begin at zero the first loss does not hang on the noise."""
     opened = ShardStore.open(store)
-    config = tiny_run(model__noise_init="zero", model__noise_readings="[1]", **factors)
+    config = tiny_run(model__noise_init="zero", model__noise__layers="[1]", **factors)
     student = build_student(config, opened, None)
     torch.nn.init.normal_(student.backbone.output_layer.linear.weight)  # a new head is zero
     trainer = Trainer(config, opened, tmp_path / "run")
@@ -335,12 +339,12 @@ def test_silent_noise_changes_nothing_at_first_and_is_learnt(
 def test_noise_must_not_replace_what_a_plain_student_knows(store: Path, tmp_path: Path) -> None:
     assert train(tiny_run(model__conditioning="none"), store, tmp_path / "plain")
     config = tiny_run(model__conditioning="gumbel")
-    with pytest.raises(UsageError, match=r"model.injection.*expected add"):
+    with pytest.raises(UsageError, match=r"model.noise.injection.*expected add"):
         build_student(config, ShardStore.open(store), tmp_path / "plain")
 
 
 def test_prior_weight_takes_the_stores_unigram(store: Path) -> None:
-    student = build_student(tiny_run(model__prior_weight=1.0), ShardStore.open(store), None)
+    student = build_student(tiny_run(model__noise__prior_weight=1.0), ShardStore.open(store), None)
     assert student.conditioner is not None and student.conditioner.unigram_log_probs is not None
     expected = torch.full((VOCAB,), -math.log(VOCAB))
     torch.testing.assert_close(student.conditioner.unigram_log_probs, expected)

@@ -34,7 +34,7 @@ def long_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_store(place, vocab_size=300, row_length=64)
 
 
-READINGS = {"model__noise_readings": [1, 3]}
+READINGS = {"model__noise__layers": [1, 3]}
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ READINGS = {"model__noise_readings": [1, 3]}
     [
         ("mdlm", "gumbel", {}),
         ("mdlm", "gumbel", READINGS),
-        ("mdlm", "gumbel", {**READINGS, "model__reading_candidates": 32}),
+        ("mdlm", "gumbel", {**READINGS, "model__noise__top_k": 32}),
         ("mdlm", "none", {}),
         ("bd3lm", "gumbel", {}),
         ("bd3lm", "none", {}),

@@ -41,7 +41,7 @@ def test_one_rate_for_all_is_one_group() -> None:
 
 def test_conditioner_and_readings_are_what_learns_faster(store: Path, tmp_path: Path) -> None:
     """First steps of Adam are the rate itself: 1e-3, and five times that for the noise."""
-    config = tiny_run(model__noise_readings="[1]", optimization__warmup_steps=0, **RATES)
+    config = tiny_run(model__noise__layers="[1]", optimization__warmup_steps=0, **RATES)
     trainer = Trainer(config, ShardStore.open(store), tmp_path / "run")
     head = trainer.student.backbone.output_layer.linear.weight
     nn.init.normal_(head)  # a new one is zero, and nothing below it has a gradient

@@ -15,6 +15,7 @@ from shards.errors import UsageError
 from shards.noise.kinds import KeyedPrior
 from shards.noise.philox import PositionKeys
 from trainer.cli import app
+from trainer.students.configuration import NoiseSettings
 from trainer.students.registry import MDLM, MDLMConfig, StudentSettings
 from trainer.training.overhead import (
     MODELS,
@@ -58,8 +59,8 @@ SMALL = StudentSettings(
 )
 KINDS = {
     "whole": (SMALL, 50 * 16),
-    "low rank": (replace(SMALL, noise_rank=4), 50 * 4 + 4 * 16),
-    "tied": (replace(SMALL, noise_projection="tied"), 16 * 16),
+    "low rank": (replace(SMALL, noise=NoiseSettings(rank=4)), 50 * 4 + 4 * 16),
+    "tied": (replace(SMALL, noise=NoiseSettings(projection="tied")), 16 * 16),
 }
 
 
@@ -108,10 +109,10 @@ def test_operations_of_the_projection_by_hand() -> None:
 def test_readings_cost_what_a_student_with_values_keeps(count: int) -> None:
     """Parameters and operations by hand; what autograd keeps of two readings, within a fifth."""
     settings = replace(
-        SMALL, num_layers=2, noise_readings=(1, 2), reading_candidates=count, hidden_size=64
+        SMALL, num_layers=2, noise=NoiseSettings(layers=(1, 2), top_k=count), hidden_size=64
     )
     scale = Scale(settings, row_length=40, num_rows=5, masked_share=1.0, device="cpu")
-    plain = replace(scale, settings=replace(settings, noise_readings=(), reading_candidates=0))
+    plain = replace(scale, settings=replace(settings, noise=NoiseSettings()))
     costs, without = noise_cost(scale, 50), noise_cost(plain, 50)
     assert costs.parameters - without.parameters == 2 * (50 * 64 + 64 + 1)
     added = (costs.gflops_per_step - without.gflops_per_step) * 1e9
@@ -147,8 +148,8 @@ def test_the_command_and_its_mistakes(capsys: pytest.CaptureFixture[str]) -> Non
         ["--rows", "0"],
         ["--row-length", "1"],
         ["--device", "tpu"],
-        ["--set", "model.noise_rank=0"],
-        ["--set", "model.noise_rank=4", "--set", "model.noise_projection=tied"],
+        ["--set", "model.noise.rank=0"],
+        ["--set", "model.noise.rank=4", "--set", "model.noise.projection=tied"],
     ):
         with pytest.raises(UsageError):
             app([*words, *mistake], standalone_mode=False)

@@ -173,7 +173,11 @@ def test_clips_are_searched_each_under_its_own(
     from trainer.training import validation
 
     trainer = make_trainer(
-        store, tmp_path / "run", student="bd3lm", model__block_size=4, model__search_schedule="true"
+        store,
+        tmp_path / "run",
+        student="bd3lm",
+        model__block_size=4,
+        model__diffusion__search_schedule="true",
     )
     seen: dict[Any, Any] = {}
     monkeypatch.setattr(validation, "best_clips", lambda losses: seen.update(losses) or (0.5, 1.0))

@@ -23,7 +23,7 @@ def demanding_run(**changes: Any) -> RunConfig:
         "student": "bd3lm",
         "model__block_size": 4,
         "model__dropout": 0.1,
-        "model__search_schedule": "true",
+        "model__diffusion__search_schedule": "true",
         "optimization__schedule": "cosine",
         "optimization__noise_learning_rate_ratio": 3.0,
         "training__num_steps": 14,  # 5 batches an epoch

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from shards.errors import UsageError
-from shards.settings import from_mapping, read_toml, to_mapping
+from shards.settings import from_mapping, read_toml, resolve, to_mapping
 from tests.trainer.run_cases import tiny_run
+from trainer.students.configuration import grouped
 from trainer.training.checkpoint import operational_fields, require_same_run
 from trainer.training.settings import RECIPES, RunConfig, compose_run, read_recipe
 
@@ -103,7 +104,7 @@ def test_what_a_change_would_alter_is_not_operational() -> None:
     micro, steps = "training.micro_batch_size", "training.num_steps"
     assert {micro, steps} <= operational_fields(tiny_run())
     assert micro not in operational_fields(tiny_run(model__dropout=0.1))
-    assert steps not in operational_fields(tiny_run(model__search_schedule="true"))
+    assert steps not in operational_fields(tiny_run(model__diffusion__search_schedule="true"))
 
 
 @pytest.mark.parametrize("value", ["inf", "nan", "0"])
@@ -121,26 +122,30 @@ def test_a_field_of_an_older_version_is_named() -> None:
 
 def test_a_run_from_before_a_setting_came_goes_on_at_its_default() -> None:
     recorded = json.loads(Path(__file__).with_name("recorded_config.json").read_text())
-    free = operational_fields(from_mapping(RunConfig, recorded))
+    known = {**recorded, "model": grouped(recorded["model"])}
+    free = operational_fields(from_mapping(RunConfig, known))
 
     def resume(**changes: object) -> None:
-        model = {**recorded["model"], **changes}
-        config = to_mapping(from_mapping(RunConfig, {**recorded, "model": model}))
+        config = to_mapping(resolve(RunConfig, known, {"model": changes}))
         require_same_run({"config": recorded}, {"config": config}, free)
 
     assert {"kd", "noise_tau", "backbone"}.isdisjoint(recorded["model"])
     resume()
-    for name, value in {"kd": "token", "noise_tau": 0.5, "num_heads": 1}.items():
+    for name, value in {"kd": {"kind": "token"}, "noise": {"tau": 0.5}, "num_heads": 1}.items():
         with pytest.raises(UsageError, match=rf"another setting.*model\.{name}"):
             resume(**{name: value})
+    recorded["model"]["time_beta"] = 2.0  # what is gone cannot go on, unless it did nothing
+    with pytest.raises(UsageError, match=r"another setting.*time_beta"):
+        resume()
 
 
 @pytest.mark.parametrize(("own_noise", "is_same"), [("seen", True), ("hidden", False)])
 def test_heads_from_before_own_noise_could_be_hidden_have_seen_it(
     own_noise: str, is_same: bool
 ) -> None:
-    config = to_mapping(tiny_run(student="medusa", model__own_noise=own_noise))
-    model = {name: value for name, value in config["model"].items() if name != "own_noise"}
+    config = to_mapping(tiny_run(student="medusa", model__backbone__own_noise=own_noise))
+    backbone = {n: value for n, value in config["model"]["backbone"].items() if n != "own_noise"}
+    model = {**config["model"], "backbone": backbone}
     before = {"config": {**config, "model": model}}
     with nullcontext() if is_same else pytest.raises(UsageError, match="own_noise"):
         require_same_run(before, {"config": config}, set())
@@ -154,7 +159,8 @@ def test_the_papers_larger_student() -> None:
 
 def test_distillation_recipes() -> None:
     kinds = [
-        read_toml(CONFIGS / f"{name}-kd.toml")["model"]["kd"] for name in ("token", "sequence")
+        read_toml(CONFIGS / f"{name}-kd.toml")["model"]["kd"]["kind"]
+        for name in ("token", "sequence")
     ]
     assert kinds == ["token", "sequence"]
     text = (CONFIGS / "sequence-kd.toml").read_text(encoding="utf-8")

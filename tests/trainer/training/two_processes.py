@@ -43,7 +43,7 @@ on at most learning rate x difference of gradients (measured: 2.8e-9 after ten).
 """
 READ_AGAIN = {
     **SMOOTH,
-    "model__noise_readings": "[1]",
+    "model__noise__layers": "[1]",
     "optimization__noise_learning_rate_ratio": 2.0,
 }
 """The same of a student whose noise is read again, at a rate of its own."""
@@ -127,7 +127,7 @@ def on_backbone(student: str, backbone: Path, **changes: object) -> RunConfig:
 def begun_as(model: Path, **changes: object) -> RunConfig:
     """The same of a student that begins as that model, trains all of it, and reads noise again."""
     few = {"training__num_steps": 4, "training__num_validation_rows": 9}
-    noise = {"model__injection": "add", "model__noise_readings": "[1]"}
+    noise = {"model__noise__injection": "add", "model__noise__layers": "[1]"}
     return tiny_run(network_settings(model, MDLM), **SMOOTH, **few, **noise, **changes)
 
 

@@ -82,7 +82,7 @@ class HeadDrafter:
     """
 
     def __init__(self, student: Medusa, condition: Float[Tensor, "b l e"] | None) -> None:
-        self.student, self.num_heads = student, student.settings.num_proposed
+        self.student, self.num_heads = student, student.settings.backbone.num_proposed
         self.condition = None if condition is None else pad(condition, (0, 0, 0, self.num_heads))
         self.hidden: Tensor | None = None
 

@@ -41,7 +41,7 @@ class OwnBackboneSampler(VerifiedSampler):
     def settled(self, student: Student) -> OwnBackboneSampler:
         """The same sampler with look-ahead and ``draft`` written out."""
         able = self.require(student)
-        most = able.settings.num_proposed
+        most = able.settings.backbone.num_proposed
         ahead = most if self.max_lookahead is None else min(self.max_lookahead, most)
         return replace(self, draft=self.draft or self.best_draft(able), max_lookahead=ahead)
 

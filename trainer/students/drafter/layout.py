@@ -79,14 +79,14 @@ class Stages:
         if len(lists) != 1:
             raise UsageError(
                 "the backbone's layers cannot be run in parts",
-                where="model.noise_readings",
+                where="model.noise.layers",
                 got=f"{len(lists)} lists of {count} layers in {type(network).__name__}",
                 expected="one",
             )
         if list(depths) != sorted(depths) or depths[-1] >= count:
             raise UsageError(
                 "no such places to read the noise",
-                where="model.noise_readings",
+                where="model.noise.layers",
                 got=list(depths),
                 expected=f"rising depths in 1..{count - 1}: the backbone has {count} layers",
             )

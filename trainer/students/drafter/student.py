@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -32,7 +32,7 @@ from trainer.objective.substitution import row_uniforms
 from trainer.students.backbone import BackboneStudent, FrozenBackbone
 from trainer.students.base import LossOutput
 from trainer.students.conditioning import noise_shares
-from trainer.students.configuration import MEDUSA_SETTINGS, StudentSettings
+from trainer.students.configuration import StudentSettings
 from trainer.students.drafter.layout import (
     SlotLayout,
     Stages,
@@ -138,7 +138,7 @@ class SlotAdapters(nn.Module):
 #                           xi)
 #
 # Without noise a slot learns the teacher's mean distribution behind the prefix, and decodes alike.
-# With ``noise_readings`` slots wait below the last layers until they are told the token before them
+# With ``noise.layers`` slots wait below the last layers until they are told the token before them
 # (see :mod:`.stages`): argmax(l + tau xi) needs the last layer's l, so no layer before can know it.
 # One pass reads the row without adapters or gradients; its keys and values then serve all starting
 # points at once.
@@ -159,9 +159,9 @@ class Drafter(BackboneStudent):
 
     config_class = DrafterConfig
     default_sampler = "drafter"
-    foreign_settings: ClassVar[tuple[str, ...]] = (
-        *(name for name in BackboneStudent.foreign_settings if name != "noise_readings"),
-        *MEDUSA_SETTINGS,
+    reads = (
+        *BackboneStudent.reads,
+        *("noise.layers", "backbone.lora_rank", "backbone.num_starts"),
     )
     _stages: Stages | None = None
 
@@ -193,18 +193,18 @@ class Drafter(BackboneStudent):
 
     def _build(self, config: StudentConfig) -> None:
         frozen = config.frozen or {}
-        self.adapters = SlotAdapters(frozen["linear_layers"], self.settings.lora_rank)
+        self.adapters = SlotAdapters(frozen["linear_layers"], self.settings.backbone.lora_rank)
         self.slot_offsets = nn.Parameter(torch.zeros(self.num_slots, frozen["embedding_size"]))
         self.readings = nn.ModuleList(
-            TokenReading(frozen["hidden_size"]) for _ in self.settings.noise_readings
+            TokenReading(frozen["hidden_size"]) for _ in self.settings.noise.layers
         )
         widths = frozen["hidden_size"], frozen["embedding_size"]
-        seen = self.settings.own_noise == "seen"
+        seen = self.settings.backbone.own_noise == "seen"
         if self.readings and (seen or widths[0] != widths[1]):
             raise UsageError(
                 "slots cannot read which token the one before them takes",
-                where="model.noise_readings",
-                got=f"own_noise {self.settings.own_noise}, states and embeddings of {widths}",
+                where="model.noise.layers",
+                got=f"own_noise {self.settings.backbone.own_noise}, states and embeddings of {widths}",
                 expected="own_noise hidden, and one width",
             )
 
@@ -214,7 +214,7 @@ class Drafter(BackboneStudent):
         made = {
             "none": lambda: None,
             "gumbel": lambda: GumbelSignal(
-                size, width, settings.noise_transform, settings.prior_weight
+                size, width, settings.noise.transform, settings.noise.prior_weight
             ),
             "uniform": lambda: UniformSignal(size, width),
         }
@@ -227,16 +227,16 @@ class Drafter(BackboneStudent):
             UsageError: Also for a backbone that cannot read slots.
         """
         super().attach(backbone)
-        depths = self.settings.noise_readings
+        depths = self.settings.noise.layers
         self._stages = Stages(backbone.network, depths) if depths else None
         self.adapters.attach(backbone.network)
         require_whole_attention(backbone, self.config.row_length)
-        require_slots(backbone, self.settings.backbone_dtype, self._stages)
+        require_slots(backbone, self.settings.backbone.dtype, self._stages)
 
     @property
     def num_slots(self) -> int:
         """K."""
-        return self.settings.num_proposed + 1
+        return self.settings.backbone.num_proposed + 1
 
     @property
     def reads_codec(self) -> bool:
@@ -252,7 +252,9 @@ class Drafter(BackboneStudent):
     def num_read_tokens(self) -> int:
         """The row, and the slots of its starting points."""
         length = self.config.row_length
-        return length + self.num_slots * min(self.settings.num_starts, length - self.num_slots)
+        return length + self.num_slots * min(
+            self.settings.backbone.num_starts, length - self.num_slots
+        )
 
     def loss(self, batch: Batch, *, time_bounds: tuple[float, float] | None = None) -> LossOutput:
         """Mean loss of the slots of ``num_starts`` starting points a row, keyed by the batch.
@@ -299,12 +301,12 @@ class Drafter(BackboneStudent):
         if possible < 1:
             raise UsageError(
                 "rows too short for the slots",
-                where="model.num_proposed",
+                where="model.backbone.num_proposed",
                 got=f"{self.num_slots} slots, rows of {batch.tokens.shape[1]} tokens",
                 expected="more tokens than slots",
             )
         order = row_uniforms("starting points", batch, 0, possible).argsort(dim=1, stable=True)
-        chosen = order[:, : self.settings.num_starts].sort(dim=1).values
+        chosen = order[:, : self.settings.backbone.num_starts].sort(dim=1).values
         return SlotLayout(chosen + 1, self.num_slots, batch.tokens.shape[1])
 
     def _noise_table(self, batch: Batch, where: Places) -> Float[Tensor, "b l e"] | None:
@@ -381,7 +383,7 @@ class Drafter(BackboneStudent):
     ) -> Float[Tensor, "b n d"]:
         """Last hidden states of slots behind tokens that have been read.
 
-        With ``noise_readings`` the layers above each of these depths are run by themselves, once
+        With ``noise.layers`` the layers above each of these depths are run by themselves, once
         the slots have read the token that the one before them takes: the backbone's own behind
         ``last`` at once, what slots say of theirs from the second reading on.
 
@@ -392,7 +394,7 @@ class Drafter(BackboneStudent):
             key_places: Row positions of the cached tokens.
             last: Last hidden states of the tokens before the starting points.
         """
-        depths = self.settings.noise_readings
+        depths = self.settings.noise.layers
         width, num_new = self.slot_offsets.shape[1], inputs.shape[1]
         network, shares = self.language_model.network, inputs[..., width:]
         call = {
@@ -440,7 +442,7 @@ class Drafter(BackboneStudent):
         return torch.nn.functional.pad(added, (0, 0, 1, rest)).view(num_rows, -1, width)
 
     def embed_noise(self, noise: Noise, tau: float = 1.0) -> Float[Tensor, "n e"]:
-        """See :class:`Student`; the shares of ``noise_readings`` are softmax(tau xi) alone."""
+        """See :class:`Student`; the shares of ``noise.layers`` are softmax(tau xi) alone."""
         if self.conditioner is None or not self.readings:
             return super().embed_noise(noise, tau)
         return torch.cat((self.conditioner(noise, tau), noise_shares(noise, tau, 0.0)), dim=-1)

@@ -17,13 +17,13 @@ from trainer.training.construction import build_student
 
 RECIPES: dict[str, dict[str, Any]] = {
     "none": {"model__conditioning": "none"},
-    "uniform": {"model__conditioning": "uniform", "model__own_noise": "seen"},
-    "seen": {"model__conditioning": "gumbel", "model__own_noise": "seen"},
-    "hidden": {"model__conditioning": "gumbel", "model__own_noise": "hidden"},
+    "uniform": {"model__conditioning": "uniform", "model__backbone__own_noise": "seen"},
+    "seen": {"model__conditioning": "gumbel", "model__backbone__own_noise": "seen"},
+    "hidden": {"model__conditioning": "gumbel", "model__backbone__own_noise": "hidden"},
     "waiting": {
         "model__conditioning": "gumbel",
-        "model__own_noise": "hidden",
-        "model__noise_readings": [1, 1],
+        "model__backbone__own_noise": "hidden",
+        "model__noise__layers": [1, 1],
     },
 }
 

@@ -155,7 +155,7 @@ def test_slots_that_wait_and_add_nothing_are_slots_that_do_not_wait(
     told = student.slot_states(tokens, layout, inputs)
     add_much(student, 0.0)
     found = student.slot_states(tokens, layout, inputs)
-    student.config.noise_readings = ()
+    student.config.noise = {}
     assert torch.allclose(found, student.slot_states(tokens, layout, inputs), atol=1e-4)
     assert not torch.allclose(found, told, atol=1e-2)
 
@@ -167,8 +167,8 @@ def test_slots_may_wait_deeper_each_time(tmp_path: Path) -> None:
     A gate that is shut for the second reading leaves what the first one alone gives.
     """
     write_backbone(tmp_path / "llama", num_hidden_layers=3)
-    deeper, _ = tiny_drafter(tmp_path, "llama", "waiting", 0.15, model__noise_readings=[1, 2])
-    once, _ = tiny_drafter(tmp_path, "llama", "waiting", 0.15, model__noise_readings=[1])
+    deeper, _ = tiny_drafter(tmp_path, "llama", "waiting", 0.15, model__noise__layers=[1, 2])
+    once, _ = tiny_drafter(tmp_path, "llama", "waiting", 0.15, model__noise__layers=[1])
     add_much(deeper, 10.0)
     tokens = torch.randint(12, (2, 8), generator=torch.Generator().manual_seed(3))
     layout = SlotLayout(torch.tensor([[2, 5], [1, 4]]), 3, 8)
@@ -245,14 +245,14 @@ def test_losses_by_hand(tmp_path: Path) -> None:
     assert torch.allclose(token_loss(logits, truth), torch.tensor([4.0, 2.0]).log())
     found = distribution_loss(logits, truth)
     assert torch.allclose(found, torch.tensor([1.0, 2.0]).log(), atol=1e-6)
-    student, store = tiny_drafter(tmp_path, model__num_starts=3)
+    student, store = tiny_drafter(tmp_path, model__backbone__num_starts=3)
     output = student.loss(a_batch(store))
     assert output.num_tokens == 4 * 3 * 3
     assert torch.isclose(output.nll_sum / output.num_tokens, output.loss)
 
 
 def test_starting_points_are_keyed_by_seed_epoch_and_row(tmp_path: Path) -> None:
-    student, store = tiny_drafter(tmp_path, model__num_starts=3)
+    student, store = tiny_drafter(tmp_path, model__backbone__num_starts=3)
     batch = a_batch(store, 8)
     starts = student.draw_layout(batch).starts
     assert starts.min() >= 1 and starts.max() <= 8 - student.num_slots
@@ -280,7 +280,7 @@ def test_resumed_runs_equal_uninterrupted_ones(recipe: str, tmp_path: Path) -> N
 
 def test_bf16_backbones_train(tmp_path: Path) -> None:
     for shape in SHAPES:
-        student, store = tiny_drafter(tmp_path, shape, model__backbone_dtype="bfloat16", scale=0.1)
+        student, store = tiny_drafter(tmp_path, shape, model__backbone__dtype="bfloat16", scale=0.1)
         assert student.language_model.network.dtype == torch.bfloat16
         with torch.autocast("cpu", torch.bfloat16):
             output = student.loss(a_batch(store))
@@ -322,15 +322,19 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         load_student(tmp_path / "seen", backbone=str(other))
     store = store_of(tmp_path / "store", backbone)
     with pytest.raises(UsageError, match="rows too short for the slots"):
-        train(backbone_run(backbone, "drafter", model__num_proposed=7), store, tmp_path / "x")
+        train(
+            backbone_run(backbone, "drafter", model__backbone__num_proposed=7),
+            store,
+            tmp_path / "x",
+        )
     with pytest.raises(UsageError, match="only a drafter reads one uniform"):
         train(
             backbone_run(backbone, "medusa", model__conditioning="uniform"), store, tmp_path / "y"
         )
     shards = ShardStore.open(store)
     for changes, problem in (
-        ({"noise_readings": [2]}, r"got \[2\].*has 2 layers"),
-        ({"noise_readings": [1], "own_noise": "seen"}, "which token the one before"),
+        ({"noise__layers": [2]}, r"got \[2\].*has 2 layers"),
+        ({"noise__layers": [1], "backbone__own_noise": "seen"}, "which token the one before"),
     ):
         named = {f"model__{name}": value for name, value in changes.items()}
         config = backbone_run(backbone, "drafter", model__conditioning="gumbel", **named)
@@ -338,7 +342,9 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
             build_student(config, shards, None)
     with pytest.raises(UsageError, match="lora_rank"):
         build_student(
-            backbone_run(backbone, "medusa", model__lora_rank=8), ShardStore.open(store), None
+            backbone_run(backbone, "medusa", model__backbone__lora_rank=8),
+            ShardStore.open(store),
+            None,
         )
     windowed = write_backbone(
         tmp_path / "windowed",

@@ -99,8 +99,8 @@ def test_slots_read_the_same_through_flex_attention(
     """
     backbone = write_backbone(tmp_path / "llama", hidden_size=64, intermediate_size=48)
     store_of(tmp_path / "store-llama", backbone)
-    student, shards = tiny_drafter(tmp_path, model__num_starts=3)
-    flex, _ = tiny_drafter(tmp_path, model__num_starts=3, **FLEX)
+    student, shards = tiny_drafter(tmp_path, model__backbone__num_starts=3)
+    flex, _ = tiny_drafter(tmp_path, model__backbone__num_starts=3, **FLEX)
     batch, weights = a_batch(shards), list(student.parameters())
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
     monkeypatch.setattr(kernel, "flex_obstacle", lambda device: "")
