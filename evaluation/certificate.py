@@ -267,6 +267,7 @@ def read_drawn(file: Path) -> DrawnFile:
         raise _damaged(file, "vocab_size", vocab_size, "a whole number >= 2")
     if verified and not isinstance(verifier, str | None):
         raise _damaged(file, "verifier_sha256", verifier, "a hash")
+    backbone = grouped(config).get("backbone", {})
     return DrawnFile(
         source=file,
         rows=[_row(values, f"{file}, line {n}", vocab_size) for n, values in enumerate(records, 1)],
@@ -277,9 +278,7 @@ def read_drawn(file: Path) -> DrawnFile:
         sampler=str(sampler.get("sampler")),
         is_verified=verified,
         verifier_sha256=verifier if verified else None,
-        dtype=_dtype(
-            file, grouped(config).get("backbone", {}).get("dtype") if kind in VERIFIED[1:] else None
-        ),
+        dtype=_dtype(file, backbone.get("dtype") if kind in VERIFIED[1:] else None),
     )
 
 

@@ -1,7 +1,7 @@
 """The recipe beyond the paper, per kind of student: without noise first, then with it.
 
 A student that has learnt to read the text learns to read noise the sooner: added to the mask's
-embedding, the corpus unigram beside it, and again behind its blocks (``model.noise.layers``). What the
+embedding, the corpus unigram beside it, and again behind its blocks (``noise.layers``). What the
 steps, weights and rates of a kind are is in ``presets/read_again/<kind>.toml``; a user's own
 settings go before them, in both parts.
 """

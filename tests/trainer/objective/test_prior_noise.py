@@ -16,8 +16,7 @@ from tests.trainer.objective.test_batch import a_mask, make_batch
 from tests.trainer.run_cases import LENGTH, tiny_run, write_store
 from trainer.objective.batch import Batch, Places
 from trainer.objective.substitution import corrupt, partly_prior
-from trainer.students.configuration import NoiseSettings
-from trainer.students.registry import StudentSettings
+from trainer.students.configuration import DiffusionSettings, NoiseSettings
 from trainer.training.construction import build_student
 
 
@@ -46,7 +45,7 @@ def test_share_of_the_positions(store: Path) -> None:
 
 def test_the_choice_knows_nothing_of_the_mask(store: Path) -> None:
     """Of what is masked at t = 0.3 half is prior, within 5 standard deviations."""
-    batch, settings = make_batch(store), StudentSettings(conditioning="gumbel")
+    batch, settings = make_batch(store), DiffusionSettings()
     num_prior = count = 0
     for epoch in range(60):
         one = dataclasses.replace(batch, epoch=epoch)

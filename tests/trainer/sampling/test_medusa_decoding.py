@@ -150,9 +150,7 @@ def test_heads_are_shown_the_noise_of_the_tokens_they_propose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind token i: the embeddings of i + 1 .. i + 1 + K, and the hidden state of i itself."""
-    student = make_student(
-        tmp_path, model__backbone__own_noise="seen"
-    )  # then the draft is its argmax
+    student = make_student(tmp_path, model__backbone__own_noise="seen")
     tokens, seen = open_rows(student, 1, LONG), []
     propose = student.propose
     monkeypatch.setattr(

@@ -217,7 +217,7 @@ def test_settings_that_would_be_idle_are_refused(places: tuple[Path, Path], tmp_
     ):
         with pytest.raises(UsageError, match=f"model.{name}"):
             train(
-                backbone_run(backbone, **{f"model__{name.replace('.', '__')}": value}),
+                backbone_run(backbone, **{f"model__{name}": value}),
                 store,
                 tmp_path / "run",
             )

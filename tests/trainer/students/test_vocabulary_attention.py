@@ -125,9 +125,9 @@ def test_block_sampling_reads_as_training_does(count: int) -> None:
 
 def test_depths_that_are_not_there() -> None:
     for depths in ((0,), (3,)):
-        with pytest.raises(UsageError, match="noise.layers"):
+        with pytest.raises(UsageError, match=r"noise\.layers"):
             dataclasses.replace(READING, noise=NoiseSettings(layers=depths))
-    with pytest.raises(UsageError, match="noise.layers"):
+    with pytest.raises(UsageError, match=r"noise\.layers"):
         dataclasses.replace(READING, conditioning="none")
 
 
@@ -141,5 +141,5 @@ def test_round_trip_keeps_the_readings(tmp_path: Any) -> None:
 
 
 def test_only_gumbel_noise_is_read_again() -> None:
-    with pytest.raises(UsageError, match="noise.layers"):
+    with pytest.raises(UsageError, match=r"noise\.layers"):
         resolve(StudentSettings, to_mapping(READING), {"noise": {"transform": "uniform"}})

@@ -187,3 +187,22 @@ def reveal_by_hand(
     uniforms = row_uniforms("through time, tokens", batch, 0, length)
     below = first.double().exp().cumsum(-1) < uniforms[..., None]
     return revealed, below.sum(-1).clamp_max(VOCAB - 1)
+
+
+@pytest.mark.parametrize("projection", ["rank=4", "projection=tied"])
+def test_noise_brought_into_a_plain_student_begins_silent_and_learns(
+    store: Path, tmp_path: Path, projection: str
+) -> None:
+    """At the start the first loss is the source's; only one of the two factors is zero."""
+    plain = tiny_run(model__conditioning="none", training__num_steps=1)
+    assert train(plain, store, tmp_path / "plain")
+    name, value = projection.split("=")
+    config = tiny_run(model__noise__injection="add", **{f"model__noise__{name}": value})
+    student = build_student(config, ShardStore.open(store), tmp_path / "plain")
+    source = read_model(tmp_path / "plain" / "model")
+    batch = first_batch(store)
+    first = student.loss(batch).loss
+    torch.testing.assert_close(first, source.loss(batch).loss, rtol=1e-5, atol=1e-6)
+    first.backward()
+    gradients = [p.grad for n, p in student.named_parameters() if n.startswith("conditioner.")]
+    assert any(grad is not None and bool((grad != 0).any()) for grad in gradients)

@@ -100,7 +100,7 @@ def no_distribution(noise: Noise) -> UsageError:
         where="codec",
         got=type(noise).__name__,
         expected="the codec posterior or hidden",
-        remedy="extract with --codec posterior, or set model.backbone.own_noise=seen with Gumbel noise",
+        remedy="extract with --codec posterior, or model.backbone.own_noise=seen with Gumbel noise",
     )
 
 

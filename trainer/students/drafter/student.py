@@ -204,7 +204,7 @@ class Drafter(BackboneStudent):
             raise UsageError(
                 "slots cannot read which token the one before them takes",
                 where="model.noise.layers",
-                got=f"own_noise {self.settings.backbone.own_noise}, states and embeddings of {widths}",
+                got=f"own_noise {'seen' if seen else 'hidden'}, states, embeddings of {widths}",
                 expected="own_noise hidden, and one width",
             )
 
