@@ -18,7 +18,11 @@ from typing import Any
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "maze-demo.toml"
 NFE = (1, 2, 4, 8)
 NUM_SAMPLES, SAMPLE_SEED, NUM_SHOWN = 2000, 11, 12
-PLAIN = ("model.noise_readings=[]", "model.fully_masked_share=0.0", "model.max_loss_weight=none")
+PLAIN = (
+    "model.noise.layers=[]",
+    "model.diffusion.fully_masked_share=0.0",
+    "model.diffusion.max_loss_weight=none",
+)
 STUDENTS = {
     "without noise": ("--conditioning", "none", *(f"--set={setting}" for setting in PLAIN)),
     "with noise": (),
