@@ -60,6 +60,14 @@ export TOKENIZERS_PARALLELISM ?= true
 # Threads that spin at a barrier starve each other wherever another process wants the core too.
 export OMP_WAIT_POLICY ?= passive
 
+# vLLM lives in an environment of its own: it has its own torch. ENGINE_SETUP makes one in a folder.
+ENGINE  ?= .vllm
+ENGINE_SETUP ?= $(wildcard ../shared/tools/vllm/setup)
+DRAFTER ?=
+LOOKAHEAD ?= 4
+PORT    ?= 8000
+ENGINE_STAMP = $(ENGINE)/.with-gdistill
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo maze extract train sample references eval test test-portable test-portable-sample lint bench \
         bench-sampling bench-extract bench-training gpu clean
@@ -143,5 +151,31 @@ gpu: $(STAMP) ## on a GPU: checks, then every figure with a bar, within 8 minute
 	$(BIN)/python -m benchmarks.gpu_suite $(ARGS)
 
 # Interrupted, the same command goes on. ABLATE_STORIES: corpus and teacher of the text part.
+$(ENGINE_STAMP): pyproject.toml $(STAMP)
+	@test -x $(ENGINE)/bin/vllm || test -n '$(ENGINE_SETUP)' || { echo "error: no vLLM in $(ENGINE); set ENGINE to an environment with vLLM 0.32, or ENGINE_SETUP to a script that makes one in the folder it is given"; exit 2; }
+	test -x $(ENGINE)/bin/vllm || $(ENGINE_SETUP) $(ENGINE)
+	# Ours, and behind the engine's own packages those that it lacks.
+	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > \
+	  "$$($(ENGINE)/bin/python -c 'import site; print(site.getsitepackages()[0])')/zz_gdistill_needs.pth"
+	@touch $@
+
+engine: $(ENGINE_STAMP) ## vLLM in $(ENGINE), with the plugin
+
+serve: $(ENGINE_STAMP) ## vLLM with shared noise: make serve TEACHER=path/or/hub-id [DRAFTER=RUN/model] [PORT=8000]
+	@test -n '$(TEACHER)' || { echo "error: no model; make serve TEACHER=path/or/hub-id [DRAFTER=RUN/model]"; exit 2; }
+	@echo 'when it is up: curl http://127.0.0.1:$(PORT)/v1/completions -H "Content-Type: application/json" -d '"'"'{"model": "$(TEACHER)", "prompt": "Once upon a time", "max_tokens": 60, "temperature": 1}'"'"
+	VLLM_PLUGINS=gdistill $(ENGINE)/bin/vllm serve '$(TEACHER)' --host 127.0.0.1 --port $(PORT) \
+	  --middleware trainer.serving.asgi.SeededAnswers \
+	  $(if $(DRAFTER),--additional-config '{"gdistill_drafter": "$(DRAFTER)"}' \
+	    --speculative-config '{"method": "custom_class", "model": "trainer.serving.drafters.StudentDrafter", "num_speculative_tokens": $(LOOKAHEAD)}') $(ARGS)
+
+test-engine: $(ENGINE_STAMP) ## the tests that need a real vLLM, ten minutes at most
+	GDISTILL_ENGINE='$(ENGINE)' OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engine $(ARGS)
+
+bench-serving: $(ENGINE_STAMP) ## shared noise in vLLM: make bench-serving TEACHER=... [DRAFTER=RUN/model]
+	$(BIN)/python -m benchmarks.serving --engine '$(ENGINE)' --teacher '$(TEACHER)' \
+	  $(if $(DRAFTER),--drafter '$(DRAFTER)') --out benchmarks/results $(ARGS)
+
 clean: ## remove outputs (never the shards elsewhere)
 	rm -rf out samples

@@ -97,8 +97,22 @@ class Engine:
         drafts: dict[str, Any] | None = None,
         drafter: Path | None = None,
     ) -> None:
-        environment = {
-            **os.environ,
+        self.process = subprocess.Popen(
+            [
+                str(place / "bin" / "python"),
+                *("-m", "benchmarks.serving", "worker", teacher, json.dumps(drafts)),
+                str(drafter or ""),
+            ],
+            env={**os.environ, **self.settings(plugin)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    @staticmethod
+    def settings(plugin: bool) -> dict[str, str]:
+        """Of the environment: one thread, a small cache, the plugin or none."""
+        return {
             "VLLM_PLUGINS": "gdistill" if plugin else "",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -107,17 +121,6 @@ class Engine:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        self.process = subprocess.Popen(
-            [
-                str(place / "bin" / "python"),
-                *("-m", "benchmarks.serving", "worker", teacher, json.dumps(drafts)),
-                str(drafter or ""),
-            ],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
 
     def serve(self, jobs: list[Job], streams: int) -> dict[str, Any]:
         """Seconds, and each job's tokens and passes; at most ``streams`` jobs at a time."""

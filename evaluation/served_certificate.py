@@ -28,7 +28,6 @@ import torch
 import typer
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from shards.atomic import require_writable, write_json_atomic
 from shards.console import progress_bar
@@ -36,6 +35,7 @@ from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import resolve_device
 from shards.language_model.loading import find_pretrained, load_causal_model
 from shards.noise.murmur3 import engine_gumbels
+from trainer.students.folder import load_tokenizer
 
 NOISES = {"murmur3": torch.float32, "murmur3-float64": torch.float64}
 """Streams by name, and the precision of their variates."""
@@ -413,7 +413,7 @@ def answers_of(
         yield Answer(
             name=f"{where}, choice {index}" if len(answer["choices"]) > 1 else where,
             prompt=list(prompt),
-            tokens=_tokens(choice, tokenizer),
+            tokens=_tokens(choice),
             temperature=temperature,
             top_k=max(0, int(_or(request.get("top_k"), 0))),
             top_p=float(_or(request.get("top_p"), 1.0)),
@@ -430,11 +430,19 @@ def _ids(prompt: Any, index: int, tokenizer: Any) -> list[int]:
     """Of a prompt that is text, ids, or a list of either."""
     if isinstance(prompt, list) and not all(isinstance(part, int) for part in prompt):
         prompt = prompt[index]
-    return prompt if isinstance(prompt, list) else tokenizer(prompt)["input_ids"]
+    if isinstance(prompt, list):
+        return prompt
+    if tokenizer is None:
+        raise UsageError(
+            "no tokenizer beside the model, and the prompt is told as text",
+            where="--teacher",
+            remedy='ask with "return_token_ids": true, or save the tokenizer there',
+        )
+    return tokenizer(prompt)["input_ids"]
 
 
-def _tokens(choice: Mapping[str, Any], tokenizer: Any) -> list[int]:
-    """Drawn ids: told as such, as names ``token_id:5``, or as text."""
+def _tokens(choice: Mapping[str, Any]) -> list[int]:
+    """Drawn ids: told as such, or as names ``token_id:5``."""
     if choice.get("token_ids") is not None:
         return list(choice["token_ids"])
     names = (choice.get("logprobs") or {}).get("tokens") or []
@@ -523,7 +531,7 @@ def certify_served(
     if dtype not in TIES:
         raise UsageError("unknown precision", where="--dtype", got=dtype, expected=", ".join(TIES))
     files = find_pretrained(teacher, role="teacher", local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(files.folder)
+    tokenizer = load_tokenizer(files.folder)
     size = files.num_logits  # an engine draws from all of them
     is_file = not source.startswith(("http://", "https://"))
     folder = out or (Path(source).parent if is_file else Path())

@@ -1,0 +1,176 @@
+"""The plugin in a real vLLM: drafts change no token, whatever drafts, in any order, on any batch.
+
+Run by ``make test-engine``, which installs the engine (``GDISTILL_ENGINE`` is its environment).
+Engines run side by side, each in a process of its own, as ``benchmarks.serving`` runs them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.serving import CUTS, NGRAM, PROMPTS, STUDENT, Engine, Job
+from evaluation.served_certificate import Answer, certify_answers
+from shards.language_model.loading import find_pretrained, load_causal_model
+from trainer.students.autoregressive import AR
+from trainer.students.configuration import StudentSettings
+from trainer.students.registry import BD3LM, MDLM
+
+pytestmark = pytest.mark.engine
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mdlm": (MDLM, {"conditioning": "gumbel"}),
+    "bd3lm": (BD3LM, {"conditioning": "gumbel", "block_size": 4}),
+    "ar": (AR, {"conditioning": "none"}),
+}
+JOBS = [
+    Job(PROMPTS[i % len(PROMPTS)], i, temperature, top_p, 60)
+    for i, (temperature, top_p) in enumerate(CUTS * 3)
+]
+
+
+@pytest.fixture(scope="session")
+def place() -> Path:
+    """The engine's environment."""
+    named = os.environ.get("GDISTILL_ENGINE")
+    if not named or not (Path(named) / "bin" / "vllm").exists():
+        pytest.skip("no engine: make test-engine installs one, or GDISTILL_ENGINE names one")
+    return Path(named).resolve()
+
+
+@pytest.fixture(scope="session")
+def teacher(shared: Path) -> Path:
+    return shared / "data" / "stories3M"
+
+
+@pytest.fixture(scope="session")
+def plain(place: Path, teacher: Path) -> Iterator[Engine]:
+    engine = Engine(place, str(teacher), plugin=True)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def expected(plain: Engine) -> list[list[int]]:
+    """What the requests get without drafts, sixteen at a time."""
+    return [row["tokens"] for row in plain.serve(JOBS, 16)["rows"]]
+
+
+def write_student(folder: Path, kind: str, teacher: Path) -> Path:
+    """A student of random weights: its drafts are poor, and none may matter."""
+    torch.manual_seed(0)
+    cls, extra = KINDS[kind]
+    settings = StudentSettings(hidden_size=32, num_layers=1, num_heads=2, dropout=0.0, **extra)
+    config = cls.config_class.build(settings, vocab_size=4096, row_length=64, bos_token_id=1)
+    cls(config).save_pretrained(folder)
+    for file in teacher.glob("token*"):
+        shutil.copy(file, folder / file.name)
+    return folder
+
+
+def test_another_batch_and_order_change_no_token(plain: Engine, expected: list[list[int]]) -> None:
+    found = plain.serve(JOBS[::-1], 3)["rows"][::-1]
+    assert [row["tokens"] for row in found] == expected
+
+
+@pytest.mark.parametrize("kind", ["n-gram", *KINDS])
+def test_drafts_change_no_token(
+    kind: str, place: Path, teacher: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    """One in six leaves early; what it got by then is a beginning of the same text."""
+    drafts, drafter = dict(NGRAM), None
+    if kind != "n-gram":
+        drafts = {**STUDENT, "num_speculative_tokens": 3}
+        drafter = write_student(tmp_path / kind, kind, teacher)
+    engine = Engine(place, str(teacher), True, drafts, drafter)
+    jobs = [Job(**{**vars(job)}) for job in JOBS]
+    for job in jobs[::6]:
+        job.cancel_after = 7 + job.seed
+    found = engine.serve(jobs, 5)["rows"]
+    engine.close()
+    for job, row, right in zip(jobs, found, expected, strict=True):
+        assert row["tokens"] == right[: len(row["tokens"])]
+        assert len(row["tokens"]) == 60 or job.cancel_after is not None
+
+
+def test_the_text_is_what_the_noise_asks_for(expected: list[list[int]], teacher: Path) -> None:
+    """By another implementation of the model, in another process."""
+    from transformers import AutoTokenizer
+
+    words = AutoTokenizer.from_pretrained(teacher)
+    answers = [
+        Answer(
+            name=str(job.seed),
+            prompt=words(job.prompt)["input_ids"],
+            tokens=tokens,
+            temperature=job.temperature,
+            top_p=job.top_p,
+            seed=job.seed,
+            noise="murmur3",
+        )
+        for job, tokens in zip(JOBS, expected, strict=True)
+    ]
+    files = find_pretrained(teacher)
+    model = load_causal_model(files).network
+    certificate = certify_answers(answers, model, files.num_logits)
+    assert certificate.is_right, list(certificate.lines())
+
+
+BROKEN = """
+class Raises:
+    def __init__(self, config): pass
+    def load_model(self, target): pass
+    def propose(self, *arguments, **named): raise RuntimeError("broken\\nin two lines")
+
+class OutOfRange(Raises):
+    def propose(self, sampled, *arguments, **named): return [[10**6, -5] for _ in sampled]
+"""
+
+
+@pytest.mark.parametrize("fault", ["Raises", "OutOfRange"])
+def test_a_broken_drafter_costs_no_request(
+    fault: str,
+    place: Path,
+    teacher: Path,
+    expected: list[list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "broken_drafters.py").write_text(BROKEN)
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.setenv("PYTHONPATH", f"{root}{os.pathsep}{tmp_path}")
+    drafts = {**STUDENT, "model": f"broken_drafters.{fault}", "num_speculative_tokens": 2}
+    engine = Engine(place, str(teacher), True, drafts)
+    found = engine.serve(JOBS[:6], 4)["rows"]
+    engine.close()
+    assert [row["tokens"] for row in found] == expected[:6]
+
+
+def test_a_student_of_another_tokenizer_is_refused(
+    place: Path, teacher: Path, tmp_path: Path
+) -> None:
+    student = write_student(tmp_path / "ar", "ar", teacher)
+    words = json.loads((student / "tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    first, second = list(vocabulary)[300:302]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (student / "tokenizer.json").write_text(json.dumps(words))
+    command = [place / "bin" / "python", "-m", "benchmarks.serving", "worker", teacher]
+    command += [json.dumps({**STUDENT, "num_speculative_tokens": 2}), student]
+    done = subprocess.run(
+        [str(part) for part in command],
+        env={**os.environ, **Engine.settings(plugin=True)},
+        input="",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert "another tokenizer" in done.stderr + done.stdout
