@@ -91,7 +91,7 @@ def test_drafts_change_no_token(
         drafts = {**STUDENT, "num_speculative_tokens": 3}
         drafter = write_student(tmp_path / kind, kind, teacher)
     engine = Engine(place, str(teacher), True, drafts, drafter)
-    jobs = [Job(**{**vars(job)}) for job in JOBS]
+    jobs = [Job(**vars(job)) for job in JOBS]
     for job in jobs[::6]:
         job.cancel_after = 7 + job.seed
     found = engine.serve(jobs, 5)["rows"]
