@@ -1,24 +1,27 @@
-"""Read a torch checkpoint without running anything it names.
+"""The authors' Lightning checkpoints -> our Hugging Face layout.
 
-``torch.load(weights_only=True)`` refuses a whole file for one class that it does not know, and the
-authors' files hold a pickled config and tokenizer. Here tensors and plain containers are built as
-usual, and every other global becomes an inert object that only remembers what it was given: no
-code of the named class runs, and none is imported.
+``torch.load(weights_only=True)`` reads them. They also hold a config of OmegaConf and a tokenizer:
+every class that PyTorch refuses goes in as an :class:`Inert` stand-in of its name, which remembers
+its state, so no code of a named class runs, and none is imported.
+
+Their backbone lies under ``backbone.`` (with ``_orig_mod.`` where it was compiled); the teacher
+and everything of the trainer is left behind. Their EMA is a list without names, in the order in
+which the backbone registered its parameters, which is the order of the state dict without
+buffers.
 """
 
 from __future__ import annotations
 
-import pickle
 import re
-import types
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from transformers import AutoTokenizer
 
 from shards.atomic import sha256_file, write_json_atomic
@@ -28,74 +31,30 @@ from shards.settings import from_mapping
 from trainer.students.base import before_float32
 from trainer.students.registry import STUDENTS, Student, StudentSettings
 
-HARMLESS = {
-    "builtins": {"bool", "complex", "dict", "float", "frozenset", "int", "list"}
-    | {"set", "slice", "str", "tuple"},
-    "collections": {"OrderedDict"},
-    "torch": {"Size"},
-    "torch._utils": {"_rebuild_tensor_v2", "_rebuild_parameter"},
-}
-
 
 class Inert:
-    """Stands for an object of a class that is not loaded."""
+    """Stands for an object of a class that is not loaded, and for the class."""
 
-    module: ClassVar[str] = ""
-    qualified_name: ClassVar[str] = ""
+    state: Any = None
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        self.arguments = (*arguments, *named.values())
-        self.state: Any = None
-        self.items: list[Any] = []
+    def __new__(cls, *arguments: Any) -> Inert:
+        """Whatever the object would have been made of is dropped."""
+        return super().__new__(cls)
 
-    def __new__(cls, *arguments: Any, **named: Any) -> Inert:
-        made = super().__new__(cls)
-        Inert.__init__(made, *arguments, **named)
-        return made
-
-    def __call__(self, *arguments: Any, **named: Any) -> Inert:
-        return Inert(self, *arguments, **named)
+    def __init__(self, *arguments: Any) -> None:
+        """See ``__new__``."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.items.append((key, value))
 
-    def append(self, value: Any) -> None:
-        """What the pickle of a list-like class calls."""
-        self.items.append(value)
-
-    def extend(self, values: Any) -> None:
-        """What the pickle of a list-like class calls."""
-        self.items.extend(values)
-
-
-class InertUnpickler(pickle.Unpickler):
-    """An unpickler whose globals are tensors' builders, plain containers or :class:`Inert`."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """The real global where it is harmless; else a fresh inert class."""
-        if name in HARMLESS.get(module, ()):
-            found = super().find_class(module, name)
-            # A function of its own each time: a pickle may set attributes of what it names.
-            return (lambda *given: found(*given)) if module == "torch._utils" else found
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        namespace = {"module": module, "qualified_name": name}
-        return type(name.rsplit(".", 1)[-1], (Inert,), namespace)
-
-
-def _inert_pickle_module() -> types.ModuleType:
-    module = types.ModuleType("inert_pickle")
-    module.Unpickler = InertUnpickler  # type: ignore[attr-defined]
-    return module
+def _as_dict(*factory: Any) -> dict[Any, Any]:
+    """In place of a defaultdict, whose entries a pickle sets one by one."""
+    return {}
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The dict that ``torch.save`` wrote, tensors on the CPU.
-
-    ``weights_only=True`` where that suffices, else with inert objects in place of what it refuses.
+    """The dict that ``torch.save`` wrote, tensors on the CPU, what is no tensor plain or inert.
 
     Raises:
         UsageError: When the file is absent.
@@ -107,35 +66,24 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         expected = "a zip archive written by torch.save (PyTorch 1.6 or later)"
         raise GdistillError("cannot read the checkpoint", where=path, expected=expected)
     try:
-        _require_stored_records(path)
-        loaded = _load(path)
-    except GdistillError:
-        raise
+        with zipfile.ZipFile(path) as archive:
+            total = sum(record.file_size for record in archive.infolist())
+        # torch.save compresses nothing: an archive that unpacks to more than its size is a bomb.
+        is_plain = total <= path.stat().st_size
+        names = get_unsafe_globals_in_checkpoint(path) if is_plain else []
+        stands = [(_as_dict if n == "collections.defaultdict" else Inert, n) for n in names]
+        with safe_globals(stands):
+            loaded = torch.load(path, map_location="cpu", weights_only=True) if is_plain else None
     except Exception as error:  # a damaged pickle may raise anything at all
         reason = first_line(error)
         raise GdistillError("cannot read the checkpoint", where=path, got=reason) from error
+    if not is_plain:
+        expected = "records as torch.save stores them, uncompressed"
+        raise GdistillError("not a checkpoint", where=path, got=f"{total:,} B", expected=expected)
     if not isinstance(loaded, dict):
         kind = type(loaded).__name__
         raise GdistillError("not a checkpoint", where=path, got=kind, expected="a dict")
     return loaded
-
-
-def _require_stored_records(path: Path) -> None:
-    """torch.save compresses nothing: an archive that unpacks to more than its size is a bomb."""
-    with zipfile.ZipFile(path) as archive:
-        total = sum(record.file_size for record in archive.infolist())
-    if total > path.stat().st_size:
-        expected = "records as torch.save stores them, uncompressed"
-        raise GdistillError("not a checkpoint", where=path, got=f"{total:,} B", expected=expected)
-
-
-def _load(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        # Safe although weights_only is off: InertUnpickler decides which globals exist.
-        module = _inert_pickle_module()
-        return torch.load(path, map_location="cpu", weights_only=False, pickle_module=module)
 
 
 def plain_config(value: Any) -> Any:
@@ -151,14 +99,6 @@ def plain_config(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain_config(entry) for entry in value]
     return value
-
-
-# The authors' Lightning checkpoints -> our Hugging Face layout.
-#
-# Their backbone lies under ``backbone.`` (with ``_orig_mod.`` where it was compiled); the teacher
-# and everything of the trainer is left behind. Their EMA is a list without names, in the order in
-# which the backbone registered its parameters, which is the order of the state dict without
-# buffers.
 
 
 NOISE_WEIGHT = "gumbel_noise_embed.linear.weight"

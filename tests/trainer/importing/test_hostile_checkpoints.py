@@ -104,6 +104,7 @@ CASES: dict[str, Callable[[State], None]] = {
     "a config that is a list": change(hyper_parameters={"config": [1, 2]}),
     "settings that are text": change(hyper_parameters="settings"),
     "runs a command": change(callback=Calls(os.system, "touch FIRED")),
+    "calls what it has looked up": change(callback=Calls(Path.touch, Path("FIRED"))),
     "opens a file": change(callback=Calls(open, "FIRED", "w")),
     "evaluates text": change(callback=Calls(eval, "open('FIRED', 'w')")),
     "weights by a command": change_state(EMBEDDING, Calls(os.system, "touch FIRED")),
@@ -187,8 +188,13 @@ def test_a_pickle_cannot_change_torch(tmp_path: Path) -> None:
 def test_plain_containers_come_back_as_they_are(tmp_path: Path) -> None:
     checkpoint = small_checkpoint()
     checkpoint["order"] = collections.OrderedDict(a=1)
-    checkpoint["foreign"] = Calls(os.getcwd)
+    checkpoint["foreign"] = Calls(print, "foreign")
+    checkpoint["counts"] = collections.defaultdict(int, a=2)
     torch.save(checkpoint, tmp_path / "good.ckpt")
     read = read_checkpoint(tmp_path / "good.ckpt")
-    assert read["order"] == {"a": 1} and isinstance(read["foreign"], Inert)
+    assert (
+        read["order"] == {"a": 1}
+        and read["counts"] == {"a": 2}
+        and isinstance(read["foreign"], Inert)
+    )
     assert torch.equal(read["state_dict"][EMBEDDING], torch.zeros(12, 8))
