@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from evaluation.certificate import certify
 from evaluation.compare import compare
-from evaluation.curve import curve
+from evaluation.frontier import check_scores, frontier
 from evaluation.infilling import rows
 from evaluation.likelihood_command import perplexity, tasks
 from evaluation.llm_judge import judge
@@ -112,7 +112,8 @@ def evaluate(
 
 
 app.command("certify")(certify)
-app.command("curve")(curve)
+app.command("frontier")(frontier)
+app.command("check-scores")(check_scores)
 app.command("rows")(rows)
 app.command("compare")(compare)
 app.command("judge")(judge)

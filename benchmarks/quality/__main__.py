@@ -83,7 +83,7 @@ def open_bench(plan: Plan, home: Path, words: Sequence[str], judge: Path | None)
     """The task of the plan."""
     if plan.task == "maze":
         return MazeBench(plan, home)
-    return StoriesBench(plan, home, words[words.index("--teacher") + 1], judge)
+    return StoriesBench(plan, home, str(judge) if judge else None)
 
 
 def extracted(home: Path, words: tuple[str, ...]) -> Path:
@@ -158,17 +158,9 @@ def measure(
 
 
 def sampling_of(plan: Plan, recipe: Recipe) -> list[Any]:
-    """What of the plan decides how a recipe's students are sampled.
-
-    A setting that is off, or that such students do not have, is left out: what was kept before
-    there was one stays as it is.
-    """
+    """What of the plan decides how a recipe's students are sampled."""
     found: list[Any] = [plan.num_samples]
-    found += map(list, (plan.sample_seeds, plan.nfe, plan.argmax_tau))
-    if plan.further_orders:
-        found.append(True)
-    if plan.further_orders and plan.drawn_tau and recipe.conditioning != "none":
-        found.append(list(plan.drawn_tau))
+    found += map(list, (plan.sample_seeds, plan.nfe))
     return found
 
 

@@ -92,18 +92,12 @@ class Plan:
         extract: Words of ``gdistill-extract``, all but ``--out``.
         recipes: What is compared.
         stores: Further stores that recipes name.
-        is_ahead: Whether a gain map is made, from prefixes that every student continues; stories.
         preset: Recipe of the trainer that all start from.
         settings: ``key=value`` settings that all share.
         seeds: Training seeds of every recipe.
         sample_seeds: Sampling seeds of every student.
         num_samples: Samples per sampling seed.
         nfe: Forward passes per sample.
-        argmax_tau: Scales of xi at which conditioned students are sampled by argmax, in place of
-            nuclei; stories.
-        drawn_tau: Scales of xi at which conditioned students are also drawn from, at the
-            temperatures of those without noise; stories.
-        further_orders: Whether students are also sampled in orders of their own choice; stories.
         judge: ``gdistill-extract`` words of a second store, on which a judge that is not the
             teacher is trained, all but corpus and teacher.
         judge_settings: Settings of that judge, a student of kind ``ar``.
@@ -118,13 +112,9 @@ class Plan:
     sample_seeds: tuple[int, ...] = (11, 12)
     num_samples: int = 2000
     nfe: tuple[int, ...] = (1, 2, 4)
-    argmax_tau: tuple[float, ...] = ()
-    drawn_tau: tuple[float, ...] = ()
-    further_orders: bool = False
     judge: tuple[str, ...] = ()
     judge_settings: tuple[str, ...] = field(default=())
     stores: tuple[StoreWords, ...] = ()
-    is_ahead: bool = True
 
     def __post_init__(self) -> None:
         names = [recipe.name for recipe in self.recipes]

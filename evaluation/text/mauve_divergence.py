@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -144,7 +144,11 @@ class TextFeatures:
 
 
 def text_features(
-    judge: JudgeModel, texts: Sequence[str], max_tokens: int, folder: Path | None = None
+    judge: JudgeModel,
+    texts: Sequence[str],
+    max_tokens: int,
+    folder: Path | None = None,
+    pooling: Literal["last", "mean"] = "last",
 ) -> TextFeatures:
     """Features of texts, from ``folder`` where the same texts were read before.
 
@@ -155,6 +159,7 @@ def text_features(
         texts: The texts.
         max_tokens: Texts are truncated to this many tokens; 1 to the judge's context.
         folder: Where features are kept by content; None keeps none.
+        pooling: The state of a text's last token (MAUVE's), or the mean over its tokens.
 
     Raises:
         UsageError: For another limit, or a model that is all head.
@@ -170,9 +175,9 @@ def text_features(
     full = [text for text in texts if text]
     if not full:
         raise GdistillError("no text has a token", got=f"{len(texts)} empty texts")
-    file = None if folder is None else folder / _name(judge, full, max_tokens)
+    file = None if folder is None else folder / _name(judge, full, max_tokens, pooling)
     found = None if file is None else _read(file, len(full))
-    values, num_tokens = found or _compute(judge, full, max_tokens)
+    values, num_tokens = found or _compute(judge, full, max_tokens, pooling)
     if file is not None and found is None:
         _keep(file, values, num_tokens)
     return TextFeatures(values, num_tokens, len(texts) - len(full))
@@ -191,9 +196,10 @@ def _body(judge: JudgeModel) -> Any:
     return judge.model.base_model
 
 
-def _name(judge: JudgeModel, texts: Sequence[str], max_tokens: int) -> str:
+def _name(judge: JudgeModel, texts: Sequence[str], max_tokens: int, pooling: str) -> str:
     content = hashlib.sha256(canonical_json(list(texts))).hexdigest()
     key = {**judge.identity, "max_tokens": max_tokens, "texts_sha256": content}
+    key |= {} if pooling == "last" else {"pooling": pooling}
     return f"{hashlib.sha256(canonical_json(key)).hexdigest()[:16]}.features.safetensors"
 
 
@@ -218,7 +224,7 @@ def _keep(file: Path, values: np.ndarray, num_tokens: np.ndarray) -> None:
 
 @torch.no_grad()
 def _compute(
-    judge: JudgeModel, texts: Sequence[str], max_tokens: int
+    judge: JudgeModel, texts: Sequence[str], max_tokens: int, pooling: str
 ) -> tuple[Float[np.ndarray, "n d"], Int[np.ndarray, "n"]]:
     body = _body(judge)
     rows = [judge.tokenizer.encode(text, truncation=True, max_length=max_tokens) for text in texts]
@@ -232,8 +238,12 @@ def _compute(
             ids = ids.to(judge.model.device)
             states = body(input_ids=ids, use_cache=False).last_hidden_state
             ends = torch.from_numpy(lengths[members] - 1).to(ids.device)
-            last = states[torch.arange(len(members), device=ends.device), ends].float().cpu()
-            for index, state in zip(members, last.numpy(), strict=True):
+            if pooling == "last":
+                kept = states[torch.arange(len(members), device=ends.device), ends].float()
+            else:
+                inside = torch.arange(ids.shape[1], device=ends.device) <= ends[:, None]
+                kept = (states.float() * inside[..., None]).sum(1) / (ends + 1)[:, None]
+            for index, state in zip(members, kept.cpu().numpy(), strict=True):
                 features[index] = state
             bar.advance(len(members))
 

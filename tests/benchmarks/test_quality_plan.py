@@ -48,7 +48,7 @@ def test_students_may_begin_as_the_teacher(tmp_path: Path) -> None:
 def test_every_plan_in_the_repository_can_be_read(tmp_path: Path) -> None:
     five_layers = write_backbone(tmp_path / "lm", num_hidden_layers=5)  # as stories260K
     teacher = network_settings(five_layers, MDLM)
-    files = sorted((Path(__file__).parents[3] / "benchmarks" / "quality").glob("*.toml"))
+    files = sorted((Path(__file__).parents[2] / "benchmarks" / "quality").glob("*.toml"))
     assert files
     for file in files:
         plan = read_plan(file, [])

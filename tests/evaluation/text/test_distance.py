@@ -1,0 +1,127 @@
+"""Distances between samples and text: hand-worked, against scipy, and against tricks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+from scipy import linalg
+from scipy.stats import energy_distance as scipy_energy
+
+from evaluation.text.distance import (
+    distinct_beginnings,
+    energy_distance,
+    frechet_distance,
+    jackknife,
+    memorised_share,
+    naive_samples,
+    ngram_vectors,
+    require_enough,
+    typicality_gap,
+)
+from shards.errors import UsageError
+
+
+def markov_text(num: int, length: int, seed: int, vocab_size: int = 40) -> np.ndarray:
+    """Rows of one chain in which each token has four likely successors."""
+    chain = np.random.default_rng(0).dirichlet(np.full(vocab_size, 0.1), size=vocab_size)
+    generator = np.random.default_rng(seed)
+    rows = generator.integers(vocab_size, size=(num, length))
+    for place in range(1, length):
+        draws = generator.random((num, 1))
+        rows[:, place] = (
+            (chain[rows[:, place - 1]].cumsum(1) < draws).sum(1).clip(0, vocab_size - 1)
+        )
+    return rows
+
+
+def test_frechet_by_hand_and_as_scipy() -> None:
+    x = np.array([[0.0], [2.0]])
+    # Means 1 and 4, variances 2 and 8: 9 + 2 + 8 - 2 sqrt(16).
+    assert frechet_distance(x, np.array([[2.0], [6.0]])) == pytest.approx(11.0)
+    generator = np.random.default_rng(1)
+    x, y = generator.normal(size=(200, 6)), generator.normal(1.0, 2.0, size=(150, 6))
+    first, second = np.cov(x, rowvar=False), np.cov(y, rowvar=False)
+    root = linalg.sqrtm(first @ second).real
+    expected = ((x.mean(0) - y.mean(0)) ** 2).sum() + np.trace(first + second - 2 * root)
+    assert frechet_distance(x, y) == pytest.approx(expected, rel=1e-6)
+    assert frechet_distance(x, x) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_energy_by_hand_and_as_scipy() -> None:
+    # E|X - Y| = 2, E|X - X'| = 2 over distinct pairs, E|Y - Y'| = 4.
+    x, y = np.array([[0.0], [2.0]]), np.array([[0.0], [4.0]])
+    assert energy_distance(x, y) == pytest.approx(2 * 2 - 2 - 4)
+    generator = np.random.default_rng(2)
+    x, y = generator.normal(size=(300, 1)), generator.normal(0.7, size=(400, 1))
+    n, m = len(x), len(y)
+    within = [np.abs(rows - rows.T).mean() for rows in (x, y)]
+    # scipy keeps pairs of a row with itself and takes the root of half; both are put back.
+    unbiased = scipy_energy(x[:, 0], y[:, 0]) ** 2 - within[0] / (n - 1) - within[1] / (m - 1)
+    assert energy_distance(x, y) == pytest.approx(unbiased, rel=1e-6)
+
+
+def test_energy_of_one_law_is_nought_on_average() -> None:
+    """400 pairs of sets of one law: the mean is within four standard errors of 0."""
+    generator = np.random.default_rng(3)
+    values = [energy_distance(*generator.normal(size=(2, 30, 4))) for _ in range(400)]
+    assert abs(np.mean(values)) < 4 * np.std(values) / np.sqrt(len(values))
+
+
+def test_ngram_vectors_see_order_and_frequency_alone() -> None:
+    rows = [[1, 2, 3, 1, 2, 3], [3, 1, 2, 3, 1, 2], [1, 1, 2, 2, 3, 3]]
+    vectors = ngram_vectors(rows)
+    assert np.allclose((vectors**2).sum(1), 3.0)  # unit length for each of the three orders
+    unigrams, bigrams = vectors[:, :2048], vectors[:, 2048:4096]
+    assert np.allclose(unigrams[0], unigrams[2]) and not np.allclose(bigrams[0], bigrams[2])
+    assert not np.allclose(ngram_vectors([[1, 2]]), ngram_vectors([[2, 1]]))
+
+
+def test_jackknife_of_a_mean_is_the_known_interval() -> None:
+    x = np.random.default_rng(4).normal(size=(2000, 1))
+    found = jackknife(lambda rows: float(rows.mean()), x)
+    half = 1.96 * x.std(ddof=1) / np.sqrt(len(x))
+    assert found.value == pytest.approx(x.mean())
+    # 20 groups know a spread to one part in sqrt(2 * 19): four of those.
+    assert (found.high - found.low) / 2 == pytest.approx(half, rel=4 / np.sqrt(38))
+
+
+def test_naive_samplers_are_behind_other_rows_of_the_text() -> None:
+    text, other, reference = (markov_text(400, 48, seed) for seed in (5, 6, 7))
+    vectors = ngram_vectors(reference.tolist())
+    measure = partial(energy_distance, y=vectors)
+    floor = jackknife(measure, ngram_vectors(other[:300].tolist()))
+    naive = naive_samples(text, 300)
+    assert set(naive) == {"periodic text", "unigram draws", "frequent 4-grams", "shuffled rows"}
+    for name, rows in naive.items():
+        assert rows.shape == (300, 48)
+        assert measure(ngram_vectors(rows.tolist())) > max(0, floor.high) * 2, name
+    assert np.array_equal(naive["periodic text"][0, :8], naive["periodic text"][0, 8:16])
+    shuffled = naive["shuffled rows"]
+    assert sorted(shuffled[0].tolist()) in [sorted(row.tolist()) for row in text]
+
+
+def test_typicality_finds_too_near_and_too_far() -> None:
+    generator = np.random.default_rng(8)
+    fitted, typical, same, near, far = (
+        generator.normal(scale=scale, size=(500, 8)) for scale in (1, 1, 1, 0.3, 2)
+    )
+    gap = partial(typicality_gap, fitted=fitted, typical=typical)
+    assert gap(same) < 0.05 < min(gap(near), gap(far))
+
+
+def test_beginnings_and_memory_by_hand() -> None:
+    rows = [[0, *range(1, 30)], [0, *range(1, 30)], [0, *range(50, 79)]]
+    assert distinct_beginnings(rows) == pytest.approx(2 / 3)
+    training = np.array([[9, *range(1, 30)]])
+    # 15 16-grams a row; of the first two rows all but the one that holds the first token.
+    assert memorised_share(rows, training) == pytest.approx(2 * 14 / 45)
+    assert memorised_share([[1, 2]], training) == 0.0
+
+
+def test_few_samples_say_nothing() -> None:
+    with pytest.raises(UsageError, match=r"too few samples.*got 64; expected at least 128"):
+        require_enough(64, "samples")
+    with pytest.raises(UsageError, match="a covariance needs two"):
+        frechet_distance(np.zeros((1, 2)), np.zeros((3, 2)))
