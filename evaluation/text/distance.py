@@ -177,7 +177,7 @@ def jackknife(statistic: Callable[[Vectors], float], x: Vectors) -> Estimate:
 
 def naive_samples(
     text: Int[np.ndarray, "n l"], num: int, seed: int = 0
-) -> dict[str, Int[np.ndarray, "n l"]]:
+) -> dict[str, Int[np.ndarray, "k l"]]:
     """Samplers without a parameter that win perplexity or entropy: what a score must put last.
 
     Returns:
