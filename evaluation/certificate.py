@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -13,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from evaluation.samples.samples import find_sample_files, read_records, read_samples, short
-from shards.atomic import require_writable, write_json_atomic
+from shards.atomic import canonical_json, require_writable, write_json_atomic
 from shards.codec.protocol import Codec
 from shards.codec.registry import make_codec
 from shards.console import progress_bar
@@ -209,6 +210,8 @@ class DrawnFile:
         is_verified: Whether every token was verified to be the teacher's for its noise.
         verifier_sha256: Of the model that verified the samples, where one did.
         dtype: Precision of that model's weights, and so of its logits.
+        given_is_checked: Whether the tokens that the file calls given are those of the run's
+            settings; False where the file has fewer samples than the run had given rows.
     """
 
     source: Path
@@ -221,6 +224,7 @@ class DrawnFile:
     is_verified: bool
     verifier_sha256: str | None
     dtype: DtypeName
+    given_is_checked: bool
 
     def noise(self, row: DrawnRow) -> Noise:
         """xi of the sample's positions, from position 0."""
@@ -268,9 +272,17 @@ def read_drawn(file: Path) -> DrawnFile:
     if verified and not isinstance(verifier, str | None):
         raise _damaged(file, "verifier_sha256", verifier, "a hash")
     backbone = grouped(config).get("backbone", {})
+    rows = [_row(values, f"{file}, line {n}", vocab_size) for n, values in enumerate(records, 1)]
+    if not any(row.filled for row in rows):
+        raise UsageError(
+            "no position was filled, so there is nothing to certify",
+            where=file,
+            got=f"{len(rows)} rows that are given from end to end",
+            remedy="give samples with positions that the sampler filled",
+        )
     return DrawnFile(
         source=file,
-        rows=[_row(values, f"{file}, line {n}", vocab_size) for n, values in enumerate(records, 1)],
+        rows=rows,
         seed=samples.seed,
         tau=_tau(file, sampler.get("tau")),
         vocab_size=vocab_size,
@@ -279,6 +291,47 @@ def read_drawn(file: Path) -> DrawnFile:
         is_verified=verified,
         verifier_sha256=verifier if verified else None,
         dtype=_dtype(file, backbone.get("dtype") if kind in VERIFIED[1:] else None),
+        given_is_checked=_given_is_checked(file, rows, vocab_size, identity),
+    )
+
+
+def _given_is_checked(
+    file: Path, rows: Sequence[DrawnRow], mask_id: int, identity: Mapping[str, Any]
+) -> bool:
+    """Whether what the rows call given is what the run was given, by its hash.
+
+    Without this a file could call any token given, and no token of it would be looked at.
+
+    Raises:
+        GdistillError: For given tokens in a run that had none.
+    """
+    expected = identity.get("given_rows_sha256")
+
+    def as_given(row: DrawnRow, filled: Iterable[int]) -> list[int]:
+        open_places = set(filled)
+        return [mask_id if i in open_places else t for i, t in enumerate(row.tokens)]
+
+    def hash_of(given: list[list[int]]) -> str:
+        return hashlib.sha256(canonical_json(given)).hexdigest()
+
+    for row in rows:
+        is_bare = hash_of([as_given(row, range(1, len(row.tokens)))]) == expected
+        if is_bare and len(row.filled) < len(row.tokens) - 1:
+            raise GdistillError(
+                "a sample calls tokens given in a run without a prompt",
+                where=f"{file}: sample {row.index}",
+                got=f"{len(row.tokens) - len(row.filled)} given tokens",
+                expected="the first one alone, by given_rows_sha256 in settings.json",
+                remedy="the file was altered: sample again",
+            )
+    ordered = sorted(rows, key=lambda row: row.index)
+    if [row.index for row in ordered] != list(range(len(ordered))):
+        return False
+    given = [as_given(row, row.filled) for row in ordered]
+    periods = [n for n in range(1, len(given) + 1) if n == len(given) or given[n] == given[0]]
+    return any(
+        hash_of(given[:n]) == expected and all(r == given[i % n] for i, r in enumerate(given))
+        for n in periods
     )
 
 
@@ -418,6 +471,7 @@ def certify(
         found[visible(drawn.source.name)] = {
             "sampler": drawn.sampler,
             "tau": drawn.tau,
+            "given_is_checked": drawn.given_is_checked,
             **result.to_json(),
         }
         typer.echo(
@@ -425,6 +479,7 @@ def certify(
             f"tokens are argmax(l + {drawn.tau:g} xi) ({result.agreement:.2%}); smallest margin "
             f"{result.smallest_margin:.2g} nats; {len(result.ties)} ties within {result.dtype} "
             f"rounding, {result.num_mismatches} mismatches"
+            + ("" if drawn.given_is_checked else "; which tokens were given is the file's own word")
         )
         if drawn.is_verified and result.num_mismatches:
             broken.append((drawn.source, result.mismatches[0]))

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.jobs import run_visibly
 from benchmarks.quality.plan import Plan, Run
-from evaluation.maze.jobs import run_visibly
 
 PLAIN = ("nucleus_p=1.0,0.9,0.8,0.7", ())
 WITH_NOISE = ("tau=0.85,1.0,1.3,1.7", ("decision=argmax",))

@@ -76,6 +76,30 @@ def test_verified_samples_agree_everywhere(
     assert found(tmp_path)["num_mismatches"] == 1
 
 
+def test_a_file_cannot_call_its_tokens_given(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was given is known by its hash in the settings: more than that would hide tokens."""
+    sample(models, tmp_path, "--sampler", "coupled", "--verifier", models / "teacher")
+    file = tmp_path / "samples.jsonl"
+    assert certify(tmp_path, models / "teacher") == 0 and found(tmp_path)["given_is_checked"]
+    records = read(file)
+
+    def write(given: int, count: int) -> None:
+        lines = [{**r, "num_given": given if i < count else 1} for i, r in enumerate(records)]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    for given, count, said in (
+        (LENGTH - 1, 1, "calls tokens given in a run without a prompt"),
+        (LENGTH, 20, "nothing to certify"),
+    ):
+        write(given, count)
+        capsys.readouterr()
+        assert certify(tmp_path, models / "teacher") != 0
+        error = capsys.readouterr().err.strip()
+        assert said in error and "\n" not in error
+
+
 def test_a_students_own_samples_get_their_agreement(models: Path, tmp_path: Path) -> None:
     sample(models, tmp_path, "--nfe", 3, "--tau", 0.9)
     assert certify(tmp_path, models / "teacher") == 0
