@@ -18,11 +18,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shards.reading import open_store
     from shards.store.store import ShardStore
+    from shards.stream.dataset import open_store
 
 _HOME = {
-    "open_store": "shards.reading",
+    "open_store": "shards.stream.dataset",
     "ShardStore": "shards.store.store",
 }
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
+import stat
 import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -62,15 +66,25 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
     fsync_path(path.parent)
 
 
-def append_line(path: Path, line: str) -> None:
-    """Add a line to a file that only grows; nothing is written through a link in its place.
+def open_itself(path: Path | str, flags: int) -> int:
+    """A descriptor of the regular file at ``path``: what is there is neither followed nor emptied.
 
-    A folder from elsewhere may hold a link under the file's name, or a pipe that nobody reads.
+    A folder from elsewhere may hold a link under a file's name, or a pipe that nobody reads. An
+    ``opener`` of :func:`open` too.
+
+    Raises:
+        OSError: For a link, or anything else that is no regular file.
     """
+    safe = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, safe, 0o666)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "not a file", str(path))
 
-    def open_itself(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file that only grows."""
     make_folders(path.parent)
     with open(path, "a", encoding="utf-8", opener=open_itself) as file:
         file.write(line + "\n")
@@ -126,6 +140,50 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@dataclass(frozen=True)
+class FileRecord:
+    """Size and hash of one file of a store."""
+
+    num_bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, data: bytes) -> FileRecord:
+        """The record of a file holding ``data``."""
+        return cls(len(data), hashlib.sha256(data).hexdigest())
+
+    def matches(self, data: bytes) -> bool:
+        """Whether ``data`` is the file's content."""
+        return FileRecord.of(data) == self
+
+    def to_json(self) -> dict[str, Any]:
+        return {"bytes": self.num_bytes, "sha256": self.sha256}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> FileRecord:
+        """Read a record.
+
+        Raises:
+            KeyError: If a field is missing.
+            UsageError: If one is no size, or no hash.
+        """
+        num_bytes = value["bytes"]
+        if type(num_bytes) is not int or num_bytes < 0:
+            raise UsageError("not a number of bytes", got=repr(num_bytes))
+        return cls(num_bytes, sha256_hex(value["sha256"]))
+
+
+def sha256_hex(value: object) -> str:
+    """``value``, if it is a sha256 in hex.
+
+    Raises:
+        UsageError: If it is not: it may become a file's name.
+    """
+    if isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value):
+        return value
+    raise UsageError("not a sha256", got=repr(value)[:80])
+
+
 # An output folder: one that can be written, and one run at a time in it.
 
 
@@ -157,7 +215,7 @@ def exclusive(directory: Path) -> Iterator[None]:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / LOCK_FILE, "w")  # noqa: SIM115 (closed below)
+        lock = open(directory / LOCK_FILE, "a", opener=open_itself)  # noqa: SIM115 (closed below)
     except OSError as error:
         where, got = error.filename or directory, error.strerror
         remedy = "give another --out"
@@ -172,7 +230,7 @@ def exclusive(directory: Path) -> Iterator[None]:
 def is_held(directory: Path) -> bool | None:
     """Whether a process holds ``directory``; None where the file system cannot tell."""
     try:
-        with open(directory / LOCK_FILE) as file:
+        with open(directory / LOCK_FILE, opener=open_itself) as file:
             return not _locked(file, fcntl.LOCK_SH)
     except FileNotFoundError:
         return False

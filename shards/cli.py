@@ -9,17 +9,18 @@ from typing import Annotated
 
 import typer
 
-from shards.atomic import write_bytes_atomic
+from shards.atomic import require_writable, write_bytes_atomic
 from shards.codec.registry import make_codec
 from shards.console import command_app, progress_bar, run_command
 from shards.errors import IntegrityError, UsageError
-from shards.reading import open_store
 from shards.settings import parse_override
 from shards.store.location import open_location
 from shards.store.store import ShardStore
 from shards.store.verification import forget as forget_shards
 from shards.store.verification import verify
 from shards.store.writer import ShardWriter
+from shards.stream.dataset import open_store
+from shards.stream.order import shuffling_of
 from shards.tools.description import Description
 
 app = command_app(
@@ -31,7 +32,7 @@ Out = Annotated[str, typer.Option("--out", help="Where the new store goes: folde
 
 
 SHOWN_BATCH = 512
-"""Rows of the global batch that ``info`` tells the memory of shuffling for: the paper's."""
+"""Rows of the global batch that ``info`` tells of what shuffling costs for: the paper's."""
 
 
 @app.command()
@@ -42,25 +43,25 @@ def info(
     """What a store is, from which teacher and corpus, how large and how complete."""
     opened = open_store(store, allow_incomplete=True)
     description = Description.of(opened)
-    window = {
-        split: shuffle_bytes(opened, split)
-        for split, rows in opened.manifest.splits.items()
-        if rows
+    readers = {
+        split: opened.split(split, []) for split, rows in opened.manifest.splits.items() if rows
+    }
+    costs = {
+        split: shuffling_of(of.num_rows, of.rows_per_chunk, of.chunk_bytes, SHOWN_BATCH)
+        for split, of in readers.items()
     }
     if as_json:
-        typer.echo(json.dumps({**description.to_json(), "shuffle_bytes": window}, indent=2))
+        figures = {split: cost._asdict() for split, cost in costs.items()}
+        typer.echo(json.dumps({**description.to_json(), "shuffling": figures}, indent=2))
         return
     typer.echo(description.to_text())
-    most = f"{max(window.values(), default=0):,} bytes of decoded chunks"
-    typer.echo(f"{'shuffling':<12} {most} in memory, over all ranks, at {SHOWN_BATCH} rows a batch")
-
-
-def shuffle_bytes(store: ShardStore, split: str) -> int:
-    """Decoded bytes that shuffling a split keeps in memory, over all ranks of a run."""
-    from shards.stream.order import window_bytes_of
-
-    reader = store.split(split)
-    return window_bytes_of(reader.num_chunks, reader.chunk_bytes, SHOWN_BATCH)
+    if costs:
+        most = max(costs.values())
+        typer.echo(
+            f"{'shuffling':<12} {most.window_bytes:,} bytes of decoded chunks and"
+            f" {most.batch_bytes:,} a batch of {SHOWN_BATCH} rows in memory, over all ranks;"
+            f" {100 * most.shared_rows:.0f}% of its rows are of a chunk already met in it"
+        )
 
 
 @app.command(name="verify")
@@ -109,10 +110,11 @@ def show(
     from shards.tools.row_view import row_figure, row_page, view_row
 
     source = open_store(store, allow_incomplete=True)
+    page, picture = _beside(out)
+    require_writable(page.parent)
     first, views = view_row(source, split, row, draw)
     title = f"{split} row {row} of {store}"
     figure = row_figure(views, title)
-    page, picture = _beside(out)
     write_bytes_atomic(picture, figure)
     write_bytes_atomic(page, row_page(first, views, title, figure).encode())
     typer.echo(f"wrote {page} and {picture}")
@@ -140,6 +142,8 @@ def couplings(
 def _beside(out: Path) -> tuple[Path, Path]:
     """A page and a picture of one stem, whichever of the two was named."""
     stem = out.with_suffix("") if out.suffix in (".html", ".htm", ".png") else out
+    if not stem.name or stem.with_name(f"{stem.name}.html").is_dir():
+        raise UsageError("no file name", where="--out", got=out, expected="such as row.html")
     return stem.with_name(f"{stem.name}.html"), stem.with_name(f"{stem.name}.png")
 
 

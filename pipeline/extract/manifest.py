@@ -33,6 +33,7 @@ from shards.language_model.loading import PretrainedFiles, looks_local
 from shards.noise.philox import noise_kernel
 from shards.store.manifest import STORE_ARRAYS, Manifest, read_ways, record_ways
 from shards.store.writer import ShardWriter
+from shards.stream.order import MIXED_CHUNK_BYTES
 from shards.tools.unigram import unigram_log_probs
 
 ROUNDING_NATS = 2e-4
@@ -149,7 +150,7 @@ def _rows(manifest: Manifest, teacher: Teacher) -> int:
 # What decides the content of a store, as its manifest; the arrays and files it carries along.
 
 
-CHUNK_TOKENS, CHUNK_BYTES = 1 << 12, 32 << 20
+CHUNK_TOKENS = 1 << 12
 SHARD_TOKENS, SHARD_BYTES = 1 << 18, 256 << 20
 
 
@@ -183,7 +184,7 @@ def rows_per_unit(
     """
     row_bytes = row_length * bytes_per_token(arrays)
     chunk = settings.rows_per_chunk or max(
-        1, min(CHUNK_TOKENS // row_length, CHUNK_BYTES // row_bytes)
+        1, min(CHUNK_TOKENS // row_length, MIXED_CHUNK_BYTES // row_bytes)
     )
     if settings.rows_per_chunk is None and settings.rows_per_shard is not None:
         chunk = next(c for c in range(chunk, 0, -1) if settings.rows_per_shard % c == 0)

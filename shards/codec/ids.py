@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -45,6 +46,30 @@ def from_planes(name: str, arrays: Arrays, max_value: int) -> Int[Tensor, "*shap
     for i, plane in enumerate(planes[1:], start=1):
         result |= arrays[plane].long() << 8 * i
     return result
+
+
+def check_ranks(
+    name: str, arrays: Mapping[str, np.ndarray], vocab_size: int, *, are_gaps: bool
+) -> str:
+    """What is wrong with stored numbers, 1 + rank each or gaps that add up to it; empty if nothing.
+
+    Args:
+        name: Of the planes, arrays [rows, L, m] uint8; not looked at unless all are there.
+        arrays: By name.
+        vocab_size: V, the most that any may come to.
+        are_gaps: Whether each counts from the slot before.
+    """
+    planes = [arrays.get(plane) for plane in plane_names(name, vocab_size)]
+    most = 0
+    for i, plane in enumerate(planes):
+        if plane is None:
+            return ""
+        if are_gaps:  # none is negative, so the sum is the largest
+            most = most + (plane.sum(-1, dtype=np.int64) << 8 * i)
+        else:
+            most = most | (plane.astype(np.uint32) << 8 * i)
+    largest = int(np.max(most, initial=0))
+    return f"{name}: id {largest - 1}, of {vocab_size}" if largest > vocab_size else ""
 
 
 def used_width(used: Bool[Tensor, "n m"]) -> int:

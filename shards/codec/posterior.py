@@ -13,9 +13,11 @@ nothing for slots left unused. Where M >= V the distribution is kept whole and n
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -23,6 +25,7 @@ from torch import Tensor
 from shards.codec.frozen import encode_in_parts
 from shards.codec.ids import (
     FrequencyOrder,
+    check_ranks,
     cut_slots,
     from_planes,
     likeliest_tokens,
@@ -165,6 +168,9 @@ class PosteriorCodec(FreshDraws):
 
     def cut(self, arrays: Arrays) -> Arrays:
         return cut_slots(arrays, "entry_rank", "entry_step")
+
+    def check_ids(self, arrays: Mapping[str, np.ndarray], vocab_size: int) -> str:
+        return check_ranks("entry_rank", arrays, vocab_size, are_gaps=False)
 
     def distribution(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
+import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -102,6 +103,13 @@ class Codec(Protocol):
         """
         return arrays
 
+    def check_ids(self, arrays: Mapping[str, np.ndarray], vocab_size: int) -> str:
+        """What is wrong with the ids in stored arrays [rows, L, *trailing]; empty if nothing is.
+
+        A store may come from anywhere: ids of V and more must not get as far as :meth:`decode`.
+        """
+        return ""
+
     def distribution(
         self,
         arrays: Arrays,
@@ -109,7 +117,9 @@ class Codec(Protocol):
         token_log_probs: Float[Tensor, "n"],
         resources: Arrays,
     ) -> Probabilities:
-        """The teacher's distribution at n positions as stored, with p_x exact: targets for KD.
+        """The teacher's distribution at n positions as stored: targets for KD.
+
+        It is normalised. p_x is exact but for ``hidden``, which rounds the logits.
 
         Raises:
             UsageError: Where one draw of the noise is stored and the distribution is not.
@@ -144,7 +154,7 @@ class FreshDraws(Codec):
         token_log_probs: Float[Tensor, "n"],
         resources: Arrays,
     ) -> Probabilities:
-        """The teacher's distribution as stored, with p_x exact (for distillation losses too)."""
+        """The teacher's distribution as stored (for distillation losses too)."""
 
     def decode(
         self,

@@ -13,10 +13,12 @@ nearest multiple of 2 eps is safe, and above it shifts are rounded up to multipl
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
@@ -24,6 +26,7 @@ from torch import Tensor
 from shards.codec.frozen import encode_draw
 from shards.codec.ids import (
     FrequencyOrder,
+    check_ranks,
     cut_slots,
     from_planes,
     plane_specs,
@@ -200,6 +203,9 @@ class SeededCodec(Codec):
 
     def cut(self, arrays: Arrays) -> Arrays:
         return cut_slots(arrays, "shift_gap", "shift_code")
+
+    def check_ids(self, arrays: Mapping[str, np.ndarray], vocab_size: int) -> str:
+        return check_ranks("shift_gap", arrays, vocab_size, are_gaps=True)
 
     def decode(
         self,

@@ -9,16 +9,18 @@ whole draw is wanted (``gdistill-shards show``).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from shards.codec.frozen import encode_draw
 from shards.codec.full import half_gumbels
-from shards.codec.ids import from_planes, plane_specs, to_planes
+from shards.codec.ids import check_ranks, from_planes, plane_specs, to_planes
 from shards.codec.protocol import Arrays, ArraySpec, Codec, TeacherOutput
 from shards.errors import UsageError
 from shards.noise.gumbel import arrivals_from_gumbel
@@ -73,6 +75,9 @@ class TopKCodec(Codec):
             "token_gumbels": noise.token_gumbels,
         }
 
+    def check_ids(self, arrays: Mapping[str, np.ndarray], vocab_size: int) -> str:
+        return check_ranks("entry_gap", arrays, vocab_size, are_gaps=True)
+
     def decode(
         self,
         arrays: Arrays,
@@ -87,7 +92,8 @@ class TopKCodec(Codec):
         own = arrays["token_gumbels"][:, None]
         gumbels = torch.where(is_token, own, arrays["entry_gumbels"].float())
         rest = arrays["rest_log_rate"].exp()
-        return SparseNoise(ids, arrivals_from_gumbel(gumbels), vocab_size, rest)
+        own_entry = (tokens, arrays["token_gumbels"])
+        return SparseNoise(ids, arrivals_from_gumbel(gumbels), vocab_size, rest, own_entry)
 
     def prior(self, keys: PositionKeys, vocab_size: int) -> TopPrior:
         """The noise to sample with: the k largest of V prior Gumbels."""

@@ -273,12 +273,16 @@ class SparseNoise(TiledNoise):
         vocab_size: V.
         rest_rate: [n] float32, sum of 1/F over the other V - k entries: their share of
             ``sum(1/F)``, the denominator of softmax(xi).
+        own: The observed tokens [n] and their xi [n], where those are known apart. A student is not
+            shown them (it could tell the token by an entry below the cut): they are in
+            :meth:`gumbels` alone.
     """
 
     ids: Int[Tensor, "n k"]
     arrivals: Float[Tensor, "n k"]
     vocab_size: int
     rest_rate: Float[Tensor, "n"]
+    own: tuple[Int[Tensor, "n"], Float[Tensor, "n"]] | None = None
 
     @property
     def num_positions(self) -> int:
@@ -294,6 +298,11 @@ class SparseNoise(TiledNoise):
         inside = (self.ids >= start) & (self.ids < start + width)
         columns = torch.where(inside, self.ids - start, width)
         return padded.scatter_(1, columns, self.arrivals)[:, :width]
+
+    def gumbels(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "n tile"]:
+        stop = self.vocab_size if stop is None else min(stop, self.vocab_size)
+        others = super().gumbels(start, stop)
+        return others if self.own is None else place_tokens(others, *self.own, start, stop)
 
     def softmax_embed(
         self, weight: Float[Tensor, "v d"], weighting: Weighting | None = None

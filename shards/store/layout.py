@@ -303,12 +303,19 @@ def decode_chunk(data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> n
     return rows
 
 
-def read_array(metadata: bytes, read_chunk: Callable[[str], bytes]) -> np.ndarray:
+def read_array(
+    metadata: bytes,
+    read_chunk: Callable[[str], bytes],
+    expected_shape: tuple[int, ...] | None = None,
+    stored_bytes: int | None = None,
+) -> np.ndarray:
     """An unsharded array cut along its first axis, as resources are kept.
 
     Args:
         metadata: Its ``zarr.json``.
         read_chunk: A chunk's key, ``3/0`` say -> its bytes.
+        expected_shape: Its shape; None if nobody knows.
+        stored_bytes: Bytes of its chunks' files; a large array that is nearly nothing is refused.
 
     Raises:
         DamagedShard: If the metadata are not those of such an array, or a chunk is damaged.
@@ -326,6 +333,11 @@ def read_array(metadata: bytes, read_chunk: Callable[[str], bytes]) -> np.ndarra
         known = False
     if not known:
         raise DamagedShard("not an array as this project writes them")
+    if expected_shape not in (None, shape):
+        raise DamagedShard(f"shape {shape}, expected {expected_shape}")
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if stored_bytes is not None and num_bytes > MAX_RESOURCE_CHUNK_BYTES + 100 * stored_bytes:
+        raise DamagedShard(f"{num_bytes} bytes from files of {stored_bytes}")
     if math.prod(chunk) * dtype.itemsize > MAX_RESOURCE_CHUNK_BYTES:
         raise DamagedShard(f"a chunk of {chunk}: more than {MAX_RESOURCE_CHUNK_BYTES} bytes")
     zeros = "/0" * (len(shape) - 1)
@@ -495,16 +507,26 @@ def check_arrays(manifest: Manifest, shard: ShardRange, arrays: Mapping[str, np.
             names array, row of the split and position.
     """
     _check_shapes(manifest, shard, arrays)
-    tokens, log_probs = arrays["tokens"], arrays["token_log_probs"]
-    _refuse_where((tokens < 0) | (tokens >= manifest.vocab_size), shard, "tokens", tokens)
-    # A rounding above 0 is a probability of 1; anything more is not a log-probability.
-    bad = ~np.isfinite(log_probs) | (log_probs > 1e-3)
-    bad[:, 0] |= log_probs[:, 0] != 0
-    _refuse_where(bad, shard, "token_log_probs", log_probs)
-    for name in manifest.arrays:
-        values = arrays[name]
-        if values.dtype.kind == "f" and not np.isfinite(values).all():
-            _refuse_where(~np.isfinite(values), shard, name, values, TOO_LARGE)
+    check_values(manifest, shard, arrays)
+
+
+def check_values(manifest: Manifest, rows: ShardRange, arrays: Mapping[str, np.ndarray]) -> None:
+    """Refuse tokens that are none of V, numbers that are not finite, probabilities above 1.
+
+    Raises:
+        GdistillError: Names array, row of the split and position.
+    """
+    for name, values in arrays.items():
+        if name == "tokens":
+            _refuse_where((values < 0) | (values >= manifest.vocab_size), rows, name, values)
+        elif name == "token_log_probs":
+            log_probs = values
+            # A rounding above 0 is a probability of 1; anything more is not a log-probability.
+            bad = ~np.isfinite(log_probs) | (log_probs > 1e-3)
+            bad[:, 0] |= log_probs[:, 0] != 0
+            _refuse_where(bad, rows, name, log_probs)
+        elif values.dtype.kind == "f" and not np.isfinite(values).all():
+            _refuse_where(~np.isfinite(values), rows, name, values, TOO_LARGE)
 
 
 def _check_shapes(manifest: Manifest, shard: ShardRange, arrays: Mapping[str, np.ndarray]) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from shards.atomic import FileRecord, sha256_hex
 from shards.errors import IntegrityError, UsageError
 from shards.store.layout import ShardRange, shard_files
-from shards.store.location import FileRecord, Location, sha256_hex
+from shards.store.location import Location
 from shards.store.manifest import Manifest, seal, unseal
 
 LEDGER = "ledger"
@@ -59,7 +60,7 @@ class ShardRecord:
             tails = {name: sha256_hex(tail) for name, tail in value.get("tails", {}).items()}
             record = cls(shard, value["manifest_sha256"], files, tails)
         except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
-            raise IntegrityError("malformed ledger record", where=where, got=error) from error
+            raise IntegrityError("malformed record", where=where, got=str(error)[:200]) from error
         return record
 
 

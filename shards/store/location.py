@@ -1,73 +1,28 @@
-"""What is known of a file before it is read: its size and its hash."""
+"""Where a store lives: a local folder or an fsspec URL, seen as names -> bytes.
+
+A name is a relative path with forward slashes. Writes are atomic: a name holds its old content or
+all of the new one.
+"""
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
-import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from shards.atomic import discard_leftovers, fsync_path, write_bytes_atomic
+from shards.atomic import (
+    FileRecord,
+    discard_leftovers,
+    fsync_path,
+    open_itself,
+    write_bytes_atomic,
+)
 from shards.errors import GdistillError, UsageError, path_inside, safe_name
-
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """Size and hash of one file of a store."""
-
-    num_bytes: int
-    sha256: str
-
-    @classmethod
-    def of(cls, data: bytes) -> FileRecord:
-        """The record of a file holding ``data``."""
-        return cls(len(data), hashlib.sha256(data).hexdigest())
-
-    def matches(self, data: bytes) -> bool:
-        """Whether ``data`` is the file's content."""
-        return FileRecord.of(data) == self
-
-    def to_json(self) -> dict[str, Any]:
-        return {"bytes": self.num_bytes, "sha256": self.sha256}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> FileRecord:
-        """Read a record.
-
-        Raises:
-            KeyError: If a field is missing.
-            UsageError: If one is no size, or no hash.
-        """
-        num_bytes = value["bytes"]
-        if type(num_bytes) is not int or num_bytes < 0:
-            raise UsageError("not a number of bytes", got=repr(num_bytes))
-        return cls(num_bytes, sha256_hex(value["sha256"]))
-
-
-def sha256_hex(value: object) -> str:
-    """``value``, if it is a sha256 in hex.
-
-    Raises:
-        UsageError: If it is not: it may become a file's name.
-    """
-    if isinstance(value, str) and _SHA256.fullmatch(value):
-        return value
-    raise UsageError("not a sha256", got=repr(value)[:80])
-
-
-# Where a store lives: a local folder or an fsspec URL, seen as names -> bytes.
-#
-# A name is a relative path with forward slashes. Writes are atomic: a name holds its old content or
-# all of the new one.
 
 
 @runtime_checkable
@@ -166,7 +121,10 @@ class LocalLocation:
     """A folder on a file system with atomic rename and flock; see ``location.Location``."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root.expanduser().resolve()
+        try:
+            self.root = root.expanduser().resolve()
+        except (RuntimeError, OSError) as error:  # a link to itself; no such user
+            raise UsageError("no place for a store", where=root, got=error) from error
 
     @property
     def url(self) -> str:
@@ -264,11 +222,14 @@ class LocalLocation:
                 raise FileNotFoundError(name) from error
             raise GdistillError(f"cannot {verb} the store", where=self.root, got=error) from error
         except OSError as error:
+            writes = verb in ("write", "delete", "lock", "tidy")
             raise GdistillError(
                 f"cannot {verb} a file of the store",
                 where=self.root / name,
                 got=error.strerror or error,
-                remedy="free space or fix permissions, then run again: finished shards are kept",
+                remedy="free space or fix permissions, then run again: finished shards are kept"
+                if writes
+                else "fix its permissions, or the disk it lies on",
             ) from error
 
 
@@ -296,7 +257,7 @@ def _lock(path: Path, wait: bool) -> int | None:
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = open_itself(path, os.O_RDWR | os.O_CREAT)
         except FileNotFoundError:  # another release removed the folder in between
             continue
         except FileExistsError:  # ... or between mkdir's refusal and its look at what is there

@@ -17,14 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from shards.atomic import canonical_json
+from shards.atomic import FileRecord, canonical_json
 from shards.codec.protocol import ArraySpec
 from shards.errors import GdistillError, IntegrityError, UsageError, safe_name
 from shards.provenance import derive_seed
 from shards.settings import flatten
-from shards.store.location import FileRecord, Location
+from shards.store.location import Location
 
 SEAL = "sha256"
+MAX_DEPTH = 32
 
 
 def digest(value: Mapping[str, Any]) -> str:
@@ -43,10 +44,17 @@ def parse(data: bytes, where: object) -> dict[str, Any]:
     """The JSON object in ``data``, its seal not yet checked.
 
     Raises:
-        IntegrityError: If ``data`` is not a JSON object.
+        IntegrityError: If ``data`` is not a JSON object, is nested deeper than anything of ours, or
+            has text that is no Unicode.
     """
     try:
         value = json.loads(data)
+        level = [value]
+        for _ in range(MAX_DEPTH):
+            nested = [entry for entry in level if isinstance(entry, dict | list)]
+            level = [inner for entry in nested for inner in _parts(entry)]
+        if level:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}")
     except (ValueError, RecursionError) as error:
         raise IntegrityError(
             "not a readable record", where=where, got=str(error)[:80], expected="a sealed JSON file"
@@ -54,6 +62,15 @@ def parse(data: bytes, where: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise IntegrityError("not a record", where=where, expected="a JSON object")
     return value
+
+
+def _parts(entry: dict[str, Any] | list[Any]) -> list[Any]:
+    """Keys and values; a ValueError for a text that cannot be written (half of a surrogate)."""
+    parts = [*entry, *entry.values()] if isinstance(entry, dict) else entry
+    for part in parts:
+        if isinstance(part, str):
+            part.encode()
+    return parts
 
 
 def unseal(data: bytes, where: object) -> dict[str, Any]:
@@ -65,7 +82,7 @@ def unseal(data: bytes, where: object) -> dict[str, Any]:
     value = parse(data, where)
     try:
         intact = seal(value) == data
-    except (ValueError, TypeError):  # NaN, or keys that do not sort
+    except (ValueError, TypeError, RecursionError):  # NaN, or keys that do not sort
         intact = False
     if not intact:
         raise IntegrityError(
@@ -104,18 +121,24 @@ def read_ways(place: Location) -> list[dict[str, Any]]:
     Raises:
         IntegrityError: If the record cannot be read.
     """
+    where = f"{place.url}/{COMPUTED_FILE}"
     try:
-        ways = json.loads(place.read(COMPUTED_FILE))["ways"]
-        return [dict(way) for way in ways]
+        ways = parse(place.read(COMPUTED_FILE), where).get("ways")
     except FileNotFoundError:
         return []
-    except (ValueError, TypeError, KeyError) as error:
-        raise IntegrityError(
-            "cannot read how the store was computed",
-            where=f"{place.url}/{COMPUTED_FILE}",
-            got=error,
-            remedy="remove the file: it is no part of the store's identity",
-        ) from error
+    plain = str | int | float | None
+    if isinstance(ways, list) and all(
+        isinstance(way, dict) and all(isinstance(entry, plain) for entry in way.values())
+        for way in ways
+    ):
+        return ways
+    raise IntegrityError(
+        "cannot read how the store was computed",
+        where=where,
+        got=_short(ways),
+        expected="a list of flat records",
+        remedy="remove the file: it is no part of the store's identity",
+    )
 
 
 def record_ways(place: Location, ways: Iterable[Way]) -> None:
@@ -148,8 +171,9 @@ MAPPINGS = ("codec", "arrays", "splits", "teacher", "tokenizer", "tokens", "vers
 MAX_SIZE = 2**31 - 2
 """Token ids and the mask id, one past them, are int32."""
 MAX_CHUNK_BYTES = 1 << 32
-MAX_SHARDS = 1_000_000
-"""Of a split: a shard is the unit of work, and its files and record are files of their own."""
+"""Of all arrays together."""
+MAX_SHARDS, MAX_SHARD_FILES = 1 << 18, 1 << 22
+"""Of all splits: a shard is the unit of work, and its files and record are files of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,6 +347,7 @@ def _check_arrays(manifest: Manifest) -> None:
     clash = sorted(set(manifest.arrays) & set(STORE_ARRAYS))
     if clash:
         raise UsageError("a codec array has the name of a store array", where=clash[0])
+    num_bytes = 0
     for name, spec in manifest.all_arrays.items():
         _require_name("arrays", name)
         for size in spec.trailing_shape:
@@ -335,14 +360,15 @@ def _check_arrays(manifest: Manifest) -> None:
         if not known:
             raise UsageError("unknown dtype", where=f"arrays.{name}", got=_short(spec.dtype))
         rows = (manifest.rows_per_chunk, manifest.row_length, *spec.trailing_shape)
-        if math.prod(rows) * dtype.itemsize > MAX_CHUNK_BYTES:
-            raise UsageError(
-                "a chunk is too large",
-                where=f"arrays.{name}",
-                got=f"{dtype.name} {rows}",
-                expected=f"at most {MAX_CHUNK_BYTES} bytes",
-                remedy="fewer rows_per_chunk, shorter rows or a smaller codec",
-            )
+        num_bytes += math.prod(rows) * dtype.itemsize
+    if num_bytes > MAX_CHUNK_BYTES:
+        raise UsageError(
+            "a chunk is too large",
+            where="arrays",
+            got=f"{num_bytes} bytes",
+            expected=f"at most {MAX_CHUNK_BYTES} bytes",
+            remedy="fewer rows_per_chunk, shorter rows or a smaller codec",
+        )
 
 
 def _check_splits(manifest: Manifest) -> None:
@@ -353,9 +379,14 @@ def _check_splits(manifest: Manifest) -> None:
             got=manifest.rows_per_shard,
             expected=f"a multiple of {manifest.rows_per_chunk}",
         )
+    shards = 0
     for split, rows in manifest.splits.items():
         _require_name("splits", split)
         _require_int(f"splits.{split}", rows, 0, MAX_SHARDS * manifest.rows_per_shard)
+        shards += -(-rows // manifest.rows_per_shard)
+    most = min(MAX_SHARDS, MAX_SHARD_FILES // len(manifest.all_arrays))
+    if shards > most or len(manifest.splits) > MAX_SHARDS:
+        raise UsageError("too many shards", where="splits", got=shards, expected=f"at most {most}")
 
 
 def _require_name(where: str, name: str) -> None:

@@ -2,23 +2,26 @@
 
 Before a shard is read, its ledger record must be there and sound. Its files must have the recorded
 size and the recorded tail, which names every chunk by its checksum: a whole file of another shard,
-or of an older run, is refused when it is first met. The bytes themselves are covered by the crc32c
-of every inner chunk, and a remote file's by its hash when it is copied into the cache.
+or of an older run, is refused when it is first met. (Shards of versions before tails are hashed
+whole then.) Every inner chunk has its crc32c, and a remote file is hashed when it is copied into
+the cache. What a chunk says must be possible: tokens below V, finite numbers, ids below V.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
+from shards.atomic import FileRecord
 from shards.errors import GdistillError, IntegrityError
 from shards.store.layout import (
     DamagedShard,
     NativeShards,
     ShardRange,
+    check_values,
     native_array,
     read_file_range,
     shard_file,
@@ -27,7 +30,7 @@ from shards.store.layout import (
 )
 from shards.store.layout import num_shards as count_shards
 from shards.store.ledger import ShardRecord, read_record, rewrite_remedy
-from shards.store.location import FileRecord, Location
+from shards.store.location import Location
 from shards.store.manifest import Manifest
 
 
@@ -51,8 +54,10 @@ class SplitReader:
         manifest: Manifest,
         split: str,
         arrays: Collection[str] | None = None,
+        check_ids: Callable[[Mapping[str, np.ndarray], int], str] = lambda *_: "",
     ) -> None:
         self.location, self.manifest, self.split = location, manifest, split
+        self._check_ids = check_ids
         self.num_rows = manifest.splits[split]
         self.rows_per_chunk = manifest.rows_per_chunk
         self.num_chunks = -(-self.num_rows // self.rows_per_chunk)
@@ -121,7 +126,21 @@ class SplitReader:
         num_rows = min(self.rows_per_chunk, self.num_rows - start)
         shard = self.shard_of(start)
         self._know(shard)
-        return {name: self._read(shard, name, index)[:num_rows] for name in self._arrays}
+        rows = {name: self._read(shard, name, index)[:num_rows] for name in self._arrays}
+        place = ShardRange(self.split, shard.index, start, start + num_rows)
+        try:
+            check_values(self.manifest, place, rows)
+            problem: object = self._check_ids(rows, self.manifest.vocab_size)
+        except GdistillError as error:
+            problem = error
+        if problem:
+            raise IntegrityError(
+                "the store holds what no teacher said",
+                where=f"{self.location.url}: {shard}",
+                got=problem,
+                remedy="write the store again, or get it from its source",
+            )
+        return rows
 
     def read_rows(self, start: int, stop: int) -> dict[str, np.ndarray]:
         """Rows start..stop-1, whatever chunks they lie in."""
@@ -155,7 +174,20 @@ class SplitReader:
                 where=f"{self.location.url}: {shard}",
                 remedy="run the command that wrote the store again: it finishes it",
             )
-        self._known.add(record, shard_files(self.manifest, shard))
+        files = shard_files(self.manifest, shard)
+        self._known.add(record, files)
+        if not record.tails:  # of a version before them: nothing else tells one file from another
+            for name in self._arrays:
+                self._require_whole(shard, name, record.files[files[name]])
+
+    def _require_whole(self, shard: ShardRange, name: str, record: FileRecord) -> None:
+        try:
+            file = shard_file(self.manifest, self.split, name, shard.index)
+            with os.fdopen(self.location.open_file(file, record), "rb") as whole:
+                if not record.matches(whole.read()):
+                    raise DamagedShard("the file is another one than the ledger names")
+        except (DamagedShard, OSError, ValueError) as error:
+            raise self._explained(shard, name, error) from error
 
     def _read(self, shard: ShardRange, name: str, index: int) -> np.ndarray:
         try:

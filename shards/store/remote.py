@@ -30,9 +30,8 @@ from typing import Any, Protocol, runtime_checkable
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
-from shards.atomic import has_ended, this_process
+from shards.atomic import FileRecord, has_ended, this_process
 from shards.errors import GdistillError, UsageError, safe_name
-from shards.store.location import FileRecord
 
 TAKEOVER = "~"
 LEASE_SECONDS = 120.0

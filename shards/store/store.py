@@ -74,6 +74,7 @@ class ShardStore:
                 "no store there", where=place.url, expected=MANIFEST_FILE, remedy="check the path"
             ) from error
         store = cls(place, manifest)
+        _require_codecs_arrays(manifest, store.codec, where)
         if not allow_incomplete:
             store._require_complete()
         return store
@@ -111,22 +112,25 @@ class ShardStore:
         Raises:
             IntegrityError: If one is missing, altered or of another kind than this project writes.
         """
-        found = {}
-        for name in self.manifest.files:
-            folder, _, file = name.rpartition("/")
-            above, _, resource = folder.rpartition("/")
-            if file == "zarr.json" and above == RESOURCES:
-                found[resource] = torch.from_numpy(self._resource(folder))
-        return found
+        return {name: torch.from_numpy(self._resource(name)) for name in _resources(self.manifest)}
 
-    def _resource(self, folder: str) -> np.ndarray:
-        metadata = self.file(f"{folder}/zarr.json")
+    def _resource(self, name: str) -> np.ndarray:
+        folder = f"{RESOURCES}/{name}"
+        metadata, files = self.file(f"{folder}/zarr.json"), self.manifest.files
+        num_bytes = sum(files[file].num_bytes for file in files if file.startswith(f"{folder}/c/"))
+        expected = resource_shape(name, self.manifest)
         try:
-            return read_array(metadata, lambda key: self.file(f"{folder}/c/{key}"))
+            values = read_array(
+                metadata, lambda key: self.file(f"{folder}/c/{key}"), expected, num_bytes
+            )
         except DamagedShard as error:
             raise IntegrityError(
                 "a resource cannot be read", where=f"{self.location.url}/{folder}", got=error
             ) from error
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            where = f"{self.location.url}/{folder}"
+            raise IntegrityError("a resource holds numbers that are not finite", where=where)
+        return values
 
     def split(self, name: str, arrays: Collection[str] | None = None) -> SplitReader:
         """The rows of one split; ``arrays`` narrows what is read (a plain student needs no noise).
@@ -142,7 +146,7 @@ class ShardStore:
             raise UsageError(
                 "no such split", where=name, expected=f"one of {sorted(self.manifest.splits)}"
             )
-        return SplitReader(self.location, self.manifest, name, arrays)
+        return SplitReader(self.location, self.manifest, name, arrays, self.codec.check_ids)
 
     def file(self, name: str) -> bytes:
         """The content of one file written once, checked against the manifest."""
@@ -176,3 +180,46 @@ class ShardStore:
             write_bytes_atomic(path, data)
             paths.append(path)
         return paths
+
+
+def _resources(manifest: Manifest) -> list[str]:
+    """Names of the arrays kept once."""
+    parts = (name.split("/") for name in manifest.files)
+    return [part[1] for part in parts if part[0] == RESOURCES and part[2:] == ["zarr.json"]]
+
+
+def resource_shape(name: str, manifest: Manifest) -> tuple[int, ...] | None:
+    """The shape of a resource that a codec of ours reads; None for one of another package."""
+    hidden = manifest.arrays.get("hidden")
+    width = hidden.trailing_shape if hidden is not None else ()
+    return {
+        "unigram_log_probs": (manifest.vocab_size,),
+        "lm_head": (manifest.vocab_size, *width) if width else None,
+        "lm_head_bias": (manifest.vocab_size,),
+    }.get(name)
+
+
+def _require_codecs_arrays(manifest: Manifest, codec: Codec, where: str) -> None:
+    """Refuse a store whose arrays or resources are not those of its codec at this V."""
+    if "/" in codec.name:
+        return  # of another package, which alone knows
+    hidden = manifest.arrays.get("hidden")
+    width = hidden.trailing_shape[0] if hidden is not None and hidden.trailing_shape else None
+    try:
+        expected = codec.array_specs(manifest.vocab_size, width)
+    except UsageError as error:
+        raise IntegrityError(
+            "parameters of a codec that cannot be", where=where, got=error
+        ) from error
+    for name in sorted({*expected, *manifest.arrays}):
+        if expected.get(name) != manifest.arrays.get(name):
+            raise IntegrityError(
+                f"the arrays are not those of the codec {codec.name}",
+                where=f"{where}: {name}",
+                got=manifest.arrays.get(name, "none"),
+                expected=expected.get(name, "none"),
+            )
+    optional = {"lm_head_bias"}  # early stores of a teacher without one have none
+    missing = {*codec.resource_names} - {*_resources(manifest)} - optional
+    if missing:
+        raise IntegrityError("a resource is missing", where=where, got=", ".join(sorted(missing)))

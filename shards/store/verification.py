@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shards.atomic import FileRecord
 from shards.errors import GdistillError, IntegrityError
 from shards.store.layout import ShardRange, shard_files, shard_ranges
 from shards.store.ledger import claim_name, read_record, record_file, rewrite_remedy
-from shards.store.location import FileRecord, Location, as_location
+from shards.store.location import Location, as_location
 from shards.store.manifest import COMPUTED_FILE, MANIFEST_FILE, Manifest
 
 Progress = Callable[[int], object]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shards.atomic import FileRecord
 from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.store.layout import (
     ShardRange,
@@ -26,7 +27,7 @@ from shards.store.layout import (
     static_files,
 )
 from shards.store.ledger import ShardRecord, claim_name, read_record, record_file
-from shards.store.location import FileRecord, Location, as_location
+from shards.store.location import Location, as_location
 from shards.store.manifest import MANIFEST_FILE, Manifest
 
 
@@ -141,6 +142,10 @@ class ShardWriter:
                 tail = self.location.peek(name, start, native.tail_bytes)
                 if tail is not None and native.tail_sha256(tail) != record.tails[name]:
                     return False
+            elif self.location.peek(name, 0, 1) is not None and not record.files[name].matches(
+                self.location.read(name)  # written before there were tails
+            ):
+                return False
         return True
 
     def is_complete(self) -> bool:

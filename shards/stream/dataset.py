@@ -8,7 +8,8 @@ for batch in DataLoader(rows, batch_size=None, num_workers=2):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,37 +17,40 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shards.codec.protocol import Codec
 from shards.errors import UsageError
 from shards.noise.kinds import Noise
 from shards.noise.philox import PositionKeys
 from shards.noise.probabilities import Probabilities
 from shards.provenance import derive_seed
+from shards.store.store import ShardStore, find_store
 from shards.stream.order import WINDOW_BYTES
-from shards.stream.stream import ChunkReader, RowBatch, ShardStream
+from shards.stream.stream import RowBatch, ShardStream
 
 Batch = dict[str, Tensor]
 PLACE = "place"
 PLACE_FIELDS = ("epoch", "rows_consumed", "num_lanes", "step")
 
 
+MOST_WORKERS = 1024
+
+
 class RowStream(IterableDataset[Batch]):
     """Batches of rows in a shuffled, resumable order, for any number of DataLoader workers.
 
     An item is one rank's part of a global batch: every array of the store, [b, L, ...] by name,
-    ``row_ids`` [b] int64, and ``place`` [4] int64, which counts what came before. Give it to a
+    ``row_ids`` [b] int64, and ``place`` [5] int64, which counts what came before. Give it to a
     DataLoader with ``batch_size=None``: workers take turns, and what they read ahead is not
     counted, because every batch carries the place after it.
 
     Every worker decodes all chunks, as a chunk has rows in many batches: ``num_threads`` without
     workers reads ahead at less cost, and workers pay where the batch is worked on afterwards.
 
-    One ``for`` loop is one epoch. Without workers the next loop goes on by itself; with workers
-    start it from ``load_state_dict(state_dict(batch))`` of the last batch.
+    One ``for`` loop is one epoch, and the next loop is the next epoch, with workers or without. A
+    loop that was left early goes on in the same epoch only without workers; with them, call
+    ``load_state_dict(state_dict(batch))`` of the last batch first.
 
     Args:
-        reader: A split of a store.
-        codec, resources, noise_seed: What its noise is decoded with.
+        store, split: What to read.
         batch_size: Rows of a global batch, over all ranks.
         seed: Of the order, and of fresh noise.
         rank, world_size: This process among those that share each batch.
@@ -60,10 +64,8 @@ class RowStream(IterableDataset[Batch]):
 
     def __init__(
         self,
-        reader: ChunkReader,
-        codec: Codec,
-        resources: Callable[[], Mapping[str, Tensor]],
-        noise_seed: int,
+        store: ShardStore,
+        split: str = "train",
         *,
         batch_size: int,
         seed: int,
@@ -73,10 +75,12 @@ class RowStream(IterableDataset[Batch]):
         window_bytes: int = WINDOW_BYTES,
         num_threads: int = 0,
     ) -> None:
-        self._codec, self._resources, self._seed = codec, resources, seed
-        self._noise_seed = derive_seed(seed, "noise") if codec.is_fresh else noise_seed
+        self._store, self._codec = store, store.codec
+        self._noise_seed = store.manifest.noise_seed(split)
+        if store.codec.is_fresh:
+            self._noise_seed = derive_seed(seed, "noise", split)
         self._stream = ShardStream(
-            reader,
+            store.split(split),
             seed=seed,
             global_batch_size=batch_size,
             rank=rank,
@@ -85,8 +89,14 @@ class RowStream(IterableDataset[Batch]):
             window_bytes=window_bytes,
             num_workers=num_threads,
         )
-        # In shared memory, so that the process that loads sees that its workers have read.
-        self._read_by_workers = torch.zeros(1, dtype=torch.int8).share_memory_()
+        # In shared memory, as workers are copies of this object, made anew for every loop or kept:
+        # the place at which this process is, and the loops that each worker has begun from there.
+        self._place = torch.tensor(self._fields()).share_memory_()
+        self._begun = torch.zeros(MOST_WORKERS, dtype=torch.int64).share_memory_()
+
+    def _fields(self) -> list[int]:
+        state = self._stream.state_dict()
+        return [state[field] for field in PLACE_FIELDS]
 
     def __len__(self) -> int:
         """Global batches of a whole epoch."""
@@ -95,14 +105,23 @@ class RowStream(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
         if worker is not None:
-            self._read_by_workers.fill_(1)
+            place = dict(zip(PLACE_FIELDS, self._place.tolist(), strict=True))
+            self._stream.load_state_dict({**self._stream.state_dict(), **place})
+        begun = self._begun[worker.id] if worker is not None else self._begun.max()
+        for _ in range(int(begun)):
+            self._stream.skip_epoch()
+        if worker is None:
+            self._begun.zero_()
+        else:
+            self._begun[worker.id] += 1
         for index, rows in enumerate(self._stream):
+            if worker is None:
+                self._place.copy_(torch.tensor(self._fields()))
             if worker is None or index % worker.num_workers == worker.id:
                 yield self._item(rows)
 
     def _item(self, rows: RowBatch) -> Batch:
-        state = self._stream.state_dict()
-        place = torch.tensor([state[field] for field in PLACE_FIELDS] + [rows.epoch])
+        place = torch.tensor([*self._fields(), rows.epoch])
         return {**rows.arrays, "row_ids": rows.row_ids, PLACE: place}
 
     def state_dict(self, batch: Batch | None = None) -> dict[str, Any]:
@@ -115,7 +134,7 @@ class RowStream(IterableDataset[Batch]):
         if batch is not None:
             values = batch[PLACE].tolist()[: len(PLACE_FIELDS)]
             return {**state, **dict(zip(PLACE_FIELDS, values, strict=True))}
-        if bool(self._read_by_workers.item()) and get_worker_info() is None:
+        if bool(self._begun.any()) and get_worker_info() is None:
             raise UsageError(
                 "workers read ahead of the loop",
                 where="state_dict",
@@ -132,13 +151,17 @@ class RowStream(IterableDataset[Batch]):
             GdistillError: If the state belongs to another store, split or seed.
         """
         self._stream.load_state_dict(state)
+        self._begun.zero_()
+        self._place.copy_(torch.tensor(self._fields()))
 
     def noise(self, batch: Batch, mask: Bool[Tensor, "b l"]) -> Noise:
         """The noise of the masked positions, row-major; column 0 has none and may not be masked."""
         rows, positions = mask.nonzero(as_tuple=True)
         draw = int(batch[PLACE][-1]) if self._codec.is_fresh else 0
         keys = PositionKeys(self._noise_seed, batch["row_ids"][rows], positions, draw)
-        return self._codec.decode(*self._stored(batch, rows, positions), keys, self._resources())
+        return self._codec.decode(
+            *self._stored(batch, rows, positions), keys, self._store.resources
+        )
 
     def distribution(self, batch: Batch, mask: Bool[Tensor, "b l"]) -> Probabilities:
         """The teacher's distribution at the masked positions, for distillation losses.
@@ -147,7 +170,9 @@ class RowStream(IterableDataset[Batch]):
             UsageError: If the store holds one draw of the noise and no distribution.
         """
         rows, positions = mask.nonzero(as_tuple=True)
-        return self._codec.distribution(*self._stored(batch, rows, positions), self._resources())
+        return self._codec.distribution(
+            *self._stored(batch, rows, positions), self._store.resources
+        )
 
     def _stored(
         self, batch: Batch, rows: Int[Tensor, "n"], positions: Int[Tensor, "n"]
@@ -158,3 +183,25 @@ class RowStream(IterableDataset[Batch]):
         arrays = {name: a[rows, positions] for name, a in batch.items() if name not in known}
         tokens = batch["tokens"][rows, positions].long()
         return arrays, tokens, batch["token_log_probs"][rows, positions]
+
+
+class OpenStore(ShardStore):
+    """A store open for reading, whose rows also come as a stream of batches."""
+
+    def stream(self, split: str = "train", **options: Any) -> RowStream:
+        """Batches of a split's rows; options as of :class:`RowStream`."""
+        return RowStream(self, split, **options)
+
+
+def open_store(place: str | Path, *, allow_incomplete: bool = False) -> OpenStore:
+    """The store at a path or URL, or in the folder of a run that wrote one.
+
+    ``open_store(place).split("train").read_rows(0, 8)`` gives arrays by name, [8, L, ...].
+
+    Raises:
+        UsageError: If no store is there.
+        GdistillError: If a newer format wrote it.
+        IntegrityError: If the manifest was altered, or shards are missing and
+            ``allow_incomplete`` is off.
+    """
+    return OpenStore.open(find_store(place), allow_incomplete=allow_incomplete)

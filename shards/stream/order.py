@@ -18,7 +18,7 @@ Nothing depends on the world size or the number of workers.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -27,12 +27,14 @@ from jaxtyping import Int64, UInt64
 from shards.noise.philox import philox4x32
 from shards.provenance import derive_seed
 
-WINDOW_BYTES = 3 << 29
-"""Decoded chunks open at a time, over all ranks of a run."""
+WINDOW_BYTES = 7 << 27
+"""Decoded chunks open at a time, over all ranks of a run: 0.94 GB."""
 WHOLE_CHUNKS = 384
 """A split of at most so many chunks is permuted whole, if the window holds it."""
 TARGET_LANES = 512
 """Small batches take turns over so many lanes."""
+MIXED_CHUNK_BYTES = WINDOW_BYTES // TARGET_LANES
+"""Of chunks of this size, or of one row each, the window holds as many as a batch wants."""
 
 BITS_AT_ONCE = 1 << 20
 """Random numbers of chunks drawn at a time."""
@@ -81,6 +83,41 @@ def lanes_for(
 def window_bytes_of(num_chunks: int, chunk_bytes: int, batch_size: int) -> int:
     """Decoded bytes that shuffling a split keeps in memory, over all ranks of a run."""
     return (lanes_for(num_chunks, chunk_bytes, batch_size) or num_chunks) * chunk_bytes
+
+
+class Shuffling(NamedTuple):
+    """What shuffling a split costs, over all ranks, and how well it mixes.
+
+    Attributes:
+        window_bytes: Decoded chunks in memory.
+        batch_bytes: A global batch beside them; as many again for each that is read ahead.
+        shared_rows: Share of a batch's rows that come from a chunk already met in it.
+    """
+
+    window_bytes: int
+    batch_bytes: int
+    shared_rows: float
+
+
+def shuffling_of(num_rows: int, per_chunk: int, chunk_bytes: int, batch_size: int) -> Shuffling:
+    """Cost and mixing, the latter of eight batches spread over epoch 0.
+
+    Args:
+        num_rows: Of the split.
+        per_chunk: Rows of an inner chunk.
+        chunk_bytes: Decoded bytes of one.
+        batch_size: Rows of a global batch.
+    """
+    batch_size = min(batch_size, num_rows)
+    num_chunks = -(-num_rows // per_chunk)
+    lanes = lanes_for(num_chunks, chunk_bytes, batch_size)
+    kind = LaneOrder if lanes else WholeOrder
+    order: Order = kind(num_rows, per_chunk, 0, 0, *([lanes] if lanes else []))
+    starts = np.linspace(0, num_rows - batch_size, 8).astype(np.int64)
+    batches = (order.locate(start + np.arange(batch_size))[0] // per_chunk for start in starts)
+    shared = float(np.mean([1 - len(np.unique(chunks)) / batch_size for chunks in batches]))
+    row_bytes = chunk_bytes // per_chunk
+    return Shuffling((lanes or num_chunks) * chunk_bytes, batch_size * row_bytes, shared)
 
 
 class SequentialOrder:

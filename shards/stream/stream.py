@@ -344,6 +344,12 @@ class ShardStream:
             self._epoch, self._rows_consumed = epoch + 1, 0
             self._num_lanes = self._own_lanes
 
+    def skip_epoch(self) -> None:
+        """Go to the start of the next epoch, as if the batches left of this one had been met."""
+        left = self._end_of_epoch(self._rows_consumed) - self._rows_consumed
+        self._step += -(-left // self._batch_size)
+        self._move_to(self._epoch, self._reader.num_rows)
+
     def _end_of_epoch(self, start: int) -> int:
         """Where the last batch ends when batches begin at position ``start``."""
         num_rows = self._reader.num_rows

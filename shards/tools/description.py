@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+from shards.errors import visible
 from shards.store.layout import ShardRange, shard_files, shard_ranges
-from shards.store.ledger import LEDGER, claim_name, record_file
+from shards.store.ledger import LEDGER, claim_name, read_record, record_file
 from shards.store.store import ShardStore
 
 FP16_BYTES = 2
@@ -91,6 +92,7 @@ class Description:
         num_bytes: Bytes of all files of the store.
         shard_bytes: Bytes of the finished shards' files alone.
         pace: How fast it grows; None of a complete store.
+        is_before_tails: Whether a version wrote it that recorded no tails of files.
     """
 
     store: ShardStore
@@ -100,6 +102,7 @@ class Description:
     num_bytes: int
     shard_bytes: int
     pace: Pace | None
+    is_before_tails: bool
 
     @classmethod
     def of(cls, store: ShardStore) -> Description:
@@ -120,6 +123,7 @@ class Description:
             sum(sizes.values()),
             shard_bytes,
             Pace.of(store, finished, [*unfinished]) if unfinished else None,
+            bool(finished) and not _has_tails(store, finished[0]),
         )
 
     @property
@@ -186,7 +190,15 @@ class Description:
                 f"{per_token:.1f}; fp16 vectors {self.fp16_vector_bytes_per_token:,}: "
                 f"{ratio:,.1f} x this store"
             )
-        return "\n".join(f"{name:<12} {text}" for name, text in lines.items())
+        if self.is_before_tails:
+            lines["checks"] = "written before tails: each shard is hashed whole when first read"
+        # Whoever made the store chose the words: none of them may end a line or steer a terminal.
+        return "\n".join(f"{name:<12} {visible(text)}" for name, text in lines.items())
+
+
+def _has_tails(store: ShardStore, shard: ShardRange) -> bool:
+    record = read_record(store.location, store.manifest, shard)
+    return record is None or bool(record.tails)
 
 
 def _settings(parameters: Any) -> str:

@@ -6,15 +6,17 @@ import base64
 import html
 import io
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shards.errors import IntegrityError, UsageError
+from shards.errors import IntegrityError, UsageError, visible
 from shards.noise.kinds import KeyedPosterior
 from shards.store.store import ShardStore
 from shards.tools.rewriting import stored_noise
@@ -113,13 +115,14 @@ class _Words:
     def __init__(self, store: ShardStore) -> None:
         from transformers import AutoTokenizer
 
-        self._tokenizer = None
+        self._tokenizer: Any = None
         with TemporaryDirectory() as folder:
             if store.copy_files("tokenizer", Path(folder)):
                 try:
                     self._tokenizer = AutoTokenizer.from_pretrained(
                         folder, local_files_only=True, trust_remote_code=False
                     )
+                    self._text(0)
                 except Exception as error:  # transformers has no class for "not a tokenizer"
                     raise IntegrityError(
                         "the store's tokenizer cannot be loaded",
@@ -128,8 +131,9 @@ class _Words:
                     ) from error
 
     def __getitem__(self, token: int) -> str:
-        if self._tokenizer is None:
-            return f"#{token}"
+        return f"#{token}" if self._tokenizer is None else self._text(token)
+
+    def _text(self, token: int) -> str:
         piece = self._tokenizer.convert_ids_to_tokens(token) or f"#{token}"
         begins_word = piece[:1] in ("▁", "Ġ")
         text = self._tokenizer.convert_tokens_to_string([piece]).strip()
@@ -147,20 +151,24 @@ def row_figure(views: list[TokenView], title: str) -> bytes:
     top, bottom = figure.subplots(2, 1, sharex=True)
     places = range(len(shown))
     top.bar(places, [view.probability for view in shown], color="#4c78a8")
-    top.set(ylabel="teacher's probability", ylim=(0, 1), title=title)
+    top.set(ylabel="teacher's probability", ylim=(0, 1))
+    top.set_title(visible(title), parse_math=False)  # $ is a dollar, here and below
     for place, view in zip(places, shown, strict=True):
         others = [other.gumbel for other in view.alternatives]
         bottom.scatter([place] * len(others), others, s=9, color="#bbbbbb")
     bottom.scatter(places, [view.gumbel for view in shown], s=26, color="#e45756", zorder=3)
     bottom.set(ylabel="noise xi (grey: alternatives')")
-    bottom.set_xticks(list(places), [view.text for view in shown], rotation=90, fontsize=8)
+    words = [visible(view.text) for view in shown]
+    bottom.set_xticks(list(places), words, rotation=90, fontsize=8, parse_math=False)
     for axes in (top, bottom):
         axes.grid(axis="y", color="#eeeeee")
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.01)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
+    with warnings.catch_warnings():  # a script that no font here has is drawn as boxes
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        figure.savefig(buffer, format="png", dpi=130)
     return buffer.getvalue()
 
 

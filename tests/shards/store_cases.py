@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shards.codec.protocol import ArraySpec
+from shards.codec.registry import make_codec
 from shards.store.layout import ShardRange
 from shards.store.manifest import Manifest
 from shards.store.writer import ShardWriter
@@ -20,11 +20,7 @@ def make_manifest(**changes: Any) -> Manifest:
     """A manifest of 2 splits: 4 shards (the last one short) and 1 shard."""
     fields: dict[str, Any] = {
         "codec": {"name": "topk", "parameters": {"num_entries": KEPT}},
-        "arrays": {
-            "ids": ArraySpec("uint16", (KEPT,)),
-            "values": ArraySpec("float16", (KEPT,)),
-            "mass": ArraySpec("uint8"),
-        },
+        "arrays": make_codec("topk", num_entries=KEPT).array_specs(VOCAB, None),
         "vocab_size": VOCAB,
         "row_length": LENGTH,
         "splits": {"train": 28, "validation": 5},
@@ -60,7 +56,7 @@ def make_arrays(manifest: Manifest, shard: ShardRange) -> dict[str, np.ndarray]:
     }
     for name, spec in sorted(manifest.arrays.items()):  # a manifest read back has them sorted
         size = (*shape, *spec.trailing_shape)
-        arrays[name] = rng.integers(0, manifest.vocab_size, size).astype(spec.dtype)
+        arrays[name] = rng.integers(1, manifest.vocab_size // KEPT, size).astype(spec.dtype)
     for name, values in arrays.items():
         if name != "tokens":
             values[:, 0] = 0

@@ -83,7 +83,7 @@ def test_verify_names_bad_files(run: Run, tmp_path: Path) -> None:
     data[3] ^= 4
     file.write_bytes(bytes(data))
     code, text = run("verify", tmp_path)
-    assert code == 1 and "train/values/c/1/0/0 of train shard 1" in text
+    assert code == 1 and "train/entry_gumbels/c/1/0/0 of train shard 1" in text
     assert f"run `gdistill-shards verify {tmp_path} --forget`" in text
 
 
@@ -98,7 +98,7 @@ def test_the_printed_remedy_heals_a_store(run: Run, tmp_path: Path) -> None:
     root = tmp_path / "a store"
     write_store(root)
     reference = file_bytes(root)
-    for name in ("train/values/c/1/0/0", "tokenizer/tokenizer.json"):
+    for name in ("train/entry_gumbels/c/1/0/0", "tokenizer/tokenizer.json"):
         (root / name).write_bytes(flipped((root / name).read_bytes(), 20))
     assert open_writer(tmp_path / "a store").pending("train") == [], "sizes alone tell nothing"
     (root / "tokenizer/tokenizer.json").write_bytes(b"altered")
@@ -217,7 +217,7 @@ def test_merging_mends_what_is_there(run: Run, tmp_path: Path, damage: str) -> N
     assert run("merge", tmp_path / "a", "--out", out)[0] == 0
     record = out / "ledger/train/000001.json"
     if damage == "shard missing":
-        (out / "train/values/c/1/0/0").unlink()
+        (out / "train/entry_gumbels/c/1/0/0").unlink()
     elif damage == "record damaged":
         record.write_bytes(b"{}")
     else:
@@ -235,7 +235,7 @@ def test_merging_leaves_a_claimed_shard_alone(run: Run, tmp_path: Path) -> None:
         assert mine
         code, text = run("merge", tmp_path / "a", "--out", out)
         assert code == 1 and "held by another process" in text
-        assert not (out / "train/values/c/1").exists()
+        assert not (out / "train/entry_gumbels/c/1").exists()
     assert run("merge", tmp_path / "a", "--out", out)[0] == 0
     assert file_bytes(out) == file_bytes(tmp_path / "a")
 
@@ -251,9 +251,9 @@ def test_strangers_are_not_merged(run: Run, tmp_path: Path) -> None:
 def test_a_damaged_part_is_not_merged_unless_another_has_it(run: Run, tmp_path: Path) -> None:
     write_store(tmp_path / "a")
     write_store(tmp_path / "b")
-    (tmp_path / "a/train/values/c/1/0/0").write_bytes(b"damaged")
+    (tmp_path / "a/train/entry_gumbels/c/1/0/0").write_bytes(b"damaged")
     code, text = run("merge", tmp_path / "a", "--out", tmp_path / "out")
-    assert code == 1 and "train/values/c/1/0/0: train shard 1" in text
+    assert code == 1 and "train/entry_gumbels/c/1/0/0: train shard 1" in text
     assert run("merge", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "out")[0] == 0
     assert file_bytes(tmp_path / "out") == file_bytes(tmp_path / "b")
 
@@ -288,7 +288,7 @@ def test_half_written_shards_do_not_count(run: Run, tmp_path: Path) -> None:
     (tmp_path / "ledger" / "train" / "000000.json").unlink()
     part = json.loads(run("info", tmp_path, "--json")[1])
     assert part["num_tokens"] == whole["num_tokens"] - 8 * 6
-    files = [tmp_path / "train" / name / "c" for name in ("values", "ids", "mass")]
+    files = [tmp_path / "train" / name / "c" for name in ("values", "ids", "token_gumbels")]
     files += [tmp_path / "train" / name / "c" for name in ("tokens", "token_log_probs")]
     dropped = sum(f.stat().st_size for c in files for f in (c / "0").rglob("*") if f.is_file())
     dropped += sum((c / "0").stat().st_size for c in files if (c / "0").is_file())

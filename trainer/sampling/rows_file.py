@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from shards.atomic import fsync_path, whole_lines, write_bytes_atomic
+from shards.atomic import fsync_path, open_itself, whole_lines, write_bytes_atomic
 from shards.errors import GdistillError, UsageError
 from shards.settings import flatten, to_mapping
 from trainer.students.folder import ModelFolder
@@ -74,7 +74,7 @@ class SampleFile:
             os.replace(self.path, self.partial)
         lines = "".join(json.dumps(record) + "\n" for record in records)
         try:
-            with open(self.partial, "ab") as file:
+            with open(self.partial, "ab", opener=open_itself) as file:
                 file.write(lines.encode())
                 file.flush()
                 os.fsync(file.fileno())

@@ -22,7 +22,7 @@ from accelerate.utils import gather_object
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.atomic import write_bytes_atomic
+from shards.atomic import open_itself, write_bytes_atomic
 from shards.errors import GdistillError, IntegrityError, first_line
 from trainer.students.registry import Student
 from trainer.training.parallel import cannot_write, on_main_process
@@ -57,7 +57,7 @@ class MetricsLog:
         self._file, self._path = None, path
         on_main_process(lambda: keep_lines_until(path, last_step), accelerator)
         if accelerator.is_main_process:
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+            self._file = open(path, "ab", buffering=0, opener=open_itself)  # noqa: SIM115
         on_main_process(lambda: start_trackers(accelerator, path.parent, last_step), accelerator)
 
     def write(self, kind: str, step: int, num_steps: int, values: Mapping[str, Any]) -> None:

@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from shards.atomic import FileRecord
 from shards.errors import UsageError
-from shards.store.location import FileRecord, open_location
+from shards.store.location import open_location
 from shards.store.remote import FileCache, RemoteLocation
 from shards.store.store import ShardStore
 from tests.shards.store_cases import write_store

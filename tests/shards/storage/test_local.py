@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shards.atomic import discard_leftovers, write_bytes_atomic
+from shards.atomic import FileRecord, discard_leftovers, write_bytes_atomic
 from shards.errors import GdistillError
-from shards.store.location import FileRecord, LocalLocation, file_claim
+from shards.store.location import LocalLocation, file_claim
 from tests.shards.store_cases import write_store
 
 

@@ -323,7 +323,7 @@ def test_a_process_id_given_anew_holds_no_claim(url: str) -> None:
 def test_damage_at_the_url_is_never_read(url: str, damage: str) -> None:
     write_store(url)
     place = open_location(url)
-    name = "train/values/c/1/0/0"
+    name = "train/entry_gumbels/c/1/0/0"
     data = bytearray(place.read(name))
     data[len(data) // 2] ^= 1
     if damage == "missing":

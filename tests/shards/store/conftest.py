@@ -13,7 +13,7 @@ from tests.shards.store_cases import write_store
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sound") / "store"
-    write_store(root, codec={"name": "quantized", "parameters": {"bits": 8}})
+    write_store(root)
     return root
 
 

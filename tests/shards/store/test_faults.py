@@ -64,7 +64,7 @@ def salted_worker(root: Path, salt: int) -> None:
         for shard in writer.shards(split):
             arrays = make_arrays(writer.manifest, shard)
             arrays["token_log_probs"][:, 1:] -= np.float32(salt)
-            arrays["mass"][:, 1:] = salt
+            arrays["token_gumbels"][:, 1:] = salt
             writer.write(shard, arrays)
 
 
@@ -76,7 +76,7 @@ def test_rival_writers_with_different_values_never_mix_a_shard(tmp_path: Path) -
     writer = open_writer(tmp_path / "store", **trials.BIG)
     for shard in writer.shards("train"):
         rows = store.split("train").read_rows(shard.start, shard.stop)
-        (salt,) = np.unique(rows["mass"][:, 1:])
+        (salt,) = np.unique(rows["token_gumbels"][:, 1:])
         expected = make_arrays(store.manifest, shard)["token_log_probs"][:, 1:] - np.float32(salt)
         np.testing.assert_array_equal(rows["token_log_probs"][:, 1:], expected)
 
@@ -108,10 +108,10 @@ def test_a_damaged_shard_is_written_again_and_the_others_are_kept(tmp_path: Path
     root = tmp_path / "store"
     write_store(root)
     reference = file_bytes(root)
-    (root / "train/ids/c/1/0/0").unlink()
+    (root / "train/entry_gap_byte0/c/1/0/0").unlink()
     (root / "train/tokens/c/2/0").write_bytes(b"")
     (root / "ledger/validation/000000.json").write_bytes(b"{}")
-    (root / "train/mass/zarr.json").write_bytes(b"{}")
+    (root / "train/token_gumbels/zarr.json").write_bytes(b"{}")
     (root / "tokenizer/tokenizer.json").unlink()
     writer = open_writer(root)
     assert [str(s).split(" (")[0] for s in writer.pending("train")] == [

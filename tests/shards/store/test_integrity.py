@@ -68,9 +68,9 @@ def test_the_error_names_the_shard_even_after_it_was_read_once(root: Path, data)
     reader = ShardStore.open(root).split("train")
     reader.read_chunk(2)
     with (
-        trials.damaged(root / "train/values/c/1/0/0", data),
+        trials.damaged(root / "train/entry_gumbels/c/1/0/0", data),
         pytest.raises(
-            IntegrityError, match=r"train/values/c/1/0/0: train shard 1 \(rows 8 to 11\)"
+            IntegrityError, match=r"train/entry_gumbels/c/1/0/0: train shard 1 \(rows 8 to 11\)"
         ),
     ):
         reader.read_chunk(2)
@@ -150,7 +150,7 @@ def test_what_verify_finds_can_be_forgotten_and_written_again(tmp_path: Path) ->
     root = tmp_path / "store"
     write_store(root)
     reference = file_bytes(root)
-    path = root / "train/mass/c/2/0"
+    path = root / "train/token_gumbels/c/2/0"
     path.write_bytes(trials.flipped(path.read_bytes(), 77))
     problems = verify(root)
     assert [str(shard)[:13] for shard in forget(root, problems)] == ["train shard 2"]
@@ -164,7 +164,7 @@ def test_what_verify_finds_can_be_forgotten_and_written_again(tmp_path: Path) ->
 def test_a_shard_written_anew_or_at_work_is_not_forgotten(tmp_path: Path) -> None:
     root = tmp_path / "store"
     writer = write_store(root)
-    path = root / "train/mass/c/2/0"
+    path = root / "train/token_gumbels/c/2/0"
     sound = path.read_bytes()
     path.write_bytes(trials.flipped(sound, 77))
     problems = verify(root)

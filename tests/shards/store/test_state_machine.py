@@ -51,7 +51,7 @@ class StoreMachine(RuleBasedStateMachine):
                 claim.close()
             shutil.rmtree(self.folder)
 
-    def file(self, shard: ShardRange, array: str = "mass") -> Path:
+    def file(self, shard: ShardRange, array: str = "token_gumbels") -> Path:
         return self.root / f"{shard.split}/{array}/c/{shard.index}/0"
 
     @rule(shard=shards)

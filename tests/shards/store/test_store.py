@@ -148,8 +148,8 @@ def test_foreign_folders_and_unknown_urls_are_left_alone(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda a: a.pop("mass"), "wrong arrays"),
-        (lambda a: a.update(extra=a["mass"]), "wrong arrays"),
+        (lambda a: a.pop("token_gumbels"), "wrong arrays"),
+        (lambda a: a.update(extra=a["token_gumbels"]), "wrong arrays"),
         (lambda a: a.update(ids=a["ids"].astype("int32")), "does not fit"),
         (lambda a: a.update(tokens=a["tokens"][:-1]), "does not fit"),
         (lambda a: a["tokens"].__setitem__((2, 3), VOCAB), "train row 10, position 3.*got 50"),
@@ -177,7 +177,7 @@ def test_a_finished_shard_is_not_written_again(tmp_path: Path) -> None:
     before = file_bytes(tmp_path / "store")
     shard = shard_ranges(writer.manifest, "train")[1]
     arrays = make_arrays(writer.manifest, shard)
-    arrays["mass"][:, 1:] += 1
+    arrays["token_gumbels"][:, 1:] += 1
     writer.write(shard, arrays)
     assert file_bytes(tmp_path / "store") == before
 
@@ -187,7 +187,7 @@ def test_a_shard_being_rewritten_is_in_no_ledger(
 ) -> None:
     writer = write_store(tmp_path / "store")
     shard = shard_ranges(writer.manifest, "train")[1]
-    (tmp_path / "store/train/mass/c/1/0").write_bytes(b"damaged")
+    (tmp_path / "store/train/token_gumbels/c/1/0").write_bytes(b"damaged")
     write, seen = LocalLocation.write, []
 
     def watched(place: LocalLocation, name: str, data: bytes) -> None:

@@ -42,6 +42,31 @@ def test_workers_do_not_show_and_any_batch_is_a_place_to_resume(store: Path, wor
         assert rest == (epochs[0][index + 1 :] or epochs[1])
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_second_loop_with_workers_is_the_next_epoch(store: Path, kept: bool) -> None:
+    plain = open_rows(store)
+    epochs = [[batch["row_ids"].tolist() for batch in plain] for _ in range(4)]
+    rows = open_rows(store)
+    loader = DataLoader(rows, batch_size=None, num_workers=2, persistent_workers=kept)
+    for epoch in epochs[:2]:
+        seen = list(loader)
+        assert [batch["row_ids"].tolist() for batch in seen] == epoch
+    next(iter(loader))  # a loop that is left early has begun the third epoch
+    assert [batch["row_ids"].tolist() for batch in loader] == epochs[3]
+    rows.load_state_dict(rows.state_dict(seen[2]))
+    assert [batch["row_ids"].tolist() for batch in loader] == epochs[1][3:]
+    assert [batch["row_ids"].tolist() for batch in rows] == epochs[2]
+
+
+def test_fresh_noise_of_two_splits_differs(store: Path) -> None:
+    drawn = [open_rows(store, split=split, shuffle=False) for split in ("train", "validation")]
+    batch = next(iter(drawn[0]))
+    mask = torch.zeros(batch["tokens"].shape, dtype=torch.bool)
+    mask[:, 1:] = True
+    first, other = (rows.noise(batch, mask).gumbels() for rows in drawn)
+    assert not bool(torch.isclose(first, other).any(1).any())
+
+
 def test_a_state_without_a_batch_is_refused_where_workers_read(store: Path) -> None:
     rows = open_rows(store)
     iterator = iter(rows)
