@@ -78,7 +78,7 @@ def test_info_tells_the_pace_of_a_store_at_work(
 def test_verify_names_bad_files(run: Run, tmp_path: Path) -> None:
     write_store(tmp_path)
     assert run("verify", tmp_path)[0] == 0
-    file = tmp_path / "train" / "values" / "c" / "1" / "0" / "0"
+    file = tmp_path / "train" / "entry_gumbels" / "c" / "1" / "0" / "0"
     data = bytearray(file.read_bytes())
     data[3] ^= 4
     file.write_bytes(bytes(data))
@@ -282,13 +282,38 @@ def test_show_writes_a_page_and_a_picture(run: Run, posterior: ShardStore, tmp_p
     assert (tmp_path / "row.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("text", ["$$", "#$#$", "a\x1b[2Jb", "\\frac{"])
+def test_show_of_any_text_in_any_codec(
+    run: Run, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token's own xi is shown also where the student is not shown it."""
+    store = write_encoded(tmp_path / "store", make_codec("topk", num_entries=4))
+    monkeypatch.setattr("shards.tools.row_view._Words.__getitem__", lambda *_: text)
+    out = tmp_path / "a$b$.html"
+    assert run("show", store.location.url, "--out", out)[0] == 0
+    assert out.read_text().count("<tr><td>") == LENGTH - 1
+    _, views = view_row(store, "train", 0)
+    own = store.split("train").read_rows(0, 1)["token_gumbels"][0, 1:]
+    assert [view.gumbel for view in views] == own.tolist()
+
+
+@pytest.mark.parametrize("out", ["/proc/row.html", "/", "folder"])
+def test_show_where_nothing_can_be_written_is_one_line(
+    run: Run, posterior: ShardStore, tmp_path: Path, out: str
+) -> None:
+    (tmp_path / "folder.html").mkdir()
+    code, text = run("show", posterior.location.url, "--out", tmp_path / out)
+    assert code == 2 and text.count("\n") == 1
+
+
 def test_half_written_shards_do_not_count(run: Run, tmp_path: Path) -> None:
     write_store(tmp_path)
     whole = json.loads(run("info", tmp_path, "--json")[1])
     (tmp_path / "ledger" / "train" / "000000.json").unlink()
     part = json.loads(run("info", tmp_path, "--json")[1])
     assert part["num_tokens"] == whole["num_tokens"] - 8 * 6
-    files = [tmp_path / "train" / name / "c" for name in ("values", "ids", "token_gumbels")]
+    topk = make_codec("topk", num_entries=3).array_specs(50, None)
+    files = [tmp_path / "train" / name / "c" for name in topk]
     files += [tmp_path / "train" / name / "c" for name in ("tokens", "token_log_probs")]
     dropped = sum(f.stat().st_size for c in files for f in (c / "0").rglob("*") if f.is_file())
     dropped += sum((c / "0").stat().st_size for c in files if (c / "0").is_file())
@@ -358,7 +383,10 @@ def test_info_says_what_shuffling_keeps_in_memory(run: Run, tmp_path: Path) -> N
     )
     code, text = run("info", tmp_path, "--json")
     chunk = manifest.rows_per_chunk
-    assert code == 0 and json.loads(text)["shuffle_bytes"] == {
-        split: -(-rows // chunk) * chunk * row_bytes for split, rows in manifest.splits.items()
-    }
-    assert "bytes of decoded chunks in memory" in run("info", tmp_path)[1]
+    told = json.loads(text)["shuffling"]
+    assert code == 0
+    for split, rows in manifest.splits.items():
+        assert told[split]["window_bytes"] == -(-rows // chunk) * chunk * row_bytes
+        assert told[split]["batch_bytes"] == rows * row_bytes
+        assert told[split]["shared_rows"] == 1 - -(-rows // chunk) / rows
+    assert "82% of its rows are of a chunk already met in it" in run("info", tmp_path)[1]

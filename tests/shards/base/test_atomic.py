@@ -8,7 +8,16 @@ from threading import Barrier, Thread
 
 import pytest
 
-from shards.atomic import make_folders, publish_folder, write_bytes_atomic, write_json_atomic
+from shards.atomic import (
+    append_line,
+    exclusive,
+    is_held,
+    make_folders,
+    publish_folder,
+    write_bytes_atomic,
+    write_json_atomic,
+)
+from shards.errors import UsageError
 from shards.store.location import LocalLocation
 
 
@@ -103,6 +112,30 @@ def test_a_deleted_file_stays_deleted(tmp_path: Path, synced: list[Path]) -> Non
     place.delete("ledger/train/000000.json")
     place.delete("nothing/here")
     assert synced == [tmp_path / "ledger/train"]
+
+
+@pytest.mark.parametrize("is_dangling", [False, True])
+def test_no_link_is_followed_or_emptied(tmp_path: Path, is_dangling: bool) -> None:
+    precious, run = tmp_path / "precious", tmp_path / "run"
+    run.mkdir()
+    if not is_dangling:
+        precious.write_text("mine")
+    for name in (".lock", "lines.jsonl"):
+        (run / name).symlink_to(precious)
+    with pytest.raises(UsageError, match="cannot write there"), exclusive(run):
+        pass
+    assert is_held(run) is None
+    with pytest.raises(OSError):
+        append_line(run / "lines.jsonl", "x")
+    assert precious.exists() is not is_dangling
+    assert is_dangling or precious.read_text() == "mine"
+
+
+def test_a_lock_is_no_reason_to_empty_a_file(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("mine")
+    with exclusive(tmp_path):
+        assert is_held(tmp_path)
+    assert (tmp_path / ".lock").read_text() == "mine" and not is_held(tmp_path)
 
 
 def test_a_file_in_a_folders_place_is_an_error(tmp_path: Path) -> None:

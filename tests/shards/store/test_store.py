@@ -10,7 +10,7 @@ import pytest
 import torch
 import zarr
 
-from shards.codec.protocol import ArraySpec
+from shards.codec.registry import make_codec
 from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.store import reader
 from shards.store.layout import shard_files, shard_ranges
@@ -31,6 +31,8 @@ from tests.shards.store_cases import (
     write_pending,
     write_store,
 )
+
+NOISE = "levels"
 
 
 def expected_rows(split: str) -> dict[str, np.ndarray]:
@@ -63,11 +65,11 @@ def test_row_windows_cross_chunks_and_shards(tmp_path: Path, window: tuple[int, 
 def test_any_zarr_reader_reads_the_store(tmp_path: Path) -> None:
     write_store(tmp_path / "store")
     group = zarr.open_group(tmp_path / "store", mode="r")
-    array = group["train/ids"]
+    array = group["train/entry_gumbels"]
     assert array.shape == (28, LENGTH, 3)
     assert array.shards == (8, LENGTH, 3) and array.chunks == (4, LENGTH, 3)
     assert array.metadata.dimension_names == ("row", "position", None)
-    np.testing.assert_array_equal(array[:], expected_rows("train")["ids"])
+    np.testing.assert_array_equal(array[:], expected_rows("train")["entry_gumbels"])
 
 
 def test_zero_chunks_are_stored(tmp_path: Path) -> None:
@@ -95,7 +97,9 @@ def test_resources_and_side_files(tmp_path: Path) -> None:
 
 
 def test_an_empty_split_and_no_resources(tmp_path: Path) -> None:
-    manifest = make_manifest(splits={"train": 8, "validation": 0})
+    full = {"codec": {"name": "full", "parameters": {}}}
+    full["arrays"] = make_codec("full").array_specs(VOCAB, None)
+    manifest = make_manifest(splits={"train": 8, "validation": 0}, **full)
     write_pending(ShardWriter.create_or_resume(tmp_path / "store", manifest, {}))
     store = ShardStore.open(tmp_path / "store")
     assert store.resources == {} and store.split("validation").num_chunks == 0
@@ -150,7 +154,7 @@ def test_foreign_folders_and_unknown_urls_are_left_alone(tmp_path: Path) -> None
     [
         (lambda a: a.pop("token_gumbels"), "wrong arrays"),
         (lambda a: a.update(extra=a["token_gumbels"]), "wrong arrays"),
-        (lambda a: a.update(ids=a["ids"].astype("int32")), "does not fit"),
+        (lambda a: a.update(entry_gumbels=a["entry_gumbels"].astype("float32")), "does not fit"),
         (lambda a: a.update(tokens=a["tokens"][:-1]), "does not fit"),
         (lambda a: a["tokens"].__setitem__((2, 3), VOCAB), "train row 10, position 3.*got 50"),
         (lambda a: a["tokens"].__setitem__((2, 3), -1), "train row 10, position 3"),
@@ -158,8 +162,14 @@ def test_foreign_folders_and_unknown_urls_are_left_alone(tmp_path: Path) -> None
         (lambda a: a["token_log_probs"].__setitem__((1, 4), -np.inf), "got -inf"),
         (lambda a: a["token_log_probs"].__setitem__((1, 4), 0.5), r"got 0\.5"),
         (lambda a: a["token_log_probs"].__setitem__((1, 0), -0.5), r"position 0.*got -0\.5"),
-        (lambda a: a["values"].__setitem__((2, 3, 1), np.inf), "values.*row 10, position 3.*inf"),
-        (lambda a: a["values"].__setitem__((5, 4, 2), np.nan), "values.*row 13, position 4.*nan"),
+        (
+            lambda a: a["entry_gumbels"].__setitem__((2, 3, 1), np.inf),
+            "entry_gumbels.*row 10, position 3.*inf",
+        ),
+        (
+            lambda a: a["entry_gumbels"].__setitem__((5, 4, 2), np.nan),
+            "entry_gumbels.*row 13, position 4.*nan",
+        ),
     ],
 )
 def test_arrays_that_cannot_be_right_are_refused(tmp_path: Path, change, message: str) -> None:
@@ -196,19 +206,20 @@ def test_a_shard_being_rewritten_is_in_no_ledger(
 
     monkeypatch.setattr(LocalLocation, "write", watched)
     write_pending(writer)
-    assert [recorded for _, recorded in seen] == [False] * 6
+    assert [recorded for _, recorded in seen] == [False] * 7
     assert seen[-1][0] == "ledger/train/000001.json", "last"
 
 
 def random_store(root: Path, seed: int, **changes: Any) -> ShardWriter:
     """A store of incompressible bytes: its files' sizes tell nothing."""
-    spec = {"noise": ArraySpec("uint8", (64,))}
-    manifest = make_manifest(arrays=spec, vocab_size=256, seed=seed, **changes)
-    writer = ShardWriter.create_or_resume(root, manifest, {})
+    codec = {"name": "quantized", "parameters": {"bits": 8}}
+    specs = make_codec("quantized", bits=8).array_specs(VOCAB, None)
+    manifest = make_manifest(codec=codec, arrays=specs, seed=seed, **changes)
+    writer = ShardWriter.create_or_resume(root, manifest, make_resources())
     for shard in writer.pending("train"):
         arrays = make_arrays(manifest, shard)
         rng = np.random.default_rng([seed, shard.index])
-        arrays["noise"][:] = rng.integers(0, 256, arrays["noise"].shape)
+        arrays[NOISE][:] = rng.integers(0, 256, arrays[NOISE].shape)
         writer.write(shard, arrays)
     return writer
 
@@ -218,8 +229,8 @@ def test_a_whole_file_of_another_shard_or_run_is_noticed_without_hashing(tmp_pat
     random_store(tmp_path / "older", 1, splits=splits)
     writer = random_store(tmp_path / "store", 2, splits=splits)
     root = tmp_path / "store"
-    name = "train/noise/c/0/0/0"
-    foreign = [root / "train/noise/c/1/0/0", tmp_path / "older" / name]
+    name = f"train/{NOISE}/c/0/0/0"
+    foreign = [root / f"train/{NOISE}/c/1/0/0", tmp_path / "older" / name]
     sound = (root / name).read_bytes()
     for path in foreign:
         assert len(path.read_bytes()) == len(sound)
