@@ -389,4 +389,4 @@ def test_info_says_what_shuffling_keeps_in_memory(run: Run, tmp_path: Path) -> N
         assert told[split]["window_bytes"] == -(-rows // chunk) * chunk * row_bytes
         assert told[split]["batch_bytes"] == rows * row_bytes
         assert told[split]["shared_rows"] == 1 - -(-rows // chunk) / rows
-    assert "82% of its rows are of a chunk already met in it" in run("info", tmp_path)[1]
+    assert "75% of its rows are of a chunk already met in it" in run("info", tmp_path)[1]
