@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.sampler_statistics import ChiSquare, chi_square
-from shards.noise import keyed_race
 from shards.noise.philox import PositionKeys, keyed_bits
 from shards.provenance import derive_seed
+from trainer.sampling import token_rule
 from trainer.sampling.ancestral import AncestralConfig
 from trainer.students.registry import MDLM, StudentSettings
 
@@ -44,7 +44,7 @@ class Precision:
         return (torch.floor(uniform * 2.0**self.num_bits) * 2.0**-self.num_bits).to(self.dtype)
 
     def from_bits(self, keys: PositionKeys, start: int, stop: int) -> Tensor:
-        """In place of :func:`trainer.sampling.rules.keyed_race.uniforms`."""
+        """In place of :func:`shards.noise.philox.uniforms`."""
         bits = keyed_bits(keys, start, stop) >> (32 - self.num_bits)
         return bits.to(self.dtype) * 2.0**-self.num_bits
 
@@ -69,7 +69,7 @@ def simulate(precision: Precision, num_tail: int, num_samples: int, seed: int = 
         (torch.full_like(head, head_probability(num_tail)), TAIL_PROBABILITY * present), dim=1
     )
     both = precision.quantize(torch.cat((head, uniform), dim=1))
-    winner = keyed_race.race(probs.to(precision.dtype), both)
+    winner = token_rule.race(probs.to(precision.dtype), both)
     return torch.stack(((winner == 0).sum(), (winner > 0).sum()))
 
 
@@ -90,10 +90,10 @@ def through_the_sampler(
     """The same with ``AncestralConfig.sample`` itself, every uniform of the vocabulary drawn."""
     student = flat_tail_student(num_tail)
     counts = torch.zeros(2, dtype=torch.int64)
-    original = keyed_race.uniforms, keyed_race.race
+    original = token_rule.uniforms, token_rule.race
     if precision.dtype != torch.float64:
-        keyed_race.uniforms = precision.from_bits
-        keyed_race.race = lambda probs, uniform: original[1](probs.to(precision.dtype), uniform)
+        token_rule.uniforms = precision.from_bits
+        token_rule.race = lambda probs, uniform: original[1](probs.to(precision.dtype), uniform)
     try:
         for first in range(0, num_samples, 200):
             ids = torch.arange(first, first + 200)
@@ -102,7 +102,7 @@ def through_the_sampler(
             counts += torch.stack(((drawn == 0).sum(), (drawn > 0).sum()))
             advance(200)
     finally:
-        keyed_race.uniforms, keyed_race.race = original
+        token_rule.uniforms, token_rule.race = original
     return counts
 
 

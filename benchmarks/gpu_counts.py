@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.synthetic import unigram
 from shards.atomic import write_json_atomic
 from shards.console import run_command
-from shards.noise import embedding, keyed_race, tile_weights
+from shards.noise import embedding
 from shards.noise import philox as keyed_exponentials
 from shards.noise.embedding import Weighting
 from shards.noise.kinds import KeyedPosterior, KeyedPrior, Noise, ShiftedNoise
@@ -95,15 +95,10 @@ def _modes() -> list[Any]:
 @contextmanager
 def way(name: str) -> Iterator[None]:
     """Run as ``name`` says, with a GPU's tiles and in its one block, whatever the device."""
-    on = ("cpu",) if name == "as on a GPU" else ()
     with (
         mock.patch.object(torch, "compile", as_one_kernel),
         mock.patch.object(keyed_exponentials, "_compiled", {}),
         mock.patch.object(keyed_exponentials, "BLOCK_ELEMENTS", 1 << 40),
-        mock.patch.object(tile_weights.KERNELS, "forms", {}),
-        mock.patch.object(keyed_race.KERNELS, "forms", {}),
-        mock.patch.object(tile_weights, "FUSED_ON", on),
-        mock.patch.object(keyed_race, "RACED_ON", on),
         mock.patch.dict(embedding.TILES, cpu=embedding.TILES["cuda"]),
     ):
         keyed_exponentials.use_noise_kernel("eager" if name == "eager" else "compiled")

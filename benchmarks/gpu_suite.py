@@ -41,9 +41,7 @@ from shards.atomic import write_bytes_atomic, write_json_atomic
 from shards.console import run_command
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import resolve_device
-from shards.noise.keyed_race import draws_kernel
 from shards.noise.philox import noise_kernel, use_noise_kernel
-from shards.noise.tile_weights import conditioner_kernel
 
 TIME_LIMIT_SECONDS = 450
 
@@ -87,8 +85,6 @@ def run_suite(
     checks = check_everything(shape.vocab_size, device)
     found: Found = {
         "noise_kernel": kernel,
-        "conditioner_kernel": conditioner_kernel(device),
-        "draws_kernel": draws_kernel(device),
         "checks": checks,
         "left_out_for_time": [],
     }

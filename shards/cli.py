@@ -120,25 +120,6 @@ def show(
     typer.echo(f"wrote {page} and {picture}")
 
 
-@app.command()
-def couplings(
-    store: Store,
-    split: Annotated[str, typer.Option(help="Split.")] = "train",
-    pairs: Annotated[int, typer.Option(help="Pairs of positions of each kind.")] = 1000,
-    seed: Annotated[int, typer.Option(help="Chooses rows and pairs.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
-) -> None:
-    """What other noise than Gumbel would cost and keep: bytes, agreement, chance of one token.
-
-    Per coupling: bytes per token, how often the stored form still decodes to the token, and how
-    often two positions' distributions pick the same token from the same noise.
-    """
-    from shards.tools.couplings import measure_couplings
-
-    report = measure_couplings(open_store(store), split=split, num_pairs=pairs, seed=seed)
-    typer.echo(json.dumps(report.to_json(), indent=2) if as_json else report.to_text())
-
-
 def _beside(out: Path) -> tuple[Path, Path]:
     """A page and a picture of one stem, whichever of the two was named."""
     stem = out.with_suffix("") if out.suffix in (".html", ".htm", ".png") else out

@@ -21,7 +21,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import embedding_bag
 
 from shards.noise.philox import Index
-from shards.noise.tile_weights import OpenTile, fused_kernel, fused_weights, least_arrival
 
 TILES = {"cpu": (1024, 512), "cuda": (8192, 2048)}
 """(positions, vocabulary ids) of a tile: within a core's cache, or at most so many on a GPU, where
@@ -29,12 +28,14 @@ a float32 tile is to take three quarters of the level-2 cache or less."""
 FEWEST_POSITIONS = 1024
 """Smaller tiles leave a GPU idle, whatever its cache."""
 
+LARGEST_LOG_RATE = 80.0
+"""Rates F^-tau are capped at e^80, so that sums of them stay finite in float32 (and in bf16)."""
 Transform = Literal["gumbel", "gaussian", "uniform"]
 
 
 def gumbel_rates(arrivals: Float[Tensor, "*s"], tau: float) -> Float[Tensor, "*s"]:
     """exp(tau xi) with xi = -log F, that is F^-tau; 0 where F is infinite (truncated away)."""
-    arrivals = arrivals.clamp_min(least_arrival(tau))
+    arrivals = arrivals.clamp_min(math.exp(-LARGEST_LOG_RATE / max(tau, 1.0)))
     return arrivals.reciprocal_() if tau == 1.0 else arrivals.pow_(-tau)
 
 
@@ -79,10 +80,6 @@ class Tiles(Protocol):
 
     def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         """Arrival times of vocabulary ids start..stop-1; +inf where an entry was cut off."""
-        ...
-
-    def open_tile(self, start: int, stop: int) -> OpenTile:
-        """The same, with what one kernel can do while it makes weights of them left to it."""
         ...
 
     def select(self, index: Index) -> Tiles: ...
@@ -141,28 +138,6 @@ class Walk:
         prior = self.weighting.prior
         return rates if prior is None else rates.mul_(prior[ids])
 
-    def weights(
-        self, ids: slice, dtype: torch.dtype, totals: Float[Tensor, "n 1"] | None = None
-    ) -> Float[Tensor, "n tile"]:
-        """The same in the products' precision; their float32 sums are added to ``totals``."""
-        tau, prior = self.weighting.tau, self.weighting.prior
-        kernel = fused_kernel(self.noise.device, dtype, tau) if self._may_fuse(ids) else None
-        if kernel is None:
-            rates = self.rates(ids)
-            if totals is not None:
-                totals += rates.sum(dim=-1, keepdim=True)
-            return rates.to(dtype)
-        tile = self.noise.open_tile(ids.start, ids.stop)
-        weights, sums = fused_weights(kernel, tile, ids, self.noise.vocab_size, tau, prior)
-        if totals is not None:
-            totals += sums
-        return weights
-
-    def _may_fuse(self, ids: slice) -> bool:
-        """Sizes of 1 would be compiled apart, and so would the ablations' transforms."""
-        smallest = min(self.noise.num_positions, ids.stop - ids.start)
-        return smallest > 1 and self.weighting.transform == "gumbel"
-
 
 def even_width(size: int, most: int) -> int:
     """The width at which ``size`` is cut into as few parts as at ``most``, none of them a scrap."""
@@ -215,8 +190,9 @@ class TiledProjection(torch.autograd.Function):
         with torch.autocast(weight.device.type, enabled=False):
             for rows, part in chunks:
                 for ids in walk.vocabulary_tiles():
-                    rates = part.weights(ids, dtype, totals[rows])
-                    add_product(mixed[rows], rates, weight[ids].to(dtype))
+                    rates = part.rates(ids)
+                    totals[rows] += rates.sum(dim=-1, keepdim=True)
+                    add_product(mixed[rows], rates.to(dtype), weight[ids].to(dtype))
         ctx.walk, ctx.chunks, ctx.dtype = walk, chunks, dtype
         ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
         ctx.save_for_backward(totals)
@@ -233,7 +209,7 @@ class TiledProjection(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             for ids in walk.vocabulary_tiles():
                 for rows, part in chunks:
-                    rates = part.weights(ids, dtype)
+                    rates = part.rates(ids).to(dtype)
                     add_product(grad_weight[ids], rates.T, scaled[rows], first=rows.start == 0)
         return None, grad_weight.to(ctx.weight_dtype), None
 

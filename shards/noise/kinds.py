@@ -22,7 +22,6 @@ from shards.noise.gumbel import arrivals_from_gumbel, place_tokens, token_gumbel
 from shards.noise.murmur3 import EngineKeys
 from shards.noise.philox import Index, OfPositions, PositionKeys
 from shards.noise.probabilities import Entries, Probabilities
-from shards.noise.tile_weights import OpenTile
 
 
 @runtime_checkable
@@ -80,9 +79,6 @@ class TiledNoise(OfPositions):
     def gumbels(self: Tiles, start: int = 0, stop: int | None = None) -> Float[Tensor, "n tile"]:
         return -self.tile(start, self.vocab_size if stop is None else stop).log()
 
-    def open_tile(self: Tiles, start: int, stop: int) -> OpenTile:
-        return OpenTile(self.tile(start, stop))
-
     def softmax_embed(
         self: Tiles, weight: Float[Tensor, "v d"], weighting: Weighting | None = None
     ) -> Float[Tensor, "n d"]:
@@ -125,19 +121,6 @@ class TokenNoise(TiledNoise):
         stop = min(stop, self.vocab_size)
         others = self.other_arrivals(start, stop)
         return place_tokens(others, self.tokens, self.own_arrivals, start, stop)
-
-    def open_others(self, start: int, stop: int) -> OpenTile:
-        """The other entries; the token's own among them counts for nothing."""
-        return OpenTile(self.other_arrivals(start, stop))
-
-    def open_tile(self, start: int, stop: int) -> OpenTile:
-        others = self.open_others(start, stop)
-        return replace(others, tokens=(self._tokens_alone, self.own_arrivals))
-
-    @cached_property
-    def _tokens_alone(self) -> Int[Tensor, "n"]:
-        """Not a part of another tensor: where it begins there would be compiled in."""
-        return self.tokens.clone()
 
     def gumbels(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "n tile"]:
         stop = self.vocab_size if stop is None else min(stop, self.vocab_size)
@@ -220,9 +203,6 @@ class KeyedPosterior(TokenNoise):
     def other_arrivals(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         """E_j + p_j E_0 of a tile."""
         return self.probabilities.add_waits(self.remaining(start, stop), self._waited, start, stop)
-
-    def open_others(self, start: int, stop: int) -> OpenTile:
-        return self.probabilities.open_waits(self.remaining(start, stop), self._waited, start, stop)
 
     def split(self, width: int) -> list[KeyedPosterior]:
         parts = zip(super().split(width), self.probabilities.split(width), strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Literal, TypeVar, get_args, no_type_check
@@ -295,17 +295,6 @@ def _column_rounds(seed: int, draw: int, start: int, stop: int, device: torch.de
     return [(column >> 32) & MASK, column, c3 ^ next_k1]
 
 
-def ordinary(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Tensors as they are outside of inference mode: those made inside would be compiled apart."""
-    return [tensor.clone() if tensor.is_inference() else tensor for tensor in tensors]
-
-
-def shared_rounds(keys: PositionKeys, start: int, stop: int) -> tuple[WordList, WordList, Tensor]:
-    """What :func:`keyed_words` makes the bits of: rows' words, columns' words, later round keys."""
-    rows, columns = _shared_rounds(keys, start, stop)
-    return rows, columns, _later_keys(keys.seed, rows[0].device)
-
-
 def _is_large(num_positions: int, num_blocks: int) -> bool:
     """Whether the compiled kernel pays; sizes of 1 would be compiled apart."""
     return min(num_positions, num_blocks) > 1 and num_positions * num_blocks >= SMALLEST_COMPILED
@@ -411,3 +400,24 @@ def _ulps_apart(one: Float[Tensor, "*s"], other: Float[Tensor, "*s"]) -> int:
     """Largest distance of positive numbers in units of the last place."""
     distance = one.view(torch.int32).long() - other.view(torch.int32).long()
     return int(distance.abs().max())
+
+
+# Categorical draws by the exponential race argmax_k p_k / E_k, keyed by position and token id.
+#
+# Draws are made in float64: float32 uniforms have no value within 6e-8 of 1, which silences tokens
+# of small probability and so lowers the effective temperature (Zheng et al., arXiv 2409.02908).
+
+RACE_EPS = 1e-10
+
+
+def uniforms(keys: PositionKeys, start: int, stop: int) -> Float[Tensor, "n tile"]:
+    """U(0, 1) in float64 with 32 random bits, for entries start..stop-1 of each position."""
+    return (keyed_bits(keys, start, stop).double() + 0.5) * 2.0**-32
+
+
+def race(probs: Float[Tensor, "n v"], uniform: Float[Tensor, "n v"]) -> Int[Tensor, "n"]:
+    """Categorical draws by the exponential race argmax_k p_k / (1e-10 - log(U_k + 1e-10)).
+
+    The authors' form, in the precision of its arguments; ``probs`` need not be normalised.
+    """
+    return (probs / (RACE_EPS - (uniform + RACE_EPS).log())).argmax(dim=-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from shards.noise.gumbel import add_wait_
 from shards.noise.philox import Index, OfPositions
-from shards.noise.tile_weights import OpenTile
 
 GRAIN = 512
 """Ids between two counts of entries; every tile of :mod:`shards.noise.embedding` begins at one."""
@@ -36,12 +35,6 @@ class Probabilities(Protocol):
         """E_j + p_j E_0 of a tile of E_j, which is overwritten."""
         ...
 
-    def open_waits(
-        self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
-    ) -> OpenTile:
-        """The same, with waits that are a product left open."""
-        ...
-
     def select(self, index: Index) -> Probabilities: ...
 
     def split(self, width: int) -> Sequence[Probabilities]:
@@ -49,20 +42,6 @@ class Probabilities(Protocol):
         ...
 
     def to(self, device: torch.device | str) -> Probabilities: ...
-
-
-class AllWaits:
-    """Probabilities that are not a product of a position's and an id's number."""
-
-    def open_waits(
-        self: Any,
-        arrivals: Float[Tensor, "n tile"],
-        first: Float[Tensor, "n"],
-        start: int,
-        stop: int,
-    ) -> OpenTile:
-        """Nothing is left open."""
-        return OpenTile(self.add_waits(arrivals, first, start, stop))
 
 
 @dataclass(frozen=True)
@@ -165,7 +144,7 @@ class Entries:
 
 
 @dataclass(frozen=True)
-class DenseProbabilities(AllWaits, OfPositions):
+class DenseProbabilities(OfPositions):
     """All probabilities in memory, as log-probabilities; [n, V] float32."""
 
     log_probs: Float[Tensor, "n v"]
@@ -234,22 +213,13 @@ class HeadAndTail(OfPositions):
         arrivals[rows, columns] = known
         return arrivals
 
-    def open_waits(
-        self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
-    ) -> OpenTile:
-        """The tail's waits left open; the head's entries are done, and so negative."""
-        rows, columns, probs = self.head.in_tile(start, stop)
-        known = add_wait_(arrivals[rows, columns], probs * first[rows])
-        arrivals[rows, columns] = known.neg_()
-        return OpenTile(arrivals, (self.tail_scale * first, self.unigram_probs))
-
     def split(self, width: int) -> list[HeadAndTail]:
         parts = zip(super().split(width), self.head.split(width, self.vocab_size), strict=True)
         return [replace(part, head=head) for part, head in parts]
 
 
 @dataclass(frozen=True)
-class HeadLogits(AllWaits, OfPositions):
+class HeadLogits(OfPositions):
     """Probabilities rebuilt from hidden states, one matrix product per tile.
 
     Attributes:

@@ -18,8 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from shards.errors import UsageError
-from shards.noise.keyed_race import uniforms
-from shards.noise.philox import PositionKeys
+from shards.noise.philox import PositionKeys, uniforms
 from trainer.objective.batch import Places, placed
 from trainer.sampling.revealing import Predict, row_groups
 from trainer.sampling.sampler import WholeRow, WholeRowSampler

@@ -16,8 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.errors import UsageError
-from shards.noise.keyed_race import race_of_logits, race_of_probs, uniforms
-from shards.noise.philox import PositionKeys
+from shards.noise.philox import PositionKeys, race, uniforms
 from shards.provenance import derive_seed
 from trainer.objective.batch import Places
 
@@ -135,17 +134,13 @@ class TokenRule:
     def choose(self, log_probs: Float[Tensor, "n v1"], keys: PositionKeys) -> Int[Tensor, "n"]:
         """One token for each of n positions; ``keys`` name the draws.
 
-        In one kernel where there is one and nothing is truncated; else a few positions at a time:
-        the float64 copies of all would outgrow the student.
+        A few positions at a time: the float64 copies of all would outgrow the student.
         """
         if self.decision == "argmax":
             return log_probs[:, :-1].argmax(dim=-1)
-        if self.nucleus_p == 1.0:
-            drawn = race_of_logits(log_probs[:, :-1], self.temperature, keys)
-            if drawn is not None:
-                return drawn
+        num_tokens = log_probs.shape[1] - 1
         parts = [
-            race_of_probs(self.probabilities(log_probs[chunk]), keys.select(chunk))
+            race(self.probabilities(log_probs[chunk]), uniforms(keys.select(chunk), 0, num_tokens))
             for chunk in position_chunks(len(log_probs), log_probs.shape[1], log_probs.device)
         ]
         return torch.cat(parts)

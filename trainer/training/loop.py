@@ -19,7 +19,6 @@ from shards.atomic import exclusive, write_json_atomic
 from shards.console import Bar, progress_bar, stderr
 from shards.errors import UsageError
 from shards.noise.philox import noise_kernel, use_noise_kernel
-from shards.noise.tile_weights import conditioner_kernel
 from shards.provenance import derive_seed
 from shards.settings import to_mapping
 from shards.store.store import ShardStore
@@ -325,8 +324,6 @@ class Trainer:
             values["num_tokens"] = self.step * num_tokens
             values["epoch"] = epoch
             values["noise_kernel"] = noise_kernel(self.accelerator.device)
-            if self.student.is_conditioned:
-                values["conditioner_kernel"] = conditioner_kernel(self.accelerator.device)
             values["blocks"] = blocks_in_use(self.student)
             self.metrics.write("train", self.step, self.num_steps, values)
             note, figures = f"loss {values['loss']:.3f}", {"loss": values["loss"]}

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from shards.errors import UsageError
-from shards.noise.keyed_race import race
 from shards.noise.kinds import dense_arrivals
+from shards.noise.philox import race
 from shards.testing import DenseNoise
 from tests.trainer.sampling_cases import BOS, LENGTH, draw, noise_for, open_rows, tiny_student
 from trainer.objective.batch import Places
