@@ -9,14 +9,14 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeline.corpus.files import Known, RawDocument, Source
-from pipeline.maze.layout import Maze, draw_documents
+from pipeline.maze.layout import MazeLayout, draw_documents
 
 
 @dataclass(frozen=True)
 class MazePaths(Source):
     """``num_documents`` draws of one split of a maze."""
 
-    maze: Maze
+    maze: MazeLayout
     num_documents: int
     seed: int
     split: str

@@ -37,7 +37,7 @@ Moves = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Maze:
+class MazeLayout:
     """A checked layout.
 
     Attributes:
@@ -135,7 +135,7 @@ class Maze:
         }
 
 
-def load_maze(layout: str | Path) -> Maze:
+def load_maze(layout: str | Path) -> MazeLayout:
     """A built-in layout by name, or a layout file.
 
     A file is either the grid as plain text, or TOML with ``rows = [...]`` and, if wanted,
@@ -145,7 +145,7 @@ def load_maze(layout: str | Path) -> Maze:
         UsageError: For an unknown name (naming the nearest) or a malformed layout.
     """
     if str(layout) in LAYOUTS:
-        return Maze(str(layout), LAYOUTS[str(layout)])
+        return MazeLayout(str(layout), LAYOUTS[str(layout)])
     path = Path(layout)
     if not path.is_file():
         raise UsageError(
@@ -159,11 +159,13 @@ def load_maze(layout: str | Path) -> Maze:
     except UnicodeDecodeError as error:
         raise UsageError("the maze layout is not UTF-8 text", where=path, got=error) from error
     if path.suffix != ".toml":
-        return Maze(path.stem, tuple(line.strip() for line in text.splitlines() if line.strip()))
+        return MazeLayout(
+            path.stem, tuple(line.strip() for line in text.splitlines() if line.strip())
+        )
     return _maze_from_toml(path, text)
 
 
-def _maze_from_toml(path: Path, text: str) -> Maze:
+def _maze_from_toml(path: Path, text: str) -> MazeLayout:
     try:
         values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -177,10 +179,10 @@ def _maze_from_toml(path: Path, text: str) -> Maze:
             got=sorted(values) or rows,
             expected='rows = ["....", ...] and, optionally, max_moves',
         )
-    return Maze(path.stem, tuple(rows), max_moves)
+    return MazeLayout(path.stem, tuple(rows), max_moves)
 
 
-def draw_documents(maze: Maze, num_documents: int, seed: int, split: str) -> list[str]:
+def draw_documents(maze: MazeLayout, num_documents: int, seed: int, split: str) -> list[str]:
     """Paths drawn uniformly with replacement, as documents; a pure function of the arguments."""
     documents = [" ".join(path) for path in maze.paths()]
     chosen = torch.randint(

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 from pipeline.maze.layout import (
     NUM_TRAINING_DOCUMENTS,
     TOKENS,
-    Maze,
+    MazeLayout,
     draw_documents,
     maze_tokenizer,
 )
@@ -80,7 +80,7 @@ class MazeTeacherReport:
     """How close the teacher came to its corpus.
 
     Attributes:
-        path_probabilities: The teacher's probability of each path, in ``Maze.paths()`` order.
+        path_probabilities: The teacher's probability of each path, in ``MazeLayout.paths()`` order.
         total_variation: Distance to the uniform distribution over the paths; probability that
             leaves the set of paths counts.
         total_variation_to_corpus: The same to the paths' shares in the training rows.
@@ -113,7 +113,7 @@ def row_log_probs(model: LlamaForCausalLM, rows: Int[Tensor, "n l"]) -> Float[Te
 
 
 def train_maze_teacher(
-    maze: Maze, out: Path, config: MazeTeacherConfig | None = None
+    maze: MazeLayout, out: Path, config: MazeTeacherConfig | None = None
 ) -> MazeTeacherReport:
     """Train the teacher of ``maze`` and save it to ``out``; a finished one is left as it is.
 
@@ -169,7 +169,7 @@ def _finished(out: Path, settings: dict[str, Any]) -> MazeTeacherReport:
     )
 
 
-def _new_model(maze: Maze, config: MazeTeacherConfig) -> LlamaForCausalLM:
+def _new_model(maze: MazeLayout, config: MazeTeacherConfig) -> LlamaForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(config.seed, "maze teacher weights"))
         return LlamaForCausalLM(
@@ -188,7 +188,9 @@ def _new_model(maze: Maze, config: MazeTeacherConfig) -> LlamaForCausalLM:
         )
 
 
-def _train(maze: Maze, config: MazeTeacherConfig) -> tuple[LlamaForCausalLM, MazeTeacherReport]:
+def _train(
+    maze: MazeLayout, config: MazeTeacherConfig
+) -> tuple[LlamaForCausalLM, MazeTeacherReport]:
     documents = draw_documents(maze, config.num_documents, config.seed, "train")
     rows = path_rows([tuple(document.split()) for document in documents], maze.row_length)
     model = _new_model(maze, config).train()
@@ -233,7 +235,9 @@ def _batch(
 
 
 @torch.no_grad()
-def _report(model: LlamaForCausalLM, maze: Maze, rows: Int[Tensor, "n l"]) -> MazeTeacherReport:
+def _report(
+    model: LlamaForCausalLM, maze: MazeLayout, rows: Int[Tensor, "n l"]
+) -> MazeTeacherReport:
     paths = path_rows(maze.paths(), maze.row_length)
     model_probs = row_log_probs(model, paths).double().exp()
     shares = (rows[:, None] == paths[None]).all(-1).double().mean(0)

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from pipeline.maze.layout import LAYOUTS, MOVES, Maze, draw_documents, load_maze, maze_tokenizer
+from pipeline.maze.layout import (
+    LAYOUTS,
+    MOVES,
+    MazeLayout,
+    draw_documents,
+    load_maze,
+    maze_tokenizer,
+)
 from shards.errors import UsageError
 
 
@@ -36,9 +43,9 @@ def test_every_path_walks_free_cells_once_from_start_to_target(layout: str) -> N
 
 def test_a_grid_worked_by_hand() -> None:
     """S T over two free cells: straight right, or down right up."""
-    maze = Maze("hand", ("ST", ".."), max_moves=3)
+    maze = MazeLayout("hand", ("ST", ".."), max_moves=3)
     assert maze.paths() == [("right",), ("down", "right", "up")]
-    assert Maze("hand", ("ST", ".."), max_moves=2).paths() == [("right",)]
+    assert MazeLayout("hand", ("ST", ".."), max_moves=2).paths() == [("right",)]
     assert (maze.start, maze.target, maze.row_length) == ((0, 0), (0, 1), 5)
 
 

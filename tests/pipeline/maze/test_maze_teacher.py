@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.maze.layout import Maze, load_maze
+from pipeline.maze.layout import MazeLayout, load_maze
 from pipeline.maze.teacher import MazeTeacherConfig, path_rows, row_log_probs, train_maze_teacher
 from shards.errors import UsageError
 
@@ -55,7 +55,7 @@ def test_teacher_reaches_the_entropy_of_its_corpus_and_is_left_alone(tmp_path: P
 
 
 def test_training_is_deterministic(tmp_path: Path) -> None:
-    maze = Maze("hand", ("ST", ".."), max_moves=3)
+    maze = MazeLayout("hand", ("ST", ".."), max_moves=3)
     settings = MazeTeacherConfig(num_layers=1, num_heads=2, hidden_size=8, num_steps=4)
     torch.manual_seed(1)
     train_maze_teacher(maze, tmp_path / "a", settings)

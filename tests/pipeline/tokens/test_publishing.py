@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.corpus.config import CorpusConfig
-from pipeline.maze.layout import Maze, maze_tokenizer
+from pipeline.maze.layout import MazeLayout, maze_tokenizer
 from pipeline.maze.teacher import MazeTeacherConfig, train_maze_teacher
 from pipeline.tokens.build import prepare_tokens
 from shards.atomic import publish_folder
@@ -45,7 +45,7 @@ def test_token_rows_are_on_disk_with_their_tokenizer(tmp_path: Path, synced: set
 def test_the_maze_teacher_is_on_disk_with_its_weights(tmp_path: Path, synced: set[int]) -> None:
     out = tmp_path / "run" / "teacher"
     out.parent.mkdir()
-    train_maze_teacher(Maze("hand", ("ST", ".."), max_moves=3), out, SMALL)
+    train_maze_teacher(MazeLayout("hand", ("ST", ".."), max_moves=3), out, SMALL)
     assert (out / "model.safetensors").is_file()
     assert not_synced(out, synced) == []
 
