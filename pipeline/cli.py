@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,42 +29,58 @@ SETTINGS = (
         for name, target in CODEC_SETTINGS.items()
     ),
 )
-app, references_app = command_app(), command_app()
+app, references_app, tokens_app = command_app(), command_app(), command_app()
+
+Out = Annotated[Path, typer.Option(help="Folder of the run; the store goes to OUT/store.")]
+Corpus = Annotated[
+    str | None,
+    typer.Option(
+        help="Files (stories.txt, 'stories/*.txt', .jsonl, .csv, .parquet; #field names the"
+        " text), text:/jsonl:/csv:/parquet:/hf: sources, maze:k4, a TOML file, or owt, lm1b,"
+        " wikitext2, wikitext103, ptb, lambada, ag_news, pubmed, arxiv, tinystories, maze;"
+        " eval_ptb and the like for perplexity."
+    ),
+]
+Teacher = Annotated[str | None, typer.Option(help="Folder or hub id of a causal language model.")]
+EngineUrl = Annotated[
+    str | None,
+    typer.Option(
+        help="In place of a teacher: address of a running vLLM, http://host:8000; of SGLang with"
+        " --set engine.dialect=sglang."
+    ),
+]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="Tokenizer, if it does not lie beside the teacher.")
+]
+RowLength = Annotated[
+    int | None, typer.Option(help="Tokens of a row [the teacher's context, at most 1024].")
+]
+Rows = Annotated[int | None, typer.Option(help="Only so many rows of each split.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option(help="TOML file of settings, configs/owt-extract.toml say.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="key=value; `gdistill-extract settings` lists the keys."),
+]
 
 
 @app.command()
 def extract(
-    out: Annotated[Path, typer.Option(help="Folder of the run; the store goes to OUT/store.")],
-    corpus: Annotated[
-        str | None,
-        typer.Option(
-            help="Files (stories.txt, 'stories/*.txt', .jsonl, .csv, .parquet; #field names the"
-            " text), text:/jsonl:/csv:/parquet:/hf: sources, maze:k4, a TOML file, or owt, lm1b,"
-            " wikitext2, wikitext103, ptb, lambada, ag_news, pubmed, arxiv, tinystories, maze;"
-            " eval_ptb and the like for perplexity."
-        ),
-    ] = None,
-    teacher: Annotated[
-        str | None, typer.Option(help="Folder or hub id of a causal language model.")
-    ] = None,
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            help="In place of a teacher: address of an OpenAI-compatible server (vLLM, SGLang),"
-            " http://host:8000, that gives log-probabilities of a prompt."
-        ),
-    ] = None,
+    out: Out,
+    corpus: Corpus = None,
+    teacher: Teacher = None,
+    engine: EngineUrl = None,
     from_logprobs: Annotated[
         str | None,
         typer.Option(
             help="In place of corpus and teacher: rows that an engine scored, 'scores/*.parquet' or"
             " .jsonl; lists token_ids, token_log_probs, top_ids and top_log_probs a row (nats), or"
-            " in JSONL answers of /v1/completions with prompt_logprobs and prompt_token_ids."
+            " in JSONL answers of vLLM's /v1/completions or SGLang's /generate with"
+            " prompt_token_ids."
         ),
     ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Tokenizer, if it does not lie beside the teacher.")
-    ] = None,
+    tokenizer: Tokenizer = None,
     store: Annotated[
         str | None, typer.Option(help="Where the shards go: folder or URL [OUT/store].")
     ] = None,
@@ -79,10 +94,8 @@ def extract(
         str | None,
         typer.Option(help="parallel: score the corpus [default]; sequential: the teacher writes."),
     ] = None,
-    row_length: Annotated[
-        int | None, typer.Option(help="Tokens of a row [the teacher's context, at most 1024].")
-    ] = None,
-    rows: Annotated[int | None, typer.Option(help="Only so many rows of each split.")] = None,
+    row_length: RowLength = None,
+    rows: Rows = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows of a forward pass [auto].")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 [default] or bfloat16.")] = None,
     device: Annotated[
@@ -93,13 +106,8 @@ def extract(
     teacher_preset: Annotated[
         str | None, typer.Option(help="Teacher of the maze, trained here: demo or full [default].")
     ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="TOML file of settings, configs/owt-extract.toml say.")
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="key=value; `gdistill-extract settings` lists the keys."),
-    ] = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
     worker: Annotated[int | None, typer.Option(help="This process of a job array, from 0.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes of the job array.")] = None,
     strict: Annotated[
@@ -120,13 +128,14 @@ def extract(
     """Run the teacher once over a corpus and store what students learn from.
 
     Stage 1 writes token rows to OUT/tokens, stage 2 the store to OUT/store or --store. Both
-    resume: run the same command again after any interruption. Start it under `accelerate launch`,
-    or as `--worker i --workers n`, for many processes. Each ends when the store is complete; one
+    resume: run the same command again after any interruption. `gdistill-extract tokens` does
+    stage 1 alone, on a machine without a GPU. Start it under `accelerate launch` or `srun`, or as
+    `--worker i --workers n`, for many processes. Each ends when the store is complete; one
     that has nothing left waits for shards in work elsewhere, and takes over those of a process
     that dies. --engine has a running server score the rows, --from-logprobs reads what one said;
     both need --tokenizer and write `posterior` stores (`settings engine`: requests in flight, how
-    many likeliest tokens, server dialect, API key). On a machine with several GPUs a process
-    uses the one of its number there (LOCAL_RANK, SLURM_LOCALID); where nothing tells the number,
+    many tokens at a position, server dialect, API key). On a machine with several GPUs a process
+    uses the one of its number there (LOCAL_RANK, SLURM_LOCALID); where nothing says the number,
     give each its --device cuda:N.
 
     `gdistill-extract settings [WORD]` lists every key of --set with its default and meaning:
@@ -136,13 +145,29 @@ def extract(
     use_log_format(log_format)
     figures = PlanOptions(rate, tokens, price)
     figures.check(plan, dry_run)
+    if corpus is not None and from_logprobs is not None:
+        raise UsageError(
+            "scored rows are their own corpus",
+            where="--from-logprobs",
+            got=f"--corpus {corpus} too",
+            remedy="leave --corpus out",
+        )
+    if (plan or dry_run) and (engine or from_logprobs) is not None:
+        raise UsageError(
+            "--plan and --dry-run are for a teacher that runs here",
+            where="--from-logprobs" if engine is None else "--engine",
+            remedy="try it with --rows 100: what is done stays, and the report says bytes and rate",
+        )
     options: dict[str, Any] = {
         "mode": mode,
         "seed": seed,
         "device": device,
         "batch_size": batch_size,
         "strict": strict or None,
-        "corpus": {"spec": corpus_of(corpus, from_logprobs), "row_length": row_length},
+        "corpus": {
+            "spec": corpus if from_logprobs is None else f"scores:{from_logprobs}",
+            "row_length": row_length,
+        },
         "engine": {"url": engine},
         "codec": {"name": codec},
         "teacher": {
@@ -155,11 +180,7 @@ def extract(
         "store": {"rows": rows, "location": store},
     }
     request = resolve_request(out, options, overrides or [], config)
-    if plan or dry_run:
-        refuse_scored(engine, from_logprobs)
-    # The processes that share a teacher are one worker, whatever number a launcher gave them.
-    launched = {} if request.settings.teacher.tensor_parallel else os.environ
-    process = Worker.from_environment(worker, workers, launched)
+    process = Worker.from_environment(worker, workers)
     if plan:
         from pipeline.plan import make_plan
 
@@ -176,34 +197,35 @@ def extract(
         typer.echo("\n".join(lines))
 
 
-def refuse_scored(engine: str | None, scores: str | None) -> None:
-    """Nothing can be said beforehand of a teacher that runs elsewhere.
+@tokens_app.command()
+def tokens(
+    out: Out,
+    corpus: Corpus = None,
+    teacher: Teacher = None,
+    engine: EngineUrl = None,
+    tokenizer: Tokenizer = None,
+    row_length: RowLength = None,
+    rows: Rows = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    log_format: LogFormatOption = "plain",
+) -> None:
+    """Stage 1 alone: tokenize the corpus into OUT/tokens; of a teacher only small files are read.
 
-    Raises:
-        UsageError: If there is one.
+    Needs no GPU. `gdistill-extract` with the same options finds the rows and goes on from them:
+    run this on a node of CPUs first, and no GPU waits for it (runs/slurm/tokens.sbatch).
     """
-    if engine is not None or scores is not None:
-        raise UsageError(
-            "--plan and --dry-run are for a teacher that runs here",
-            where="--from-logprobs" if engine is None else "--engine",
-            remedy="try it with --rows 100: what is done stays, and the report says bytes and rate",
-        )
+    use_log_format(log_format)
+    options = {
+        "corpus": {"spec": corpus, "row_length": row_length},
+        "engine": {"url": engine},
+        "teacher": {"location": teacher, "tokenizer": tokenizer},
+        "store": {"rows": rows},
+    }
+    request = resolve_request(out, options, overrides or [], config)
+    from pipeline.run import run_tokens
 
-
-def corpus_of(corpus: str | None, scores: str | None) -> str | None:
-    """The corpus, which scored rows bring along.
-
-    Raises:
-        UsageError: If both are named.
-    """
-    if corpus is not None and scores is not None:
-        raise UsageError(
-            "scored rows are their own corpus",
-            where="--from-logprobs",
-            got=f"--corpus {corpus} too",
-            remedy="leave --corpus out",
-        )
-    return corpus if scores is None else f"scores:{scores}"
+    typer.echo("\n".join(run_tokens(request, Worker())))
 
 
 @references_app.command()
@@ -227,7 +249,8 @@ def references(
 
 def main() -> None:
     """Entry point."""
-    run_command(app, settings=settings_app(SETTINGS), references=references_app)
+    others = {"references": references_app, "tokens": tokens_app}
+    run_command(app, settings=settings_app(SETTINGS), **others)
 
 
 if __name__ == "__main__":

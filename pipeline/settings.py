@@ -14,6 +14,7 @@
     num_entries = 64
     [store]                    # StoreSettings
     [sequential]               # SequentialSettings
+    [engine]                   # EngineSettings
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.corpus.config import CorpusConfig, corpus_config
-from pipeline.engine.client import EngineSettings
 from shards.errors import UsageError, did_you_mean
 from shards.settings import merge, nested, parse_override, read_toml, resolve, to_mapping
 
@@ -39,9 +39,18 @@ DEFAULT_CODEC = "posterior"
 TABLES_APART = ("corpus", "codec")
 """Tables of a config file that are no fields of :class:`ExtractSettings`."""
 LONGEST_DEFAULT_ROW = 1024
+TOKENS_RECORD = "tokens/tokens.json"
+"""In a run's folder: stage 1 is finished."""
 OF_OWN_TEACHER = ("device", "batch_size", "threads", "strict")
-OF_TOKENIZER = ("tokenizer", "location")
-"""Settings of the teacher that an engine leaves to us: whose token ids these are."""
+
+
+def _require(settings: object, least: int, *names: str, table: str = "") -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and value < least:
+            raise UsageError(
+                "out of range", where=f"{table}{name}", got=value, expected=f"{least} or more"
+            )
 
 
 @dataclass(frozen=True)
@@ -60,8 +69,6 @@ class TeacherSettings:
         device_map: Spread the model's layers over the devices of this machine, where one is too
             small: ``auto``, ``balanced``, ``balanced_low_0``, ``sequential``, a device, or in a
             TOML file a table of module name -> device. One process uses them all.
-        tensor_parallel: Cut every layer over the processes that torchrun starts, one GPU each; all
-            of them are one worker.
     """
 
     location: str | None = None
@@ -73,7 +80,6 @@ class TeacherSettings:
     revision: str | None = None
     trust_remote_code: bool = False
     device_map: str | dict[str, Any] | None = None
-    tensor_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,11 +87,11 @@ class StoreSettings:
     """How much is stored, and in what portions.
 
     Attributes:
-        location: Folder or URL of the store; OUT/store unless told.
+        location: Folder or URL of the store; OUT/store by default.
         rows: Only this many first rows of each split.
         validation_rows: The same for validation alone.
-        rows_per_shard: Rows of a shard, the unit of work and of resume; by size unless told.
-        rows_per_chunk: Rows of an inner chunk, the unit of reading; by size unless told.
+        rows_per_shard: Rows of a shard, the unit of work and of resume; by size by default.
+        rows_per_chunk: Rows of an inner chunk, the unit of reading; by size by default.
     """
 
     location: str | None = None
@@ -95,19 +101,18 @@ class StoreSettings:
     rows_per_chunk: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rows", "rows_per_shard", "rows_per_chunk"):
-            _require(getattr(self, name), 1, f"store.{name}")
-        _require(self.validation_rows, 0, "store.validation_rows")
+        _require(self, 1, "rows", "rows_per_shard", "rows_per_chunk", table="store.")
+        _require(self, 0, "validation_rows", table="store.")
 
 
 @dataclass(frozen=True)
 class SequentialSettings:
-    """How the teacher writes rows of its own; off by default, for they change its distribution.
+    """How the teacher writes rows of its own; the defaults leave its distribution as it is.
 
     Attributes:
         temperature: Divides the logits.
-        nucleus_p: Keeps the likeliest tokens that together reach this probability.
-        batch_size: Rows written side by side; found by trial unless told.
+        nucleus_p: Keeps the most probable tokens that together reach this probability.
+        batch_size: Rows written side by side; by memory by default.
     """
 
     temperature: float = 1.0
@@ -119,7 +124,40 @@ class SequentialSettings:
             raise UsageError("out of range", where="sequential.temperature", got=self.temperature)
         if not 0 < self.nucleus_p <= 1:
             raise UsageError("out of range", where="sequential.nucleus_p", got=self.nucleus_p)
-        _require(self.batch_size, 1, "sequential.batch_size")
+        _require(self, 1, "batch_size", table="sequential.")
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """A server that scores rows, vLLM or SGLang, and how it is asked.
+
+    Attributes:
+        url: Its address, with or without ``/v1``; None where no engine is used.
+        model: Name of the model to ask; by default the only one served.
+        num_top: m, most probable tokens asked for at every position; codec.num_entries is as many
+            by default. Servers have a limit of their own (vLLM: --max-logprobs, 20).
+        in_flight: Requests under way at a time.
+        max_tries: Of one request, before the run ends (finished shards are kept).
+        timeout_seconds: Longest wait for one answer.
+        dialect: ``prompt_logprobs`` or ``echo`` (both vLLM), or ``sglang`` (its ``/generate``).
+        api_key_variable: Environment variable that holds the key, if the server wants one.
+    """
+
+    url: str | None = None
+    model: str | None = None
+    num_top: int = 20
+    in_flight: int = 8
+    max_tries: int = 8
+    timeout_seconds: float = 300.0
+    dialect: Literal["prompt_logprobs", "echo", "sglang"] = "prompt_logprobs"
+    api_key_variable: str = "OPENAI_API_KEY"
+
+    def __post_init__(self) -> None:
+        _require(self, 1, "num_top", "in_flight", "max_tries", table="engine.")
+        if not self.timeout_seconds > 0:
+            raise UsageError("out of range", where="engine.timeout_seconds", expected="above 0")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise UsageError("not an address", where="engine.url", got=self.url, expected="http://")
 
 
 @dataclass(frozen=True)
@@ -147,8 +185,7 @@ class ExtractSettings:
     engine: EngineSettings = field(default_factory=EngineSettings)
 
     def __post_init__(self) -> None:
-        _require(self.batch_size, 1, "batch_size")
-        _require(self.threads, 1, "threads")
+        _require(self, 1, "batch_size", "threads")
         if not 0 <= self.seed < 1 << 63:
             raise UsageError("out of range", where="seed", got=self.seed, expected="0 to 2^63 - 1")
 
@@ -170,22 +207,15 @@ class PlanOptions:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if value is not None and not 0 < value < math.inf:
-                raise UsageError(
-                    "out of range", where=f"--{name}", got=value, expected="a number above 0"
-                )
+                where, expected = f"--{name}", "a number above 0"
+                raise UsageError("out of range", where=where, got=value, expected=expected)
 
     def check(self, plan: bool, dry_run: bool) -> None:
-        """Refuse figures without the plan that they are for, and two answers at once.
-
-        Raises:
-            UsageError: For ``--rate``, ``--tokens`` or ``--price`` without ``--plan``, and for
-                ``--plan`` with ``--dry-run``.
-        """
+        """Refuse figures without ``--plan``, and ``--plan`` with ``--dry-run``: a UsageError."""
         given = [f"--{name}" for name, value in vars(self).items() if value is not None]
         if given and not plan:
-            raise UsageError(
-                "an option of --plan without it", where=given[0], remedy="add --plan, or leave it"
-            )
+            remedy = "add --plan, or leave it"
+            raise UsageError("an option of --plan without it", where=given[0], remedy=remedy)
         if plan and dry_run:
             raise UsageError("--plan and --dry-run exclude each other")
 
@@ -203,6 +233,11 @@ class ExtractRequest:
     def store(self) -> str:
         """Where the store goes: a folder or a URL."""
         return self.settings.store.location or str(self.out / "store")
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the teacher runs elsewhere: an engine is asked, or has answered."""
+        return self.settings.engine.url is not None or self.corpus.source.startswith("scores:")
 
     @property
     def row_limits(self) -> dict[str, int]:
@@ -235,11 +270,7 @@ class ExtractRequest:
         from shards.codec.registry import codec_parameters
 
         codec = {"name": self.codec.name, **codec_parameters(self.codec)}
-        return {
-            **to_mapping(self.settings),
-            "corpus": to_mapping(self.corpus),
-            "codec": codec,
-        }
+        return {**to_mapping(self.settings), "corpus": to_mapping(self.corpus), "codec": codec}
 
 
 def resolve_request(
@@ -261,18 +292,23 @@ def resolve_request(
     values = merge(values, _without_none(options))
     for text in overrides:
         values = merge(values, nested(*parse_override(text)))
-    _check_keys(values)
-    corpus, codec = (_table(values, name) for name in TABLES_APART)
+    known = sorted([*TABLES_APART, *(each.name for each in fields(ExtractSettings))])
+    if unknown := [key for key in values if key not in known]:
+        hint = did_you_mean(unknown[0], known, f"known keys: {known}")
+        raise UsageError("unknown config key", where=unknown[0], remedy=hint)
+    tables = {name: values.pop(name, {}) for name in TABLES_APART}
+    for name, table in tables.items():
+        if not isinstance(table, Mapping):
+            got = repr(table)
+            raise UsageError("wrong type in config", where=name, got=got, expected="a table")
+    corpus, codec = (dict(table) for table in tables.values())
     spec = corpus.pop("spec", None) or corpus.pop("source", None)
     if not isinstance(spec, str):
-        raise UsageError(
-            "no corpus",
-            where="--corpus",
-            expected="files (stories.txt), a preset (owt, lm1b, maze, ...), or a TOML file",
-        )
+        expected = "files (stories.txt), a preset (owt, lm1b, maze, ...), or a TOML file"
+        raise UsageError("no corpus", where="--corpus", expected=expected)
     settings = resolve(ExtractSettings, values)
-    _check_meaning(settings, {**values, "spec": spec})
-    chosen = corpus_config(spec, settings=corpus)
+    _check_meaning(settings, values, from_files=spec.startswith("scores:"))
+    chosen = corpus_config(spec, settings=corpus, is_read=(out / TOKENS_RECORD).is_file())
     from shards.codec.registry import make_codec  # late: it waits for torch
 
     name = codec.pop("name", DEFAULT_CODEC)
@@ -281,104 +317,41 @@ def resolve_request(
     return ExtractRequest(out, settings, chosen, make_codec(str(name), **codec))
 
 
-def _check_keys(values: Mapping[str, Any]) -> None:
-    known = sorted([*TABLES_APART, *(field.name for field in fields(ExtractSettings))])
-    for key in values:
-        if key not in known:
-            hint = did_you_mean(key, known, f"known keys: {known}")
-            raise UsageError("unknown config key", where=key, remedy=hint)
-
-
-def _check_meaning(settings: ExtractSettings, given: Mapping[str, Any]) -> None:
+def _check_meaning(settings: ExtractSettings, given: Mapping[str, Any], from_files: bool) -> None:
     """Refuse settings that this run would not look at."""
-    if given.get("sequential") and settings.mode == "parallel":
-        raise UsageError(
-            "this setting means nothing in parallel mode",
-            where=f"sequential.{next(iter(given['sequential']))}",
-            remedy="leave it out, or --mode sequential",
-        )
-    _check_spread(settings)
-    _check_engine(settings, given)
-    teacher = given.get("teacher", {})
-    if "preset" in teacher and settings.teacher.location is not None:
-        raise UsageError(
-            "a preset is for a teacher that is trained here",
-            where="--teacher-preset",
-            got=f"--teacher {settings.teacher.location}",
-            remedy="leave one of the two out",
-        )
-
-
-def _check_engine(settings: ExtractSettings, given: Mapping[str, Any]) -> None:
-    """Refuse settings of an engine without one, and of our own teacher beside one."""
-    from_files = str(given.get("spec")).startswith("scores:")
-    engine = given.get("engine", {})
-    if from_files and engine:
-        name = next(iter(engine))
-        raise UsageError(
-            "files of scores need no engine",
-            where="--engine" if name == "url" else f"engine.{name}",
-            got=f"{engine[name]} beside --from-logprobs",
-            remedy="leave one of the two out; codec.num_entries says how many tokens are kept",
-        )
-    if engine and settings.engine.url is None:
-        raise UsageError(
-            "a setting of an engine without one",
-            where=f"engine.{next(iter(engine))}",
-            remedy="add --engine URL, or leave it out",
-        )
-    if not from_files and settings.engine.url is None:
-        return
+    teacher, engine = given.get("teacher", {}), given.get("engine", {})
+    elsewhere = from_files or settings.engine.url is not None
     own = [name for name in OF_OWN_TEACHER if name in given]
-    own += [f"teacher.{name}" for name in given.get("teacher", {}) if name not in OF_TOKENIZER]
-    if own:
-        raise UsageError(
-            "this setting means nothing where the teacher runs elsewhere",
-            where=own[0],
-            got="an engine's scores",
-            remedy="leave it out; how the model computes is said where the engine is started",
-        )
-
-
-def _check_spread(settings: ExtractSettings) -> None:
-    """Refuse what a teacher on several devices cannot also be."""
-    teacher = settings.teacher
-    where = "teacher.device_map" if teacher.device_map is not None else "teacher.tensor_parallel"
-    if teacher.device_map is None and not teacher.tensor_parallel:
+    own += [f"teacher.{name}" for name in teacher if name != "tokenizer"]
+    own = ["--teacher" if name == "teacher.location" else name for name in own]
+    leave = "leave one of the two out"
+    if given.get("sequential") and settings.mode == "parallel":
+        what, where = "this setting means nothing in parallel mode", "sequential"
+        where, got = f"sequential.{next(iter(given['sequential']))}", ""
+        remedy = "leave it out, or --mode sequential"
+    elif from_files and engine:
+        what, name = "files of scores need no engine", next(iter(engine))
+        where = "--engine" if name == "url" else f"engine.{name}"
+        got = f"{engine[name]} beside --from-logprobs"
+        remedy = f"{leave}; codec.num_entries says how many tokens are kept"
+    elif engine and not elsewhere:
+        what, got = "a setting of an engine without one", ""
+        where, remedy = f"engine.{next(iter(engine))}", "add --engine URL, or leave it out"
+    elif elsewhere and own:
+        what, where = "this setting means nothing where the teacher runs elsewhere", own[0]
+        got = "--from-logprobs" if from_files else "--engine"
+        remedy = "leave it out; --tokenizer names the tokenizer of the engine's model"
+    elif "device_map" in teacher and settings.device != "auto":
+        what, where = "two settings that exclude each other", "teacher.device_map"
+        got, remedy = f"--device {settings.device} too", leave
+    elif "preset" in teacher and settings.teacher.location is not None:
+        what, where = "a preset is for a teacher that is trained here", "--teacher-preset"
+        got, remedy = f"--teacher {settings.teacher.location}", leave
+    else:
         return
-    others = {
-        f"--device {settings.device}": settings.device != "auto",
-        "teacher.tensor_parallel": teacher.device_map is not None and teacher.tensor_parallel,
-        "--compile": teacher.compiled and teacher.tensor_parallel,
-        "--mode sequential": settings.mode == "sequential" and teacher.tensor_parallel,
-    }
-    for other, is_given in others.items():
-        if is_given:
-            raise UsageError(
-                "two settings that exclude each other",
-                where=where,
-                got=f"{other} too",
-                remedy="leave one of the two out",
-            )
-
-
-def _table(values: dict[str, Any], name: str) -> dict[str, Any]:
-    table = values.pop(name, {})
-    if not isinstance(table, Mapping):
-        raise UsageError("wrong type in config", where=name, got=repr(table), expected="a table")
-    return dict(table)
+    raise UsageError(what, where=where, got=got, remedy=remedy)
 
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    result = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            value = _without_none(value)
-        if value is not None and value != {}:
-            result[key] = value
-    return result
-
-
-def _require(value: int | None, least: int, where: str) -> None:
-    if value is not None and value < least:
-        raise UsageError("out of range", where=where, got=value, expected=f"{least} or more")
+    plain = {k: _without_none(v) if isinstance(v, Mapping) else v for k, v in values.items()}
+    return {key: value for key, value in plain.items() if value is not None and value != {}}

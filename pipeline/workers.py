@@ -3,8 +3,7 @@
 There is no coordination but the ledger and the claims of shards. Every process begins with its
 own share, then takes up what nobody is working on. What others hold it comes back to at the end,
 and stays until each such shard is finished or, its holder dead, can be taken over: a process that
-ends without an error leaves a complete store. That wait is for the last few shards only, those in
-work by then. The bytes of a shard do not depend on who writes it.
+ends without an error leaves a complete store. The bytes of a shard do not depend on who writes it.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ RANKS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
 )
-"""What torchrun, Open MPI and MPICH call a process's number; ``accelerate launch`` uses these."""
-LOCAL_RANKS = (*(local for _, _, local in RANKS), "SLURM_LOCALID")
-"""Where a process of a job array may find its number on its machine."""
+"""A process's number, how many there are, its number on its machine: as torchrun (and
+``accelerate launch``), Open MPI, MPICH and srun call them."""
 STOP_CHECK_SECONDS = 0.2
 
 
@@ -49,36 +48,45 @@ class Worker:
 
     def __post_init__(self) -> None:
         if self.count < 1:
+            expected = "at least 1"
             raise UsageError(
-                "no workers at all", where="--workers", got=self.count, expected="at least 1"
+                "no workers at all", where="--workers", got=self.count, expected=expected
             )
         if not 0 <= self.index < self.count:
-            raise UsageError(
-                "no such worker",
-                where="--worker",
-                got=f"{self.index} of {self.count}",
-                expected=f"0 to {self.count - 1}, with --workers",
-            )
+            got, expected = f"{self.index} of {self.count}", f"0 to {self.count - 1}"
+            raise UsageError("no such worker", where="--worker", got=got, expected=expected)
 
     @classmethod
     def from_environment(
         cls, index: int | None, count: int | None, environment: Mapping[str, str] = os.environ
     ) -> Worker:
-        """The options if given, else what the launcher (accelerate, torchrun, mpirun) tells.
+        """The options if given, else what the launcher (torchrun, mpirun, srun) says.
 
         Raises:
             UsageError: If only one of the two options is given, they do not fit, or a variable
                 of the launcher is no number.
         """
+
+        def number(name: str) -> int:
+            try:
+                return int(environment[name])
+            except ValueError as error:
+                raise UsageError(
+                    "a launcher's variable is no number",
+                    where=f"environment variable {name}",
+                    got=repr(environment[name]),
+                    remedy="unset it, or give --worker and --workers",
+                ) from error
+
         if (index is None) != (count is None):
             raise UsageError("--worker and --workers belong together")
         if index is not None and count is not None:
-            local = next((name for name in LOCAL_RANKS if name in environment), None)
-            return cls(index, count, None if local is None else _number(environment, local))
+            local = next((name for *_, name in RANKS if name in environment), None)
+            return cls(index, count, None if local is None else number(local))
         for rank, size, local_rank in RANKS:
             if rank in environment and size in environment:
                 local = local_rank if local_rank in environment else rank
-                return cls(*(_number(environment, name) for name in (rank, size, local)))
+                return cls(number(rank), number(size), number(local))
         return cls()
 
     @property
@@ -98,23 +106,8 @@ class Worker:
 
     def order(self, items: Sequence[Item]) -> list[Item]:
         """Own items first (every ``count``-th), then the others', starting with the next worker."""
-        return [
-            item
-            for shift in range(self.count)
-            for item in items[(self.index + shift) % self.count :: self.count]
-        ]
-
-
-def _number(environment: Mapping[str, str], name: str) -> int:
-    try:
-        return int(environment[name])
-    except ValueError as error:
-        raise UsageError(
-            "a launcher's variable is no number",
-            where=f"environment variable {name}",
-            got=repr(environment[name]),
-            remedy="unset it, or give --worker and --workers",
-        ) from error
+        firsts = [(self.index + shift) % self.count for shift in range(self.count)]
+        return [item for first in firsts for item in items[first :: self.count]]
 
 
 class Stopped(GdistillError):

@@ -1,8 +1,10 @@
-"""What happens to text that is not clean, and the count of it.
+"""Which corpus: a preset, a configuration file, a source in one word, or the path of files.
 
-Documents are UTF-8. One that is not is an error by default, or repaired with U+FFFD, or left out;
-a lone surrogate (from a JSON escape) is treated the same way. Control characters (C0 but for tab,
-line feed and carriage return, and DEL) are part of the text: they are kept and counted.
+``maze[:LAYOUT]``, ``text:PATH-or-GLOB``, ``jsonl:PATH#field``, ``csv:PATH#column``,
+``parquet:PATH#column``, ``hf:NAME[:CONFIG]``, the name of a preset in ``presets/``, a TOML file
+like those, or the bare path (or glob) of files whose suffix tells their kind.
+
+Nothing here reads a document, so that asking for help or a wrong word costs no heavy import.
 """
 
 from __future__ import annotations
@@ -14,110 +16,16 @@ from glob import has_magic, iglob
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.corpus.detokenize import detokenizer
-from pipeline.corpus.files import RawDocument, Source
-from shards.errors import GdistillError, UsageError, did_you_mean
+from shards.errors import UsageError, did_you_mean
 from shards.settings import parse_override, read_toml, resolve
-
-CONTROL_BYTES = bytes(sorted((set(range(32)) - set(b"\t\n\r")) | {127}))
-
-
-@dataclass
-class Tally:
-    """What was read so far; all counts are of one split.
-
-    Attributes:
-        num_documents: Documents handed on.
-        num_bytes: Their size in UTF-8.
-        num_empty: Documents left out for holding nothing but white space.
-        num_bad_utf8: Documents that were not UTF-8, repaired or left out.
-        num_control_characters: Control characters kept in the text.
-    """
-
-    num_documents: int = 0
-    num_bytes: int = 0
-    num_empty: int = 0
-    num_bad_utf8: int = 0
-    num_control_characters: int = 0
-
-
-def decode_document(
-    raw: RawDocument, source: Source, on_bad_utf8: BadUtf8, tally: Tally
-) -> str | None:
-    """The document's clean text, counted in ``tally``; None if the policy leaves it out.
-
-    Raises:
-        GdistillError: For text that is not UTF-8, under the policy ``error``.
-    """
-    decoded = _decode(raw, source, on_bad_utf8, tally)
-    if decoded is None:
-        return None
-    text = source.text(decoded, raw)
-    try:
-        encoded = raw.content if text is decoded and isinstance(raw.content, bytes) else None
-        encoded = text.encode() if encoded is None else encoded
-    except UnicodeEncodeError as error:
-        if not _tolerated(raw, source, on_bad_utf8, tally, error.start, "a lone surrogate"):
-            return None
-        encoded = text.encode("utf-8", "replace")
-        text = encoded.decode()
-    tally.num_control_characters += len(encoded) - len(encoded.translate(None, CONTROL_BYTES))
-    tally.num_bytes += len(encoded)
-    return text
-
-
-def _decode(raw: RawDocument, source: Source, on_bad_utf8: BadUtf8, tally: Tally) -> str | None:
-    if isinstance(raw.content, str):
-        return raw.content
-    try:
-        return raw.content.decode()
-    except UnicodeDecodeError as error:
-        found = f"byte 0x{raw.content[error.start]:02x} ({error.reason})"
-        if not _tolerated(raw, source, on_bad_utf8, tally, error.start, found):
-            return None
-        return raw.content.decode("utf-8", "replace")
-
-
-def _tolerated(
-    raw: RawDocument,
-    source: Source,
-    on_bad_utf8: BadUtf8,
-    tally: Tally,
-    byte: int,
-    found: str,
-) -> bool:
-    """Count bad text; whether it is to be repaired (else left out)."""
-    if on_bad_utf8 == "error":
-        raise GdistillError(
-            "the text is not UTF-8",
-            where=source.place(raw, byte),
-            got=found,
-            remedy="convert it, or --set corpus.on_bad_utf8=replace (or skip)",
-        )
-    tally.num_bad_utf8 += 1
-    return on_bad_utf8 == "replace"
-
-
-# Which corpus: a preset, a configuration file, a source in one word, or a path.
-#
-# ``maze[:LAYOUT]``, ``text:PATH-or-GLOB``, ``jsonl:PATH#field``, ``csv:PATH#column``,
-# ``parquet:PATH#column``, ``hf:NAME[:CONFIG]``, the name of a preset in ``presets/``, a TOML file
-# like those, or the bare path (or glob) of files whose suffix tells their kind.
-#
-# Nothing here reads a document, so that asking for help or a wrong word costs no heavy import.
-
 
 PRESETS = Path(__file__).parent / "presets"
 SPLITS = ("train", "validation")
 SCHEMES = ("maze", "text", "jsonl", "csv", "parquet", "hf", "scores")
 SUFFIXES = {
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".csv": "csv",
-    ".tsv": "csv",
+    **dict.fromkeys((".txt", ".text", ".md"), "text"),
+    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
     ".parquet": "parquet",
 }
 """Kind of a bare path by its suffix, ``.gz`` and ``.zst`` left aside."""
@@ -153,11 +61,11 @@ class CorpusConfig:
             everything.
         limit_documents: Read only this many first documents of each source.
         document_separator: What ends a document of a ``text:`` source: a line of this text
-            (``<|endoftext|>`` unless told), or ``line``, ``blank_line`` or ``file``. The end of a
+            (``<|endoftext|>`` by default), or ``line``, ``blank_line`` or ``file``. The end of a
             file always does, so a file without separator lines is one document.
         detokenizer: See :mod:`pipeline.corpus.detokenize`.
         keep_empty: Keep documents of nothing but white space (they leave separators behind).
-        on_bad_utf8: ``error``, ``replace`` or ``skip``; see :mod:`pipeline.corpus.config`.
+        on_bad_utf8: ``error``, ``replace`` or ``skip``; see :mod:`pipeline.corpus.documents`.
         packing, group_documents: See :mod:`pipeline.tokens.packing`.
         row_length: Tokens of a row; None lets the command choose from the teacher's context.
         separate_train, separate_validation: Whether a separator follows each document of a stream.
@@ -194,28 +102,29 @@ class CorpusConfig:
 
     def __post_init__(self) -> None:
         scheme_of(self.source)
-        detokenizer(self.detokenizer)
-        self._check(0 <= self.validation_fraction <= 1, "validation_fraction", "0 to 1")
-        self._check(self.validation_documents >= 0, "validation_documents", "0 or more")
-        self._check(self.group_documents >= 0, "group_documents", "0 or more")
-        self._check(self.row_length is None or self.row_length >= 2, "row_length", "2 or more")
-        limit = self.limit_documents
-        self._check(limit is None or limit > 0, "limit_documents", "1 or more")
-        self._check(bool(self.document_separator.strip()), "document_separator", "some text")
+        if self.detokenizer != "none":
+            from pipeline.corpus.detokenize import detokenizer
+
+            detokenizer(self.detokenizer)  # refuses an unknown one
+        limits = {
+            "validation_fraction": (0 <= self.validation_fraction <= 1, "0 to 1"),
+            "validation_documents": (self.validation_documents >= 0, "0 or more"),
+            "group_documents": (self.group_documents >= 0, "0 or more"),
+            "row_length": (self.row_length is None or self.row_length >= 2, "2 or more"),
+            "limit_documents": (
+                self.limit_documents is None or self.limit_documents > 0,
+                "1 or more",
+            ),
+            "document_separator": (bool(self.document_separator.strip()), "some text"),
+        }
+        for name, (good, expected) in limits.items():
+            if not good:
+                got, where = repr(getattr(self, name)), f"corpus.{name}"
+                raise UsageError("value out of range", where=where, got=got, expected=expected)
         if self.validation_source and self.validation_split:
             raise UsageError("validation_source and validation_split exclude each other")
         if self.group_documents and self.packing == "pad":
             raise UsageError("group_documents means nothing for pad", where="corpus.packing")
-
-    def _check(self, good: bool, name: str, expected: str) -> None:
-        if not good:
-            got = repr(getattr(self, name))
-            raise UsageError(
-                "value out of range", where=f"corpus.{name}", got=got, expected=expected
-            )
-
-
-DEFAULTS = {field.name: field.default for field in fields(CorpusConfig)}
 
 
 def scheme_of(source: str) -> tuple[str, str]:
@@ -224,6 +133,14 @@ def scheme_of(source: str) -> tuple[str, str]:
     if scheme in SCHEMES:
         return scheme, rest
     raise _unknown(source)
+
+
+def split_field(place: str) -> tuple[str, str]:
+    """``PATH#field`` as (path, field); a file whose own name has the # is taken as it is."""
+    if "#" not in place or os.path.exists(os.path.expanduser(place)):
+        return place, ""
+    path, _, name = place.rpartition("#")
+    return path, name
 
 
 def preset_names() -> list[str]:
@@ -235,13 +152,15 @@ def _unknown(spec: str) -> UsageError:
     known = [*preset_names(), *(f"{scheme}:" for scheme in SCHEMES)]
     own = "for files of your own: their path"
     hint = did_you_mean(spec.partition(":")[0], [*known, *SCHEMES], own, cutoff=0.5)
-    return UsageError(
-        "unknown corpus", where=f"--corpus {spec}", expected=f"one of {known}", remedy=hint
-    )
+    where = f"--corpus {spec}"
+    return UsageError("unknown corpus", where=where, expected=f"one of {known}", remedy=hint)
 
 
 def corpus_config(
-    spec: str, overrides: Iterable[str] = (), settings: dict[str, Any] | None = None
+    spec: str,
+    overrides: Iterable[str] = (),
+    settings: dict[str, Any] | None = None,
+    is_read: bool = False,
 ) -> CorpusConfig:
     """The configuration of a corpus named on the command line.
 
@@ -249,6 +168,7 @@ def corpus_config(
         spec: Preset, TOML file, source, or the path of files.
         overrides: ``key=value`` texts; they win.
         settings: Further values by field name; None values are ignored.
+        is_read: Stage 1 is finished, and files may have gone since.
 
     Raises:
         UsageError: For an unknown corpus or setting, a value out of range, or a setting that this
@@ -258,11 +178,11 @@ def corpus_config(
     for text in overrides:
         path, value = parse_override(text)
         given[".".join(path)] = value
-    config = resolve(CorpusConfig, _base(spec), given)
+    config = resolve(CorpusConfig, _base(spec, is_read), given)
     _check_meaning(config, given)
     scheme, rest = scheme_of(config.source)
     if scheme == "maze" and config.row_length is None:
-        from pipeline.maze.layout import load_maze  # late: it waits for torch
+        from pipeline.maze import load_maze  # late: it waits for torch
 
         config = replace(config, row_length=load_maze(rest or "k4").row_length)
     return config
@@ -272,9 +192,10 @@ def _check_meaning(config: CorpusConfig, given: dict[str, Any]) -> None:
     """Refuse settings that nothing would look at."""
     sources = [source for source in (config.source, config.validation_source) if source]
     schemes = {scheme_of(source)[0] for source in sources}
+    defaults = {field.name: field.default for field in fields(CorpusConfig)}
     for name, fitting in MEANT_FOR.items():
         value = getattr(config, name)
-        if name in given and value != DEFAULTS[name] and not schemes & set(fitting):
+        if name in given and value != defaults[name] and not schemes & set(fitting):
             raise UsageError(
                 f"this setting means nothing for a {'/'.join(sorted(schemes))}: source",
                 where=f"corpus.{name}",
@@ -282,14 +203,13 @@ def _check_meaning(config: CorpusConfig, given: dict[str, Any]) -> None:
                 expected=f"a source of {', '.join(f'{scheme}:' for scheme in fitting)}",
                 remedy="leave it out",
             )
-    named = config.source.partition("#")[2]
+    named = split_field(scheme_of(config.source)[1])[1]
     if named and given.get("field", named) != named and len(sources) == 1:
-        raise UsageError(
-            "two fields are named", where="corpus.field", got=f"{given['field']!r} and #{named}"
-        )
+        got = f"{given['field']!r} and #{named}"
+        raise UsageError("two fields are named", where="corpus.field", got=got)
 
 
-def _base(spec: str) -> dict[str, Any]:
+def _base(spec: str, is_read: bool) -> dict[str, Any]:
     scheme, colon, _ = spec.partition(":")
     if spec in preset_names():
         return read_toml(PRESETS / f"{spec}.toml")
@@ -298,38 +218,35 @@ def _base(spec: str) -> dict[str, Any]:
         return {**preset, "source": spec}
     if spec.endswith(".toml"):
         return read_toml(Path(spec))
-    return {"source": _source_of_path(spec)}
+    return {"source": _source_of_path(spec, is_read)}
 
 
-def _source_of_path(spec: str) -> str:
+def _source_of_path(spec: str, is_read: bool) -> str:
     """A bare path or glob, with ``#field`` if need be, as a source: its suffix tells the kind.
 
     Raises:
         UsageError: If there is no such file, or its suffix tells nothing.
     """
-    path = Path(os.path.expanduser(spec.partition("#")[0]))
+    pattern = os.path.expanduser(split_field(spec)[0])
+    path, where = Path(pattern.lower()), f"--corpus {spec}"
     suffix = Path(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix
-    pattern = os.path.expanduser(spec if os.path.exists(spec) else spec.partition("#")[0])
     found = os.path.exists(pattern) or (has_magic(pattern) and any(iglob(pattern, recursive=True)))
-    if not found:
+    if not found and not (is_read and suffix in SUFFIXES):
         if ":" not in spec and (suffix in SUFFIXES or "/" in spec or spec.startswith("~")):
-            raise UsageError(
-                "no such corpus file",
-                where=f"--corpus {spec}",
-                expected="a path, a glob in quotes, a preset (owt, ...) or hf:NAME",
-            )
+            expected = "a path, a glob in quotes, a preset (owt, ...) or hf:NAME"
+            raise UsageError("no such corpus file", where=where, expected=expected)
         raise _unknown(spec)
     if os.path.isdir(pattern):
         raise UsageError(
             "the corpus path is a directory",
-            where=f"--corpus {spec}",
+            where=where,
             expected="a file or a glob",
             remedy=f"for all text files in it: '{spec.rstrip('/')}/*.txt'",
         )
     if suffix not in SUFFIXES:
         raise UsageError(
             "the suffix does not tell what the corpus file holds",
-            where=f"--corpus {spec}",
+            where=where,
             expected=f"one of {', '.join(SUFFIXES)}, also with .gz or .zst",
             remedy=f"say it: text:{spec}, jsonl:{spec}#field, ...",
         )

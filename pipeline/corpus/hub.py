@@ -1,4 +1,4 @@
-"""``hf:NAME[:CONFIG]``: a data set of the Hugging Face hub, or a folder ``datasets`` loads."""
+"""``hf:NAME[:CONFIG]``: a data set of the hub, or a folder that ``datasets`` loads; ``maze``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from pipeline.corpus.files import Known, RawDocument, Source, file_identity
+from pipeline.corpus.documents import Known, RawDocument, Source, file_identity
+from pipeline.maze import NUM_DOCUMENTS, MazeLayout, draw_documents, load_maze
 from shards.errors import GdistillError, UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -77,19 +78,42 @@ class HubDataset(Source):
             for row, value in enumerate(batch, begin):
                 yield RawDocument(value or "", f"hf:{self.name}", row)
 
-    def place(self, raw: RawDocument, byte: int) -> str:
-        return f"{raw.origin}: row {raw.offset}, byte {byte}"
-
     def identity(self, known: Known = MappingProxyType({})) -> list[dict[str, Any]]:
         rows, folder = self._rows, Path(os.path.expanduser(self.name))
         facts = {"config": self.config, "split": self.split, "num_rows": len(rows)}
         if folder.is_dir():  # where it lies says nothing: its files do
             files = sorted(path for path in folder.rglob("*") if path.is_file())
-            kept = [path for path in files if not _is_hidden(path.relative_to(folder))]
+            parts = {path: path.relative_to(folder).parts for path in files}
+            kept = [path for path in files if not any(p.startswith(".") for p in parts[path])]
             return [facts, *(file_identity(path, known) for path in kept)]
         facts |= {"name": self.name, "revision": self.revision, "fingerprint": rows._fingerprint}
         return [facts]
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+@dataclass(frozen=True)
+class MazePaths(Source):
+    """``num_documents`` paths of a maze, drawn uniformly with replacement; see `pipeline.maze`."""
+
+    maze: MazeLayout
+    num_documents: int
+    seed: int
+    split: str
+
+    @classmethod
+    def of(cls, layout: str, seed: int, split: str) -> MazePaths:
+        """The documents of a split of a layout."""
+        return cls(load_maze(layout), NUM_DOCUMENTS[split], seed, split)
+
+    @cached_property
+    def _documents(self) -> list[str]:
+        return draw_documents(self.maze, self.num_documents, self.seed, self.split)
+
+    def count(self) -> int:
+        return self.num_documents
+
+    def documents(self, start: int, stop: int) -> Iterator[RawDocument]:
+        for index, document in enumerate(self._documents[start:stop], start):
+            yield RawDocument(document, f"maze:{self.maze.name}", index)
+
+    def identity(self, known: Known = MappingProxyType({})) -> list[dict[str, Any]]:
+        return [{**self.maze.artifact(), "seed": self.seed, "num_documents": self.num_documents}]

@@ -1,4 +1,15 @@
-"""Whether token rows belong to the corpus, settings and tokenizer at hand."""
+"""Stage 1: corpus -> token rows on disk. A finished one is left alone, an interrupted one goes on.
+
+Work happens in ``.tokens.partial`` beside the result; after each closed part a journal notes how
+far the corpus was read, so a killed run loses at most one part's work. The finished folder is
+renamed to ``tokens``. Documents are packed into rows of equal length::
+
+    concat   d d d | d d S e e | e e e e      documents run on, S between them; no edges
+    wrap     B d d S e e E | B e e e e S E    the same stream in pieces of L - 2, framed
+    pad      B d d d E E E E                  one document per row
+
+A row's worth of tokens that never fills up is dropped at the end of a split and counted.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +25,19 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.corpus.config import SPLITS, CorpusConfig, Tally
-from pipeline.corpus.files import looks_unchanged
-from pipeline.corpus.splits import Span, open_source, plan_spans, read_span
-from pipeline.tokens.dataset import Part, PartWriter, TokenDataset, write_record
-from pipeline.tokens.packing import make_packer
+from pipeline.corpus.config import SPLITS, CorpusConfig, Packing
+from pipeline.corpus.documents import (
+    Span,
+    Tally,
+    looks_unchanged,
+    open_source,
+    plan_spans,
+    read_span,
+)
+from pipeline.tokens.dataset import RECORD, Part, PartWriter, TokenDataset, write_record
 from pipeline.tokens.tokenizer import (
+    Ids,
+    SpecialIds,
     batches,
     encoded,
     load_tokenizer,
@@ -27,14 +45,139 @@ from pipeline.tokens.tokenizer import (
     special_token_pattern,
     tokenizer_sha256,
 )
-from shards.atomic import publish_folder, write_json_atomic
-from shards.console import Bar, progress_bar
+from shards.atomic import discard_leftovers, publish_folder, write_json_atomic
+from shards.console import Bar, progress_bar, stderr
 from shards.errors import GdistillError, UsageError
 from shards.settings import to_mapping
 from shards.store.location import file_claim
 
 NAMES_ONLY = ("source", "validation_source", "seed")
 """Settings that say where content is; the content itself is compared."""
+JOURNAL = "journal.json"
+LONGEST_DEFAULT_ROW = 1024
+Limits = Mapping[str, int]
+"""The most rows of a split, by its name."""
+
+
+@dataclass
+class StreamPacker:
+    """Documents joined to one stream of tokens, cut into rows: ``concat`` and ``wrap``.
+
+    Attributes:
+        row_length: Tokens of a row, L.
+        separator: Id after every document, or None.
+        frame: (bos, eos) around every piece of L - 2 tokens, or None for pieces of L.
+        group_documents: If positive, every so many documents are packed by themselves and their
+            remainder is dropped. 1000 repeats rows made with the batched ``map`` of ``datasets``,
+            whose batches drop theirs.
+    """
+
+    row_length: int
+    separator: int | None
+    frame: tuple[int, int] | None = None
+    group_documents: int = 0
+    num_dropped_tokens: int = 0
+    _rest: Ids = field(default_factory=lambda: np.empty(0, np.int32))
+    _num_in_group: int = 0
+
+    def pack(self, documents: list[Ids]) -> np.ndarray:
+        """Rows [n, L] int32 completed by these documents; the batches' borders leave no trace."""
+        if not self.group_documents:
+            return self._append(documents)
+        rows = []
+        while documents:
+            room = self.group_documents - self._num_in_group
+            taken, documents = documents[:room], documents[room:]
+            rows.append(self._append(taken))
+            self._num_in_group += len(taken)
+            if self._num_in_group == self.group_documents:
+                self.finish()
+        return np.concatenate(rows) if rows else self._append([])
+
+    def _append(self, documents: list[Ids]) -> np.ndarray:
+        parts = [self._rest]
+        separator = np.array([] if self.separator is None else [self.separator], np.int32)
+        for document in documents:
+            parts += (document, separator)
+        stream = np.concatenate(parts)
+        body = self.row_length - (2 if self.frame else 0)
+        num_rows = len(stream) // body
+        self._rest = stream[num_rows * body :].copy()
+        return self._framed(stream[: num_rows * body].reshape(num_rows, body))
+
+    def _framed(self, pieces: np.ndarray) -> np.ndarray:
+        if not self.frame:
+            return pieces
+        bos, eos = (np.full((len(pieces), 1), token, np.int32) for token in self.frame)
+        return np.concatenate([bos, pieces, eos], axis=1)
+
+    def finish(self) -> None:
+        """End of the split: what is left over is dropped and counted."""
+        self.num_dropped_tokens += len(self._rest)
+        self._rest, self._num_in_group = np.empty(0, np.int32), 0
+
+    def state(self) -> dict[str, Any]:
+        """JSON-ready state between two batches; ``restore`` goes on from it."""
+        return {
+            "rest": self._rest.tolist(),
+            "num_in_group": self._num_in_group,
+            "num_dropped_tokens": self.num_dropped_tokens,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._rest = np.array(state["rest"], np.int32)
+        self._num_in_group = state["num_in_group"]
+        self.num_dropped_tokens = state["num_dropped_tokens"]
+
+
+@dataclass
+class PadPacker:
+    """One document per row: bos, the document, at least one eos; longer documents are cut."""
+
+    row_length: int
+    bos: int
+    eos: int
+    num_dropped_tokens: int = 0
+
+    def pack(self, documents: list[Ids]) -> np.ndarray:
+        rows = np.full((len(documents), self.row_length), self.eos, np.int32)
+        rows[:, 0] = self.bos
+        for row, document in zip(rows, documents, strict=True):
+            kept = document[: self.row_length - 2]
+            row[1 : len(kept) + 1] = kept
+            self.num_dropped_tokens += len(document) - len(kept)
+        return rows
+
+    def finish(self) -> None:
+        """Nothing is left over."""
+
+    def state(self) -> dict[str, Any]:
+        return {"num_dropped_tokens": self.num_dropped_tokens}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.num_dropped_tokens = state["num_dropped_tokens"]
+
+
+def make_packer(
+    packing: Packing, row_length: int, ids: SpecialIds, group_documents: int = 0
+) -> StreamPacker | PadPacker:
+    """The packer of one split; a UsageError if its rows are too short to hold a token of text."""
+    shortest = 2 if packing == "concat" else 3
+    if row_length < shortest:
+        expected = f"at least {shortest} for {packing!r}"
+        raise UsageError(
+            "rows are too short for this packing",
+            where="row_length",
+            got=row_length,
+            expected=expected,
+        )
+    if packing == "pad":
+        return PadPacker(row_length, ids.bos, ids.eos)
+    frame = (ids.bos, ids.eos) if packing == "wrap" else None
+    return StreamPacker(row_length, ids.separator, frame, group_documents)
+
+
+# What decides the rows.
 
 
 def corpus_identity(
@@ -43,26 +186,29 @@ def corpus_identity(
     """Everything that decides the rows: settings, special ids, tokenizer and source content.
 
     Args:
-        known: An earlier identity. Files whose path, size and modification time are as noted
-            there are not hashed again.
+        config: The corpus.
+        tokenizer: Its tokenizer.
+        known: Of finished rows. Files whose path, size and modification time are as noted there
+            are not hashed again, and a source that has gone since is taken to be the one noted.
     """
     settings = {key: value for key, value in to_mapping(config).items() if key not in NAMES_ONLY}
-    known_files = {
-        file["path"]: file
-        for files in (known or {}).get("sources", {}).values()
-        for file in files
-        if "path" in file
-    }
+    noted = (known or {}).get("sources", {})
+    files = {file["path"]: file for of in noted.values() for file in of if "path" in file}
     sources: dict[str, Any] = {}
-    for split in ("train", "validation"):
-        source = open_source(config, split)
-        if source is not None:
-            sources[split] = source.identity(known_files)
+    for split in SPLITS:
+        if (source := open_source(config, split)) is None:
+            continue
+        try:
+            sources[split] = source.identity(files)
+        except GdistillError as error:
+            if split not in noted:
+                raise
+            sources[split] = noted[split]
+            stderr.print(f"the corpus is gone ({error}); its token rows are used", markup=False)
+    ids = {split: vars(special_ids(tokenizer, config, split)) for split in SPLITS}
     return {
         "corpus": settings,
-        "special_ids": {
-            split: vars(special_ids(tokenizer, config, split)) for split in ("train", "validation")
-        },
+        "special_ids": ids,
         "tokenizer": {"sha256": tokenizer_sha256(tokenizer), "vocab_size": len(tokenizer)},
         "sources": sources,
     }
@@ -90,50 +236,28 @@ def check_identity(found: dict[str, Any], wanted: dict[str, Any], where: Path) -
     for split in sorted(set(found["sources"]) | set(wanted["sources"])):
         old, new = found["sources"].get(split, []), wanted["sources"].get(split, [])
         if _contents(old) != _contents(new):
+            pairs = zip(old, new, strict=False)
+            other = next((b for a, b in pairs if _contents([a]) != _contents([b])), {})
+            name = other.get("path") or other.get("name") or f"{len(new)} files, not {len(old)}"
+            got, expected = (
+                ", ".join(str(f.get("sha256") or f.get("fingerprint"))[:12] for f in files)
+                for files in (new, old)
+            )
             raise GdistillError(
                 "the corpus is not the one that was tokenized",
-                where=f"{where}: {split}: {_first_difference(old, new)}",
-                got=f"content {_digests(new)}",
-                expected=f"content {_digests(old)}",
+                where=f"{where}: {split}: {name}",
+                got=f"content {got or 'none'}",
+                expected=f"content {expected or 'none'}",
                 remedy=remedy,
             )
 
 
-def sources_unchanged(identity: dict[str, Any]) -> bool:
-    """Whether every source file still has its noted size and modification time."""
-    files = [file for files in identity["sources"].values() for file in files]
-    return all(looks_unchanged(file) for file in files if "path" in file)
-
-
 def _contents(files: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Files by their content; other sources by all they tell."""
+    """Files by their content; other sources by all that is noted of them."""
     return [{"sha256": file["sha256"]} if "path" in file else file for file in files]
 
 
-def _first_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str:
-    for before, after in zip(old, new, strict=False):
-        if _contents([before]) != _contents([after]):
-            return str(after.get("path") or after.get("name"))
-    return f"{len(new)} files instead of {len(old)}"
-
-
-def _digests(files: list[dict[str, Any]]) -> str:
-    """Short forms of the content, of what has one."""
-    digests = [file.get("sha256") or file.get("fingerprint") for file in files]
-    return ", ".join(str(digest)[:12] for digest in digests if digest) or "none"
-
-
-# Stage 1: corpus -> token rows on disk. A finished one is left alone, an interrupted one goes on.
-#
-# Work happens in ``.tokens.partial`` beside the result; after each closed part a journal notes how
-# far the corpus was read, so a killed run loses at most one part's work. The finished folder is
-# renamed to ``tokens``.
-
-
-JOURNAL = "journal.json"
-LONGEST_DEFAULT_ROW = 1024
-Limits = Mapping[str, int]
-"""The most rows of a split, by its name."""
+# The stage.
 
 
 @dataclass
@@ -230,7 +354,8 @@ def _build(
             )
             progress.span, progress.next_document, progress.packer = index + 1, None, None
             note()
-    if not sources_unchanged(identity):
+    files = [file for files in identity["sources"].values() for file in files]
+    if not all(looks_unchanged(file) for file in files if "path" in file):
         raise GdistillError(
             "the corpus changed while it was read",
             where=config.source,
@@ -346,9 +471,8 @@ def _finish(
     border_ids = {"bos_id": ids.bos, "eos_id": ids.eos}
     write_record(work, parts, counts, identity, to_mapping(config), tokenizer, border_ids)
     (work / JOURNAL).unlink(missing_ok=True)
-
-
-# Rows that are packed already (an engine scored them, say) as a token data set like any other.
+    for name in (JOURNAL, RECORD):  # of a process that was killed while it wrote
+        discard_leftovers(work / name)
 
 
 def write_given_rows(
@@ -377,22 +501,24 @@ def write_given_rows(
         "sources": {},
     }
     done, work = out / "tokens", out / ".tokens.partial"
-    if done.exists():
-        dataset = TokenDataset.open(done)
-        check_identity(dataset.record["identity"], identity, done)
-        return dataset
-    shutil.rmtree(work, ignore_errors=True)
-    parts = {}
-    for split, rows in blocks.items():
-        writer, closed = PartWriter(work / split, row_length), []
-        for block in rows:
-            writer.write(block)
-            if writer.is_full:
-                closed.append(writer.close())
-        parts[split] = [part for part in [*closed, writer.close()] if part is not None]
-    counts = {split: {"num_dropped_tokens": 0, **asdict(Tally())} for split in parts}
-    border_ids = {"bos_id": tokenizer.bos_token_id, "eos_id": tokenizer.eos_token_id}
-    settings = {**corpus, "row_length": row_length}
-    write_record(work, parts, counts, identity, settings, tokenizer, border_ids)
-    publish_folder(work, done)
-    return TokenDataset.open(done)
+    out.mkdir(parents=True, exist_ok=True)
+    with file_claim(out / ".tokens.lock", wait=True):
+        if done.exists():
+            dataset = TokenDataset.open(done)
+            check_identity(dataset.record["identity"], identity, done)
+            return dataset
+        shutil.rmtree(work, ignore_errors=True)
+        parts = {}
+        for split, rows in blocks.items():
+            writer, closed = PartWriter(work / split, row_length), []
+            for block in rows:
+                writer.write(block)
+                if writer.is_full:
+                    closed.append(writer.close())
+            parts[split] = [part for part in [*closed, writer.close()] if part is not None]
+        counts = {split: {"num_dropped_tokens": 0, **asdict(Tally())} for split in parts}
+        border_ids = {"bos_id": tokenizer.bos_token_id, "eos_id": tokenizer.eos_token_id}
+        settings = {**corpus, "row_length": row_length}
+        write_record(work, parts, counts, identity, settings, tokenizer, border_ids)
+        publish_folder(work, done)
+        return TokenDataset.open(done)

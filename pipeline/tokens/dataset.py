@@ -1,4 +1,15 @@
-"""Writing the parts of a token data set, so that a killed run can go on where it was."""
+"""Stage 1 on disk: rows of token ids as a Parquet data set, with a fingerprint.
+
+::
+
+    tokens/
+      tokens.json               what was tokenized, how, and the fingerprint of the rows
+      tokenizer/                the tokenizer's files
+      train/part-00000.parquet  column input_ids: fixed_size_list<int32>[L]
+      validation/part-00000.parquet
+
+The folder appears under this name when it is complete, never before.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +35,31 @@ from shards.errors import IntegrityError, UsageError, safe_name
 
 PART_TOKENS = 1 << 24
 """A part is closed at the first batch border behind so many tokens."""
+ROW_GROUP_TOKENS = 1 << 20
+FORMAT_VERSION = 1
+RECORD = "tokens.json"
+COLUMN = "input_ids"
+FIELDS = (
+    "fingerprint", "identity", "corpus", "row_length", "vocab_size", "bos_id", "eos_id",
+    "tokenizer", "splits",
+)  # fmt: skip
+"""What ``tokens.json`` must hold beside its format version."""
+
+
+def rows_per_group(row_length: int) -> int:
+    """Rows of one Parquet row group: what one read brings into memory."""
+    return max(1, ROW_GROUP_TOKENS // row_length)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One Parquet file of a split; the hash is of its ids as little-endian int32, row by row."""
+
+    name: str
+    num_rows: int
+    num_bytes: int
+    tokens_sha256: str
+    max_token_id: int
 
 
 class PartWriter:
@@ -37,6 +73,8 @@ class PartWriter:
 
     def __init__(self, folder: Path, row_length: int, num_closed: int = 0) -> None:
         self.folder, self.row_length, self.num_closed = folder, row_length, num_closed
+        kind = pa.list_(pa.int32(), row_length)
+        self._schema = pa.schema([pa.field(COLUMN, kind, nullable=False)])
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(".*.tmp"):
             leftover.unlink()
@@ -45,15 +83,9 @@ class PartWriter:
     def _start(self) -> None:
         self._file: pq.ParquetWriter | None = None
         self._pending: list[np.ndarray] = []
-        self._num_pending = 0
-        self.num_rows = 0
-        self._max_token_id = -1
+        self._num_pending, self.num_rows, self._max_token_id = 0, 0, -1
         self._digest = hashlib.sha256()
-
-    @property
-    def name(self) -> str:
-        """File name of the open part."""
-        return f"part-{self.num_closed:05d}.parquet"
+        self.name = f"part-{self.num_closed:05d}.parquet"
 
     @property
     def is_full(self) -> bool:
@@ -70,49 +102,44 @@ class PartWriter:
         self._num_pending += len(rows)
         self.num_rows += len(rows)
         group = rows_per_group(self.row_length)
-        if self._num_pending >= group:
-            stacked = np.concatenate(self._pending)
-            whole = len(stacked) // group * group
-            self._flush(stacked[:whole], group)
-            self._pending = [stacked[whole:]]
-            self._num_pending = len(stacked) - whole
+        self._flush(self._num_pending // group * group)
 
-    def _flush(self, rows: np.ndarray, group: int) -> None:
+    def _flush(self, num_rows: int) -> None:
+        """Hand the first pending rows to the file, a row group at a time."""
+        if not num_rows:
+            return
         if self._file is None:
             self._file = pq.ParquetWriter(
-                self._temporary,
-                rows_schema(self.row_length),
+                self.folder / f".{self.name}.tmp",
+                self._schema,
                 compression="zstd",
                 use_dictionary=False,
                 write_page_checksum=True,
             )
-        for start in range(0, len(rows), group):
-            self._file.write_table(rows_table(rows[start : start + group]), row_group_size=group)
-
-    @property
-    def _temporary(self) -> Path:
-        return self.folder / f".{self.name}.tmp"
+        rows, group = np.concatenate(self._pending), rows_per_group(self.row_length)
+        for start in range(0, num_rows, group):
+            part = rows[start : min(start + group, num_rows)]
+            values = pa.array(np.ascontiguousarray(part).reshape(-1), pa.int32())
+            column = pa.FixedSizeListArray.from_arrays(values, type=self._schema.field(0).type)
+            table = pa.Table.from_arrays([column], schema=self._schema)
+            self._file.write_table(table, row_group_size=group)
+        self._pending = [rows[num_rows:]]
+        self._num_pending -= num_rows
 
     def close(self) -> Part | None:
         """Finish the open part durably and start the next; None if it has no rows."""
         if not self.num_rows:
             return None
-        if self._num_pending:
-            self._flush(np.concatenate(self._pending), rows_per_group(self.row_length))
+        self._flush(self._num_pending)
         assert self._file is not None
         self._file.close()
-        with open(self._temporary, "rb") as file:
+        temporary, path = self.folder / f".{self.name}.tmp", self.folder / self.name
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        path = self.folder / self.name
-        os.replace(self._temporary, path)
+        os.replace(temporary, path)
         fsync_path(self.folder)
-        part = Part(
-            name=self.name,
-            num_rows=self.num_rows,
-            num_bytes=path.stat().st_size,
-            tokens_sha256=self._digest.hexdigest(),
-            max_token_id=self._max_token_id,
-        )
+        sizes = self.num_rows, path.stat().st_size
+        part = Part(self.name, *sizes, self._digest.hexdigest(), self._max_token_id)
         self.num_closed += 1
         self._start()
         return part
@@ -139,11 +166,22 @@ def write_record(
         border_ids: ``bos_id`` and ``eos_id``.
     """
     row_length = corpus["row_length"]
-    num_rows = {split: sum(part.num_rows for part in found) for split, found in parts.items()}
     tokenizer.save_pretrained(work / "tokenizer")
+    splits, content = {}, {}
+    for split, found in parts.items():
+        num_rows = sum(part.num_rows for part in found)
+        splits[split] = {
+            "num_rows": num_rows,
+            "num_tokens": num_rows * row_length,
+            **counts[split],
+            "parts": [asdict(part) for part in found],
+        }
+        content[split] = [[part.num_rows, part.tokens_sha256] for part in found]
+    # Equal rows in equal parts, equal fingerprint.
+    digest = hashlib.sha256(canonical_json({"row_length": row_length, "splits": content}))
     record = {
         "format_version": FORMAT_VERSION,
-        "fingerprint": fingerprint(row_length, parts),
+        "fingerprint": digest.hexdigest(),
         "identity": identity,
         "corpus": corpus,
         "row_length": row_length,
@@ -153,88 +191,10 @@ def write_record(
             "id": str(tokenizer.name_or_path),
             "sha256": tokenizer_sha256(tokenizer),
         },
-        "splits": {
-            split: {
-                "num_rows": num_rows[split],
-                "num_tokens": num_rows[split] * row_length,
-                **counts[split],
-                "parts": [asdict(part) for part in found],
-            }
-            for split, found in parts.items()
-        },
+        "splits": splits,
         "versions": {"transformers": transformers.__version__},
     }
     write_json_atomic(work / RECORD, record)
-
-
-# Stage 1 on disk: rows of token ids as a Parquet data set, with a fingerprint.
-#
-# ::
-#
-#     tokens/
-#       tokens.json               what was tokenized, how, and the fingerprint of the rows
-#       tokenizer/                the tokenizer's files
-#       train/part-00000.parquet  column input_ids: fixed_size_list<int32>[L]
-#       validation/part-00000.parquet
-#
-# The folder appears under this name when it is complete, never before.
-
-
-FORMAT_VERSION = 1
-RECORD = "tokens.json"
-COLUMN = "input_ids"
-ROW_GROUP_TOKENS = 1 << 20
-FIELDS = (
-    "fingerprint", "identity", "corpus", "row_length", "vocab_size", "bos_id", "eos_id",
-    "tokenizer", "splits",
-)  # fmt: skip
-"""What ``tokens.json`` must hold beside its format version."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One Parquet file of a split.
-
-    Attributes:
-        tokens_sha256: Hash of its ids as little-endian int32, row by row: the content, whatever
-            the compression.
-    """
-
-    name: str
-    num_rows: int
-    num_bytes: int
-    tokens_sha256: str
-    max_token_id: int
-
-
-def rows_per_group(row_length: int) -> int:
-    """Rows of one Parquet row group: what one read brings into memory."""
-    return max(1, ROW_GROUP_TOKENS // row_length)
-
-
-def rows_schema(row_length: int) -> pa.Schema:
-    """The schema of every part."""
-    return pa.schema([pa.field(COLUMN, pa.list_(pa.int32(), row_length), nullable=False)])
-
-
-def rows_table(rows: np.ndarray) -> pa.Table:
-    """Rows [n, L] int32 as an Arrow table."""
-    schema = rows_schema(rows.shape[1])
-    values = pa.array(np.ascontiguousarray(rows).reshape(-1), pa.int32())
-    column = pa.FixedSizeListArray.from_arrays(values, type=schema.field(COLUMN).type)
-    return pa.Table.from_arrays([column], schema=schema)
-
-
-def fingerprint(row_length: int, splits: Mapping[str, list[Part]]) -> str:
-    """Identifies the rows of a token data set: equal rows in equal parts, equal fingerprint."""
-    content = {
-        "row_length": row_length,
-        "splits": {
-            name: [[part.num_rows, part.tokens_sha256] for part in parts]
-            for name, parts in splits.items()
-        },
-    }
-    return hashlib.sha256(canonical_json(content)).hexdigest()
 
 
 class TokenDataset:
@@ -247,6 +207,7 @@ class TokenDataset:
 
     def __init__(self, path: Path, record: dict[str, Any]) -> None:
         self.path, self.record = path, record
+        self.tokenizer_path = path / "tokenizer"
         self._group = lru_cache(maxsize=2)(self._read_group)
 
     @classmethod
@@ -258,12 +219,12 @@ class TokenDataset:
             IntegrityError: If the record lacks a field, or a part is missing or truncated.
         """
         path = Path(path)
+        remedy = f"remove {path} and run stage 1 again"
         try:
             record = json.loads((path / RECORD).read_text(encoding="utf-8"))
         except OSError as error:
-            raise UsageError(
-                "no finished token data set", where=path, expected=f"a {RECORD} in it"
-            ) from error
+            expected = f"a {RECORD} in it"
+            raise UsageError("no finished token data set", where=path, expected=expected) from error
         except (ValueError, RecursionError) as error:
             raise IntegrityError("damaged file", where=path / RECORD, got=error) from error
         if not isinstance(record, dict):
@@ -277,14 +238,36 @@ class TokenDataset:
                 expected=FORMAT_VERSION,
                 remedy="run stage 1 again into a new folder",
             )
+        if missing := [name for name in FIELDS if name not in record]:
+            where, got = path / RECORD, missing[0]
+            raise IntegrityError("a field is missing", where=where, got=got, remedy=remedy)
         dataset = cls(path, record)
-        dataset._check_fields()
-        dataset._check_sizes()
+        try:
+            for split in dataset.splits:
+                for part in dataset.parts(split):
+                    safe_name(f"{split}/{part.name}")  # the folder may come from anywhere
+        except (KeyError, TypeError, AttributeError, UsageError) as error:
+            where, got = path / RECORD, str(error)[:400]
+            raise IntegrityError(
+                "malformed list of parts", where=where, got=got, remedy=remedy
+            ) from error
+        for split in dataset.splits:
+            for part in dataset.parts(split):
+                file = path / split / part.name
+                size = file.stat().st_size if file.is_file() else None
+                if size != part.num_bytes:
+                    raise IntegrityError(
+                        f"token rows are {'missing' if size is None else 'truncated'}",
+                        where=file,
+                        got="no file" if size is None else f"{size} bytes",
+                        expected=f"{part.num_bytes} bytes",
+                        remedy=remedy,
+                    )
         return dataset
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the rows; see :func:`fingerprint`."""
+        """Identifies the rows."""
         return self.record["fingerprint"]
 
     @property
@@ -315,11 +298,6 @@ class TokenDataset:
     def splits(self) -> tuple[str, ...]:
         return tuple(self.record["splits"])
 
-    @property
-    def tokenizer_path(self) -> Path:
-        """A Hugging Face tokenizer folder."""
-        return self.path / "tokenizer"
-
     def parts(self, split: str) -> list[Part]:
         """The files of a split, in row order."""
         if split not in self.record["splits"]:
@@ -342,10 +320,8 @@ class TokenDataset:
         blocks = [np.empty((0, self.row_length), np.int32)]
         firsts = self._firsts[split]
         while start < stop:
-            index = bisect.bisect_right(firsts, (start, 1 << 62, 0)) - 1
-            first, part, group = firsts[index]
-            rows = self._group(split, part, group)
-            blocks.append(rows[start - first : stop - first])
+            first, part, group = firsts[bisect.bisect_right(firsts, (start, 1 << 62, 0)) - 1]
+            blocks.append(self._group(split, part, group)[start - first : stop - first])
             start += len(blocks[-1])
         return np.concatenate(blocks)
 
@@ -355,12 +331,11 @@ class TokenDataset:
         per_group = rows_per_group(self.row_length)
         table: dict[str, list[tuple[int, int, int]]] = {}
         for split in self.splits:
-            first, groups = 0, []
+            first, groups = 0, table.setdefault(split, [])
             for index, part in enumerate(self.parts(split)):
                 starts = range(0, part.num_rows, per_group)
                 groups += [(first + at, index, group) for group, at in enumerate(starts)]
                 first += part.num_rows
-            table[split] = groups
         return table
 
     def _read_group(self, split: str, part: int, group: int) -> np.ndarray:
@@ -369,37 +344,6 @@ class TokenDataset:
             file = pq.ParquetFile(path, page_checksum_verification=True)
             column = file.read_row_group(group, columns=[COLUMN]).column(0).combine_chunks()
         except (pa.ArrowException, OSError) as error:
-            raise IntegrityError(
-                "damaged token rows", where=f"{path}, row group {group}", got=error
-            ) from error
+            where = f"{path}, row group {group}"
+            raise IntegrityError("damaged token rows", where=where, got=error) from error
         return column.flatten().to_numpy(zero_copy_only=False).reshape(-1, self.row_length)
-
-    def _check_fields(self) -> None:
-        """Refuse a record that stage 1 did not write: all others rely on these fields."""
-        where = self.path / RECORD
-        remedy = f"remove {self.path} and run stage 1 again"
-        missing = [name for name in FIELDS if name not in self.record]
-        if missing:
-            raise IntegrityError("a field is missing", where=where, got=missing[0], remedy=remedy)
-        try:
-            for split in self.splits:
-                for part in self.parts(split):
-                    safe_name(f"{split}/{part.name}")  # the folder may come from anywhere
-        except (KeyError, TypeError, AttributeError, UsageError) as error:
-            raise IntegrityError(
-                "malformed list of parts", where=where, got=str(error)[:400], remedy=remedy
-            ) from error
-
-    def _check_sizes(self) -> None:
-        for split in self.splits:
-            for part in self.parts(split):
-                path = self.path / split / part.name
-                found = path.stat().st_size if path.is_file() else None
-                if found != part.num_bytes:
-                    raise IntegrityError(
-                        "token rows are missing" if found is None else "token rows are truncated",
-                        where=path,
-                        got="no file" if found is None else f"{found} bytes",
-                        expected=f"{part.num_bytes} bytes",
-                        remedy=f"remove {self.path} and run stage 1 again",
-                    )

@@ -1,4 +1,17 @@
-"""All pending shards behind one progress bar, whoever computes them; what is left when stopped."""
+"""Stage 2: rows -> teacher -> codec -> store, shard by shard.
+
+::
+
+    this thread     claim shard -> read rows -> forward pass k+1 ...
+    "encode"        log-softmax, codec, copy to the host of batch k -> the shard's arrays
+    "store"         compress and write the shard before -> release its claim
+
+A shard is encoded whole, then written at once. Where a batch begins and ends is fixed within a
+shard, so the bytes do not depend on who computes it or what was interrupted. Another batch size
+changes nothing but the rounding of the teacher's float arithmetic.
+
+Shards that other processes hold come last: see :mod:`pipeline.workers`.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +28,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.teacher.generate import Note
-from pipeline.teacher.model import RawLogits, Teacher, check_output, rows_tensor
+from pipeline.teacher import RawLogits, Teacher, check_output, rows_tensor
 from pipeline.workers import Stopped, StopRequest, Worker
 from shards.codec.protocol import Codec, TeacherOutput
 from shards.console import Bar, progress_bar, stderr
 from shards.language_model.forward import BatchSize, in_batches, is_out_of_memory, largest_batch
 from shards.store.layout import ShardRange
-from shards.store.manifest import Manifest
 from shards.store.writer import ShardWriter
+
+Note = Callable[[str], None]
+ReadRows = Callable[[str, int, int, Note], np.ndarray]
+"""(split, start, stop, note) -> rows start..stop-1, [n, L] int32: a pure function of the three.
+``note`` hears how far a slow source has come."""
+Process = Callable[[TeacherOutput], TeacherOutput]
+LIVE_BATCHES_CPU, LIVE_BATCHES_GPU, LIVE_SHARDS = 2, 3, 2
+CPU_PART_ELEMENTS = 1 << 19
+POLL_SECONDS = 1.0
 
 
 @runtime_checkable
@@ -39,20 +59,18 @@ class Work(Protocol):
 
 
 def write_all(work: Work, pending: Sequence[ShardRange], worker: Worker, stage: str) -> None:
-    """Do the pending shards; returns when all are done, whoever did them.
+    """Do the pending shards behind a progress bar; returns when all are done, whoever did them.
 
     Raises:
         Stopped: With what remains.
     """
     writer, manifest = work.writer, work.writer.manifest
     total = sum(manifest.splits.values()) * manifest.row_length
-    left = sum(shard.num_rows for shard in pending) * manifest.row_length
-    with (
-        work.stop.listening(),
-        progress_bar(stage, total, done=total - left, main_process=worker.is_main) as bar,
-    ):
+    done = total - sum(shard.num_rows for shard in pending) * manifest.row_length
+    bar = progress_bar(stage, total, done=done, main_process=worker.is_main)
+    with work.stop.listening(), bar as shown:
         try:
-            work.run([*pending], worker, bar)
+            work.run([*pending], worker, shown)
         except Stopped as error:
             raise Stopped(
                 "stopped by SIGTERM",
@@ -62,19 +80,12 @@ def write_all(work: Work, pending: Sequence[ShardRange], worker: Worker, stage: 
             ) from error
 
 
-# One thread that works through tasks in order, with a limit on how many are unfinished.
-#
-# Torch and compressors release the interpreter lock, so a thread is enough to let encoding,
-# compression and writing run while the next forward pass computes.
-
-
-Task = tuple[Callable[..., object], tuple[Any, ...], bool]
-
-
 class Background:
     """A bounded, ordered worker thread. The first error of a task is raised at the next call.
 
-    Leaving the context finishes what was handed over; after a task has failed, nothing more.
+    Torch and compressors release the interpreter lock, so a thread is enough to let encoding,
+    compression and writing run while the next forward pass computes. Leaving the context finishes
+    what was handed over; after a task has failed, nothing more.
 
     Args:
         name: Of the thread.
@@ -83,7 +94,8 @@ class Background:
 
     def __init__(self, name: str, limit: int) -> None:
         self._slots = threading.BoundedSemaphore(limit)
-        self._tasks: queue.Queue[Task | None] = queue.Queue()
+        self._tasks: queue.Queue[tuple[Callable[..., object], tuple[Any, ...], bool] | None]
+        self._tasks = queue.Queue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
@@ -124,7 +136,7 @@ class Background:
     def wait(self) -> None:
         """Until every task is done."""
         done = threading.Event()
-        self._tasks.put((done.set, (), False))
+        self.append(done.set)
         while not done.wait(0.2):
             if not self._thread.is_alive() or self._error is not None:
                 break
@@ -146,9 +158,6 @@ class Background:
                 del task, function, arguments
                 if reserved:
                     self._slots.release()
-
-
-# Device to host without holding up the device.
 
 
 def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -178,46 +187,18 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-# Stage 2: rows -> teacher -> codec -> store, shard by shard.
-#
-#     this thread     claim shard -> read rows -> forward pass k+1 ...
-#     "encode"        log-softmax, codec, copy to the host of batch k -> the shard's arrays
-#     "store"         compress and write the shard before -> release its claim
-#
-# A shard is encoded whole, then written at once. Where a batch begins and ends is fixed within a
-# shard, so the bytes do not depend on who computes it or what was interrupted. Another batch size
-# changes nothing but the rounding of the teacher's float arithmetic.
-#
-# Shards that other processes hold come last: see :mod:`pipeline.workers`.
+def with_position_0(values: Tensor) -> np.ndarray:
+    """Arrays [B, L - 1, ...] of a codec as a store holds them, [B, L, ...], position 0 zero."""
+    array = values.numpy()
+    return np.concatenate([np.zeros_like(array[:, :1]), array], axis=1)
 
 
-ReadRows = Callable[[str, int, int, Note], np.ndarray]
-"""(split, start, stop, note) -> rows start..stop-1, [n, L] int32: a pure function of the three.
-``note`` is told how far a slow source has come."""
-Process = Callable[[TeacherOutput], TeacherOutput]
-LIVE_BATCHES_CPU, LIVE_BATCHES_GPU = 2, 3
-LIVE_SHARDS = 2
-CPU_PART_ELEMENTS = 1 << 19
-POLL_SECONDS = 1.0
-
-
-def unchanged(output: TeacherOutput) -> TeacherOutput:
-    """The teacher's distribution as it is."""
-    return output
-
-
+@dataclass(frozen=True)
 class ShardArrays:
-    """The arrays of one shard while it is filled, position 0 left at zero."""
+    """The arrays of one shard while they are filled, position 0 left at zero."""
 
-    def __init__(self, manifest: Manifest, shard: ShardRange, rows: np.ndarray) -> None:
-        self.shard = shard
-        self.arrays = {
-            name: np.zeros(
-                (shard.num_rows, manifest.row_length, *spec.trailing_shape), np.dtype(spec.dtype)
-            )
-            for name, spec in manifest.all_arrays.items()
-        }
-        self.arrays["tokens"][:] = rows
+    shard: ShardRange
+    arrays: dict[str, np.ndarray]
 
     def fill(self, first: int, encoded: dict[str, Tensor]) -> None:
         """Put encoded arrays [b, L - 1, ...] at rows ``first``.. of the shard."""
@@ -231,6 +212,7 @@ class Extractor:
 
     Attributes:
         read_rows: Where rows come from.
+        resources: The store's, where the codec encodes.
         process: Applied to the teacher's distribution before it is stored (temperature, nucleus).
         seconds_waiting: Time spent with nothing to do but wait for other processes.
     """
@@ -242,7 +224,7 @@ class Extractor:
     resources: dict[str, Tensor]
     batch_size: BatchSize
     stop: StopRequest
-    process: Process = unchanged
+    process: Process | None = None
     num_extracted_tokens: int = 0
     seconds_waiting: float = 0.0
     _claims: dict[ShardRange, ExitStack] = field(default_factory=dict)
@@ -258,17 +240,19 @@ class Extractor:
             Stopped: If the process was asked to end; shards not in the ledger are not begun.
             GdistillError: For rows or logits that cannot be used, or storage that fails.
         """
+        live = LIVE_BATCHES_GPU if self._on_gpu else LIVE_BATCHES_CPU
         try:
-            with Background("store", LIVE_SHARDS) as storage:
-                live = LIVE_BATCHES_GPU if self._on_gpu else LIVE_BATCHES_CPU
-                with Background("encode", live) as encoder:
-                    held = self._extract_free(worker.order(shards), encoder, storage, bar)
-                    while held := self._extract_free(held, encoder, storage, bar):
-                        # What failed here must end this process before it waits: others may be
-                        # waiting for the shards that it holds.
-                        encoder.wait()
-                        storage.wait()
-                        self._wait(held, bar)
+            with (
+                Background("store", LIVE_SHARDS) as storage,
+                Background("encode", live) as encoder,
+            ):
+                held = worker.order(shards)
+                while held := self._extract_free(held, encoder, storage, bar):
+                    # What failed here must end this process before it waits: others may be
+                    # waiting for the shards that it holds.
+                    encoder.wait()
+                    storage.wait()
+                    self._wait(held, bar)
         finally:
             for claim in self._claims.values():
                 claim.close()
@@ -285,9 +269,13 @@ class Extractor:
         held = []
         for shard in shards:
             self.stop.check()
-            if self._take(shard):
+            claim = ExitStack()
+            if claim.enter_context(self.writer.claim(shard)):
+                self._claims[shard] = claim
                 self._extract(shard, encoder, storage, bar)
-            elif self.writer.is_done(shard):
+                continue
+            claim.close()
+            if self.writer.is_done(shard):
                 bar.advance(self._num_tokens(shard))
             else:
                 held.append(shard)
@@ -308,20 +296,17 @@ class Extractor:
     def _num_tokens(self, shard: ShardRange) -> int:
         return shard.num_rows * self.writer.manifest.row_length
 
-    def _take(self, shard: ShardRange) -> bool:
-        claim = ExitStack()
-        if claim.enter_context(self.writer.claim(shard)):
-            self._claims[shard] = claim
-            return True
-        claim.close()
-        return False
-
     def _extract(
         self, shard: ShardRange, encoder: Background, storage: Background, bar: Bar
     ) -> None:
         rows = self.read_rows(shard.split, shard.start, shard.stop, bar.note)
         bar.note(str(shard))
-        arrays = ShardArrays(self.writer.manifest, shard, rows)
+        manifest = self.writer.manifest
+        shape, specs = (shard.num_rows, manifest.row_length), manifest.all_arrays.items()
+        arrays = ShardArrays(
+            shard, {n: np.zeros((*shape, *s.trailing_shape), np.dtype(s.dtype)) for n, s in specs}
+        )
+        arrays.arrays["tokens"][:] = rows
         tokens = rows_tensor(rows)
         for part in self.batch_size.parts(shard.num_rows):
             self._forward(tokens, part, arrays, encoder, bar)
@@ -352,19 +337,26 @@ class Extractor:
 
     @torch.inference_mode()
     def _encode(self, raw: RawLogits, first: int, arrays: ShardArrays, bar: Bar) -> None:
+        split = arrays.shard.split
+
         def work(part: slice) -> None:
             rows = raw.rows(part)
-            output = self.process(rows.normalise(self.teacher.vocab_size, self._memory(rows)))
+            output = rows.normalise(self.teacher.vocab_size, self._memory(rows))
+            output = self.process(output) if self.process else output
             seed = self.writer.manifest.noise_seed(arrays.shard.split)
             encoded: dict[str, Tensor] = dict(self.codec.encode(output, seed, self.resources))
             encoded["token_log_probs"] = output.token_log_probs
             encoded = to_host(encoded)
             if not torch.isfinite(encoded["token_log_probs"]).all():
-                check_output(output, arrays.shard.split)
+                check_output(output, split)
             arrays.fill(first + part.start, encoded)
 
-        if self._encoded is None:
-            self._encoded = BatchSize(encoded_rows(raw.logits))
+        if self._encoded is None:  # on a CPU few enough for their temporaries to stay in its cache
+            elements, device = raw.logits[0].numel(), raw.logits.device
+            most = largest_batch(elements, device)
+            self._encoded = BatchSize(
+                most if raw.logits.is_cuda else max(1, CPU_PART_ELEMENTS // elements)
+            )
         in_batches(work, len(raw.logits), self._encoded)
         bar.advance(raw.tokens.shape[0] * (raw.tokens.shape[1] + 1))
 
@@ -387,14 +379,6 @@ class Extractor:
         self.writer.write(arrays.shard, arrays.arrays)
         self.num_extracted_tokens += self._num_tokens(arrays.shard)
         self._claims.pop(arrays.shard).close()
-
-
-def encoded_rows(logits: Tensor) -> int:
-    """Rows to encode at once: on a CPU few enough for their temporaries to stay in its cache."""
-    row_elements = logits[0].numel()
-    if logits.is_cuda:
-        return largest_batch(row_elements, logits.device)
-    return max(1, CPU_PART_ELEMENTS // row_elements)
 
 
 def resources_on(device: torch.device, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:

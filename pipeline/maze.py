@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from shards.errors import UsageError, did_you_mean
 from shards.provenance import generator
@@ -24,8 +24,7 @@ TOKENS = ("<bos>", "<eos>", *MOVES)
 """The maze vocabulary in id order: 0..5."""
 
 DEFAULT_MAX_MOVES = 9
-NUM_TRAINING_DOCUMENTS = 2000
-NUM_VALIDATION_DOCUMENTS = 500
+NUM_DOCUMENTS = {"train": 2000, "validation": 500}
 
 LAYOUTS = {
     "k4": (".....", "..#..", "..#..", ".S#.T"),
@@ -180,6 +179,19 @@ def _maze_from_toml(path: Path, text: str) -> MazeLayout:
             expected='rows = ["....", ...] and, optionally, max_moves',
         )
     return MazeLayout(path.stem, tuple(rows), max_moves)
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Refuse a teacher (``name``) that does not speak in moves."""
+    unknown = sorted(set(MOVES) - set(tokenizer.get_vocab()))
+    if unknown:
+        raise UsageError(
+            "the teacher does not know the moves of a maze",
+            where=f"--teacher {name}",
+            got=f"no token {unknown[0]!r}",
+            expected=f"the tokens {', '.join(MOVES)}",
+            remedy="leave --teacher out: a maze trains its own",
+        )
 
 
 def draw_documents(maze: MazeLayout, num_documents: int, seed: int, split: str) -> list[str]:

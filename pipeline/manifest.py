@@ -1,9 +1,10 @@
-"""The workers of one store compute alike: the first one's way is recorded, and others follow it.
+"""What decides the content of a store, as its manifest, and the environment that computes it.
 
-Two things a worker can choose are taken over from the first, threads and rows of a forward pass.
-The rest it can only have or not: the device, the kernels of its CPU, the versions of libraries. A
-worker that differs there computes the same log-probabilities within rounding, so it is told, and
-refused only where the user is strict.
+The workers of one store compute alike: the first one's environment is recorded, and others follow
+it. Two things a worker can choose are taken over from the first, threads and rows of a forward
+pass. The rest it can only have or not: the device, the kernels of its CPU, the versions of
+libraries. A worker that differs there computes the same log-probabilities within rounding, so it
+says so, and is refused only where the user is strict.
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.corpus.config import CorpusConfig, scheme_of
-from pipeline.maze.layout import load_maze
+from pipeline.corpus.config import CorpusConfig, scheme_of, split_field
 from pipeline.settings import ExtractRequest, ExtractSettings, StoreSettings
-from pipeline.teacher.model import Teacher, automatic_batch_size
+from pipeline.teacher import Teacher, automatic_batch_size
 from pipeline.tokens.dataset import TokenDataset, rows_per_group
 from shards.codec.protocol import ArraySpec
 from shards.codec.registry import codec_parameters
@@ -39,10 +39,12 @@ from shards.tools.unigram import unigram_log_probs
 ROUNDING_NATS = 2e-4
 """Twice the most that log p of a token moved between CPU kernels, threads and rows per pass in
 float32: 9.3e-5, with stories260K on 65,536 tokens of text, log p down to -32."""
+CHUNK_TOKENS = 1 << 12
+SHARD_TOKENS, SHARD_BYTES = 1 << 18, 256 << 20
 
 
 @dataclass(frozen=True)
-class WayOfComputing:
+class ComputeEnvironment:
     """What decides the last bits of a forward pass.
 
     Attributes:
@@ -68,25 +70,23 @@ class WayOfComputing:
 
     def difference(self, other: dict[str, Any]) -> str:
         """``name value, was value`` of every field that differs; empty if none does."""
-        mine = asdict(self)
-        return ", ".join(
-            f"{name} {value} (was {other.get(name)})"
-            for name, value in mine.items()
-            if value != other.get(name)
-        )
+        differing = [(name, v) for name, v in asdict(self).items() if v != other.get(name)]
+        return ", ".join(f"{name} {value} (was {other.get(name)})" for name, value in differing)
 
 
-def settle_way(writer: ShardWriter, settings: ExtractSettings, teacher: Teacher) -> WayOfComputing:
+def settle_environment(
+    writer: ShardWriter, settings: ExtractSettings, teacher: Teacher
+) -> ComputeEnvironment:
     """Fix how this process computes, like the store's first worker where it can, and record it.
 
     Raises:
         UsageError: If it computes differently and the settings are strict.
     """
     with writer.location.claim("way", wait=True):  # two that begin at once agree on who is first
-        ways = read_ways(writer.location)
-        first = ways[0] if ways else {}
-        way = _own_way(writer.manifest, settings, teacher, first)
-        difference = way.difference(first) if first else ""
+        known = read_ways(writer.location)
+        first = known[0] if known else {}
+        own = _own_environment(writer.manifest, settings, teacher, first)
+        difference = own.difference(first) if first else ""
         if difference and settings.strict:
             raise UsageError(
                 "this process computes differently from the store's first worker",
@@ -94,18 +94,18 @@ def settle_way(writer: ShardWriter, settings: ExtractSettings, teacher: Teacher)
                 got=difference,
                 remedy="run it on the same hardware and software, or without --strict",
             )
-        record_ways(writer.location, [asdict(way)])
+        record_ways(writer.location, [asdict(own)])
     if difference:
         stderr.print(
             f"this process computes differently from the store's first worker: {difference}; "
             f"log-probabilities agree within rounding ({ROUNDING_NATS:g} nats in float32)"
         )
-    return way
+    return own
 
 
-def _own_way(
+def _own_environment(
     manifest: Manifest, settings: ExtractSettings, teacher: Teacher, first: dict[str, Any]
-) -> WayOfComputing:
+) -> ComputeEnvironment:
     on_gpu = teacher.device.type == "cuda"
     device = torch.cuda.get_device_name(teacher.device) if on_gpu else "cpu"
     if teacher.num_devices > 1:
@@ -115,15 +115,17 @@ def _own_way(
     if not on_gpu:
         threads = settings.threads or followed.get("threads") or torch.get_num_threads()
         torch.set_num_threads(threads)
-    rows = settings.batch_size or followed.get("rows_per_pass") or _rows(manifest, teacher)
+    rows = settings.batch_size or followed.get("rows_per_pass")
+    if not rows:
+        weight_bytes = sum(p.numel() * p.element_size() for p in teacher.model.parameters())
+        sizes = manifest.row_length, teacher.files.num_logits
+        rows = automatic_batch_size(*sizes, weight_bytes, teacher.device)
     row_elements = manifest.row_length * teacher.files.num_logits
-    remedy = "extract shorter rows: --row-length"
-    require_indexable(row_elements, teacher.device, remedy)
-    rows = min(rows, largest_batch(row_elements, teacher.device))
-    return WayOfComputing(
+    require_indexable(row_elements, teacher.device, "extract shorter rows: --row-length")
+    return ComputeEnvironment(
         device=device,
         threads=threads,
-        rows_per_pass=rows,
+        rows_per_pass=min(rows, largest_batch(row_elements, teacher.device)),
         kernels=_kernels(on_gpu),
         attention=str(getattr(teacher.model.config, "_attn_implementation", None)),
         compiled=settings.teacher.compiled,
@@ -140,20 +142,6 @@ def _kernels(on_gpu: bool) -> str:
     return torch.backends.cpu.get_cpu_capability() + (f" MKL_CBWR={kept}" if kept else "")
 
 
-def _rows(manifest: Manifest, teacher: Teacher) -> int:
-    weight_bytes = sum(p.numel() * p.element_size() for p in teacher.model.parameters())
-    return automatic_batch_size(
-        manifest.row_length, teacher.files.num_logits, weight_bytes, teacher.device
-    )
-
-
-# What decides the content of a store, as its manifest; the arrays and files it carries along.
-
-
-CHUNK_TOKENS = 1 << 12
-SHARD_TOKENS, SHARD_BYTES = 1 << 18, 256 << 20
-
-
 def corpus_unigram(dataset: TokenDataset) -> np.ndarray:
     """Log-probability of each token in the training rows; [V] float32, nats."""
     split = "train" if dataset.num_rows("train") else dataset.splits[-1]
@@ -166,26 +154,19 @@ def corpus_unigram(dataset: TokenDataset) -> np.ndarray:
     )
 
 
-@dataclass(frozen=True)
-class RowsPerUnit:
-    """Rows of an inner chunk and of a shard."""
-
-    chunk: int
-    shard: int
-
-
 def rows_per_unit(
     row_length: int, arrays: dict[str, ArraySpec], settings: StoreSettings
-) -> RowsPerUnit:
-    """Chunks of a few thousand tokens and shards of 2^18, both bounded in bytes, unless told.
+) -> tuple[int, int]:
+    """Rows of a chunk and of a shard: a few thousand and 2^18 tokens, bounded in bytes, or as set.
 
     Raises:
-        UsageError: If a shard of the rows told is no whole number of chunks.
+        UsageError: If a shard of the rows set is no whole number of chunks.
     """
-    row_bytes = row_length * bytes_per_token(arrays)
-    chunk = settings.rows_per_chunk or max(
-        1, min(CHUNK_TOKENS // row_length, MIXED_CHUNK_BYTES // row_bytes)
-    )
+    specs = [*STORE_ARRAYS.values(), *arrays.values()]
+    token_bytes = sum(np.dtype(s.dtype).itemsize * int(np.prod(s.trailing_shape)) for s in specs)
+    row_bytes = row_length * token_bytes
+    fitting = max(1, min(CHUNK_TOKENS // row_length, MIXED_CHUNK_BYTES // row_bytes))
+    chunk = settings.rows_per_chunk or fitting
     if settings.rows_per_chunk is None and settings.rows_per_shard is not None:
         chunk = next(c for c in range(chunk, 0, -1) if settings.rows_per_shard % c == 0)
     wanted = min(SHARD_TOKENS // row_length, SHARD_BYTES // row_bytes)
@@ -197,22 +178,7 @@ def rows_per_unit(
             got=shard,
             expected=f"a multiple of {chunk}, store.rows_per_chunk",
         )
-    return RowsPerUnit(chunk, shard)
-
-
-def bytes_per_token(arrays: dict[str, ArraySpec]) -> int:
-    """Bytes of one token before compression, its id and log-probability included."""
-    specs = [*STORE_ARRAYS.values(), *arrays.values()]
-    return sum(
-        np.dtype(spec.dtype).itemsize * int(np.prod(spec.trailing_shape, dtype=np.int64))
-        for spec in specs
-    )
-
-
-def num_rows(dataset: TokenDataset, request: ExtractRequest) -> dict[str, int]:
-    """Rows of each split that is not empty."""
-    rows = {split: request.stored_rows(split, dataset.num_rows(split)) for split in dataset.splits}
-    return {split: count for split, count in rows.items() if count}
+    return chunk, shard
 
 
 def teacher_identity(files: PretrainedFiles, dtype: str) -> dict[str, object]:
@@ -239,66 +205,51 @@ def build_manifest(
         teacher: Who scored them.
         hidden_size: D of a teacher that runs here.
     """
-    settings, codec = request.settings, request.codec
+    settings, codec, record = request.settings, request.codec, dataset.record
     arrays = codec.array_specs(dataset.vocab_size, hidden_size)
-    unit = rows_per_unit(dataset.row_length, arrays, settings.store)
+    chunk, shard = rows_per_unit(dataset.row_length, arrays, settings.store)
+    rows = {split: request.stored_rows(split, dataset.num_rows(split)) for split in dataset.splits}
+    tokens: dict[str, object] = {
+        "corpus": public_source(record["corpus"]["source"]),
+        "fingerprint": dataset.fingerprint,
+        "mode": settings.mode,
+    }
+    if settings.mode == "sequential":
+        tokens["temperature"] = settings.sequential.temperature
+        tokens["nucleus_p"] = settings.sequential.nucleus_p
+    tokenizer = record["tokenizer"]
+    name = Path(tokenizer["id"]).name if looks_local(tokenizer["id"]) else tokenizer["id"]
+    # Versions of what writes posteriors, tokens, metadata and compression. Those that move the
+    # last bits of log-probabilities (torch, transformers) are no part of the identity.
+    packages = ("gdistill", "numcodecs", "tokenizers", "zarr")
     return Manifest(
         codec={"name": codec.name, "parameters": codec_parameters(codec)},
         arrays=arrays,
         vocab_size=dataset.vocab_size,
         row_length=dataset.row_length,
-        splits=num_rows(dataset, request),
-        rows_per_shard=unit.shard,
-        rows_per_chunk=unit.chunk,
+        splits={split: count for split, count in rows.items() if count},
+        rows_per_shard=shard,
+        rows_per_chunk=chunk,
         teacher=dict(teacher),
-        tokenizer=_tokenizer_identity(dataset),
-        tokens=_tokens_identity(request, dataset),
+        tokenizer={"id": name, "sha256": tokenizer["sha256"]},
+        tokens=tokens,
         seed=settings.seed,
-        versions=package_versions(),
+        versions={package: importlib.metadata.version(package) for package in packages},
         bos_id=dataset.bos_id,
         eos_id=dataset.eos_id,
     )
 
 
-def _tokenizer_identity(dataset: TokenDataset) -> dict[str, str]:
-    record = dataset.record["tokenizer"]
-    name = Path(record["id"]).name if looks_local(record["id"]) else record["id"]
-    return {"id": name, "sha256": record["sha256"]}
-
-
 def public_source(source: str) -> str:
     """A corpus by name: a store may be published, and where its files lay is nobody's business.
 
-    What was read is told by the fingerprint of the token rows.
+    What was read is in the fingerprint of the token rows.
     """
     scheme, rest = scheme_of(source)
-    place, mark, entry = rest.partition("#")
+    place, field = split_field(rest)
     if scheme != "hf" or looks_local(place):
         place = Path(place).name
-    return f"{scheme}:{place}{mark}{entry}" if rest else source
-
-
-def _tokens_identity(request: ExtractRequest, dataset: TokenDataset) -> dict[str, object]:
-    identity: dict[str, object] = {
-        "corpus": public_source(dataset.record["corpus"]["source"]),
-        "fingerprint": dataset.fingerprint,
-        "mode": request.settings.mode,
-    }
-    if request.settings.mode == "sequential":
-        sampling = request.settings.sequential
-        identity["temperature"] = sampling.temperature
-        identity["nucleus_p"] = sampling.nucleus_p
-    return identity
-
-
-def package_versions() -> dict[str, str]:
-    """The packages that write what a store means: posteriors, tokens, metadata, compression.
-
-    Those that move the last bits of log-probabilities (torch, transformers) are no part of the
-    identity; :mod:`pipeline.extract.manifest` records them.
-    """
-    names = ("gdistill", "numcodecs", "tokenizers", "zarr")
-    return {name: importlib.metadata.version(name) for name in names}
+    return f"{scheme}:{place}{f'#{field}' if field else ''}" if rest else source
 
 
 def side_files(
@@ -312,13 +263,10 @@ def side_files(
     }
     scheme, layout = scheme_of(corpus.source)
     if scheme == "maze" and teacher is not None:
-        files["corpus/maze.json"] = _maze_file(layout or "k4", corpus.seed, teacher)
+        from pipeline.maze import load_maze
+
+        record = teacher / "maze.json"  # with the path probabilities of a teacher trained here
+        artifact = {**load_maze(layout or "k4").artifact(), "seed": corpus.seed}
+        text = json.dumps(artifact, indent=2, sort_keys=True).encode() + b"\n"
+        files["corpus/maze.json"] = record.read_bytes() if record.is_file() else text
     return files
-
-
-def _maze_file(layout: str, seed: int, teacher: Path) -> bytes:
-    """The enumerated maze; with the teacher's own path probabilities if it recorded them."""
-    if (teacher / "maze.json").is_file():
-        return (teacher / "maze.json").read_bytes()
-    artifact = {**load_maze(layout).artifact(), "seed": seed}
-    return json.dumps(artifact, indent=2, sort_keys=True).encode() + b"\n"

@@ -1,4 +1,14 @@
-"""How many rows go through the teacher at once, unless told."""
+"""The teacher: any causal language model of transformers, asked for log-probabilities of rows.
+
+Token rows [B, L] -> log-probabilities [B, L-1, V], float32, nats. This is the only home of the
+shift by one: a model's logits at position i - 1 are the distribution of the token at position i,
+and position 0 has none. Everything a :class:`Teacher` returns is aligned with the scored tokens,
+row[:, 1:].
+
+V is the number of real tokens, the tokenizer's. Many models pad their output beyond it to a round
+number; those columns are dropped before the softmax, so that probabilities sum to 1 over tokens
+that exist. (A trained model gives padding no mass worth naming.)
+"""
 
 from __future__ import annotations
 
@@ -20,6 +30,7 @@ from shards.language_model.loading import (
     PretrainedFiles,
     find_pretrained,
     load_causal_model,
+    probe_rows,
 )
 from shards.language_model.spread import ONE_DEVICE, Spread
 
@@ -29,16 +40,14 @@ GPU_MEMORY_SHARE = 0.4
 FLOATS_PER_LOGIT = 6
 """Float32 tensors of the logits' size alive at once: two batches, their log-softmax, the codec's
 temporaries."""
+LARGEST_PADDING, LARGEST_PADDING_SHARE = 127, 0.05
+TRIED_TOKENS = 8
 
 
 def automatic_batch_size(
     row_length: int, vocab_size: int, weight_bytes: int, device: torch.device
 ) -> int:
-    """Rows of one forward pass. The same on every machine with the same device.
-
-    Args:
-        weight_bytes: Size of the teacher in memory.
-    """
+    """Rows of one forward pass by memory; the same on every machine with the same device."""
     budget, most = CPU_BATCH_BYTES, CPU_BATCH_TOKENS
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -47,9 +56,6 @@ def automatic_batch_size(
     row_bytes = row_length * vocab_size * 4 * FLOATS_PER_LOGIT
     most_rows = min(most // row_length, largest_batch(row_length * vocab_size, device))
     return max(1, min(budget // row_bytes, most_rows))
-
-
-# What a forward pass leaves: logits, their log-softmax, and whether it can be used.
 
 
 @dataclass(frozen=True)
@@ -74,12 +80,7 @@ class RawLogits:
         return RawLogits(self.logits[part], self.tokens[part], self.row_ids[part], hidden)
 
     def normalise(self, vocab_size: int, buffer: Tensor | None = None) -> TeacherOutput:
-        """Log-softmax over the V real tokens, in float32 on centred logits (max 0).
-
-        Args:
-            vocab_size: V.
-            buffer: Float32 memory for the result, of at least as many elements; new if not given.
-        """
+        """Log-softmax over the V real tokens, in float32; into ``buffer`` if it is given."""
         real = self.logits[..., :vocab_size]
         if buffer is None:
             log_probs = real.log_softmax(-1, dtype=torch.float32)
@@ -117,28 +118,10 @@ def rows_tensor(rows: np.ndarray) -> Int[Tensor, "b l"]:
     return torch.from_numpy(rows.astype(np.int64))
 
 
-# The teacher: any causal language model of transformers, asked for log-probabilities of rows.
-#
-# This is the only home of the shift by one. A model's logits at position i - 1 are the distribution
-# of the token at position i; position 0 has none. Everything a :class:`Teacher` returns is aligned
-# with the scored tokens, row[:, 1:].
-#
-# V is the number of real tokens, the tokenizer's. Many models pad their output beyond it to a round
-# number; those columns are dropped before the softmax, so that probabilities sum to 1 over tokens
-# that exist. (A trained model gives padding no mass worth naming.)
-
-
-LARGEST_PADDING = 127
-LARGEST_PADDING_SHARE = 0.05
-
-
 def check_vocabulary(num_logits: int, vocab_size: int, where: object) -> None:
     """Refuse a tokenizer that cannot be the teacher's.
 
     The output may be wider than the tokenizer by padding: at most 127 entries or 5%.
-
-    Raises:
-        UsageError: If the output is narrower, or wider than padding explains.
     """
     padding = num_logits - vocab_size
     if padding < 0 or padding > max(LARGEST_PADDING, LARGEST_PADDING_SHARE * num_logits):
@@ -152,11 +135,7 @@ def check_vocabulary(num_logits: int, vocab_size: int, where: object) -> None:
 
 
 def check_row_length(files: PretrainedFiles, row_length: int) -> None:
-    """Refuse rows longer than the teacher's context.
-
-    Raises:
-        UsageError: If they are.
-    """
+    """Refuse rows longer than the teacher's context."""
     limit = files.context_length
     if limit is not None and row_length > limit:
         raise UsageError(
@@ -176,7 +155,6 @@ class Teacher:
         vocab_size: V.
         dtype: Precision of the weights.
         device: Where it runs.
-        num_processes: Processes that hold it together.
     """
 
     def __init__(self, loaded: CausalModel, vocab_size: int) -> None:
@@ -184,7 +162,6 @@ class Teacher:
         self.dtype, self.device = loaded.dtype, loaded.device
         self.vocab_size = vocab_size
         self.scorer: Any = self.model
-        self.num_processes = 1
 
     @classmethod
     def load(
@@ -244,11 +221,6 @@ class Teacher:
         return self.files.hidden_size
 
     @property
-    def weights_sha256(self) -> str:
-        """Identifies the weights; see :class:`PretrainedFiles`."""
-        return self.files.weights_sha256
-
-    @property
     def lm_head(self) -> tuple[Float[Tensor, "v d"], Float[Tensor, "v"] | None]:
         """Weight and bias of the output layer for the V real tokens, float32 on the CPU."""
         head = self._require_head()
@@ -297,18 +269,27 @@ class Teacher:
         place = logits.device  # of a model on several devices, the last one's
         return RawLogits(logits, rows[:, 1:].to(place), sent(row_ids, place), hidden)
 
-    @torch.inference_mode()
-    def forward_only(self, rows: Int[Tensor, "b t"]) -> None:
-        """A forward pass for the sake of the other processes that hold parts of this teacher."""
-        try:
-            self.model(input_ids=rows.to(self.device), use_cache=False)
-        finally:
-            self._forget()
-
     @property
     def num_devices(self) -> int:
-        """Devices that hold its weights, those of other processes included."""
-        return max(self.num_processes, len({p.device for p in self.model.parameters()}))
+        """Devices that hold its weights."""
+        return len({parameter.device for parameter in self.model.parameters()})
+
+    def try_out(self, need_hidden: bool, sequential: bool) -> None:
+        """Ask for what a run will need, of one short row: refused now, not after stage 1.
+
+        Raises:
+            UsageError: If there is no such hidden state, or no key-value cache.
+            GdistillError: If weights are NaN.
+        """
+        for name, weight in self.model.named_parameters():
+            if not weight.is_meta and torch.isnan(weight).any():
+                where = self.files.folder
+                raise GdistillError("the teacher's weights hold NaN", where=where, got=name)
+        row = probe_rows(self.vocab_size, min(TRIED_TOKENS, self.context_length or TRIED_TOKENS))
+        if need_hidden:
+            self.forward(row[:1], torch.arange(1), need_hidden=True)
+        if sequential:
+            self.next_log_probs(row[:1, :1])
 
     @torch.inference_mode()
     def next_log_probs(

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from pipeline.maze.layout import (
-    NUM_TRAINING_DOCUMENTS,
+from pipeline.maze import (
+    NUM_DOCUMENTS,
     TOKENS,
     MazeLayout,
     draw_documents,
@@ -52,7 +52,7 @@ class MazeTeacherConfig:
     num_steps: int = 400
     learning_rate: float = 1e-3
     batch_size: int = 256
-    num_documents: int = NUM_TRAINING_DOCUMENTS
+    num_documents: int = NUM_DOCUMENTS["train"]
     seed: int = 0
 
     def __post_init__(self) -> None:

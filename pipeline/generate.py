@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from pipeline.settings import SequentialSettings
-from pipeline.teacher.model import Teacher
+from pipeline.teacher import Teacher
 from pipeline.tokens.dataset import TokenDataset
 from shards.codec.protocol import TeacherOutput
 from shards.language_model.forward import BatchSize, in_batches
@@ -46,7 +46,7 @@ Check = Callable[[], None]
 
 
 def nucleus(log_probs: Float[Tensor, "*batch v"], p: float) -> Bool[Tensor, "*batch v"]:
-    """The likeliest tokens whose cumulative probability stays within p, and the top token.
+    """The most probable tokens whose cumulative probability stays within p, and the top token.
 
     Some rows at a time: what sorting needs is seven times as much as the log-probabilities.
     """

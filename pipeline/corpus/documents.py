@@ -1,0 +1,483 @@
+"""Numbered documents of clean text, and which of them belong to which split.
+
+Documents are UTF-8. One that is not is an error by default, or repaired with U+FFFD, or left out;
+a lone surrogate (from a JSON escape) is treated the same way. Control characters (C0 but for tab,
+line feed and carriage return, and DEL) are part of the text: they are kept and counted.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from glob import glob, has_magic
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+import pyarrow as pa
+
+from pipeline.corpus.config import BadUtf8, CorpusConfig, scheme_of, split_field
+from shards.atomic import sha256_file
+from shards.errors import GdistillError, UsageError
+
+CONTROL_BYTES = bytes(sorted((set(range(32)) - set(b"\t\n\r")) | {127}))
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BUFFER_BYTES = 1 << 20
+COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+MANY_HELD_OUT = 100
+"""From so many held-out documents on, a share of them is a share of the text, near enough."""
+MOST_HELD_OUT = 0.05
+Known = Mapping[str, dict[str, Any]]
+"""Identities of files, by path, that an earlier run noted."""
+
+
+class RawDocument(NamedTuple):
+    """One document as found: undecoded bytes, or text from a source that decodes by itself.
+
+    Its ``offset`` in ``origin`` (a file or data set) is a byte offset (after decompression) when
+    ``content`` is bytes of a text file, else a row or line number.
+    """
+
+    content: bytes | str
+    origin: str
+    offset: int
+
+
+class Source(ABC):
+    """Numbered documents that can be read again; the numbering counts empty ones too."""
+
+    @abstractmethod
+    def count(self) -> int:
+        """How many documents there are."""
+
+    @abstractmethod
+    def documents(self, start: int, stop: int) -> Iterator[RawDocument]:
+        """Documents start..stop-1, in order, holding one (or one read batch) at a time."""
+
+    def text(self, decoded: str, raw: RawDocument) -> str:
+        """The document's text within its decoded content: all of it, or a JSON field, say."""
+        return decoded
+
+    def place(self, raw: RawDocument, byte: int) -> str:
+        """Names byte ``byte`` of ``raw.content`` for an error message."""
+        return f"{raw.origin}: row {raw.offset}, byte {byte}"
+
+    @abstractmethod
+    def identity(self, known: Known = MappingProxyType({})) -> list[dict[str, Any]]:
+        """JSON-ready facts that change when the content does; ``sha256`` for files.
+
+        A file that still has the size and modification time in ``known`` is not hashed again.
+        """
+
+
+@dataclass(frozen=True)
+class Files(Source):
+    """Files in name order, each a run of documents; ``pattern`` is a path or a glob."""
+
+    pattern: str
+
+    @cached_property
+    def paths(self) -> list[Path]:
+        return expand(self.pattern)
+
+    @cached_property
+    def _counts(self) -> list[int]:
+        return [self.count_file(path) for path in self.paths]
+
+    @abstractmethod
+    def of_file(self, path: Path) -> Iterator[RawDocument]:
+        """The documents of one of the files, in one pass."""
+
+    def count_file(self, path: Path) -> int:
+        """How many documents a file has."""
+        return sum(1 for _ in self.of_file(path))
+
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def documents(self, start: int, stop: int) -> Iterator[RawDocument]:
+        position = 0
+        for path, count in zip(self.paths, self._counts, strict=True):
+            if position >= stop:
+                return
+            if position + count > start:
+                for index, raw in enumerate(self.of_file(path), position):
+                    if index >= stop:
+                        return
+                    if index >= start:
+                        yield raw
+            position += count
+
+    def identity(self, known: Known = MappingProxyType({})) -> list[dict[str, Any]]:
+        return [file_identity(path, known) for path in self.paths]
+
+
+@dataclass(frozen=True)
+class TextFiles(Files):
+    """Plain text; a file's end always ends a document.
+
+    Attributes:
+        separator: ``line`` (every line is a document), ``blank_line`` (paragraphs), ``file``
+            (every file is one document), or the text of a line that stands between documents.
+
+    Line ends around a document are not part of it; a leading byte order mark is not part of a
+    file. Documents of nothing but white space are not counted, except with ``line``.
+    """
+
+    separator: str
+
+    def place(self, raw: RawDocument, byte: int) -> str:
+        return f"{raw.origin}: byte {raw.offset + byte}"
+
+    def of_file(self, path: Path) -> Iterator[RawDocument]:
+        origin, marker = str(path), self.separator.encode()
+        with open_bytes(path) as file:
+            if self.separator == "line":
+                found = _lines(file)
+            elif self.separator == "file":
+                found = iter(_trimmed(0, [file.read()]))
+            else:
+                found = _blocks(file, b"" if self.separator == "blank_line" else marker)
+            for offset, content in found:
+                yield RawDocument(content, origin, offset)
+
+
+def _lines(file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
+    offset = 0
+    for line in file:
+        skipped = len(BYTE_ORDER_MARK) if offset == 0 and line.startswith(BYTE_ORDER_MARK) else 0
+        yield offset + skipped, line[skipped:].rstrip(b"\r\n")
+        offset += len(line)
+
+
+def _blocks(file: io.BufferedReader, marker: bytes) -> Iterator[tuple[int, bytes]]:
+    """Runs of lines between lines that, stripped, equal ``marker``."""
+    block: list[bytes] = []
+    begin = offset = 0
+    for line in file:
+        # startswith first: stripping each of a billion lines costs more than reading them.
+        if (not marker or line.startswith(marker)) and line.strip() == marker:
+            yield from _trimmed(begin, block)
+            block, begin = [], offset + len(line)
+        else:
+            block.append(line)
+        offset += len(line)
+    yield from _trimmed(begin, block)
+
+
+def _trimmed(begin: int, block: list[bytes]) -> list[tuple[int, bytes]]:
+    """The block without line ends around it and where it begins; nothing if it is blank."""
+    content = b"".join(block)
+    kept = content.removeprefix(BYTE_ORDER_MARK) if begin == 0 else content
+    kept = kept.lstrip(b"\r\n")
+    begin += len(content) - len(kept)
+    kept = kept.rstrip(b"\r\n")
+    return [(begin, kept)] if kept.strip() else []
+
+
+def expand(pattern: str) -> list[Path]:
+    """The files of a path or glob, sorted by name; at least one, none of them a directory."""
+    pattern = os.path.expanduser(pattern)
+    is_glob = has_magic(pattern) and not os.path.exists(pattern)  # a name may hold [1]
+    names = sorted(glob(pattern, recursive=True)) if is_glob else [pattern] if pattern else []
+    paths = [Path(name) for name in names if not (is_glob and os.path.isdir(name))]
+    if not paths:
+        what = "no file matches the corpus pattern" if pattern else "the corpus names no file"
+        raise UsageError(what, where=pattern)
+    for path in paths:
+        if path.is_dir():
+            raise UsageError(
+                "the corpus path is a directory",
+                where=path,
+                expected="a file or a glob",
+                remedy=f"for all files in it: '{path}/*'",
+            )
+        if not path.exists():
+            raise UsageError("no such corpus file", where=path)
+    return paths
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
+    """The file's bytes, decompressed if it ends in ``.gz`` or ``.zst``.
+
+    Frames that follow each other in one file are read as one text.
+
+    Raises:
+        GdistillError: For a file that cannot be read, or is damaged or cut short; names it.
+    """
+    kind = COMPRESSION.get(path.suffix.lower())
+    try:
+        with pa.input_stream(str(path), compression=kind) as file:
+            yield io.BufferedReader(cast(io.RawIOBase, file), BUFFER_BYTES)
+    except OSError as error:
+        what = "the compressed corpus file is damaged" if kind else "cannot read the corpus file"
+        raise GdistillError(what, where=path, got=error) from error
+
+
+def file_identity(path: Path, known: Known) -> dict[str, Any]:
+    """Path, size, modification time and sha256 of one file as stored."""
+    if str(path) in known and looks_unchanged(known[str(path)]):
+        return known[str(path)]
+    before = path.stat()
+    return {
+        "path": str(path),
+        "num_bytes": before.st_size,
+        "modified_ns": before.st_mtime_ns,
+        "sha256": sha256_file(path),
+    }
+
+
+def looks_unchanged(known: dict[str, Any]) -> bool:
+    """Whether a file still has the size and modification time noted with its hash."""
+    try:
+        found = Path(known["path"]).stat()
+    except OSError:
+        return False
+    return (found.st_size, found.st_mtime_ns) == (known["num_bytes"], known["modified_ns"])
+
+
+# Clean text.
+
+
+@dataclass
+class Tally:
+    """What was read so far; all counts are of one split.
+
+    Attributes:
+        num_documents: Documents handed on.
+        num_bytes: Their size in UTF-8.
+        num_empty: Documents left out for holding nothing but white space.
+        num_bad_utf8: Documents that were not UTF-8, repaired or left out.
+        num_control_characters: Control characters kept in the text.
+    """
+
+    num_documents: int = 0
+    num_bytes: int = 0
+    num_empty: int = 0
+    num_bad_utf8: int = 0
+    num_control_characters: int = 0
+
+
+def decode_document(
+    raw: RawDocument, source: Source, on_bad_utf8: BadUtf8, tally: Tally
+) -> str | None:
+    """The document's clean text, counted in ``tally``; None if the policy leaves it out.
+
+    Raises:
+        GdistillError: For text that is not UTF-8, under the policy ``error``.
+    """
+
+    def repaired(byte: int, found: str) -> bool:
+        if on_bad_utf8 == "error":
+            raise GdistillError(
+                "the text is not UTF-8",
+                where=source.place(raw, byte),
+                got=found,
+                remedy="convert it, or --set corpus.on_bad_utf8=replace (or skip)",
+            )
+        tally.num_bad_utf8 += 1
+        return on_bad_utf8 == "replace"
+
+    content = raw.content
+    if isinstance(content, bytes):
+        try:
+            decoded = content.decode()
+        except UnicodeDecodeError as error:
+            at = error.start
+            if not repaired(at, f"byte 0x{content[at]:02x} ({error.reason})"):
+                return None
+            decoded = content.decode("utf-8", "replace")
+            content = decoded
+    else:
+        decoded = content
+    text = source.text(decoded, raw)
+    try:
+        same = text is decoded and isinstance(content, bytes)
+        encoded = content if same else text.encode()
+    except UnicodeEncodeError as error:
+        if not repaired(error.start, "a lone surrogate"):
+            return None
+        encoded = text.encode("utf-8", "replace")
+        text = encoded.decode()
+    assert isinstance(encoded, bytes)
+    tally.num_control_characters += len(encoded) - len(encoded.translate(None, CONTROL_BYTES))
+    tally.num_bytes += len(encoded)
+    return text
+
+
+# Splits.
+
+
+def open_source(config: CorpusConfig, split: str) -> Source | None:
+    """The source of a split; None for a validation split that is cut from the training source."""
+    source, hub_split = config.source, config.split
+    if split == "validation":
+        if config.validation_source:
+            source = config.validation_source
+        elif config.validation_split:
+            hub_split = config.validation_split
+        elif scheme_of(source)[0] != "maze":
+            return None
+    scheme, rest = scheme_of(source)
+    if scheme == "scores":
+        remedy = "extract from them: they are packed and scored already"
+        raise UsageError(
+            "rows that an engine scored are no text", where=config.source, remedy=remedy
+        )
+    if scheme == "text":
+        return TextFiles(rest, config.document_separator)
+    if scheme in ("jsonl", "csv", "parquet"):
+        from pipeline.corpus import tables
+
+        pattern, named = split_field(rest)
+        return tables.KINDS[scheme](pattern, named or config.field)
+    from pipeline.corpus import hub
+
+    if scheme == "maze":
+        return hub.MazePaths.of(rest or "k4", config.seed, split)
+    name, _, variant = rest.partition(":")
+    return hub.HubDataset(name, variant or None, hub_split, config.field, config.revision)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A run of a source's documents that belongs to one split.
+
+    ``begin`` and ``end``, fractions of characters, differ from 0 and 1 only where the first or the
+    last document is divided between the splits.
+    """
+
+    split: str
+    source: Source
+    start: int
+    stop: int
+    begin: float = 0.0
+    end: float = 1.0
+
+    def part(self, number: int, text: str) -> str:
+        """What counts of document ``number``, cut at white space."""
+        begin = self.begin if number == self.start else 0.0
+        end = self.end if number == self.stop - 1 else 1.0
+        if (begin, end) == (0.0, 1.0):
+            return text
+        first, last = (_next_space(text, round(len(text) * at)) for at in (begin, end))
+        return text[first:last]
+
+
+def _next_space(text: str, at: int) -> int:
+    while 0 < at < len(text) and not text[at].isspace():
+        at += 1
+    return at
+
+
+def plan_spans(config: CorpusConfig) -> list[Span]:
+    """What each split reads, by the configuration's split rule.
+
+    Raises:
+        GdistillError: If the corpus has no documents.
+        UsageError: If more documents are to be held out than there are.
+    """
+    train, validation = open_source(config, "train"), open_source(config, "validation")
+    assert train is not None
+    count = _limited_count(train, config)
+    if validation is not None:
+        held_out = _limited_count(validation, config)
+        return [Span("train", train, 0, count), Span("validation", validation, 0, held_out)]
+    held_out, fraction = config.validation_documents, config.validation_fraction
+    if held_out > count:
+        raise UsageError(
+            "more documents are to be held out than there are",
+            where="corpus.validation_documents",
+            got=held_out,
+            expected=f"at most {count}",
+        )
+    if not held_out and 0 < fraction < 1 and round(fraction * count) < MANY_HELD_OUT:
+        return _fair_spans(train, count, fraction)
+    cut = count - (held_out or round(fraction * count))
+    return [Span("train", train, 0, cut), Span("validation", train, cut, count)]
+
+
+def _fair_spans(source: Source, count: int, fraction: float) -> list[Span]:
+    """Hold out a fraction of few documents by their characters, for they may be of any size.
+
+    The border of documents that is nearest, if it holds out half to one and a half times what is
+    wanted, or 5% at most; else the document where the cut falls is divided.
+    """
+    sizes = []
+    for raw in source.documents(0, count):
+        is_text = isinstance(raw.content, str)
+        text = raw.content if is_text else raw.content.decode("utf-8", "replace")
+        sizes.append(len(source.text(text, raw)))
+    total = sum(sizes)
+    tails = [0]  # characters of the last 0, 1, 2, ... documents, one at least left to train
+    for size in sizes[:0:-1]:
+        tails.append(tails[-1] + size)
+    wanted = fraction * total
+    held_out = min(range(len(tails)), key=lambda tail: abs(tails[tail] - wanted))
+    if not tails[held_out] and len(tails) > 1:
+        held_out = next((tail for tail in range(len(tails)) if tails[tail]), 0)
+    if wanted / 2 <= tails[held_out] <= max(1.5 * wanted, MOST_HELD_OUT * total) and held_out:
+        cut = count - held_out
+        return [Span("train", source, 0, cut), Span("validation", source, cut, count)]
+    after, place = 0, count - 1
+    while place > 0 and after + sizes[place] < wanted:
+        after, place = after + sizes[place], place - 1
+    at = 1 - (wanted - after) / max(1, sizes[place])
+    return [
+        Span("train", source, 0, place + 1, end=at),
+        Span("validation", source, place, count, begin=at),
+    ]
+
+
+def _limited_count(source: Source, config: CorpusConfig) -> int:
+    count = source.count()
+    if not count:
+        raise GdistillError("the corpus has no documents", where=f"corpus {config.source}")
+    return min(count, config.limit_documents or count)
+
+
+def read_span(
+    span: Span, config: CorpusConfig, tally: Tally, start: int | None = None
+) -> Iterator[tuple[int, str]]:
+    """(document number in the source, clean text) of a span, from document ``start`` on."""
+    detokenize = None
+    if config.detokenizer != "none":
+        from pipeline.corpus.detokenize import detokenizer
+
+        detokenize = detokenizer(config.detokenizer)
+    first = span.start if start is None else start
+    for number, raw in enumerate(span.source.documents(first, span.stop), first):
+        text = decode_document(raw, span.source, config.on_bad_utf8, tally)
+        if text is None:
+            continue
+        part = span.part(number, text)
+        if part is not text:
+            tally.num_bytes -= len(text.encode()) - len(part.encode())
+        text = detokenize(part) if detokenize else part
+        if not config.keep_empty and (not text or text.isspace()):
+            tally.num_empty += 1
+            continue
+        tally.num_documents += 1
+        yield number, text
+
+
+def read_documents(
+    config: CorpusConfig, split: str = "train", tally: Tally | None = None
+) -> Iterator[str]:
+    """The documents of one split, in order, a few in memory at a time, counted in ``tally``.
+
+    Raises:
+        UsageError: For a source, field or column that does not exist.
+        GdistillError: For an unreadable source, bad text, or no documents.
+    """
+    tally = tally or Tally()
+    for span in plan_spans(config):
+        if span.split == split:
+            for _, text in read_span(span, config, tally):
+                yield text
