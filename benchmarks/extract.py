@@ -39,10 +39,10 @@ from transformers.utils import logging as transformers_logging
 
 from benchmarks.measure import best, interleaved_seconds, machine
 from pipeline.corpus.config import corpus_config
-from pipeline.extract.loop import Extractor, resources_on
-from pipeline.extract.manifest import rows_per_unit
+from pipeline.extract import Extractor, resources_on
+from pipeline.manifest import rows_per_unit
 from pipeline.settings import StoreSettings
-from pipeline.teacher.model import Teacher, automatic_batch_size, rows_tensor
+from pipeline.teacher import Teacher, automatic_batch_size, rows_tensor
 from pipeline.tokens.build import prepare_tokens
 from pipeline.workers import StopRequest, Worker
 from shards.atomic import write_json_atomic
@@ -113,15 +113,15 @@ class Case:
         arrays = codec.array_specs(self.teacher.vocab_size, self.teacher.hidden_size)
         length = self.rows.shape[1]
         shard = max(1, len(self.rows) // 4)
-        unit = rows_per_unit(length, arrays, StoreSettings(rows_per_shard=shard))
+        chunk, shard = rows_per_unit(length, arrays, StoreSettings(rows_per_shard=shard))
         return Manifest(
             codec={"name": codec.name, "parameters": codec_parameters(codec)},
             arrays=arrays,
             vocab_size=self.teacher.vocab_size,
             row_length=length,
             splits={"train": len(self.rows)},
-            rows_per_shard=unit.shard,
-            rows_per_chunk=unit.chunk,
+            rows_per_shard=shard,
+            rows_per_chunk=chunk,
             teacher={},
             tokenizer={},
             tokens={},

@@ -17,7 +17,7 @@ from benchmarks.sampling import LARGE_BATCH, SHAPES, Trial
 from benchmarks.sampling import make_student as make_sampled
 from benchmarks.steps import finish_step, online_batch, tiled_loss, update
 from benchmarks.synthetic import make_student, make_teacher, random_batch, write_store
-from pipeline.teacher.model import Teacher, automatic_batch_size
+from pipeline.teacher import Teacher, automatic_batch_size
 from shards.language_model.loading import find_pretrained
 from shards.store.store import ShardStore
 from shards.stream.stream import ShardStream

@@ -18,7 +18,7 @@ import typer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.teacher.model import Teacher
+from pipeline.teacher import Teacher
 from pipeline.tokens.tokenizer import load_tokenizer
 from shards.atomic import write_json_atomic
 from shards.codec.protocol import TeacherOutput

@@ -285,7 +285,7 @@ def _cpu_flops(dtype: torch.dtype) -> float:
 # Tokens of the corpus at hand: given, counted in finished rows, or estimated from a sample.
 
 
-SAMPLE_BLOCKS, BLOCK_DOCUMENTS = 16, 16
+SAMPLE_BLOCKS, BLOCK_DOCUMENTS = 16, 32
 STANDARD_ERRORS = 2.13
 """Half of a 95% interval, by Student's t for 15 degrees of freedom."""
 DOCUMENT_CHARACTERS = 1 << 18

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM
 
-from pipeline.extract.loop import Extractor
-from pipeline.extract.manifest import public_source
+from pipeline.extract import Extractor
+from pipeline.manifest import public_source
 from pipeline.plan import make_plan, what_would_be_done
 from pipeline.run import run_extraction
 from pipeline.settings import ExtractRequest, PlanOptions, resolve_request

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.synthetic import synthetic_output, unigram, write_store
-from pipeline.extract.loop import to_host
+from pipeline.extract import to_host
 from shards.codec.protocol import TeacherOutput
 from shards.codec.registry import make_codec
 from shards.settings import resolve

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from evaluation.text.mauve_divergence import text_features
 from evaluation.text.reading import JudgeModel, ReadingLimits, Room, read_texts
-from pipeline.extract.loop import to_host
+from pipeline.extract import to_host
 from shards.codec.protocol import TeacherOutput
 from shards.codec.registry import make_codec
 from shards.language_model.forward import resolve_device

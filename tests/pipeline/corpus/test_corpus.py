@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from pipeline.corpus.config import CorpusConfig, Tally, corpus_config, preset_names
-from pipeline.corpus.splits import open_source, plan_spans, read_documents
+from pipeline.corpus.config import CorpusConfig, corpus_config, preset_names
+from pipeline.corpus.documents import Tally, open_source, plan_spans, read_documents
 from shards.errors import GdistillError, UsageError
 
 
@@ -256,7 +256,7 @@ def test_overrides_settings_and_files(tmp_path: Path) -> None:
 
 
 def test_maze_documents_are_the_teachers_training_rows(tmp_path: Path) -> None:
-    from pipeline.maze.layout import draw_documents, load_maze
+    from pipeline.maze import draw_documents, load_maze
 
     config = corpus_config("maze:m57", settings={"seed": 5})
     assert list(read_documents(config)) == draw_documents(load_maze("m57"), 2000, 5, "train")

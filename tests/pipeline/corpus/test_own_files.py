@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.corpus.config import CorpusConfig, corpus_config
-from pipeline.corpus.splits import open_source, plan_spans, read_documents
+from pipeline.corpus.documents import open_source, plan_spans, read_documents
 from shards.errors import GdistillError, UsageError
 from tests.pipeline.corpus.test_corpus import everything
 

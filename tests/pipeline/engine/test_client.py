@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.engine.client import Engine, EngineSettings
+from pipeline.engine import Engine
+from pipeline.settings import EngineSettings
 from shards.errors import GdistillError, UsageError
 from tests.pipeline.engine.engine_server import EngineServer
 from tests.pipeline.extract_cases import ROW_LENGTH, VOCAB_SIZE
@@ -68,7 +69,7 @@ def test_a_server_that_stumbles_is_asked_again(
         ([500] * 4, "does not answer.*500"),
         ([400], "does not answer.*400"),
         (["text"], "no JSON"),
-        (["drop_top"], "without its likeliest.*row 0, position 2"),
+        (["drop_top"], "without its most probable.*row 0, position 2"),
         (["other_tokens"], "another tokenization"),
     ],
 )

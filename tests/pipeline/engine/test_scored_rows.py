@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.engine.scored import ScoreFiles, same_length, scored_row
+from pipeline.scored import ScoreFiles, same_length, scored_row
 from shards.errors import GdistillError, UsageError
 
 HALF, QUARTER = math.log(0.5), math.log(0.25)
@@ -76,11 +76,14 @@ def test_an_engines_batch_output_is_read(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"token_ids": [0, 3, 8]}, "outside the vocabulary.*8"),
-        ({"top_ids": [[], [3, 9], [1]]}, "outside the vocabulary.*9"),
+        ({"top_ids": [[], [3, 135], [1]]}, "outside the vocabulary.*135"),
         ({"token_log_probs": [None, 0.5, QUARTER]}, "not a log-probability.*0.5"),
         ({"token_log_probs": [None, None, QUARTER]}, "not a log-probability.*None"),
-        ({"token_log_probs": [None, HALF]}, "does not fit itself"),
-        ({"top_ids": [[], [], [1]], "top_log_probs": [[], [], [HALF]]}, "without its likeliest"),
+        ({"token_log_probs": [None, HALF]}, "lists differ in length"),
+        (
+            {"top_ids": [[], [], [1]], "top_log_probs": [[], [], [HALF]]},
+            "without its most probable",
+        ),
         ({"top_ids": [[], [3], [1]]}, "top_ids and top_log_probs differ"),
         ({"top_log_probs": [[], [HALF, math.log(0.7)], [HALF]]}, "more than 1.*1.2"),
         ({"top_log_probs": [[], [QUARTER, QUARTER], [HALF]]}, "two log-probabilities"),
@@ -96,7 +99,7 @@ def test_an_engines_batch_output_is_read(tmp_path: Path) -> None:
         ({"token_log_probs": "abc"}, "another type.*token_log_probs"),
         ({"top_ids": [[], ["a", "b"], [1]]}, "not token ids.*'a'"),
         ({"top_ids": [[], 7, [1]]}, "not token ids.*7"),
-        ({"top_ids": [[], [3, 3], [1]]}, "twice among the likeliest.*3"),
+        ({"top_ids": [[], [3, 3], [1]]}, "twice among the most probable.*3"),
         ({"top_ids": {}}, "another type.*top_ids"),
     ],
 )
@@ -117,8 +120,8 @@ TOPS: list[Any] = [None, {"3": {"logprob": HALF}}, {"5": {"logprob": QUARTER}}]
     [
         ({"response": None, "error": {"code": 500}}, "without token ids.*'error'"),
         ({"response": {"body": None}}, "without token ids"),
-        ({"choices": None, "prompt_token_ids": [1, 2]}, "not an answer"),
-        ({"choices": [None], "prompt_token_ids": [1, 2]}, "not an answer"),
+        ({"choices": None, "prompt_token_ids": [1, 2]}, "not an engine's answer"),
+        ({"choices": [None], "prompt_token_ids": [1, 2]}, "not an engine's answer"),
         ({"choices": "x"}, "without token ids"),
         ({"choices": [{"prompt_logprobs": TOPS}], "prompt_token_ids": "abc"}, "not token ids"),
         ({"choices": [{"prompt_logprobs": 3}], "prompt_token_ids": [0, 3, 5]}, "another tokeniz"),

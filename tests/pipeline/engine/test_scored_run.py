@@ -133,7 +133,7 @@ def test_files_of_scores_become_a_store(teacher: Path, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"codec": {"name": "seeded"}}, "whole distribution.*seeded"),
-        ({"teacher": {}}, "whose token ids"),
+        ({"teacher": {}}, "no tokenizer.*--tokenizer"),
         ({"mode": "sequential"}, "writes none"),
         ({"corpus": {"spec": "scores:/nowhere/*.jsonl"}, "engine": {}}, "no such file"),
         ({"corpus": {"spec": "scores:/nowhere/*.jsonl"}}, "need no engine.*--engine"),
@@ -174,7 +174,7 @@ def test_the_command_takes_files_or_a_server(teacher: Path, corpus: Path, tmp_pa
         typer_app(cli.app, [*asked, *words, "--out", str(tmp_path / "asked")])
     assert ShardStore.open(tmp_path / "asked/store").manifest.teacher["id"] == "tiny"
     with pytest.raises(UsageError, match="their own corpus"):
-        cli.corpus_of("owt", "scores.jsonl")
+        cli.app(["--out", "x", *OWT, "--from-logprobs", "a.jsonl"], standalone_mode=False)
 
 
 def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.run import run_extraction
 from pipeline.settings import resolve_request
-from pipeline.teacher.model import RawLogits, Teacher
+from pipeline.teacher import RawLogits, Teacher
 from pipeline.workers import Worker
 from shards.errors import GdistillError
 

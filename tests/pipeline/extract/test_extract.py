@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.extract.loop import Extractor
-from pipeline.extract.manifest import corpus_unigram, rows_per_unit
+from pipeline.extract import Extractor
+from pipeline.manifest import corpus_unigram, rows_per_unit
 from pipeline.settings import StoreSettings
-from pipeline.teacher.model import RawLogits, Teacher, automatic_batch_size
+from pipeline.teacher import RawLogits, Teacher, automatic_batch_size
 from pipeline.tokens.dataset import TokenDataset
 from pipeline.workers import Worker
 from shards.codec.posterior import PosteriorCodec
@@ -309,11 +309,10 @@ def test_unigram_is_the_smoothed_count(finished: Path) -> None:
 
 def test_sizes_of_chunks_and_shards_are_bounded_in_tokens_and_bytes() -> None:
     codec = make_codec("posterior")
-    unit = rows_per_unit(1024, codec.array_specs(50257, None), StoreSettings())
-    assert unit.shard % unit.chunk == 0 and unit.shard == 256 and unit.chunk == 4
+    assert rows_per_unit(1024, codec.array_specs(50257, None), StoreSettings()) == (4, 256)
     full = make_codec("full").array_specs(50257, None)
-    assert rows_per_unit(1024, full, StoreSettings()).chunk == 1
-    assert rows_per_unit(1024, full, StoreSettings(rows_per_shard=6)).shard == 6
+    assert rows_per_unit(1024, full, StoreSettings())[0] == 1
+    assert rows_per_unit(1024, full, StoreSettings(rows_per_shard=6))[1] == 6
 
 
 def test_batches_tile_the_rows_and_the_automatic_size_is_fixed() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.extract import loop as extract
+from pipeline import extract
 from pipeline.workers import Stopped, StopRequest, Worker
 from shards.errors import GdistillError
 from shards.store.location import LocalLocation
@@ -109,9 +109,7 @@ def test_time_spent_waiting_is_not_in_the_rate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[float] = []
-    monkeypatch.setattr(
-        "pipeline.report.write_summary", lambda out, summary, tokens, seconds: seen.append(seconds)
-    )
+    monkeypatch.setattr("pipeline.run.report", lambda *arguments: seen.append(arguments[-1]) or [])
     monkeypatch.setattr(extract, "POLL_SECONDS", 1000.0)
     at_each_pause(monkeypatch, holder.close)
     run(tmp_path, options(teacher, corpus))

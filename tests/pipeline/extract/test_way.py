@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.extract import manifest as ways
+from pipeline import manifest as ways
 from shards.console import progress_bar
 from shards.errors import IntegrityError, UsageError
 from shards.store.location import as_location
@@ -63,10 +63,10 @@ def test_extraction_asks_for_the_compiled_noise_kernel_and_says_why_it_has_none(
         calls.append((kernel, device.type))
         return obstacle
 
-    settle = ways.settle_way
+    settle = ways.settle_environment
     monkeypatch.setattr("pipeline.run.use_noise_kernel", use)
     monkeypatch.setattr(
-        "pipeline.run.settle_way", lambda *given: (calls.append("way"), settle(*given))[1]
+        "pipeline.run.settle_environment", lambda *given: (calls.append("way"), settle(*given))[1]
     )
     run(tmp_path, options(teacher, corpus))
     assert calls == [("auto", "cpu"), "way"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from pipeline.maze.layout import (
+from pipeline.maze import (
     LAYOUTS,
     MOVES,
     MazeLayout,

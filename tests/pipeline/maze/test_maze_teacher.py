@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.maze.layout import MazeLayout, load_maze
-from pipeline.maze.teacher import MazeTeacherConfig, path_rows, row_log_probs, train_maze_teacher
+from pipeline.maze import MazeLayout, load_maze
+from pipeline.maze_teacher import MazeTeacherConfig, path_rows, row_log_probs, train_maze_teacher
 from shards.errors import UsageError
 
 TINY = MazeTeacherConfig(

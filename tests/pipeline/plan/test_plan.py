@@ -8,7 +8,7 @@ from transformers import CLIPConfig, PreTrainedConfig, T5Config
 
 from pipeline.plan import make_plan, measured_bytes_per_token
 from pipeline.settings import PlanOptions, resolve_request
-from pipeline.teacher.model import Teacher
+from pipeline.teacher import Teacher
 from shards.codec.registry import CODECS, make_codec
 from shards.errors import GdistillError, UsageError
 from tests.pipeline.extract_cases import (
@@ -55,7 +55,9 @@ def test_a_model_that_writes_no_text_is_refused(
 def test_plan_runs_no_teacher_and_writes_nothing(
     tmp_path: Path, teacher: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a large one; a small one is asked about a few rows."""
     monkeypatch.setattr(Teacher, "load", lambda *_, **__: pytest.fail("the teacher was loaded"))
+    monkeypatch.setattr("pipeline.plan.LARGEST_TRIED_TEACHER", 0)
     out = tmp_path / "out"
     plan = make_plan(resolve_request(out, options(teacher, corpus)))
     assert not out.exists()
@@ -108,7 +110,7 @@ def test_hours_and_price_follow_from_the_rate(tmp_path: Path, teacher: Path, cor
     request = resolve_request(tmp_path, options(teacher, corpus))
     plan = make_plan(request, PlanOptions(rate=1000.0, tokens=7.2e6, price=3.0))
     rows = {line.strip().split("  ")[0]: line for line in plan.table()}
-    assert rows["hours of one process"].split()[-3:] == ["2", "2,500", "2,777,778"]
+    assert rows["stage 2: hours of one process"].split()[-3:] == ["2", "2,500", "2,777,778"]
     assert rows["price at 3 per hour"].split()[-3:] == ["6", "7,500", "8,333,333"]
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pipeline.teacher.model import automatic_batch_size
+from pipeline.teacher import automatic_batch_size
 from shards.language_model.forward import largest_batch
 
 

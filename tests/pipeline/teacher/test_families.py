@@ -18,7 +18,7 @@ from transformers import (
 
 from pipeline.run import run_extraction
 from pipeline.settings import resolve_request
-from pipeline.teacher.model import Teacher
+from pipeline.teacher import Teacher
 from pipeline.tokens.tokenizer import load_tokenizer
 from pipeline.workers import Worker
 from shards.errors import UsageError

@@ -8,8 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from pipeline.settings import SequentialSettings
-from pipeline.teacher.generate import (
+from pipeline.generate import (
     GeneratedRows,
     cached_token_bytes,
     generate_rows,
@@ -18,7 +17,8 @@ from pipeline.teacher.generate import (
     rows_at_once,
     rows_that_fit,
 )
-from pipeline.teacher.model import Teacher
+from pipeline.settings import SequentialSettings
+from pipeline.teacher import Teacher
 from pipeline.tokens.dataset import TokenDataset
 from shards.errors import UsageError
 from shards.noise.gumbel import gumbel_argmax
@@ -216,7 +216,7 @@ def test_a_size_that_fits_is_kept_from_shard_to_shard(
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return torch.zeros(len(first), ROW_LENGTH, dtype=torch.int64)
 
-    monkeypatch.setattr("pipeline.teacher.generate.generate_rows", written)
+    monkeypatch.setattr("pipeline.generate.generate_rows", written)
     dataset = SimpleNamespace(bos_id=0, row_length=ROW_LENGTH)
     settings = SequentialSettings(batch_size=8)
     rows = object.__new__(GeneratedRows)  # the rows' source is not asked for anything else
@@ -280,7 +280,7 @@ def test_the_nucleus_does_not_depend_on_how_many_rows_are_sorted_at_once(
     monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     log_probs = torch.randn(3, 4, 7, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-    monkeypatch.setattr("pipeline.teacher.generate.SORTED_AT_ONCE", at_once)
+    monkeypatch.setattr("pipeline.generate.SORTED_AT_ONCE", at_once)
     kept = nucleus(log_probs, 0.6)
     ordered = log_probs.double().exp().sort(-1, descending=True).values.cumsum(-1)
     counts = (ordered <= 0.6).sum(-1).clamp_min(1)

@@ -15,7 +15,7 @@ from transformers import (
     ViTConfig,
 )
 
-from pipeline.teacher.model import Teacher, check_vocabulary
+from pipeline.teacher import Teacher, check_vocabulary
 from pipeline.tokens.tokenizer import load_tokenizer
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import resolve_device

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.tokens.packing import Packer, SpecialIds, make_packer
+from pipeline.tokens.build import SpecialIds, make_packer
 from shards.errors import UsageError
 
 IDS = SpecialIds(bos=100, eos=101, separator=101)
@@ -80,7 +80,7 @@ def test_batch_borders_and_resumes_leave_no_trace(
 
 @given(st.lists(st.lists(st.integers(0, 99), max_size=9), max_size=12))
 def test_concat_loses_only_what_it_counts(texts: list[list[int]]) -> None:
-    packer: Packer = make_packer("concat", 4, IDS)
+    packer = make_packer("concat", 4, IDS)
     rows = packer.pack(documents(*texts))
     packer.finish()
     stream = [token for text in texts for token in [*text, 101]]

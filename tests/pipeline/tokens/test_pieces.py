@@ -7,11 +7,10 @@ import pytest
 from tokenizers import Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
+from pipeline.tokens.pieces import cut_between_words, encode_with_overlap
 from pipeline.tokens.tokenizer import (
     backend,
-    cut_between_words,
     encode,
-    encode_with_overlap,
     load_tokenizer,
 )
 
@@ -74,8 +73,8 @@ def test_long_and_short_documents_in_one_batch_keep_their_order(
     """Batches, groups of pieces and overlaps all smaller than the documents."""
     fast = Tokenizer.from_str(backend(bpe_tokenizer).to_str())
     whole_words_only = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<|endoftext|>")
-    monkeypatch.setattr("pipeline.tokens.tokenizer.BATCH_CHARACTERS", 20_000)
-    monkeypatch.setattr("pipeline.tokens.tokenizer.HUGE_CHARACTERS", 50_000)
+    monkeypatch.setattr("pipeline.tokens.pieces.BATCH_CHARACTERS", 20_000)
+    monkeypatch.setattr("pipeline.tokens.pieces.HUGE_CHARACTERS", 50_000)
     texts = [TEXTS["sentences"] * 5, "", "the cat", TEXTS["no white space"] * 10, "ran"]
     texts += [TEXTS["accents"] * 6]
     expected = [whole(fast, text) for text in texts]

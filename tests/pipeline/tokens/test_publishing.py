@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.corpus.config import CorpusConfig
-from pipeline.maze.layout import MazeLayout, maze_tokenizer
-from pipeline.maze.teacher import MazeTeacherConfig, train_maze_teacher
+from pipeline.maze import MazeLayout, maze_tokenizer
+from pipeline.maze_teacher import MazeTeacherConfig, train_maze_teacher
 from pipeline.tokens.build import prepare_tokens
 from shards.atomic import publish_folder
 

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipeline.corpus.config import CorpusConfig, corpus_config
 from pipeline.corpus.detokenize import detokenizer
-from pipeline.maze.layout import load_maze, maze_tokenizer
-from pipeline.maze.teacher import path_rows
+from pipeline.maze import load_maze, maze_tokenizer
+from pipeline.maze_teacher import path_rows
 from pipeline.tokens import tokenizer as tokenization
 from pipeline.tokens.build import prepare_tokens
 from pipeline.tokens.dataset import TokenDataset

@@ -88,7 +88,7 @@ import os, signal, sys
 from pathlib import Path
 from pipeline.tokens import build as stage1
 from pipeline.tokens import tokenizer as tokenization
-from pipeline.tokens import writer as token_writer
+from pipeline.tokens import dataset as token_writer
 from pipeline.corpus.config import CorpusConfig
 token_writer.PART_TOKENS, tokenization.BATCH_DOCUMENTS = 800, 40
 save = stage1._save

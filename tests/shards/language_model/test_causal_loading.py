@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from evaluation.text.reading import UNLIMITED_CONTEXT, load_judge
-from pipeline.teacher.model import Teacher
+from pipeline.teacher import Teacher
 from shards.errors import GdistillError, UsageError
 from shards.language_model import loading
 from shards.language_model.loading import PretrainedFiles, find_pretrained
