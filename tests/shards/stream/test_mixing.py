@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from pipeline.extract.manifest import bytes_per_token, rows_per_unit
+
 from pipeline.settings import StoreSettings
 from shards.codec.registry import make_codec
 from shards.stream.order import LaneOrder, lanes_for, shuffling_of
