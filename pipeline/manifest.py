@@ -154,6 +154,12 @@ def corpus_unigram(dataset: TokenDataset) -> np.ndarray:
     )
 
 
+def bytes_per_token(arrays: dict[str, ArraySpec]) -> int:
+    """Bytes of one token before compression, its id and log-probability included."""
+    specs = [*STORE_ARRAYS.values(), *arrays.values()]
+    return sum(np.dtype(s.dtype).itemsize * int(np.prod(s.trailing_shape)) for s in specs)
+
+
 def rows_per_unit(
     row_length: int, arrays: dict[str, ArraySpec], settings: StoreSettings
 ) -> tuple[int, int]:
@@ -162,9 +168,7 @@ def rows_per_unit(
     Raises:
         UsageError: If a shard of the rows set is no whole number of chunks.
     """
-    specs = [*STORE_ARRAYS.values(), *arrays.values()]
-    token_bytes = sum(np.dtype(s.dtype).itemsize * int(np.prod(s.trailing_shape)) for s in specs)
-    row_bytes = row_length * token_bytes
+    row_bytes = row_length * bytes_per_token(arrays)
     fitting = max(1, min(CHUNK_TOKENS // row_length, MIXED_CHUNK_BYTES // row_bytes))
     chunk = settings.rows_per_chunk or fitting
     if settings.rows_per_chunk is None and settings.rows_per_shard is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from pipeline.extract.manifest import bytes_per_token, rows_per_unit
 
+from pipeline.manifest import bytes_per_token, rows_per_unit
 from pipeline.settings import StoreSettings
 from shards.codec.registry import make_codec
 from shards.stream.order import LaneOrder, lanes_for, shuffling_of
@@ -26,7 +26,7 @@ CODECS = {
 @pytest.mark.parametrize("codec", CODECS)
 def test_few_rows_of_a_batch_share_a_chunk(codec: str, length: int, batch: int) -> None:
     arrays = make_codec(codec, **CODECS[codec]).array_specs(VOCAB, 4096)
-    per_chunk = rows_per_unit(length, arrays, StoreSettings()).chunk
+    per_chunk = rows_per_unit(length, arrays, StoreSettings())[0]
     chunk_bytes = per_chunk * length * bytes_per_token(arrays)
     shuffling = shuffling_of(TOKENS // length, per_chunk, chunk_bytes, batch)
     assert shuffling.shared_rows <= 0.2
