@@ -157,7 +157,7 @@ def worker(teacher: str, drafts: dict[str, Any] | None, drafter: str) -> None:
     number = 0
     for line in sys.stdin:
         asked = json.loads(line)
-        jobs, begun = asked["jobs"], time.perf_counter()
+        jobs, begun, cpu = asked["jobs"], time.perf_counter(), time.process_time()
         rows = [{"tokens": [], "passes": 0} for _ in jobs]
         waiting, running = list(range(len(jobs))), {}
         while waiting or running:
@@ -185,7 +185,8 @@ def worker(teacher: str, drafts: dict[str, Any] | None, drafter: str) -> None:
                 elif out.finished:
                     del running[out.request_id]
         seconds = time.perf_counter() - begun
-        print("@" + json.dumps({"seconds": seconds, "rows": rows}), flush=True)
+        said = {"seconds": seconds, "cpu_seconds": time.process_time() - cpu, "rows": rows}
+        print("@" + json.dumps(said), flush=True)
 
 
 def speed(engines: dict[str, Engine]) -> dict[str, Any]:
@@ -196,10 +197,12 @@ def speed(engines: dict[str, Engine]) -> dict[str, Any]:
         for engine in engines.values():
             engine.serve(jobs, streams)  # what is compiled and cached at first is nobody's speed
         seconds: dict[str, list[float]] = {name: [] for name in engines}
+        busy: dict[str, list[float]] = {name: [] for name in engines}
         for _ in range(REPEATS):
             for name, engine in engines.items():
                 said = engine.serve(jobs, streams)
                 seconds[name].append(said["seconds"])
+                busy[name].append(said["cpu_seconds"])
                 found.setdefault(name, {}).setdefault(str(streams), {})["tokens_per_pass"] = (
                     tokens_per_pass(said["rows"])
                 )
@@ -208,8 +211,10 @@ def speed(engines: dict[str, Engine]) -> dict[str, Any]:
             figures = found[name][str(streams)]
             figures["tokens_per_second"] = rates[len(rates) // 2]
             figures["all_seconds"] = times
+            figures["cpu_ms_per_token"] = 1e3 * min(busy[name]) / (len(jobs) * MAX_TOKENS)
             typer.echo(
                 f"{name}, {streams} streams: {figures['tokens_per_second']:.0f} tokens/s, "
+                f"{figures['cpu_ms_per_token']:.3f} ms of a core per token, "
                 f"{figures['tokens_per_pass']:.3f} tokens per target pass"
             )
     return found

@@ -186,6 +186,21 @@ def import_(
 
 
 @app.command()
+def export(
+    model: Annotated[Path, typer.Argument(help="A trained medusa or drafter student, RUN/model.")],
+    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    backbone: Annotated[
+        str | None, typer.Option(help="The model it stands on, if not where its config says.")
+    ] = None,
+) -> None:
+    """Write a student as engines load it: vLLM's Medusa heads, or a PEFT folder."""
+    from trainer.loading import load_student
+    from trainer.serving.export import export as write
+
+    typer.echo(write(load_student(model, backbone=backbone), out))
+
+
+@app.command()
 def overhead(
     vocab_sizes: Annotated[
         str, typer.Option("--vocab-size", help="Vocabularies, with commas between.")
