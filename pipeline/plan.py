@@ -38,8 +38,12 @@ from shards.codec.registry import CODECS, codec_parameters, make_codec
 from shards.console import aligned
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import resolve_device
-from shards.language_model.loading import PretrainedFiles, find_pretrained, not_causal_lm
-from shards.language_model.spread import Spread
+from shards.language_model.loading import (
+    PretrainedFiles,
+    check_device_map,
+    find_pretrained,
+    not_causal_lm,
+)
 from shards.provenance import generator
 from shards.store.layout import encode_shard, shard_ranges
 from shards.store.location import open_location
@@ -544,7 +548,7 @@ def what_would_be_done(request: ExtractRequest, worker: Worker) -> list[str]:
     """
     device = resolve_device(worker.device(request.settings.device))
     require_store_place(request.store)
-    Spread(request.settings.teacher.device_map)
+    check_device_map(request.settings.teacher.device_map)
     teacher = planned_teacher(request)
     if teacher is not None:
         request, _ = check_teacher(request, teacher)

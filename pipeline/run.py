@@ -38,8 +38,7 @@ from shards.atomic import require_writable, write_json_atomic
 from shards.console import stderr
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import BatchSize, resolve_device
-from shards.language_model.loading import PretrainedFiles, find_pretrained
-from shards.language_model.spread import Spread
+from shards.language_model.loading import PretrainedFiles, check_device_map, find_pretrained
 from shards.noise.philox import use_noise_kernel
 from shards.store.location import file_claim, open_location
 from shards.store.manifest import MANIFEST_FILE, Manifest
@@ -67,7 +66,7 @@ def run_extraction(request: ExtractRequest, worker: Worker) -> list[str]:
     device = resolve_device(worker.device(settings.device))
     require_writable(request.out)
     begun = require_store_place(request.store)
-    Spread(settings.teacher.device_map)  # refuses a device that is not there
+    check_device_map(settings.teacher.device_map)  # refuses a device that is not there
     files = known_teacher(request, weights=True)
     request, tokenizer = check_teacher(request, files)
     teacher = LazyTeacher(request, files, len(tokenizer), device)
@@ -152,7 +151,7 @@ class LazyTeacher:
             vocab_size=self.vocab_size,
             attention=settings.teacher.attention,
             compiled=settings.teacher.compiled,
-            spread=Spread(settings.teacher.device_map),
+            device_map=settings.teacher.device_map,
         )
         teacher.try_out(self.request.codec.needs_hidden, settings.mode == "sequential")
         return teacher

@@ -27,12 +27,12 @@ from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import DtypeName, Float32Head, largest_batch, resolve_device
 from shards.language_model.loading import (
     CausalModel,
+    DeviceMap,
     PretrainedFiles,
     find_pretrained,
     load_causal_model,
     probe_rows,
 )
-from shards.language_model.spread import ONE_DEVICE, Spread
 
 CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 1 << 12, 1 << 15
 CPU_BATCH_BYTES = 1 << 30
@@ -173,7 +173,7 @@ class Teacher:
         vocab_size: int | None = None,
         attention: str | None = None,
         compiled: bool = False,
-        spread: Spread = ONE_DEVICE,
+        device_map: DeviceMap = None,
     ) -> Teacher:
         """Load a model for scoring.
 
@@ -184,7 +184,7 @@ class Teacher:
             vocab_size: V; the tokenizer's beside the model unless told, else the output's width.
             attention: Attention kernel by transformers' name; its own choice unless told.
             compiled: Run the model through ``torch.compile``.
-            spread: Over which devices, if one is too small; ``device`` then means nothing.
+            device_map: Over which devices, if one is too small; ``device`` then means nothing.
 
         Raises:
             UsageError: If it is no causal LM, lacks weights, or does not fit the tokenizer; if
@@ -203,7 +203,7 @@ class Teacher:
             vocab_size=vocab_size,
             attention=attention,
             float32_logits=True,
-            spread=spread,
+            device_map=device_map,
         )
         teacher = cls(loaded, vocab_size)
         if compiled:

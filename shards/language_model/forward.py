@@ -6,12 +6,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from shards.console import stderr
@@ -215,8 +214,6 @@ def _refused(what: str, name: str) -> UsageError:
 class Float32Head(nn.Module):
     """Takes the place of a model's output layer and remembers what went through it.
 
-    Of a layer that is cut over several GPUs it takes the whole: each of them then has all logits.
-
     Attributes:
         last_hidden: [B, T, D] its last input, in the model's precision.
         last_logits: [B, T, V] its last output.
@@ -224,8 +221,8 @@ class Float32Head(nn.Module):
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.weight = _whole(linear.weight)
-        self.bias = None if linear.bias is None else _whole(linear.bias)
+        self.weight = linear.weight
+        self.bias = linear.bias
         self.last_hidden: Tensor | None = None
         self.last_logits: Tensor | None = None
         self._wide = None
@@ -252,13 +249,6 @@ class Float32Head(nn.Module):
     def forget(self) -> None:
         """Let go of the remembered tensors."""
         self.last_hidden = self.last_logits = None
-
-
-def _whole(parameter: Any) -> nn.Parameter:
-    if isinstance(parameter, DTensor):
-        whole: Any = parameter.detach()
-        return nn.Parameter(whole.full_tensor(), requires_grad=False)
-    return parameter
 
 
 def install_float32_head(network: nn.Module) -> Float32Head | None:

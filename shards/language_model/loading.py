@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,8 +27,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from shards.atomic import canonical_json, sha256_file
 from shards.console import without_library_bars
 from shards.errors import GdistillError, UsageError, first_line
-from shards.language_model.forward import DtypeName, Float32Head, install_float32_head
-from shards.language_model.spread import ONE_DEVICE, Spread
+from shards.language_model.forward import (
+    DtypeName,
+    Float32Head,
+    install_float32_head,
+    resolve_device,
+)
 
 SAFE_FILE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 LEGACY_FILE, LEGACY_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -36,6 +40,8 @@ SMALL_FILES = ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 """What configurations call the longest input; families without one (Mamba, Bloom) read any."""
 NO_PART_OF_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
+DeviceMap = str | Mapping[str, Any] | None
 Role = Literal["teacher", "judge", "verifier", "student", "backbone", "source"]
 """What a model is wanted for: its name in messages."""
 
@@ -321,7 +327,7 @@ def load_causal_model(
     vocab_size: int | None = None,
     attention: str | None = None,
     float32_logits: bool = False,
-    spread: Spread = ONE_DEVICE,
+    device_map: DeviceMap = None,
 ) -> CausalModel:
     """Load a model's weights and ask it, in one tiny forward pass, whether it is causal.
 
@@ -332,7 +338,7 @@ def load_causal_model(
         vocab_size: V, the columns of the output that are real tokens; its whole width unless told.
         attention: Attention kernel by transformers' name; its own choice unless told.
         float32_logits: Put a float32 head in place of the output layer.
-        spread: Over which devices, if not on ``device`` alone.
+        device_map: Over which devices, if not on ``device`` alone; see :func:`check_device_map`.
 
     Raises:
         UsageError: If there are no weights, it is no causal language model, looks ahead, cannot
@@ -340,11 +346,11 @@ def load_causal_model(
         GdistillError: If the weights are damaged or incomplete.
     """
     place = torch.device(device)
-    network = _load_network(files, dtype, attention, spread)
-    if spread == ONE_DEVICE:
+    network = _load_network(files, dtype, attention, device_map)
+    if device_map is None:
         network = network.to(place)
     else:
-        place = spread.input_device(network, files.role)
+        place = _input_device(network, files.role, device_map)
     head = install_float32_head(network) if float32_logits else None
     model = CausalModel(files, network, head, dtype, place)
     _probe(model, vocab_size or files.num_logits, float32_logits)
@@ -352,9 +358,13 @@ def load_causal_model(
 
 
 def _load_network(
-    files: PretrainedFiles, dtype: DtypeName, attention: str | None, spread: Spread
+    files: PretrainedFiles, dtype: DtypeName, attention: str | None, device_map: DeviceMap
 ) -> Any:
-    options = {"use_safetensors": files.has_safetensors, **spread.load_options()}
+    check_device_map(device_map)
+    options: dict[str, Any] = {"use_safetensors": files.has_safetensors}
+    if device_map is not None:
+        is_name = isinstance(device_map, str)
+        options["device_map"] = device_map if is_name else dict(device_map)
     if attention:
         options["attn_implementation"] = attention
     try:
@@ -377,8 +387,13 @@ def _load_network(
                 expected="eager, sdpa, or another one of transformers that is installed here",
                 remedy=first_line(error),
             ) from error
-        if spread != ONE_DEVICE:
-            raise spread.refused(files.role, error) from error
+        if device_map is not None:
+            raise UsageError(
+                f"the {files.role} cannot be spread like this",
+                where="device_map",
+                got=device_map,
+                remedy=first_line(error),
+            ) from error
         raise not_causal_lm(files, error) from error
     missing = sorted(report["missing_keys"])
     if missing:
@@ -390,6 +405,55 @@ def _load_network(
             remedy="transformers would fill them with random numbers",
         )
     return network.eval().requires_grad_(False)
+
+
+def check_device_map(device_map: DeviceMap) -> None:
+    """Refuse a place that is not here.
+
+    Args:
+        device_map: One of ``auto``, ``balanced``, ``balanced_low_0``, ``sequential``, a device, or
+            module name -> device ("" names the whole model); None for one device. Accelerate puts
+            whole layers on the devices; a row passes them one after the other.
+
+    Raises:
+        UsageError: For a device that is not there.
+    """
+    if device_map is None or (isinstance(device_map, str) and device_map in AUTOMATIC):
+        return
+    places = [device_map] if isinstance(device_map, str) else [*device_map.values()]
+    got: object = None if places else "an empty map"
+    for place in places:
+        if isinstance(place, bool) or not isinstance(place, str | int):
+            got = place
+        else:
+            try:
+                resolve_device(f"cuda:{place}" if isinstance(place, int) else place)
+            except UsageError as error:
+                got = f"{place!r} ({error.what})"
+    if got is not None:
+        raise UsageError(
+            "no such place for a model",
+            where="device_map",
+            got=got,
+            expected=f"{', '.join(AUTOMATIC)}, a device that is here, or module name -> device",
+        )
+
+
+def _input_device(network: Any, role: str, device_map: DeviceMap) -> torch.device:
+    """Where token ids go: the device of the embedding."""
+    head = network.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    if weight is not None and weight.is_meta:
+        raise UsageError(
+            f"the {role}'s output layer is kept outside of every device",
+            where="device_map",
+            got=device_map,
+            remedy="name a device for it, or use a machine with more memory",
+        )
+    embedding = network.get_input_embeddings().weight
+    if embedding.is_meta:  # Accelerate brings it to the first device for every pass
+        return torch.device(getattr(network, "device", "cpu"))
+    return embedding.device
 
 
 @torch.inference_mode()
