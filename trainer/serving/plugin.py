@@ -13,6 +13,9 @@ nuclei of drafted positions uninitialised (``expand``: its kernel writes to an i
 result). That is what destroys its speculative text at any temperature but 0.
 """
 
+# vLLM is there where the plugin runs, and need not be where it is checked.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 import functools
