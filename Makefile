@@ -26,9 +26,9 @@ PRESET  ?= tiny
 CONDITIONING ?= $(if $(filter ar,$(STUDENT)),none,gumbel)
 # Distillation: token (KL to the teacher's stored probabilities), or sequence (rows it wrote itself).
 KD      ?=
-# read-again: without noise first, then as many steps with noise that is read behind every block, what measures best
+# two-stage: without noise first, then as many steps with noise that is read behind every block, what measures best
 # (benchmarks/results/quality-tried.md); paper: one training, as CONDITIONING and KD say, which choose it too.
-RECIPE  ?= $(if $(and $(filter mdlm bd3lm,$(STUDENT)),$(filter file,$(origin CONDITIONING)),$(if $(KD),,1)),read-again,paper)
+RECIPE  ?= $(if $(and $(filter mdlm bd3lm,$(STUDENT)),$(filter file,$(origin CONDITIONING)),$(if $(KD),,1)),two-stage,paper)
 BACKBONE ?=
 # What the student begins with: a trained student, or a language model of transformers.
 INIT_FROM ?=
@@ -107,7 +107,7 @@ train: $(STAMP) ## train a student from shards: make train STUDENT=bd3lm SHARDS=
 sample: $(STAMP) ## draw samples from a trained student: make sample MODEL=... NFE=16 NUM=64
 	$(BIN)/gdistill-sample '$(MODEL)/model' --num $(NUM) \
 	  $(if $(filter ar,$(STUDENT)),,--nfe $(NFE)) --out '$(SAMPLES)' \
-	  $(if $(filter read-again,$(RECIPE)),$(NEAREST_$(STUDENT))) $(ARGS)
+	  $(if $(filter two-stage,$(RECIPE)),$(NEAREST_$(STUDENT))) $(ARGS)
 
 references: $(STAMP) ## rows of the corpus as text, for MAUVE: make references NUM=1000
 	$(BIN)/gdistill-extract references '$(SHARDS)' --num $(NUM) --out '$(OUT)/references.jsonl'

@@ -95,9 +95,13 @@ def publish_folder(work: Path, final: Path) -> None:
 
     A folder of that name goes first: at any time ``final`` is the old one, absent, or whole.
 
-    Libraries that write into it (``save_pretrained``) leave their files to the page cache.
+    Libraries that write into it leave their files to the page cache, and safetensors its own to
+    their owner alone: files get what the umask left of the folder's mode.
     """
+    readable = work.stat().st_mode & 0o666
     for path in sorted(work.rglob("*"), reverse=True):  # files before the folders that name them
+        if path.is_file() and not path.is_symlink():
+            path.chmod(readable)
         fsync_path(path)
     fsync_path(work)
     if final.exists():

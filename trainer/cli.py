@@ -1,10 +1,13 @@
-"""``gdistill-train``: train, tell how far a run is, import checkpoints, count added weights."""
+"""``gdistill-train``: train, see how far a run is, import the authors' checkpoints."""
 
 from __future__ import annotations
 
-import json
+import shards.interrupts  # noqa: F401  (before all that takes time: Ctrl-C is one line)
+
+# isort: split
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,32 +18,42 @@ from shards.console import (
     run_command,
     use_log_format,
 )
+from shards.errors import UsageError
 from shards.settings import Section, read_toml, settings_app
 
-if TYPE_CHECKING:
-    from trainer.training.settings import RunConfig
-
 SETTINGS = (Section("a training run", "trainer.training.settings:RunConfig"),)
+StoreOption = Annotated[str, typer.Option("--store", help="Store to train on: a folder or URL.")]
+OutOption = Annotated[
+    Path, typer.Option("--out", help="Folder of this run; the same command resumes it.")
+]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="TOML file with the run's settings.")
+]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="key.path=value, e.g. training.num_steps=500")
+]
 app = command_app(
     no_args_is_help=True,
-    help="Train students, see how far a run is, import the authors' checkpoints, count added "
-    "weights. `gdistill-train settings [WORD]` lists every key of --set with default and meaning.",
+    help="Train students, see how far a run is, import the authors' checkpoints. "
+    "`gdistill-train settings [WORD]` lists every key of --set with default and meaning.",
 )
 
 
 @app.command()
 def run(
-    store: Annotated[str, typer.Option(help="Store to train on: a folder or URL.")],
-    out: Annotated[Path, typer.Option(help="Folder of this run; the same command resumes it.")],
+    store: StoreOption,
+    out: OutOption,
     student: Annotated[str | None, typer.Option(help="mdlm, bd3lm, ar, medusa or drafter.")] = None,
     preset: Annotated[str | None, typer.Option(help="tiny, small, medium or maze.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with the run's settings.")] = None,
+    config: ConfigOption = None,
     conditioning: Annotated[
         str | None, typer.Option(help="none, gumbel, or a drafter's uniform.")
     ] = None,
     kd: Annotated[
         str | None,
-        typer.Option(help="none, token (KL to stored probabilities), sequence (teacher's rows)."),
+        typer.Option(
+            help="none, token (KL to stored probabilities), or sequence (teacher's rows)."
+        ),
     ] = None,
     backbone: Annotated[
         str | None,
@@ -53,23 +66,24 @@ def run(
             "model of transformers (folder or hub id), whose network it then has."
         ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="key.path=value, e.g. training.num_steps=500")
-    ] = None,
+    overrides: SetOption = None,
     plan: Annotated[
-        bool, typer.Option(help="Print the memory that the run would hold, part by part; no more.")
+        bool, typer.Option("--plan", help="Print the memory that the run would hold; no more.")
     ] = False,
-    processes: Annotated[int, typer.Option(help="Processes that --plan is made for.")] = 1,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Processes that --plan is made for.")
+    ] = None,
     log_format: LogFormatOption = "plain",
 ) -> None:
     """Train a student from a store; no teacher is needed."""
     from trainer.initial_weights import network_settings
     from trainer.training.construction import student_class
-    from trainer.training.loop import train
-    from trainer.training.parallel import leave
     from trainer.training.settings import RunConfig, compose_run, layered, read_recipe
 
     use_log_format(log_format)
+    if processes is not None and not plan:
+        remedy = "add --plan; a launcher says how many processes train"
+        raise UsageError("an option of --plan without it", where="--processes", remedy=remedy)
     sources: list[dict[str, Any]] = []
     if preset is not None:
         sources.append(read_recipe(preset))
@@ -86,22 +100,23 @@ def run(
     sources.append({"model": chosen})
     composed = compose_run(sources, overrides or [])
     if plan:
-        typer.echo(planned_memory(composed, store, processes))
+        from shards import open_store
+        from trainer.training.plan import plan_text
+
+        typer.echo(plan_text(composed, open_store(store), processes or 1))
         return
-    finished = train(composed, store, out, init_from=init_from)
-    leave()
-    if is_first_process():
-        done = f"wrote {out / 'model'}" if finished else f"stopped; checkpoint saved below {out}"
-        typer.echo(done, err=True)
+    from trainer.training.loop import train
+
+    _finish(lambda: train(composed, store, out, init_from=init_from))
 
 
-@app.command("read-again")
-def read_again(
-    store: Annotated[str, typer.Option(help="Store to train on: a folder or URL.")],
-    out: Annotated[Path, typer.Option(help="Folder of this run; the same command resumes it.")],
+@app.command("two-stage")
+def two_stage(
+    store: StoreOption,
+    out: OutOption,
     student: Annotated[str, typer.Option(help="mdlm or bd3lm.")] = "mdlm",
     preset: Annotated[str, typer.Option(help="tiny, small, medium or maze.")] = "tiny",
-    config: Annotated[Path | None, typer.Option(help="TOML file with settings of both.")] = None,
+    config: ConfigOption = None,
     init_from: Annotated[
         Path | None,
         typer.Option(
@@ -109,43 +124,44 @@ def read_again(
             "transformers that it begins with."
         ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="key.path=value, for both parts")
-    ] = None,
+    overrides: SetOption = None,
     log_format: LogFormatOption = "plain",
 ) -> None:
-    """Beyond the paper: a student without noise, then as many steps with noise read again.
+    """Beyond the paper: a student without noise, then as many steps with noise cross-attention.
 
-    The first part is the preset's length and goes to OUT/plain.
+    The first part is the preset's length and goes to OUT/plain. --config and --set are for both.
     """
     from shards import open_store
     from trainer.initial_weights import network_settings
-    from trainer.read_again import PLAIN, read_again_parts, train_read_again
     from trainer.training.construction import student_class
-    from trainer.training.parallel import leave
+    from trainer.training.metrics import PLAIN
     from trainer.training.settings import read_recipe
+    from trainer.two_stage import train_two_stage, two_stage_parts
 
     use_log_format(log_format)
     chosen = [] if config is None else [read_toml(config)]
     chosen.append(network_settings(init_from, student_class(student), out / PLAIN))
-    parts = read_again_parts(
+    parts = two_stage_parts(
         student, open_store(store), read_recipe(preset), chosen, overrides or []
     )
-    finished = train_read_again(parts, store, out, init_from)
+    _finish(lambda: train_two_stage(parts, store, out, init_from))
+
+
+def _finish(training: Callable[[], Path]) -> None:
+    """Train; the first process says what was made, and what to type next."""
+    from shards.interrupts import Stopped
+    from trainer.training.parallel import leave
+
+    try:
+        model = training()
+    except Stopped:  # all processes stop at the same step
+        leave()
+        raise
     leave()
     if is_first_process():
-        done = f"wrote {out / 'model'}" if finished else f"stopped; checkpoint saved below {out}"
-        typer.echo(done, err=True)
-
-
-def planned_memory(config: RunConfig, store: str, processes: int) -> str:
-    """The text of ``--plan``; a GPU is planned for unless training.device says otherwise."""
-    from shards import open_store
-    from trainer.training.memory_plan import plan_memory
-
-    device = "cpu" if config.training.device == "cpu" else "cuda"
-    planned = plan_memory(config, open_store(store), device=device, world_size=processes)
-    return f"peak memory of one of {processes} processes on {device}\n{planned.to_text()}"
+        typer.echo(
+            f"wrote {model}\nnext: gdistill-sample {model.parent} --num 8 --out samples", err=True
+        )
 
 
 @app.command()
@@ -154,10 +170,9 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """How far a run is and how fast: steps, losses, checkpoints, whether a process is at it."""
-    from trainer.training.checkpoint import RunStatus
+    from trainer.training.metrics import status_json, status_text
 
-    found = RunStatus.of(out)
-    typer.echo(json.dumps(found.to_json(), indent=2) if as_json else found.to_text())
+    typer.echo(status_json(out) if as_json else status_text(out))
 
 
 @app.command("import")
@@ -180,7 +195,7 @@ def import_(
     steps = "" if made.global_step is None else f" after {made.global_step:,} steps"
     typer.echo(
         f"wrote {out}: {made.student}, {made.num_parameters:,} parameters, "
-        f"{made.weights} weights{steps}",
+        f"{made.weights} weights{steps}\nnext: gdistill-sample {out} --num 8 --out samples",
         err=True,
     )
 
@@ -198,48 +213,6 @@ def export(
     from trainer.serving.export import export as write
 
     typer.echo(write(load_student(model, backbone=backbone), out))
-
-
-@app.command()
-def overhead(
-    vocab_sizes: Annotated[
-        str, typer.Option("--vocab-size", help="Vocabularies, with commas between.")
-    ] = "32000,50257,128000,152000,256000",
-    preset: Annotated[str, typer.Option(help="Shape of the student: small, medium, ...")] = "small",
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="model.*, e.g. model.noise.rank=128")
-    ] = None,
-    row_length: Annotated[int, typer.Option(help="Tokens per row.")] = 1024,
-    rows: Annotated[int, typer.Option(help="Rows per forward pass.")] = 16,
-    masked: Annotated[float, typer.Option(help="Share of the tokens that see noise.")] = 0.5,
-    device: Annotated[str, typer.Option(help="cuda or cpu: decides the size of tiles.")] = "cuda",
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Also time steps with and without noise here.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
-) -> None:
-    """Weights that noise adds to the paper's models, and what it costs at other vocabularies."""
-    from dataclasses import asdict
-
-    from trainer.training.overhead import (
-        Scale,
-        cost_table,
-        noise_cost,
-        overhead_table,
-        parse_vocab_sizes,
-    )
-    from trainer.training.settings import compose_run
-
-    student = {"architecture": preset, "training": {"num_steps": 1}}
-    settings = compose_run([student, {"model": {"conditioning": "gumbel"}}], overrides or []).model
-    scale = Scale(settings, row_length, rows, masked, device)
-    costs = [noise_cost(scale, size, measure) for size in parse_vocab_sizes(vocab_sizes)]
-    if as_json:
-        typer.echo(json.dumps([asdict(cost) for cost in costs], indent=2))
-        return
-    typer.echo(overhead_table())
-    typer.echo(f"\n{preset}, {rows} rows of {row_length}, {masked:g} masked, tiles of {device}:")
-    typer.echo(cost_table(costs))
 
 
 def main() -> None:

@@ -127,7 +127,7 @@ def test_read_again_begins_with_it(
 ) -> None:
     """Its network in both parts, its weights in the first; the second begins with the first's."""
     out = tmp_path / "run"
-    line = ("read-again", "--store", store, "--out", out, "--student", student)
+    line = ("two-stage", "--store", store, "--out", out, "--student", student)
     line = (*line, "--init-from", llama, "--set", "training.num_steps=20")
     line = (
         *line,

@@ -1,4 +1,4 @@
-"""gdistill-train as a user meets it: exit codes, one error line, signals, kill -9."""
+"""``gdistill-train`` end to end: exit codes, one line per mistake, signals."""
 
 from __future__ import annotations
 
@@ -10,99 +10,154 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from shards.settings import to_mapping
-from tests.trainer.run_cases import LENGTH, assert_same_run, call, tiny_run, write_store
+from shards.settings import flatten, to_mapping
+from shards.store.store import ShardStore
+from tests.commands import call
+from tests.trainer.run_cases import LENGTH, assert_same_run, tiny_run, write_store
+from trainer.training.construction import build_student
 from trainer.training.loop import train
-
-
-@pytest.fixture
-def config_file(tmp_path: Path) -> Path:
-    """The ten-step run as a TOML file."""
-    return write_config(tmp_path / "run.toml")
+from trainer.training.metrics import status_text
+from trainer.training.plan import memory_plan
 
 
 def write_config(path: Path, **changes: object) -> Path:
-    config = to_mapping(tiny_run(**changes))
-    lines = [f"{k} = {json.dumps(v)}" for k, v in config.items() if not isinstance(v, dict)]
-    for table in ("model", "training", "optimization"):
-        entries = {k: v for k, v in config[table].items() if v is not None}
-        lines += [f"[{table}]", *(f"{k} = {json.dumps(v)}" for k, v in entries.items())]
+    """The ten-step run as a TOML file."""
+    values = flatten(to_mapping(tiny_run(**changes)))
+    lines = (f"{name} = {json.dumps(v)}" for name, v in values.items() if v not in (None, {}))
     path.write_text("\n".join(lines))
     return path
 
 
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config(tmp_path_factory.mktemp("config") / "run.toml")
+
+
+@pytest.fixture(scope="module")
+def begun(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of one step."""
+    out = tmp_path_factory.mktemp("begun") / "run"
+    train(tiny_run(training__num_steps=1), store, out)
+    return out
+
+
 def test_a_run_by_command(
-    monkeypatch: pytest.MonkeyPatch, store: Path, config_file: Path, tmp_path: Path
+    store: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """What it costs is said before, what was made and what comes next behind."""
     out, extracted = tmp_path / "out", tmp_path / "extracted"
     extracted.mkdir()
     (extracted / "store").symlink_to(store)
-    words = ("run", "--store", extracted, "--config", config_file, "--conditioning", "none")
-    assert call(monkeypatch, *words, "--out", out, "--set", "training.num_steps=2") == 0
+    words = ("run", "--store", extracted, "--config", config, "--conditioning", "none")
+    words = (*words, "--out", out, "--set", "training.num_steps=8")
+    assert call("gdistill-train", *words) == 0
     resolved = json.loads((out / "config.json").read_text())
-    assert resolved["training"]["num_steps"] == 2
+    assert resolved["training"]["num_steps"] == 8
     assert resolved["model"]["conditioning"] == "none"
-    assert (out / "model" / "model.safetensors").exists()
+    lines = capsys.readouterr().err.splitlines()
+    parameters = json.loads((out / "model" / "config.json").read_text())["hidden_size"]
+    assert parameters == 16
+    assert lines[0].startswith("mdlm, conditioning none, ") and " parameters; 8 steps" in lines[0]
+    assert f"of 8 rows of {LENGTH} tokens, {8 * 8 * LENGTH} tokens in all" in lines[0]
+    assert "s a step, about 0:00:0" in lines[1] and "3 steps left" in lines[1]
+    assert lines[-2:] == [
+        f"wrote {out / 'model'}",
+        f"next: gdistill-sample {out} --num 8 --out samples",
+    ]
+    progress = next(line for line in lines if line.startswith("train mdlm"))
+    assert "weighted loss" in progress, "no number stands beside one of another kind unnamed"
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--preset", "smal"], "did you mean 'small'"),
-        (["--student", "mdml"], "did you mean 'mdlm'"),
-        (["--conditioning", "gumble"], "model.conditioning"),
-        (["--set", "training.nun_steps=3"], "did you mean 'num_steps'"),
-        (["--set", "training.global_batch_size=41"], "fewer rows than one global batch"),
-        (["--set", "training.trackers=['abacus']"], "training.trackers"),
-        (["--set", "model.block_size=3", "--student", "bd3lm"], "block_size"),
-        (["--init-from", "/nowhere/at/all"], "no model there"),
-        (["--init-from", "nowhere"], "cannot find the source [nowhere]"),
-        (["--config", "nowhere.toml"], "cannot read the config file"),
-    ],
-)
-def test_wrong_requests(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_two_parts_are_named_and_seen(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, tiny = tmp_path / "out", ("model.hidden_size=16", "model.num_heads=2")
+    sets = (*tiny, "training.num_steps=3", "training.global_batch_size=4", "training.trackers=[]")
+    words = [word for text in sets for word in ("--set", text)]
+    assert call("gdistill-train", "two-stage", "--store", store, "--out", out, *words) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("part 1 of 2: mdlm, conditioning none")
+    assert any(line.startswith("part 2 of 2: mdlm, conditioning gumbel") for line in lines)
+    assert status_text(out).count("3 of 3 (100.0%)") == 2
+
+
+RUN, TWO = ["run"], ["two-stage"]
+MISTAKES: list[tuple[list[str], str]] = [
+    ([*RUN, "--preset", "smal"], "did you mean 'small'"),
+    ([*RUN, "--student", "mdml"], "did you mean 'mdlm'"),
+    ([*RUN, "--conditioning", "gumble"], "model.conditioning"),
+    ([*RUN, "--set", "training.nun_steps=3"], "did you mean 'num_steps'"),
+    ([*RUN, "--set", "training.global_batch_size=41"], "fewer rows than one global batch"),
+    ([*RUN, "--set", "training.trackers=['abacus']"], "training.trackers"),
+    ([*RUN, "--set", "model.block_size=3", "--student", "bd3lm"], "block_size"),
+    ([*RUN, "--init-from", "/nowhere/at/all"], "no model there"),
+    ([*RUN, "--init-from", "nowhere"], "cannot find the source [nowhere]"),
+    ([*RUN, "--config", "nowhere.toml"], "cannot read the config file"),
+    ([*RUN, "--processes", "2"], "an option of --plan without it"),
+    ([*RUN, "--plan", "--processes", "0"], "invalid value for '--processes'"),
+    ([*RUN, "--plan", "--processes", "3"], "multiple of the world size 3"),
+    ([*RUN, "--set", "training.num_steps=3", "--set", "training.num_epochs=1"], "got both"),
+    ([*RUN, "--out", "/dev/null/run"], "cannot write there"),
+    ([*RUN, "--out", "/proc/run"], "cannot write there"),
+    ([*TWO, "--set", "model.conditioning=none"], "recipe decides this [model.conditioning]"),
+    ([*TWO, "--set", "student=ar"], "recipe decides this [student]"),
+    ([*TWO, "--set", "training.num_steps=3", "--set", "training.num_epochs=1"], "got both"),
+    ([*TWO, "--student", "ar"], "no recipe for this student"),
+    (["status", "/nowhere"], "no training run there"),
+]
+if not torch.cuda.is_available():
+    MISTAKES.append(([*RUN, "--set", "training.device=cuda"], "CUDA is asked for and absent"))
+
+
+@pytest.mark.parametrize(("words", "expected"), MISTAKES, ids=lambda value: str(value)[:60])
+def test_a_mistake_is_one_line(
     store: Path,
-    config_file: Path,
+    config: Path,
     tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     words: list[str],
     expected: str,
 ) -> None:
-    base = ["run", "--store", store, "--out", tmp_path / "out"]
-    if not {"--preset", "--config"} & set(words):
-        base += ["--config", config_file]
-    assert call(monkeypatch, *base, *words) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
+    if words[0] != "status":
+        words = [*words, "--store", str(store)]
+        words += [] if "--out" in words else ["--out", str(tmp_path / "out")]
+    if words[0] == "run" and not {"--preset", "--config"} & set(words):
+        words += ["--config", str(config)]
+    assert call("gdistill-train", *words) == 2
+    (error,) = capsys.readouterr().err.strip().splitlines()
     assert error.startswith("error: ") and expected in error
     assert not (tmp_path / "out" / "model").exists()
 
 
 def test_no_amount_of_training(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    store: Path,
-    tmp_path: Path,
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(monkeypatch, "run", "--store", store, "--out", tmp_path / "out") == 2
+    assert call("gdistill-train", "run", "--store", store, "--out", tmp_path / "out") == 2
     assert "how long to train is not said" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_cuda_asked_for_and_absent(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    store: Path,
-    config_file: Path,
-    tmp_path: Path,
-) -> None:
-    words = ("run", "--store", store, "--config", config_file, "--out", tmp_path / "out")
-    assert call(monkeypatch, *words, "--set", "training.device=cuda") == 2
-    assert "CUDA is asked for and absent" in capsys.readouterr().err
+def test_the_plan(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """State by hand; what the backward pass keeps follows the micro-batch; nothing is written."""
+    opened = ShardStore.open(store)
+    student = build_student(tiny_run(), opened, None)
+    weights = 4 * sum(parameter.numel() for parameter in student.parameters())
+    plans = [memory_plan(tiny_run(training__micro_batch_size=n), opened) for n in (2, 4)]
+    kept = [plan["kept for the backward pass"] for plan in plans]
+    assert kept == [2 * LENGTH * 68 * 16, 4 * LENGTH * 68 * 16], "34 bytes in 16 bit, twice in 32"
+    state = ("weights", "gradients", "AdamW's moments", "moving average of the weights")
+    assert [plans[0][name] for name in state] == [weights, weights, 2 * weights, weights]
+    sharded = memory_plan(tiny_run(training__sharding="fsdp"), opened, 4)
+    assert sharded["AdamW's moments"] == weights // 2
+    file = write_config(tmp_path / "run.toml")
+    words = ("run", "--plan", "--store", store, "--config", file, "--out", tmp_path / "out")
+    assert call("gdistill-train", *words) == 0
+    assert "in all, estimated" in capsys.readouterr().out.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -115,11 +170,10 @@ def test_cuda_asked_for_and_absent(
     ],
 )
 def test_damaged_stores(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     store: Path,
-    config_file: Path,
+    config: Path,
     tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
     damage: str,
     code: int,
     expected: str,
@@ -136,41 +190,54 @@ def test_damaged_stores(
     if damage == "newer":
         manifest = json.loads((copy / "manifest.json").read_bytes())
         (copy / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
-    words = ("run", "--store", copy, "--config", config_file, "--out", tmp_path / "out")
-    assert call(monkeypatch, *words) == code
+    words = ("run", "--store", copy, "--config", config, "--out", tmp_path / "out")
+    assert call("gdistill-train", *words) == code
     assert expected in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "out" / "model").exists()
 
 
-@pytest.mark.parametrize("field", ["vocab_size", "row_length"])
+@pytest.mark.parametrize(
+    ("store_changes", "words", "expected"),
+    [
+        ({"vocab_size": 16}, (), "another vocab_size than the store"),
+        ({"row_length": 16}, (), "another row_length than the store"),
+        ({}, ("--conditioning", "none"), "conditioner.weight"),
+    ],
+)
 def test_init_from_a_student_of_another_shape(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    store: Path,
-    config_file: Path,
+    begun: Path,
+    config: Path,
     tmp_path: Path,
-    field: str,
+    capsys: pytest.CaptureFixture[str],
+    store_changes: dict[str, Any],
+    words: tuple[str, ...],
+    expected: str,
 ) -> None:
-    assert train(tiny_run(training__num_steps=1), store, tmp_path / "first")
-    other = write_store(tmp_path / "other", **{field: 16})
-    words = ("run", "--store", other, "--config", config_file, "--out", tmp_path / "out")
-    assert call(monkeypatch, *words, "--init-from", tmp_path / "first") == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert f"another {field} than the store" in error and "16" in error
+    other = write_store(tmp_path / "other", **store_changes)
+    base = ("run", "--store", other, "--config", config, "--out", tmp_path / "out")
+    assert call("gdistill-train", *base, "--init-from", begun, *words) == 2
+    assert expected in capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def test_init_from_another_architecture(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    store: Path,
-    config_file: Path,
-    tmp_path: Path,
-) -> None:
-    assert train(tiny_run(training__num_steps=1), store, tmp_path / "first")
-    words = ("run", "--store", store, "--config", config_file, "--out", tmp_path / "out")
-    words = (*words, "--init-from", tmp_path / "first", "--conditioning", "none")
-    assert call(monkeypatch, *words) == 2
-    assert "conditioner.weight" in capsys.readouterr().err
+def test_ctrl_c_while_it_starts_is_one_line() -> None:
+    """Within the first imports, of which the last is waited for in vain."""
+    program = (
+        "import sys, signal, os\n"
+        "class Late:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'rich.progress': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Late())\n"
+        "from trainer.cli import main\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr == "interrupted; run the same command again to resume\n"
 
 
 def start(store: Path, config: Path, out: Path) -> subprocess.Popen[bytes]:
@@ -209,8 +276,8 @@ def test_sigterm_then_kill_9_then_the_same_as_uninterrupted(store: Path, tmp_pat
     wait_for_step(process, tmp_path / "run", 10)
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate()
-    assert process.returncode == 0, error.decode()
-    assert b"checkpoint saved" in error
+    assert process.returncode == 143, error.decode()
+    assert b"a checkpoint is saved" in error and b"Traceback" not in error
     assert not (tmp_path / "run" / "model").exists()
 
     process = start(store, config, tmp_path / "run")

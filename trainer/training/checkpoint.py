@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, complete, by name, pruned by rule.
+"""Checkpoints: whole or absent, complete, by name, pruned by rule; which run they are of.
 
     checkpoints/step-00005000/
         weights.safetensors      parameters and buffers of the student
@@ -7,23 +7,22 @@
         state.json               step, place in the data, averages, run identity, file hashes
 
 There is no random state to save: every draw is keyed by (seed, step or epoch, row). A checkpoint is
-written under a temporary name, synced, and renamed; ``state.json`` seals the other files.
+written under a temporary name, synced, and renamed; ``state.json`` seals the other files, and
+itself.
 
 Sharded tensors are gathered one at a time, and the first process alone keeps them, in its main
 memory (:func:`~trainer.training.parallel.gather_full`). torch.distributed.checkpoint would spare it
 that, at the price of what is promised here: one file a process, so that what is on disk depends on
 how many there were; a ``.metadata`` that is unpickled on reading; nothing that safetensors reads.
-Its ``get_model_state_dict(full_state_dict=True, cpu_offload=True)`` gathers as is done here.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
-import time
 from collections.abc import Mapping, Set
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +32,23 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from shards.atomic import is_held, publish_folder, sha256_file, write_json_atomic
-from shards.errors import IntegrityError, UsageError
-from shards.settings import flatten, to_mapping
+from shards.atomic import canonical_json, publish_folder, sha256_file, write_json_atomic
+from shards.errors import GdistillError, IntegrityError, UsageError
+from shards.settings import flatten, from_mapping, to_mapping
 from shards.store.manifest import Manifest
 from trainer.initial_weights import find_source
 from trainer.students.configuration import grouped, unread_settings
 from trainer.students.registry import STUDENTS
+from trainer.training.metrics import PREFIX, STATE_FILE, StepWindow, checkpoint_steps
 from trainer.training.optimization import ExponentialMovingAverage
 from trainer.training.parallel import gather_full, on_main_process, scatter_like
 from trainer.training.settings import RunConfig, TrainingConfig
 
 FORMAT_VERSION = 1
 UNFINISHED = ".writing-"
+FILES = ("weights.safetensors", "ema.safetensors", "optimizer.safetensors")
+NOT_A_STATE = (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError)
+"""What reading a ``state.json`` of any other content may end in."""
 
 
 @dataclass(frozen=True)
@@ -63,46 +66,101 @@ class Trainee:
             for name, parameter in self.student.named_parameters()
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
-        contents = {
-            "weights.safetensors": self.student.state_dict(),
-            "ema.safetensors": self.ema.shadows,
-            "optimizer.safetensors": moments,
+        contents = (self.student.state_dict(), self.ema.shadows, moments)
+        return {
+            name: gather_full(tensors, accelerator)
+            for name, tensors in zip(FILES, contents, strict=True)
         }
-        return {name: gather_full(tensors, accelerator) for name, tensors in contents.items()}
 
     def restore(self, directory: Path, num_updates: int) -> None:
-        """Take over the tensors of a checkpoint; no process holds more than one whole tensor."""
-        with safe_open(directory / "weights.safetensors", "pt") as weights, torch.no_grad():
-            for name, value in self.student.state_dict().items():
-                value.copy_(scatter_like(weights.get_tensor(name), value))
-        with safe_open(directory / "ema.safetensors", "pt") as averages:
-            shadows = self.ema.shadows
-            self.ema.require_names(averages.keys())
-            placed = {n: scatter_like(averages.get_tensor(n), shadows[n]) for n in shadows}
-            self.ema.load(placed, num_updates)
-        with safe_open(directory / "optimizer.safetensors", "pt") as moments:
-            self._restore_moments(moments)
+        """Take over the tensors of a checkpoint; no process holds more than one whole tensor.
 
-    def _restore_moments(self, moments: Any) -> None:
-        names: dict[Tensor, str] = {
-            parameter: name for name, parameter in self.student.named_parameters()
-        }
+        Raises:
+            IntegrityError: When a file does not hold this student's tensors.
+        """
+        weights, averages, moments = (_Tensors(directory / name) for name in FILES)
+        with torch.no_grad():
+            for name, value in self.student.state_dict().items():
+                value.copy_(scatter_like(weights(name), value))
+            for name, value in self.ema.shadows.items():
+                value.copy_(scatter_like(averages(name), value))
+        self.ema.num_updates = num_updates
+        names = {parameter: name for name, parameter in self.student.named_parameters()}
         document = self.optimizer.state_dict()
-        for index, parameter in enumerate(_parameters_of(self.optimizer)):
-            prefix = f"{names[parameter]}/"
-            entry = {}
-            # Scattering is collective: every process must go through the keys in the same order,
-            # which that of a set, different in every process, is not.
-            for name in sorted(key for key in moments.keys() if key.startswith(prefix)):  # noqa: SIM118
-                key, value = name.removeprefix(prefix), moments.get_tensor(name).clone()
-                entry[key] = value if key == "step" else scatter_like(value, parameter)
-            if entry:
-                document["state"][index] = entry
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for index, parameter in enumerate(parameters):
+            if not moments.has(f"{names[parameter]}/step"):
+                continue  # it has met no gradient yet
+            # Scattering is collective: every process goes through the keys in the same order.
+            entry = {"step": moments(f"{names[parameter]}/step").clone()}
+            for key in ("exp_avg", "exp_avg_sq"):
+                entry[key] = scatter_like(moments(f"{names[parameter]}/{key}").clone(), parameter)
+            document["state"][index] = entry
         self.optimizer.load_state_dict(document)
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+class _Tensors:
+    """Tensors of one file of a checkpoint by name."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._file = path, safe_open(path, "pt")
+        self._names = set(self._file.keys())
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def __call__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise IntegrityError(
+                "a tensor is missing in the checkpoint", where=self._path, got=name
+            )
+        return self._file.get_tensor(name)
+
+
+@dataclass(frozen=True)
+class State:
+    """What ``state.json`` holds.
+
+    Attributes:
+        step: Optimiser steps done.
+        files: Name -> sha256 of the files beside it.
+        run: Identity of the run.
+        stream: Place in the data.
+        window: Sums since the last line of metrics.
+        ema_num_updates: Updates of the moving average.
+        validation: Figures of the last validation.
+        format_version: Of the folder.
+        sha256: Hash of all other fields; checkpoints of older versions have none.
+    """
+
+    step: int
+    files: dict[str, str]
+    run: dict[str, Any]
+    stream: dict[str, Any]
+    window: dict[str, Any]
+    ema_num_updates: int
+    validation: dict[str, Any] | None = None
+    format_version: int = FORMAT_VERSION
+    sha256: str | None = None
+
+    def __post_init__(self) -> None:
+        window = {**StepWindow().state_dict(), **self.window}
+        numbers = [self.step, self.ema_num_updates, *window.values()]
+        right = (
+            set(self.files) == set(FILES)
+            and window.keys() == self.window.keys()
+            and all(isinstance(n, int | float) and n >= 0 for n in numbers[:2])
+            and all(isinstance(n, int | float) and n == n for n in numbers[2:])
+            and self.window["num_tokens"] >= 0
+            and self.window["num_steps"] >= 0
+            and self.sha256 in (None, self.seal())
+        )
+        if not right:
+            raise ValueError("fields that do not fit each other")
+
+    def seal(self) -> str:
+        """Hash of the other fields."""
+        return hashlib.sha256(canonical_json({**to_mapping(self), "sha256": None})).hexdigest()
 
 
 class CheckpointFolder:
@@ -131,6 +189,12 @@ class CheckpointFolder:
     ) -> None:
         """Write a checkpoint and prune older ones; every process must call it.
 
+        Args:
+            step: Optimiser steps done.
+            trainee: Gives the tensors.
+            state: ``run``, ``stream``, ``window`` and ``validation`` of :class:`State`.
+            accelerator: The processes.
+
         Raises:
             GdistillError: On every process, when the files cannot be written.
         """
@@ -138,26 +202,23 @@ class CheckpointFolder:
 
         def write() -> None:
             self._remove_unfinished()
+            temporary = self.directory / f"{UNFINISHED}{PREFIX}{step:08d}"
             try:
-                self._write(step, tensors, {**state, "ema_num_updates": trainee.ema.num_updates})
+                temporary.mkdir(parents=True)
+                for name, content in tensors.items():
+                    save_file(content, temporary / name)
+                files = {name: sha256_file(temporary / name) for name in tensors}
+                made = State(
+                    step=step, files=files, ema_num_updates=trainee.ema.num_updates, **state
+                )
+                document = {**to_mapping(made), "sha256": made.seal()}
+                write_json_atomic(temporary / STATE_FILE, document)
+                publish_folder(temporary, self.path(step))
             finally:
                 self._remove_unfinished()
             self._prune()
 
         on_main_process(write, accelerator)
-
-    def _write(
-        self, step: int, tensors: dict[str, dict[str, Tensor]], state: dict[str, Any]
-    ) -> None:
-        temporary = self.directory / f"{UNFINISHED}{PREFIX}{step:08d}"
-        temporary.mkdir(parents=True)
-        files = {}
-        for name, content in tensors.items():
-            save_file(content, temporary / name)
-            files[name] = sha256_file(temporary / name)
-        document = {"format_version": FORMAT_VERSION, "step": step, "files": files, **state}
-        write_json_atomic(temporary / STATE_FILE, document)
-        publish_folder(temporary, self.path(step))
 
     def _remove_unfinished(self) -> None:
         """What a write that died has left: the run's lock is held, so nobody is writing it."""
@@ -178,29 +239,30 @@ class CheckpointFolder:
         """What tells this checkpoint from any other: the hash of its state file."""
         return sha256_file(self.path(step) / STATE_FILE)
 
-    def read_state(self, step: int) -> dict[str, Any]:
+    def read_state(self, step: int) -> State:
         """The state of a checkpoint whose files are all as written.
 
         Raises:
             IntegrityError: When a file is missing or altered, or the format is unknown.
         """
         directory = self.path(step)
-        remedy = f"delete {directory} to go on from the checkpoint before it"
+        where, remedy = directory / STATE_FILE, f"delete {directory} to go on from the one before"
         try:
-            state = json.loads((directory / STATE_FILE).read_bytes())
-            version = state["format_version"]
-            files = dict(state["files"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            where = directory / STATE_FILE
-            raise IntegrityError("unreadable checkpoint", where=where, remedy=remedy) from error
-        if version != FORMAT_VERSION:
-            raise IntegrityError(
-                "checkpoint of another format version",
-                where=directory,
-                got=version,
-                expected=FORMAT_VERSION,
-            )
-        for name, digest in files.items():
+            document = json.loads(where.read_bytes())
+            version = document["format_version"]
+            if version != FORMAT_VERSION:
+                raise IntegrityError(
+                    "checkpoint of another format version",
+                    where=where,
+                    got=version,
+                    expected=FORMAT_VERSION,
+                )
+            state = from_mapping(State, document)
+        except (OSError, UsageError, *NOT_A_STATE) as error:
+            raise unreadable(where, error, remedy) from error
+        if state.step != step:
+            raise unreadable(where, f"step {state.step}", remedy)
+        for name, digest in state.files.items():
             path = directory / name
             if not path.is_file() or sha256_file(path) != digest:
                 what = "a file of the checkpoint is missing or altered"
@@ -208,176 +270,29 @@ class CheckpointFolder:
         return state
 
 
-# What lies in the folder of a run, and how far the run is: read without torch, while it runs.
-
-
-METRICS_FILE, CONFIG_FILE = "metrics.jsonl", "config.json"
-CHECKPOINTS, MODEL = "checkpoints", "model"
-STATE_FILE, PREFIX = "state.json", "step-"
-
-
-def checkpoint_steps(directory: Path) -> list[int]:
-    """Steps of all whole checkpoints in ``OUT/checkpoints``, ascending."""
-    found = directory.glob(f"{PREFIX}*/{STATE_FILE}")
-    numbers = (path.parent.name.removeprefix(PREFIX) for path in found)
-    return sorted(int(number) for number in numbers if number.isdigit())
-
-
-@dataclass(frozen=True)
-class RunStatus:
-    """How far a run is, by the last lines of its metrics.
-
-    Attributes:
-        out: The run's folder.
-        student: What is trained.
-        step: Step of the last line of training; None before the first.
-        num_steps: Steps of the whole run.
-        tokens_per_second: Over the steps since the line before.
-        steps_per_second: The same in steps.
-        eta_seconds: What the steps left take at that rate; validation comes on top.
-        loss: Mean training loss over those steps.
-        validation_step: Step of the last validation; None before the first.
-        validation_nll_nats: Its negative log-likelihood per token.
-        checkpoint_step: Step of the last whole checkpoint.
-        seconds_since_line: Age of the last line.
-        is_running: Whether a process holds the folder; None where that cannot be told.
-        is_finished: Whether the model of the last step is written.
-    """
-
-    out: str
-    student: str
-    step: int | None
-    num_steps: int | None
-    tokens_per_second: float | None
-    steps_per_second: float | None
-    eta_seconds: float | None
-    loss: float | None
-    validation_step: int | None
-    validation_nll_nats: float | None
-    checkpoint_step: int | None
-    seconds_since_line: float | None
-    is_running: bool | None
-    is_finished: bool
-
-    @classmethod
-    def of(cls, out: Path, now: float | None = None) -> RunStatus:
-        """Read a run's folder.
-
-        Args:
-            out: The ``--out`` of a training.
-            now: Unix time; the clock's unless told.
-
-        Raises:
-            UsageError: If no training has begun there.
-        """
-        try:
-            config = json.loads((out / CONFIG_FILE).read_bytes())
-            student = str(config["student"])
-            config["training"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(
-                "no training run there",
-                where=out,
-                got=f"no {CONFIG_FILE} of a run",
-                expected="the --out of gdistill-train run",
-            ) from error
-        last = _last_lines(out / METRICS_FILE)
-        train, validation = last.get("train", {}), last.get("validation", {})
-        step, num_steps = train.get("step"), train.get("num_steps")
-        speed = train.get("tokens_per_second")
-        steps_per_second = None
-        if speed and train.get("num_tokens"):
-            steps_per_second = speed * step / train["num_tokens"]
-        left = None if step is None else num_steps - step
-        checkpoints = checkpoint_steps(out / CHECKPOINTS)
-        return cls(
-            out=str(out),
-            student=student,
-            step=step,
-            num_steps=num_steps,
-            tokens_per_second=speed,
-            steps_per_second=steps_per_second,
-            eta_seconds=left / steps_per_second if left and steps_per_second else None,
-            loss=train.get("loss"),
-            validation_step=validation.get("step"),
-            validation_nll_nats=validation.get("nll_nats"),
-            checkpoint_step=checkpoints[-1] if checkpoints else None,
-            seconds_since_line=_age(out / METRICS_FILE, time.time() if now is None else now),
-            is_running=is_held(out),
-            is_finished=left == 0 and (out / MODEL / CONFIG_FILE).is_file(),
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """The figures by name; null where there is none yet."""
-        return asdict(self)
-
-    def to_text(self) -> str:
-        """A few aligned lines."""
-        lines = {"run": f"{self.student}, {self.out}", "step": "none yet"}
-        if self.step is not None and self.num_steps:
-            share = 100 * self.step / self.num_steps
-            lines["step"] = f"{self.step:,} of {self.num_steps:,} ({share:.1f}%)"
-        if self.steps_per_second is not None and self.tokens_per_second is not None:
-            lines["rate"] = (
-                f"{self.tokens_per_second:,.0f} tok/s, {self.steps_per_second:.3g} steps/s"
-            )
-        if self.eta_seconds is not None:
-            lines["left"] = str(timedelta(seconds=round(self.eta_seconds)))
-        if self.loss is not None:
-            lines["loss"] = f"{self.loss:.4f}"
-        if self.validation_nll_nats is not None:
-            lines["validation"] = (
-                f"{self.validation_nll_nats:.4f} nats per token at step {self.validation_step:,}"
-            )
-        step = self.checkpoint_step
-        lines["checkpoint"] = "none yet" if step is None else f"step {step:,}"
-        lines["process"] = self._process()
-        return "\n".join(f"{name:<12} {text}" for name, text in lines.items())
-
-    def _process(self) -> str:
-        age = ""
-        if self.seconds_since_line is not None:
-            age = f"; last line {timedelta(seconds=round(self.seconds_since_line))} ago"
-        if self.is_running:
-            return f"at work{age}"
-        if self.is_finished:
-            return f"none: finished, {Path(self.out) / MODEL}"
-        if self.is_running is None:
-            return f"unknown: this file system has no locks{age}"
-        begin = (
-            "the beginning" if self.checkpoint_step is None else f"step {self.checkpoint_step:,}"
-        )
-        return f"none{age}; the same command goes on from {begin}"
-
-
-def _last_lines(path: Path) -> dict[str, dict[str, Any]]:
-    """The last line of each kind; a line that is being written is not there yet."""
-    found: dict[str, dict[str, Any]] = {}
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        return found
-    for line in reversed(lines):
-        try:
-            value = json.loads(line)
-            found.setdefault(value["kind"], value)
-        except (ValueError, KeyError, TypeError):
-            continue
-        if len(found) == 2:
-            break
-    return found
-
-
-def _age(path: Path, now: float) -> float | None:
-    try:
-        return max(0.0, now - path.stat().st_mtime)
-    except OSError:
-        return None
+def unreadable(where: Path, got: object, remedy: str) -> IntegrityError:
+    """What a checkpoint that another program wrote or altered ends in."""
+    got = got.what if isinstance(got, GdistillError) else f"{type(got).__name__}: {got}"
+    return IntegrityError("unreadable checkpoint", where=where, got=got, remedy=remedy)
 
 
 # What makes two runs the same run: the resolved config and the store, field by field.
 
 
+STORE_FIELDS = (
+    "vocab_size",
+    "row_length",
+    "codec",
+    "teacher",
+    "tokenizer",
+    "tokens",
+    "splits",
+    "seed",
+    "bos_id",
+    "eos_id",
+    "mask_id",
+    "format_version",
+)
 OPERATIONAL = (
     "training.checkpoint_every_steps",
     "training.compile",
@@ -389,9 +304,13 @@ OPERATIONAL = (
     "training.peak_flops_per_second",
     "training.sharding",
     "training.trackers",
+    "training.validation_batch_size",
     "model.attention",
 )
-"""Fields that may change when a run resumes: they decide how it runs, not what it computes."""
+"""Fields that may change when a run resumes: they decide how it runs, not what it computes. Some
+are settings of older versions, which their checkpoints still name."""
+MEANT_BEFORE = {"config.model.backbone.own_noise": "seen"}
+"""What runs did before a setting came, where its default is another; else the default is it."""
 
 
 def operational_fields(config: RunConfig) -> set[str]:
@@ -409,48 +328,21 @@ def operational_fields(config: RunConfig) -> set[str]:
     return fields
 
 
-STORE_FIELDS = (
-    "vocab_size",
-    "row_length",
-    "codec",
-    "teacher",
-    "tokenizer",
-    "tokens",
-    "splits",
-    "seed",
-    "bos_id",
-    "eos_id",
-    "mask_id",
-    "format_version",
-)
-MEANT_BEFORE = {"config.model.backbone.own_noise": "seen"}
-"""What runs did before a setting came, where its default is another; else the default is it."""
-
-
-def store_essentials(manifest: Manifest) -> dict[str, Any]:
-    """What a model must remember of the store it was trained on, and the store's seal."""
-    document = manifest.to_json()
-    return {**{name: document[name] for name in STORE_FIELDS}, "sha256": manifest.sha256}
-
-
 def run_identity(config: RunConfig, manifest: Manifest, init_from: Path | None) -> dict[str, Any]:
-    """Everything that decides what a run computes, as JSON."""
-    return {
-        "config": to_mapping(config),
-        "store": store_essentials(manifest),
-        "init_from": _start(init_from),
-    }
+    """Everything that decides what a run computes, as JSON.
 
-
-def _start(init_from: Path | None) -> dict[str, Any] | None:
-    """The first weights by their content; a run that has begun no longer needs the files."""
-    if init_from is None:
-        return None
-    try:
-        digest = find_source(init_from).weights_sha256
-    except UsageError:
-        digest = None
-    return {"weights_sha256": digest, "place": str(init_from)}
+    First weights are named by their content; a run that has begun needs their files no longer.
+    """
+    start = None
+    if init_from is not None:
+        try:
+            digest = find_source(init_from).weights_sha256
+        except UsageError:
+            digest = None
+        start = {"weights_sha256": digest, "place": str(init_from)}
+    document = manifest.to_json()
+    store = {**{name: document[name] for name in STORE_FIELDS}, "sha256": manifest.sha256}
+    return {"config": to_mapping(config), "store": store, "init_from": start}
 
 
 def require_same_run(

@@ -1,54 +1,66 @@
-"""SIGTERM and Ctrl-C as a request to stop at the next step."""
+"""One training loop for all students, on one process or many.
+
+    store --stream--> rows --BatchMaker--> batch --student.loss--> gradients --AdamW--> weights, EMA
+
+Every draw is keyed by (seed, epoch, row) or (seed, step), and the place in the data is counted when
+a batch is consumed, so a resumed run repeats the uninterrupted one bit for bit on the CPU, and any
+number of processes sees the same global batches with the same corruption.
+"""
 
 from __future__ import annotations
 
 import math
+import secrets
 import signal
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from shards import open_store
-from shards.atomic import exclusive, write_json_atomic
+from shards.atomic import exclusive, write_bytes_atomic, write_json_atomic
 from shards.console import Bar, progress_bar, stderr
-from shards.errors import UsageError
+from shards.errors import GdistillError, UsageError, first_line
+from shards.interrupts import Stopped, StopRequest
 from shards.noise.philox import noise_kernel, use_noise_kernel
 from shards.provenance import derive_seed
 from shards.settings import to_mapping
+from shards.store.reader import SplitReader
 from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch, ShardStream
 from trainer.initial_weights import noise_parameters
 from trainer.objective.batch import Batch, BatchMaker, CopiesAhead
+from trainer.objective.schedules import FULL, MAX_BATCHES, Clips, best_clips, candidates
+from trainer.objective.substitution import require_reachable
 from trainer.students.folder import export_model
-from trainer.students.registry import LossOutput
+from trainer.students.registry import LossOutput, Student
 from trainer.training.checkpoint import (
-    CHECKPOINTS,
-    CONFIG_FILE,
-    METRICS_FILE,
-    MODEL,
+    NOT_A_STATE,
     CheckpointFolder,
     Trainee,
     operational_fields,
     require_same_run,
     run_identity,
+    unreadable,
 )
-from trainer.training.construction import (
-    blocks_in_use,
-    build_student,
-    compile_blocks,
-)
+from trainer.training.construction import build_student
 from trainer.training.metrics import (
-    MetricsLog,
+    CHECKPOINTS,
+    CONFIG_FILE,
+    METRICS_FILE,
+    MODEL,
+    STATE_FILE,
+    MetricsFile,
     StepWindow,
-    diverged,
-    peak_flops_per_second,
-    training_flops,
 )
 from trainer.training.optimization import (
     ExponentialMovingAverage,
@@ -59,6 +71,7 @@ from trainer.training.optimization import (
 )
 from trainer.training.parallel import (
     TrainingStep,
+    cannot_write,
     gather_full,
     on_main_process,
     open_accelerator,
@@ -68,57 +81,21 @@ from trainer.training.parallel import (
     without_sync,
 )
 from trainer.training.settings import RunConfig
-from trainer.training.validation import Validator, has_validation_rows
 
-
-class StopRequest:
-    """Turns the first SIGTERM or SIGINT into a flag; a second SIGINT interrupts at once.
-
-    Attributes:
-        signal_number: The signal received; None while there is none.
-    """
-
-    def __init__(self) -> None:
-        self.signal_number: int | None = None
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether this process was asked to stop."""
-        return self.signal_number is not None
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.is_pending and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signal_number = number
-
-    @contextmanager
-    def listening(self) -> Iterator[StopRequest]:
-        """Signals are caught within the context (of the main thread; elsewhere nothing is)."""
-        if threading.current_thread() is not threading.main_thread():
-            yield self
-            return
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        previous = {number: signal.signal(number, self._receive) for number in numbers}
-        try:
-            yield self
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-
-# One training loop for all students.
-#
-#     store --stream--> rows --BatchMaker--> batch --student.loss--> gradients --AdamW--> weights,
-#     EMA
-#
-# Every draw is keyed by (seed, epoch, row) or (seed, step), and the place in the data is counted
-# when a batch is consumed, so a resumed run repeats the uninterrupted one bit for bit on the CPU,
-# and any number of processes sees the same global batches with the same corruption.
+MAX_NAMED_ROWS = 16
+STEPS_BEFORE_ESTIMATE = 5
+"""The first ones take longer: kernels are compiled and files read for the first time."""
+VALIDATION = "validation"
 
 
 def train(
-    config: RunConfig, store: str | Path, out: Path, *, init_from: Path | None = None
-) -> bool:
+    config: RunConfig,
+    store: str | Path,
+    out: Path,
+    *,
+    init_from: Path | None = None,
+    part: str = "",
+) -> Path:
     """Train, or go on training, and write ``out/model``.
 
     Args:
@@ -126,15 +103,17 @@ def train(
         store: Path or URL of a finished store, or of the run that wrote it.
         out: Folder of this run; the same command again resumes it.
         init_from: Model (or finished run) whose weights the student starts from.
+        part: Which part of a larger training this is, for people: ``part 1 of 2``.
 
     Returns:
-        Whether the run is finished; False when a SIGTERM stopped it (a checkpoint is saved).
+        The model's folder.
 
     Raises:
         GdistillError: See the parts; nothing is written over the last good checkpoint.
+        Stopped: After a SIGTERM, when the checkpoint is saved.
         KeyboardInterrupt: After a Ctrl-C, when the checkpoint is saved.
     """
-    trainer = Trainer(config, open_store(store), Path(out), init_from)
+    trainer = Trainer(config, open_store(store), Path(out), init_from, part)
     with ExitStack() as stack:
         # The lock is the main process's; where it is taken, all of them must hear of it.
         lock = exclusive(trainer.out)
@@ -143,25 +122,30 @@ def train(
 
 
 class Trainer:
-    """One run: its parts, and the loop over steps."""
+    """One run: its parts, and the loop over steps. See :func:`train`."""
 
     def __init__(
-        self, config: RunConfig, store: ShardStore, out: Path, init_from: Path | None = None
+        self,
+        config: RunConfig,
+        store: ShardStore,
+        out: Path,
+        init_from: Path | None = None,
+        part: str = "",
     ) -> None:
-        self.config, self.store, self.out = config, store, out
+        self.config, self.store, self.out, self.part = config, store, out, part
         training = config.training
         self.accelerator = open_accelerator(training, out / "tensorboard")
-        obstacle = use_noise_kernel(training.noise_kernel, self.accelerator.device)
-        self._tell("noise kernel", obstacle)
+        device = self.accelerator.device
+        obstacle = use_noise_kernel(training.noise_kernel, device)
+        if obstacle:
+            self._say(f"noise kernel: eager on {device}; {obstacle}")
         self.identity = run_identity(config, store.manifest, init_from)
         self.checkpoints = CheckpointFolder(
             out / CHECKPOINTS, training.keep_last, training.keep_every_steps
         )
         begun = bool(self.checkpoints.steps())  # then the first weights need not be there any more
         self.student = build_student(config, store, None if begun else init_from)
-        obstacle = compile_blocks(self.student, config, self.accelerator.device)
-        self._tell("transformer blocks", obstacle)
-        reads_codec, device = self.student.reads_codec, self.accelerator.device
+        reads_codec = self.student.reads_codec
         self.make_batch = BatchMaker(
             store, "train", config.seed, device, reads_codec, training.num_noise_draws
         )
@@ -174,6 +158,7 @@ class Trainer:
             num_workers=training.num_workers,
         )
         self.num_steps = training.steps_over(store.manifest.splits["train"])
+        self.tokens_per_step = training.global_batch_size * store.manifest.row_length
         self.module = parallelize(
             TrainingStep(self.student, training.precision), self.accelerator, training.sharding
         )
@@ -183,7 +168,7 @@ class Trainer:
         self.ema = ExponentialMovingAverage(self.student, config.optimization.ema_decay)
         self.trainee = Trainee(self.student, self.optimizer, self.ema)
         self.validator = None
-        if has_validation_rows(store.manifest.splits):
+        if store.manifest.splits.get(VALIDATION, 0) > 0:
             self.validator = Validator(config, store, self.accelerator, reads_codec)
         elif config.model.diffusion.search_schedule:
             raise UsageError(
@@ -196,53 +181,71 @@ class Trainer:
         self._source: Iterator[RowBatch] | None = None
         self._coming: tuple[Batch, dict[str, Any]] | None = None
         self.window = StepWindow()
-        self.stop = StopRequest()
-        self.step, self.saved_step = 0, -1
+        self.stop = StopRequest(signal.SIGTERM, signal.SIGINT)
+        self.step, self.saved_step, self.first_step = 0, -1, 0
         self.validation: dict[str, Any] | None = None
-        self.peak_flops = peak_flops_per_second(
-            training.peak_flops_per_second, self.accelerator.device, self.accelerator.num_processes
-        )
 
-    def _tell(self, part: str, obstacle: str) -> None:
-        """Say once what runs uncompiled, and why."""
-        if obstacle and self.accelerator.is_main_process:
-            stderr.print(f"{part}: eager on {self.accelerator.device}; {obstacle}", markup=False)
+    def _say(self, text: str) -> None:
+        if self.accelerator.is_main_process:
+            stderr.print(text, markup=False, soft_wrap=True)
 
-    def run(self) -> bool:
+    def run(self) -> Path:
         """Resume if there is something to resume, train, export; see :func:`train`."""
         self._resume()
+        self.first_step = self.step
         config = to_mapping(self.config)
         on_main_process(lambda: write_json_atomic(self.out / CONFIG_FILE, config), self.accelerator)
-        self.metrics = MetricsLog(self.out / METRICS_FILE, self.accelerator, self.step)
+        self.metrics: MetricsFile | None = None
+        on_main_process(self._start_metrics, self.accelerator)
+        self._say(self.cost())
         try:
             with self.stop.listening():
-                finished = self._loop()
+                self._loop()
         finally:
-            self.metrics.close()
-        if finished:
-            self._export()
-        elif self.stop.signal_number == signal.SIGINT:
-            raise KeyboardInterrupt
-        return finished
+            if self.metrics is not None:
+                self.metrics.close()
+            for tracker in self.accelerator.trackers:  # the process group stays: export needs it
+                tracker.finish()
+        if self.step < self.num_steps:
+            if self.stop.signal_number == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise Stopped(
+                "stopped by SIGTERM; a checkpoint is saved",
+                where=self.out,
+                got=f"step {self.step:,} of {self.num_steps:,}",
+                remedy="the same command goes on from there",
+            )
+        self._export()
+        return self.out / MODEL
 
-    def _loop(self) -> bool:
-        tokens = self.config.training.global_batch_size * self.store.manifest.row_length
+    def cost(self) -> str:
+        """What the training takes, before it starts: steps, parameters, tokens."""
+        trained = sum(p.numel() for p in self.parameters if p.requires_grad)
+        steps = f"{self.num_steps:,} steps of {self.config.training.global_batch_size:,} rows"
+        begin = f", from step {self.step:,} on" if self.step else ""
+        return (
+            f"{self.part + ': ' if self.part else ''}{self.config.student}, "
+            f"conditioning {self.config.model.conditioning}, {trained:,} parameters; {steps} of "
+            f"{self.store.manifest.row_length:,} tokens, "
+            f"{self.num_steps * self.tokens_per_step:,} tokens in all{begin}"
+        )
+
+    def _loop(self) -> None:
         with progress_bar(
             f"train {self.config.student}",
-            self.num_steps * tokens,
-            done=self.step * tokens,
+            self.num_steps * self.tokens_per_step,
+            done=self.step * self.tokens_per_step,
             main_process=self.accelerator.is_main_process,
         ) as bar:
             self.window.restart_clock()
             self._source = self._rows()
             while (batch := self._following()) is not None:
                 stopping = self.advance(batch)
-                self._report(bar, tokens, batch.epoch)
+                self._report(bar, batch.epoch)
                 if stopping or self._is_due(self.config.training.checkpoint_every_steps):
                     self._save()
                 if stopping:
-                    return self.step == self.num_steps
-        return True
+                    return
 
     def _rows(self) -> Iterator[RowBatch]:
         while self.step < self.num_steps:
@@ -275,8 +278,7 @@ class Trainer:
     def advance(self, batch: Batch) -> bool:
         """One optimiser step; returns whether any process was asked to stop."""
         config = self.config.optimization
-        rate = learning_rate(config, self.step, self.num_steps)
-        set_learning_rate(self.optimizer, rate)
+        set_learning_rate(self.optimizer, learning_rate(config, self.step, self.num_steps))
         losses = self._backward(batch)
         self._look_ahead()
         clipped = clip_gradients(self.parameters, config.max_grad_norm)
@@ -288,15 +290,15 @@ class Trainer:
         loss_sum, all_masked, stops = sum_over_processes(values, self.accelerator)
         loss = loss_sum / self.accelerator.num_processes
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            rows = [(row_ids, output.row_nlls) for row_ids, output, _ in losses]
-            raise diverged(self.step + 1, loss, norm, rows, self.checkpoints.steps())
+            raise self._diverged(loss, norm, losses)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.ema.update()
         self.step += 1
-        num_rows = batch.global_batch_size
-        flops = training_flops(self.student, num_rows, int(all_masked))
-        num_tokens = num_rows * self.store.manifest.row_length
+        # What the model needs, forward and backward; nothing is computed twice.
+        flops = batch.global_batch_size * self.student.flops_per_row
+        flops += all_masked * self.student.flops_per_masked
+        num_tokens = batch.global_batch_size * self.store.manifest.row_length
         self.window.add(loss, norm, num_tokens, int(all_masked), flops)
         return stops > 0
 
@@ -314,26 +316,84 @@ class Trainer:
             outputs.append((part.row_ids, output, share))
         return outputs
 
-    def _report(self, bar: Bar, num_tokens: int, epoch: int) -> None:
+    def _diverged(
+        self, loss: float, norm: float, losses: list[tuple[Tensor, LossOutput, float]]
+    ) -> GdistillError:
+        """The error to raise, the same one on every process; all of them must call this."""
+        ids = torch.cat([row_ids for row_ids, _, _ in losses]).cpu()
+        finite = torch.cat([output.row_nlls for _, output, _ in losses]).isfinite().cpu()
+        bad = gather_object(ids[~finite].tolist())
+        rows = sorted(bad or gather_object(ids.tolist()))
+        named = ", ".join(map(str, rows[:MAX_NAMED_ROWS]))
+        more = f" and {len(rows) - MAX_NAMED_ROWS} more" if len(rows) > MAX_NAMED_ROWS else ""
+        steps = self.checkpoints.steps()
+        last = f"; the last good checkpoint is step {steps[-1]}" if steps else ""
+        return GdistillError(
+            "the loss is not finite" if bad else "the gradient is not finite",
+            where=f"step {self.step + 1}",
+            got=f"loss {loss}, gradient norm {norm}, rows {named}{more}",
+            remedy=f"look at these rows of the train split, or lower the learning rate{last}",
+        )
+
+    def _report(self, bar: Bar, epoch: int) -> None:
         """Progress, a line of metrics when one is due, validation when it is due."""
         training = self.config.training
-        bar.advance(num_tokens)
+        bar.advance(self.tokens_per_step)
+        if self.step - self.first_step == STEPS_BEFORE_ESTIMATE:
+            self._say(self._estimate())
         if self.step == 1 or self._is_due(training.log_every_steps):
-            values = self.window.close(self.peak_flops)
+            values = self.window.close()
             values["learning_rate"] = self.optimizer.param_groups[0]["lr"]
-            values["num_tokens"] = self.step * num_tokens
+            values["num_tokens"] = self.step * self.tokens_per_step
             values["epoch"] = epoch
             values["noise_kernel"] = noise_kernel(self.accelerator.device)
-            values["blocks"] = blocks_in_use(self.student)
-            self.metrics.write("train", self.step, self.num_steps, values)
-            note, figures = f"loss {values['loss']:.3f}", {"loss": values["loss"]}
+            self._write("train", values)
+            note, figures = f"weighted loss {values['loss']:.3f}", {"loss": values["loss"]}
             if self.validation is not None:
                 figures["validation_nll_nats"] = self.validation["nll_nats"]
-                note += f", validation {figures['validation_nll_nats']:.3f}"
+                note += f"; validation {figures['validation_nll_nats']:.3f} nats/token"
             bar.note(note, step=self.step, **figures)
         if self.validator is not None and self._is_due(training.validate_every_steps):
             with self.window.paused():
                 self._validate(self.validator)
+
+    def _estimate(self) -> str:
+        seconds = self.window.seconds_per_step * (self.num_steps - self.step)
+        left = timedelta(seconds=round(seconds))
+        return (
+            f"{self.part + ': ' if self.part else ''}{self.window.seconds_per_step:.3g} s a step, "
+            f"about {left} for the {self.num_steps - self.step:,} steps left; validation on top"
+        )
+
+    def _start_metrics(self) -> None:
+        """The file of metrics and the trackers; Weights & Biases knows a run by an id kept here."""
+        self.metrics = MetricsFile(self.out / METRICS_FILE, self.step)
+        options: dict[str, Any] = {"tensorboard": {"purge_step": self.step + 1}}
+        if "wandb" in self.config.training.trackers:
+            run_id = self.out / "wandb-run-id"
+            if not run_id.exists():
+                write_bytes_atomic(run_id, secrets.token_hex(8).encode())
+            same = {"id": run_id.read_text().strip(), "resume": "allow"}
+            options["wandb"] = {"dir": str(self.out), "name": self.out.resolve().name, **same}
+        try:
+            self.accelerator.init_trackers("gdistill", init_kwargs=options)
+        except Exception as error:  # of the trackers' own libraries
+            raise GdistillError(
+                "a tracker does not start",
+                where="training.trackers",
+                got=first_line(error),
+                remedy="log in to it (wandb login), set WANDB_MODE=offline, or leave it out",
+            ) from error
+
+    def _write(self, kind: str, values: dict[str, Any]) -> None:
+        if self.metrics is None:
+            return
+        numbers = {f"{kind}/{k}": v for k, v in values.items() if isinstance(v, int | float)}
+        try:
+            self.metrics.write(kind, self.step, self.num_steps, values)
+            self.accelerator.log(numbers, step=self.step)
+        except OSError as error:
+            raise cannot_write(error, self.out / METRICS_FILE) from error
 
     def _validate(self, validator: Validator) -> None:
         self.student.eval()
@@ -345,12 +405,13 @@ class Trainer:
                 values["min_time"], values["max_time"] = clips
         self.student.train()
         self.validation = values
-        self.metrics.write("validation", self.step, self.num_steps, values)
+        self._write(VALIDATION, values)
 
     def _save(self) -> None:
         if self.step == self.saved_step:
             return
-        self.metrics.sync()
+        if self.metrics is not None:
+            self.metrics.sync()
         state = {
             "run": self.identity,
             "stream": self._coming[1] if self._coming else self.stream.state_dict(),
@@ -373,14 +434,18 @@ class Trainer:
         require_agreement(seal, self.accelerator, alike)
         if not steps:
             return
-        state = self.checkpoints.read_state(steps[-1])
+        state, folder = self.checkpoints.read_state(steps[-1]), self.checkpoints.path(steps[-1])
         free = operational_fields(self.config)
-        self.identity = require_same_run(state["run"], self.identity, free)
-        self.trainee.restore(self.checkpoints.path(steps[-1]), state["ema_num_updates"])
-        self.stream.load_state_dict(state["stream"])
-        self.window.load_state_dict(state["window"])
-        self.validation = state["validation"]
-        self.step = self.saved_step = state["step"]
+        try:
+            self.identity = require_same_run(state.run, self.identity, free)
+            self.stream.load_state_dict(state.stream)
+            self.window = StepWindow(**state.window)
+        except NOT_A_STATE as error:
+            remedy = f"delete {folder} to go on from the one before"
+            raise unreadable(folder / STATE_FILE, error, remedy) from error
+        self.trainee.restore(folder, state.ema_num_updates)
+        self.validation = state.validation
+        self.step = self.saved_step = state.step
 
     def _export(self) -> None:
         """Write the averaged weights, with the buffers as they are."""
@@ -395,3 +460,124 @@ class Trainer:
             lambda: export_model(self.out / MODEL, self.student, weights, record, self.store),
             self.accelerator,
         )
+
+
+@dataclass(frozen=True)
+class FirstRows:
+    """The first rows of a split."""
+
+    reader: SplitReader
+    num_rows: int
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.reader.fingerprint}, first {self.num_rows}"
+
+    @property
+    def rows_per_chunk(self) -> int:
+        return self.reader.rows_per_chunk
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.reader.chunk_bytes
+
+    def read_chunk(self, index: int) -> dict[str, np.ndarray]:
+        return self.reader.read_chunk(index)
+
+
+class Validator:
+    """Scores the averaged weights on the validation split: every row once, the same corruption.
+
+    Corruption and noise are keyed by the run seed and the row alone, so every validation of a run
+    meets the same ones, and times cover (1e-3, 1) whatever clips training uses.
+
+    Raises:
+        UsageError: When the split has fewer rows than there are processes.
+    """
+
+    def __init__(
+        self, config: RunConfig, store: ShardStore, accelerator: Accelerator, with_noise: bool
+    ) -> None:
+        self._config, self._accelerator = config.training, accelerator
+        seed = derive_seed(config.seed, VALIDATION)
+        self._make_batch = BatchMaker(store, VALIDATION, seed, accelerator.device, with_noise)
+        reader = store.split(VALIDATION, self._make_batch.arrays)
+        num_rows = min(reader.num_rows, self._config.num_validation_rows or reader.num_rows)
+        if num_rows < accelerator.num_processes:
+            raise UsageError(
+                "too few validation rows for the processes",
+                where="training.num_validation_rows",
+                got=num_rows,
+                expected=f"at least {accelerator.num_processes}",
+            )
+        self._stream = ShardStream(
+            FirstRows(reader, num_rows),
+            seed=seed,
+            global_batch_size=self._config.global_batch_size,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            num_workers=self._config.num_workers,
+            shuffle=False,
+        )
+
+    @torch.no_grad()
+    def score(self, module: nn.Module, student: Student) -> dict[str, Any]:
+        """NLL per token in nats (a bound for diffusion students), position 0 not counted."""
+        nll_sum, num_tokens = 0.0, 0
+        for batch in self._batches():
+            outputs = self._outputs(module, batch, FULL)
+            for value in torch.stack([output.nll_sum for output in outputs]).tolist():
+                nll_sum += value
+            num_tokens += sum(output.num_tokens for output in outputs)
+        total, count = sum_over_processes([nll_sum, float(num_tokens)], self._accelerator)
+        nll = total / count
+        if not math.isfinite(nll):
+            raise GdistillError(
+                "the validation loss is not finite",
+                where=VALIDATION,
+                got=f"{nll} nats per token",
+                remedy="lower the learning rate and go on from the last good checkpoint",
+            )
+        return {
+            "nll_nats": nll,
+            "perplexity": math.exp(min(nll, 700.0)),
+            "num_tokens": int(count),
+            "conditional": student.is_conditioned,
+        }
+
+    @torch.no_grad()
+    def search_clips(self, module: nn.Module, student: Student) -> Clips:
+        """The clips of t under which the block losses vary least (var_min)."""
+        losses = {}
+        for clips in candidates():
+            try:
+                if student.settings.diffusion.resample:
+                    require_reachable(clips, student.config.tokens_per_block)
+            except UsageError:
+                continue
+            found = []
+            for _, batch in zip(range(MAX_BATCHES), self._batches(), strict=False):
+                outputs = self._outputs(module, batch, clips)
+                local = torch.cat([output.block_nlls.float().cpu() for output in outputs])
+                found.append(torch.cat(gather_object([local])))
+            losses[clips] = found
+        return best_clips(losses)
+
+    def _batches(self) -> Iterator[Batch]:
+        for rows in self._stream.one_pass():
+            yield self._make_batch(rows, rows.step)
+
+    def _outputs(self, module: nn.Module, batch: Batch, clips: Clips) -> list[LossOutput]:
+        """Of micro-batches, as many on every process: a sharded forward pass is collective.
+
+        A process's share of the last batch may be a row short, or empty.
+        """
+        device, size = self._accelerator.device, self._config.micro_batch_size
+        parts = list(batch.micro_batches(size))
+        largest_share = -(-batch.global_batch_size // self._accelerator.num_processes)
+        wanted = 1 if size is None else -(-largest_share // size)
+        parts += [batch.rows(slice(0))] * (wanted - len(parts))
+        outputs = [module(part.to(device), clips) for part in parts]
+        if isinstance(module, FSDPModule):
+            module.reshard()  # else the next forward would reuse these gathered weights
+        return outputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_
 
-from shards.errors import GdistillError
 from trainer.training.settings import OptimizationConfig
 
 RATE_RATIO = "learning_rate_ratio"
@@ -48,14 +47,13 @@ def make_optimizer(
         noise_parameters: Those among them whose rate is ``noise_learning_rate_ratio`` times that
             of the others.
     """
-    parameters, apart = list(parameters), set()
-    if config.noise_learning_rate_ratio != 1:
-        apart = set(noise_parameters)
-    sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+    parameters = list(parameters)
+    apart = set(noise_parameters) if config.noise_learning_rate_ratio != 1 else set()
     groups: list[dict[str, object]] = [{"params": [p for p in parameters if p not in apart]}]
     if apart:
         noise = [p for p in parameters if p in apart]
         groups.append({"params": noise, RATE_RATIO: config.noise_learning_rate_ratio})
+    sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
     return torch.optim.AdamW(
         groups,
         lr=config.learning_rate,
@@ -67,6 +65,12 @@ def make_optimizer(
     )
 
 
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Use ``value`` from the next step on; a group with a ratio of its own, that times it."""
+    for group in optimizer.param_groups:
+        group["lr"] = value * group.get(RATE_RATIO, 1.0)
+
+
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Scale all gradients so that their global L2 norm is at most ``max_norm``.
 
@@ -75,12 +79,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
     """
     norm = clip_grad_norm_(parameters, max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Use ``value`` from the next step on; a group with a ratio of its own, that times it."""
-    for group in optimizer.param_groups:
-        group["lr"] = value * group.get(RATE_RATIO, 1.0)
 
 
 def ema_decay(update: int, limit: float) -> float:
@@ -108,27 +106,8 @@ class ExponentialMovingAverage:
         """Move the average towards the current weights."""
         self.num_updates += 1
         decay = ema_decay(self.num_updates, self.decay)
-        shadows = list(self.shadows.values())
         weights = [self._parameters[name].detach() for name in self.shadows]
-        torch._foreach_lerp_(shadows, weights, 1.0 - decay)
-
-    def require_names(self, names: Iterable[str]) -> None:
-        """Raise a GdistillError unless these are the names of the averaged weights."""
-        unknown = sorted(set(names) ^ set(self.shadows))
-        if unknown:
-            raise GdistillError("the saved average has other weights", got=unknown[0])
-
-    @torch.no_grad()
-    def load(self, shadows: Mapping[str, Tensor], num_updates: int) -> None:
-        """Take over saved averages.
-
-        Raises:
-            GdistillError: When names do not agree.
-        """
-        self.require_names(shadows)
-        for name, shadow in self.shadows.items():
-            shadow.copy_(shadows[name])
-        self.num_updates = num_updates
+        torch._foreach_lerp_(list(self.shadows.values()), weights, 1.0 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -1,14 +1,16 @@
 """Processes, devices and sharding: the only place that knows there may be more than one process.
 
-Accelerate opens the process group that the launcher describes (``accelerate launch``, ``torchrun``
-or neither) and wraps the student for DDP; with ``sharding = "fsdp"`` torch's ``fully_shard`` cuts
-weights, optimiser and moving average into one piece per process instead.
+Accelerate opens the process group that the launcher describes (``accelerate launch``, ``torchrun``,
+``srun`` or none) and wraps the student for DDP; with ``sharding = "fsdp"`` torch's ``fully_shard``
+cuts weights, optimiser and moving average into one piece per process instead.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +29,7 @@ from accelerate.utils import (
 )
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -41,7 +44,11 @@ def open_accelerator(config: TrainingConfig, logging_dir: Path) -> Accelerator:
     Raises:
         UsageError: When CUDA is asked for and absent, or a tracker is not installed.
     """
-    _require_trackers(config.trackers)
+    available = {str(tracker.value) for tracker in get_available_trackers()}
+    for tracker in set(config.trackers) - available:
+        remedy = f"pip install {tracker}, or leave it out"
+        where = "training.trackers"
+        raise UsageError("a tracker is not installed", where=where, got=tracker, remedy=remedy)
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UsageError(
             "CUDA is asked for and absent",
@@ -49,6 +56,7 @@ def open_accelerator(config: TrainingConfig, logging_dir: Path) -> Accelerator:
             got="no CUDA device",
             remedy="use training.device=cpu, or a machine with a GPU and a CUDA build of torch",
         )
+    follow_srun(os.environ)
     if not torch.distributed.is_initialized():
         AcceleratorState._reset_state(reset_partial_state=True)
     on_cpu = config.device == "cpu" or not torch.cuda.is_available()
@@ -64,12 +72,27 @@ def open_accelerator(config: TrainingConfig, logging_dir: Path) -> Accelerator:
     )
 
 
-def _require_trackers(trackers: tuple[str, ...]) -> None:
-    available = {str(tracker.value) for tracker in get_available_trackers()}
-    missing = [tracker for tracker in trackers if tracker not in available]
-    if missing:
-        remedy = f"pip install {missing[0]}, or leave it out of training.trackers"
-        raise UsageError("a tracker is not installed", where=missing[0], remedy=remedy)
+def follow_srun(environment: MutableMapping[str, str]) -> None:
+    """What ``srun`` says of its tasks, in torchrun's words; nothing where torchrun has spoken.
+
+    A batch script sees SLURM_NTASKS too and is one process: only a step (``srun``) has an id. All
+    tasks meet on the step's first node, at a port that follows from the job's number.
+    """
+    if "RANK" in environment or not {"SLURM_STEP_ID", "SLURM_PROCID"} <= environment.keys():
+        return
+    tasks = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS", "1")
+    if tasks == "1":
+        return
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
+    first = re.sub(r"\[([^],-]*)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", nodes)[0])
+    job = int(environment.get("SLURM_JOB_ID") or 0)
+    environment.update(
+        RANK=environment["SLURM_PROCID"],
+        WORLD_SIZE=tasks,
+        LOCAL_RANK=environment.get("SLURM_LOCALID", "0"),
+        MASTER_ADDR=environment.get("MASTER_ADDR") or first or "127.0.0.1",
+        MASTER_PORT=environment.get("MASTER_PORT") or str(20_000 + job % 20_000),
+    )
 
 
 class TrainingStep(nn.Module):
@@ -86,23 +109,16 @@ class TrainingStep(nn.Module):
             return self.student.loss(batch, time_bounds=time_bounds)  # type: ignore[arg-type]
 
 
-def shard_student(step: TrainingStep, accelerator: Accelerator) -> None:
-    """Shard every transformer block, then the rest, over all processes."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    for block in step.student.sharded_blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(step, mesh=mesh)
-
-
 def parallelize(step: TrainingStep, accelerator: Accelerator, sharding: str) -> nn.Module:
     """The step on its device, wrapped for the world it runs in."""
     step.to(accelerator.device)
     if accelerator.num_processes == 1:
         return step
     if sharding == "fsdp" or accelerator.distributed_type == DistributedType.FSDP:
-        shard_student(step, accelerator)
+        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+        for block in step.student.sharded_blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(step, mesh=mesh)
         return step
     with warnings.catch_warnings():
         # Accelerate passes broadcast_buffers on; torch has a new name for it.
@@ -170,7 +186,8 @@ def on_main_process(work: Callable[[], None], accelerator: Accelerator) -> None:
         told = None if failure is None else (type(failure), vars(failure))
         told = broadcast_object_list([told])[0]
         if failure is None and told is not None:
-            failure = _retold(*told)
+            kind, parts = told
+            failure = kind(parts.pop("what"), **parts)
     if failure is not None:
         raise failure
 
@@ -181,10 +198,6 @@ def cannot_write(error: Exception, where: object = "") -> GdistillError:
     reason = getattr(error, "strerror", None) or error
     remedy = "make room and run the same command again"
     return GdistillError("cannot write", where=place, got=reason, remedy=remedy)
-
-
-def _retold(kind: type[GdistillError], parts: dict[str, str]) -> GdistillError:
-    return kind(parts.pop("what"), **parts)
 
 
 def require_agreement(value: object, accelerator: Accelerator, error: GdistillError) -> None:

@@ -108,21 +108,11 @@ class TrainingConfig:
         "How keyed noise is computed, the same bits either way: compiled by torch.compile (three"
         " times faster on CPUs), eager, or auto, compiled on CUDA.",
     )
-    compile: Literal["auto", "on", "off"] = setting(
-        "auto",
-        "Whether transformer blocks run through torch.compile: on, off, or auto, on CUDA where a"
-        " trial at the start succeeds. Rounding and dropout differ.",
-    )
     log_every_steps: int = setting(
         50, "Steps between lines of metrics.jsonl; step 1 always gets one.", within="[1, inf)"
     )
     validate_every_steps: int = setting(
         10_000, "Steps between validations; the last step always gets one.", within="[1, inf)"
-    )
-    validation_batch_size: int | None = setting(
-        None,
-        "Rows per validation batch over all processes; none is global_batch_size.",
-        within="[1, inf)",
     )
     num_validation_rows: int | None = setting(
         None,
@@ -139,12 +129,6 @@ class TrainingConfig:
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = setting(
         ("tensorboard",),
         "Beside metrics.jsonl: tensorboard, and wandb where it is installed.",
-    )
-    peak_flops_per_second: float | None = setting(
-        None,
-        "Peak of one device for the utilisation figure (MFU); none looks the device up and leaves"
-        " MFU out where it is unknown.",
-        within="(0, inf)",
     )
 
     def __post_init__(self) -> None:
@@ -204,8 +188,11 @@ def compose_run(sources: Iterable[Mapping[str, Any]], overrides: Iterable[str] =
 
 def layered(sources: Iterable[Mapping[str, Any]], overrides: Iterable[str] = ()) -> dict[str, Any]:
     """The values that recipes, flags and overrides make together, not yet checked."""
+    words: dict[str, Any] = {}
+    for text in overrides:
+        words = merge(words, nested(*parse_override(text)))
     values: dict[str, Any] = {}
-    for source in [*sources, *(nested(*parse_override(text)) for text in overrides)]:
+    for source in [*sources, words]:
         values = _layer(values, source)
     return values
 

@@ -16,8 +16,16 @@ from torch import nn
 
 from shards.errors import GdistillError, IntegrityError
 from trainer.training.checkpoint import CheckpointFolder, Trainee
+from trainer.training.metrics import StepWindow
 from trainer.training.optimization import ExponentialMovingAverage, make_optimizer
 from trainer.training.settings import OptimizationConfig
+
+STATE: dict[str, Any] = {
+    "run": {"config": {"seed": 0}},
+    "stream": {"epoch": 1},
+    "window": StepWindow().state_dict(),
+    "validation": None,
+}
 
 
 def make_trainee(seed: int, reverse: bool = False) -> Trainee:
@@ -42,7 +50,7 @@ def folder(tmp_path: Path) -> CheckpointFolder:
 
 def save(folder: CheckpointFolder, trainee: Trainee, *steps: int) -> None:
     for step in steps:
-        folder.save(step, trainee, {"note": step}, Accelerator(cpu=True))
+        folder.save(step, trainee, STATE, Accelerator(cpu=True))
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -50,8 +58,8 @@ def test_everything_comes_back_by_name(folder: CheckpointFolder, reverse: bool) 
     saved, other = make_trainee(1), make_trainee(2, reverse)
     save(folder, saved, 3)
     state = folder.read_state(3)
-    assert (state["step"], state["note"], state["ema_num_updates"]) == (3, 3, 3)
-    other.restore(folder.path(3), state["ema_num_updates"])
+    assert (state.step, state.stream, state.ema_num_updates) == (3, {"epoch": 1}, 3)
+    other.restore(folder.path(3), state.ema_num_updates)
     for name, value in saved.student.state_dict().items():
         assert torch.equal(other.student.state_dict()[name], value)
         if name in saved.ema.shadows:
@@ -104,7 +112,7 @@ def test_a_write_that_dies_leaves_nothing_that_looks_finished(
     assert folder.steps() == [1]
     save(folder, make_trainee(2), 2)
     assert folder.steps() == [1, 2]
-    assert folder.read_state(2)["step"] == 2
+    assert folder.read_state(2).step == 2
 
 
 def test_the_folder_is_renamed_when_every_file_in_it_is_synced(
@@ -152,7 +160,7 @@ def test_a_full_disk_is_one_line_and_leaves_room(folder: CheckpointFolder) -> No
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "\n" not in str(caught.value) and "make room" in str(caught.value)
     assert {path.name for path in folder.directory.iterdir()} == {"step-00000001"}
-    assert folder.read_state(1)["step"] == 1
+    assert folder.read_state(1).step == 1
 
 
 def test_files_hold_no_pickles(folder: CheckpointFolder) -> None:
@@ -168,12 +176,40 @@ def test_files_hold_no_pickles(folder: CheckpointFolder) -> None:
     }
 
 
-def test_another_format_version_is_refused(folder: CheckpointFolder) -> None:
+def test_files_are_readable_as_the_umask_says(folder: CheckpointFolder) -> None:
+    before = os.umask(0o027)
+    try:
+        save(folder, make_trainee(1), 1)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.path(1).iterdir()}
+    assert set(modes.values()) == {0o640}
+
+
+DAMAGES: list[Any] = [
+    b"", b"{", b"[]", b"3", b"null", b"\xff", b"[" * 100_000,
+    {"step": "many"}, {"step": -1}, {"step": 2}, {"step": None}, {"step": 1e999},
+    {"files": {}}, {"files": None}, {"files": {"weights.safetensors": "0"}},
+    {"stream": None}, {"stream": []}, {"run": 3}, {"validation": "good"},
+    {"window": {}}, {"window": {"num_steps": "x"}}, {"window": {"num_steps": float("nan")}},
+    {"window": {**STATE["window"], "num_tokens": -8}}, {"window": {**STATE["window"], "more": 1}},
+    {"ema_num_updates": -10}, {"ema_num_updates": True}, {"format_version": 9},
+    {"format_version": "1"}, {"unknown": 1}, {"stream": {"epoch": 2}}, {"sha256": "0" * 64},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: str(damage)[:40])
+def test_a_state_of_any_content_is_one_line(folder: CheckpointFolder, damage: Any) -> None:
     save(folder, make_trainee(1), 1)
     path = folder.path(1) / "state.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 9}))
-    with pytest.raises(IntegrityError, match=r"format version.*got 9"):
+    if isinstance(damage, dict):
+        document = json.loads(path.read_text())
+        damage = json.dumps({**document, **damage}).encode()
+        assert damage != path.read_bytes()
+    path.write_bytes(damage)
+    with pytest.raises(IntegrityError, match=r"state\.json") as refused:
         folder.read_state(1)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_missing_file_is_named(folder: CheckpointFolder) -> None:

@@ -12,14 +12,13 @@ from torch.nn import functional
 from shards.errors import UsageError
 from shards.store.store import ShardStore
 from shards.stream.stream import ShardStream
-from tests.trainer.run_cases import LENGTH, VOCAB, teacher_logits, tiny_run, write_store
+from tests.trainer.run_cases import VOCAB, teacher_logits, tiny_run, write_store
 from trainer.objective.batch import Batch, BatchMaker
 from trainer.objective.substitution import Corruption, row_uniforms
 from trainer.students.folder import read_model
 from trainer.students.registry import AR, BD3LM, MDLM
 from trainer.training.construction import build_student
 from trainer.training.loop import train
-from trainer.training.memory_plan import plan_memory
 
 CPU = torch.device("cpu")
 
@@ -109,17 +108,6 @@ def test_listed_probabilities_with_noise_train_and_resume(store: Path, tmp_path:
         train(tiny_run(model__conditioning="gumbel"), store, tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["mdlm", "ar"])
-def test_the_memory_of_a_distilled_run_can_be_planned(whole: Path, name: str) -> None:
-    config = {"student": name, "model__conditioning": "none", "training__compile": "off"}
-    plain, distilled = (
-        plan_memory(tiny_run(model__kd__kind=kd, **config), ShardStore.open(whole))
-        for kd in ("none", "token")
-    )
-    rows = "stored rows of a micro-batch"
-    assert distilled.device[rows] - plain.device[rows] == 8 * LENGTH * VOCAB * 2
-
-
 @pytest.mark.parametrize("codec", ["seeded", "topk", "quantized", "full"])
 def test_a_frozen_draw_is_no_teacher(tmp_path: Path, codec: str) -> None:
     store = write_store(tmp_path / "store", codec)
@@ -143,7 +131,7 @@ def test_sequence_level_distillation_wants_rows_of_the_teacher(store: Path, tmp_
     ("settings", "message"),
     [
         ({"training__num_noise_draws": 2, "model__conditioning": "none"}, "no draws to count"),
-        ({"model__conditioning": "none", "model__noise__rank": 2}, "another student"),
+        ({"model__conditioning": "none", "model__noise__rank": 2}, "does not read"),
         ({"model__noise__tau": 0}, "noise.tau"),
         ({"model__kd__kind": "tokens"}, "token"),
         ({"model__kd__weight": 0.5}, "model.kd.kind=none"),

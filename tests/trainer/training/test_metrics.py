@@ -1,69 +1,68 @@
-"""metrics.jsonl survives interruptions; rates and model FLOPs by hand."""
+"""What a run says: lines of metrics, averages, and ``gdistill-train status`` at every stage."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from shards.errors import IntegrityError
+from shards.atomic import exclusive
+from shards.errors import IntegrityError, UsageError
 from shards.store.store import ShardStore
-from tests.trainer.run_cases import tiny_run
-from trainer.students.dit import training_mask
+from tests.trainer.run_cases import LENGTH, tiny_run
+from trainer.students.bd3lm import training_mask
 from trainer.training.construction import build_student
+from trainer.training.loop import train
 from trainer.training.metrics import (
     TIMING_FIELDS,
+    MetricsFile,
+    RunStatus,
     StepWindow,
-    keep_lines_until,
-    peak_flops_per_second,
-    training_flops,
+    checkpoint_steps,
+    status_json,
+    status_text,
 )
 
 
-def write_lines(path: Path, steps: list[int], tail: bytes = b"") -> None:
-    lines = [json.dumps({"kind": "train", "step": step}).encode() + b"\n" for step in steps]
-    path.write_bytes(b"".join(lines) + tail)
-
-
-def test_lines_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
+def test_lines_behind_the_checkpoint_and_a_torn_one_are_dropped(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    write_lines(path, [1, 4, 4, 8], tail=b'{"kind": "tr')
-    keep_lines_until(path, 4)
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 4, 4]
+    lines = [json.dumps({"kind": "train", "step": step}) for step in (1, 4, 6)]
+    path.write_text("\n".join(lines) + '\n{"kind": "trai')
+    log = MetricsFile(path, 4)
+    log.write("validation", 5, 9, {"nll_nats": 1.5})
+    log.close()
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in kept] == [1, 4, 5]
+    assert kept[-1] == {"kind": "validation", "step": 5, "num_steps": 9, "nll_nats": 1.5}
 
 
-def test_a_complete_file_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ["{", "[]", "3", '{"kind": "train"}', '{"step": "many"}'])
+def test_what_is_no_line_of_metrics_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    write_lines(path, [1, 2])
-    before = path.stat().st_mtime_ns
-    keep_lines_until(path, 2)
-    assert path.stat().st_mtime_ns == before
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n')
+    with pytest.raises(IntegrityError, match=r"metrics.jsonl:2"):
+        MetricsFile(path, 5)
 
 
-def test_a_foreign_line_is_not_thrown_away(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    write_lines(path, [1], tail=b"hello\n")
-    with pytest.raises(IntegrityError, match=r"metrics\.jsonl:2"):
-        keep_lines_until(path, 1)
-
-
-def test_a_window_averages_over_steps_and_continues_after_a_checkpoint() -> None:
-    window = StepWindow()
-    window.add(1.0, 3.0, num_tokens=100, num_masked=50, num_flops=1e6)
-    resumed = StepWindow()
-    resumed.load_state_dict(json.loads(json.dumps(window.state_dict())))
-    for each in (window, resumed):
-        each.add(2.0, 5.0, num_tokens=100, num_masked=30, num_flops=1e6)
-    values, others = window.close(None), resumed.close(None)
-    assert (values["loss"], values["grad_norm"], values["masked_fraction"]) == (1.5, 4.0, 0.4)
-    assert {k: v for k, v in values.items() if k not in TIMING_FIELDS} == {
-        k: v for k, v in others.items() if k not in TIMING_FIELDS
-    }
-    assert values["tokens_per_second"] > 0
-    assert window.num_steps == 0
+def test_a_saved_window_goes_on() -> None:
+    whole, half = StepWindow(), StepWindow()
+    whole.add(1.0, 2.0, 8, 4, 10.0)
+    half.add(1.0, 2.0, 8, 4, 10.0)
+    rest = StepWindow(**json.loads(json.dumps(half.state_dict())))
+    for window in (whole, rest):
+        window.add(3.0, 4.0, 8, 2, 10.0)
+    values, others = whole.close(), rest.close()
+    for found in (values, others):
+        found = {k: v for k, v in found.items() if k not in TIMING_FIELDS}
+        assert found == {"loss": 2.0, "grad_norm": 3.0, "masked_fraction": 6 / 16}
+    assert whole.num_steps == 0, "a window starts anew when it is closed"
 
 
 def test_paused_time_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,43 +71,118 @@ def test_paused_time_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = time.monotonic
     with window.paused():
         monkeypatch.setattr(time, "monotonic", lambda: clock() + 1000.0)
-    assert window.close(None)["seconds"] < 10.0
-
-
-def test_utilisation_needs_a_peak() -> None:
-    window = StepWindow()
-    window.add(1.0, 1.0, num_tokens=100, num_masked=50, num_flops=1e6)
-    values = window.close(peak_flops_per_second=1e15)
-    assert 0 <= values["mfu"] < 1
+    assert window.seconds_per_step < 10.0
+    assert window.close()["seconds"] < 10.0
 
 
 def test_model_flops_by_hand(store: Path) -> None:
-    student = build_student(tiny_run(), ShardStore.open(store), None)
-    matrices = (3 * 16 * 16) + 16 * 16 + 2 * (16 * 64)  # qkv, attention output, two of the MLP
-    body = 6 * matrices * 8 * 2 + 12 * 16 * 8 * 8 * 2  # 8 tokens, 2 rows
-    assert training_flops(student, num_rows=2, num_masked=5) == body + 5 * (6 + 4) * 16 * 13
-    named = dict(student.backbone.blocks.named_parameters())
-    blocks = sum(p.numel() for n, p in named.items() if n.endswith("weight") and p.ndim == 2)
-    modulation = sum(p.numel() for n, p in named.items() if "adaLN" in n and p.ndim == 2)
-    assert matrices == blocks - modulation
-
-
-def test_a_block_student_reads_two_halves(store: Path) -> None:
     opened = ShardStore.open(store)
-    whole = build_student(tiny_run(), opened, None)
+    student = build_student(tiny_run(), opened, None)
+    matrices = (3 * 16 * 16) + 16 * 16 + 2 * (16 * 64)  # qkv, attention output, two of the MLP
+    assert student.flops_per_row == 6 * matrices * 8 + 12 * 16 * 8 * 8  # rows of 8 tokens
+    assert student.flops_per_masked == (6 + 4) * 16 * 13
     blocks = build_student(tiny_run(student="bd3lm", model__block_size=4), opened, None)
     pairs = int(training_mask(8, 4, torch.device("cpu")).sum())
-    matrices = (training_flops(whole, 4, 0) - 4 * 12 * 16 * 8 * 8) * 2
-    assert training_flops(blocks, 4, 0) == matrices + 4 * 12 * 16 * pairs
+    assert blocks.flops_per_row == 2 * 6 * matrices * 8 + 12 * 16 * pairs, "it reads two halves"
+    ar = build_student(tiny_run(student="ar", model__conditioning="none"), opened, None)
+    assert ar.num_attended_pairs == sum(range(1, 8)) and ar.num_read_tokens == 7
 
 
-def test_an_autoregressive_student_attends_half_the_pairs(store: Path) -> None:
-    student = build_student(
-        tiny_run(student="ar", model__conditioning="none"), ShardStore.open(store), None
+def run_folder(out: Path, *lines: dict[str, Any], tail: str = "") -> Path:
+    """A folder as a run of 1,000 steps leaves it after writing these lines at time 5,000."""
+    out.mkdir(parents=True)
+    config = {"student": "mdlm", "training": {}, "model": {"conditioning": "none"}}
+    (out / "config.json").write_text(json.dumps(config))
+    text = "".join(json.dumps({"num_steps": 1000, **line}) + "\n" for line in lines)
+    (out / "metrics.jsonl").write_text(text + tail)
+    os.utime(out / "metrics.jsonl", (5000, 5000))
+    return out
+
+
+def train_line(step: int, rate: float, loss: float = 3.0) -> dict[str, Any]:
+    figures = {"num_tokens": step * 64, "tokens_per_second": rate, "loss": loss}
+    return {"kind": "train", "step": step, **figures}
+
+
+def test_a_run_at_work(tmp_path: Path) -> None:
+    lines = [train_line(100, 10.0), {"kind": "validation", "step": 200, "nll_nats": 2.5}]
+    out = run_folder(tmp_path / "out", *lines, train_line(250, 320.0, 2.75), tail='{"kind": "tr')
+    for step in ("step-00000100", "step-00000200", ".writing-step-00000250"):
+        (out / "checkpoints" / step).mkdir(parents=True)
+        (out / "checkpoints" / step / "state.json").touch()
+    with exclusive(out):
+        status = RunStatus.of(out, now=5042.0)
+    # 64 tokens a step at 320 tokens a second: 5 steps a second, 750 to go.
+    assert status.to_text().splitlines()[1:] == [
+        "step         250 of 1,000 (25.0%)",
+        "rate         320 tok/s, 5 steps/s",
+        "left         0:02:30",
+        "loss         2.7500 (the objective, with its own weights)",
+        "validation   2.5000 nats per token at step 200",
+        "checkpoint   step 200",
+        "process      at work; last line 0:00:42 ago",
+    ]
+
+
+def test_a_run_that_died_and_one_before_its_first_line(tmp_path: Path) -> None:
+    died = RunStatus.of(run_folder(tmp_path / "out", train_line(250, 320.0)), now=8600.0)
+    line = "process      none; last line 1:00:00 ago; the same command goes on from the beginning"
+    assert died.is_running is False and died.to_text().splitlines()[-1] == line
+    begun = RunStatus.of(run_folder(tmp_path / "begun"))
+    assert begun.eta_seconds is None and "step         none yet" in begun.to_text()
+
+
+def test_both_parts_are_seen(tmp_path: Path) -> None:
+    """The first part of a two-stage training lies below the run's folder, alone at first."""
+    run_folder(tmp_path / "out" / "plain", train_line(250, 320.0))
+    text = status_text(tmp_path / "out").splitlines()
+    assert text[0] == "part 1 of 2" and text[-1].endswith("begins when part 1 is finished")
+    run_folder(tmp_path / "second", train_line(7, 320.0))
+    for path in (tmp_path / "second").iterdir():
+        path.rename(tmp_path / "out" / path.name)
+    parts = json.loads(status_json(tmp_path / "out"))["parts"]
+    assert [part["step"] for part in parts] == [250, 7]
+    assert "part 2 of 2\nrun " in status_text(tmp_path / "out")
+
+
+def test_a_real_run_and_a_longer_one_after_it(tmp_path: Path, store: Path) -> None:
+    out = tmp_path / "out"
+    assert train(tiny_run(), store, out)
+    status = RunStatus.of(out)
+    assert status.is_finished and status.is_running is False
+    assert status.step == status.num_steps == status.checkpoint_step == status.validation_step == 10
+    assert status.tokens_per_second and status.steps_per_second
+    per_step = status.tokens_per_second / status.steps_per_second
+    assert per_step == pytest.approx(8 * LENGTH)
+    lines = (out / "metrics.jsonl").read_text().replace('"num_steps": 10', '"num_steps": 20')
+    (out / "metrics.jsonl").write_text(lines)
+    assert not RunStatus.of(out).is_finished, "the model there is that of the shorter run"
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"student": "mdlm"}'])
+def test_what_is_no_run_is_one_line(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UsageError, match="no training run there"):
+        status_text(tmp_path)
+
+
+def test_a_folder_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(UsageError, match="cannot read there"):
+        checkpoint_steps(tmp_path / "checkpoints")
+
+
+def test_asking_does_not_wait_for_torch(tmp_path: Path) -> None:
+    out = run_folder(tmp_path / "out", train_line(250, 320.0))
+    program = (
+        "import sys; sys.argv = ['gdistill-train', 'status', sys.argv[1], '--json']\n"
+        "from trainer.cli import main\n"
+        "try: main()\n"
+        "finally: assert 'torch' not in sys.modules"
     )
-    assert student.num_attended_pairs == sum(range(1, 8)) and student.num_read_tokens == 7
-
-
-def test_no_peak_is_made_up_for_a_cpu() -> None:
-    assert peak_flops_per_second(None, torch.device("cpu"), 4) is None
-    assert peak_flops_per_second(1e12, torch.device("cpu"), 4) == 4e12
+    done = subprocess.run(
+        [sys.executable, "-c", program, out], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["parts"][0]["step"] == 250

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shards.errors import GdistillError, UsageError
+from shards.errors import UsageError
 from trainer.training.optimization import (
     ExponentialMovingAverage,
     clip_gradients,
@@ -108,14 +108,3 @@ def test_applied_swaps_there_and_back_bit_for_bit() -> None:
         assert torch.equal(module.weight, shadow)
     assert torch.equal(module.weight, weights)
     assert torch.equal(average.shadows["weight"], shadow)
-
-
-def test_load_goes_by_name() -> None:
-    module = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
-    average = ExponentialMovingAverage(module, 0.99)
-    saved = {"b.weight": torch.full((2, 2), 2.0), "a.weight": torch.full((2, 2), 1.0)}
-    average.load(saved, 7)
-    assert average.num_updates == 7
-    assert float(average.shadows["a.weight"][0, 0]) == 1.0
-    with pytest.raises(GdistillError, match=r"c\.weight"):
-        average.load({**saved, "c.weight": torch.zeros(1)}, 7)

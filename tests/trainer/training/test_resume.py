@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shards.errors import IntegrityError, UsageError
+from shards.interrupts import Stopped
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import assert_same_run, tiny_run, write_store
 from trainer.training.loop import Trainer, train
@@ -50,7 +51,10 @@ def run_with_signal(
             os.kill(os.getpid(), number)
 
     trainer._report = report_and_signal  # type: ignore[method-assign]
-    return trainer.run()
+    try:
+        return bool(trainer.run())
+    except Stopped:
+        return False
 
 
 @pytest.fixture(scope="module")

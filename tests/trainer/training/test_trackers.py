@@ -65,6 +65,6 @@ def test_a_tracker_that_does_not_start_is_one_line(wandb: Any, store: Path, tmp_
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
 def test_a_tracker_that_is_not_installed_is_one_line(store: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"not installed \[wandb\]; pip install wandb"):
+    with pytest.raises(UsageError, match=r"not installed.*pip install wandb"):
         train(tiny_run(training__trackers='["wandb"]'), store, tmp_path / "out")
     assert not (tmp_path / "out").exists()

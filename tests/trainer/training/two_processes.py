@@ -18,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shards.errors import GdistillError
+from shards.interrupts import Stopped
 from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import backbone_run
 from tests.trainer.run_cases import tiny_run
@@ -179,7 +180,10 @@ def finish_interrupted(store: Path, out: Path) -> bool:
         report(*arguments)
 
     trainer._report = report_and_interrupt
-    return trainer.run()
+    try:
+        return bool(trainer.run())
+    except Stopped:
+        return False
 
 
 def interrupted(settings: dict[str, object], store: Path, out: Path) -> bool:
@@ -194,7 +198,10 @@ def interrupted(settings: dict[str, object], store: Path, out: Path) -> bool:
             return advance(batch)
 
         trainer.advance = advance_and_stop
-    return trainer.run()
+    try:
+        return bool(trainer.run())
+    except Stopped:
+        return False
 
 
 def differ_in_string_hashes() -> None:

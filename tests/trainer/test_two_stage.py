@@ -13,16 +13,16 @@ from shards.errors import UsageError
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import write_store
 from trainer.cli import main
-from trainer.read_again import (
-    LARGE_VOCABULARY,
-    Parts,
-    read_again_parts,
-    readings_of,
-    train_read_again,
-)
 from trainer.students.folder import weights_sha256
 from trainer.students.registry import read_preset
 from trainer.training.settings import read_recipe
+from trainer.two_stage import (
+    LARGE_VOCABULARY,
+    Parts,
+    noise_layers_of,
+    train_two_stage,
+    two_stage_parts,
+)
 
 TINY: dict[str, Any] = {
     "model": {**read_preset("tiny"), "hidden_size": 16, "num_heads": 2},
@@ -33,12 +33,12 @@ TINY: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_store(tmp_path_factory.mktemp("read-again") / "store")
+    return write_store(tmp_path_factory.mktemp("two-stage") / "store")
 
 
 def parts_of(store: Path, student: str = "mdlm", *overrides: str, **amounts: Any) -> Parts:
     preset = {**TINY, "training": {**TINY["training"], **amounts}}
-    return read_again_parts(student, ShardStore.open(store), preset, [], overrides)
+    return two_stage_parts(student, ShardStore.open(store), preset, [], overrides)
 
 
 def test_as_many_steps_go_on_with_noise(store: Path) -> None:
@@ -62,7 +62,7 @@ def test_epochs_are_counted_in_steps(store: Path) -> None:
     """20 rows in batches of 4, ten epochs: 50 steps, and 50 with noise."""
     rows = ShardStore.open(store).manifest.splits["train"]
     preset = {**TINY, "training": {"num_epochs": 10, "global_batch_size": 4, "trackers": []}}
-    found = read_again_parts("mdlm", ShardStore.open(store), preset)
+    found = two_stage_parts("mdlm", ShardStore.open(store), preset)
     assert found.plain.training.num_steps is None
     assert found.noise.training.num_epochs is None
     assert found.noise.training.num_steps == -(-10 * rows // 4)
@@ -99,7 +99,7 @@ def test_what_a_user_sets_goes_before_the_recipe_in_both_parts(store: Path) -> N
 
 def test_a_users_file_goes_before_the_recipe(store: Path) -> None:
     own = {"model": {"noise": {"prior_weight": 0.5}, "diffusion": {"max_loss_weight": 3.0}}}
-    found = read_again_parts("mdlm", ShardStore.open(store), TINY, [own])
+    found = two_stage_parts("mdlm", ShardStore.open(store), TINY, [own])
     assert (found.plain.model.noise.prior_weight, found.noise.model.noise.prior_weight) == (
         0.0,
         0.5,
@@ -109,16 +109,16 @@ def test_a_users_file_goes_before_the_recipe(store: Path) -> None:
 
 
 def test_large_vocabularies_are_read_among_candidates_at_thirds() -> None:
-    assert readings_of(4, LARGE_VOCABULARY - 1) == {"layers": [1, 2, 3, 4]}
-    found = readings_of(12, LARGE_VOCABULARY)
+    assert noise_layers_of(4, LARGE_VOCABULARY - 1) == {"layers": [1, 2, 3, 4]}
+    found = noise_layers_of(12, LARGE_VOCABULARY)
     assert found == {"layers": [4, 8], "top_k": 256}
-    assert readings_of(1, LARGE_VOCABULARY)["layers"] == [1]
+    assert noise_layers_of(1, LARGE_VOCABULARY)["layers"] == [1]
 
 
 @pytest.mark.parametrize("preset", ["tiny", "small", "medium", "maze"])
 @pytest.mark.parametrize("student", ["mdlm", "bd3lm"])
 def test_every_preset_has_both_parts(store: Path, preset: str, student: str) -> None:
-    found = read_again_parts(student, ShardStore.open(store), read_recipe(preset))
+    found = two_stage_parts(student, ShardStore.open(store), read_recipe(preset))
     assert found.noise.model.num_layers == found.plain.model.num_layers
 
 
@@ -130,17 +130,17 @@ def test_students_without_the_recipe_are_refused(store: Path, student: str) -> N
 
 def test_both_parts_are_trained_and_the_same_call_goes_on(store: Path, tmp_path: Path) -> None:
     found, out = parts_of(store), tmp_path / "run"
-    assert train_read_again(found, store, out)
+    assert train_two_stage(found, store, out)
     weights = (out / "model/model.safetensors").read_bytes()
     begun = json.loads((out / "plain/model/student.json").read_text())
     assert begun["step"] == 20
     record = json.loads((out / "model/student.json").read_text())
     assert record["run"]["init_from"]["weights_sha256"] == weights_sha256(out / "plain/model")
     (out / "model/model.safetensors").unlink()
-    assert train_read_again(found, store, out)
+    assert train_two_stage(found, store, out)
     assert (out / "model/model.safetensors").read_bytes() == weights
     other = tmp_path / "other"
-    assert train_read_again(found, store, other, init_from=out / "plain")
+    assert train_two_stage(found, store, other, init_from=out / "plain")
     assert not (other / "plain").exists()
     assert (other / "model/model.safetensors").read_bytes() == weights
 
@@ -150,7 +150,7 @@ def test_the_command(
 ) -> None:
     """--config, --set and --init-from reach the parts; an unknown student is one line, exit 2."""
     (tmp_path / "own.toml").write_text("[model]\nhidden_size = 16\nnum_heads = 2\n")
-    words = ["read-again", "--store", store, "--config", tmp_path / "own.toml"]
+    words = ["two-stage", "--store", store, "--config", tmp_path / "own.toml"]
     words += ["--set", "training.num_steps=3", "--set", "training.global_batch_size=4"]
 
     def call(*further: object) -> int:
@@ -173,10 +173,10 @@ def test_every_codec_has_the_recipe(codec: str, tmp_path: Path) -> None:
     """Prior noise, asked for, is drawn where a store keeps distributions; one draw leaves none."""
     path = write_store(tmp_path / "store", codec)
     found = parts_of(path)
-    assert train_read_again(found, path, tmp_path / "run")
+    assert train_two_stage(found, path, tmp_path / "run")
     asked = parts_of(path, "mdlm", "model.noise.prior_share=0.1")
     assert asked.noise.model.noise.prior_share == 0.1
     if codec != "posterior":
         with pytest.raises(UsageError, match="keeps one draw"):
-            train_read_again(asked, path, tmp_path / "asked")
+            train_two_stage(asked, path, tmp_path / "asked")
         assert not (tmp_path / "asked" / "plain").exists(), "said before the first part"

@@ -1,9 +1,9 @@
 """The recipe beyond the paper, per kind of student: without noise first, then with it.
 
 A student that has learnt to read the text learns to read noise the sooner: added to the mask's
-embedding, the corpus unigram beside it, and again behind its blocks (``noise.layers``). What the
-steps, weights and rates of a kind are is in ``presets/read_again/<kind>.toml``; a user's own
-settings go before them, in both parts.
+embedding, the corpus unigram beside it, and again by attention behind its blocks (noise
+cross-attention). The steps, weights and rates of a kind are in ``presets/two_stage/<kind>.toml``; a
+user's own settings go before them, in both parts.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from trainer.students.configuration import unread_settings
 from trainer.students.registry import STUDENTS
 from trainer.training.construction import build_student
 from trainer.training.loop import train
+from trainer.training.metrics import PLAIN
 from trainer.training.settings import RunConfig, layered, run_of
 
-RECIPES = Path(__file__).resolve().parent / "presets" / "read_again"
-PLAIN = "plain"
-"""Folder of the first part below the run's."""
+RECIPES = Path(__file__).resolve().parent / "presets" / "two_stage"
 LARGE_VOCABULARY = 4096
-"""From here on two readings among candidates: over all of V a reading costs two products with
-[V, D] per masked position (benchmarks/results/readings.json)."""
-NUM_CANDIDATES = 256
+"""From here on noise is attended to behind two blocks, among the top k: over all of V a layer costs
+two products with [V, D] per masked position (benchmarks/results/readings.json)."""
+TOP_K = 256
 
 
 @dataclass(frozen=True)
@@ -46,15 +45,15 @@ class Parts:
     noise: RunConfig
 
 
-def readings_of(num_layers: int, vocab_size: int) -> dict[str, Any]:
-    """Behind every block; at large vocabularies behind two, at thirds, among the likeliest ids."""
+def noise_layers_of(num_layers: int, vocab_size: int) -> dict[str, Any]:
+    """Behind every block; at large vocabularies behind two, at thirds, among the top k."""
     if vocab_size < LARGE_VOCABULARY:
         return {"layers": list(range(1, num_layers + 1))}
     thirds = sorted({max(1, num_layers // 3), max(1, 2 * num_layers // 3)})
-    return {"layers": thirds, "top_k": NUM_CANDIDATES}
+    return {"layers": thirds, "top_k": TOP_K}
 
 
-def read_again_parts(
+def two_stage_parts(
     student: str,
     store: ShardStore,
     preset: Mapping[str, Any],
@@ -73,53 +72,66 @@ def read_again_parts(
             that only noise or only the second part's kind has a use for.
 
     Raises:
-        UsageError: For a student without such a recipe, and as :func:`compose_run`.
+        UsageError: For a student without such a recipe, for settings that the recipe decides, and
+            as :func:`compose_run`.
     """
     known = sorted(path.stem for path in RECIPES.glob("*.toml"))
     if student not in known:
         hint = did_you_mean(student, known, f"known: {known}")
         raise UsageError("no recipe for this student", where="--student", got=student, remedy=hint)
     recipe, overrides = read_toml(RECIPES / f"{student}.toml"), list(overrides)
+    _refuse_decided(layered(chosen, overrides), student)
     first = layered([preset, recipe["plain"], *chosen], overrides)
-    idle = {"noise", *unread_settings(STUDENTS[recipe["first"]].reads)}
-    model = {name: value for name, value in first.get("model", {}).items() if name not in idle}
-    rates = {**first.get("optimization", {}), "noise_learning_rate_ratio": 1.0}
-    model["conditioning"] = "none"
-    training = {**first.get("training", {}), "num_noise_draws": None}
+    idle = {"noise", "conditioning", *unread_settings(STUDENTS[recipe["first"]].reads)}
     plain = run_of(
         {
             **first,
             "student": recipe["first"],
-            "model": model,
-            "training": training,
-            "optimization": rates,
+            "model": {k: v for k, v in first.get("model", {}).items() if k not in idle},
+            "training": {**first.get("training", {}), "num_noise_draws": None},
+            "optimization": {**first.get("optimization", {}), "noise_learning_rate_ratio": 1.0},
         }
     )
-    num_rows = store.manifest.splits["train"]
-    num_steps = max(1, round(recipe["share_of_steps"] * plain.training.steps_over(num_rows)))
-    readings = readings_of(plain.model.num_layers, store.manifest.vocab_size)
-    with_noise = merge(recipe["noise"], {"model": {"noise": readings}})
-    second = layered([preset, with_noise, *chosen], overrides)
-    amount = {"num_steps": num_steps, "num_epochs": None}
+    all_steps = plain.training.steps_over(store.manifest.splits["train"])
+    num_steps = max(1, round(recipe["share_of_steps"] * all_steps))
+    layers = noise_layers_of(plain.model.num_layers, store.manifest.vocab_size)
+    second = layered(
+        [preset, merge(recipe["noise"], {"model": {"noise": layers}}), *chosen], overrides
+    )
     rate = recipe["learning_rate_factor"] * plain.optimization.learning_rate
     warmup = min(plain.optimization.warmup_steps, num_steps // 10)
+    amount = {"num_steps": num_steps, "num_epochs": None}
+    rates = {"learning_rate": rate, "warmup_steps": warmup}
     noise = {
         **second,
         "student": student,
         "model": {**second["model"], "conditioning": "gumbel"},
         "training": {**second["training"], **amount},
-        "optimization": {
-            **second["optimization"],
-            "learning_rate": rate,
-            "warmup_steps": warmup,
-        },
+        "optimization": {**second["optimization"], **rates},
     }
     return Parts(plain, run_of(noise))
 
 
-def train_read_again(
+def _refuse_decided(asked: Mapping[str, Any], student: str) -> None:
+    """Refuse what would be left undone: the recipe decides student and conditioning itself."""
+    decided = (
+        ("student", asked.get("student", student), student),
+        ("model.conditioning", asked.get("model", {}).get("conditioning", "gumbel"), "gumbel"),
+    )
+    for where, got, expected in decided:
+        if got != expected:
+            raise UsageError(
+                "the two-stage recipe decides this",
+                where=where,
+                got=got,
+                expected=expected,
+                remedy="leave it out, or gdistill-train run (make train RECIPE=paper)",
+            )
+
+
+def train_two_stage(
     parts: Parts, store: str | Path, out: Path, init_from: Path | None = None
-) -> bool:
+) -> Path:
     """Train both parts, the first in ``out/plain``; the same call goes on where one was stopped.
 
     Args:
@@ -130,14 +142,14 @@ def train_read_again(
             model, with which the first part begins.
 
     Returns:
-        Whether both are finished.
+        The folder of the model with noise.
 
     Raises:
         UsageError: Also, before the first part, for a store that the second cannot train on.
     """
     build_student(parts.noise, open_store(store), None)  # what it cannot be is said at once
+    label = ""
     if init_from is None or (out / PLAIN).exists() or is_language_model(init_from):
-        if not train(parts.plain, store, out / PLAIN, init_from=init_from):
-            return False
-        init_from = out / PLAIN
-    return train(parts.noise, store, out, init_from=init_from)
+        train(parts.plain, store, out / PLAIN, init_from=init_from, part="part 1 of 2")
+        init_from, label = out / PLAIN, "part 2 of 2"
+    return train(parts.noise, store, out, init_from=init_from, part=label)
