@@ -31,8 +31,9 @@ from tests.trainer.sampling.test_adaptive import tiny_llama
 from tests.trainer.sampling_cases import VOCAB, open_rows, tiny_student
 from trainer.sampling.noise import sampling_noise
 from trainer.sampling.registry import make_sampler
-from trainer.training.checkpoint import CHECKPOINTS, CheckpointFolder
+from trainer.training.checkpoint import CheckpointFolder
 from trainer.training.loop import train
+from trainer.training.metrics import CHECKPOINTS
 
 ON_GPU = {
     "training__device": "cuda",

@@ -170,7 +170,7 @@ def test_validation_draws_are_none_of_trainings(store: Path, tmp_path: Path) -> 
 def test_clips_are_searched_each_under_its_own(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer.training import validation
+    from trainer.training import loop
 
     trainer = make_trainer(
         store,
@@ -180,7 +180,7 @@ def test_clips_are_searched_each_under_its_own(
         model__diffusion__search_schedule="true",
     )
     seen: dict[Any, Any] = {}
-    monkeypatch.setattr(validation, "best_clips", lambda losses: seen.update(losses) or (0.5, 1.0))
+    monkeypatch.setattr(loop, "best_clips", lambda losses: seen.update(losses) or (0.5, 1.0))
     assert trainer.validator is not None
     trainer.validator.search_clips(trainer.module, trainer.student)
     batch = next(trainer.validator._batches())
