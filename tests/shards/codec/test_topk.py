@@ -10,6 +10,7 @@ from scipy.stats import chisquare, expon, ks_2samp, kstest
 from torch import Tensor
 
 from shards.codec.frozen import frozen_posterior
+from shards.codec.protocol import TeacherOutput
 from shards.codec.registry import make_codec
 from shards.codec.topk import TopKCodec
 from shards.errors import UsageError
@@ -22,7 +23,7 @@ from shards.noise.order_statistics import (
     rest_rate,
 )
 from shards.noise.philox import PositionKeys
-from tests.shards.codec_cases import SEED, decode, teacher_output
+from tests.shards.codec_cases import SEED, decode, flat_log_probs, teacher_output
 
 
 def keys(num: int, seed: int = 3) -> PositionKeys:
@@ -170,3 +171,24 @@ def test_arrivals_say_nothing_of_ids() -> None:
 def test_bad_parameters() -> None:
     with pytest.raises(UsageError, match="num_entries"):
         make_codec("topk", num_entries=0)
+
+
+def test_the_token_stays_the_argmax_of_what_is_stored() -> None:
+    """Entries that half precision would lift past the token are rounded down."""
+    output, resources = teacher_output(num_rows=300, num_tokens=20, spread=1.0)
+    decoded = decode(make_codec("topk", num_entries=90), output, resources)
+    scores = flat_log_probs(output).double() + decoded.gumbels().double()
+    assert torch.equal(scores.argmax(1), output.tokens.flatten())
+
+
+def test_the_token_is_known_apart_from_what_a_student_is_shown() -> None:
+    """Also one so unlikely that its arrival time is no float32."""
+    output, resources = teacher_output(num_rows=1, num_tokens=3)
+    output.log_probs[0, :, 7] = torch.tensor([-10.0, -95.0, -600.0])
+    output = TeacherOutput(output.log_probs, torch.full((1, 3), 7), output.rows)
+    noise = decode(make_codec("topk", num_entries=4), output, resources)
+    whole = frozen_posterior(output, SEED).token_gumbels
+    assert torch.equal(noise.gumbels()[:, 7], whole)
+    assert torch.equal(noise.select(slice(1, 3)).gumbels(5, 9)[:, 2], whole[1:])
+    shown = torch.isfinite(dense_arrivals(noise)).sum(1)
+    assert shown.tolist() == [4, 4, 4] and bool((noise.gumbels() > -torch.inf).sum(1).le(5).all())

@@ -17,6 +17,7 @@ from transformers import (
     BloomConfig,
     BloomForCausalLM,
     Gemma3Config,
+    GPT2Config,
     GPT2LMHeadModel,
     MambaConfig,
     MambaForCausalLM,
@@ -26,7 +27,12 @@ from evaluation.text.reading import UNLIMITED_CONTEXT, load_judge
 from pipeline.teacher import Teacher
 from shards.errors import GdistillError, UsageError
 from shards.language_model import loading
-from shards.language_model.loading import PretrainedFiles, find_pretrained
+from shards.language_model.loading import (
+    PretrainedFiles,
+    check_device_map,
+    find_pretrained,
+    load_causal_model,
+)
 from tests.pipeline.extract_cases import CONTEXT_LENGTH, VOCAB_SIZE, save_teacher, save_tokenizer
 from trainer.sampling.verified.verifier import load_verifier
 
@@ -190,3 +196,37 @@ def test_the_context_is_found_under_any_name_and_in_nested_configurations(tmp_pa
     assert files_with(BloomConfig(seq_length=55)).context_length == 55
     assert files_with(MambaConfig()).context_length is None
     assert find_pretrained(save_teacher(tmp_path)).context_length == CONTEXT_LENGTH
+
+
+def test_a_configuration_is_told_by_what_it_computes() -> None:
+    """A teacher of another configuration is another teacher, whatever its weights."""
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11)
+    first = files_with(config).config_sha256
+    assert files_with(GPT2Config(**config.to_dict())).config_sha256 == first
+    for change in ({"layer_norm_epsilon": 1e-3}, {"activation_function": "relu"}, {"n_head": 4}):
+        other = GPT2Config(**{**config.to_dict(), **change})
+        assert files_with(other).config_sha256 != first
+    for change in ({"_name_or_path": "elsewhere"}, {"transformers_version": "0"}):
+        assert files_with(GPT2Config(**{**config.to_dict(), **change})).config_sha256 == first
+
+
+@pytest.mark.parametrize(
+    "device_map", ["nowhere", "cuda:97", "meta", {}, {"": "disk"}, {"": 97}, {"": True}], ids=str
+)
+def test_a_device_that_is_not_there_is_one_line(device_map: Any) -> None:
+    with pytest.raises(UsageError, match=r"no such place for a model \[device_map\]"):
+        check_device_map(device_map)
+
+
+@pytest.mark.parametrize("device_map", ["cpu", {"": "cpu"}, "auto"], ids=str)
+def test_a_device_map_computes_the_same(tmp_path: Path, device_map: Any) -> None:
+    if torch.cuda.is_available() and device_map == "auto":
+        device_map = "cpu"  # kernels of another device round differently
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    rows = torch.arange(10).view(2, 5)
+    logits = [
+        load_causal_model(find_pretrained(tmp_path), device_map=where).network(rows).logits
+        for where in (None, device_map)
+    ]
+    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-5)

@@ -358,3 +358,17 @@ def test_mistakes_are_named(bucket: str, monkeypatch: pytest.MonkeyPatch) -> Non
     }
     with pytest.raises(GdistillError, match="cannot read the remote store"):
         RemoteLocation("s3://bucket/store", storage_options=closed).read("manifest.json")
+
+
+def test_a_claim_outlives_a_renewal_that_fails() -> None:
+    """Between two renewals less than half of a lease passes: one may fail."""
+    pauses: list[float] = []
+
+    class Released(Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.append(timeout or 0.0)
+            return True
+
+    place = RemoteLocation("memory://renewals", lease_seconds=80.0)
+    place._leases._renew("mine", this_process(), Released())
+    assert pauses and max(pauses) < 40.0

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import shards
-from shards.errors import UsageError
+from shards.errors import GdistillError, UsageError
 from shards.stream.dataset import RowStream
 from tests.trainer.run_cases import write_store
 
@@ -97,3 +97,9 @@ def test_noise_and_distribution_of_a_batch(store: Path) -> None:
             later = batch
     assert noise.softmax_embed(torch.randn(noise.vocab_size, 8)).shape == (int(mask.sum()), 8)
     assert later is None or not torch.equal(rows.noise(later, mask).gumbels(), noise.gumbels())
+
+
+def test_the_place_in_one_split_is_none_in_another(store: Path) -> None:
+    train, validation = (open_rows(store, split=split) for split in ("train", "validation"))
+    with pytest.raises(GdistillError, match="another store or order"):
+        validation.load_state_dict(train.state_dict())
