@@ -25,7 +25,8 @@ from torch import Tensor
 from benchmarks.measure import machine
 from shards.atomic import write_json_atomic
 from shards.console import progress_bar
-from trainer.sampling.block import BlockConfig, BlockState
+from trainer.sampling.block import BlockRows, BlockSampler
+from trainer.sampling.fill import Pass
 from trainer.sampling.noise import sampling_noise
 from trainer.students.registry import BD3LM, StudentSettings
 
@@ -63,21 +64,21 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 @contextmanager
 def compared() -> Iterator[Passes]:
     """Within, every pass of a block sampler is made without its cache too."""
-    passes, behind_cache = Passes(), BlockState._predict
+    passes, behind_cache = Passes(), BlockRows.predict
 
-    def both(state: BlockState, rows: Tensor, tokens: Tensor, where: Tensor, steps: Tensor):
-        condition = state._condition(rows, tokens, steps)
-        plain = state._predict_from_window(rows, tokens, where, condition, steps)
-        other, finished = None, state.tokens
-        if state.start > state.window_start:
-            state.tokens = (finished + 1) % state.student.mask_id
-            other = state._predict_from_window(rows, tokens, where, condition, steps)
-            state.tokens = finished
-        cached = behind_cache(state, rows, tokens, where, steps)
+    def both(rows: BlockRows, part: Pass):
+        plain, other, tokens = rows.predict_from_window(part), None, rows.tokens
+        finished = slice(rows.window_start, rows.columns.start)
+        if finished.start < finished.stop:
+            rows.tokens = tokens.clone()
+            rows.tokens[:, finished] = (tokens[:, finished] + 1) % rows.student.mask_id
+            other = rows.predict_from_window(part)
+            rows.tokens = tokens
+        cached = behind_cache(rows, part)
         passes.add(cached, plain, other)
         return cached
 
-    with mock.patch.object(BlockState, "_predict", both):
+    with mock.patch.object(BlockRows, "predict", both):
         yield passes
 
 
@@ -123,7 +124,7 @@ def run_case(
     if conditioning == "gumbel":
         noise = sampling_noise(0, ids, length, shape.vocab_size)
     with compared() as passes:
-        drawn = BlockConfig(inner=inner).sample(student, tokens, ids, noise, 0)
+        drawn = BlockSampler(inner=inner).sample(student, tokens, ids, noise, 0)
     return {
         "block_size": block_size,
         "conditioning": conditioning,

@@ -19,8 +19,8 @@ from torch import Tensor
 from benchmarks.sampler_statistics import ChiSquare, chi_square
 from shards.noise.philox import PositionKeys, keyed_bits
 from shards.provenance import derive_seed
-from trainer.sampling import token_rule
-from trainer.sampling.ancestral import AncestralConfig
+from trainer.sampling import noise as draws
+from trainer.sampling.fill import AncestralSampler
 from trainer.students.registry import MDLM, StudentSettings
 
 SEED = derive_seed("float32 truncation")
@@ -69,7 +69,7 @@ def simulate(precision: Precision, num_tail: int, num_samples: int, seed: int = 
         (torch.full_like(head, head_probability(num_tail)), TAIL_PROBABILITY * present), dim=1
     )
     both = precision.quantize(torch.cat((head, uniform), dim=1))
-    winner = token_rule.race(probs.to(precision.dtype), both)
+    winner = draws.race(probs.to(precision.dtype), both)
     return torch.stack(((winner == 0).sum(), (winner > 0).sum()))
 
 
@@ -87,22 +87,22 @@ def judge(name: str, counts: Tensor, num_tail: int) -> ChiSquare:
 def through_the_sampler(
     precision: Precision, num_tail: int, num_samples: int, advance: Callable[[int], None]
 ) -> Tensor:
-    """The same with ``AncestralConfig.sample`` itself, every uniform of the vocabulary drawn."""
+    """The same with ``AncestralSampler.sample`` itself, every uniform of the vocabulary drawn."""
     student = flat_tail_student(num_tail)
     counts = torch.zeros(2, dtype=torch.int64)
-    original = token_rule.uniforms, token_rule.race
+    original = draws.uniforms, draws.race
     if precision.dtype != torch.float64:
-        token_rule.uniforms = precision.from_bits
-        token_rule.race = lambda probs, uniform: original[1](probs.to(precision.dtype), uniform)
+        draws.uniforms = precision.from_bits
+        draws.race = lambda probs, uniform: original[1](probs.to(precision.dtype), uniform)
     try:
         for first in range(0, num_samples, 200):
             ids = torch.arange(first, first + 200)
             tokens = torch.tensor([[0, student.mask_id]]).repeat(200, 1)
-            drawn = AncestralConfig(nfe=1).sample(student, tokens, ids, None, SEED).tokens[:, 1]
+            drawn = AncestralSampler(nfe=1).sample(student, tokens, ids, None, SEED).tokens[:, 1]
             counts += torch.stack(((drawn == 0).sum(), (drawn > 0).sum()))
             advance(200)
     finally:
-        token_rule.uniforms, token_rule.race = original
+        draws.uniforms, draws.race = original
     return counts
 
 

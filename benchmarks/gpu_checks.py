@@ -18,7 +18,7 @@ from benchmarks.synthetic import make_student, random_batch
 from shards.noise.kinds import dense_arrivals
 from shards.noise.philox import PositionKeys
 from trainer.objective.batch import Batch
-from trainer.sampling.token_rule import TokenRule
+from trainer.sampling.noise import TokenRule
 from trainer.students.backbone import load_backbone
 from trainer.students.conditioning import GumbelConditioner
 from trainer.students.configuration import BackboneSettings

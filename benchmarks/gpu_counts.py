@@ -31,7 +31,7 @@ from shards.noise.embedding import Weighting
 from shards.noise.kinds import KeyedPosterior, KeyedPrior, Noise, ShiftedNoise
 from shards.noise.philox import PositionKeys
 from shards.noise.probabilities import Entries, HeadAndTail
-from trainer.sampling.token_rule import TokenRule
+from trainer.sampling.noise import TokenRule
 
 VIEWS = {
     "view", "t", "transpose", "permute", "unsqueeze", "expand", "slice", "select", "split",

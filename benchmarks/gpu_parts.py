@@ -22,7 +22,7 @@ from shards.language_model.loading import find_pretrained
 from shards.store.store import ShardStore
 from shards.stream.stream import ShardStream
 from trainer.objective.batch import Batch, BatchMaker
-from trainer.sampling.ancestral import FirstHittingConfig
+from trainer.sampling.fill import FirstHittingSampler
 from trainer.students.registry import BD3LM, MDLM, BD3LMConfig, StudentSettings
 from trainer.training.optimization import make_optimizer
 from trainer.training.settings import OptimizationConfig
@@ -196,7 +196,7 @@ def first_hitting(shape: SuiteShape, device: torch.device) -> dict[str, Any]:
     sampled = SHAPES[shape.sampled]
     student = make_sampled("mdlm", sampled, device)
     trials = [
-        Trial("", student, FirstHittingConfig(), rows, sampled, shape.dtype)
+        Trial("", student, FirstHittingSampler(), rows, sampled, shape.dtype)
         for rows in (1, LARGE_BATCH)
     ]
     work: dict[str, Callable[[], object]] = {str(trial.batch_size): trial for trial in trials}

@@ -27,7 +27,7 @@ from shards.language_model.loading import find_pretrained
 from shards.noise.kinds import KeyedPosterior
 from shards.noise.philox import PositionKeys
 from shards.noise.probabilities import DenseProbabilities
-from trainer.sampling.ancestral import AncestralConfig
+from trainer.sampling.fill import AncestralSampler
 from trainer.sampling.noise import sampling_noise
 from trainer.students.folder import open_model
 from trainer.students.registry import Student
@@ -121,7 +121,7 @@ def student_errors(student: Student, num: int, nfe: int) -> dict[str, dict[str, 
 
     def drawn() -> Tensor:
         with torch.no_grad():
-            return AncestralConfig(nfe=nfe).sample(student, rows, ids, noise, SEED).tokens
+            return AncestralSampler(nfe=nfe).sample(student, rows, ids, noise, SEED).tokens
 
     exact = drawn()
     found = {}

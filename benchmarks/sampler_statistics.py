@@ -12,6 +12,7 @@ python -m benchmarks.sampler_statistics [--golden DIR] [--num 200000] [--out DIR
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
@@ -30,13 +31,15 @@ from shards.console import progress_bar
 from shards.provenance import derive_seed
 from shards.testing import DenseNoise
 from trainer.importing import our_parameters
-from trainer.sampling.ancestral import AncestralConfig, FirstHittingConfig, FixedCountConfig
-from trainer.sampling.block import BlockConfig
-from trainer.sampling.noise import NoiseUse
-from trainer.sampling.revealing import inference, reveal
-from trainer.sampling.sampler import Sampler, WholeRow
-from trainer.sampling.sequential import SequentialConfig
-from trainer.sampling.token_rule import SampleKeys
+from trainer.sampling.block import BlockSampler, SequentialSampler
+from trainer.sampling.fill import (
+    AncestralSampler,
+    FirstHittingSampler,
+    FixedCountSampler,
+    Pass,
+    Rows,
+    Sampler,
+)
 from trainer.students.registry import STUDENTS, Student, StudentSettings
 
 LEVEL = 1e-4
@@ -203,26 +206,27 @@ class Case:
         """
         common = {"nucleus_p": self.nucleus_p}
         if self.sampler == "sequential":
-            return SequentialConfig(**common)
+            return SequentialSampler(**common)
         common["tau"] = 1.0 if is_conditioned else None
         if self.model.startswith("bd3lm"):
             per_pass = block_size // self.num_steps if self.num_steps else 1
             if per_pass == block_size > 1:
                 passes = row_length // block_size
-                return BlockConfig(nfe=passes, final_argmax=False, **common)
+                return BlockSampler(nfe=passes, final_argmax=False, **common)
             if per_pass != 1:
                 raise ValueError(f"{self}: {per_pass} tokens a pass in blocks of {block_size}")
-            return BlockConfig(inner="first_hitting", **common)
+            return BlockSampler(inner="first_hitting", **common)
         if self.sampler == "first_hitting":
-            return FirstHittingConfig(**common)
+            return FirstHittingSampler(**common)
         if self.sampler == "fixed_k":
             # The golden counts position 0 too: k = floor(L / T) of L - 1 masked tokens.
             masked, per_pass = row_length - 1, row_length // self.num_steps
             nfe = -(-masked // per_pass)
             if -(-masked // nfe) != min(per_pass, masked):
                 raise ValueError(f"{self}: {per_pass} of {masked} tokens a pass")
-            return FixedCountConfig(nfe=nfe, **common)
-        return AncestralConfig(nfe=self.num_steps, **common)
+            return FixedCountSampler(nfe=nfe, **common)
+        sampler = AncestralSampler if self.noise_removal else StepsAlone
+        return sampler(nfe=self.num_steps, **common)
 
 
 def draw_case(goldens: Goldens, case: Case, sample_ids: Tensor, seed: int) -> Tensor:
@@ -231,19 +235,16 @@ def draw_case(goldens: Goldens, case: Case, sample_ids: Tensor, seed: int) -> Te
     tokens, noise = goldens.rows(num), goldens.noise(case.model, num)
     sizes = goldens.info["config"]
     config = case.config(noise is not None, sizes["length"], sizes["block_size_bd3"])
-    if case.sampler == "ancestral" and not case.noise_removal:
-        return _without_final_fill(config, student, tokens, sample_ids, noise, seed)
     return config.sample(student, tokens, sample_ids, noise, seed).tokens
 
 
-def _without_final_fill(config, student, tokens, sample_ids, noise, seed) -> Tensor:
+@dataclass(frozen=True, kw_only=True)
+class StepsAlone(AncestralSampler):
     """T ancestral steps and nothing more: a token stays masked with probability p(1e-5) / p(1)."""
-    keys = SampleKeys(seed, sample_ids)
-    use = NoiseUse(noise, config.tau).checked(student, tokens)
-    with inference(student):
-        predict = WholeRow(student, tokens, use, config.times)
-        drawn, _ = config.steps(student, predict.masked, keys)
-        return reveal(predict, tokens, drawn, config.rule, keys)[0]
+
+    def order(self, rows: Rows) -> Iterator[Pass]:
+        """Without the passes of the final fill, which have a rule of their own."""
+        return (part for part in super().order(rows) if part.rule is None)
 
 
 def count_rows(tokens: Int[Tensor, "n l"], num_values: int) -> Int[Tensor, "*row"]:
@@ -279,7 +280,7 @@ def exact_one_step(goldens: Goldens, tau: float) -> Float[Tensor, "*row"]:
 
 def run_tau(goldens: Goldens, tau: float, num_samples: int, *, judged_by: float) -> ChiSquare:
     """One ancestral step at ``tau`` against the exact distribution at ``judged_by``."""
-    sampler = AncestralConfig(nfe=1, tau=tau, final_argmax=False)
+    sampler = AncestralSampler(nfe=1, tau=tau, final_argmax=False)
     student, exact = goldens.student("mdlm_gumbel"), exact_one_step(goldens, judged_by)
     seed, counts = derive_seed("sampler statistics", "tau"), torch.zeros(exact.shape)
     for first in range(0, num_samples, BATCH):

@@ -27,13 +27,10 @@ from benchmarks.measure import interleaved_seconds, machine, median
 from shards.atomic import write_json_atomic
 from shards.console import without_library_bars
 from shards.errors import UsageError
-from trainer.sampling.ancestral import AncestralConfig, FirstHittingConfig
-from trainer.sampling.block import BlockConfig
+from trainer.sampling.adaptive import AdaptiveSampler
+from trainer.sampling.block import BlockSampler, SequentialSampler
+from trainer.sampling.fill import AncestralSampler, FirstHittingSampler, Sampler, SampleResult
 from trainer.sampling.noise import sampling_noise
-from trainer.sampling.sampler import Sampler
-from trainer.sampling.sequential import SequentialConfig
-from trainer.sampling.stopping import SampleResult
-from trainer.sampling.verified.adaptive import AdaptiveConfig
 from trainer.students.registry import STUDENTS, Student, StudentSettings, read_preset
 
 BLOCK_SIZE = 4
@@ -175,23 +172,22 @@ def make_trials(
     def trial(name: str, student: Student, sampler: Sampler, batch: int | None = None) -> Trial:
         return Trial(name, student, sampler, batch or shape.batch_size, shape, precision)
 
-    trials = [trial(f"ancestral, NFE {n}", mdlm, AncestralConfig(nfe=n)) for n in shape.nfe]
+    trials = [trial(f"ancestral, NFE {n}", mdlm, AncestralSampler(nfe=n)) for n in shape.nfe]
     least = shape.nfe[0]
-    apd = AdaptiveConfig(verifier=verifier, mixture_weight=0.9, max_lookahead=16)
+    apd = AdaptiveSampler(verifier=verifier, mixture_weight=0.9, max_lookahead=16)
     return [
         *trials,
         trial(
-            f"ancestral, NFE {least}, nucleus 0.9", mdlm, AncestralConfig(nfe=least, nucleus_p=0.9)
+            f"ancestral, NFE {least}, nucleus 0.9", mdlm, AncestralSampler(nfe=least, nucleus_p=0.9)
         ),
-        trial(f"ancestral + Gumbel, NFE {least}", gumbel, AncestralConfig(nfe=least)),
-        trial("first-hitting, batch 1", mdlm, FirstHittingConfig(), 1),
-        trial(f"first-hitting, batch {LARGE_BATCH}", mdlm, FirstHittingConfig(), LARGE_BATCH),
-        trial("block 4, cache", blocks, BlockConfig()),
-        trial("block 4, no cache", blocks, BlockConfig(use_cache=False)),
-        trial("block 4, first-hitting, cache", blocks, BlockConfig(inner="first_hitting")),
+        trial(f"ancestral + Gumbel, NFE {least}", gumbel, AncestralSampler(nfe=least)),
+        trial("first-hitting, batch 1", mdlm, FirstHittingSampler(), 1),
+        trial(f"first-hitting, batch {LARGE_BATCH}", mdlm, FirstHittingSampler(), LARGE_BATCH),
+        trial("block 4, cache", blocks, BlockSampler()),
+        trial("block 4, no cache", blocks, BlockSampler(use_cache=False)),
+        trial("block 4, first-hitting, cache", blocks, BlockSampler(inner="first_hitting")),
         trial("APD, R 0.9, lookahead 16", mdlm, apd),
-        trial("APD, the same with kv_window 16", mdlm, replace(apd, kv_window=16)),
-        trial("sequential (AR)", sequential, SequentialConfig()),
+        trial("sequential (AR)", sequential, SequentialSampler()),
     ]
 
 

@@ -269,15 +269,15 @@ def own(student: Path, teacher: str, lookahead: int, engine: Engine) -> dict[str
     from shards.noise.kinds import KeyedPrior
     from shards.noise.murmur3 import EngineKeys
     from trainer.loading import load_student
-    from trainer.sampling.verified.coupled import CoupledConfig
-    from trainer.sampling.verified.medusa import MedusaConfig
+    from trainer.sampling.coupled import CoupledSampler
+    from trainer.sampling.own_backbone import MedusaSampler
     from trainer.students.medusa import Medusa
 
     model, words = load_student(student), AutoTokenizer.from_pretrained(teacher)
     length, mask = model.config.row_length, model.mask_id
-    sampler: Any = CoupledConfig(verifier=teacher, max_lookahead=lookahead)
+    sampler: Any = CoupledSampler(verifier=teacher, max_lookahead=lookahead)
     if isinstance(model, Medusa):
-        sampler = MedusaConfig(max_lookahead=lookahead)
+        sampler = MedusaSampler(max_lookahead=lookahead)
     tokens, jobs = torch.full((OWN_ROWS, length), mask), []
     for row in range(OWN_ROWS):
         prompt = words(PROMPTS[row % len(PROMPTS)])["input_ids"]

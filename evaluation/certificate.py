@@ -21,9 +21,9 @@ from shards.console import progress_bar
 from shards.errors import GdistillError, UsageError, visible
 from shards.language_model.forward import DtypeName
 from shards.noise.kinds import Noise
+from trainer.sampling.coupled import gumbel_scores, require_whole_noise
 from trainer.sampling.noise import STEPS_PER_ATTEMPT, sampling_noise
-from trainer.sampling.verified.coupled import gumbel_scores, require_whole_noise
-from trainer.sampling.verified.verifier import Verifier
+from trainer.sampling.verifier import Verifier
 from trainer.students.configuration import grouped
 
 TIE_ROUNDINGS = {torch.float32: 64, torch.bfloat16: 6}
@@ -461,7 +461,7 @@ def certify(
         return
     samples = Path(source)
     from shards.language_model.forward import resolve_device
-    from trainer.sampling.verified.verifier import load_verifier
+    from trainer.sampling.verifier import load_verifier
 
     files = [read_drawn(file) for file in find_sample_files(samples)]
     place, found, broken = resolve_device(device), {}, []

@@ -23,9 +23,9 @@ from shards.atomic import require_writable, write_bytes_atomic
 from shards.console import progress_bar
 from shards.errors import UsageError
 from shards.settings import nested, parse_override
+from trainer.sampling.fill import Sampler, require_whole_row_student
 from trainer.sampling.noise import noise_of_rows, sampling_noise
 from trainer.sampling.registry import make_sampler
-from trainer.sampling.sampler import Sampler, require_whole_row_student
 from trainer.students.registry import Student
 
 TEMPLATE = Path(__file__).with_name("passes.html")

@@ -27,7 +27,7 @@ from shards.settings import (
 )
 from trainer.cli import SETTINGS as TRAIN
 from trainer.sample_cli import SETTINGS as SAMPLE
-from trainer.sampling.registry import SAMPLERS
+from trainer.sampling.registry import SAMPLERS, sampler_class
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SECTIONS = [*EXTRACT, *TRAIN, *SAMPLE]
@@ -121,7 +121,7 @@ def test_no_codec_and_no_sampler_is_left_out() -> None:
     codecs = [section.config_class for section in EXTRACT if section.prefix == "codec"]
     assert set(codecs) == set(CODECS.values())
     named = {section.title.split()[-1]: section.config_class for section in SAMPLE}
-    assert named == SAMPLERS
+    assert named == {name: sampler_class(name) for name in SAMPLERS}
 
 
 def test_a_part_of_the_table() -> None:

@@ -10,21 +10,10 @@ import typer
 from shards.console import LogFormatOption, command_app, run_command, use_log_format
 from shards.errors import UsageError
 from shards.settings import Section, settings_app
+from trainer.sampling.registry import SAMPLERS
 
 SETTINGS = tuple(
-    Section(f"--sampler {name}", f"trainer.sampling.{target}", waits_for_torch=True)
-    for name, target in (
-        ("ancestral", "ancestral:AncestralConfig"),
-        ("first_hitting", "ancestral:FirstHittingConfig"),
-        ("fixed_count", "ancestral:FixedCountConfig"),
-        ("confidence", "confidence:ConfidenceConfig"),
-        ("block", "block:BlockConfig"),
-        ("sequential", "sequential:SequentialConfig"),
-        ("apd", "verified.adaptive:AdaptiveConfig"),
-        ("coupled", "verified.coupled:CoupledConfig"),
-        ("medusa", "verified.medusa:MedusaConfig"),
-        ("drafter", "verified.slots:DrafterSampler"),
-    )
+    Section(f"--sampler {name}", target, waits_for_torch=True) for name, target in SAMPLERS.items()
 )
 app = command_app()
 
@@ -39,19 +28,21 @@ def sample(
     ),
     num: Annotated[int | None, typer.Option(help="Samples (64; or one per prompt or row).")] = None,
     nfe: Annotated[
-        str | None, typer.Option(help="Forward passes; 8,16,32 writes one file for each.")
+        str | None,
+        typer.Option(help="Forward passes per sequence; 8,16,32 writes one file for each."),
+    ] = None,
+    passes_per_block: Annotated[
+        str | None, typer.Option(help="block: forward passes of each block instead of --nfe.")
     ] = None,
     sampler: Annotated[
         str | None,
-        typer.Option(
-            help="ancestral, first_hitting, fixed_count, confidence, block, sequential, apd, "
-            "coupled, medusa, drafter."
-        ),
+        typer.Option(help=f"{', '.join(SAMPLERS)}."),
     ] = None,
     nucleus_p: Annotated[float | None, typer.Option(help="Nucleus p (1 = off).")] = None,
     nucleus_rule: Annotated[
         str | None, typer.Option(help="strict (the authors') or crossing (transformers').")
     ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Most probable tokens kept (all).")] = None,
     temperature: Annotated[
         float | None, typer.Option(help="Divides the log-probabilities (1 = off).")
     ] = None,
@@ -100,6 +91,7 @@ def sample(
     named: dict[str, Any] = {
         "nucleus_p": nucleus_p,
         "nucleus_rule": nucleus_rule,
+        "top_k": top_k,
         "temperature": temperature,
         "tau": tau,
         "decision": decision,
@@ -107,11 +99,15 @@ def sample(
     }
     stop = {"at_eos": stop_at_eos or None, "min_entropy_nats": min_entropy}
     named["stop"] = {name: value for name, value in stop.items() if value is not None} or None
+    if nfe is not None and passes_per_block is not None:
+        raise UsageError("these exclude each other", where="--nfe, --passes-per-block")
     request = Request(
         checkpoint=checkpoint,
         out=out,
         num=num,
-        budgets=parse_budgets(nfe),
+        budgets=parse_budgets("--nfe", nfe)
+        or parse_budgets("--passes-per-block", passes_per_block),
+        counted="nfe" if passes_per_block is None else "passes_per_block",
         sampler=sampler,
         settings={name: value for name, value in named.items() if value is not None},
         overrides=tuple(settings or ()),
@@ -136,7 +132,7 @@ def sample(
             typer.echo(f"warning: {kept}; they are flagged low_entropy", err=True)
 
 
-def parse_budgets(text: str | None) -> tuple[int, ...]:
+def parse_budgets(option: str, text: str | None) -> tuple[int, ...]:
     """``8,16,32`` as integers; nothing is no budget.
 
     Raises:
@@ -144,16 +140,15 @@ def parse_budgets(text: str | None) -> tuple[int, ...]:
     """
     if text is None:
         return ()
-    expected = "positive integers such as 16 or 8,16,32"
-    parts: list[Any] = [part.strip() for part in text.split(",")]
+    parts = [part.strip() for part in text.split(",")]
     # Python reads no integer of thousands of digits.
-    if not all(part.isascii() and part.isdigit() and len(part) < 20 for part in parts):
-        raise UsageError("bad NFE", where="--nfe", got=text[:40], expected=expected)
-    if not all(int(part) >= 1 for part in parts):
-        raise UsageError("bad NFE", where="--nfe", got=text, expected=expected)
-    budgets = tuple(int(part) for part in parts)
+    is_number = all(part.isascii() and part.isdigit() and len(part) < 20 for part in parts)
+    if not is_number or not all(map(int, parts)):
+        expected = "positive integers such as 16 or 8,16,32"
+        raise UsageError("bad NFE", where=option, got=text[:40], expected=expected)
+    budgets = tuple(map(int, parts))
     if len(set(budgets)) < len(budgets):
-        raise UsageError("an NFE is named twice", where="--nfe", got=text)
+        raise UsageError("an NFE is named twice", where=option, got=text)
     return budgets
 
 

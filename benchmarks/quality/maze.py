@@ -16,9 +16,8 @@ from benchmarks.quality.plan import Plan, Run
 from evaluation.maze import load_task, pool
 from evaluation.score import wilson_interval
 from trainer import load_student
+from trainer.sampling.fill import Sampler, SampleResult
 from trainer.sampling.registry import make_sampler
-from trainer.sampling.sampler import Sampler
-from trainer.sampling.stopping import SampleResult
 
 Cell = dict[str, Any]
 MARGINS = ((0.0, 0.05), (0.05, 0.1), (0.1, 0.2), (0.2, 0.4), (0.4, math.inf))

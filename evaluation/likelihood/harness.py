@@ -16,7 +16,6 @@ from typing import Any, cast, get_args
 
 import torch
 
-import trainer
 from evaluation.likelihood.completion import CompletionScorer, Estimate, ScoringNoise
 from shards.console import progress_bar
 from shards.errors import GdistillError, UsageError
@@ -95,7 +94,6 @@ class GdistillLM(TemplateLM):
                 raise UsageError(
                     f"unknown {name}", where="--model_args", got=value, expected=expected
                 )
-        _ = trainer.load_student  # gives students their samplers
         folder = open_model(Path(pretrained), _device(device or "auto"))
         if folder.tokenizer is None:
             raise UsageError(

@@ -21,7 +21,7 @@ from evaluation.passes import (
     write_page,
 )
 from shards.errors import UsageError
-from trainer.sampling.registry import generate, make_sampler
+from trainer.loading import generate, make_sampler
 from trainer.students.configuration import StudentSettings
 from trainer.students.registry import AR, MDLM, Student
 

@@ -19,9 +19,8 @@ import torch
 from tests.trainer.sample_cli_cases import WORDS, command, read, save, save_models, without_seconds
 from tests.trainer.sampling_cases import LENGTH, VOCAB, tiny_student
 from trainer.sampling import command as run_module
-from trainer.sampling.command import SampleRun
+from trainer.sampling.command import SampleFile, SampleRun
 from trainer.sampling.noise import sampling_noise
-from trainer.sampling.rows_file import SampleFile
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +110,7 @@ def test_interrupted_run_resumes(
 BLOCKED_AT_THE_FOURTH = """
 import time
 from trainer.sample_cli import main
-from trainer.sampling.rows_file import SampleFile
+from trainer.sampling.command import SampleFile
 
 append, calls = SampleFile.append, []
 

@@ -1,211 +1,141 @@
-"""The rows of a block sampler under way: tokens, window, key/value cache, who is still running."""
+"""The samplers that go from left to right with a key/value cache: by blocks, and token by token.
+
+A BD3-LM (Arriola et al. 2025) fills each block by ancestral or first-hitting sampling, or in
+confidence order, while all earlier blocks are known. The keys and values of finished blocks are
+kept. A block enters the cache in the first forward pass of the next block, so every forward pass is
+one that predicts: NFE is all there is. Noise is read at masked positions only, which the current
+block has and finished ones have not, so the cache of a conditioned student is that of its clean
+tokens.
+
+Beyond the trained length the student sees a window of the last blocks, at positions 0, 1, ...
+When the window is full its front half is dropped and the rest is read again in one pass.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
 from shards.errors import UsageError
 from trainer.objective.batch import Places
-from trainer.objective.schedules import law_of
-from trainer.sampling.confidence import Confidence, ConfidenceOrder, SurestFirst
-from trainer.sampling.noise import NoiseUse, StepLevels, require_times
-from trainer.sampling.revealing import (
-    LAST_TIME,
+from trainer.sampling.confidence import (
+    Confidence,
+    ConfidenceOrder,
+    ConfidencePass,
+    confidence_order,
+    most_certain,
+)
+from trainer.sampling.fill import (
+    DiffusionSampler,
+    Pass,
+    Rows,
+    Sampler,
+    StopRule,
     ancestral_order,
     ancestral_times,
-    reveal,
+    check_length,
+    check_times,
     uniform_order,
 )
-from trainer.sampling.sampler import DiffusionSampler, check_tokens
-from trainer.sampling.stopping import SampleResult, StopRule
-from trainer.sampling.token_rule import SampleKeys, TokenRule
-from trainer.students.registry import BD3LM, Student
+from trainer.sampling.noise import Decision, RowNoise, SampleKeys, TokenRule
+from trainer.students.registry import AR, BD3LM, Student
+
+TOKENS_BETWEEN_QUESTIONS = 8
+"""How often rows that may end early are asked whether all have, which makes the host wait."""
 
 
-@dataclass(frozen=True)
-class Window:
-    """The last tokens that a student of limited length sees.
+class BlockRows(Rows):
+    """Rows of which one block is filled at a time.
 
     Attributes:
-        capacity: Most tokens, the trained row length.
-        block_size: Tokens per block.
-        slide: Tokens dropped at a time.
+        active: [m] rows that have not ended.
+        cache: Keys and values of finished blocks; None where every pass reads the window.
+        columns: The current block.
+        window_start: First position that the student sees.
     """
 
-    capacity: int
-    block_size: int
-    slide: int
+    student: BD3LM
+    use_cache = True
 
-    def start(self, end: int) -> int:
-        """First visible token when the current block ends at ``end``."""
-        excess = max(0, end - self.capacity)
-        return -(-excess // self.slide) * self.slide
+    def start(self) -> None:
+        """See :class:`Rows`."""
+        self.active = self.everyone
+        self.cache = self.student.start_cache(len(self.tokens)) if self.use_cache else None
+        self.condition = None
+        self.columns, self.window_start = slice(0, 0), 0
 
-
-class BlockState:
-    """B rows on their way; columns of a block are its ``block_size`` positions.
-
-    Args:
-        student: Fills the blocks.
-        tokens: [B, L] rows as given.
-        use: Their noise, checked.
-        window: What the student sees.
-        use_cache: Whether keys and values are kept.
-    """
-
-    def __init__(
-        self,
-        student: BD3LM,
-        tokens: Int[Tensor, "b l"],
-        use: NoiseUse,
-        window: Window,
-        use_cache: bool,
-    ) -> None:
-        self.student, self.use, self.window = student, use, window
-        self.tokens, self.filled = tokens.clone(), tokens == student.mask_id
-        self.active = torch.arange(len(tokens), device=tokens.device)
-        self.nfe = torch.zeros_like(self.active)
-        self.lengths = torch.full_like(self.active, tokens.shape[1])
-        self.low_entropy = torch.zeros_like(self.active, dtype=torch.bool)
-        self.cache = student.start_cache(len(tokens)) if use_cache else None
-        self.window_start = self.start = self.stop = 0
-        self.levels = StepLevels(None)
-        self.condition: Tensor | None = None
-
-    @property
-    def tokens_here(self) -> Int[Tensor, "m block"]:
-        """The running rows' tokens of the current block."""
-        return self.tokens[self.active, self.start : self.stop]
-
-    @property
-    def masked_here(self) -> Bool[Tensor, "m block"]:
-        """Which of them are to be filled."""
-        return self.tokens_here == self.student.mask_id
-
-    def enter(self, block: int, times: Float[Tensor, "steps1"] | None) -> None:
-        """Go to a block; ``times`` are those of its ancestral steps."""
-        size = self.student.block_size
-        self.start, self.stop = block * size, (block + 1) * size
-        window_start = self.window.start(self.stop)
+    def enter(self, block: int) -> None:
+        """Go to a block."""
+        size, capacity = self.student.block_size, self.student.config.row_length
+        self.columns = slice(block * size, (block + 1) * size)
+        half = max(1, capacity // size // 2) * size
+        window_start = -(-max(0, self.columns.stop - capacity) // half) * half
         if window_start != self.window_start and self.cache is not None:
             self.cache.length = 0  # positions shift, so everything visible is read again
-        self.window_start = window_start
-        self.levels = StepLevels.of(self.student, times)
-        self.condition = None
-        if not self.use.redraw:
-            self.condition = self.use.embed(self.student, self.masked_here, self.active, self.start)
+        self.window_start, self.levels = window_start, None
+        if not self.noise.redraw:
+            masked = self.tokens[self.active, self.columns] == self.student.mask_id
+            self.condition = self.noise.embed(self.student, masked, self.active, self.columns.start)
 
-    def fill(self, steps: Int[Tensor, "m block"], rule: TokenRule, keys: SampleKeys) -> None:
-        """Reveal positions of the current block in their steps."""
-        self._take(
-            reveal(self._predict, self.tokens_here, steps, rule, keys, first_position=self.start)
-        )
-
-    def fill_surest(
-        self, order: ConfidenceOrder, rule: TokenRule, keys: SampleKeys, nfe: int
-    ) -> None:
-        """Reveal the current block's masked positions in at most ``nfe`` passes, surest first."""
-        surest = SurestFirst(order, rule, keys, self.student.mask_id, self.start)
-        self._take(surest.reveal(self._predict, self.tokens_here, nfe))
-
-    def _take(self, filled: tuple[Int[Tensor, "m block"], Int[Tensor, "m"]]) -> None:
-        tokens, passes = filled
-        self.tokens[self.active, self.start : self.stop] = tokens
-        self.nfe[self.active] += passes
-
-    def _predict(
-        self,
-        rows: Int[Tensor, "m"],
-        tokens: Int[Tensor, "m block"],
-        where: Places,
-        steps: Int[Tensor, "m"],
-    ) -> Float[Tensor, "n v1"]:
-        condition = self._condition(rows, tokens, steps)
+    def predict(self, part: Pass) -> Float[Tensor, "n v1"]:
+        """See :class:`Rows`."""
+        rows = torch.searchsorted(self.active, part.rows)  # their places among the active ones
         if self.cache is None:
-            return self._predict_from_window(rows, tokens, where, condition, steps)
-        finished = self.tokens[self.active, self.window_start + self.cache.length : self.start]
-        if not finished.shape[1] and 2 * len(rows) < len(self.active):
+            return self.predict_from_window(part)
+        condition, tokens = self._condition(rows, part), self.tokens[part.rows, self.columns]
+        where = part.where.shifted(-self.columns.start)
+        seen = slice(self.window_start + self.cache.length, self.columns.start)
+        if seen.start == seen.stop and 2 * len(rows) < len(self.active):
             # So few rows are better served by a copy of their keys and values.
-            part = self.cache.select(rows, room=tokens.shape[1])
-            return self.student.predict_after(finished[rows], tokens, where, condition, part)
+            cache = self.cache.select(rows, room=tokens.shape[1])
+            finished = self.tokens[part.rows, seen]
+            return self.student.predict_after(finished, tokens, where, condition, cache)
         # The cache holds all rows or none, so those with nothing to reveal come along. Their NFE
         # does not grow: alone they would read the finished block with the next one.
-        everyone = self.tokens_here.index_put((rows,), tokens)
         everywhere = Places(rows[where.rows], where.positions)
         if condition is not None:
-            blank = condition.new_zeros(len(everyone), *condition.shape[1:])
+            blank = condition.new_zeros(len(self.active), *condition.shape[1:])
             condition = blank.index_put((rows,), condition)
+        everyone, finished = (self.tokens[self.active, part] for part in (self.columns, seen))
         return self.student.predict_after(finished, everyone, everywhere, condition, self.cache)
 
-    def _predict_from_window(
-        self, rows: Tensor, tokens: Tensor, where: Places, condition: Tensor | None, steps: Tensor
-    ) -> Float[Tensor, "n v1"]:
-        context = self.tokens[self.active[rows], self.window_start : self.start]
-        width = context.shape[1]
+    def predict_from_window(self, part: Pass) -> Float[Tensor, "n v1"]:
+        """The same without a cache."""
+        tokens = self.tokens[part.rows, self.window_start : self.columns.stop]
+        condition = self._condition(torch.searchsorted(self.active, part.rows), part)
         if condition is not None:
-            condition = pad(condition, (0, 0, width, 0))
-        both = torch.cat((context, tokens), dim=1)
-        where = where.shifted(width)
-        return self.student.predict_at(both, where, condition, self.levels.at(steps))
+            condition = pad(condition, (0, 0, self.columns.start - self.window_start, 0))
+        where = part.where.shifted(-self.window_start)
+        return self.student.predict_at(tokens, where, condition, self.level(part))
 
-    def _condition(
-        self, rows: Tensor, tokens: Tensor, steps: Tensor
-    ) -> Float[Tensor, "m block d"] | None:
-        if not self.use.redraw:
+    def _condition(self, rows: Int[Tensor, "m"], part: Pass) -> Float[Tensor, "m block e"] | None:
+        if not self.noise.redraw:
             return None if self.condition is None else self.condition[rows]
-        masked = tokens == self.student.mask_id
-        return self.use.embed(self.student, masked, self.active[rows], self.start, steps)
+        masked = self.tokens[part.rows, self.columns] == self.student.mask_id
+        first = self.columns.start
+        return self.noise.embed(self.student, masked, part.rows, first, part.steps)
 
-    def retire(self, stop: StopRule, is_last_try: bool) -> None:
-        """Take rows out that have ended, or that will be drawn anew."""
-        tokens = self.tokens[self.active, : self.stop]
-        filled = self.filled[self.active, : self.stop]
-        lengths = stop.ends(tokens, filled, self.student.config.eos_token_id)
-        has_ended = lengths < self.stop
-        if stop.at_eos:
-            has_ended |= (tokens[:, -1] == self.student.config.eos_token_id) & filled[:, -1]
-        monotonous = stop.is_monotonous(tokens, lengths)
-        self.low_entropy[self.active] |= monotonous
-        self.lengths[self.active] = torch.where(has_ended, lengths, self.lengths[self.active])
-        is_done = has_ended if is_last_try else has_ended | monotonous
-        if bool(is_done.any()):
-            kept = (~is_done).nonzero()[:, 0]
-            self.active = self.active[kept]
-            self.cache = None if self.cache is None else self.cache.select(kept)
-
-    def result(self, stop: StopRule) -> SampleResult:
-        """The rows as they are; behind its end a row holds eos."""
-        tokens, details = self.tokens, {}
-        eos = self.student.config.eos_token_id
-        if stop.at_eos and eos is not None:
-            place = torch.arange(tokens.shape[1], device=tokens.device)
-            tokens = torch.where(place < self.lengths[:, None], tokens, eos)
-        if stop.min_entropy_nats is not None:
-            details["low_entropy"] = self.low_entropy
-        return SampleResult(tokens, self.nfe, self.lengths, details)
+    def keep(self, kept: Int[Tensor, "k"]) -> None:
+        """Go on with some of the active rows."""
+        self.active = self.active[kept]
+        self.cache = None if self.cache is None else self.cache.select(kept)
 
 
-# Block by block from a block-diffusion student (BD3-LM, Arriola et al. 2025), with a KV cache.
-#
-# Each block is filled by ancestral or first-hitting sampling, or the surest tokens first, while all
-# earlier blocks are known. The keys and values of finished blocks are kept. A block enters the
-# cache in the first forward pass of the next block, so every forward pass is one that predicts:
-# NFE is all there is. Noise is read at masked positions only, which the current block has and
-# finished ones have not, so the cache of a conditioned student is that of its clean tokens.
-#
-# Beyond the trained length the student sees a window of the last blocks, at positions 0, 1, ...
-# When the window is full its front is dropped and the rest is read again in one pass.
+class WindowRows(BlockRows):
+    """The same without a cache: every pass reads the whole window."""
+
+    use_cache = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockConfig(DiffusionSampler):
+class BlockSampler(DiffusionSampler):
     """Semi-autoregressive sampling of rows of any length that the block size divides.
 
     Given tokens inside a row are kept, but a block is filled before the student sees what is given
@@ -213,53 +143,59 @@ class BlockConfig(DiffusionSampler):
 
     Attributes:
         inner: How a block is filled: ``ancestral`` in steps, ``first_hitting``, one token per
-            forward pass, or by ``confidence``, as :class:`ConfidenceConfig` fills a row.
+            forward pass, or by ``confidence``, as :class:`ConfidenceSampler` fills a row.
         nfe: Not of ``first_hitting``: most forward passes per sample, spread evenly over its blocks
-            (one block more wherever the division leaves a rest); None is one per token of a block.
-        confidence: Of ``inner=confidence`` only: see :class:`ConfidenceConfig`.
+            (one block more wherever the division leaves a rest).
+        passes_per_block: Instead of ``nfe``: most forward passes of each block. With neither there
+            is one per token.
+        confidence: Of ``inner=confidence`` only: see :class:`ConfidenceSampler`.
         order_temperature: Likewise.
-        final_argmax: Ancestral only: see :class:`AncestralConfig`.
+        final_argmax: Ancestral only: see :class:`AncestralSampler`.
         use_cache: Keep keys and values; without, every pass reads the whole window.
-        slide: Tokens dropped when the window is full, a multiple of the block size; None is half
-            the window. (The authors drop one block at a time and keep no cache.)
 
     Further settings as in :class:`DiffusionSampler`.
     """
 
     inner: Literal["ancestral", "first_hitting", "confidence"] = "ancestral"
     nfe: int | None = None
+    passes_per_block: int | None = None
     confidence: Confidence = "margin"
     order_temperature: float = 0.0
     final_argmax: bool = True
     use_cache: bool = True
-    slide: int | None = None
 
     label: ClassVar[str] = "block"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.order  # which refuses what it cannot follow
-        if self.inner == "first_hitting" and self.nfe is not None:
-            raise UsageError(
-                "first-hitting blocks take no NFE", where="nfe", got=self.nfe, remedy="leave it out"
-            )
-        if self.inner != "confidence" and self.order != ConfidenceOrder():
+        each, remedy = self.passes_per_block, "leave it out"
+        if each is not None and each < 1:
+            raise UsageError("too few forward passes", where="passes_per_block", got=each)
+        if each is not None and self.nfe is not None:
+            got = f"nfe={self.nfe}, passes_per_block={each}"
+            raise UsageError("these exclude each other", where="nfe", got=got, remedy=remedy)
+        for name, got in (("nfe", self.nfe), ("passes_per_block", each)):
+            if self.inner == "first_hitting" and got is not None:
+                what = "first-hitting blocks take one pass per token"
+                raise UsageError(what, where=name, got=got, remedy=remedy)
+        if self.inner != "confidence" and self.certainty != ConfidenceOrder():
             raise UsageError(
                 "a setting of another order",
                 where="confidence, order_temperature",
                 got=f"{self.confidence}, {self.order_temperature:g} with inner={self.inner}",
                 remedy="leave them out, or --set inner=confidence",
             )
+        if self.inner != "ancestral" and not self.final_argmax:
+            what, got = "a setting of another order", f"false with inner={self.inner}"
+            raise UsageError(what, where="final_argmax", got=got, remedy=remedy)
 
     @property
-    def order(self) -> ConfidenceOrder:
+    def certainty(self) -> ConfidenceOrder:
         """Which positions of a block come first, where the student says so."""
         return ConfidenceOrder(self.confidence, self.order_temperature)
 
-    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> BD3LM:
+    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> None:
         """See :class:`Sampler`."""
-        super().check(student, tokens)
-        check_tokens(student, tokens)
         if not isinstance(student, BD3LM):
             raise UsageError(
                 "the block sampler fills block by block",
@@ -268,9 +204,10 @@ class BlockConfig(DiffusionSampler):
                 expected="a BD3-LM student",
                 remedy="use --sampler ancestral for an MDLM",
             )
+        Sampler.check(self, student, tokens)
         has_times = self.inner == "ancestral" and not self.use_cache
         # Finished blocks are read at the time of the current one, so no cache can hold them.
-        require_times(student, has_times, "--set inner=ancestral --set use_cache=false")
+        check_times(student, has_times, "--set inner=ancestral --set use_cache=false")
         length, block = tokens.shape[1], student.block_size
         if length % block:
             raise UsageError(
@@ -279,71 +216,163 @@ class BlockConfig(DiffusionSampler):
                 got=length,
                 expected=f"a multiple of {block}",
             )
-        num_blocks = length // block
-        if self.nfe is not None and self.nfe < num_blocks:
+        if self.nfe is not None and self.nfe < length // block:
             raise UsageError(
                 "fewer forward passes than blocks",
                 where="nfe",
                 got=self.nfe,
-                expected=f"at least {num_blocks}, one for each block of {block} tokens",
+                expected=f"at least {length // block}, one for each block of {block} tokens",
+                remedy="--passes-per-block counts the passes of each block",
             )
-        self.window(student)
-        return student
 
-    def window(self, student: BD3LM) -> Window:
-        """What the student sees.
-
-        Raises:
-            UsageError: For a slide that is no multiple of the block size within the window.
-        """
-        block, capacity = student.block_size, student.config.row_length
-        half = max(1, capacity // block // 2) * block
-        slide = half if self.slide is None else self.slide
-        if slide % block or not block <= slide <= capacity:
-            expected = f"a multiple of {block} up to {capacity}"
-            raise UsageError("bad slide", where="slide", got=slide, expected=expected)
-        return Window(capacity, block, slide)
-
-    def block_budgets(self, num_blocks: int, block_size: int) -> list[int]:
-        """Ancestral steps of each block."""
+    def budgets(self, num_blocks: int, block_size: int) -> list[int]:
+        """Most forward passes of each block."""
         if self.nfe is None:
-            return [block_size] * num_blocks
+            return [self.passes_per_block or block_size] * num_blocks
         marks = [self.nfe * block // num_blocks for block in range(num_blocks + 1)]
         return [stop - start for start, stop in itertools.pairwise(marks)]
 
-    def fill(
-        self, student: BD3LM, tokens: Int[Tensor, "b l"], use: NoiseUse, keys: SampleKeys
-    ) -> SampleResult:
-        """See :class:`DiffusionSampler`."""
-        size, num_blocks = student.block_size, tokens.shape[1] // student.block_size
-        budgets = self.block_budgets(num_blocks, size)
-        state = BlockState(student, tokens, use, self.window(student), self.use_cache)
-        last_time = LAST_TIME if self.final_argmax else 0.0
-        is_last_try = keys.attempt + 1 >= self.stop.max_tries
-        for block, budget in enumerate(budgets):
-            times = ancestral_times(budget, last_time) if self.inner == "ancestral" else None
-            state.enter(block, times)
-            here = keys.select(state.active)
-            if self.inner == "confidence":
-                state.fill_surest(self.order, self.rule, here, budget)
-            else:
-                drawn, left = self._steps(student, state.masked_here, here, block * size, times)
-                state.fill(drawn, self.rule, here)
-                state.fill(left, TokenRule("argmax"), here)
-            state.retire(self.stop, is_last_try)
-            if not len(state.active):
-                break
-        return state.result(self.stop)
+    def start(
+        self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys
+    ) -> BlockRows:
+        """See :class:`Sampler`."""
+        return (BlockRows if self.use_cache else WindowRows)(student, tokens, noise, keys)
 
-    def _steps(
-        self,
-        student: BD3LM,
-        masked: Bool[Tensor, "b block"],
-        keys: SampleKeys,
-        first: int,
-        times: Float[Tensor, "steps1"] | None,
-    ) -> tuple[Int[Tensor, "b block"], Int[Tensor, "b block"]]:
-        """Steps that reveal the block's positions, those of the final fill apart."""
-        if times is None:
-            return uniform_order(masked, keys, first)
-        return ancestral_order(law_of(student.settings.diffusion), masked, keys, first, times)
+    def order(self, rows: BlockRows) -> Iterator[Pass]:  # type: ignore[override]
+        """See :class:`Sampler`; rows that have ended, or will be drawn anew, leave."""
+        size = rows.student.block_size
+        is_last_try = rows.keys.attempt + 1 >= self.stop.max_tries
+        rows.details = {}
+        low = torch.zeros_like(rows.everyone, dtype=torch.bool)
+        for block, budget in enumerate(self.budgets(rows.tokens.shape[1] // size, size)):
+            rows.enter(block)
+            here = rows, rows.active, rows.columns
+            if self.inner == "confidence":
+                yield from confidence_order(*here, budget)
+            elif self.inner == "first_hitting":
+                yield from uniform_order(*here, None)
+            else:
+                yield from ancestral_order(*here, ancestral_times(budget, self.final_argmax))
+            is_done = self._ended(rows, low, is_last_try)
+            if is_done is not None and bool(is_done.any()):
+                rows.keep((~is_done).nonzero()[:, 0])
+            if not len(rows.active):
+                break
+        if self.stop.min_entropy_nats is not None:
+            rows.details["low_entropy"] = low
+        eos = rows.student.config.eos_token_id
+        if self.stop.at_eos and eos is not None:  # behind its end a row holds eos
+            lengths = self.stop.ends(rows.tokens, rows.masked, eos)
+            place = torch.arange(rows.tokens.shape[1], device=lengths.device)
+            rows.tokens = torch.where(place < lengths[:, None], rows.tokens, eos)
+
+    def _ended(self, rows: BlockRows, low: Tensor, is_last_try: bool) -> Tensor | None:
+        """Which active rows are done; ``low`` is told of monotonous ones. None: nobody looks."""
+        stop, end = self.stop, rows.columns.stop
+        if stop == StopRule():
+            return None
+        tokens, filled = (x[rows.active, :end] for x in (rows.tokens, rows.masked))
+        eos = rows.student.config.eos_token_id
+        lengths = stop.ends(tokens, filled, eos)
+        has_ended = lengths < end
+        if stop.at_eos:
+            has_ended |= (tokens[:, -1] == eos) & filled[:, -1]
+        monotonous = stop.is_monotonous(tokens, lengths)
+        low[rows.active] |= monotonous
+        return has_ended if is_last_try else has_ended | monotonous
+
+    def choose(
+        self, rows: Rows, part: Pass, log_probs: Float[Tensor, "n v1"]
+    ) -> tuple[Places, Int[Tensor, "k"]]:
+        """See :class:`Sampler`."""
+        if isinstance(part, ConfidencePass):
+            return most_certain(rows, part, log_probs, self.certainty, self.rule)
+        return super().choose(rows, part, log_probs)
+
+
+class SequenceRows(Rows):
+    """Rows of an autoregressive student, which reads every token once."""
+
+    student: AR
+
+    def start(self) -> None:
+        """See :class:`Rows`."""
+        self.cache, self.read = self.student.start_cache(len(self.tokens)), 0
+
+    def predict(self, part: Pass) -> Float[Tensor, "n v1"]:
+        """See :class:`Rows`; all rows are at one position."""
+        new = self.tokens[:, self.read : self.stop]
+        self.read = self.stop
+        return self.student.predict_next(new, self.cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequentialSampler(Sampler):
+    """Ordinary autoregressive sampling with a key/value cache, one token per forward pass.
+
+    NFE is the number of tokens from the first to the last position to fill; given tokens among
+    them are kept. The student takes no noise.
+
+    Attributes:
+        temperature: Divides the log-probabilities of the prediction; 1 leaves them.
+        decision: Draw the tokens (``categorical``), or take the most probable ones.
+
+    Further settings as in :class:`Sampler`.
+    """
+
+    temperature: float = 1.0
+    decision: Decision = "categorical"
+
+    label: ClassVar[str] = "sequential"
+
+    @property
+    def rule(self) -> TokenRule:
+        """How tokens are chosen."""
+        nucleus = self.nucleus_p, self.nucleus_rule
+        return TokenRule(self.decision, *nucleus, self.temperature, self.top_k)
+
+    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> None:
+        """See :class:`Sampler`."""
+        super().check(student, tokens)
+        check_length(student, tokens)
+        if not isinstance(student, AR):
+            raise UsageError(
+                "the sequential sampler goes from left to right",
+                where="sampler",
+                got=type(student).__name__,
+                expected="an autoregressive student",
+            )
+
+    def start(
+        self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys
+    ) -> SequenceRows:
+        """See :class:`Sampler`."""
+        return SequenceRows(student, tokens, noise, keys)
+
+    def order(self, rows: SequenceRows) -> Iterator[Pass]:  # type: ignore[override]
+        """See :class:`Sampler`."""
+        place, masked = torch.arange(rows.tokens.shape[1], device=rows.tokens.device), rows.masked
+        eos = rows.student.config.eos_token_id
+        begin = torch.where(masked, place, len(place)).amin(dim=1)
+        end = torch.where(masked, place + 1, 0).amax(dim=1)
+        has_ended = torch.zeros_like(begin, dtype=torch.bool)
+        for position in range(int(begin.min()), int(end.max())):
+            rows.stop, rows.here = position, masked[:, position] & ~has_ended
+            # All rows draw, also those whose token is given: to leave some out is to count them.
+            places = Places(rows.everyone, torch.full_like(rows.everyone, position))
+            yield Pass(rows.everyone, places, places)
+            if self.stop.at_eos and eos is not None:
+                has_ended |= rows.here & (rows.tokens[:, position] == eos)
+                rest = rows.tokens[:, position + 1 :]
+                rows.tokens[:, position + 1 :] = torch.where(has_ended[:, None], eos, rest)
+                if position % TOKENS_BETWEEN_QUESTIONS == 0 and bool(has_ended.all()):
+                    break
+        lengths = self.stop.ends(rows.tokens, masked, eos)
+        rows.nfe = (torch.minimum(end, lengths) - begin).clamp_min(0)
+
+    def choose(
+        self, rows: SequenceRows, part: Pass, log_probs: Float[Tensor, "n v1"]
+    ) -> tuple[Places, Int[Tensor, "n"]]:
+        """See :class:`Sampler`."""
+        places, drawn = super().choose(rows, part, log_probs)
+        return places, torch.where(rows.here, drawn, places.read(rows.tokens))

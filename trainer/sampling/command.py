@@ -1,45 +1,51 @@
-"""From what a user asks for to a run: every mistake is found before the first forward pass."""
+"""``gdistill-sample``: from what a user asks for to files of samples.
+
+Every mistake is found before the first forward pass. Samples are one JSON object per line, appended
+batch by batch to ``NAME.partial``; the finished file gets its name by a rename. A torn last line
+(power cut, kill -9) is dropped when the run resumes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import itertools
+import json
+import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
-from shards.atomic import canonical_json, exclusive, write_json_atomic
+from shards.atomic import (
+    canonical_json,
+    exclusive,
+    fsync_path,
+    open_itself,
+    whole_lines,
+    write_bytes_atomic,
+    write_json_atomic,
+)
 from shards.console import Bar, progress_bar, stderr
-from shards.errors import UsageError
+from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import allow_tf32, largest_batch
 from shards.language_model.loading import find_pretrained, looks_local
 from shards.noise.philox import use_noise_kernel
 from shards.provenance import code_version
 from shards.settings import flatten, merge, nested, parse_override, to_mapping
+from trainer.sampling.fill import Sampler, SampleResult
 from trainer.sampling.noise import noise_of_rows
 from trainer.sampling.registry import SAMPLERS, make_sampler, sampler_class
-from trainer.sampling.rows_file import (
-    GivenRows,
-    SampleFile,
-    files_of_same_run,
-    prompted,
-    read_infill,
-    read_prompts,
-    student_identity,
-    unconditional,
-)
-from trainer.sampling.sampler import Sampler
-from trainer.sampling.stopping import SampleResult
 from trainer.students.folder import ModelFolder, open_model
+from trainer.students.registry import StudentConfig
 
 DEFAULT_NUM = 64
-PRECISIONS = ("fp32", "bf16")
-STOP_OPTIONS = "--stop-at-eos, --min-entropy"
+SETTINGS_FILE = "settings.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +56,8 @@ class Request:
         checkpoint: Model folder, the output of a training run, or a hub id.
         out: Folder for the samples.
         num: Samples; None is 64, or one per prompt or infill row.
-        budgets: NFE of each file; empty leaves the sampler's own.
+        budgets: Forward passes of each file; empty leaves the sampler's own.
+        counted: What a budget counts: ``nfe`` or ``passes_per_block``.
         sampler: Registry name; None takes the one that suits the student.
         settings: Sampler settings by name.
         overrides: Further sampler settings, ``key=value``.
@@ -70,6 +77,7 @@ class Request:
     out: Path
     num: int | None = None
     budgets: tuple[int, ...] = ()
+    counted: str = "nfe"
     sampler: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
@@ -90,24 +98,15 @@ class Request:
                 raise UsageError("a count below 1", where=name, got=value, expected="at least 1")
         if not 0 <= self.seed < 2**63:
             raise UsageError("bad seed", where="--seed", got=self.seed, expected="0..2^63 - 1")
-        if self.precision not in PRECISIONS:
-            raise UsageError(
-                "unknown precision", where=self.precision, expected=f"one of {PRECISIONS}"
-            )
-        given = {
-            "--prompt": self.prompt,
-            "--prompt-file": self.prompt_file,
-            "--infill": self.infill,
-        }
-        named = [name for name, value in given.items() if value is not None]
-        if len(named) > 1:
-            raise UsageError("these exclude each other", where=", ".join(named))
-        if self.infill is not None and self.length is not None:
-            raise UsageError(
-                "these exclude each other",
-                where="--infill, --length",
-                remedy="leave --length out: a row to infill has its own",
-            )
+        if self.precision not in ("fp32", "bf16"):
+            raise UsageError("unknown precision", where=self.precision, expected="fp32 or bf16")
+        rows = ("prompt", "prompt_file", "infill")
+        for names in (rows, ("infill", "length")):
+            given = [name for name in names if getattr(self, name) is not None]
+            if len(given) > 1:
+                where = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+                remedy = "a row to infill has its own length" if "length" in names else ""
+                raise UsageError("these exclude each other", where=where, remedy=remedy)
 
     def resolve(self) -> list[SampleRun]:
         """Load the student and settle everything else: one run, or one per value of the sweep.
@@ -118,29 +117,51 @@ class Request:
         device = self._device()
         if obstacle := use_noise_kernel("auto", device):
             stderr.print(f"noise kernel: eager on {device}; {obstacle}", markup=False)
-        loaded = open_model(find_checkpoint(self.checkpoint), device, self.backbone)
-        name = loaded.student.default_sampler if self.sampler is None else self.sampler
-        name = name.replace("-", "_")
-        settings = self._sampler_settings(name)
-        given = self._given(loaded)
-        runs = [
-            self._run(loaded, name, merge(settings, change), given, self.out / folder)
-            for folder, change in self._variants(settings)
-        ]
-        for run in runs:
+        local = Path(self.checkpoint).exists() or looks_local(self.checkpoint)
+        place = (
+            self.checkpoint if local else find_pretrained(self.checkpoint, role="student").folder
+        )
+        loaded = open_model(Path(place), device, self.backbone)
+        name = (self.sampler or loaded.student.default_sampler).replace("-", "_")
+        settings, given = self._sampler_settings(name), self._given(loaded)
+        runs = []
+        for folder, change in self._variants(settings):
+            sampler = make_sampler(name, **merge(settings, change)).settled(loaded.student)
+            samplers = [self._with_budget(name, sampler, budget) for budget in self.budgets]
+            word = self.counted.replace("_", "-")
+            files = [f"samples-{word}{budget}.jsonl" for budget in self.budgets]
+            run = SampleRun(
+                loaded=loaded,
+                sampler_name=name,
+                samplers=tuple(samplers) or (sampler,),
+                files=tuple(files) if len(files) > 1 else ("samples.jsonl",),
+                counted=self.counted,
+                given=given,
+                seed=self.seed,
+                num_samples=self.num or self._default_num(given),
+                batch_size=self.batch_size,
+                precision=self.precision,
+                out=self.out / folder,
+            )
             check_given(run)
             run.samplers[0].check_tokenizer(loaded.tokenizer)
-        return [dataclasses.replace(run, products=_products(run, device)) for run in runs]
+            runs.append(run)
+        products = "float32"
+        # Lossless decoding compares two passes, which TF32 would part.
+        if self.precision == "fp32" and runs[0].samplers[0].verifier_sha256(loaded.student) is None:
+            products = allow_tf32(device)
+            if products == "TF32":
+                stderr.print("float32 products run as TF32; NVIDIA_TF32_OVERRIDE=0 turns that off")
+        return [dataclasses.replace(run, products=products) for run in runs]
 
     def _sampler_settings(self, name: str) -> dict[str, Any]:
         """Options and overrides as one mapping."""
-        taken = {field.name for field in dataclasses.fields(sampler_class(name))}  # type: ignore[arg-type]
         for key, value in self.settings.items():
-            if key not in taken:
+            if not _takes(name, key):
                 having = [other for other in SAMPLERS if _takes(other, key)]
                 raise UsageError(
                     f"the {name} sampler takes no {key}",
-                    where=STOP_OPTIONS if key == "stop" else f"--{key.replace('_', '-')}",
+                    where=f"--{key.replace('_', '-')}",
                     got=value,
                     remedy=f"leave it out, or take --sampler {' or '.join(having)}",
                 )
@@ -149,6 +170,20 @@ class Request:
             settings = merge(settings, nested(*parse_override(text)))
         return settings
 
+    def _with_budget(self, name: str, sampler: Sampler, budget: int) -> Sampler:
+        """The sampler with so many forward passes."""
+        if not _takes(name, self.counted):
+            other = self.counted == "passes_per_block" and _takes(name, "nfe")
+            raise UsageError(
+                f"the {name} sampler takes no {'NFE' if self.counted == 'nfe' else self.counted}",
+                where=f"--{self.counted.replace('_', '-')}",
+                got=budget,
+                remedy="--nfe counts the passes of a sequence"
+                if other
+                else "its NFE follows from the number of tokens to fill",
+            )
+        return dataclasses.replace(sampler, **{self.counted: budget})
+
     def _variants(self, settings: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         """(folder below ``out``, change of the settings) of each run."""
         if self.sweep is None:
@@ -156,33 +191,9 @@ class Request:
         key, values = parse_sweep(self.sweep)
         if key in flatten(settings):
             raise UsageError("named beside the sweep", where=f"--sweep {key}", got=settings)
-        if key == "nfe" and self.budgets:
-            raise UsageError("these exclude each other", where="--sweep nfe, --nfe")
+        if key == self.counted and self.budgets:
+            raise UsageError("these exclude each other", where=f"--sweep {key}, --{key}")
         return [(f"{key}={text}", nested(*parse_override(f"{key}={text}"))) for text in values]
-
-    def _run(
-        self,
-        loaded: ModelFolder,
-        name: str,
-        settings: Mapping[str, Any],
-        given: GivenRows,
-        out: Path,
-    ) -> SampleRun:
-        sampler = make_sampler(name, **settings).settled(loaded.student)
-        budgets = [with_nfe(name, sampler, nfe) for nfe in self.budgets] or [sampler]
-        files = [f"samples-nfe{nfe}.jsonl" for nfe in self.budgets]
-        return SampleRun(
-            loaded=loaded,
-            sampler_name=name,
-            samplers=tuple(budgets),
-            files=tuple(files) if len(files) > 1 else ("samples.jsonl",),
-            given=given,
-            seed=self.seed,
-            num_samples=self.num or self._default_num(given),
-            batch_size=self.batch_size,
-            precision=self.precision,
-            out=out,
-        )
 
     def _device(self) -> torch.device:
         if self.device == "auto":
@@ -199,38 +210,20 @@ class Request:
         length = config.row_length if self.length is None else self.length
         if length < 2:
             raise UsageError("nothing to fill", where="--length", got=length, expected="at least 2")
+        if (self.infill, self.prompt, self.prompt_file) == (None, None, None):
+            return unconditional(config, length)
+        from trainer.sampling.given import prompted, read_infill, read_prompts
+
         if self.infill is not None:
             return read_infill(self.infill, tokenizer, config)
         if self.prompt is not None:
             return prompted([self.prompt], tokenizer, config, length)
-        if self.prompt_file is not None:
-            return prompted(read_prompts(self.prompt_file), tokenizer, config, length)
-        return unconditional(config, length)
+        assert self.prompt_file is not None
+        return prompted(read_prompts(self.prompt_file), tokenizer, config, length)
 
     def _default_num(self, given: GivenRows) -> int:
         many = self.infill is not None or self.prompt_file is not None
         return len(given.rows) if many else DEFAULT_NUM
-
-
-def _products(run: SampleRun, device: torch.device) -> str:
-    """How float32 products run: lossless decoding compares two passes, which TF32 would part."""
-    if run.precision != "fp32" or run.samplers[0].verifier_sha256(run.loaded.student) is not None:
-        return "float32"
-    products = allow_tf32(device)
-    if products == "TF32":
-        stderr.print("float32 products run as TF32; NVIDIA_TF32_OVERRIDE=0 turns that off")
-    return products
-
-
-def find_checkpoint(name: str) -> Path:
-    """A folder as it is; anything else is asked of the hub's cache, and of the hub.
-
-    Raises:
-        UsageError: When neither has such a model.
-    """
-    if Path(name).exists() or looks_local(name):
-        return Path(name)
-    return find_pretrained(name, role="student").folder
 
 
 def parse_sweep(text: str) -> tuple[str, list[str]]:
@@ -250,7 +243,7 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
 
 
 def _takes(name: str, key: str) -> bool:
-    return any(field.name == key for field in dataclasses.fields(SAMPLERS[name]))  # type: ignore[arg-type]
+    return any(field.name == key for field in dataclasses.fields(sampler_class(name)))
 
 
 def check_given(run: SampleRun) -> None:
@@ -265,21 +258,205 @@ def check_given(run: SampleRun) -> None:
             try:
                 sampler.check(student, run.given.tokens([index], student.device))
             except UsageError as error:
-                raise error if index == 0 else _of_row(index, error) from error
+                if not index:
+                    raise
+                # Name the row that makes the mistake, where those before it do not.
+                where = f"row {index} (the first is 0): {error.where}"
+                raise UsageError(
+                    error.what,
+                    where=where,
+                    got=error.got,
+                    expected=error.expected,
+                    remedy=error.remedy,
+                ) from error
 
 
-def _of_row(index: int, error: UsageError) -> UsageError:
-    """The same mistake with the row that makes it, where those before it do not."""
-    where = f"row {index} (the first is 0): {error.where}"
-    return UsageError(
-        error.what, where=where, got=error.got, expected=error.expected, remedy=error.remedy
-    )
+@dataclass(frozen=True)
+class GivenRows:
+    """Partly known rows; sample i fills row i modulo their number.
+
+    Attributes:
+        rows: Token ids of each row, the mask id where to fill.
+        mask_id: The mask id.
+        first_token_is_text: Whether position 0 belongs to the text (no bos stands there).
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    mask_id: int
+    first_token_is_text: bool = False
+
+    def row(self, index: int) -> tuple[int, ...]:
+        """What is given of sample ``index``."""
+        return self.rows[index % len(self.rows)]
+
+    def tokens(self, indices: Sequence[int], device: torch.device | str) -> Int[Tensor, "b l"]:
+        """The rows of some samples, all of one length."""
+        return torch.tensor([self.row(index) for index in indices], device=device)
+
+    def filled_positions(self, index: int) -> list[int]:
+        """Positions that the sampler fills."""
+        return [place for place, token in enumerate(self.row(index)) if token == self.mask_id]
 
 
-# One run of ``gdistill-sample``: what decides its samples, batches, resume, files.
+def unconditional(config: StudentConfig, length: int) -> GivenRows:
+    """Only the first token is given: bos, or eos where the tokenizer has no bos.
+
+    Raises:
+        UsageError: When the model has neither.
+    """
+    first = config.first_token_id
+    if first is None:
+        raise UsageError(
+            "the model has no bos and no eos token to begin with",
+            where="--prompt",
+            remedy="give a prompt",
+        )
+    return from_prompts([[]], [first], config, length)
 
 
-SETTINGS_FILE = "settings.json"
+def from_prompts(
+    prompts: Sequence[Sequence[int]], bos: Sequence[int], config: StudentConfig, length: int
+) -> GivenRows:
+    """Rows of bos, prompt and masks."""
+    mask_id, rows = config.vocab_size, []
+    for number, prompt in enumerate(prompts):
+        given = [*bos, *prompt]
+        if not given:
+            raise UsageError("an empty prompt and no bos token", where=f"prompt {number}")
+        if len(given) >= length:
+            raise UsageError(
+                "the prompt is longer than the row",
+                where=f"prompt {number}",
+                got=f"{len(given)} tokens with bos",
+                expected=f"at most {length - 1}, so that something is left to fill",
+            )
+        rows.append((*given, *[mask_id] * (length - len(given))))
+    return GivenRows(tuple(rows), mask_id, not bos)
+
+
+class SampleFile:
+    """A file of samples that a run fills.
+
+    Args:
+        path: Where the finished file stands.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.partial = path.with_name(f"{path.name}.partial")
+
+    def finished_indices(self) -> set[int]:
+        """Indices of the samples that are safely written; repairs a torn last line.
+
+        Raises:
+            GdistillError: When a line in the middle is not a sample, or one of its own.
+        """
+        if self.path.is_file():
+            return {record["index"] for record in self.read()}
+        return {record["index"] for record in self._records(whole_lines(self.partial))}
+
+    def read(self) -> list[dict[str, Any]]:
+        """The samples of the finished file."""
+        return self._records(self.path.read_bytes().splitlines())
+
+    def _records(self, lines: list[bytes]) -> list[dict[str, Any]]:
+        records: dict[int, dict[str, Any]] = {}
+        for number, line in enumerate(lines, start=1):
+            where = f"{self.path}:{number}"
+            try:
+                record = json.loads(line)
+                index = record["index"]
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise _damaged(where, error) from error
+            if type(index) is not int or index in records:
+                raise _damaged(where, f"index {index!r}, no number or a second time")
+            records[index] = record
+        return list(records.values())
+
+    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Add samples; they survive a power cut when this returns.
+
+        Raises:
+            GdistillError: When they cannot be written; a run begun again goes on from there.
+        """
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.is_file():  # a finished run that is asked for more samples
+            os.replace(self.path, self.partial)
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        try:
+            with open(self.partial, "ab", opener=open_itself) as file:
+                file.write(lines.encode())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise GdistillError(
+                "samples cannot be written", where=self.partial, got=error.strerror
+            ) from error
+
+    def finish(self) -> None:
+        """Sort the lines by index and give the file its name."""
+        if self.path.is_file():
+            return
+        records = self._records(self.partial.read_bytes().splitlines())
+        records.sort(key=lambda record: record["index"])
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        write_bytes_atomic(self.path, lines.encode())
+        self.partial.unlink()
+        fsync_path(self.path.parent)
+
+
+def _damaged(where: str, got: object) -> GdistillError:
+    remedy = "delete the file and sample again"
+    return GdistillError("a sample line is damaged", where=where, got=got, remedy=remedy)
+
+
+def student_identity(loaded: ModelFolder) -> dict[str, Any]:
+    """The weights, the time bounds among them, and what is made of them: JSON."""
+    student = loaded.student
+    config = student.config
+    frozen = {} if config.frozen is None else {"backbone": config.frozen}
+    return {
+        **frozen,
+        "weights_sha256": loaded.weights_sha256,
+        "student": type(student).__name__.lower(),
+        "student_config": to_mapping(student.settings),
+        "row_length": config.row_length,
+        "bos_id": config.bos_token_id,
+        "eos_id": config.eos_token_id,
+        "codec": config.codec,
+    }
+
+
+def files_of_same_run(settings_file: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``settings.json`` says of the files that earlier runs left; empty without one.
+
+    Args:
+        settings_file: Where it stands, if it does.
+        identity: Of the run that wants to go on there.
+
+    Raises:
+        UsageError: When the files are of another identity, naming the first field that differs.
+        GdistillError: When the file is damaged.
+    """
+    if not settings_file.is_file():
+        return {}
+    try:
+        before = json.loads(settings_file.read_text(encoding="utf-8"))
+        saved, files = flatten(before["identity"]), dict(before["files"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise GdistillError("damaged settings", where=settings_file, got=error) from error
+    ours = flatten(identity)
+    for name in sorted(saved.keys() | ours.keys()):
+        old, new = saved.get(name, "absent"), ours.get(name, "absent")
+        if old != new:
+            raise UsageError(
+                "the folder holds samples of another run",
+                where=f"{settings_file.parent}: {name}",
+                got=new,
+                expected=f"{old} as there",
+                remedy="give another --out",
+            )
+    return files
 
 
 @dataclass(frozen=True)
@@ -291,6 +468,7 @@ class SampleRun:
         sampler_name: Registry name of the sampler.
         samplers: One sampler per file.
         files: Names of the files, one per sampler.
+        counted: The setting that differs from file to file.
         given: What is given of each sample.
         seed: Names all randomness, with the sample index.
         num_samples: Samples per file.
@@ -304,6 +482,7 @@ class SampleRun:
     sampler_name: str
     samplers: tuple[Sampler, ...]
     files: tuple[str, ...]
+    counted: str
     given: GivenRows
     seed: int
     num_samples: int
@@ -317,7 +496,7 @@ class SampleRun:
         first = self.samplers[0]
         sampler = self._described(first)
         if len(self.samplers) > 1:
-            sampler.pop("nfe")  # each file of a curve has its own
+            sampler.pop(self.counted)  # each file of a curve has its own
         rows = hashlib.sha256(canonical_json([list(row) for row in self.given.rows])).hexdigest()
         return {
             **student_identity(self.loaded),
@@ -505,19 +684,3 @@ def published_name(place: str | Path) -> str:
     """
     folder = Path(place)
     return "/".join(folder.resolve().parts[-2:]) if folder.exists() else str(place)
-
-
-def with_nfe(name: str, sampler: Sampler, nfe: int) -> Sampler:
-    """The sampler with another budget of forward passes.
-
-    Raises:
-        UsageError: When its NFE is not a setting.
-    """
-    if not any(field.name == "nfe" for field in dataclasses.fields(sampler)):  # type: ignore[arg-type]
-        raise UsageError(
-            f"the {name} sampler takes no NFE",
-            where="--nfe",
-            got=nfe,
-            remedy="its NFE follows from the number of tokens to fill",
-        )
-    return dataclasses.replace(sampler, nfe=nfe)  # type: ignore[type-var]

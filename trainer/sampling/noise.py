@@ -1,8 +1,16 @@
-"""The Gumbel noise of samples, found again from (seed, sample index) by whoever needs it."""
+"""The randomness of samples, all of it named by (seed, purpose, sample, position, attempt).
+
+Nothing here has state, so a sample depends neither on the batch it is drawn in nor on the order:
+only on the seed and on its own index. First the Gumbel noise that students read, then the draws
+that turn a prediction into a token: exponential races, see :func:`shards.noise.philox.race`.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,10 +19,23 @@ from torch import Tensor
 from shards.codec.protocol import Codec
 from shards.errors import UsageError
 from shards.noise.kinds import KeyedPrior, Noise, PriorNoise
-from shards.noise.philox import PositionKeys
+from shards.noise.philox import PositionKeys, race, uniforms
 from shards.provenance import derive_seed
-from trainer.objective.schedules import law_of, masking_sigma
+from trainer.objective.batch import Places
 from trainer.students.registry import Student
+
+DEFAULT_TAU = 0.85
+STEPS_PER_ATTEMPT = 1 << 20
+"""Draw numbers of one attempt: its own, then one per step where noise is redrawn."""
+MOST_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}
+"""Most float64 probabilities at a time: 32 MiB on a CPU, of which a draw holds a dozen copies; more
+on a GPU, which small chunks would leave idle."""
+FIRST_CANDIDATES = 512
+"""Sorting a vocabulary of 50,000 costs ten times as much as finding its 512 largest entries, which
+nearly always suffice for a nucleus."""
+
+Decision = Literal["categorical", "argmax"]
+NucleusRule = Literal["strict", "crossing"]
 
 
 def sampling_noise(
@@ -56,53 +77,24 @@ def noise_of_rows(
     return sampling_noise(seed, sample_ids, row_length, size, codec=student.codec)
 
 
-# How the samples' noise, and the noise level of each step, reach the student.
-
-
-DEFAULT_TAU = 0.85
-STEPS_PER_ATTEMPT = 1 << 20
-"""Draw numbers of one attempt: its own, then one per step where noise is redrawn."""
-
-
 @dataclass(frozen=True)
-class NoiseUse:
-    """How noise enters the student.
+class RowNoise:
+    """Noise of B rows of ``length`` positions, and how the student reads it.
 
     Attributes:
-        noise: Noise of B * L positions, row by row; None for a student without conditioning.
-        tau: Scale of xi; None is 0.85 for a conditioned student.
-        redraw: Whether every step sees an independent draw.
+        noise: B * length positions, row by row; None for a student without conditioning.
         length: L.
+        tau: Scale of xi.
+        redraw: Whether every step sees an independent draw.
     """
 
     noise: Noise | None
-    tau: float | None = None
+    length: int
+    tau: float = DEFAULT_TAU
     redraw: bool = False
-    length: int = 0
 
-    def checked(self, student: Student, tokens: Int[Tensor, "b l"]) -> NoiseUse:
-        """The same, settled for these rows; noise for a student that takes none is left out.
-
-        Raises:
-            UsageError: When student and noise do not belong together.
-        """
-        if not student.is_conditioned:
-            return NoiseUse(None)
-        if self.noise is None:
-            raise UsageError("a conditioned student needs noise", where="noise", got="none")
-        if self.noise.num_positions != tokens.numel():
-            raise UsageError(
-                "the noise does not fit the rows",
-                got=f"{self.noise.num_positions} positions",
-                expected=tokens.numel(),
-            )
-        if self.redraw:
-            _redrawable(self.noise)
-        tau = DEFAULT_TAU if self.tau is None else self.tau
-        return NoiseUse(self.noise, tau, self.redraw, tokens.shape[1])
-
-    def of(self, rows: Int[Tensor, "m"], attempt: int = 0) -> NoiseUse:
-        """The noise of some rows of a batch, for an attempt at them; attempt 0 is the first."""
+    def of(self, rows: Int[Tensor, "m"], attempt: int = 0) -> RowNoise:
+        """The noise of some rows, for an attempt at them; attempt 0 is the first."""
         if self.noise is None:
             return self
         index = rows[:, None] * self.length + torch.arange(self.length, device=rows.device)
@@ -111,6 +103,11 @@ class NoiseUse:
             noise = _redrawable(noise).redrawn(attempt * STEPS_PER_ATTEMPT)
         return replace(self, noise=noise)
 
+    def at(self, rows: Int[Tensor, "n"], positions: Int[Tensor, "n"]) -> Noise:
+        """The noise of n positions."""
+        assert self.noise is not None
+        return self.noise.select((rows * self.length + positions).to(self.noise.device))
+
     def embed(
         self,
         student: Student,
@@ -118,8 +115,8 @@ class NoiseUse:
         rows: Int[Tensor, "m"],
         first: int = 0,
         steps: Int[Tensor, "m"] | None = None,
-    ) -> Float[Tensor, "m w d"] | None:
-        """Noise embeddings at masked positions, zero elsewhere; None without noise.
+    ) -> Float[Tensor, "m w e"] | None:
+        """What the student reads at masked positions, zero elsewhere; None without noise.
 
         Args:
             student: Embeds.
@@ -131,84 +128,190 @@ class NoiseUse:
         if self.noise is None:
             return None
         row, column = masked.nonzero(as_tuple=True)
-        index = rows[row] * self.length + first + column
+        noise = self.at(rows[row], first + column)
+
+        def read(part: Noise) -> Float[Tensor, "n e"]:
+            return student.embed_noise(part.to(row.device), self.tau)
+
         if steps is None or not self.redraw:
-            embedded = self._embed(student, self.noise, index)
+            embedded = read(noise)
         else:
-            noise, step_of = _redrawable(self.noise), steps[row]
-            parts = [
-                (step_of == step, self._embed(student, noise.redrawn(step), index[step_of == step]))
-                for step in steps.unique().tolist()
-            ]
-            embedded = parts[0][1].new_zeros(len(index), parts[0][1].shape[-1])
-            for chosen, part in parts:
+            embedded, step_of = torch.empty(0), steps[row]
+            for step in steps.unique().tolist():
+                chosen = (step_of == step).nonzero()[:, 0]
+                part = read(_redrawable(noise).redrawn(step).select(chosen.to(noise.device)))
+                if not len(embedded):
+                    embedded = part.new_zeros(len(row), part.shape[-1])
                 embedded[chosen] = part
         condition = embedded.new_zeros(*masked.shape, embedded.shape[-1])
         condition[row, column] = embedded
         return condition
 
-    def _embed(
-        self, student: Student, noise: Noise, index: Int[Tensor, "n"]
-    ) -> Float[Tensor, "n d"]:
-        chosen = noise.select(index.to(noise.device)).to(index.device)
-        return student.embed_noise(chosen, 1.0 if self.tau is None else self.tau)
-
 
 def _redrawable(noise: Noise) -> PriorNoise:
     if not isinstance(noise, PriorNoise):
-        raise UsageError(
-            "this noise cannot be redrawn", where="noise", remedy="give sampling_noise"
-        )
+        remedy = "give sampling_noise"
+        raise UsageError("this noise cannot be redrawn", where="noise", remedy=remedy)
     return noise
 
 
 @dataclass(frozen=True)
-class StepLevels:
-    """What a time-conditioned student is told in each step; None for other students."""
+class SampleKeys:
+    """Names the draws of B samples.
 
-    sigma: Float[Tensor, "steps"] | None
-
-    @classmethod
-    def of(cls, student: Student, times: Float[Tensor, "steps1"] | None) -> StepLevels:
-        """Levels at the start of each step, and at the last time for the final fill."""
-        if not student.settings.diffusion.time_conditioning or times is None:
-            return cls(None)
-        p = law_of(student.settings.diffusion).masking_probability(times.float())
-        return cls(masking_sigma(p).to(student.device))
-
-    def at(self, steps: Int[Tensor, "m"]) -> Float[Tensor, "m"] | None:
-        """Levels of rows in these steps."""
-        return None if self.sigma is None else self.sigma[steps - 1]
-
-
-def require_times(student: Student, has_times: bool, remedy: str) -> None:
-    """Refuse a time-conditioned student where its steps have no time that it could be told.
-
-    Raises:
-        UsageError: With the remedy.
+    Attributes:
+        seed: The user's seed.
+        sample_ids: [B] int64, index of each sample in the run.
+        attempt: How often the sample has been drawn before (an entropy stop draws anew).
     """
-    if student.settings.diffusion.time_conditioning and not has_times:
-        raise UsageError(
-            "a time-conditioned student must be told the time of each step",
-            where="sampler",
-            remedy=remedy,
-        )
+
+    seed: int
+    sample_ids: Int[Tensor, "b"]
+    attempt: int = 0
+
+    def at(self, purpose: str, where: Bool[Tensor, "b l"] | Places) -> PositionKeys:
+        """Keys of some places, row-major; ``purpose`` separates them from other uses."""
+        rows, positions = Places.of(where).index
+        ids = self.sample_ids.to(rows.device)[rows]
+        return PositionKeys(derive_seed(self.seed, purpose), ids, positions, self.attempt)
+
+    def uniforms(
+        self, purpose: str, rows: Int[Tensor, "m"], columns: slice
+    ) -> Float[Tensor, "m w"]:
+        """One float64 uniform for each position of some columns of some rows."""
+        width = columns.stop - columns.start
+        positions = torch.arange(columns.start, columns.stop, device=rows.device)
+        everywhere = Places(rows.repeat_interleave(width), positions.repeat(len(rows)))
+        return uniforms(self.at(purpose, everywhere), 0, 1).view(len(rows), width)
 
 
-def check_noise_settings(student: Student, tau: float | None, redraw_noise: bool) -> None:
-    """Refuse noise settings for a student without conditioning.
+def position_chunks(num_positions: int, size: int, device: torch.device) -> Iterator[slice]:
+    """Groups of positions whose float64 probabilities of ``size`` tokens fit in memory.
+
+    There is always one, which is empty where there are no positions.
+    """
+    step = max(1, MOST_ELEMENTS["cpu" if device.type == "cpu" else "cuda"] // size)
+    for first in range(0, max(1, num_positions), step):
+        yield slice(first, first + step)
+
+
+@dataclass(frozen=True)
+class TokenRule:
+    """How tokens are chosen from log-probabilities or logits.
+
+    Attributes:
+        decision: ``categorical`` draws; ``argmax`` takes the most probable token (greedy decoding
+            of x_0: with noise as input the student's map is meant to be deterministic).
+        nucleus_p: p of nucleus truncation, in (0, 1]; 1 is off.
+        nucleus_rule: ``strict`` (the authors') or ``crossing`` (transformers').
+        temperature: Divides the log-probabilities, before anything is cut off.
+        top_k: Most probable tokens kept, before the nucleus is taken; None keeps all.
+    """
+
+    decision: Decision = "categorical"
+    nucleus_p: float = 1.0
+    nucleus_rule: NucleusRule = "strict"
+    temperature: float = 1.0
+    top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        check_positive(temperature=self.temperature)
+        if not 0 < self.nucleus_p <= 1:
+            expected = "in (0, 1]"
+            raise UsageError(
+                "bad nucleus p", where="nucleus_p", got=self.nucleus_p, expected=expected
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise UsageError("a count below 1", where="top_k", got=self.top_k)
+        for name, neutral in (("nucleus_p", 1), ("temperature", 1), ("top_k", None)):
+            if self.decision == "argmax" and getattr(self, name) != neutral:
+                raise UsageError(
+                    "the most probable token stays the same whatever the setting",
+                    where=name,
+                    got=getattr(self, name),
+                    remedy="leave it out, or draw with --decision categorical",
+                )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether any token is cut off."""
+        return self.nucleus_p < 1 or self.top_k is not None
+
+    def probabilities(self, logits: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
+        """Truncated float64 probabilities."""
+        # Normalised again: a float32 log-softmax over 50,000 tokens is off by 1e-5 or so.
+        probs = (logits.double() / self.temperature).softmax(dim=-1)
+        if self.top_k is not None and self.top_k < probs.shape[-1]:
+            least = probs.topk(self.top_k, dim=-1).values[..., -1:]
+            probs = torch.where(probs >= least, probs, 0.0)  # as transformers: ties stay
+            probs = probs / probs.sum(dim=-1, keepdim=True)
+        return truncate_to_nucleus(probs, self.nucleus_p, self.nucleus_rule)
+
+    def choose(self, log_probs: Float[Tensor, "n v1"], keys: PositionKeys) -> Int[Tensor, "n"]:
+        """One token for each of n positions; the last entry, the mask's, is never taken.
+
+        A few positions at a time: the float64 copies of all would outgrow the student.
+        """
+        logits = log_probs[:, :-1]
+        if self.decision == "argmax":
+            return logits.argmax(dim=-1)
+        parts = [
+            race(
+                self.probabilities(logits[chunk]),
+                uniforms(keys.select(chunk), 0, logits.shape[1]),
+            )
+            for chunk in position_chunks(len(logits), log_probs.shape[1], logits.device)
+        ]
+        return torch.cat(parts)
+
+
+def check_positive(**settings: float | None) -> None:
+    """Validate scales and temperatures; None is not looked at.
 
     Raises:
         UsageError: Naming the setting.
     """
-    for name, value, is_given in (
-        ("tau", tau, tau is not None),
-        ("redraw_noise", redraw_noise, redraw_noise),
-    ):
-        if is_given and not student.is_conditioned:
-            raise UsageError(
-                "this student takes no noise",
-                where=name,
-                got=value,
-                remedy=f"leave {name} out, or sample a student trained with conditioning",
-            )
+    for name, value in settings.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise UsageError("bad scale", where=name, got=value, expected="above 0, finite")
+
+
+def truncate_to_nucleus(
+    probs: Float[Tensor, "n v"], nucleus_p: float, rule: NucleusRule = "strict"
+) -> Float[Tensor, "n v"]:
+    """Keep the most probable tokens of each row and renormalise.
+
+    ``strict`` is the authors' rule: tokens whose cumulative probability, their own included, is at
+    most p, and always the top token. ``crossing`` is the rule of Holtzman et al. (2020) and of
+    transformers: the smallest set whose probability reaches p, so one token more. Of equally
+    probable tokens the one with the smaller id comes first; no row depends on the others.
+
+    Args:
+        probs: Normalised probabilities; cumulated in their own precision, give float64.
+        nucleus_p: p in (0, 1]; 1 keeps everything.
+        rule: See above.
+    """
+    if nucleus_p >= 1.0:
+        return probs
+
+    def cut(given: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The nucleus among the tokens ``ids``, and its members' places, in descending order."""
+        values, order = given.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+        cumulative = values.cumsum(dim=-1)
+        within = cumulative <= nucleus_p if rule == "strict" else cumulative - values < nucleus_p
+        within[..., 0] = True
+        kept = values * within
+        kept = kept / kept.sum(dim=-1, keepdim=True)
+        # Behind the last of them may stand further tokens as probable as it: these decide a row
+        # unless those above them pass p.
+        passes = ((cumulative > nucleus_p) & (values > values[..., -1:])).any(dim=-1)
+        return torch.zeros_like(given).scatter_(-1, ids.gather(-1, order), kept), passes
+
+    everything = torch.arange(probs.shape[-1], device=probs.device).expand(probs.shape)
+    if probs.shape[-1] <= 2 * FIRST_CANDIDATES:
+        return cut(probs, everything)[0]
+    truncated, passes = cut(probs, probs.topk(FIRST_CANDIDATES, dim=-1).indices.sort(dim=-1).values)
+    rest = (~passes).nonzero()[:, 0]
+    if len(rest):
+        truncated[rest] = cut(probs[rest], everything[rest])[0]
+    return truncated

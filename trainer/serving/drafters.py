@@ -25,8 +25,8 @@ from shards.errors import UsageError
 from shards.noise.kinds import KeyedPrior
 from shards.noise.murmur3 import EngineKeys
 from trainer.loading import load_student
-from trainer.sampling.verified.coupled import Drafter, drafter_of
-from trainer.sampling.verified.verifier import require_same_tokenizer
+from trainer.sampling.coupled import Drafter, drafter_of
+from trainer.sampling.verifier import require_same_tokenizer
 from trainer.serving.coupling import draw
 from trainer.serving.plugin import Requests
 from trainer.students.autoregressive import AR

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -348,13 +349,9 @@ class Student(PreTrainedModel, ABC):
         return tokens == self.mask_id
 
     def generate(self, *args: Any, **kwargs: Any) -> Int[Tensor, "b l"]:
-        """Rows of tokens: ``trainer.loading`` puts ``trainer.sampling.generate`` here.
-
-        Raises:
-            UsageError: While nobody has loaded the samplers.
-        """
-        remedy = "load the student with trainer.load_student"
-        raise UsageError("this student has no sampler", where="generate", remedy=remedy)
+        """Rows of tokens: :func:`trainer.loading.generate` of this student."""
+        # The samplers stand above the students, so they are looked up when they are called.
+        return import_module("trainer.loading").generate(self, *args, **kwargs)
 
     def _refuse_unread(self, attention_mask: Tensor | None, options: Mapping[str, Any]) -> None:
         """What Hugging Face's callers may pass and ``forward`` would otherwise ignore."""

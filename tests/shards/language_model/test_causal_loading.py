@@ -34,7 +34,7 @@ from shards.language_model.loading import (
     load_causal_model,
 )
 from tests.pipeline.extract_cases import CONTEXT_LENGTH, VOCAB_SIZE, save_teacher, save_tokenizer
-from trainer.sampling.verified.verifier import load_verifier
+from trainer.sampling.verifier import load_verifier
 
 CPU = torch.device("cpu")
 LOADERS: dict[str, Callable[[Path], Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.sampler_statistics import chi_square
 from shards.errors import UsageError
 from tests.trainer.sampling_cases import BOS, LENGTH, VOCAB, draw, open_rows, tiny_student
+from trainer.sampling.adaptive import AdaptiveSampler, mixture
+from trainer.sampling.noise import SampleKeys, TokenRule
 from trainer.sampling.registry import make_sampler
-from trainer.sampling.token_rule import SampleKeys, TokenRule
-from trainer.sampling.verified.adaptive import AdaptiveConfig, mixture
-from trainer.sampling.verified.verifier import Verifier, load_verifier
+from trainer.sampling.verifier import CausalReader, Verifier, load_verifier
 from trainer.students.registry import Student
 
 IDS = torch.tensor([4, 0, 11])
@@ -60,7 +61,7 @@ def left_to_right(student: Student, ids: Tensor, lookahead: int, seed: int = 3) 
 @pytest.mark.parametrize("lookahead", [1, 4, LENGTH])
 def test_r_1_is_the_student_from_left_to_right(verifier: str, lookahead: int) -> None:
     student = tiny_student(conditioning="none")
-    sampler = AdaptiveConfig(verifier=verifier, mixture_weight=1.0, max_lookahead=lookahead)
+    sampler = AdaptiveSampler(verifier=verifier, mixture_weight=1.0, max_lookahead=lookahead)
     result = draw(student, sampler, IDS)
     assert torch.equal(result.tokens, left_to_right(student, IDS, lookahead))
     assert (result.nfe == -(-(LENGTH - 1) // lookahead)).all()
@@ -77,10 +78,10 @@ def test_a_verifier_that_agrees_keeps_everything(
     with torch.no_grad():
         marginals = student.predict_at(tokens, tokens == student.mask_id)[:, :-1]
     monkeypatch.setattr(
-        Verifier, "log_probs", lambda self, draft, first: marginals.expand(len(draft), -1, -1)
+        CausalReader, "next_logits", lambda self, tokens, *_: marginals.expand(len(tokens), -1, -1)
     )
     for weight in (0.0, 0.5):
-        result = draw(student, AdaptiveConfig(verifier=verifier, mixture_weight=weight), IDS)
+        result = draw(student, AdaptiveSampler(verifier=verifier, mixture_weight=weight), IDS)
         assert (result.nfe == 1).all() and (result.details["acceptance"] == 1).all()
 
 
@@ -101,8 +102,8 @@ def exact_two_tokens(student: Student, verifier: Verifier, weight: float) -> Ten
     exact = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
     p = second[:-1].double().exp()
     for token in range(VOCAB):
-        verifier.start()
-        verdict = verifier.log_probs(torch.tensor([[BOS, token, 0]]), 1)[0, 1:]
+        with torch.no_grad():
+            verdict = verifier.model(torch.tensor([[BOS, token]])).logits[:, -1].log_softmax(-1)
         q = mixture(second[None], verdict, weight)[0, :-1].exp()
         both = 1 / torch.maximum(p[None] / p[:, None], q[None] / q[:, None]).sum(dim=1)
         again = marginals([BOS, token, mask])[0, :-1].double().exp()
@@ -124,7 +125,7 @@ def test_exact_law_of_two_tokens(verifier: str, weight: float) -> None:
     model = load_verifier(verifier, VOCAB, student.device)
     exact = exact_two_tokens(student, model, weight)
     num = 20_000
-    sampler = AdaptiveConfig(verifier=verifier, mixture_weight=weight)
+    sampler = AdaptiveSampler(verifier=verifier, mixture_weight=weight)
     tokens = draw(student, sampler, torch.arange(num), open_rows(student, num, 3)).tokens
     counts = torch.bincount(tokens[:, 1] * VOCAB + tokens[:, 2], minlength=VOCAB**2)
     result = chi_square(f"apd, R = {weight}", counts, exact)
@@ -134,10 +135,10 @@ def test_exact_law_of_two_tokens(verifier: str, weight: float) -> None:
 
 
 @pytest.mark.parametrize("conditioning", ["none", "gumbel"])
-@pytest.mark.parametrize("settings", [{}, {"kv_window": 3, "max_lookahead": 5}])
+@pytest.mark.parametrize("settings", [{}, {"max_lookahead": 5}])
 def test_promises(verifier: str, conditioning: str, settings: dict) -> None:
     student = tiny_student(conditioning=conditioning)
-    sampler = AdaptiveConfig(verifier=verifier, mixture_weight=0.5, nucleus_p=0.95, **settings)
+    sampler = AdaptiveSampler(verifier=verifier, mixture_weight=0.5, nucleus_p=0.95, **settings)
     tokens = open_rows(student, len(IDS))
     tokens[1, 3:6] = torch.tensor([3, 8, 3])
     tokens[2, 1:4] = 7
@@ -157,45 +158,10 @@ def test_agreement_with_the_verifier_lowers_nfe(verifier: str) -> None:
     """The more the student counts, the more of its draft is kept."""
     student, ids = tiny_student(), torch.arange(30)
     used = [
-        draw(student, AdaptiveConfig(verifier=verifier, mixture_weight=weight), ids).nfe.sum()
+        draw(student, AdaptiveSampler(verifier=verifier, mixture_weight=weight), ids).nfe.sum()
         for weight in (0.0, 0.5, 0.9, 1.0)
     ]
     assert used == sorted(used, reverse=True) and used[0] > used[-1]
-
-
-def test_a_window_that_covers_the_row_changes_nothing(verifier: str) -> None:
-    student = tiny_student()
-    whole = draw(student, AdaptiveConfig(verifier=verifier, mixture_weight=0.3), IDS)
-    wide = AdaptiveConfig(verifier=verifier, mixture_weight=0.3, kv_window=LENGTH)
-    assert torch.equal(draw(student, wide, IDS).tokens, whole.tokens)
-    narrow = AdaptiveConfig(verifier=verifier, mixture_weight=0.3, kv_window=1)
-    assert draw(student, narrow, IDS).tokens.shape == whole.tokens.shape
-
-
-def test_verifier_cache_changes_nothing() -> None:
-    model = Verifier(tiny_llama(), VOCAB)
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(VOCAB, (3, 20), generator=generator)
-    for first, stop in ((1, 12), (4, 12), (4, 20), (11, 20), (12, 14)):
-        # What stands behind ``first`` is a new draft each time.
-        rows[:, first:] = torch.randint(VOCAB, rows[:, first:].shape, generator=generator)
-        cached = model.log_probs(rows[:, :stop], first)
-        logits = model.model(rows[:, :stop]).logits[:, first - 1 : -1]
-        assert torch.allclose(cached, logits.log_softmax(-1), atol=1e-5)
-        if first == 4 and stop == 20:
-            rows = rows[[2, 0]]
-            model.select(torch.tensor([2, 0]))
-
-
-def test_a_replaced_token_is_read_again() -> None:
-    """A rejected draft stays in the cache; another token before ``first`` ends its use."""
-    model = Verifier(tiny_llama(), VOCAB)
-    rows = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCAB
-    model.log_probs(rows, 1)
-    rows[1, 3] = 9
-    cached = model.log_probs(rows, 6)
-    model.start()
-    assert torch.allclose(cached, model.log_probs(rows, 6), atol=1e-5)
 
 
 @pytest.mark.parametrize("lookahead", [None, 4])
@@ -206,16 +172,16 @@ def test_infilled_rows_are_verified_as_without_a_cache(
     student, ids = tiny_student(conditioning="none"), torch.arange(64)
     tokens = (torch.arange(LENGTH) % VOCAB).repeat(len(ids), 1)
     tokens[:, [2, 3, 8, 9]] = student.mask_id
-    sampler = AdaptiveConfig(verifier=verifier, mixture_weight=0.3, max_lookahead=lookahead)
+    sampler = AdaptiveSampler(verifier=verifier, mixture_weight=0.3, max_lookahead=lookahead)
     alone = [draw(student, sampler, ids[i : i + 1], tokens[:1]).tokens for i in range(len(ids))]
     together = draw(student, sampler, ids, tokens).tokens
-    cached = Verifier.log_probs
+    cached = CausalReader.next_logits
 
-    def from_scratch(self: Verifier, draft: Tensor, first: int) -> Tensor:
-        self.start()
-        return cached(self, draft, first)
+    def from_scratch(self: CausalReader, *given: Any) -> Tensor:
+        self.cache = None
+        return cached(self, *given)
 
-    monkeypatch.setattr(Verifier, "log_probs", from_scratch)
+    monkeypatch.setattr(CausalReader, "next_logits", from_scratch)
     expected = draw(student, sampler, ids, tokens).tokens
     assert torch.equal(together, expected)
     assert torch.equal(torch.cat(alone), expected)
@@ -224,7 +190,7 @@ def test_infilled_rows_are_verified_as_without_a_cache(
 def test_our_autoregressive_student_verifies(tmp_path: Path) -> None:
     tiny_student("ar", "none").save_pretrained(tmp_path)
     student = tiny_student()
-    result = draw(student, AdaptiveConfig(verifier=str(tmp_path)), IDS)
+    result = draw(student, AdaptiveSampler(verifier=str(tmp_path)), IDS)
     assert (result.tokens < student.mask_id).all()
     assert (result.details["verifier_nfe"] > 0).all()
 
@@ -233,16 +199,16 @@ def test_mistakes_are_named(verifier: str, tmp_path: Path) -> None:
     student = tiny_student()
     with pytest.raises(UsageError, match="verifier"):
         make_sampler("apd")
-    for settings in ({"mixture_weight": 1.5}, {"max_lookahead": 0}, {"kv_window": 0}):
+    for settings in ({"mixture_weight": 1.5}, {"max_lookahead": 0}):
         with pytest.raises(UsageError, match=next(iter(settings))):
-            AdaptiveConfig(verifier=verifier, **settings)
+            AdaptiveSampler(verifier=verifier, **settings)
     with pytest.raises(UsageError, match="no such verifier folder"):
-        draw(student, AdaptiveConfig(verifier=str(tmp_path / "absent")), IDS)
+        draw(student, AdaptiveSampler(verifier=str(tmp_path / "absent")), IDS)
     tiny_llama(vocab_size=5).save_pretrained(tmp_path / "small")
     with pytest.raises(UsageError, match="fewer tokens"):
-        draw(student, AdaptiveConfig(verifier=str(tmp_path / "small")), IDS)
+        draw(student, AdaptiveSampler(verifier=str(tmp_path / "small")), IDS)
     tiny_llama(context=4).save_pretrained(tmp_path / "short")
     with pytest.raises(UsageError, match="shorter rows"):
-        draw(student, AdaptiveConfig(verifier=str(tmp_path / "short")), IDS)
+        draw(student, AdaptiveSampler(verifier=str(tmp_path / "short")), IDS)
     with pytest.raises(UsageError, match="an MDLM"):
-        draw(tiny_student("bd3lm", block_size=4), AdaptiveConfig(verifier=verifier), IDS)
+        draw(tiny_student("bd3lm", block_size=4), AdaptiveSampler(verifier=verifier), IDS)

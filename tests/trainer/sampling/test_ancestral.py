@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from shards.errors import UsageError
 from shards.noise.kinds import dense_arrivals
@@ -17,24 +17,33 @@ from shards.noise.philox import race
 from shards.testing import DenseNoise
 from tests.trainer.sampling_cases import BOS, LENGTH, draw, noise_for, open_rows, tiny_student
 from trainer.objective.batch import Places
-from trainer.sampling.ancestral import AncestralConfig, FirstHittingConfig, FixedCountConfig
-from trainer.sampling.confidence import ConfidenceConfig
-from trainer.sampling.noise import NoiseUse
+from trainer.objective.schedules import SCHEDULES
+from trainer.sampling.confidence import ConfidenceSampler
+from trainer.sampling.fill import (
+    AncestralSampler,
+    FirstHittingSampler,
+    FixedCountSampler,
+    Pass,
+    Rows,
+    ancestral_steps,
+    ancestral_times,
+    dense_ranks,
+    planned,
+    uniform_order,
+)
+from trainer.sampling.noise import RowNoise, SampleKeys, TokenRule
 from trainer.sampling.registry import make_sampler
-from trainer.sampling.revealing import ancestral_steps, ancestral_times, dense_ranks, random_ranks
-from trainer.sampling.sampler import PlannedSampler, WholeRow
-from trainer.sampling.token_rule import SampleKeys, position_uniforms
 from trainer.students.registry import Student
 
 SAMPLERS = (
-    AncestralConfig(nfe=1),
-    AncestralConfig(nfe=4, nucleus_p=0.9),
-    AncestralConfig(nfe=50, decision="argmax", final_argmax=False),
-    AncestralConfig(nfe=4, redraw_noise=True),
-    FirstHittingConfig(nucleus_p=0.7),
-    FixedCountConfig(nfe=3),
-    ConfidenceConfig(nfe=3),
-    ConfidenceConfig(nfe=4, decision="argmax", order_temperature=0.5),
+    AncestralSampler(nfe=1),
+    AncestralSampler(nfe=4, nucleus_p=0.9),
+    AncestralSampler(nfe=50, decision="argmax", final_argmax=False),
+    AncestralSampler(nfe=4, redraw_noise=True),
+    FirstHittingSampler(nucleus_p=0.7),
+    FixedCountSampler(nfe=3),
+    ConfidenceSampler(nfe=3),
+    ConfidenceSampler(nfe=4, decision="argmax", order_temperature=0.5),
 )
 IDS = torch.tensor([5, 0, 17, 2, 9])
 
@@ -50,21 +59,29 @@ def test_race_goldens(golden: Path) -> None:
 
 
 def test_steps_by_hand() -> None:
-    times = ancestral_times(4, last_time=0.0)
+    times = ancestral_times(4, final_argmax=False)
     assert times.tolist() == [1, 0.75, 0.5, 0.25, 0]
     uniform = torch.tensor([[0.9, 0.75, 0.6, 0.1, 0.3]], dtype=torch.float64)
-    masked = torch.tensor([[True, True, True, True, False]])
-    assert ancestral_steps(uniform, masked, times[1:]).tolist() == [[1, 2, 2, 4, 0]]
-    assert random_ranks(uniform, masked).tolist() == [[0, 1, 2, 3, 4]]
+    assert ancestral_steps(uniform, SCHEDULES["loglinear"], times).tolist() == [[1, 2, 2, 4, 3]]
 
 
 def test_order_is_shared_by_all_samplers() -> None:
-    keys = SampleKeys(1, torch.arange(200))
-    uniform = position_uniforms(keys, "sampling order", LENGTH)
-    masked = torch.ones_like(uniform, dtype=torch.bool)
-    steps = ancestral_steps(uniform, masked, ancestral_times(1000)[1:])
-    by_rank = steps.gather(1, random_ranks(uniform, masked).argsort(1))
-    assert (by_rank.diff(dim=1) >= 0).all()
+    """What ancestral sampling reveals first, the first-hitting sampler reveals first."""
+    student, ids = tiny_student(), torch.arange(200)
+    rows = Rows(student, open_rows(student, 200), RowNoise(None, LENGTH), SampleKeys(1, ids))
+
+    def revealed(passes) -> Tensor:
+        steps = torch.zeros_like(rows.tokens)
+        for part in passes:
+            assert part.steps is not None and not steps[part.places.index].any()
+            steps[part.places.index] = part.steps[part.where.rows]
+        return steps[:, 1:]
+
+    columns = slice(0, LENGTH)
+    one_by_one = revealed(uniform_order(rows, ids, columns, None))
+    assert one_by_one.sort(dim=1).values.tolist() == [[*range(1, LENGTH)]] * 200
+    steps = revealed(AncestralSampler(nfe=1000).order(rows))
+    assert (steps.gather(1, one_by_one.argsort(1)).diff(dim=1) >= 0).all()
 
 
 @pytest.mark.parametrize("conditioning", ["none", "gumbel"])
@@ -107,13 +124,13 @@ class TestPromises:
     ) -> None:
         student = tiny_student(conditioning=conditioning)
         calls = torch.zeros(len(IDS), dtype=torch.int64)
-        original = WholeRow.__call__
+        original = Rows.predict
 
-        def counted(self, rows, tokens, where, steps):
-            calls[rows] += 1
-            return original(self, rows, tokens, where, steps)
+        def counted(self, part: Pass):
+            calls[part.rows] += 1
+            return original(self, part)
 
-        monkeypatch.setattr(WholeRow, "__call__", counted)
+        monkeypatch.setattr(Rows, "predict", counted)
         result = draw(student, suited(sampler, student), IDS)
         assert torch.equal(result.nfe, calls)
         assert (result.nfe >= 1).all()
@@ -123,24 +140,24 @@ def test_nfe_budgets() -> None:
     student = tiny_student()
     ids = torch.arange(64)
     for nfe in (1, 2, 5, 16, 1000):
-        used = draw(student, AncestralConfig(nfe=nfe, final_argmax=False), ids).nfe
+        used = draw(student, AncestralSampler(nfe=nfe, final_argmax=False), ids).nfe
         assert used.max() <= min(nfe, LENGTH - 1)
-    assert (draw(student, FirstHittingConfig(), ids).nfe == LENGTH - 1).all()
-    assert (draw(student, FixedCountConfig(nfe=3), ids).nfe == 3).all()
+    assert (draw(student, FirstHittingSampler(), ids).nfe == LENGTH - 1).all()
+    assert (draw(student, FixedCountSampler(nfe=3), ids).nfe == 3).all()
 
 
 def test_many_steps_become_first_hitting() -> None:
     """In the limit each step reveals one token, in the same order with the same draws."""
     student, ids = tiny_student(), torch.arange(50)
-    fine = draw(student, AncestralConfig(nfe=10**6, final_argmax=False), ids)
-    assert torch.equal(fine.tokens, draw(student, FirstHittingConfig(), ids).tokens)
+    fine = draw(student, AncestralSampler(nfe=10**6, final_argmax=False), ids)
+    assert torch.equal(fine.tokens, draw(student, FirstHittingSampler(), ids).tokens)
 
 
 def test_one_argmax_step_is_the_argmax_of_x0() -> None:
     student, ids = tiny_student(), torch.arange(6)
     tokens, noise = open_rows(student, 6), noise_for(student, ids, 3)
     assert noise is not None
-    result = draw(student, AncestralConfig(nfe=1, decision="argmax", tau=1.0), ids)
+    result = draw(student, AncestralSampler(nfe=1, decision="argmax", tau=1.0), ids)
     xi = -noise.tile(0, 11).view(6, LENGTH, 11).log()
     condition = torch.softmax(xi, dim=-1) @ student.conditioner.weight
     with torch.no_grad():
@@ -155,10 +172,10 @@ def test_tau_scales_the_noise() -> None:
     tokens, noise = open_rows(student, 20), noise_for(student, ids, 3)
     assert noise is not None
     powered = DenseNoise(noise.tile(0, 11).pow(0.85))
-    scaled = AncestralConfig(nfe=4).sample(student, tokens, ids, noise, 3)
-    ours = AncestralConfig(nfe=4, tau=1.0).sample(student, tokens, ids, powered, 3)
+    scaled = AncestralSampler(nfe=4).sample(student, tokens, ids, noise, 3)
+    ours = AncestralSampler(nfe=4, tau=1.0).sample(student, tokens, ids, powered, 3)
     assert torch.equal(scaled.tokens, ours.tokens)
-    other = AncestralConfig(nfe=4, tau=1.0).sample(student, tokens, ids, noise, 3)
+    other = AncestralSampler(nfe=4, tau=1.0).sample(student, tokens, ids, noise, 3)
     assert not torch.equal(other.tokens, ours.tokens)
 
 
@@ -168,15 +185,15 @@ def test_redrawn_noise_is_that_of_the_step() -> None:
     assert noise is not None
     masked = tokens == student.mask_id
     rows, steps = torch.tensor([3, 1]), torch.tensor([5, 2])
-    use = NoiseUse(noise, 1.0, redraw=True).checked(student, tokens)
+    use = RowNoise(noise, LENGTH, 1.0, redraw=True)
     both = use.embed(student, masked[rows], rows, steps=steps)
     assert both is not None
     for slot, (row, step) in enumerate(zip(rows, steps, strict=True)):
-        fixed = NoiseUse(noise.redrawn(int(step)), 1.0).checked(student, tokens)
+        fixed = RowNoise(noise.redrawn(int(step)), LENGTH, 1.0)
         expected = fixed.embed(student, masked, torch.arange(4))
         assert expected is not None
         assert torch.allclose(both[slot], expected[row])
-    held = NoiseUse(noise, 1.0).checked(student, tokens).embed(student, masked, torch.arange(4))
+    held = RowNoise(noise, LENGTH, 1.0).embed(student, masked, torch.arange(4))
     assert held is not None
     assert not torch.allclose(both[0], held[3])
 
@@ -184,9 +201,7 @@ def test_redrawn_noise_is_that_of_the_step() -> None:
 def test_every_attempt_at_a_row_has_noise_of_its_own() -> None:
     """No step of an earlier attempt has met it either."""
     student, ids = tiny_student(), torch.arange(3)
-    use = NoiseUse(noise_for(student, ids, 3), 1.0, redraw=True).checked(
-        student, open_rows(student, 3)
-    )
+    use = RowNoise(noise_for(student, ids, 3), LENGTH, 1.0, redraw=True)
     rows = torch.tensor([2, 0])
     attempts = [use.of(rows, attempt).noise for attempt in range(3)]
     seen = [dense_arrivals(noise.redrawn(step)) for noise in attempts for step in range(4)]
@@ -197,39 +212,40 @@ def test_every_attempt_at_a_row_has_noise_of_its_own() -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NothingDrawn(PlannedSampler):
+class NothingDrawn(AncestralSampler):
     """Leaves every masked position to the final fill."""
 
-    label: ClassVar[str] = "nothing drawn"
-
-    def steps(self, student, masked, keys, first=0):  # type: ignore[no-untyped-def]
-        return torch.zeros_like(masked, dtype=torch.int64), masked.long()
+    def order(self, rows: Rows):  # type: ignore[no-untyped-def]
+        steps = rows.masked.long()
+        return planned(rows.everyone, slice(0, LENGTH), steps, TokenRule("argmax"))
 
 
 def test_the_final_fill_takes_the_most_probable_tokens_whatever_the_rule() -> None:
     student = tiny_student()
-    expected = draw(student, AncestralConfig(nfe=1, decision="argmax"), IDS).tokens.tolist()
+    expected = draw(student, AncestralSampler(nfe=1, decision="argmax"), IDS).tokens.tolist()
     assert draw(student, NothingDrawn(decision="categorical"), IDS).tokens.tolist() == expected
-    drawn = AncestralConfig(nfe=1, decision="categorical")
+    drawn = AncestralSampler(nfe=1, decision="categorical")
     assert draw(student, drawn, IDS).tokens.tolist() != expected, "the case must be able to tell"
 
 
 def test_time_conditioned_student_is_told_the_time() -> None:
     student = tiny_student(diffusion={"time_conditioning": True}, conditioning="none")
-    result = draw(student, AncestralConfig(nfe=6), IDS)
+    result = draw(student, AncestralSampler(nfe=6), IDS)
     assert (result.tokens != student.mask_id).all()
     tokens = open_rows(student, 2)
-    sampler = AncestralConfig(nfe=4, final_argmax=False)
-    predict = WholeRow(student, tokens, NoiseUse(None), sampler.times)
-    rows, where = torch.arange(2), Places.of(tokens == student.mask_id)
-    both = predict(rows, tokens, where, torch.tensor([2, 4])).unflatten(0, (2, -1))
+    sampler = AncestralSampler(nfe=4, final_argmax=False)
+    ids, where = torch.arange(2), Places.of(tokens == student.mask_id)
+    rows = Rows(student, tokens, RowNoise(None, LENGTH), SampleKeys(3, ids))
+    rows.set_times(sampler.times)
+    with torch.no_grad():
+        both = rows.predict(Pass(ids, where, where, torch.tensor([2, 4]))).unflatten(0, (2, -1))
     for slot, t in enumerate((0.75, 0.25)):  # time at the start of steps 2 and 4
         sigma = torch.full((2,), -math.log(1 - t))
         with torch.no_grad():
             expected = student.predict(tokens, None, sigma)[slot, 1:]
         assert torch.allclose(both[slot], expected, atol=1e-5)
     with pytest.raises(UsageError, match="time-conditioned"):
-        draw(student, FirstHittingConfig(), IDS)
+        draw(student, FirstHittingSampler(), IDS)
 
 
 def test_dense_ranks_by_hand() -> None:
@@ -259,15 +275,15 @@ def test_bad_settings_are_named(name: str, settings: dict, message: str) -> None
 
 def test_mismatches_are_refused() -> None:
     student, plain = tiny_student(), tiny_student(conditioning="none")
-    sampler, tokens = AncestralConfig(nfe=2), open_rows(student, 2)
+    sampler, tokens = AncestralSampler(nfe=2), open_rows(student, 2)
     ids = torch.arange(2)
     noise = noise_for(student, ids, 3)
     with pytest.raises(UsageError, match="needs noise"):
         sampler.sample(student, tokens, ids, None, 3)
     with pytest.raises(UsageError, match=r"takes no noise.*tau"):
-        AncestralConfig(nfe=2, tau=0.5).sample(plain, tokens, ids, None, 3)
+        AncestralSampler(nfe=2, tau=0.5).sample(plain, tokens, ids, None, 3)
     with pytest.raises(UsageError, match=r"takes no noise.*redraw_noise"):
-        AncestralConfig(nfe=2, redraw_noise=True).sample(plain, tokens, ids, None, 3)
+        AncestralSampler(nfe=2, redraw_noise=True).sample(plain, tokens, ids, None, 3)
     with pytest.raises(UsageError, match="does not fit"):
         sampler.sample(student, tokens, ids, noise_for(student, torch.arange(3), 3), 3)
     with pytest.raises(UsageError, match="position 0"):

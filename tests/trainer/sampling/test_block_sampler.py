@@ -13,27 +13,31 @@ from benchmarks.cache_equality import run_case as run_case_with_and_without
 from benchmarks.sampler_statistics import Goldens, run_case
 from shards.errors import UsageError
 from tests.trainer.sampling_cases import LENGTH, VOCAB, draw, noise_for, open_rows, tiny_student
-from trainer.sampling.ancestral import AncestralConfig, FirstHittingConfig
-from trainer.sampling.block import BlockConfig, BlockState, Window
-from trainer.sampling.stopping import StopRule, unigram_entropy_nats
+from trainer.sampling.block import BlockRows, BlockSampler
+from trainer.sampling.fill import (
+    AncestralSampler,
+    FirstHittingSampler,
+    StopRule,
+    unigram_entropy_nats,
+)
+from trainer.sampling.noise import RowNoise, SampleKeys
 from trainer.students.registry import Student, StudentSettings
 
 IDS = torch.tensor([4, 0, 11])
 
 
 def recorded(
-    student: Student, sampler: BlockConfig, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
+    student: Student, sampler: BlockSampler, tokens: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Tensor], Tensor]:
     """Log-probabilities of every forward pass, and the samples."""
-    log, original = [], BlockState._predict
+    log, original = [], BlockRows.predict
 
-    def spy(self, rows, given, where, steps):
-        log_probs = original(self, rows, given, where, steps)
-        log.append(log_probs)
-        return log_probs
+    def spy(self, part):
+        log.append(original(self, part))
+        return log[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(BlockState, "_predict", spy)
+        patch.setattr(BlockRows, "predict", spy)
         result = draw(student, sampler, IDS, tokens)
     return log, result.tokens
 
@@ -54,7 +58,7 @@ def test_cache_changes_nothing(
     tokens = open_rows(student, len(IDS), length)
     logs = {}
     for use_cache in (True, False):
-        sampler = BlockConfig(inner=inner, use_cache=use_cache)
+        sampler = BlockSampler(inner=inner, use_cache=use_cache)
         logs[use_cache], drawn = recorded(student, sampler, tokens, monkeypatch)
         assert (drawn < student.mask_id).all()
     assert len(logs[True]) == len(logs[False]) >= (length - 1) // block_size
@@ -72,12 +76,11 @@ def test_cache_table_at_toy_shape(block_size: int) -> None:
     assert row["largest_difference"] <= TOLERANCE < 1e-2 < row["context_effect"]
 
 
-@pytest.mark.parametrize("slide", [2, 4, 10])
-def test_cache_changes_nothing_for_any_slide(slide: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_changes_nothing_where_noise_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     student = tiny_student("bd3lm", block_size=2)
     tokens = open_rows(student, len(IDS), 40)
-    with_cache = BlockConfig(slide=slide, redraw_noise=True)
-    without = BlockConfig(slide=slide, redraw_noise=True, use_cache=False)
+    with_cache = BlockSampler(redraw_noise=True)
+    without = BlockSampler(redraw_noise=True, use_cache=False)
     logs = [recorded(student, sampler, tokens, monkeypatch) for sampler in (with_cache, without)]
     assert torch.equal(logs[0][1], logs[1][1])
     for cached, plain in zip(logs[0][0], logs[1][0], strict=True):
@@ -94,7 +97,7 @@ def test_ragged_prompts_share_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens[2, 4] = student.mask_id
     given = tokens != student.mask_id
     logs = [
-        recorded(student, BlockConfig(use_cache=use), tokens, monkeypatch) for use in (True, False)
+        recorded(student, BlockSampler(use_cache=use), tokens, monkeypatch) for use in (True, False)
     ]
     for cached, plain in zip(logs[0][0], logs[1][0], strict=True):
         assert torch.allclose(cached, plain, atol=1e-5, rtol=0)
@@ -102,45 +105,51 @@ def test_ragged_prompts_share_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(drawn[given], tokens[given])
         assert (drawn < student.mask_id).all()
     for slot, sample_id in enumerate(IDS):
-        alone = draw(student, BlockConfig(), sample_id[None], tokens[slot : slot + 1])
+        alone = draw(student, BlockSampler(), sample_id[None], tokens[slot : slot + 1])
         assert torch.equal(alone.tokens[0], logs[0][1][slot])
 
 
 def test_window_by_hand() -> None:
-    window = Window(capacity=12, block_size=3, slide=6)
-    assert [window.start(end) for end in (3, 12, 15, 18, 21, 24, 27)] == [0, 0, 6, 6, 12, 12, 18]
-    one_by_one = Window(capacity=12, block_size=3, slide=3)
-    assert [one_by_one.start(end) for end in (12, 15, 18)] == [0, 3, 6]
+    """Rows of 12, blocks of 3: when the window is full, its front half of 6 is dropped."""
+    student = tiny_student("bd3lm", "none", block_size=3)
+    tokens = open_rows(student, 1, 27)
+    rows = BlockRows(student, tokens, RowNoise(None, 27), SampleKeys(3, torch.arange(1)))
+    starts = []
+    for block in range(9):
+        rows.enter(block)
+        starts.append(rows.window_start)
+    assert starts == [0, 0, 0, 0, 6, 6, 12, 12, 18]
 
 
 def test_one_block_is_the_whole_row_sampler() -> None:
     student = tiny_student("bd3lm", block_size=LENGTH)
-    ancestral = draw(student, AncestralConfig(nfe=5), IDS)
-    block = draw(student, BlockConfig(nfe=5), IDS)
+    ancestral = draw(student, AncestralSampler(nfe=5), IDS)
+    block = draw(student, BlockSampler(nfe=5), IDS)
     assert torch.equal(ancestral.tokens, block.tokens)
     assert torch.equal(ancestral.nfe, block.nfe)
-    first_hitting = draw(student, FirstHittingConfig(), IDS)
+    first_hitting = draw(student, FirstHittingSampler(), IDS)
     assert torch.equal(
-        first_hitting.tokens, draw(student, BlockConfig(inner="first_hitting"), IDS).tokens
+        first_hitting.tokens, draw(student, BlockSampler(inner="first_hitting"), IDS).tokens
     )
 
 
 def test_noise_redrawn_in_every_step_is_that_of_the_whole_row_sampler() -> None:
     student = tiny_student("bd3lm", block_size=LENGTH)
     redrawn = {"nfe": 5, "redraw_noise": True}
-    block = draw(student, BlockConfig(**redrawn), IDS).tokens
-    assert block.tolist() == draw(student, AncestralConfig(**redrawn), IDS).tokens.tolist()
-    assert block.tolist() != draw(student, BlockConfig(nfe=5), IDS).tokens.tolist()
+    block = draw(student, BlockSampler(**redrawn), IDS).tokens
+    assert block.tolist() == draw(student, AncestralSampler(**redrawn), IDS).tokens.tolist()
+    assert block.tolist() != draw(student, BlockSampler(nfe=5), IDS).tokens.tolist()
 
 
 def test_budget_is_spread_and_counted() -> None:
     student, ids = tiny_student("bd3lm", block_size=4), torch.arange(40)
-    assert BlockConfig(nfe=7).block_budgets(3, 4) == [2, 2, 3]
+    assert BlockSampler(nfe=7).budgets(3, 4) == [2, 2, 3]
+    assert BlockSampler(passes_per_block=2).budgets(3, 4) == [2, 2, 2]
     for nfe in (3, 7, 12):
-        used = draw(student, BlockConfig(nfe=nfe, final_argmax=False), ids).nfe
+        used = draw(student, BlockSampler(nfe=nfe, final_argmax=False), ids).nfe
         assert used.max() <= nfe and used.min() >= 3
-    assert (draw(student, BlockConfig(nfe=3), ids).nfe == 3).all()
-    assert (draw(student, BlockConfig(inner="first_hitting"), ids).nfe == LENGTH - 1).all()
+    assert (draw(student, BlockSampler(nfe=3), ids).nfe == 3).all()
+    assert (draw(student, BlockSampler(inner="first_hitting"), ids).nfe == LENGTH - 1).all()
 
 
 def test_nfe_is_the_number_of_calls_of_the_backbone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +157,7 @@ def test_nfe_is_the_number_of_calls_of_the_backbone(monkeypatch: pytest.MonkeyPa
     student = tiny_student("bd3lm", block_size=3)
     calls, original = [], student.backbone.forward
     monkeypatch.setattr(student.backbone, "forward", lambda *a: calls.append(1) or original(*a))
-    result = draw(student, BlockConfig(nfe=8), IDS[:1])
+    result = draw(student, BlockSampler(nfe=8), IDS[:1])
     assert len(calls) == int(result.nfe[0])
 
 
@@ -158,7 +167,7 @@ def test_nfe_does_not_depend_on_the_batch() -> None:
     tokens = open_rows(student, len(ids))
     tokens[0, :8] = 5
     tokens[2, 4:9] = 7
-    for sampler in (BlockConfig(), BlockConfig(inner="first_hitting")):
+    for sampler in (BlockSampler(), BlockSampler(inner="first_hitting")):
         together = draw(student, sampler, ids, tokens)
         alone = [draw(student, sampler, ids[i : i + 1], tokens[i : i + 1]) for i in range(3)]
         assert together.nfe.tolist() == [int(result.nfe[0]) for result in alone]
@@ -167,7 +176,7 @@ def test_nfe_does_not_depend_on_the_batch() -> None:
 
 def test_samples_do_not_depend_on_the_batch() -> None:
     student = tiny_student("bd3lm", block_size=3)
-    for sampler in (BlockConfig(nfe=6, nucleus_p=0.9), BlockConfig(redraw_noise=True)):
+    for sampler in (BlockSampler(nfe=6, nucleus_p=0.9), BlockSampler(redraw_noise=True)):
         together = draw(student, sampler, IDS)
         for slot, sample_id in enumerate(IDS):
             alone = draw(student, sampler, sample_id[None])
@@ -179,8 +188,8 @@ def test_samples_do_not_depend_on_the_batch() -> None:
 def test_samples_end_at_eos(use_cache: bool) -> None:
     student, ids = tiny_student("bd3lm", "none", block_size=3), torch.arange(60)
     eos = student.config.eos_token_id
-    free = draw(student, BlockConfig(use_cache=use_cache), ids)
-    stopped = draw(student, BlockConfig(use_cache=use_cache, stop=StopRule(at_eos=True)), ids)
+    free = draw(student, BlockSampler(use_cache=use_cache), ids)
+    stopped = draw(student, BlockSampler(use_cache=use_cache, stop=StopRule(at_eos=True)), ids)
     ended = 0
     for row in range(len(ids)):
         place = (free.tokens[row, 1:] == eos).nonzero()
@@ -197,8 +206,8 @@ def test_monotonous_samples_are_drawn_anew() -> None:
     student, ids = tiny_student("bd3lm", "gumbel", block_size=3), torch.arange(60)
     # The least entropy is set where some samples pass at once and some after a few tries.
     rule = StopRule(min_entropy_nats=1.2, entropy_window=6, max_tries=4)
-    plain = draw(student, BlockConfig(), ids)
-    kept = draw(student, BlockConfig(stop=rule), ids)
+    plain = draw(student, BlockSampler(), ids)
+    kept = draw(student, BlockSampler(stop=rule), ids)
     attempts, flagged = kept.details["attempt"], kept.details["low_entropy"]
     assert (attempts == 0).any() and (attempts > 0).any()
     assert torch.equal(kept.tokens[attempts == 0], plain.tokens[attempts == 0])
@@ -238,19 +247,22 @@ def test_mistakes_are_named() -> None:
     student, mdlm = tiny_student("bd3lm", block_size=4), tiny_student()
     tokens, noise = open_rows(student, 3), noise_for(student, IDS, 3)
     with pytest.raises(UsageError, match="an MDLM"):
-        BlockConfig().sample(mdlm, tokens, IDS, noise, 3)
+        BlockSampler().sample(mdlm, tokens, IDS, noise, 3)
     with pytest.raises(UsageError, match=r"block size does not divide.*got 10"):
-        draw(student, BlockConfig(), IDS, tokens[:, :10])
+        draw(student, BlockSampler(), IDS, tokens[:, :10])
     with pytest.raises(UsageError, match=r"nfe.*got 2.*at least 3"):
-        draw(student, BlockConfig(nfe=2), IDS)
-    with pytest.raises(UsageError, match="slide"):
-        draw(student, BlockConfig(slide=3), IDS)
-    with pytest.raises(UsageError, match="take no NFE"):
-        BlockConfig(inner="first_hitting", nfe=4)
+        draw(student, BlockSampler(nfe=2), IDS)
+    for passes in ({"nfe": 4}, {"passes_per_block": 2}):
+        with pytest.raises(UsageError, match="one pass per token"):
+            BlockSampler(inner="first_hitting", **passes)
+    with pytest.raises(UsageError, match="exclude each other"):
+        BlockSampler(nfe=4, passes_per_block=2)
+    with pytest.raises(UsageError, match=r"final_argmax.*inner=confidence"):
+        BlockSampler(inner="confidence", final_argmax=False)
     with pytest.raises(UsageError, match=r"entropy_window.*256 tokens for rows of 12"):
-        draw(student, BlockConfig(stop=StopRule(min_entropy_nats=1.0)), IDS)
+        draw(student, BlockSampler(stop=StopRule(min_entropy_nats=1.0)), IDS)
     with pytest.raises(UsageError, match="cannot end early"):
         holed = tokens.clone()
         holed[:, 8] = 3
-        draw(student, BlockConfig(stop=StopRule(at_eos=True)), IDS, holed)
+        draw(student, BlockSampler(stop=StopRule(at_eos=True)), IDS, holed)
     assert student.config.vocab_size == VOCAB

@@ -1,8 +1,9 @@
-"""The positions of which a student is surest come first."""
+"""Confidence order: what the student is most certain of comes first."""
 
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from shards.noise.philox import PositionKeys
 from tests.trainer.sampling_cases import LENGTH, draw, open_rows, tiny_student
 from trainer.objective.batch import Places
 from trainer.sampling import confidence
-from trainer.sampling.ancestral import FixedCountConfig
-from trainer.sampling.block import BlockConfig
-from trainer.sampling.confidence import ConfidenceConfig, ConfidenceOrder, SurestFirst, gumbels
-from trainer.sampling.token_rule import SampleKeys, TokenRule
+from trainer.sampling.block import BlockSampler
+from trainer.sampling.confidence import ConfidenceOrder, ConfidenceSampler, gumbels
+from trainer.sampling.fill import FixedCountSampler, Rows, fill
+from trainer.sampling.noise import RowNoise, SampleKeys, TokenRule
 
 MASK = 3
 PREDICTED = {
@@ -35,8 +36,11 @@ class Student:
     def __init__(self) -> None:
         self.asked: list[list[int]] = []
 
-    def __call__(self, rows: Tensor, tokens: Tensor, where: Places, steps: Tensor) -> Tensor:
-        assert (tokens[where.index] == MASK).all() and int(steps[0]) == len(self.asked) + 1
+    mask_id, is_conditioned, device = MASK, False, torch.device("cpu")
+    config = SimpleNamespace(eos_token_id=None)
+
+    def predict_at(self, tokens: Tensor, where: Places, *_: object) -> Tensor:
+        assert (tokens[where.index] == MASK).all()
         self.asked.append(where.positions.tolist())
         probs = torch.tensor([(*PREDICTED[position], 1e-30) for position in self.asked[-1]])
         return probs.log()
@@ -44,10 +48,17 @@ class Student:
 
 def first(order: ConfidenceOrder, nfe: int, rule: TokenRule) -> tuple[Tensor, list[list[int]]]:
     student = Student()
-    surest = SurestFirst(order, rule, SampleKeys(1, torch.tensor([0])), MASK)
-    tokens, passes = surest.reveal(student, torch.tensor([[2, *[MASK] * 4]]), nfe)
-    assert passes.tolist() == [len(student.asked)]
-    return tokens[0], student.asked
+    keys = SampleKeys(1, torch.tensor([0]))
+    rows = Rows(student, torch.tensor([[2, *[MASK] * 4]]), RowNoise(None, 5), keys)
+    sampler = ConfidenceSampler(
+        nfe=nfe,
+        confidence=order.confidence,
+        order_temperature=order.temperature,
+        decision=rule.decision,
+    )
+    result = fill(sampler, rows)
+    assert result.nfe.tolist() == [len(student.asked)]
+    return result.tokens[0], student.asked
 
 
 def test_margins_by_hand() -> None:
@@ -103,11 +114,11 @@ def test_no_noise_is_left_in_the_last_pass(monkeypatch: pytest.MonkeyPatch) -> N
 def test_nothing_but_noise_is_a_uniform_order(conditioning: str) -> None:
     """The largest Gumbel is that of the largest uniform, which a uniform order takes first."""
     student = tiny_student(conditioning=conditioning)
-    uniform = draw(student, FixedCountConfig(nfe=4), IDS)
-    noisy = draw(student, ConfidenceConfig(nfe=4, order_temperature=1e9), IDS)
+    uniform = draw(student, FixedCountSampler(nfe=4), IDS)
+    noisy = draw(student, ConfidenceSampler(nfe=4, order_temperature=1e9), IDS)
     assert torch.equal(noisy.tokens, uniform.tokens) and torch.equal(noisy.nfe, uniform.nfe)
-    surest = draw(student, ConfidenceConfig(nfe=4), IDS)
-    assert not torch.equal(surest.tokens, uniform.tokens), "else the order has no effect here"
+    plain = draw(student, ConfidenceSampler(nfe=4), IDS)
+    assert not torch.equal(plain.tokens, uniform.tokens), "else the order has no effect here"
 
 
 def test_gumbels_are_standard() -> None:
@@ -126,7 +137,7 @@ def test_rows_with_fewer_gaps_end_earlier() -> None:
     tokens = open_rows(student, 3)
     tokens[1, 3:] = 4
     tokens[2, 1:] = 4
-    result = draw(student, ConfidenceConfig(nfe=4), IDS[:3], tokens)
+    result = draw(student, ConfidenceSampler(nfe=4), IDS[:3], tokens)
     assert result.nfe.tolist() == [4, 2, 0], "11 gaps by threes, 2 by ones, none"
     assert (result.tokens[1, 3:] == 4).all() and (result.tokens != student.mask_id).all()
 
@@ -135,14 +146,14 @@ def test_rows_with_fewer_gaps_end_earlier() -> None:
 def test_one_block_is_a_whole_row(conditioning: str) -> None:
     student = tiny_student("bd3lm", conditioning, block_size=LENGTH)
     settings = {"nfe": 3, "confidence": "probability", "order_temperature": 1.5}
-    whole = draw(student, ConfidenceConfig(**settings), IDS)
-    block = draw(student, BlockConfig(inner="confidence", use_cache=False, **settings), IDS)
+    whole = draw(student, ConfidenceSampler(**settings), IDS)
+    block = draw(student, BlockSampler(inner="confidence", use_cache=False, **settings), IDS)
     assert torch.equal(block.tokens, whole.tokens) and torch.equal(block.nfe, whole.nfe)
 
 
 def test_blocks_share_the_budget() -> None:
     student = tiny_student("bd3lm", block_size=4)
-    result = draw(student, BlockConfig(inner="confidence", nfe=5), IDS)
+    result = draw(student, BlockSampler(inner="confidence", nfe=5), IDS)
     assert (result.nfe == 5).all(), "one pass, two and two for blocks of 3 + 4 + 4 gaps"
 
 
@@ -163,11 +174,11 @@ def test_draws_of_a_block_are_named_by_positions_of_the_row(
 
     monkeypatch.setattr(TokenRule, "choose", spy_choose)
     monkeypatch.setattr(confidence, "gumbels", spy_gumbels)
-    draw(tiny_student("bd3lm", block_size=4), BlockConfig(inner="confidence", nfe=3), IDS)
+    draw(tiny_student("bd3lm", block_size=4), BlockSampler(inner="confidence", nfe=3), IDS)
     assert named["tokens"] == named["order"] == set(range(1, LENGTH))
 
 
-@pytest.mark.parametrize("sampler", [ConfidenceConfig, BlockConfig])
+@pytest.mark.parametrize("sampler", [ConfidenceSampler, BlockSampler])
 @pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
 def test_bad_noise_is_refused(sampler: type, value: float) -> None:
     with pytest.raises(UsageError, match="order_temperature"):
@@ -177,7 +188,7 @@ def test_bad_noise_is_refused(sampler: type, value: float) -> None:
 @pytest.mark.parametrize("setting", [{"confidence": "probability"}, {"order_temperature": 1.0}])
 def test_an_order_that_blocks_would_not_follow_is_refused(setting: dict[str, object]) -> None:
     """Settings that would be left undone without a word."""
-    assert BlockConfig(inner="confidence", **setting)  # type: ignore[arg-type]
+    assert BlockSampler(inner="confidence", **setting)  # type: ignore[arg-type]
     for inner in ("ancestral", "first_hitting"):
         with pytest.raises(UsageError, match=f"inner={inner}.*inner=confidence"):
-            BlockConfig(inner=inner, **setting)  # type: ignore[arg-type]
+            BlockSampler(inner=inner, **setting)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,11 @@ from benchmarks.sampler_statistics import chi_square
 from shards.errors import UsageError
 from tests.trainer.sampling.test_adaptive import tiny_llama
 from tests.trainer.sampling_cases import BOS, LENGTH, VOCAB, draw, open_rows, tiny_student
-from trainer.sampling.noise import sampling_noise
+from trainer.sampling.coupled import CoupledSampler, gumbel_scores
+from trainer.sampling.fill import SampleResult, StopRule
+from trainer.sampling.noise import TokenRule, sampling_noise
 from trainer.sampling.registry import make_sampler
-from trainer.sampling.stopping import SampleResult, StopRule
-from trainer.sampling.verified.coupled import CoupledConfig, gumbel_scores
-from trainer.sampling.verified.verifier import CausalReader
+from trainer.sampling.verifier import CausalReader
 from trainer.students.registry import Student
 
 IDS = torch.tensor([4, 0, 11, 7, 23])
@@ -39,8 +40,10 @@ def tiny_gpt2() -> GPT2LMHeadModel:
 
 
 @torch.no_grad()
-def own_decode(model, tokens: Tensor, ids: Tensor, tau: float, seed: int = 3) -> Tensor:
-    """argmax(l + tau xi), one token per pass over the whole prefix."""
+def own_decode(
+    model, tokens: Tensor, ids: Tensor, tau: float, seed: int = 3, rule: TokenRule | None = None
+) -> Tensor:
+    """argmax(l + tau xi) over what the rule keeps, one token per pass over the whole prefix."""
     rows, length = [], tokens.shape[1]
     for index, row in zip(ids, tokens.split(1), strict=True):
         row, noise = row.clone(), sampling_noise(seed, index[None], length, VOCAB)
@@ -48,7 +51,10 @@ def own_decode(model, tokens: Tensor, ids: Tensor, tau: float, seed: int = 3) ->
             if row[0, place] == VOCAB:
                 logits = model(row[:, :place]).logits[:, -1, :VOCAB]
                 xi = noise.select(torch.tensor([place]))
-                row[0, place] = gumbel_scores(logits, xi, tau).argmax()
+                scores = gumbel_scores(logits, xi, tau)
+                if rule is not None:
+                    scores = scores.masked_fill(rule.probabilities(logits) == 0, -torch.inf)
+                row[0, place] = scores.argmax()
         rows.append(row)
     return torch.cat(rows)
 
@@ -66,7 +72,7 @@ def prompts(student: Student) -> Tensor:
 def test_the_output_is_the_verifiers_own_decode(name: str, lookahead: int, verifier: str) -> None:
     student = tiny_student(**STUDENTS[name])
     for tau in (1.0, 0.6):
-        sampler = CoupledConfig(verifier=verifier, max_lookahead=lookahead, tau=tau)
+        sampler = CoupledSampler(verifier=verifier, max_lookahead=lookahead, tau=tau)
         tokens = prompts(student)
         result = draw(student, sampler, IDS, tokens)
         assert torch.equal(result.tokens, own_decode(tiny_llama(), tokens, IDS, tau))
@@ -78,13 +84,28 @@ def test_the_output_is_the_verifiers_own_decode(name: str, lookahead: int, verif
             assert (result.nfe == 0).all() and torch.equal(gained, result.details["verifier_nfe"])
 
 
+@pytest.mark.parametrize("draft", ["greedy", "gumbel"])
+@pytest.mark.parametrize(
+    "cut", [{"nucleus_p": 0.6}, {"top_k": 2}, {"top_k": 4, "nucleus_p": 0.7}], ids=str
+)
+def test_the_verifiers_truncation_is_kept(cut: dict, draft: Any, verifier: str) -> None:
+    """Its argmax under the same noise, over the tokens that top-k and nucleus keep."""
+    student, tau = tiny_student(), 0.9
+    sampler = CoupledSampler(verifier=verifier, tau=tau, draft=draft, **cut)
+    tokens = prompts(student)
+    rule = TokenRule(temperature=tau, **cut)
+    expected = own_decode(tiny_llama(), tokens, IDS, tau, rule=rule)
+    assert torch.equal(draw(student, sampler, IDS, tokens).tokens, expected)
+    assert not torch.equal(expected, own_decode(tiny_llama(), tokens, IDS, tau))
+
+
 @pytest.mark.parametrize("model", [tiny_gpt2(), tiny_student("ar", "none")], ids=["gpt2", "ours"])
 def test_other_verifiers(model, tmp_path: Path) -> None:
     """Learnt positions; no cache at all."""
     model.save_pretrained(tmp_path)
     student = tiny_student()
     tokens = prompts(student)
-    result = draw(student, CoupledConfig(verifier=str(tmp_path), max_lookahead=3), IDS, tokens)
+    result = draw(student, CoupledSampler(verifier=str(tmp_path), max_lookahead=3), IDS, tokens)
     assert torch.equal(result.tokens, own_decode(model, tokens, IDS, 1.0))
 
 
@@ -98,7 +119,7 @@ def test_a_perfect_draft_is_kept_whole(verifier: str, monkeypatch: pytest.Monkey
         return torch.nn.functional.one_hot(truth[where], VOCAB + 1).float().log()
 
     monkeypatch.setattr(type(student), "predict_at", oracle)
-    result = draw(student, CoupledConfig(verifier=verifier, max_lookahead=4), ids)
+    result = draw(student, CoupledSampler(verifier=verifier, max_lookahead=4), ids)
     assert torch.equal(result.tokens, truth)
     assert (result.details["verifier_nfe"] == -(-(LENGTH - 1) // 5)).all()
     for one, other in (("drafted", "agreed"), ("reached", "accepted"), ("drafted", "reached")):
@@ -112,7 +133,7 @@ def statistics(result: SampleResult) -> list[list[int]]:
 
 def test_agreement_is_counted_by_distance(verifier: str) -> None:
     student = tiny_student()
-    result = draw(student, CoupledConfig(verifier=verifier, max_lookahead=3), torch.arange(40))
+    result = draw(student, CoupledSampler(verifier=verifier, max_lookahead=3), torch.arange(40))
     reached, accepted, drafted, agreed = statistics(result)
     assert reached[0] == drafted[0] and accepted[0] == agreed[0] >= reached[1]
     assert accepted[0] > 10 and drafted[1] > reached[1]
@@ -122,7 +143,7 @@ def test_agreement_is_counted_by_distance(verifier: str) -> None:
 
 def test_no_sample_depends_on_its_companions(verifier: str) -> None:
     student = tiny_student("bd3lm", block_size=4)
-    sampler = CoupledConfig(verifier=verifier, max_lookahead=3)
+    sampler = CoupledSampler(verifier=verifier, max_lookahead=3)
     tokens = prompts(student)
     together = draw(student, sampler, IDS, tokens)
     for slot, index in enumerate(IDS):
@@ -134,9 +155,9 @@ def test_no_sample_depends_on_its_companions(verifier: str) -> None:
 def test_samples_end_at_eos(verifier: str) -> None:
     student, ids = tiny_student(), torch.arange(60)
     eos = student.config.eos_token_id
-    free = draw(student, CoupledConfig(verifier=verifier, max_lookahead=3), ids)
+    free = draw(student, CoupledSampler(verifier=verifier, max_lookahead=3), ids)
     stop = StopRule(at_eos=True)
-    ended = draw(student, CoupledConfig(verifier=verifier, max_lookahead=3, stop=stop), ids)
+    ended = draw(student, CoupledSampler(verifier=verifier, max_lookahead=3, stop=stop), ids)
     for row in range(len(ids)):
         place = (free.tokens[row, 1:] == eos).nonzero()
         length = int(place[0]) + 2 if len(place) else LENGTH
@@ -184,7 +205,7 @@ def test_the_reader_reads_ragged_rows_as_if_alone(model) -> None:
 def test_exact_law_of_three_tokens(tau: float, verifier: str) -> None:
     """20,000 rows against the verifier's own joint distribution at temperature tau."""
     student, num = tiny_student(), 20_000
-    sampler = CoupledConfig(verifier=verifier, tau=tau, max_lookahead=2)
+    sampler = CoupledSampler(verifier=verifier, tau=tau, max_lookahead=2)
     tokens = draw(student, sampler, torch.arange(num), open_rows(student, num, 3)).tokens
     counts = torch.bincount(tokens[:, 1] * VOCAB + tokens[:, 2], minlength=VOCAB**2)
     exact = exact_law(tau)
@@ -208,30 +229,30 @@ def test_mistakes_are_named(verifier: str, tmp_path: Path) -> None:
         make_sampler("coupled")
     for settings in ({"tau": 0.0}, {"max_lookahead": -1}):
         with pytest.raises(UsageError, match=next(iter(settings))):
-            CoupledConfig(verifier=verifier, **settings)
+            CoupledSampler(verifier=verifier, **settings)
     holed = open_rows(student, 3)
     holed[1, 6] = 2
     with pytest.raises(UsageError, match="behind positions to fill"):
-        draw(student, CoupledConfig(verifier=verifier), IDS[:3], holed)
+        draw(student, CoupledSampler(verifier=verifier), IDS[:3], holed)
     tiny_llama(context=4).save_pretrained(tmp_path / "short")
     with pytest.raises(UsageError, match="shorter rows"):
-        draw(student, CoupledConfig(verifier=str(tmp_path / "short")), IDS)
+        draw(student, CoupledSampler(verifier=str(tmp_path / "short")), IDS)
     tiny_llama(vocab_size=5).save_pretrained(tmp_path / "small")
     with pytest.raises(UsageError, match="fewer tokens"):
-        draw(student, CoupledConfig(verifier=str(tmp_path / "small")), IDS)
+        draw(student, CoupledSampler(verifier=str(tmp_path / "small")), IDS)
     with pytest.raises(UsageError, match="drafts no rows"):
-        draw(tiny_student("ar", "none"), CoupledConfig(verifier=verifier), IDS)
+        draw(tiny_student("ar", "none"), CoupledSampler(verifier=verifier), IDS)
     student.config.codec = {"name": "topk", "parameters": {"num_entries": 3}}
     with pytest.raises(UsageError, match="cuts off"):
-        draw(student, CoupledConfig(verifier=verifier), IDS)
+        draw(student, CoupledSampler(verifier=verifier), IDS)
 
 
 def test_passes_of_all_draws_count(verifier: str) -> None:
     """Rows that were drawn anew: what every draw cost, and the counts that go with it."""
     student, ids = tiny_student(), torch.arange(30)
     stop = StopRule(min_entropy_nats=1.6, entropy_window=8, max_tries=3)
-    once = draw(student, CoupledConfig(verifier=verifier), ids)
-    result = draw(student, CoupledConfig(verifier=verifier, stop=stop), ids)
+    once = draw(student, CoupledSampler(verifier=verifier), ids)
+    result = draw(student, CoupledSampler(verifier=verifier, stop=stop), ids)
     attempts, details = result.details["attempt"], result.details
     assert (attempts == 0).any() and (attempts > 0).any()
     gained = details["accepted"].sum(dim=1) + details["verifier_nfe"]

@@ -14,10 +14,10 @@ from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import SHAPES, backbone_run, store_of
 from tests.trainer.sampling_cases import draw, open_rows, tiny_student
 from tests.trainer.students.drafter.drafter_cases import RECIPES, a_noise_table, tiny_drafter
+from trainer.sampling.coupled import gumbel_scores
 from trainer.sampling.noise import sampling_noise
+from trainer.sampling.own_backbone import SlotReader, inverse_cdf
 from trainer.sampling.registry import make_sampler
-from trainer.sampling.verified.coupled import gumbel_scores
-from trainer.sampling.verified.slots import SlotReader, inverse_cdf
 from trainer.students.drafter.layout import SlotLayout
 from trainer.students.drafter.signals import token_uniforms
 from trainer.students.registry import Drafter
@@ -41,7 +41,8 @@ def own_decode(
                 xi = noise.select(torch.tensor([place]))
                 chosen = gumbel_scores(logits, xi, tau).argmax()
                 if uniform:
-                    chosen = inverse_cdf(logits, token_uniforms(xi), tau)[0]
+                    probs = (logits.double() / tau).softmax(dim=-1)
+                    chosen = inverse_cdf(probs, token_uniforms(xi))[0]
                 row[0, place] = chosen
         rows.append(row)
     return torch.cat(rows)

@@ -7,7 +7,7 @@ import torch
 
 from shards.errors import UsageError
 from tests.trainer.students.test_mdlm import LENGTH, VOCAB, make_student
-from trainer.sampling.registry import generate
+from trainer.loading import generate
 
 
 def test_rows_are_filled_and_what_is_given_is_kept() -> None:

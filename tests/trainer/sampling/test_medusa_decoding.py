@@ -16,10 +16,10 @@ from tests.trainer.backbone_cases import SHAPES, backbone_run, store_of, write_b
 from tests.trainer.run_cases import LENGTH, VOCAB
 from tests.trainer.sampling.test_coupled import IDS
 from tests.trainer.sampling_cases import draw, open_rows, tiny_student
+from trainer.sampling.coupled import gumbel_scores
+from trainer.sampling.fill import StopRule
 from trainer.sampling.noise import sampling_noise
-from trainer.sampling.stopping import StopRule
-from trainer.sampling.verified.coupled import gumbel_scores
-from trainer.sampling.verified.medusa import MedusaConfig, is_typical
+from trainer.sampling.own_backbone import MedusaSampler, is_typical
 from trainer.students.registry import Medusa
 from trainer.training.construction import build_student
 
@@ -85,7 +85,7 @@ def own_decode(student: Medusa, tokens: Tensor, tau: float, room: float) -> tupl
 def test_lossless(student: Medusa, acceptance: str, tau: float) -> None:
     """Token for token the backbone's own decode of the noise, or its greedy continuation."""
     tokens = prompts(student)
-    sampler = MedusaConfig(acceptance=acceptance, tau=tau or 1.0)  # type: ignore[arg-type]
+    sampler = MedusaSampler(acceptance=acceptance, tau=tau or 1.0)  # type: ignore[arg-type]
     result = draw(student, sampler, IDS, tokens)
     in_bf16 = student.settings.backbone.dtype == "bfloat16"
     truth, certain = own_decode(student, tokens, tau, 0.25 if in_bf16 else 1e-3)
@@ -104,9 +104,9 @@ def test_lossless(student: Medusa, acceptance: str, tau: float) -> None:
 @IN_FLOAT32
 def test_no_sample_depends_on_its_companions(student: Medusa) -> None:
     tokens = prompts(student)
-    together = draw(student, MedusaConfig(), IDS, tokens)
+    together = draw(student, MedusaSampler(), IDS, tokens)
     for slot, index in enumerate(IDS):
-        alone = draw(student, MedusaConfig(), index[None], tokens[slot : slot + 1])
+        alone = draw(student, MedusaSampler(), index[None], tokens[slot : slot + 1])
         assert torch.equal(alone.tokens[0], together.tokens[slot])
         assert torch.equal(alone.details["reached"][0], together.details["reached"][slot])
 
@@ -114,7 +114,7 @@ def test_no_sample_depends_on_its_companions(student: Medusa) -> None:
 @IN_BF16
 def test_in_bf16_companions_move_no_token_before_a_near_tie(student: Medusa) -> None:
     """Logits of other shapes differ by up to 0.063 there: two of them by half of the room."""
-    tokens, sampler = prompts(student), MedusaConfig(tau=4.0)  # much noise, few near ties
+    tokens, sampler = prompts(student), MedusaSampler(tau=4.0)  # much noise, few near ties
     _, certain = own_decode(student, tokens, 4.0, room=0.25)
     together = draw(student, sampler, IDS, tokens)
     checked = 0
@@ -129,7 +129,7 @@ def test_perfect_heads_are_kept_whole(tmp_path: Path, monkeypatch: pytest.Monkey
     """The pass over the prompt gives one token, each further one K + 1."""
     student = make_student(tmp_path, model__backbone__num_proposed=3)
     ids, tokens = IDS[:2], open_rows(student, 2, LONG)
-    truth = draw(student, MedusaConfig(max_lookahead=0), ids, tokens).tokens
+    truth = draw(student, MedusaSampler(max_lookahead=0), ids, tokens).tokens
     calls: list[int] = []
 
     def oracle(hidden: Tensor, embedded: Tensor | None) -> Tensor:
@@ -140,7 +140,7 @@ def test_perfect_heads_are_kept_whole(tmp_path: Path, monkeypatch: pytest.Monkey
         return torch.nn.functional.one_hot(wanted, VOCAB).float().log()
 
     monkeypatch.setattr(student, "propose", oracle)
-    result = draw(student, MedusaConfig(), ids, tokens)
+    result = draw(student, MedusaSampler(), ids, tokens)
     assert torch.equal(result.tokens, truth)
     assert (result.details["verifier_nfe"] == 1 + -(-(LONG - 2) // 4)).all()
     assert torch.equal(result.details["reached"], result.details["accepted"])
@@ -156,7 +156,7 @@ def test_heads_are_shown_the_noise_of_the_tokens_they_propose(
     monkeypatch.setattr(
         student, "propose", lambda h, e: seen.append((h.clone(), e.clone())) or propose(h, e)
     )
-    result = draw(student, MedusaConfig(max_lookahead=1), IDS[:1], tokens)
+    result = draw(student, MedusaSampler(max_lookahead=1), IDS[:1], tokens)
     noise = sampling_noise(3, IDS[:1], LONG, VOCAB)
     with torch.no_grad():
         embedded = student.embed_noise(noise, 1.0)
@@ -185,15 +185,15 @@ def test_typical_acceptance_by_hand() -> None:
 
 def test_typical_keeps_what_the_backbone_holds_possible(student: Medusa) -> None:
     tokens = prompts(student)
-    result = draw(student, MedusaConfig(acceptance="typical"), IDS, tokens)
+    result = draw(student, MedusaSampler(acceptance="typical"), IDS, tokens)
     assert not (result.tokens == student.mask_id).any()
-    strict = MedusaConfig(acceptance="typical", epsilon=1e9, delta=1e9)
+    strict = MedusaSampler(acceptance="typical", epsilon=1e9, delta=1e9)
     none = draw(student, strict, IDS, tokens)
     assert int(none.details["accepted"].sum()) == 0
-    coupled = draw(student, MedusaConfig(max_lookahead=0), IDS, tokens)
+    coupled = draw(student, MedusaSampler(max_lookahead=0), IDS, tokens)
     if student.settings.backbone.dtype == "float32":
         assert torch.equal(none.tokens, coupled.tokens)
-    everything = draw(student, MedusaConfig(acceptance="typical", epsilon=1e-30), IDS, tokens)
+    everything = draw(student, MedusaSampler(acceptance="typical", epsilon=1e-30), IDS, tokens)
     details = everything.details
     assert torch.equal(details["accepted"], details["drafted"])
 
@@ -201,10 +201,10 @@ def test_typical_keeps_what_the_backbone_holds_possible(student: Medusa) -> None
 def test_samples_end_at_eos(tmp_path: Path) -> None:
     student, ids = make_student(tmp_path), torch.arange(40)
     tokens = open_rows(student, 40, LONG)
-    free = draw(student, MedusaConfig(), ids, tokens)
+    free = draw(student, MedusaSampler(), ids, tokens)
     # A token that many rows have, and none everywhere: rows end in different rounds.
     student.config.eos_token_id = eos = int(free.tokens[:, 8].mode().values)
-    ended = draw(student, MedusaConfig(stop=StopRule(at_eos=True)), ids, tokens)
+    ended = draw(student, MedusaSampler(stop=StopRule(at_eos=True)), ids, tokens)
     for row in range(len(ids)):
         place = (free.tokens[row, 1:] == eos).nonzero()
         length = int(place[0]) + 2 if len(place) else LONG
@@ -216,16 +216,21 @@ def test_samples_end_at_eos(tmp_path: Path) -> None:
 def test_mistakes_are_named(tmp_path: Path) -> None:
     student = make_student(tmp_path)
     with pytest.raises(UsageError, match="needs heads on a backbone"):
-        draw(tiny_student(), MedusaConfig(), IDS)
+        draw(tiny_student(), MedusaSampler(), IDS)
     with pytest.raises(UsageError, match="shorter rows"):
-        draw(student, MedusaConfig(), IDS, open_rows(student, len(IDS), 65))
+        draw(student, MedusaSampler(), IDS, open_rows(student, len(IDS), 65))
     holed = open_rows(student, 1, LENGTH)
     holed[0, 6] = 2
     with pytest.raises(UsageError, match="behind positions to fill"):
-        draw(student, MedusaConfig(), IDS[:1], holed)
+        draw(student, MedusaSampler(), IDS[:1], holed)
     for settings in ({"tau": 0.0}, {"max_lookahead": -1}, {"epsilon": 0.0}, {"delta": -1.0}):
         with pytest.raises(UsageError, match=next(iter(settings))):
-            MedusaConfig(**settings)
+            MedusaSampler(**settings)
+    for settings in ({"acceptance": "greedy", "tau": 0.5}, {"epsilon": 0.5}):
+        with pytest.raises(UsageError, match="without effect"):
+            MedusaSampler(**settings)
+    with pytest.raises(UsageError, match="without effect"):
+        MedusaSampler(acceptance="typical", top_k=3)
     student.config.codec = {"name": "topk", "parameters": {"num_entries": 3}}
     with pytest.raises(UsageError, match="cuts off"):
-        draw(student, MedusaConfig(), IDS)
+        draw(student, MedusaSampler(), IDS)

@@ -10,13 +10,10 @@ from torch import Tensor
 
 from shards.noise.kinds import dense_arrivals
 from tests.trainer.sampling_cases import LENGTH, VOCAB, draw, noise_for, open_rows, tiny_student
-from trainer.sampling.ancestral import AncestralConfig
-from trainer.sampling.block import BlockConfig
-from trainer.sampling.noise import NoiseUse, sampling_noise
-from trainer.sampling.sampler import Sampler
-from trainer.sampling.stopping import StopRule
-from trainer.sampling.token_rule import SampleKeys
-from trainer.students.registry import BD3LM, MDLM
+from trainer.sampling.block import BlockSampler
+from trainer.sampling.fill import AncestralSampler, Rows, Sampler, StopRule
+from trainer.sampling.noise import RowNoise, SampleKeys, sampling_noise
+from trainer.students.registry import BD3LM, MDLM, Student
 
 IDS = torch.tensor([5, 0, 17])
 
@@ -40,7 +37,7 @@ def test_every_name_gives_noise_of_its_own() -> None:
 
 def conditions_seen(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, ...]]:
     """(masked positions, noise embeddings) of each forward pass over one row."""
-    kind = "bd3lm" if isinstance(sampler, BlockConfig) else "mdlm"
+    kind = "bd3lm" if isinstance(sampler, BlockSampler) else "mdlm"
     student = tiny_student(kind, block_size=6 if kind == "bd3lm" else None)
     seen, original = [], MDLM.predict_at
 
@@ -59,9 +56,9 @@ def conditions_seen(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> list[t
 def test_noise_is_redrawn_at_every_step_or_at_none(
     name: str, redraw: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampler = AncestralConfig(nfe=6, redraw_noise=redraw)
+    sampler = AncestralSampler(nfe=6, redraw_noise=redraw)
     if name == "blocks":
-        sampler = BlockConfig(redraw_noise=redraw, use_cache=False)
+        sampler = BlockSampler(redraw_noise=redraw, use_cache=False)
     compared = 0
     for before, after in itertools.pairwise(conditions_seen(sampler, monkeypatch)):
         width = min(len(before[0]), len(after[0]))
@@ -75,7 +72,7 @@ def test_noise_is_redrawn_at_every_step_or_at_none(
 def test_attempts_have_noise_of_their_own() -> None:
     student = tiny_student()
     noise = noise_for(student, IDS, 3)
-    use = NoiseUse(noise, 1.0).checked(student, open_rows(student, len(IDS)))
+    use = RowNoise(noise, LENGTH, 1.0)
     rows = torch.tensor([2, 0])
     attempts = [dense_arrivals(use.of(rows, attempt).noise) for attempt in (0, 1, 2)]
     assert torch.equal(attempts[0].view(2, LENGTH, VOCAB), arrivals(3, IDS)[rows])
@@ -90,19 +87,28 @@ def test_a_sample_drawn_anew_sees_other_noise() -> None:
     """argmax of x_0 in one pass is a function of the noise alone: it changes only with it."""
     student, ids = tiny_student(), torch.arange(40)
     entropic = StopRule(min_entropy_nats=100.0, entropy_window=LENGTH, max_tries=2)
-    once = draw(student, AncestralConfig(nfe=1, decision="argmax"), ids)
-    twice = draw(student, AncestralConfig(nfe=1, decision="argmax", stop=entropic), ids)
+    once = draw(student, AncestralSampler(nfe=1, decision="argmax"), ids)
+    twice = draw(student, AncestralSampler(nfe=1, decision="argmax", stop=entropic), ids)
     assert (twice.details["attempt"] == 1).all()
     assert (twice.tokens != once.tokens).any(dim=1).float().mean() > 0.9
+
+
+def final_fill(sampler: AncestralSampler, student: Student, keys: SampleKeys) -> Tensor:
+    """1 where the passes of the final fill, which have a rule of their own, reveal a position."""
+    tokens = open_rows(student, len(keys.sample_ids))
+    rows, left = Rows(student, tokens, RowNoise(None, LENGTH), keys), torch.zeros_like(tokens)
+    for part in sampler.order(rows):
+        if part.rule is not None:
+            left[part.places.index] = 1
+    return left
 
 
 def test_the_final_fill_takes_the_most_probable_tokens() -> None:
     """Under the square-root schedule 3.2e-3 of the positions are left after the last step."""
     student = tiny_student(conditioning="none", diffusion={"schedule": "square_root"})
-    ids, sampler = torch.arange(1200), AncestralConfig(nfe=1, nucleus_p=0.5)
+    ids, sampler = torch.arange(1200), AncestralSampler(nfe=1, nucleus_p=0.5)
     result = draw(student, sampler, ids)
-    tokens = open_rows(student, len(ids))
-    _, left = sampler.steps(student, tokens == student.mask_id, SampleKeys(3, ids))
+    left = final_fill(sampler, student, SampleKeys(3, ids))
     assert (left > 0).sum() >= 20  # 42 expected
     assert torch.equal(result.nfe, 1 + (left > 0).any(dim=1).long())
     rows = (left > 0).any(dim=1)
@@ -115,7 +121,5 @@ def test_the_final_fill_takes_the_most_probable_tokens() -> None:
 
 def test_no_final_fill_where_the_last_step_goes_to_zero() -> None:
     student = tiny_student(conditioning="none", diffusion={"schedule": "square_root"})
-    tokens, keys = open_rows(student, 1200), SampleKeys(3, torch.arange(1200))
-    masked = tokens == student.mask_id
-    _, left = AncestralConfig(nfe=1, final_argmax=False).steps(student, masked, keys)
-    assert not left.any()
+    sampler = AncestralSampler(nfe=1, final_argmax=False)
+    assert not final_fill(sampler, student, SampleKeys(3, torch.arange(1200))).any()

@@ -13,9 +13,9 @@ from shards.noise.order_statistics import TopPrior
 from shards.noise.philox import PositionKeys, first_arrivals
 from shards.provenance import derive_seed
 from tests.trainer.sampling_cases import tiny_student
+from trainer.loading import generate
 from trainer.objective.batch import StoredRowNoise
 from trainer.sampling.noise import sampling_noise
-from trainer.sampling.registry import generate
 
 NUM_ROWS, LENGTH, SEED = 6, 9, 5
 SETTINGS = {

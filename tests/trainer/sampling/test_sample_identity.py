@@ -12,7 +12,7 @@ from transformers import AutoModel
 
 from shards.atomic import exclusive
 from tests.trainer.sample_cli_cases import command, save, save_models
-from trainer.sampling.verified.verifier import load_verifier
+from trainer.sampling.verifier import load_verifier
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from shards.store.store import ShardStore
 from tests.trainer.run_cases import tiny_run, write_store
 from tests.trainer.sample_cli_cases import command, read, save
 from tests.trainer.sampling_cases import LENGTH, VOCAB, tiny_student
+from trainer.loading import generate
 from trainer.sampling.noise import sampling_noise
-from trainer.sampling.registry import generate
 from trainer.students.folder import STUDENT_FILE, export_model, open_model
 from trainer.students.registry import Student
 from trainer.training.checkpoint import run_identity

@@ -22,9 +22,9 @@ from benchmarks.float32_truncation import (
     through_the_sampler,
 )
 from benchmarks.sampler_statistics import Case, Goldens, chi_square, count_rows, run_case, run_tau
-from trainer.sampling.ancestral import FixedCountConfig
-from trainer.sampling.block import BlockConfig
-from trainer.sampling.token_rule import TokenRule
+from trainer.sampling.block import BlockSampler
+from trainer.sampling.fill import FixedCountSampler
+from trainer.sampling.noise import TokenRule
 
 NUM = 20_000
 
@@ -133,7 +133,7 @@ def test_cases_of_other_sizes_reveal_as_many_tokens_a_pass(
     case: str, row_length: int, block_size: int, expected: dict
 ) -> None:
     sampler = Case.parse(case).config(False, row_length, block_size)
-    assert isinstance(sampler, BlockConfig if case.startswith("bd3lm") else FixedCountConfig)
+    assert isinstance(sampler, BlockSampler if case.startswith("bd3lm") else FixedCountSampler)
     assert {name: getattr(sampler, name) for name in expected} == expected
 
 

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.trainer.sampling_cases import draw, tiny_student
-from trainer.sampling import token_rule as draws
-from trainer.sampling.ancestral import AncestralConfig
-from trainer.sampling.token_rule import SampleKeys, TokenRule
-from trainer.sampling.verified.adaptive import AdaptiveConfig
+from trainer.sampling import noise as draws
+from trainer.sampling.adaptive import AdaptiveSampler
+from trainer.sampling.fill import AncestralSampler
+from trainer.sampling.noise import SampleKeys, TokenRule
 
 
 class LargestFloat64(TorchDispatchMode):
@@ -48,7 +48,7 @@ def test_float64_is_held_for_a_few_positions(
     rule = TokenRule(nucleus_p=nucleus_p)
     whole = rule.choose(log_probs, keys)
     for limit in (3 * size, 40 * size):
-        monkeypatch.setattr(draws, "ELEMENTS_PER_CHUNK", limit)
+        monkeypatch.setattr(draws, "MOST_ELEMENTS", {"cpu": limit})
         with LargestFloat64() as watch:
             assert torch.equal(rule.choose(log_probs, keys), whole)
         assert 0 < watch.num_elements <= limit + limit // size  # the mask has an entry, too
@@ -57,10 +57,13 @@ def test_float64_is_held_for_a_few_positions(
 def test_samplers_hold_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_student("ar", "none").save_pretrained(tmp_path)
     student, ids = tiny_student(conditioning="none"), torch.arange(40)
-    for sampler in (AncestralConfig(nfe=1, nucleus_p=0.9), AdaptiveConfig(verifier=str(tmp_path))):
+    for sampler in (
+        AncestralSampler(nfe=1, nucleus_p=0.9),
+        AdaptiveSampler(verifier=str(tmp_path)),
+    ):
         whole = draw(student, sampler, ids)
         with monkeypatch.context() as patch, LargestFloat64() as watch:
-            patch.setattr(draws, "ELEMENTS_PER_CHUNK", 1200)  # of 440 positions x 11 tokens
+            patch.setattr(draws, "MOST_ELEMENTS", {"cpu": 1200})  # of 440 positions x 11 tokens
             assert torch.equal(draw(student, sampler, ids).tokens, whole.tokens)
         assert 0 < watch.num_elements <= 1320
 
@@ -74,8 +77,18 @@ def test_no_position_no_token() -> None:
 def test_temperature_divides_before_the_nucleus_is_taken() -> None:
     """At temperature 1/2 probabilities are squared, so fewer tokens make up the nucleus."""
     probs = torch.tensor([[0.5, 0.25, 0.25, 0.0]], dtype=torch.float64)
-    squared = TokenRule(temperature=0.5).probabilities(probs.log())
+    squared = TokenRule(temperature=0.5).probabilities(probs[:, :3].log())
     assert torch.allclose(squared, torch.tensor([[4, 1, 1]], dtype=torch.float64) / 6)
-    cold = TokenRule(temperature=0.5, nucleus_p=0.7).probabilities(probs.log())
+    cold = TokenRule(temperature=0.5, nucleus_p=0.7).probabilities(probs[:, :3].log())
     assert torch.allclose(cold, torch.tensor([[1.0, 0, 0]], dtype=torch.float64))
-    assert (TokenRule(nucleus_p=0.8).probabilities(probs.log()) > 0).sum() == 2
+    assert (TokenRule(nucleus_p=0.8).probabilities(probs[:, :3].log()) > 0).sum() == 2
+
+
+def test_top_k_comes_before_the_nucleus() -> None:
+    """Of 0.4, 0.3, 0.2, 0.1 the first two are 4/7 and 3/7: the nucleus of 0.8 keeps one."""
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]], dtype=torch.float64).log()
+    both = TokenRule(top_k=2, nucleus_p=0.8).probabilities(logits)
+    assert torch.allclose(both, torch.tensor([[1.0, 0, 0, 0]], dtype=torch.float64))
+    alone = TokenRule(top_k=2).probabilities(logits)
+    assert torch.allclose(alone, torch.tensor([[4, 3, 0, 0]], dtype=torch.float64) / 7)
+    assert torch.allclose(TokenRule(top_k=9).probabilities(logits), logits.exp())

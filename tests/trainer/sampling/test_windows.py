@@ -14,9 +14,9 @@ from shards.errors import UsageError
 from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import backbone_run, store_of
 from tests.trainer.sampling_cases import BOS, draw, tiny_student
+from trainer.sampling.coupled import gumbel_scores
 from trainer.sampling.noise import sampling_noise
 from trainer.sampling.registry import make_sampler
-from trainer.sampling.verified.coupled import gumbel_scores
 from trainer.students.registry import Student
 from trainer.training.construction import build_student
 

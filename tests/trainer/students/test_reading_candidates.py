@@ -25,7 +25,7 @@ from tests.trainer.students.test_vocabulary_attention import (
     make_batch,
     make_student,
 )
-from trainer.sampling.registry import generate
+from trainer.loading import generate
 from trainer.students import conditioning as vocabulary_attention
 from trainer.students.conditioning import (
     NoiseToRead,

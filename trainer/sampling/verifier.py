@@ -16,11 +16,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,7 +30,6 @@ from transformers.cache_utils import DynamicLayer
 from shards.errors import UsageError
 from shards.language_model.forward import DtypeName
 from shards.language_model.loading import find_pretrained, load_causal_model
-from trainer.sampling.sampler import Sampler
 from trainer.students.folder import is_model, load_tokenizer
 from trainer.students.registry import Student
 
@@ -83,12 +81,8 @@ class CausalReader:
         self.num_passes += 1
         if self.cache is None:
             return self._read_from_the_start(tokens, stops, num_last)
-        new = int((stops - self.lengths).max())
-        self.keep((stops - new).clamp_min(0))
-        width = int(self.lengths.max())
-        places = stops[:, None] - new + torch.arange(new, device=tokens.device)
-        is_new = places >= 0
-        places = places.clamp_min(0)
+        places, is_new, width = self.align(stops)
+        new = places.shape[1]
         options = {"position_ids": places, "logits_to_keep": num_last}
         logits, hidden = self._run(
             input_ids=tokens.gather(1, places),
@@ -101,7 +95,7 @@ class CausalReader:
             self.cache = None
             self.lengths.zero_()
             return self._read_from_the_start(tokens, stops, num_last)
-        self._fit(stops, width + new)
+        self.fit(stops, width + new)
         self.hidden = None if hidden is None else hidden[:, -num_last:]
         return logits[:, -num_last:, : self.vocab_size].float()
 
@@ -134,7 +128,18 @@ class CausalReader:
         slots = torch.arange(width, device=self.lengths.device)
         return slots >= width - self.lengths[:, None]
 
-    def _fit(self, lengths: Int[Tensor, "b"], width: int) -> None:
+    def align(
+        self, stops: Int[Tensor, "b"]
+    ) -> tuple[Int[Tensor, "b new"], Bool[Tensor, "b new"], int]:
+        """Before a pass that reads up to ``stops``: places to read, which of them hold a token (a
+        row may be shorter than the pass), and slots in use behind which they go.
+        """
+        new = int((stops - self.lengths).max())
+        self.keep((stops - new).clamp_min(0))
+        places = stops[:, None] - new + torch.arange(new, device=stops.device)
+        return places.clamp_min(0), places >= 0, int(self.lengths.max())
+
+    def fit(self, lengths: Int[Tensor, "b"], width: int) -> None:
         """After a pass of ``width`` slots: give up those that are empty in all rows."""
         slots = torch.arange(width - int(lengths.max()), width, device=lengths.device)
         self._take(slots.expand(len(lengths), -1), width)
@@ -179,15 +184,12 @@ def _holds(cache: DynamicCache, num_slots: int) -> bool:
     return bool(cache.layers) and plain and cache.get_seq_length() == num_slots
 
 
-# A small causal language model that says how likely a draft is.
-
-
 class Verifier:
-    """Next-token log-probabilities over the student's V tokens, with a cache.
+    """A causal language model over the student's tokens.
 
     Args:
-        model: A causal language model of transformers (or our autoregressive student) whose first
-            V logits belong to the student's V tokens.
+        model: Of transformers (or our autoregressive student); its first V logits belong to the
+            student's V tokens.
         vocab_size: V.
         context_length: Longest row it reads, in tokens; None without a limit.
     """
@@ -195,8 +197,10 @@ class Verifier:
     def __init__(self, model: Any, vocab_size: int, context_length: int | None = None) -> None:
         self.model, self.vocab_size = model.eval(), vocab_size
         self.context_length = context_length
-        self.cache: DynamicCache | None = None
-        self.read: Tensor | None = None
+
+    def reader(self, num_rows: int, device: torch.device) -> CausalReader:
+        """Reads rows that grow."""
+        return CausalReader(self.model, self.vocab_size, num_rows, device)
 
     def require_context(self, row_length: int) -> None:
         """Refuse rows that the verifier cannot read.
@@ -218,52 +222,6 @@ class Verifier:
         """Hash of names and values of all weights, whatever files they lie in."""
         return hash_of_weights(self.model.state_dict())
 
-    def start(self) -> None:
-        """Begin other rows."""
-        self.cache = self.read = None
-
-    def select(self, rows: Int[Tensor, "m"]) -> None:
-        """Go on with some of the rows."""
-        if self.cache is not None and self.read is not None:
-            self.cache.batch_select_indices(rows)
-            self.read = self.read[rows]
-
-    @torch.no_grad()
-    def log_probs(self, tokens: Int[Tensor, "b l"], first: int) -> Float[Tensor, "b n v"]:
-        """Log-probabilities, float32, of the tokens at positions ``first`` .. L - 1.
-
-        Tokens that all rows have kept since the last call are not read again.
-
-        Args:
-            tokens: The rows as far as they are drafted; every token is known.
-            first: First position scored, at least 1.
-        """
-        known = min(self._unchanged(tokens), first - 1)
-        self._crop(known)
-        output = self.model(
-            input_ids=tokens[:, known:-1], past_key_values=self.cache, use_cache=True
-        )
-        memory = getattr(output, "past_key_values", None)
-        self.cache = memory if isinstance(memory, DynamicCache) else None
-        self.read = tokens[:, :-1].clone()
-        logits = output.logits[:, first - 1 - known :, : self.vocab_size]
-        return logits.float().log_softmax(dim=-1)
-
-    def _unchanged(self, tokens: Int[Tensor, "b l"]) -> int:
-        """Positions from the row's beginning whose keys and values are those of these tokens.
-
-        A rejected draft was read too, and another token may stand in its place by now.
-        """
-        if self.cache is None or self.read is None:
-            return 0
-        width = min(self.cache.get_seq_length(), tokens.shape[1])
-        same = (self.read[:, :width] == tokens[:, :width]).all(dim=0)
-        return int(same.int().cumprod(dim=0).sum())
-
-    def _crop(self, length: int) -> None:
-        if self.cache is not None and self.cache.get_seq_length() > length:
-            self.cache.crop(length - self.cache.get_seq_length())
-
 
 def hash_of_weights(weights: Mapping[str, Tensor]) -> str:
     """sha256 over names, shapes, types and bytes, by name."""
@@ -274,26 +232,10 @@ def hash_of_weights(weights: Mapping[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def verifier_place(path: str) -> str:
+def _place(path: str) -> str:
     """The ``model/`` folder when ``path`` is the output of a training run, else ``path``."""
     inner = Path(path, "model")
     return str(inner) if is_model(inner) else path
-
-
-def check_width(num_logits: int, vocab_size: int) -> None:
-    """Refuse a verifier with fewer tokens than the student.
-
-    Raises:
-        UsageError: If it has.
-    """
-    if num_logits < vocab_size:
-        raise UsageError(
-            "the verifier knows fewer tokens than the student",
-            where="verifier",
-            got=num_logits,
-            expected=f"at least {vocab_size}",
-            remedy="take a model with the student's tokenizer",
-        )
 
 
 @functools.lru_cache(maxsize=2)
@@ -306,9 +248,15 @@ def load_verifier(
         UsageError: When there is none, it looks ahead, or it does not fit the student.
         GdistillError: When its weights are damaged or incomplete.
     """
-    place = verifier_place(path)
-    files = find_pretrained(place, role="verifier", local_files_only=True)
-    check_width(files.num_logits, vocab_size)
+    files = find_pretrained(_place(path), role="verifier", local_files_only=True)
+    if files.num_logits < vocab_size:
+        raise UsageError(
+            "the verifier knows fewer tokens than the student",
+            where="verifier",
+            got=files.num_logits,
+            expected=f"at least {vocab_size}",
+            remedy="take a model with the student's tokenizer",
+        )
     loaded = load_causal_model(files, dtype, device, vocab_size=vocab_size)
     return Verifier(loaded.network, vocab_size, files.context_length)
 
@@ -323,7 +271,16 @@ def require_same_tokenizer(path: str, tokenizer: Any) -> None:
     """
     if tokenizer is None:
         return
-    theirs = _tokenizer_at(verifier_place(path))
+    place = _place(path)
+    if Path(place).is_dir():
+        theirs = load_tokenizer(Path(place))
+    else:
+        try:
+            theirs = AutoTokenizer.from_pretrained(
+                place, local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ValueError, KeyError):
+            theirs = None
     if theirs is None:
         raise UsageError(
             "the verifier has no tokenizer to compare with the student's",
@@ -343,30 +300,9 @@ def require_same_tokenizer(path: str, tokenizer: Any) -> None:
         )
 
 
-def _tokenizer_at(place: str) -> Any:
-    if Path(place).is_dir():
-        return load_tokenizer(Path(place))
-    try:
-        return AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-class VerifyingSampler(Sampler):
-    """Base of the samplers in which a language model verifies drafts."""
-
-    @abstractmethod
-    def load(self, student: Student) -> Verifier:
-        """The verifier on the student's device."""
-
-    def verifier_sha256(self, student: Student) -> str:
-        """See :class:`Sampler`."""
-        return self.load(student).weights_sha256
-
-
 @dataclass(frozen=True, kw_only=True)
-class SecondModelSampler(VerifyingSampler):
-    """Base of the samplers whose verifier is a model of its own.
+class SecondModel:
+    """Mixed into the samplers whose verifier is a model of its own.
 
     Attributes:
         verifier: Folder or hub id of a causal language model with the student's tokenizer. It
@@ -375,8 +311,10 @@ class SecondModelSampler(VerifyingSampler):
 
     verifier: str = ""
 
+    label: ClassVar[str]
+
     def __post_init__(self) -> None:
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[misc]
         if not self.verifier:
             raise UsageError(
                 f"{self.label} needs a verifier",
@@ -386,9 +324,13 @@ class SecondModelSampler(VerifyingSampler):
             )
 
     def check_tokenizer(self, tokenizer: Any) -> None:
-        """See :class:`Sampler`."""
+        """See :class:`~trainer.sampling.fill.Sampler`."""
         require_same_tokenizer(self.verifier, tokenizer)
 
     def load(self, student: Student) -> Verifier:
-        """See :class:`VerifyingSampler`; loaded once."""
+        """The verifier on the student's device; loaded once."""
         return load_verifier(self.verifier, student.config.vocab_size, student.device)
+
+    def verifier_sha256(self, student: Student) -> str:
+        """See :class:`~trainer.sampling.fill.Sampler`."""
+        return self.load(student).weights_sha256

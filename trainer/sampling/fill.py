@@ -1,0 +1,704 @@
+"""The loop that all samplers share, and the samplers whose order is drawn beforehand.
+
+A sampler says in which order positions are predicted (``order``: an iterator of passes) and by
+which rule tokens are chosen (``choose``); the student predicts (``Rows.predict``); ``fill`` is the
+loop.
+
+The order of a masked diffusion sampler does not depend on the model. In ancestral sampling a token
+stays masked from t to s with probability p(s) / p(t), independently; over all steps that is one
+uniform U per position, the token being revealed in the step where p(s) / p(1) falls below U. The
+first-hitting sampler is the limit of many steps, where only the order of the U matters. So one
+uniform per position says, for every NFE, in which step the position is revealed, and steps that
+reveal nothing need no forward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from shards.errors import UsageError
+from shards.noise.kinds import Noise
+from trainer.objective.batch import Places, placed
+from trainer.objective.schedules import Schedule, law_of, masking_sigma
+from trainer.sampling.noise import (
+    DEFAULT_TAU,
+    Decision,
+    NucleusRule,
+    RowNoise,
+    SampleKeys,
+    TokenRule,
+    check_positive,
+)
+from trainer.students.registry import BD3LM, MDLM, Student
+
+LAST_TIME = 1e-5
+MOST_STEPS = 1 << 20
+"""More steps than any row has tokens; the times of so many still fit in memory."""
+POSITIONS_AT_A_TIME = 8000
+"""Most positions whose log-probabilities are held: 1.6 GB at V = 50,257. With few passes a whole
+batch would be revealed at once, and its logits would outgrow the student. Below 2^31 elements up
+to V = 268,000, which is as far as kernels count in 32 bits."""
+COUNTS = ("verifier_nfe", "drafted", "agreed", "reached", "accepted")
+"""Details that say what was computed: those of all draws of a sample are summed."""
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """B finished samples.
+
+    Attributes:
+        tokens: [B, L] int64; no mask id is left.
+        nfe: [B] int64, forward passes of the student that each sample took part in. Keeping a
+            key/value cache up to date costs none of its own; a verifier's are in ``details``.
+        lengths: [B] int64, tokens that belong to the sample (all L, unless it stopped early).
+        details: Further numbers per sample, each [B] or [B, K] (``accepted`` of apd, ...).
+    """
+
+    tokens: Int[Tensor, "b l"]
+    nfe: Int[Tensor, "b"]
+    lengths: Int[Tensor, "b"]
+    details: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """Variable length and redraws; the default does neither.
+
+    Attributes:
+        at_eos: A sample ends with the first eos token that was filled in.
+        min_entropy_nats: A sample is drawn anew when the unigram entropy of its last
+            ``entropy_window`` tokens falls below this (the authors use 4 nats); None never.
+        entropy_window: Tokens looked at; samples that end sooner are not judged, and rows that
+            cannot be so long are refused.
+        max_tries: Draws of one sample before the last one is kept, flagged ``low_entropy``.
+    """
+
+    at_eos: bool = False
+    min_entropy_nats: float | None = None
+    entropy_window: int = 256
+    max_tries: int = 10
+
+    def __post_init__(self) -> None:
+        least = self.min_entropy_nats
+        for name, default in (("entropy_window", 256), ("max_tries", 10)):
+            value = getattr(self, name)
+            if value < 1:
+                raise UsageError("a count below 1", where=f"stop.{name}", got=value)
+            if least is None and value != default:
+                remedy = "give --min-entropy, or leave it out"
+                where = f"stop.{name}"
+                raise UsageError("no sample is redrawn", where=where, got=value, remedy=remedy)
+        if least is not None and not 0 < least < math.inf:
+            where, expected = "stop.min_entropy_nats", "above 0, finite"
+            raise UsageError("bad entropy", where=where, got=least, expected=expected)
+
+    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> None:
+        """Refuse an end of text that cannot be found, or that would cut off given tokens.
+
+        Raises:
+            UsageError: When there is no eos token, given tokens follow positions to fill, or the
+                rows are too short for their entropy to be judged.
+        """
+        length = tokens.shape[1]
+        if self.min_entropy_nats is not None and length < self.entropy_window:
+            raise UsageError(
+                "the entropy of so short rows is never looked at",
+                where="stop.entropy_window",
+                got=f"{self.entropy_window} tokens for rows of {length}",
+                remedy=f"--set stop.entropy_window={length}, or fewer; or no --min-entropy",
+            )
+        if self.at_eos and student.config.eos_token_id is None:
+            raise UsageError("the model has no eos token", where="stop.at_eos")
+        if self.at_eos and has_gaps(student, tokens):
+            raise UsageError(
+                "given tokens stand behind positions to fill",
+                where="stop.at_eos",
+                remedy="an infilled row cannot end early",
+            )
+
+    def ends(
+        self, tokens: Int[Tensor, "b l"], filled: Bool[Tensor, "b l"], eos_id: int | None
+    ) -> Int[Tensor, "b"]:
+        """Length of each row up to its first filled-in eos, which is included."""
+        length = tokens.shape[1]
+        if not self.at_eos or eos_id is None:
+            return tokens.new_full((len(tokens),), length)
+        found = (tokens == eos_id) & filled
+        first = torch.where(found.any(dim=1), found.int().argmax(dim=1) + 1, length)
+        return first.to(tokens.dtype)
+
+    def is_monotonous(
+        self, tokens: Int[Tensor, "b l"], lengths: Int[Tensor, "b"]
+    ) -> Bool[Tensor, "b"]:
+        """Whether the last ``entropy_window`` tokens before each row's end are too uniform."""
+        if self.min_entropy_nats is None or tokens.shape[1] < self.entropy_window:
+            return torch.zeros_like(lengths, dtype=torch.bool)
+        offset = torch.arange(-self.entropy_window, 0, device=tokens.device)
+        index = (lengths[:, None] + offset).clamp_min(0)
+        entropy = unigram_entropy_nats(tokens.gather(1, index))
+        return (lengths >= self.entropy_window) & (entropy < self.min_entropy_nats)
+
+
+def unigram_entropy_nats(tokens: Int[Tensor, "b w"]) -> Float[Tensor, "b"]:
+    """Entropy of the empirical token distribution of each row, nats, float64."""
+    ordered = tokens.sort(dim=1).values
+    counts = torch.searchsorted(ordered, ordered, right=True) - torch.searchsorted(ordered, ordered)
+    # Each of a token's c occurrences contributes -(1/w) log(c/w): together -(c/w) log(c/w).
+    return -(counts.double() / tokens.shape[1]).log().mean(dim=1)
+
+
+def has_gaps(student: Student, tokens: Int[Tensor, "b l"]) -> bool:
+    """Whether given tokens stand behind positions to fill."""
+    masked = tokens == student.mask_id
+    return bool((masked[:, :-1] & ~masked[:, 1:]).any())
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass: m rows, and the n places that it predicts in them.
+
+    Attributes:
+        rows: [m] int64, each once.
+        places: Places of the batch.
+        where: The same places among the m rows.
+        steps: [m] int64 from 1, the step each row is in; None where steps have no number.
+        rule: How their tokens are chosen; None is the sampler's own.
+    """
+
+    rows: Int[Tensor, "m"]
+    places: Places
+    where: Places
+    steps: Int[Tensor, "m"] | None = None
+    rule: TokenRule | None = None
+
+
+class Rows:
+    """B rows on their way, and the student that sees them whole; subclasses read them otherwise.
+
+    Args:
+        student: Predicts.
+        tokens: [B, L] rows as given.
+        noise: Their noise.
+        keys: Names of the draws.
+
+    Attributes:
+        tokens: [B, L], filled in place.
+        masked: [B, L], what is to be filled.
+        nfe: [B] forward passes so far.
+        lengths: [B] tokens up to each row's end.
+        details: Further results.
+        levels: [T + 1] noise level of each step, and of the final fill, that a time-conditioned
+            student is told; None for other students.
+    """
+
+    def __init__(
+        self, student: Any, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys
+    ) -> None:
+        self.student, self.noise, self.keys = student, noise, keys
+        self.tokens, self.masked = tokens.clone(), tokens == student.mask_id
+        self.nfe = torch.zeros_like(tokens[:, 0])
+        self.lengths = torch.full_like(self.nfe, tokens.shape[1])
+        self.everyone = torch.arange(len(tokens), device=tokens.device)
+        self.details: dict[str, Tensor] = {}
+        self.levels: Float[Tensor, "steps1"] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """What is read once."""
+        self.condition = None
+        if not self.noise.redraw:
+            self.condition = self.noise.embed(self.student, self.masked, self.everyone)
+
+    def set_times(self, times: Float[Tensor, "steps1"] | None) -> None:
+        """Let a time-conditioned student know the times of the steps to come."""
+        settings = self.student.settings
+        if settings.diffusion.time_conditioning and times is not None:
+            p = law_of(settings.diffusion).masking_probability(times.float())
+            self.levels = masking_sigma(p).to(self.student.device)
+
+    def predict(self, part: Pass) -> Float[Tensor, "n v1"]:
+        """Log-probabilities of x_0 at the n places of a pass."""
+        tokens, condition = self.tokens[part.rows], self.condition
+        if self.noise.redraw:
+            masked = tokens == self.student.mask_id
+            condition = self.noise.embed(self.student, masked, part.rows, steps=part.steps)
+        elif condition is not None:
+            condition = condition[part.rows]
+        return self.student.predict_at(tokens, part.where, condition, self.level(part))
+
+    def level(self, part: Pass) -> Float[Tensor, "m"] | None:
+        """Noise level of each row of a pass."""
+        return None if self.levels is None or part.steps is None else self.levels[part.steps - 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler(ABC):
+    """Base of the samplers: what they share and what they offer.
+
+    Attributes:
+        nucleus_p: Nucleus truncation of the prediction; 1 is off.
+        nucleus_rule: ``strict`` (the authors') or ``crossing`` (transformers').
+        top_k: Most probable tokens kept, before the nucleus is taken; None keeps all.
+        tau: Scale of the noise; None is 0.85 for a conditioned student and nothing for another.
+        stop: Early ends and redraws.
+    """
+
+    nucleus_p: float = 1.0
+    nucleus_rule: NucleusRule = "strict"
+    top_k: int | None = None
+    tau: float | None = None
+    stop: StopRule = StopRule()
+
+    label: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_positive(tau=self.tau)
+        _ = self.rule  # which refuses what it cannot follow
+        nfe = getattr(self, "nfe", None)
+        if nfe is not None and not 1 <= nfe <= MOST_STEPS:
+            what = "too few forward passes" if nfe < 1 else "too many forward passes"
+            raise UsageError(what, where="nfe", got=nfe, expected=f"1..{MOST_STEPS}")
+
+    @property
+    def rule(self) -> TokenRule:
+        """How tokens are chosen."""
+        return TokenRule("categorical", self.nucleus_p, self.nucleus_rule, 1.0, self.top_k)
+
+    def settled(self, student: Student) -> Sampler:
+        """The same sampler with everything written out that it left to the student."""
+        if student.is_conditioned and self.tau is None:
+            return replace(self, tau=DEFAULT_TAU)
+        return self
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Refuse a tokenizer (None where the student has none) that is not the verifier's.
+
+        Raises:
+            UsageError: Naming the first word whose id differs.
+        """
+        return  # there is no second model
+
+    def verifier_sha256(self, student: Student) -> str | None:
+        """Hash of the verifier's weights; None for a sampler without one."""
+        return None
+
+    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> None:
+        """Refuse a student that cannot fill these rows by this sampler.
+
+        Raises:
+            UsageError: When it cannot; also a row or a token that no student can start from.
+        """
+        for name in ("tau", "redraw_noise"):
+            if getattr(self, name, None) and not student.is_conditioned:
+                raise UsageError(
+                    "this student takes no noise",
+                    where=name,
+                    got=getattr(self, name),
+                    remedy=f"leave {name} out, or sample a student trained with conditioning",
+                )
+        check_tokens(student, tokens)
+        self.stop.check(student, tokens)
+
+    def start(
+        self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys
+    ) -> Rows:
+        """The rows before the first pass."""
+        return Rows(student, tokens, noise, keys)
+
+    @abstractmethod
+    def order(self, rows: Rows) -> Iterator[Pass]:
+        """The forward passes, each made from the rows as the passes before it left them."""
+
+    def choose(
+        self, rows: Any, part: Pass, log_probs: Float[Tensor, "n v1"]
+    ) -> tuple[Places, Int[Tensor, "k"]]:
+        """The places that a pass fills, and their tokens; here all that it predicted."""
+        keys = rows.keys.at("sampling tokens", part.places)
+        return part.places, (part.rule or self.rule).choose(log_probs, keys)
+
+    def read_noise(
+        self,
+        student: Student,
+        noise: Noise | None,
+        tokens: Int[Tensor, "b l"],
+        ids: Tensor,
+        seed: int,
+    ) -> RowNoise:
+        """The noise as the student reads it; one that takes none gets none."""
+        tau = DEFAULT_TAU if self.tau is None else self.tau
+        redraw = getattr(self, "redraw_noise", False)
+        return RowNoise(noise if student.is_conditioned else None, tokens.shape[1], tau, redraw)
+
+    def sample(
+        self,
+        student: Student,
+        tokens: Int[Tensor, "b l"],
+        sample_ids: Int[Tensor, "b"],
+        noise: Noise | None,
+        seed: int,
+    ) -> SampleResult:
+        """Fill the masked positions of B rows.
+
+        Args:
+            student: Of a kind that ``check`` lets pass.
+            tokens: The mask id where to fill; other tokens are kept. Position 0 is given.
+            sample_ids: Index of each sample: with the seed it names all randomness.
+            noise: Noise of B * L positions row by row; None for a student without conditioning.
+            seed: The user's seed.
+
+        Returns:
+            The samples. Where the stop rule draws anew, the last draw of each; its passes and
+            counts (``COUNTS``) are those of all its draws, and ``attempt`` is in the details.
+
+        Raises:
+            UsageError: When student, rows, noise and settings do not fit each other.
+        """
+        self.check(student, tokens)
+        use = self.read_noise(student, noise, tokens, sample_ids, seed)
+        if student.is_conditioned and noise is None and use.noise is None:
+            raise UsageError("a conditioned student needs noise", where="noise", got="none")
+        if use.noise is not None and use.noise.num_positions != tokens.numel():
+            raise UsageError(
+                "the noise does not fit the rows",
+                got=f"{use.noise.num_positions} positions",
+                expected=tokens.numel(),
+            )
+        settled: Any = self.settled(student)
+
+        def draw(rows: Int[Tensor, "m"], attempt: int) -> SampleResult:
+            keys = SampleKeys(seed, sample_ids.to(rows.device)[rows], attempt)
+            return fill(settled, settled.start(student, tokens[rows], use.of(rows, attempt), keys))
+
+        with inference(student):
+            result = draw(torch.arange(len(tokens), device=tokens.device), 0)
+            if self.stop.min_entropy_nats is None:
+                return result
+            tokens_, nfe, lengths = (x.clone() for x in (result.tokens, result.nfe, result.lengths))
+            details = {name: values.clone() for name, values in result.details.items()}
+            attempts = torch.zeros_like(nfe)
+            for attempt in range(1, self.stop.max_tries):
+                rows = details["low_entropy"].nonzero()[:, 0]
+                if not len(rows):
+                    break
+                again = draw(rows, attempt)
+                tokens_[rows], lengths[rows], attempts[rows] = again.tokens, again.lengths, attempt
+                nfe[rows] += again.nfe
+                for name, values in again.details.items():
+                    before = details[name][rows] if name in COUNTS else 0
+                    details[name][rows] = values + before if name in COUNTS else values
+        return SampleResult(tokens_, nfe, lengths, {**details, "attempt": attempts})
+
+
+def fill(sampler: Sampler, rows: Rows) -> SampleResult:
+    """Fill rows: pass by pass the student predicts, and the sampler chooses what to keep."""
+    for part in sampler.order(rows):
+        places, tokens = sampler.choose(rows, part, rows.predict(part))
+        rows.tokens[places.index] = tokens
+        rows.nfe[part.rows] += 1
+    stop, details = sampler.stop, rows.details
+    ends = stop.ends(rows.tokens, rows.masked, rows.student.config.eos_token_id)
+    lengths = torch.minimum(rows.lengths, ends)
+    if stop.min_entropy_nats is not None:
+        monotonous = stop.is_monotonous(rows.tokens, lengths)
+        details["low_entropy"] = details.get("low_entropy", monotonous) | monotonous
+    return SampleResult(rows.tokens, rows.nfe, lengths, details)
+
+
+@contextmanager
+def inference(student: torch.nn.Module) -> Iterator[None]:
+    """No gradients and no dropout; the student is left in the mode it was in."""
+    was_training = student.training
+    student.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        student.train(was_training)
+
+
+def check_tokens(student: Student, tokens: Int[Tensor, "b l"]) -> None:
+    """Refuse tokens that no student can start from.
+
+    Raises:
+        UsageError: When position 0 is masked or a token is out of the vocabulary.
+    """
+    if bool((tokens[:, 0] == student.mask_id).any()):
+        raise UsageError(
+            "position 0 is always given",
+            where="tokens[:, 0]",
+            got="the mask id",
+            remedy="begin rows with the bos token or a prompt",
+        )
+    outside = (tokens < 0) | (tokens > student.mask_id)
+    if bool(outside.any()):
+        row, position = outside.nonzero()[0].tolist()
+        raise UsageError(
+            "a token is not in the vocabulary",
+            where=f"row {row}, position {position}",
+            got=int(tokens[row, position]),
+            expected=f"0..{student.mask_id - 1}, or the mask id {student.mask_id}",
+        )
+
+
+def check_length(student: Student, tokens: Int[Tensor, "b l"]) -> None:
+    """Refuse rows longer than the student's.
+
+    Raises:
+        UsageError: If they are.
+    """
+    if tokens.shape[1] > student.config.row_length:
+        raise UsageError(
+            "rows longer than the student's",
+            where="length",
+            got=f"{tokens.shape[1]} tokens",
+            expected=f"at most {student.config.row_length}",
+            remedy="only the block sampler goes beyond the trained length",
+        )
+
+
+def check_times(student: Student, has_times: bool, remedy: str) -> None:
+    """Refuse a time-conditioned student where its steps have no time that it could be told.
+
+    Raises:
+        UsageError: With the remedy.
+    """
+    if student.settings.diffusion.time_conditioning and not has_times:
+        what = "a time-conditioned student must be told the time of each step"
+        raise UsageError(what, where="sampler", remedy=remedy)
+
+
+def require_whole_row_student(student: Student, sampler: str) -> MDLM:
+    """The student, if it predicts whole rows at once.
+
+    Raises:
+        UsageError: For block-diffusion and autoregressive students.
+    """
+    blocks = isinstance(student, BD3LM) and student.num_blocks > 1
+    if not isinstance(student, MDLM) or blocks:
+        raise UsageError(
+            f"the {sampler} sampler fills whole rows",
+            where="sampler",
+            got=type(student).__name__,
+            expected="an MDLM student",
+            remedy="use --sampler block for block diffusion",
+        )
+    return student
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffusionSampler(Sampler):
+    """Base of the samplers that choose tokens by the student's prediction alone.
+
+    Attributes:
+        temperature: Divides the log-probabilities of the prediction; 1 leaves them.
+        decision: Draw the revealed tokens (``categorical``), or take the most probable ones.
+        redraw_noise: Independent noise at every step instead of one draw held fixed.
+    """
+
+    temperature: float = 1.0
+    decision: Decision = "categorical"
+    redraw_noise: bool = False
+
+    @property
+    def rule(self) -> TokenRule:
+        """How tokens are chosen."""
+        nucleus = self.nucleus_p, self.nucleus_rule
+        return TokenRule(self.decision, *nucleus, self.temperature, self.top_k)
+
+    @property
+    def times(self) -> Float[Tensor, "steps1"] | None:
+        """Time at the start of each step, and the last time; None when steps have no time."""
+        return None
+
+    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> None:
+        """See :class:`Sampler`; here for samplers of whole rows."""
+        super().check(student, tokens)
+        check_times(student, self.times is not None, "use --sampler ancestral")
+        check_length(student, tokens)
+        require_whole_row_student(student, self.label)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AncestralSampler(DiffusionSampler):
+    """Ancestral sampling of masked diffusion (Sahoo et al. 2024), with caching.
+
+    T steps at times linspace(1, 1e-5, T + 1). In the step from t to s a masked token stays masked
+    with probability p(s) / p(t), else it is drawn from the prediction; a known token never changes.
+    A row whose tokens all stay as they are needs no forward pass, so NFE is at most T, and below it
+    when T is large for the row.
+
+    Attributes:
+        nfe: T, the most forward passes per sample (but see ``final_argmax``).
+        final_argmax: Tokens that are still masked after T steps, each with probability
+            p(1e-5) / p(1) (1e-5 of the loglinear schedule, 3.2e-3 of ``square_root``), are filled
+            by one more forward pass with the most probable tokens, nucleus off: the authors' noise
+            removal. False: the last step goes to t = 0 and leaves none.
+
+    Further settings as in :class:`DiffusionSampler`.
+    """
+
+    nfe: int = 128
+    final_argmax: bool = True
+
+    label: ClassVar[str] = "ancestral"
+
+    @property
+    def times(self) -> Float[Tensor, "steps1"]:
+        """t_0 .. t_T, float64."""
+        return ancestral_times(self.nfe, self.final_argmax)
+
+    def order(self, rows: Rows) -> Iterator[Pass]:
+        """See :class:`Sampler`."""
+        columns = slice(0, rows.tokens.shape[1])
+        yield from ancestral_order(rows, rows.everyone, columns, self.times)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstHittingSampler(DiffusionSampler):
+    """First-hitting sampling (Zheng et al., arXiv 2409.02908): exact for masked diffusion.
+
+    One uniformly chosen masked token per forward pass, so NFE is the number of masked tokens. Every
+    row of a batch has its own order; rows with fewer masked tokens finish earlier and leave the
+    batch. Settings as in :class:`DiffusionSampler`.
+    """
+
+    label: ClassVar[str] = "first-hitting"
+
+    def order(self, rows: Rows) -> Iterator[Pass]:
+        """See :class:`Sampler`."""
+        yield from uniform_order(rows, rows.everyone, slice(0, rows.tokens.shape[1]), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedCountSampler(DiffusionSampler):
+    """The same number of uniformly chosen masked tokens in every forward pass.
+
+    Attributes:
+        nfe: Forward passes per sample: each reveals ceil(masked / nfe) tokens.
+
+    Further settings as in :class:`DiffusionSampler`.
+    """
+
+    nfe: int = 128
+
+    label: ClassVar[str] = "fixed-count"
+
+    def order(self, rows: Rows) -> Iterator[Pass]:
+        """See :class:`Sampler`."""
+        yield from uniform_order(rows, rows.everyone, slice(0, rows.tokens.shape[1]), self.nfe)
+
+
+def ancestral_times(num_steps: int, final_argmax: bool) -> Float[Tensor, "steps1"]:
+    """t_0 = 1 > ... > t_T, float64, evenly spaced; t_T is 0 where no final fill follows."""
+    last = LAST_TIME if final_argmax else 0.0
+    return torch.linspace(1, last, num_steps + 1, dtype=torch.float64)
+
+
+def ancestral_steps(
+    uniform: Float[Tensor, "b l"], schedule: Schedule, times: Float[Tensor, "steps1"]
+) -> Int[Tensor, "b l"]:
+    """The step, 1..T, that reveals a position; T + 1 where none does.
+
+    Args:
+        uniform: [B, L] float64 uniforms.
+        schedule: p(t); a token is still masked after step k with probability p(t_k) / p(1).
+        times: t_0 = 1 > ... > t_T, float64.
+    """
+    p = schedule.masking_probability(times)
+    survival = placed(torch.where(times > 0, p / p[0], 0.0)[1:], uniform.device)
+    return len(times) - torch.searchsorted(survival.flip(0), uniform)
+
+
+def ancestral_order(
+    rows: Rows, active: Int[Tensor, "m"], columns: slice, times: Float[Tensor, "steps1"]
+) -> Iterator[Pass]:
+    """Ancestral steps of some columns of some rows; then the final fill of what is left."""
+    rows.set_times(times)
+    masked = rows.tokens[active, columns] == rows.student.mask_id
+    uniform = rows.keys.uniforms("sampling order", active, columns)
+    steps = ancestral_steps(uniform, law_of(rows.student.settings.diffusion), times)
+    steps = torch.where(masked, steps, 0)
+    is_left = steps >= len(times)
+    yield from planned(active, columns, steps.masked_fill(is_left, 0), None)
+    yield from planned(active, columns, torch.where(is_left, steps, 0), TokenRule("argmax"))
+
+
+def uniform_order(
+    rows: Rows, active: Int[Tensor, "m"], columns: slice, nfe: int | None
+) -> Iterator[Pass]:
+    """A uniformly random order: ceil(masked / nfe) positions per step, or one.
+
+    The largest uniform comes first, as in ancestral sampling.
+    """
+    masked = rows.tokens[active, columns] == rows.student.mask_id
+    uniform = rows.keys.uniforms("sampling order", active, columns)
+    ordered = torch.where(masked, uniform, -1.0).argsort(dim=-1, descending=True, stable=True)
+    steps = 1 + ordered.argsort(dim=-1)
+    if nfe is not None:
+        per_step = (-(-masked.sum(dim=1, keepdim=True) // nfe)).clamp_min(1)
+        steps = 1 + (steps - 1) // per_step
+    yield from planned(active, columns, torch.where(masked, steps, 0), None)
+
+
+def planned(
+    active: Int[Tensor, "m"], columns: slice, steps: Int[Tensor, "m w"], rule: TokenRule | None
+) -> Iterator[Pass]:
+    """The passes that reveal every position in its step; 0 is none.
+
+    A row skips the steps that reveal nothing in it. Between two of its forward passes its input
+    always changes, so this is what reusing p(x_0) while x stays the same comes to. Rows need not be
+    in the same step: pass k serves each row's k-th step that reveals something. Planned on the
+    host, which waits for a GPU here and in no pass.
+    """
+    device, width = steps.device, steps.shape[1]
+    pass_of, step_of = torch.stack((dense_ranks(steps), steps)).to("cpu").flatten(1)
+    open_places = pass_of.nonzero()[:, 0]
+    order = open_places[pass_of[open_places].argsort(stable=True)]
+    rows, count = order // width, max(1, len(steps))
+    first = pass_of[order] * count + rows  # ascending: pass by pass, row by row
+    groups, group_of, sizes = first.unique_consecutive(return_inverse=True, return_counts=True)
+    ends = sizes.cumsum(0)
+    group_data = placed(torch.stack((groups % count, step_of[order[ends - sizes]])), device)
+    place_data = placed(torch.stack((rows, order % width, group_of)), device)
+    lengths, stops, begin = sizes.tolist(), ends.tolist(), 0
+    for number in (groups // count).unique_consecutive(return_counts=True)[1].tolist():
+        for part in row_groups(lengths[begin : begin + number]):
+            low, high = begin + part.start, begin + part.stop
+            some, positions, group = place_data[:, stops[low] - lengths[low] : stops[high - 1]]
+            rows_of_pass, steps_of_pass = group_data[:, low:high]
+            positions = positions + columns.start
+            yield Pass(
+                active[rows_of_pass],
+                Places(active[some], positions),
+                Places(group - low, positions),
+                steps_of_pass,
+                rule,
+            )
+        begin += number
+
+
+def row_groups(num_positions: Sequence[int]) -> Iterator[slice]:
+    """Consecutive rows with at most ``POSITIONS_AT_A_TIME`` positions in all; at least one row."""
+    start, total = 0, 0
+    for row, count in enumerate(num_positions):
+        total += count
+        if total > POSITIONS_AT_A_TIME and row > start:
+            yield slice(start, row)
+            start, total = row, count
+    yield slice(start, len(num_positions))
+
+
+def dense_ranks(steps: Int[Tensor, "b l"]) -> Int[Tensor, "b l"]:
+    """Each row's distinct positive values numbered 1, 2, ... in ascending order; 0 stays 0."""
+    ordered, places = steps.sort(dim=1)
+    rises = torch.cat((ordered[:, :1] > 0, ordered.diff(dim=1) > 0), dim=1)
+    return torch.empty_like(steps).scatter_(1, places, rises.cumsum(dim=1))
