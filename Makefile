@@ -32,17 +32,20 @@ RECIPE  ?= $(if $(and $(filter mdlm bd3lm,$(STUDENT)),$(filter file,$(origin CON
 BACKBONE ?=
 # What the student begins with: a trained student, or a language model of transformers.
 INIT_FROM ?=
-# How students of this recipe are nearest the text (benchmarks/results/quality-stories-fidelity.md): the surest positions
-# first, and under the noise they were trained on. (One pass over a block of 8 tokens and more is better drawn:
+# How students of this recipe are nearest the text (benchmarks/results/quality-stories-fidelity.md): in confidence order,
+# and under the noise they were trained on. (One pass over a block of 8 tokens and more is better drawn:
 # ARGS='--decision categorical --tau 0.85 --set temperature=0.7'.)
 NEAREST_mdlm  = --sampler confidence --decision categorical --tau 1 --set temperature=0.7
 NEAREST_bd3lm = --set inner=confidence --decision argmax --tau 1
+BUDGET = $(if $(filter ar,$(STUDENT)),,$(if $(and $(filter bd3lm,$(STUDENT)),$(filter file,$(origin NFE))),--passes-per-block $(PASSES),--nfe $(NFE)))
 SHARDS  ?= $(OUT)/store
 MODEL   ?= $(OUT)/$(STUDENT)-$(if $(filter paper,$(RECIPE)),$(CONDITIONING),$(RECIPE))$(addprefix -kd-,$(KD))
 SAMPLES ?= samples
 JUDGE   ?=
 REFERENCE ?=
 NFE     ?= 16
+# Of a BD3-LM: forward passes of each block of tokens. NFE, where it is given, is of the whole sequence.
+PASSES  ?= 2
 NUM     ?= 64
 STEPS   ?=
 ARGS    ?=
@@ -74,7 +77,7 @@ ENGINE_STAMP = $(ENGINE)/.with-gdistill
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
-	@echo "  variables        CORPUS TEACHER CODEC STUDENT RECIPE BACKBONE INIT_FROM PRESET CONDITIONING KD SHARDS OUT NFE NUM JUDGE REFERENCE ARGS"
+	@echo "  variables        CORPUS TEACHER CODEC STUDENT RECIPE BACKBONE INIT_FROM PRESET CONDITIONING KD SHARDS OUT NFE PASSES NUM JUDGE REFERENCE ARGS"
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -106,7 +109,7 @@ train: $(STAMP) ## train a student from shards: make train STUDENT=bd3lm SHARDS=
 
 sample: $(STAMP) ## draw samples from a trained student: make sample MODEL=... NFE=16 NUM=64
 	$(BIN)/gdistill-sample '$(MODEL)/model' --num $(NUM) \
-	  $(if $(filter ar,$(STUDENT)),,--nfe $(NFE)) --out '$(SAMPLES)' \
+	  $(BUDGET) --out '$(SAMPLES)' \
 	  $(if $(filter two-stage,$(RECIPE)),$(NEAREST_$(STUDENT))) $(ARGS)
 
 references: $(STAMP) ## rows of the corpus as text, for MAUVE: make references NUM=1000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated, Any, get_args
 
 import torch
 import typer
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from evaluation.samples.samples import find_sample_files, read_records, read_samples, short
@@ -22,7 +23,13 @@ from shards.errors import GdistillError, UsageError, visible
 from shards.language_model.forward import DtypeName
 from shards.noise.kinds import Noise
 from trainer.sampling.coupled import gumbel_scores, require_whole_noise
-from trainer.sampling.noise import STEPS_PER_ATTEMPT, sampling_noise
+from trainer.sampling.noise import (
+    STEPS_PER_ATTEMPT,
+    NucleusRule,
+    TokenRule,
+    sampling_noise,
+    truncate_to_nucleus,
+)
 from trainer.sampling.verifier import Verifier
 from trainer.students.configuration import grouped
 
@@ -34,6 +41,8 @@ tokens drawn with a cache from four small models a clean pass preferred another 
 most 1.5 roundings."""
 MOST_LISTED = 20
 ROWS_AT_A_TIME = 32
+MOST_MARGIN = 1e6
+"""Nats of a token that is alone in the nucleus, and, negative, of one that the teacher cut off."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +143,17 @@ def _judge(
     tokens = torch.tensor(row.tokens)[places].to(logits.device)
     here = logits[(places - 1).to(logits.device)]
     scores = gumbel_scores(here, drawn.noise(row).select(places), drawn.tau)
-    margins, winners = token_margins(scores, tokens)
     rounding = torch.finfo(getattr(torch, found.dtype)).eps * here.abs().amax(dim=-1).clamp_min(1.0)
     within = found.tie_roundings * rounding
+    cut_off = ~kept(here, drawn.rule)
+    margins, winners = token_margins(scores.masked_fill(cut_off, -torch.inf), tokens)
+    is_tie = margins.abs() <= within
+    if drawn.rule.truncates and len(places):
+        most = float(within.max()) / drawn.tau
+        for slack in (most, -most):  # what rounding may have cut off, or let in
+            near = scores.masked_fill(~kept(here, drawn.rule, slack), -torch.inf)
+            is_tie |= (margins <= within) & (token_margins(near, tokens)[0] >= -within)
+    margins = margins.clamp(-MOST_MARGIN, MOST_MARGIN)  # outside of what is kept, or alone in it
     found.num_positions += len(places)
     found.num_agreeing += int((margins > 0).sum())
     if bool((margins > 0).any()):
@@ -149,12 +166,34 @@ def _judge(
             int(winners[slot]),
             float(margins[slot]),
         )
-        if abs(position.margin) <= float(within[slot]):
+        if bool(is_tie[slot]):
             found.ties.append(position)
             continue
         found.num_mismatches += 1
         if len(found.mismatches) < MOST_LISTED:
             found.mismatches.append(position)
+
+
+def kept(logits: Float[Tensor, "n v"], rule: TokenRule, slack: float = 0.0) -> Bool[Tensor, "n v"]:
+    """Tokens that the teacher's top-k and nucleus keep.
+
+    Args:
+        logits: The teacher's.
+        rule: With its temperature.
+        slack: Tokens within it of a cut, in nats or in probability, stay too; negative: go too.
+    """
+    if not rule.truncates:
+        return torch.ones_like(logits, dtype=torch.bool)
+    probs = (logits.double() / rule.temperature).softmax(dim=-1)
+    best = probs == probs.amax(dim=-1, keepdim=True)
+    if rule.top_k is not None and rule.top_k < logits.shape[-1]:
+        least = probs.topk(rule.top_k, dim=-1).values[..., -1:] * math.exp(-slack)
+        probs = torch.where((probs >= least) | best, probs, 0.0)
+        probs = probs / probs.sum(dim=-1, keepdim=True)
+    if rule.nucleus_p < 1:
+        p = max(rule.nucleus_p + slack, 1e-9)
+        probs = truncate_to_nucleus(probs, p, rule.nucleus_rule)
+    return (probs > 0) | best
 
 
 def token_margins(
@@ -207,6 +246,7 @@ class DrawnFile:
         vocab_size: V.
         codec: What the student's noise was cut off by; None for none.
         sampler: The sampler's name.
+        rule: What the teacher kept, at temperature tau: its top-k and nucleus.
         is_verified: Whether every token was verified to be the teacher's for its noise.
         verifier_sha256: Of the model that verified the samples, where one did.
         dtype: Precision of that model's weights, and so of its logits.
@@ -221,6 +261,7 @@ class DrawnFile:
     vocab_size: int
     codec: Codec | None
     sampler: str
+    rule: TokenRule
     is_verified: bool
     verifier_sha256: str | None
     dtype: DtypeName
@@ -288,6 +329,7 @@ def read_drawn(file: Path) -> DrawnFile:
         vocab_size=vocab_size,
         codec=_codec(file, identity.get("codec")),
         sampler=str(sampler.get("sampler")),
+        rule=_rule(file, sampler, verified),
         is_verified=verified,
         verifier_sha256=verifier if verified else None,
         dtype=_dtype(file, backbone.get("dtype") if kind in VERIFIED[1:] else None),
@@ -350,6 +392,22 @@ def _tau(file: Path, tau: object) -> float:
     if not isinstance(tau, float | int) or not 0 < tau <= MOST_TAU:
         raise _damaged(file, "tau", tau, f"above 0, at most {MOST_TAU:g}")
     return float(tau)
+
+
+def _rule(file: Path, sampler: Mapping[str, Any], verified: bool) -> TokenRule:
+    """The verifier's truncation; a student's own says nothing of the teacher."""
+    tau = _tau(file, sampler.get("tau"))
+    if not verified:
+        return TokenRule(temperature=tau)
+    p, k = sampler.get("nucleus_p", 1.0), sampler.get("top_k")
+    if not isinstance(p, float | int) or not 0 < p <= 1:
+        raise _damaged(file, "nucleus_p", p, "in (0, 1]")
+    if k is not None and (type(k) is not int or k < 1):
+        raise _damaged(file, "top_k", k, "a whole number >= 1")
+    rule = sampler.get("nucleus_rule", "strict")
+    if rule not in get_args(NucleusRule):
+        raise _damaged(file, "nucleus_rule", rule, " or ".join(get_args(NucleusRule)))
+    return TokenRule("categorical", float(p), rule, tau, k)
 
 
 def _dtype(file: Path, dtype: object) -> DtypeName:

@@ -68,7 +68,7 @@ done
 
 for student in mdlm-none mdlm-gumbel bd3lm-none bd3lm-gumbel; do
   echo "== samples and scores: $student"
-  # BD3-LM counts passes a block, MDLM passes a row.
+  # NFE counts the passes of a sequence; a BD3-LM makes one per token of a block unless told.
   passes=(--nfe "$nfe")
   case $student in bd3lm-*) passes=() ;; esac
   gdistill-sample "$OUT/$student" --num "$num" "${passes[@]}" --nucleus-p 0.9 --out "$OUT/samples/$student"

@@ -50,13 +50,21 @@ def found(samples: Path) -> dict[str, Any]:
     return json.loads((samples / "certificate.json").read_text())["samples.jsonl"]
 
 
-@pytest.mark.parametrize("tau", [1.0, 0.7])
+@pytest.mark.parametrize(
+    ("tau", "cut"),
+    [(1.0, ()), (0.7, ()), (0.9, ("--nucleus-p", 0.7)), (1.0, ("--top-k", 3, "--nucleus-p", 0.9))],
+)
 @pytest.mark.parametrize("model", ["mdlm", "plain"])
 def test_verified_samples_agree_everywhere(
-    model: str, tau: float, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str,
+    tau: float,
+    cut: tuple,
+    models: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     coupled = ("--sampler", "coupled", "--verifier", models / "teacher", "--tau", tau)
-    sample(models, tmp_path, *coupled, "--seed", 6, model=model)
+    sample(models, tmp_path, *coupled, *cut, "--seed", 6, model=model)
     told = capsys.readouterr().err
     assert "tokens per pass of the verifier" in told and "agreement by distance 0." in told
     assert certify(tmp_path, models / "teacher") == 0
