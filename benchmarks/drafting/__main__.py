@@ -117,7 +117,7 @@ class Bench:
             return self.ngrams(slots)
         drafter = self.drafter(point.drafter, seed, slots)
         if point.tree:
-            return tree_proposer(drafter, *point.tree, blind=point.blind)
+            return tree_proposer(drafter, *point.tree, loops=point.passes, blind=point.blind)
         return proposer(drafter, loops=point.passes, greedy=point.greedy)
 
     @cache  # noqa: B019  (there is one bench in a process)
@@ -186,7 +186,8 @@ class Bench:
         line["kept_by_slot"] = [round(value, 3) for value in by_slot.tolist()]
         if point.drafter in self.forms:
             drafter = self.drafter(point.drafter, self.seeds(point.drafter)[0], slots)
-            flops = drafter.flops(48, point.passes) * (point.tree[1] if point.tree else 1)
+            paths = point.tree[1] if point.tree and drafter.form.kind == "steps" else 1
+            flops = drafter.flops(48, point.passes) * paths
             line["draft_flops"] = flops / self.target.flops(1, 48)
             line["weights"] = sum(w.numel() for w in drafter.parameters())
         for batch, found in times.items():

@@ -59,31 +59,40 @@ def proposer(drafter: Drafter, *, loops: int | None = None, greedy: bool = False
     return propose
 
 
-def tree_proposer(drafter: Drafter, nodes: int, width: int, *, blind: bool = False) -> Propose:
+def tree_proposer(
+    drafter: Drafter, nodes: int, width: int, *, loops: int | None = None, blind: bool = False
+) -> Propose:
     """A tree of the ``nodes`` drafts that the noise makes most probable, for the coupled rule.
 
     With the noise known, softmax(l + xi) says how probable it is that each token wins the race of
     its slot: next to 1 where the race is decided, near 1/2 for each of two where it is close. The
     tree is grown slot by slot, the ``width`` most probable paths at each (EAGLE-2's search).
-    ``blind``: the same without a look at the noise, by softmax(l).
+    Of a drafter that does not step, a slot's logits are the same behind every path.
+    ``blind``: the tree is chosen without a look at the noise, by softmax(l).
     """
+    steps = drafter.form.kind == "steps"
+    reads = drafter.form.noise != "none"
 
     def propose(prefix: Prefix, xi: Tensor, uniforms: Tensor, text: Tensor) -> Drafts:
-        noise, b = xi[..., drafter.ids] * (not blind), len(xi)
+        noise, b = xi[..., drafter.ids], len(xi)
         tokens, parents, scores = [], [], []
         # The rows of a level, who is behind whom among all rows so far, and their scores.
         grown, behind = None, torch.ones(b, 1, 1, dtype=torch.bool)
+        at_once = None if steps else drafter(prefix, noise[:, None] if reads else None, loops=loops)
         last, score, own = prefix.tokens, torch.zeros(b, 1), torch.zeros(b, 1, dtype=torch.long)
         for slot in range(drafter.slots):
-            logits, grown = drafter.grow(prefix, last, slot, behind[:, None], grown)
-            race = (logits.float() + noise[:, slot, None]).log_softmax(-1)
+            if at_once is None:
+                logits, grown = drafter.grow(prefix, last, slot, behind[:, None], grown)
+            else:
+                logits = at_once[-1][:, :, slot].expand(-1, last.shape[1], -1)
+            race = (logits.float() + noise[:, slot, None] * (not blind)).log_softmax(-1)
             best, ids = race.topk(width)
             best, at = (score[..., None] + best).flatten(1).topk(width)
             from_row = at // width
             last = drafter.ids[ids.flatten(1).gather(1, at)]
             parents.append(own.gather(1, from_row))
             tokens.append(last), scores.append(best)
-            grown = grown.of(from_row)
+            grown = None if grown is None else grown.of(from_row)
             seen = behind.gather(1, from_row[..., None].expand(-1, -1, behind.shape[-1]))
             behind = torch.cat([seen, torch.eye(width, dtype=torch.bool).expand(b, -1, -1)], -1)
             own = 1 + slot * width + torch.arange(width).expand(b, -1)
