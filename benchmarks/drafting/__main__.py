@@ -57,7 +57,7 @@ class Point:
 
     drafter: str
     rule: str
-    passes: int | None = None
+    passes: int = 1
     tree: tuple[int, int] | None = None
     blind: bool = False
     greedy: bool = False
@@ -65,7 +65,7 @@ class Point:
     @property
     def name(self) -> str:
         """What the table calls it."""
-        extra = [f"{self.passes} passes"] if self.passes else []
+        extra = [f"{self.passes} passes"] if self.drafter.startswith("loop") else []
         extra += [f"tree of {self.tree[0]}"] if self.tree else []
         extra += [word for word in ("blind", "greedy") if getattr(self, word)]
         return ", ".join([self.drafter, self.rule, *extra])
@@ -128,11 +128,7 @@ class Bench:
     def decoded(self, point: Point) -> list[Decoded]:
         """The decodes of every seed; kept in the folder."""
         part, parts = self.settings["evaluation"], []
-        prompts, by_uniform = self.prompts(part, part["prompts"]), None
-        if point.drafter in self.forms and self.forms[point.drafter].noise == "uniform":
-            rest = torch.ones(self.target.vocab_size, dtype=torch.bool)
-            rest[self.ids] = False
-            by_uniform = torch.cat([self.ids, rest.nonzero()[:, 0]])
+        prompts = self.prompts(part, part["prompts"])
         for seed in self.seeds(point.drafter):
             file = self.folder / "decoded" / f"{point.name}-{seed}.pt".replace(" ", "-")
             if not file.exists():
@@ -146,7 +142,6 @@ class Bench:
                         self.training.slots,
                         point.rule,
                         part["seed"],
-                        by_uniform=by_uniform,
                         first_row=start,
                         room=2 + (point.tree[0] if point.tree else 0),
                     )

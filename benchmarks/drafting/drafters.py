@@ -21,38 +21,32 @@ from torch.nn.functional import pad, rms_norm, silu
 
 from benchmarks.drafting.target import Keys, Target, rotary
 
-WAVES = 12
-"""How many octaves of one uniform number a drafter reads."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
     """One rival.
 
     Args:
-        kind: ``heads`` (Medusa: a residual block per slot on the target's last state), ``slots``
-            (all slots in one pass of layers; Uno's and DFlash's form), ``steps`` (EAGLE: one pass
-            per slot, which reads the last pass's row and token) or ``loop`` (heads guess the
-            tokens, a pass of layers reads the guesses in the place of the tokens and drafts
-            again; ``loops`` such passes; as many as slots is the autoregressive drafter).
+        kind: ``slots`` (all slots in one pass of layers; Uno's and DFlash's form), ``steps``
+            (EAGLE: one pass per slot, which reads the last pass's row and token) or ``loop``
+            (Medusa's heads, a residual block per slot, guess the tokens; a pass of layers reads
+            the guesses in the place of the tokens and drafts again. No pass is Medusa; as many
+            passes as slots are an autoregressive drafter).
         layers: The target's layers that a pass begins as copies of, lowest first.
-        noise: What a slot reads of the noise of the slots before it. ``slots``: ``soft``,
-            softmax(xi + w log q) E, q the unigram; ``uniform``, one uniform a token in the place
-            of a noise vector (PTP). ``loop``: ``race``, its guess is argmax(l + xi); without
-            noise it is softmax(l) E.
-        loops: Passes of a ``loop``.
+        noise: What a slot reads of the noise of the slots before it: ``soft``, ``slots``'
+            softmax(xi + w log q) E, q the unigram; ``race``, ``loop``'s guess argmax(l + xi),
+            which without noise is softmax(l) E.
     """
 
     name: str
     kind: str
     layers: tuple[int, ...] = ()
     noise: str = "none"
-    loops: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
-        known = {"kind": ("heads", "slots", "steps", "loop")}
-        known["noise"] = ("none", "soft", "uniform", "race")
+        known = {"kind": ("slots", "steps", "loop")}
+        known["noise"] = ("none", "soft", "race")
         for key, values in known.items():
             if getattr(self, key) not in values:
                 raise ValueError(f"drafter {self.name}: {key} must be one of {values}")
@@ -123,13 +117,11 @@ class Drafter(nn.Module):
             self.ahead = _linear(3 * width, width)
         if form.kind == "steps":
             self.again = _linear(width, width)
-        if form.kind in ("heads", "loop"):
+        if form.kind == "loop":
             self.blocks = nn.Parameter(torch.randn(slots, 3 * width, width) * (3 * width) ** -0.5)
             self.outs = nn.Parameter(torch.zeros(slots, width, width))
-        if form.noise in ("soft", "uniform"):
-            self.reading = _linear(
-                *((2 * WAVES, width) if form.noise == "uniform" else (width, width))
-            )
+        if form.noise == "soft":
+            self.reading = _linear(width, width)
             self.weight = nn.Parameter(torch.ones(()))
 
     def forward(
@@ -137,31 +129,30 @@ class Drafter(nn.Module):
         prefix: Prefix,
         noise: Tensor | None,
         given: Int[Tensor, "b a k"] | None = None,
-        loops: int | None = None,
+        loops: int = 1,
     ) -> list[Float[Tensor, "b a k v"]]:
         """Logits of the k slots; a ``loop`` gives those of its heads and of every pass.
 
         Args:
-            noise: xi of the slots, [b, a, k, v], or uniforms [b, a, k].
+            noise: xi of the slots, [b, a, k, v].
             given: The true tokens of the slots, in training: ``steps`` reads them in the place of
                 its drafts, and so does ``loop`` behind every other anchor.
-            loops: Passes of a ``loop`` (its form's).
+            loops: Passes of a ``loop``.
         """
-        kind = self.form.kind
-        if kind == "heads":
-            return [self._heads(prefix)]
-        if kind == "steps":
+        if self.form.kind == "steps":
             return self._in_steps(prefix, noise, given)
         first = self.embedding[prefix.tokens] + self.states(_even(prefix.states))
-        if kind == "slots":
+        if self.form.kind == "slots":
             every = torch.cat([_even(prefix.states), self.embedding[prefix.tokens]], -1)
             ahead = self.ahead(every)[:, :, None] + self.places[: self.slots - 1]
             rows = torch.cat([first[:, :, None], ahead], 2)
-            if self.form.noise != "none":
-                rows = rows + pad(self._noise_rows(noise)[:, :, :-1], (0, 0, 1, 0))
+            if self.form.noise == "soft":
+                assert noise is not None
+                soft = (noise[:, :, :-1] + self.weight * self.log_unigram).softmax(-1) @ self.head
+                rows = rows + pad(self.reading(soft), (0, 0, 1, 0))
             return [self._pass(prefix, rows)]
         logits = [self._heads(prefix)]
-        for _ in range(loops or self.form.loops):
+        for _ in range(loops):
             if noise is None:
                 rows = logits[-1].detach().float().softmax(-1).to(self.head.dtype) @ self.head
             else:
@@ -239,17 +230,10 @@ class Drafter(nn.Module):
     def _logits(self, rows: Tensor, read: int) -> Tensor:
         return self.norms[read](rows) @ self.head.T
 
-    def _noise_rows(self, noise: Tensor | None) -> Tensor:
-        assert noise is not None
-        if self.form.noise == "uniform":
-            angles = noise[..., None] * (torch.pi * 2.0 ** torch.arange(WAVES))
-            return self.reading(torch.cat([angles.sin(), angles.cos()], -1))
-        return self.reading((noise + self.weight * self.log_unigram).softmax(-1) @ self.head)
-
-    def flops(self, context: float, loops: int | None = None) -> float:
+    def flops(self, context: float, loops: int = 1) -> float:
         """Operations of one draft behind ``context`` tokens: layers, heads, what it reads."""
         width, head = self.shape.width, 2.0 * self.head.numel()
-        passes = (loops or self.form.loops) if self.form.kind == "loop" else 1
+        passes = loops if self.form.kind == "loop" else 1
         row = passes * (len(self.layers) * self.shape.flops(context) + head) + 8.0 * width**2
         if self.form.kind == "loop":
             row += head + 8.0 * width**2

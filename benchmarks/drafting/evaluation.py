@@ -36,31 +36,27 @@ class Drafts:
     parents: Int[Tensor, "b k"] | None = None
 
 
-Propose = Callable[[Prefix, Tensor, Tensor, Tensor], Drafts]
-"""Of what the target knows, xi [b, k, vocabulary], uniforms [b, k] and the text [b, l]."""
+Propose = Callable[[Prefix, Tensor, Tensor], Drafts]
+"""Of what the target knows, xi [b, k, vocabulary] and the text [b, l]."""
 
 
-def proposer(drafter: Drafter, *, loops: int | None = None, greedy: bool = False) -> Propose:
-    """Drafts argmax(l + xi), or argmax(l), or with uniforms F^-1(u)."""
+def proposer(drafter: Drafter, *, loops: int = 1, greedy: bool = False) -> Propose:
+    """Drafts argmax(l + xi), or argmax(l)."""
     ids = drafter.ids
+    reads = drafter.form.kind == "steps" or drafter.form.noise != "none"
 
-    def propose(prefix: Prefix, xi: Tensor, uniforms: Tensor, text: Tensor) -> Drafts:
-        by_uniform = drafter.form.noise == "uniform"
-        noise = uniforms if by_uniform else xi[..., ids]
-        reads = drafter.form.kind == "steps" or drafter.form.noise != "none"
+    def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
+        noise = xi[..., ids]
         logits = drafter(prefix, noise[:, None] if reads else None, loops=loops)[-1][:, 0].float()
         if greedy:
             return Drafts(ids[logits.argmax(-1)])
-        if by_uniform:
-            places = (logits.softmax(-1).cumsum(-1) < uniforms[..., None]).sum(-1)
-            return Drafts(ids[places.clamp(max=len(ids) - 1)], logits, ids)
         return Drafts(ids[(logits + noise).argmax(-1)], logits, ids)
 
     return propose
 
 
 def tree_proposer(
-    drafter: Drafter, nodes: int, width: int, *, loops: int | None = None, blind: bool = False
+    drafter: Drafter, nodes: int, width: int, *, loops: int = 1, blind: bool = False
 ) -> Propose:
     """A tree of the ``nodes`` drafts that the noise makes most probable, for the coupled rule.
 
@@ -73,7 +69,7 @@ def tree_proposer(
     steps = drafter.form.kind == "steps"
     reads = drafter.form.noise != "none"
 
-    def propose(prefix: Prefix, xi: Tensor, uniforms: Tensor, text: Tensor) -> Drafts:
+    def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
         noise, b = xi[..., drafter.ids], len(xi)
         tokens, parents, scores = [], [], []
         # The rows of a level, who is behind whom among all rows so far, and their scores.
@@ -118,7 +114,7 @@ def ngram_proposer(text: Int[Tensor, "n l"], slots: int, order: int = 4) -> Prop
                 counts[tuple(row[i - size : i])][row[i]] += 1
     best = {key: most.most_common(1)[0][0] for key, most in counts.items()}
 
-    def propose(prefix: Prefix, xi: Tensor, uniforms: Tensor, text: Tensor) -> Drafts:
+    def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
         drafts = []
         for row, end in zip(text.tolist(), prefix.positions[:, 0].tolist(), strict=True):
             known = row[max(0, end - order + 2) : end + 1]
@@ -152,7 +148,6 @@ def decode(
     rule: str,
     seed: int,
     *,
-    by_uniform: Tensor | None = None,
     first_row: int = 0,
     room: int = 2,
 ) -> Decoded:
@@ -160,8 +155,6 @@ def decode(
 
     Args:
         rule: ``coupled`` or ``standard``.
-        by_uniform: The order of ids in which one uniform a token is inverted: the coupled rule
-            with the target's F^-1(u) in the place of argmax(l + xi).
         room: Places of the cache behind a text; a tree's tokens need one each.
     """
     n, p = prompts.shape
@@ -171,6 +164,7 @@ def decode(
     draws = torch.tensor(
         np.stack([np.random.Generator(key).random((last, 3), dtype=np.float32) for key in keys])
     )
+    # Of three uniforms a position, the first is left for drafters that read one (PTP).
     text = torch.zeros(n, last, dtype=torch.long)
     text[:, :p] = prompts
     cache = Cache.empty(len(target.layers), target.shape, n, last)
@@ -186,7 +180,7 @@ def decode(
         noise, draw, rows = xi[here], draws[here], text[alive]
         token = rows.gather(1, start[:, None])
         prefix = Prefix(states[:, None], token, start[:, None], cache.keys, cache.seen())
-        drafts = propose(prefix, noise[:, :slots], draw[:, :slots, 0], rows)
+        drafts = propose(prefix, noise[:, :slots], rows)
         tree = None if drafts.parents is None else _ancestors(drafts.parents)
         logits, read = target.read(torch.cat([token, drafts.tokens], 1), cache, tree)
         if tree is not None:
@@ -198,12 +192,7 @@ def decode(
             drafts = Drafts(torch.cat([token, drafts.tokens], 1).gather(1, path[:, 1:]))
             same = slot[:-1] < count[:, None]
         elif rule == "coupled":
-            if by_uniform is None:
-                own = (logits + noise).argmax(-1)
-            else:
-                sums = logits[..., by_uniform].softmax(-1).cumsum(-1)
-                places = (sums < draw[..., :1]).sum(-1).clamp(max=target.vocab_size - 1)
-                own = by_uniform[places]
+            own = (logits + noise).argmax(-1)
             same = own[:, :-1] == drafts.tokens
         else:
             own, same = _standard(logits, drafts, draw[..., 1], draw[..., 2])
@@ -356,13 +345,13 @@ def seconds(
     least = dict.fromkeys(work, float("inf"))
     for _ in range(repeats):
         for name, (propose, rows) in work.items():
-            xi, uniforms = torch.zeros(batch, rows, target.vocab_size), torch.rand(batch, rows)
+            xi = torch.zeros(batch, rows, target.vocab_size)
             token = tokens[:, -1:]
             at = cache.lengths[:, None]
             begin = time.perf_counter()
             if propose is None:
                 target.read(token.expand(-1, rows), cache)
             else:
-                propose(Prefix(states, token, at, cache.keys, cache.seen()), xi, uniforms, tokens)
+                propose(Prefix(states, token, at, cache.keys, cache.seen()), xi, tokens)
             least[name] = min(least[name], time.perf_counter() - begin)
     return least

@@ -85,18 +85,7 @@ def losses(
         # The noise at position i chose the token at i, from the logits behind i - 1.
         following = starts[:, None] + torch.arange(1, k + 1)
         noise = None
-        if drafter.form.noise == "uniform":
-            p = every.exp()
-            rest = p.clone()
-            rest[..., drafter.ids] = 0
-            sorted_p = torch.cat([p[..., drafter.ids], rest], -1)
-            place = order[tokens[:, 1:]]
-            place = torch.where(place >= 0, place, len(drafter.ids) + tokens[:, 1:])[..., None]
-            below = sorted_p.cumsum(-1)[:, :-1].gather(-1, place)
-            own = sorted_p[:, :-1].gather(-1, place)
-            draw = torch.rand(own.shape, generator=generator)
-            noise = (below - own * draw)[..., 0][:, following - 1]
-        elif drafter.form.noise != "none":
+        if drafter.form.noise != "none":
             xi = posterior_noise(log_p[:, :-1].exp(), order[tokens[:, 1:]], generator)
             noise = xi[:, following - 1]
         given, goal = tokens[:, following], log_p[:, following - 1]
