@@ -63,6 +63,11 @@ class Point:
     greedy: bool = False
 
     @property
+    def work(self) -> str:
+        """What it computes; points that differ in their rule take the same time."""
+        return f"{self.drafter} {self.passes} {self.tree}"
+
+    @property
     def name(self) -> str:
         """What the table calls it."""
         extra = [f"{self.passes} passes"] if self.drafter.startswith("loop") else []
@@ -84,8 +89,11 @@ class Bench:
         files = list(write_text(self.target, prompts, text["length"], text["seed"], folder))
         self.tokens = read_text(files)
         sizes = (self.target.vocab_size, self.training.vocabulary)
-        self.ids, self.log_q = draft_vocabulary(self.tokens, *sizes)
+        self.ids = draft_vocabulary(self.tokens, *sizes)
         self.forms = {entry["name"]: Form(**entry) for entry in settings["drafter"]}
+        slots = self.training.slots
+        self.sizes = sorted({*range(1, min(slots, 4) + 1), *range(6, slots + 1, 2), slots})
+        """Slots of a block that are tried for the best speed-up."""
         self.points = [Point(**entry) for entry in settings["point"]]
 
     def prompts(self, part: dict[str, Any], count: int) -> Int[Tensor, "n p"]:
@@ -105,8 +113,7 @@ class Bench:
 
     def drafter(self, name: str, seed: int, slots: int) -> Drafter:
         """A trained drafter that is asked for so many slots."""
-        sizes = (self.ids, self.log_q, self.training.slots)
-        drafter = Drafter(self.forms[name], self.target, *sizes)
+        drafter = Drafter(self.forms[name], self.target, self.ids, self.training.slots)
         drafter.load_state_dict(torch.load(self.path(name, seed), weights_only=True)["drafter"])
         drafter.slots = slots
         return drafter.eval()
@@ -160,12 +167,13 @@ class Bench:
             return json.loads(path.read_text())
         trees = {point.tree[0] + 1 for point in self.points if point.tree}
         work: dict[str, tuple[Propose | None, int]] = {
-            f"target {rows}": (None, rows) for rows in sorted({*range(1, slots + 2), *trees})
+            f"target {rows}": (None, rows)
+            for rows in sorted({1, *(size + 1 for size in self.sizes), *trees})
         }
         for point in self.points:
             seed = self.seeds(point.drafter)[0]
-            for size in [slots] if point.tree else range(1, slots + 1):
-                work[f"{point.name} {size}"] = (self.proposer(point, seed, size), size)
+            for size in [slots] if point.tree else self.sizes:
+                work[f"{point.work} {size}"] = (self.proposer(point, seed, size), size)
         repeats, prompt = self.settings["evaluation"]["repeats"], self.tokens[0, :64]
         found = {str(b): seconds(self.target, work, prompt, b, repeats) for b in (1, 16)}
         path.write_text(json.dumps(found))
@@ -175,10 +183,12 @@ class Bench:
         """One line of the table; each speed-up at the block size that is best for it."""
         parts, slots = self.decoded(point), self.training.slots
         per_pass = 1 + torch.stack([p.kept / p.reached[0] for p in parts]).mean(0).cumsum(0)
-        by_slot = torch.stack([p.kept / p.reached for p in parts]).mean(0)
+        reached, kept = (sum(getattr(p, name) for p in parts) for name in ("reached", "kept"))
         line: dict[str, Any] = {"name": point.name, "seeds": len(parts)}
         line["tokens_per_pass"] = tokens_per_pass(parts)
-        line["kept_by_slot"] = [round(value, 3) for value in by_slot.tolist()]
+        line["kept_by_slot"] = [
+            round(float(n / of), 3) if of else None for n, of in zip(kept, reached, strict=True)
+        ]
         if point.drafter in self.forms:
             drafter = self.drafter(point.drafter, self.seeds(point.drafter)[0], slots)
             paths = point.tree[1] if point.tree and drafter.form.kind == "steps" else 1
@@ -187,11 +197,11 @@ class Bench:
             line["weights"] = sum(w.numel() for w in drafter.parameters())
         for batch, found in times.items():
             plain = found["target 1"]
-            line[f"draft_time_batch{batch}"] = found[f"{point.name} {slots}"] / plain
+            line[f"draft_time_batch{batch}"] = found[f"{point.work} {slots}"] / plain
             for scale in (1, 10, 100):
                 ups = []
-                for size in [slots] if point.tree else range(1, slots + 1):
-                    draft = found[f"{point.name} {size}"] / plain / scale
+                for size in [slots] if point.tree else self.sizes:
+                    draft = found[f"{point.work} {size}"] / plain / scale
                     # A large target is bound by its weights and reads a block as fast as a token.
                     rows = 1 + (point.tree[0] if point.tree else size)
                     verify = found[f"target {rows}"] / plain if scale == 1 else 1.0
@@ -215,7 +225,9 @@ def write(results: Path, lines: list[dict[str, Any]], report: dict[str, Any]) ->
         mean, low, high = line["tokens_per_pass"]
         keys = ("batch1_x1", "batch16_x1", "batch1_x10", "batch1_x100")
         cells = [line["name"], f"{mean:.2f} [{low:.2f}, {high:.2f}]"]
-        cells.append(" ".join(f"{value:.2f}".lstrip("0") for value in line["kept_by_slot"]))
+        cells.append(
+            " ".join("-" if v is None else f"{v:.2f}".lstrip("0") for v in line["kept_by_slot"])
+        )
         cells.append(f"{line.get('draft_flops', 0):.2f}, {line['draft_time_batch1']:.2f}")
         cells += ["{:.2f} (k {})".format(*line[f"speed_up_{key}"]) for key in keys]
         table.append("| " + " | ".join(cells) + " |")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn.functional import pad, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from benchmarks.drafting.target import Keys, Target, rotary
 
@@ -33,23 +33,19 @@ class Form:
             the guesses in the place of the tokens and drafts again. No pass is Medusa; as many
             passes as slots are an autoregressive drafter).
         layers: The target's layers that a pass begins as copies of, lowest first.
-        noise: What a slot reads of the noise of the slots before it: ``soft``, ``slots``'
-            softmax(xi + w log q) E, q the unigram; ``race``, ``loop``'s guess argmax(l + xi),
-            which without noise is softmax(l) E.
+        noise: A ``loop`` guesses argmax(l + xi), the tokens that its heads would draft; without
+            noise a guess is softmax(l) E.
     """
 
     name: str
     kind: str
     layers: tuple[int, ...] = ()
-    noise: str = "none"
+    noise: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
-        known = {"kind": ("slots", "steps", "loop")}
-        known["noise"] = ("none", "soft", "race")
-        for key, values in known.items():
-            if getattr(self, key) not in values:
-                raise ValueError(f"drafter {self.name}: {key} must be one of {values}")
+        if self.kind not in ("slots", "steps", "loop"):
+            raise ValueError(f"drafter {self.name}: unknown kind {self.kind}")
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,6 @@ class Drafter(nn.Module):
 
     Args:
         ids: The draft vocabulary: the target's ids, the most frequent first; [v].
-        log_unigram: log q of them; [v].
     """
 
     def __init__(
@@ -94,7 +89,6 @@ class Drafter(nn.Module):
         form: Form,
         target: Target,
         ids: Int[Tensor, "v"],
-        log_unigram: Float[Tensor, "v"],
         slots: int,
     ) -> None:
         super().__init__()
@@ -105,7 +99,6 @@ class Drafter(nn.Module):
         self.register_buffer("embedding", target.embedding.detach(), persistent=False)
         self.register_buffer("head", target.embedding.detach()[ids].contiguous(), persistent=False)
         self.register_buffer("ids", ids)
-        self.register_buffer("log_unigram", log_unigram)
         self.states = _linear(2 * width, width)
         self.layers = nn.ModuleList(deepcopy(target.layers[index]) for index in form.layers)
         self.layers.requires_grad_(True)
@@ -120,9 +113,6 @@ class Drafter(nn.Module):
         if form.kind == "loop":
             self.blocks = nn.Parameter(torch.randn(slots, 3 * width, width) * (3 * width) ** -0.5)
             self.outs = nn.Parameter(torch.zeros(slots, width, width))
-        if form.noise == "soft":
-            self.reading = _linear(width, width)
-            self.weight = nn.Parameter(torch.ones(()))
 
     def forward(
         self,
@@ -146,10 +136,6 @@ class Drafter(nn.Module):
             every = torch.cat([_even(prefix.states), self.embedding[prefix.tokens]], -1)
             ahead = self.ahead(every)[:, :, None] + self.places[: self.slots - 1]
             rows = torch.cat([first[:, :, None], ahead], 2)
-            if self.form.noise == "soft":
-                assert noise is not None
-                soft = (noise[:, :, :-1] + self.weight * self.log_unigram).softmax(-1) @ self.head
-                rows = rows + pad(self.reading(soft), (0, 0, 1, 0))
             return [self._pass(prefix, rows)]
         logits = [self._heads(prefix)]
         for _ in range(loops):
@@ -237,8 +223,6 @@ class Drafter(nn.Module):
         row = passes * (len(self.layers) * self.shape.flops(context) + head) + 8.0 * width**2
         if self.form.kind == "loop":
             row += head + 8.0 * width**2
-        if self.form.noise == "soft":
-            row += head
         return self.slots * row
 
 

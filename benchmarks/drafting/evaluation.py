@@ -43,7 +43,7 @@ Propose = Callable[[Prefix, Tensor, Tensor], Drafts]
 def proposer(drafter: Drafter, *, loops: int = 1, greedy: bool = False) -> Propose:
     """Drafts argmax(l + xi), or argmax(l)."""
     ids = drafter.ids
-    reads = drafter.form.kind == "steps" or drafter.form.noise != "none"
+    reads = drafter.form.kind == "steps" or drafter.form.noise
 
     def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
         noise = xi[..., ids]
@@ -67,7 +67,7 @@ def tree_proposer(
     ``blind``: the tree is chosen without a look at the noise, by softmax(l).
     """
     steps = drafter.form.kind == "steps"
-    reads = drafter.form.noise != "none"
+    reads = drafter.form.noise
 
     def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
         noise, b = xi[..., drafter.ids], len(xi)

@@ -40,13 +40,10 @@ class Training:
     save_every: int = 100
 
 
-def draft_vocabulary(
-    tokens: Int[Tensor, "n l"], vocab_size: int, size: int
-) -> tuple[Tensor, Tensor]:
-    """The most frequent ids of the text and log q of them."""
+def draft_vocabulary(tokens: Int[Tensor, "n l"], vocab_size: int, size: int) -> Int[Tensor, "v"]:
+    """The most frequent ids of the text."""
     counts = torch.bincount(tokens.flatten(), minlength=vocab_size).float() + 0.5
-    ids = counts.argsort(descending=True, stable=True)[:size]
-    return ids, (counts[ids] / counts.sum()).log()
+    return counts.argsort(descending=True, stable=True)[:size]
 
 
 def posterior_noise(
@@ -85,7 +82,7 @@ def losses(
         # The noise at position i chose the token at i, from the logits behind i - 1.
         following = starts[:, None] + torch.arange(1, k + 1)
         noise = None
-        if drafter.form.noise != "none":
+        if drafter.form.noise:
             xi = posterior_noise(log_p[:, :-1].exp(), order[tokens[:, 1:]], generator)
             noise = xi[:, following - 1]
         given, goal = tokens[:, following], log_p[:, following - 1]
@@ -126,8 +123,8 @@ def train(
 ) -> Drafter:
     """A trained drafter; a training that was cut off goes on from ``path``, bit for bit."""
     torch.manual_seed(seed)
-    ids, log_q = draft_vocabulary(tokens, target.vocab_size, settings.vocabulary)
-    drafter = Drafter(form, target, ids, log_q, settings.slots)
+    ids = draft_vocabulary(tokens, target.vocab_size, settings.vocabulary)
+    drafter = Drafter(form, target, ids, settings.slots)
     steps = max(2, round(settings.flops / step_flops(drafter, target, settings, tokens.shape[1])))
     matrices = [w for name, w in drafter.named_parameters() if w.ndim == 2 and "places" not in name]
     inside = {id(w) for w in matrices}
