@@ -24,6 +24,7 @@ from pipeline.corpus.config import CorpusConfig, scheme_of, split_field
 from pipeline.settings import ExtractRequest, ExtractSettings, StoreSettings
 from pipeline.teacher import Teacher, automatic_batch_size
 from pipeline.tokens.dataset import TokenDataset, rows_per_group
+from shards.codec.ids import unigram_log_probs
 from shards.codec.protocol import ArraySpec
 from shards.codec.registry import codec_parameters
 from shards.console import stderr
@@ -34,7 +35,6 @@ from shards.noise.philox import noise_kernel
 from shards.store.manifest import STORE_ARRAYS, Manifest, read_ways, record_ways
 from shards.store.writer import ShardWriter
 from shards.stream.order import MIXED_CHUNK_BYTES
-from shards.tools.unigram import unigram_log_probs
 
 ROUNDING_NATS = 2e-4
 """Twice the most that log p of a token moved between CPU kernels, threads and rows per pass in

@@ -33,6 +33,7 @@ from pipeline.teacher import Teacher, rows_tensor
 from pipeline.tokens.dataset import TokenDataset
 from pipeline.tokens.tokenizer import encode, load_tokenizer
 from pipeline.workers import Worker
+from shards.codec.ids import unigram_log_probs
 from shards.codec.protocol import Codec, TeacherOutput
 from shards.codec.registry import CODECS, codec_parameters, make_codec
 from shards.console import aligned
@@ -50,7 +51,6 @@ from shards.store.location import open_location
 from shards.store.manifest import MANIFEST_FILE, Manifest
 from shards.store.store import ShardStore
 from shards.stream.order import WINDOW_BYTES
-from shards.tools.unigram import unigram_log_probs
 
 REFERENCE_TOKENS = {"OpenWebText": 9_000_000_000, "FineWeb scale": 10_000_000_000_000}
 H100_FLOPS, UTILISATION = {"bfloat16": 989e12, "float32": 67e12}, 0.4

@@ -15,8 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from shards.codec.frozen import position_keys
-from shards.codec.protocol import Codec, TeacherOutput
+from shards.codec.protocol import Codec, TeacherOutput, position_keys
 from shards.codec.registry import codec_parameters
 from shards.noise.kinds import KeyedPosterior, Noise, TiledNoise, dense_arrivals
 from shards.noise.philox import PositionKeys

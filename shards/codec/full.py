@@ -12,8 +12,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.codec.frozen import StoredNoise, encode_draw, passes_token
-from shards.codec.protocol import Arrays, ArraySpec, Codec, TeacherOutput
+from shards.codec.protocol import (
+    Arrays,
+    ArraySpec,
+    Codec,
+    StoredNoise,
+    TeacherOutput,
+    encode_draw,
+    passes_token,
+)
 from shards.noise.kinds import KeyedPosterior
 from shards.noise.philox import PositionKeys
 

@@ -13,8 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.codec.frozen import encode_in_parts
-from shards.codec.protocol import Arrays, ArraySpec, FreshDraws, TeacherOutput
+from shards.codec.protocol import Arrays, ArraySpec, FreshDraws, TeacherOutput, encode_in_parts
 from shards.errors import GdistillError, UsageError
 from shards.noise.probabilities import HeadLogits
 

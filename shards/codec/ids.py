@@ -9,13 +9,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
+from jaxtyping import Bool, Float, Int, Int32, UInt8
 from torch import Tensor
 
 from shards.codec.protocol import Arrays, ArraySpec
@@ -183,3 +183,40 @@ def _sorted(
 ) -> tuple[Float[Tensor, "n m"], Int[Tensor, "n m"]]:
     values, order = log_probs.gather(1, ids).sort(1, descending=True)
     return values, ids.gather(1, order)
+
+
+# The unigram of a corpus: how often each token is met, smoothed so that none is impossible.
+
+
+UNIGRAM_TOKENS = 1 << 26
+UNIGRAM_SMOOTHING = 0.5
+
+ReadRows = Callable[[int, int], Int32[np.ndarray, "rows length"]]
+
+
+def unigram_log_probs(
+    read_rows: ReadRows, num_rows: int, row_length: int, vocab_size: int, block: int
+) -> Float[np.ndarray, "v"]:
+    """Log-probability of each token in the rows; [V] float32, nats.
+
+    (count + 1/2) / (N + V/2): additive smoothing (Krichevsky and Trofimov, 1981). At most 2^26
+    tokens are counted, in blocks spread evenly over the rows; the first token of a row is left
+    out, as no teacher scores it.
+
+    Args:
+        read_rows: (start, stop) -> token rows.
+        num_rows: Rows there are.
+        row_length: Tokens of a row.
+        vocab_size: V.
+        block: Rows to read at a time.
+    """
+    starts = np.arange(0, num_rows, block)
+    most = max(1, UNIGRAM_TOKENS // (block * row_length))
+    if len(starts) > most:
+        starts = starts[np.linspace(0, len(starts) - 1, most).round().astype(int)]
+    counts = np.zeros(vocab_size, np.int64)
+    for start in starts.tolist():
+        tokens = read_rows(start, min(start + block, num_rows))
+        counts += np.bincount(tokens[:, 1:].reshape(-1), minlength=vocab_size)
+    smooth = counts + UNIGRAM_SMOOTHING
+    return np.log(smooth / smooth.sum()).astype(np.float32)

@@ -22,7 +22,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shards.codec.frozen import encode_in_parts
 from shards.codec.ids import (
     FrequencyOrder,
     check_ranks,
@@ -33,7 +32,7 @@ from shards.codec.ids import (
     to_planes,
     used_width,
 )
-from shards.codec.protocol import Arrays, ArraySpec, FreshDraws, TeacherOutput
+from shards.codec.protocol import Arrays, ArraySpec, FreshDraws, TeacherOutput, encode_in_parts
 from shards.errors import UsageError
 from shards.noise.probabilities import DenseProbabilities, Entries, HeadAndTail, Probabilities
 

@@ -13,8 +13,15 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from shards.codec.frozen import StoredNoise, encode_draw, passes_token
-from shards.codec.protocol import Arrays, ArraySpec, Codec, TeacherOutput
+from shards.codec.protocol import (
+    Arrays,
+    ArraySpec,
+    Codec,
+    StoredNoise,
+    TeacherOutput,
+    encode_draw,
+    passes_token,
+)
 from shards.errors import UsageError
 from shards.noise.kinds import KeyedPosterior
 from shards.noise.philox import PositionKeys

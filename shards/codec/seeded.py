@@ -23,7 +23,6 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-from shards.codec.frozen import encode_draw
 from shards.codec.ids import (
     FrequencyOrder,
     check_ranks,
@@ -33,7 +32,7 @@ from shards.codec.ids import (
     to_planes,
     used_width,
 )
-from shards.codec.protocol import Arrays, ArraySpec, Codec, TeacherOutput
+from shards.codec.protocol import Arrays, ArraySpec, Codec, TeacherOutput, encode_draw
 from shards.errors import GdistillError, UsageError
 from shards.noise.gumbel import add_wait_
 from shards.noise.kinds import KeyedPosterior, KeyedPrior, ShiftedNoise

@@ -18,10 +18,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.codec.frozen import encode_draw
 from shards.codec.full import half_gumbels
 from shards.codec.ids import check_ranks, from_planes, plane_specs, to_planes
-from shards.codec.protocol import Arrays, ArraySpec, Codec, TeacherOutput
+from shards.codec.protocol import Arrays, ArraySpec, Codec, TeacherOutput, encode_draw
 from shards.errors import UsageError
 from shards.noise.gumbel import arrivals_from_gumbel
 from shards.noise.kinds import KeyedPosterior, SparseNoise

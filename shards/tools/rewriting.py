@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
+from shards.codec.ids import unigram_log_probs
 from shards.codec.protocol import Codec, TeacherOutput
 from shards.codec.registry import codec_parameters
 from shards.console import Bar
@@ -22,7 +24,6 @@ from shards.store.location import Location
 from shards.store.manifest import STORE_ARRAYS, Manifest, read_ways, record_ways
 from shards.store.store import ShardStore
 from shards.store.writer import ShardWriter
-from shards.tools.unigram import count_unigram
 
 Rows = dict[str, np.ndarray]
 POSITIONS_AT_ONCE = 1 << 22
@@ -296,3 +297,18 @@ def _files(store: ShardStore, record: ShardRecord) -> dict[str, bytes]:
         if not entry.matches(files[name]):
             raise IntegrityError("a shard file was altered", where=where, remedy=remedy)
     return files
+
+
+def count_unigram(store: ShardStore) -> Float[np.ndarray, "v"]:
+    """The unigram of a store's training rows, or of the last split that has any."""
+    manifest = store.manifest
+    names = ["train", *reversed([*manifest.splits])]
+    split = next((name for name in names if manifest.splits.get(name)), "train")
+    reader = store.split(split, ["tokens"])
+    return unigram_log_probs(
+        lambda start, stop: reader.read_rows(start, stop)["tokens"],
+        reader.num_rows,
+        manifest.row_length,
+        manifest.vocab_size,
+        manifest.rows_per_shard,
+    )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shards.codec.frozen import position_keys
-from shards.codec.protocol import Codec, TeacherOutput
+from shards.codec.protocol import Codec, TeacherOutput, position_keys
 from shards.noise.kinds import Noise
 from shards.noise.philox import PositionKeys
 

@@ -34,8 +34,7 @@ from shards.interrupts import Stopped, StopRequest
 from shards.noise.philox import noise_kernel, use_noise_kernel
 from shards.provenance import derive_seed
 from shards.settings import to_mapping
-from shards.store.reader import SplitReader
-from shards.store.store import ShardStore
+from shards.store.store import ShardStore, SplitReader
 from shards.stream.stream import RowBatch, ShardStream
 from trainer.initial_weights import noise_parameters
 from trainer.objective.batch import Batch, BatchMaker, CopiesAhead

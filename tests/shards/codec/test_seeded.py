@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from shards.codec.frozen import frozen_posterior
 from shards.codec.ids import from_planes
+from shards.codec.protocol import frozen_posterior
 from shards.codec.registry import make_codec
 from shards.codec.seeded import SeededCodec, ShiftScale, _codes
 from shards.errors import UsageError

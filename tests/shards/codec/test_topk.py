@@ -9,8 +9,7 @@ import torch
 from scipy.stats import chisquare, expon, ks_2samp, kstest
 from torch import Tensor
 
-from shards.codec.frozen import frozen_posterior
-from shards.codec.protocol import TeacherOutput
+from shards.codec.protocol import TeacherOutput, frozen_posterior
 from shards.codec.registry import make_codec
 from shards.codec.topk import TopKCodec
 from shards.errors import UsageError

@@ -11,7 +11,7 @@ import torch
 from scipy.stats import kstest
 from torch import Tensor
 
-from shards.codec.frozen import StoredNoise
+from shards.codec.protocol import StoredNoise
 from shards.errors import GdistillError, UsageError
 from shards.noise.gumbel import exponential_from_bits, gumbel_argmax
 from shards.noise.kinds import (

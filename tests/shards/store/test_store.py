@@ -12,7 +12,7 @@ import zarr
 
 from shards.codec.registry import make_codec
 from shards.errors import GdistillError, IntegrityError, UsageError
-from shards.store import reader
+from shards.store import store as reader
 from shards.store.layout import shard_files, shard_ranges
 from shards.store.ledger import read_record
 from shards.store.location import LocalLocation

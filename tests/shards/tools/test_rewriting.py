@@ -18,8 +18,7 @@ from shards.store.manifest import Manifest
 from shards.store.store import ShardStore
 from shards.store.verification import verify
 from shards.store.writer import ShardWriter
-from shards.tools.rewriting import convert, merge, stored_noise, subset
-from shards.tools.unigram import count_unigram
+from shards.tools.rewriting import convert, count_unigram, merge, stored_noise, subset
 
 VOCAB, LENGTH, HIDDEN, SEED = 31, 7, 6, 5
 SPLITS = {"train": 20, "validation": 3}
@@ -158,7 +157,7 @@ def test_a_unigram_that_is_there_is_kept(tmp_path: Path) -> None:
 def test_a_large_split_is_counted_in_evenly_spread_shards(
     source: ShardStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shards.tools.unigram.UNIGRAM_TOKENS", 2 * 8 * LENGTH)
+    monkeypatch.setattr("shards.codec.ids.UNIGRAM_TOKENS", 2 * 8 * LENGTH)
     tokens = source.split("train").read_rows(0, 20)["tokens"]
     counted = np.concatenate([tokens[:8], tokens[16:]])[:, 1:]
     counts = np.bincount(counted.reshape(-1), minlength=VOCAB) + 0.5
