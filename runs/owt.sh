@@ -9,8 +9,8 @@
 # What the real thing takes, by `gdistill-extract ... --plan --tokens 9e9 --price 2.5` for a teacher of
 # GPT-2-Large's shape (its bytes are measured on synthetic distributions, its hours assume 40% of an
 # H100's bf16 peak; no GPU has confirmed them yet):
-#   stage 1        9.0e9 tokens, 8.8M rows of 1,024, on CPU cores
-#   stage 2        1.25 TB of shards (139 B/token), 10 GPU hours, 25 at 2.50 an hour; once, for all students
+#   stage 1        9.0e9 tokens, 8.8M rows of 1,024, on CPU cores (on a cluster: runs/slurm/tokens.sbatch)
+#   stage 2        1.03 TB of shards (115 B/token), 10 GPU hours, 25 at 2.50 an hour; once, for all students
 #   four students  1M steps of 512 rows each (5.2e11 tokens): the paper's own budget, days on a node of 8
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -90,7 +90,7 @@ def encode_with_overlap(
         for start, piece in zip(group, encoded, strict=True):
             ids, borders = _with_borders(piece, start)
             if previous is not None:
-                cut = _join(*previous, ids, borders)
+                cut = join(*previous, ids, borders)
                 if cut is None:
                     return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
                 joined.append(previous[0][: cut[0]])
@@ -105,7 +105,7 @@ def _with_borders(piece: Encoding, start: int) -> tuple[Ids, np.ndarray]:
     return np.array(piece.ids, np.int32), borders
 
 
-def _join(
+def join(
     left: Ids, left_borders: np.ndarray, right: Ids, right_borders: np.ndarray
 ) -> tuple[int, int] | None:
     """How many tokens of ``left`` to keep and how many of ``right`` to leave out.

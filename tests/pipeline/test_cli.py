@@ -63,6 +63,30 @@ def test_a_run_ends_with_its_figures(command, tmp_path: Path, teacher: Path, cor
     assert code == 0 and "nothing was left to do" in out
 
 
+def test_stage_1_alone_is_what_the_run_goes_on_from(
+    command, tmp_path: Path, teacher: Path, corpus: Path
+) -> None:
+    """On a node of CPUs, where no weights lie; and the corpus may go when it is done."""
+    shutil.copytree(teacher, tmp_path / "teacher")
+    shutil.copy(corpus, tmp_path / "text.txt")
+    words = good(tmp_path / "teacher", tmp_path / "text.txt", tmp_path / "out")
+    words[1] = tmp_path / "text.txt"
+    weights = tmp_path / "teacher/model.safetensors"
+    weights.rename(tmp_path / "elsewhere")
+    stage_1 = [
+        w for i, w in enumerate(words) if not {"--device", "--batch-size"} & {w, words[i - 1]}
+    ]
+    code, out, err = command("tokens", *stage_1)
+    assert code == 0 and " documents, " in out, err
+    assert not (tmp_path / "out/store").exists()
+    before = contents(tmp_path / "out/tokens")
+    (tmp_path / "elsewhere").rename(weights)
+    (tmp_path / "text.txt").unlink()
+    code, _, err = command(*words)
+    assert code == 0, err
+    assert contents(tmp_path / "out/tokens") == before
+
+
 def test_a_store_at_a_url_holds_the_same_bytes(
     command, tmp_path: Path, teacher: Path, corpus: Path
 ) -> None:

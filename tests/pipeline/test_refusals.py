@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForMaskedLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from pipeline.extract import Extractor
 from pipeline.manifest import public_source
@@ -55,6 +63,24 @@ def test_teachers_that_cannot_score(tmp_path: Path, teacher: Path, corpus: Path)
         BertForMaskedLM(bert).save_pretrained(tmp_path / "bert")
     given = options(save_tokenizer(tmp_path / "bert"), corpus)
     refused(tmp_path / "b", given, "the teacher is not causal")
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "num_hidden_layers": 1}
+        heads = {"num_attention_heads": 2, "intermediate_size": 16, "logits_scaling": 2.0}
+        GraniteForCausalLM(GraniteConfig(**sizes, **heads)).save_pretrained(tmp_path / "scaled")
+        MambaForCausalLM(MambaConfig(**sizes, state_size=4)).save_pretrained(tmp_path / "mamba")
+    given = options(save_tokenizer(tmp_path / "scaled"), corpus)
+    given["codec"] = {"name": "hidden"}
+    refused(tmp_path / "d", given, "changes its logits after the LM head")
+    given = options(save_tokenizer(tmp_path / "mamba"), corpus, mode="sequential")
+    refused(tmp_path / "e", given, "keeps no key-value cache")
+    tensors = load_file(teacher / "model.safetensors")
+    tensors["transformer.h.1.mlp.c_fc.bias"][3] = torch.nan
+    shutil.copytree(teacher, tmp_path / "nan")
+    save_file(tensors, tmp_path / "nan/model.safetensors", metadata={"format": "pt"})
+    given = options(tmp_path / "nan", corpus)
+    refused(tmp_path / "f", given, r"weights hold NaN.*h\.1\.mlp\.c_fc\.bias", GdistillError)
 
     named = options(teacher, corpus, teacher={"attention": "foo"})
     refused(tmp_path / "c", named, r"attention kernel cannot be used.*got foo")

@@ -85,6 +85,11 @@ def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.Monkey
         ["a", "b", "c"],
         ["d"],
     )
+    pq.write_table(pa.table({"text": ["a", None, "b"]}), folder / "test.parquet")
+    nothing = CorpusConfig(f"hf:{folder}", split="test", validation_fraction=0.0)
+    tally = Tally()
+    assert list(read_documents(nothing, "train", tally)) == ["a", "b"] and tally.num_empty == 1
+    (folder / "test.parquet").unlink()
     first, second = (open_source(own, "train"), open_source(own, "train"))
     assert first is not None and second is not None and first.identity() == second.identity()
     with pytest.raises(UsageError, match=r"no field 'txt'.*did you mean 'text'"):

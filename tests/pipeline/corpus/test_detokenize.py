@@ -26,6 +26,7 @@ CASES = {
         ("the company 's profit did n't rise", "the company's profit didn't rise"),
         ("<unk> N N N shares", "? 1 1 1 shares"),
         ("rose $ N a share", "rose $1 a share"),
+        ("in row # N of it", "in row #1 of it"),
         ("the analysts ' view", "the analysts' view"),
         ("1\\/2 year", "1/2 year"),
         ("N years", "N years"),
@@ -33,6 +34,7 @@ CASES = {
     "lm1b": [
         ("He said , it is . Then", "He said, it is. Then"),
         ("It is over .", "It is over."),
+        ("Is it over ?", "Is it over?"),
         ("Why ? Because !", "Why? Because!"),
         ('the " big " one ( so to say )', 'the "big" one (so to say)'),
         ("it 's $ 5 or £ 4", "it's $5 or £4"),

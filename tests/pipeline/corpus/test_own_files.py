@@ -64,6 +64,30 @@ def test_bare_paths_tell_their_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             corpus_config(spec)
 
 
+def test_odd_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that hold what a pattern or a #field is written with, and suffixes in capitals."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a[1].txt", "C#.txt", "B.TXT"):
+        (tmp_path / name).write_text(name)
+        assert everything(corpus_config(name, ["validation_fraction=0"])) == [name]
+    (tmp_path / "a#b.jsonl").write_text('{"body": "x", "text": "y"}\n')
+    for spec, text in (("a#b.jsonl#body", "x"), ("a#b.jsonl", "y")):
+        assert everything(corpus_config(spec, ["validation_fraction=0"])) == [text]
+    pq.write_table(pa.table({"text": pa.array(["a", "b", "a"]).dictionary_encode()}), "c.parquet")
+    assert everything(corpus_config("c.parquet", ["validation_fraction=0"])) == ["a", "b", "a"]
+
+
+def test_a_quote_that_never_ends_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('text\nfine\n"cut in the mid')
+    with pytest.raises(GdistillError, match=r"cannot read the CSV file.*a\.csv: line 3"):
+        everything(corpus_config(f"{tmp_path}/a.csv"))
+    (tmp_path / "b.csv").write_bytes("\ufefftext,n\n".encode() + b'"bad \xff byte",1\n\n,2\n')
+    with pytest.raises(GdistillError, match=r"not UTF-8.*row 0, byte 4"):
+        everything(corpus_config(f"{tmp_path}/b.csv"))
+    kept = corpus_config(f"{tmp_path}/b.csv", ["on_bad_utf8=skip", "validation_fraction=0"])
+    assert everything(kept) == []
+
+
 def test_csv_files(tmp_path: Path) -> None:
     """Other columns may hold anything; a range is that part of the whole; errors name the file."""
     rows = "".join(f"{i},{'word ' * 300}{i}\n" for i in range(5000))

@@ -29,7 +29,7 @@ def engine(url: str, **changes: object) -> Engine:
     return Engine(EngineSettings(url=url, **settings), VOCAB_SIZE)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dialect", ["prompt_logprobs", "echo"])
+@pytest.mark.parametrize("dialect", ["prompt_logprobs", "echo", "sglang"])
 def test_scores_are_the_models_own_in_the_order_of_the_rows(teacher: Path, dialect: str) -> None:
     with EngineServer(teacher, dialect).running() as url:
         rows = list(engine(url, dialect=dialect).score(ROWS, NAMES))
@@ -44,6 +44,73 @@ def test_scores_are_the_models_own_in_the_order_of_the_rows(teacher: Path, diale
         np.testing.assert_allclose(row.top_log_probs[1:], values, atol=1e-4)
         assert (row.top_ids[1:] == ids.numpy()).mean() > 0.95  # ties may be listed otherwise
     assert np.all(rows[0].top_ids[0] == -1) and rows[0].token_log_probs[0] == 0
+
+
+@pytest.mark.parametrize("dialect", ["prompt_logprobs", "echo", "sglang"])
+def test_ids_of_no_token_are_left_out(teacher: Path, dialect: str) -> None:
+    """A model padded beyond its tokenizer: padding may be most probable, and is no entry."""
+    server = EngineServer(teacher, dialect)
+    server.padding = 3
+    with server.running() as url:
+        (row,) = engine(url, dialect=dialect).score(ROWS[:1], NAMES[:1])
+    assert row.top_ids.max() < VOCAB_SIZE
+    assert ((row.top_ids[1:] >= 0).sum(1) >= 1).all() and (row.top_ids[1:] == -1).any()
+
+
+def test_rows_as_long_as_the_context_are_refused_before_they_are_made(server: EngineServer) -> None:
+    server.context = ROW_LENGTH + 1
+    with server.running() as url:
+        assert engine(url).row_limit == ROW_LENGTH
+        engine(url).try_out()
+    server.context = None
+    with server.running() as url:
+        assert engine(url).row_limit is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_top": 21}, r"cannot be used.*greater than max allowed.*--max-logprobs 21"),
+        ({"dialect": "sglang"}, r"cannot be used.*404"),
+    ],
+)
+def test_what_a_server_refuses_for_every_row_is_known_from_a_dozen_ids(
+    server: EngineServer, changes: dict[str, object], message: str
+) -> None:
+    with server.running() as url, pytest.raises(UsageError, match=message):
+        engine(url, **changes).try_out()
+
+
+def test_a_server_without_log_probabilities_of_prompts_is_named(teacher: Path) -> None:
+    from pipeline.scored import row_of_response
+
+    for answer in (
+        {"choices": [{"text": "a", "prompt_logprobs": None, "logprobs": None}]},
+        {"meta_info": {"finish_reason": {"type": "abort", "message": "too long"}}},
+    ):
+        with pytest.raises(GdistillError, match=r"no log-probabilities of the prompt.*sglang"):
+            row_of_response(answer, [1, 2], vocab_size=8, num_top=2, where="here")
+    # Both shapes in one answer: the one that is filled counts.
+    both = {
+        "prompt_logprobs": None,
+        "logprobs": {
+            "tokens": ["token_id:1", "token_id:2"],
+            "token_logprobs": [None, -0.5],
+            "top_logprobs": [None, {"token_id:2": -0.5}],
+        },
+    }
+    row = row_of_response({"choices": [both]}, [1, 2], vocab_size=8, num_top=2, where="here")
+    assert row.top_ids[1].tolist() == [2, -1]
+
+
+def test_a_dead_address_is_known_at_once(server: EngineServer) -> None:
+    """Eight tries are for a server that stumbles; who is there is asked three times."""
+    asked = engine("http://127.0.0.1:9", max_tries=8)
+    adapter = asked._session.get_adapter("http://127.0.0.1:9/v1/models")
+    assert adapter.max_retries.total == 2
+    assert asked._session.get_adapter("http://127.0.0.1:9/v1/completions").max_retries.total == 7
+    with pytest.raises(GdistillError, match=r"does not answer.*refused"):
+        asked.identity()
 
 
 def test_requests_overlap(server: EngineServer) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 from pipeline import cli
 from pipeline.run import run_extraction
 from pipeline.settings import resolve_request
+from pipeline.tokens.dataset import PartWriter
 from pipeline.workers import Worker
 from shards.errors import GdistillError, UsageError
 from shards.store.store import ShardStore
@@ -138,6 +141,8 @@ def test_files_of_scores_become_a_store(teacher: Path, tmp_path: Path) -> None:
         ({"corpus": {"spec": "scores:/nowhere/*.jsonl"}, "engine": {}}, "no such file"),
         ({"corpus": {"spec": "scores:/nowhere/*.jsonl"}}, "need no engine.*--engine"),
         ({"engine": {"num_top": 5}}, "without one.*engine.num_top"),
+        ({"teacher": {"tokenizer": "x", "location": "y"}}, "elsewhere.*--teacher.*--engine"),
+        ({"codec": {"num_entries": VOCAB_SIZE}}, f"codec.num_entries.*below .*{VOCAB_SIZE}"),
         ({"batch_size": 4}, "runs elsewhere.*batch_size"),
         ({"teacher": {"tokenizer": "x", "dtype": "bfloat16"}}, "elsewhere.*teacher.dtype"),
     ],
@@ -159,6 +164,50 @@ def test_a_server_that_is_not_there_is_told_before_stage_1(
     with pytest.raises(GdistillError, match="does not answer"):
         run_scored(tmp_path / "out", given)
     assert not (tmp_path / "out/tokens").exists()
+
+
+@pytest.mark.parametrize("dialect", ["prompt_logprobs", "sglang"])
+def test_rows_take_their_length_from_the_server(
+    teacher: Path, corpus: Path, tmp_path: Path, dialect: str
+) -> None:
+    server = EngineServer(teacher, dialect)
+    server.context = 11
+    with server.running() as url:
+        given = engine_options(teacher, corpus, url, store={"rows": 3})
+        given["engine"]["dialect"] = dialect
+        given["corpus"]["row_length"] = 11
+        with pytest.raises(UsageError, match=r"got 11; expected at most 10.*--row-length 10"):
+            run_scored(tmp_path, given)
+        assert not (tmp_path / "tokens").exists(), "known before stage 1"
+        given["corpus"].pop("row_length")
+        assert run_scored(tmp_path, given).manifest.row_length == 10
+
+
+def test_two_workers_may_read_scores_at_once(
+    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one waits for the first one's token rows, and takes them."""
+    rows = np.random.default_rng(1).integers(2, VOCAB_SIZE, (12, 12)).tolist()
+    lines = scored_lines(teacher, rows)
+    (tmp_path / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given: dict[str, Any] = {
+        "corpus": {"spec": f"scores:{tmp_path}/*.jsonl"},
+        "codec": {"name": "posterior", "num_entries": NUM_TOP},
+        "teacher": {"tokenizer": str(teacher)},
+    }
+    request, second, write = resolve_request(tmp_path / "out", given), [], PartWriter.write
+    with ThreadPoolExecutor(1) as pool:
+
+        def interrupted(self: PartWriter, block: np.ndarray) -> None:
+            if not second:
+                second.append(pool.submit(run_extraction, request, Worker(1, 2)))
+                time.sleep(0.5)  # the other one is there, and finds a folder half-written
+            write(self, block)
+
+        monkeypatch.setattr(PartWriter, "write", interrupted)
+        run_extraction(request, Worker(0, 2))
+        second[0].result()
+    assert ShardStore.open(tmp_path / "out/store").unfinished() == []
 
 
 def test_the_command_takes_files_or_a_server(teacher: Path, corpus: Path, tmp_path: Path) -> None:

@@ -80,6 +80,19 @@ def test_frozen_noise_reproduces_every_token(tmp_path: Path, teacher: Path, corp
     assert torch.equal(gumbel_argmax(log_probs, dense_arrivals(noise)), tokens[:, 1:].flatten())
 
 
+def test_equal_rows_of_two_splits_have_noise_of_their_own(
+    tmp_path: Path, teacher: Path, corpus: Path
+) -> None:
+    given = options(teacher, corpus, codec={"name": "full", "num_entries": None})
+    given["corpus"] |= {"validation_source": f"text:{corpus}"}
+    store = run(tmp_path, given)
+    train, held_out = (store.split(s).read_rows(0, 20) for s in ("train", "validation"))
+    assert np.array_equal(train["tokens"], held_out["tokens"])
+    assert np.array_equal(train["token_log_probs"], held_out["token_log_probs"])
+    (name,) = store.manifest.arrays
+    assert (train[name][:, 1:] != held_out[name][:, 1:]).mean() > 0.9
+
+
 def test_rerun_of_a_finished_store_changes_nothing_and_loads_no_weights(
     finished: Path, teacher: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,6 +113,9 @@ def test_workers_know_their_number_from_the_launcher() -> None:
     assert Worker.from_environment(None, None, torchrun) == Worker(9, 16, 1)
     mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     assert Worker.from_environment(None, None, mpi) == Worker(1, 2, 1)
+    srun = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+    assert Worker.from_environment(None, None, srun) == Worker(5, 8, 1)
+    assert Worker.from_environment(None, None, srun | torchrun) == Worker(9, 16, 1)
     assert Worker.from_environment(2, 3, {}) == Worker(2, 3)
     assert Worker.from_environment(2, 3, torchrun) == Worker(2, 3, 1)
     assert Worker.from_environment(2, 3, {"SLURM_LOCALID": "3"}) == Worker(2, 3, 3)

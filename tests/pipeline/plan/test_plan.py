@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import stdev
 
 import pytest
 from transformers import CLIPConfig, PreTrainedConfig, T5Config
 
-from pipeline.plan import make_plan, measured_bytes_per_token
+from pipeline.plan import Estimate, make_plan, measured_bytes_per_token
 from pipeline.settings import PlanOptions, resolve_request
 from pipeline.teacher import Teacher
 from shards.codec.registry import CODECS, make_codec
@@ -18,6 +19,7 @@ from tests.pipeline.extract_cases import (
     options,
     run,
     save_tokenizer,
+    write_corpus,
 )
 
 
@@ -112,6 +114,41 @@ def test_hours_and_price_follow_from_the_rate(tmp_path: Path, teacher: Path, cor
     rows = {line.strip().split("  ")[0]: line for line in plan.table()}
     assert rows["stage 2: hours of one process"].split()[-3:] == ["2", "2,500", "2,777,778"]
     assert rows["price at 3 per hour"].split()[-3:] == ["6", "7,500", "8,333,333"]
+
+
+def test_float32_has_a_fifteenth_of_a_gpus_peak(
+    tmp_path: Path, teacher: Path, corpus: Path
+) -> None:
+    rates = {}
+    for dtype in ("float32", "bfloat16"):
+        given = options(teacher, corpus, device="auto", teacher={"dtype": dtype})
+        plan = make_plan(resolve_request(tmp_path, given))
+        rate = plan.rates[0]
+        assert rate.machine == "one H100" and dtype in rate.origin
+        rates[dtype] = rate.tokens_per_second
+    assert 14 < rates["bfloat16"] / rates["float32"] < 16
+    assert plan.stage_1 and "gdistill-extract tokens" in "\n".join(plan.lines())
+
+
+def test_bytes_are_those_that_the_run_then_writes(tmp_path: Path, teacher: Path) -> None:
+    corpus = write_corpus(tmp_path / "corpus.txt", 1000)
+    given = options(teacher, corpus, corpus={"validation_fraction": 0.0})
+    given["store"] = {}
+    planned = make_plan(resolve_request(tmp_path, given)).bytes_per_token["posterior"]
+    run(tmp_path, given)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    scored = summary["bytes_per_token"] * ROW_LENGTH / (ROW_LENGTH - 1)
+    assert planned == pytest.approx(scored, rel=0.1)
+
+
+def test_neighbours_that_are_alike_widen_the_error() -> None:
+    """Sixteen blocks of equal documents: 256 documents tell as much as 16 do."""
+    means = [float(10 + 3 * (block % 4)) for block in range(16)]
+    alike = Estimate(10_000, [[mean] * 16 for mean in means], [])
+    assert alike.num_tokens == pytest.approx(10_000 * sum(means) / 16)
+    expected = 10_000 * stdev(means) / 4 * (1 - 256 / 10_000) ** 0.5
+    assert alike.standard_error == pytest.approx(expected)
+    assert Estimate(256, [[1.0] * 16] * 16, []).standard_error == 0
 
 
 def test_a_corpus_out_of_reach_leaves_the_reference_columns(tmp_path: Path, teacher: Path) -> None:

@@ -236,6 +236,9 @@ def test_mode_and_sampling_are_part_of_the_identity(
     warm = {"temperature": 0.9}
     with pytest.raises(UsageError, match=r"tokens\.temperature"):
         run(tmp_path, options(folder, corpus, mode="sequential", store=small, sequential=warm))
+    cut = {"nucleus_p": 0.9}
+    with pytest.raises(UsageError, match=r"tokens\.nucleus_p"):
+        run(tmp_path, options(folder, corpus, mode="sequential", store=small, sequential=cut))
 
 
 def test_nucleus_by_hand() -> None:

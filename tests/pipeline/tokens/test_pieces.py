@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from pipeline.tokens.pieces import cut_between_words, encode_with_overlap
+from pipeline.tokens.pieces import cut_between_words, encode_with_overlap, join
 from pipeline.tokens.tokenizer import (
     backend,
     encode,
@@ -56,6 +56,18 @@ def test_overlapping_pieces_have_the_ids_of_the_whole(
 ) -> None:
     fast, text = backend(bpe_tokenizer), TEXTS[name]
     assert encode_with_overlap(fast, text, 1000).tolist() == whole(fast, text)
+
+
+@pytest.mark.parametrize("num_equal", [1, 10, 63, 64, 90])
+def test_pieces_are_joined_where_many_tokens_agree(num_equal: int) -> None:
+    """Fewer may agree by chance: then the text is tokenized whole."""
+    borders = np.arange(200, dtype=np.int64)
+    left, right = np.zeros(200, np.int32), np.ones(200, np.int32)
+    left[50 : 50 + num_equal] = right[50 : 50 + num_equal] = 7
+    cut = join(left, borders, right, borders)
+    assert (cut is not None) == (num_equal >= 64)
+    if cut is not None:
+        assert cut[0] == cut[1] and 50 <= cut[0] < 50 + num_equal
 
 
 def test_real_tokenizers(shared: Path) -> None:

@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipeline.corpus.config import CorpusConfig, corpus_config
@@ -142,6 +142,25 @@ def test_other_settings_are_refused_by_name(
     larger.add_tokens(["xyzzy"])
     with pytest.raises(UsageError, match=r"tokenizer\.(sha256|vocab_size)"):
         prepare_tokens(sentence_corpus, larger, tmp_path)
+
+
+def test_finished_rows_outlive_their_corpus(
+    tmp_path: Path,
+    sentence_corpus: CorpusConfig,
+    bpe_tokenizer: PreTrainedTokenizerFast,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first = prepare_tokens(sentence_corpus, bpe_tokenizer, tmp_path / "run")
+    path = Path(sentence_corpus.source.removeprefix("text:"))
+    path.unlink()
+    again = prepare_tokens(sentence_corpus, bpe_tokenizer, tmp_path / "run")
+    assert again.fingerprint == first.fingerprint
+    assert "the corpus is gone" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="no such corpus file"):
+        prepare_tokens(sentence_corpus, bpe_tokenizer, tmp_path / "new")
+    changed = CorpusConfig(**{**vars(sentence_corpus), "row_length": 8})
+    with pytest.raises(UsageError, match="other settings"):
+        prepare_tokens(changed, bpe_tokenizer, tmp_path / "run")
 
 
 def test_a_changed_corpus_is_refused_by_name(
@@ -288,6 +307,19 @@ def test_special_ids(shared: Path, bpe_tokenizer: PreTrainedTokenizerFast) -> No
     assert tokenization.special_ids(bpe_tokenizer, quiet, "train").separator == 7
     with pytest.raises(UsageError, match=r"corpus\.bos_id.*0 to 279"):
         tokenization.special_ids(bpe_tokenizer, CorpusConfig("text:a", bos_id=280))
+    bare = PreTrainedTokenizerFast(tokenizer_object=tokenization.backend(bpe_tokenizer))
+    with pytest.raises(UsageError, match=r"neither a bos nor an eos.*corpus\.eos_id=N"):
+        tokenization.special_ids(bare, plain)
+    ids = tokenization.special_ids(bare, CorpusConfig("text:a", eos_id=7))
+    assert (ids.bos, ids.eos, ids.separator) == (7, 7, 7), "as the remedy says"
+    # bos before and eos after every text: borders are eos, as the model has seen them.
+    framed = Tokenizer.from_str(tokenization.backend(bpe_tokenizer).to_str())
+    framed.add_special_tokens(["<s>", "</s>"])
+    ends = [("<s>", 280), ("</s>", 281)]
+    framed.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=ends)
+    both = PreTrainedTokenizerFast(tokenizer_object=framed, bos_token="<s>", eos_token="</s>")
+    ids = tokenization.special_ids(both, plain)
+    assert (ids.bos, ids.eos, ids.separator) == (280, 281, 281)
     # Stories end with the <s> that the tokenizer puts before every text.
     stories = tokenization.load_tokenizer(shared / "data/stories260K")
     ids = tokenization.special_ids(stories, plain)

@@ -119,6 +119,7 @@ def test_a_killed_process_loses_no_finished_part(
     parts = sorted((tmp_path / ".tokens.partial/train").glob("part-*.parquet"))
     written = {path.name: path.stat().st_mtime_ns for path in parts}
     assert len(written) == 3 and not (tmp_path / "tokens").exists()
+    (tmp_path / ".tokens.partial" / f".journal.json.{'0' * 32}.tmp").write_text("killed while")
     resumed = prepare_tokens(sentence_corpus, tmp_path / "tokenizer", tmp_path)
     kept = {name: (resumed.path / "train" / name).stat().st_mtime_ns for name in written}
     assert kept == written
