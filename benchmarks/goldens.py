@@ -14,7 +14,7 @@ from shards.noise.kinds import Noise
 from shards.testing import DenseNoise, given_posterior
 from trainer.importing import our_parameters
 from trainer.objective.batch import Batch, Places
-from trainer.objective.substitution import Corruption, corruption_from_uniforms
+from trainer.objective.corruption import Corruption, corruption_from_uniforms
 from trainer.students.configuration import DiffusionSettings, NoiseSettings
 from trainer.students.registry import STUDENTS, Student, StudentSettings
 

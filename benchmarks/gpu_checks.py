@@ -20,9 +20,10 @@ from shards.noise.philox import PositionKeys
 from trainer.objective.batch import Batch
 from trainer.sampling.noise import TokenRule
 from trainer.students.backbone import load_backbone
+from trainer.students.bd3lm import flex_training_attention, training_mask
 from trainer.students.conditioning import GumbelConditioner
 from trainer.students.configuration import BackboneSettings
-from trainer.students.dit import flex_training_attention, masked_attention, training_mask
+from trainer.students.dit import masked_attention
 from trainer.students.registry import MDLM, Drafter, StudentSettings
 
 Checks = dict[str, dict[str, Any]]

@@ -30,9 +30,17 @@ from benchmarks.goldens import (
 from shards.atomic import write_json_atomic
 from trainer.importing import our_parameters
 from trainer.objective.batch import Batch
-from trainer.objective.schedules import SCHEDULES, masking_sigma, rate_noise, total_noise
-from trainer.objective.substitution import Corruption, stratified_times, substituted_log_probs
-from trainer.students.dit import Rotary, sigma_features, training_mask
+from trainer.objective.corruption import (
+    SCHEDULES,
+    Corruption,
+    masking_sigma,
+    rate_noise,
+    stratified_times,
+    substituted_log_probs,
+    total_noise,
+)
+from trainer.students.bd3lm import training_mask
+from trainer.students.dit import Rotary, sigma_features
 from trainer.students.registry import AR, BD3LM, Student
 from trainer.training.optimization import ExponentialMovingAverage, clip_gradients, make_optimizer
 from trainer.training.settings import OptimizationConfig

@@ -15,7 +15,7 @@ from shards.noise.kinds import KeyedPosterior, Noise, dense_arrivals
 from shards.noise.philox import PositionKeys
 from shards.noise.probabilities import DenseProbabilities
 from trainer.objective.batch import Batch, Places
-from trainer.objective.substitution import substituted_log_probs
+from trainer.objective.corruption import substituted_log_probs
 from trainer.students.registry import MDLM
 from trainer.training.optimization import clip_gradients
 

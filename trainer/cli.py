@@ -76,7 +76,6 @@ def run(
     log_format: LogFormatOption = "plain",
 ) -> None:
     """Train a student from a store; no teacher is needed."""
-    from trainer.initial_weights import network_settings
     from trainer.training.construction import student_class
     from trainer.training.settings import RunConfig, compose_run, layered, read_recipe
 
@@ -96,7 +95,10 @@ def run(
     }
     sources.append({} if student is None else {"student": student})
     kind = student_class(str(layered(sources, overrides or []).get("student", RunConfig.student)))
-    sources.append(network_settings(init_from, kind, out))
+    if init_from is not None:
+        from trainer.initial_weights import network_settings
+
+        sources.append(network_settings(init_from, kind, out))
     sources.append({"model": chosen})
     composed = compose_run(sources, overrides or [])
     if plan:

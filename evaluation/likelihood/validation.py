@@ -23,7 +23,7 @@ from shards.provenance import derive_seed
 from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch
 from trainer.objective.batch import Batch, BatchMaker, Places
-from trainer.objective.schedules import FULL
+from trainer.objective.corruption import FULL
 from trainer.sampling.noise import sampling_noise
 from trainer.students.registry import AR, Student
 

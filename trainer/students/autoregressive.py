@@ -11,7 +11,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from shards.errors import UsageError
 from trainer.objective.batch import Batch, Places
-from trainer.objective.substitution import masked_log_probs
+from trainer.objective.corruption import masked_log_probs
 from trainer.students.base import LossOutput, Student
 from trainer.students.dit import KeyValueCache, causal_attention, full_attention
 from trainer.students.fused_head import weighted_nll

@@ -20,12 +20,13 @@ from shards.errors import UsageError
 from shards.noise.kinds import Noise
 from shards.store.manifest import Manifest
 from trainer.objective.batch import Batch, Places
-from trainer.objective.distillation import Distillation
-from trainer.students.conditioning import GumbelConditioner, pack_noise
+from trainer.students.conditioning import GumbelConditioner
 from trainer.students.configuration import StudentSettings
 from trainer.students.decoder import DecoderBackbone
 from trainer.students.dit import DiT
+from trainer.students.fused_head import Distillation
 from trainer.students.hugging_face import StudentConfig
+from trainer.students.noise_attention import pack_noise
 
 UNREAD = {
     "use_cache": (True, False),

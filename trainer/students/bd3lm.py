@@ -12,6 +12,7 @@ finished blocks in memory, ``finished`` being what the cache lacks of them::
 from __future__ import annotations
 
 import functools
+from typing import no_type_check
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,20 +20,86 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shards.console import stderr
-from shards.errors import UsageError
+from shards.errors import UsageError, first_line
 from trainer.objective.batch import Places
-from trainer.students.dit import (
-    Attend,
-    KeyValueCache,
-    block_causal_mask,
-    flex_obstacle,
-    flex_training_attention,
-    full_attention,
-    masked_attention,
-    training_mask,
-)
+from trainer.students.dit import Attend, KeyValueCache, full_attention, masked_attention
 from trainer.students.hugging_face import StudentConfig
 from trainer.students.mdlm import MDLM
+
+
+# FlexAttention traces this function, and cannot trace run-time type checks.
+@no_type_check
+def training_pattern(
+    query: Int[Tensor, "*i"], key: Int[Tensor, "*j"], row_length: int, block_size: int
+) -> Bool[Tensor, "*k"]:
+    """Which entries of [x_t ; x_0] (indices 0..2L-1) see which others (BD3-LM, section 3.2).
+
+    x_t sees x_t of its own block and x_0 of strictly earlier blocks; x_0 sees x_0 of its own and
+    earlier blocks.
+    """
+    noised_query, noised_key = query < row_length, key < row_length
+    block_query = (query % row_length) // block_size
+    block_key = (key % row_length) // block_size
+    own = noised_query & noised_key & (block_query == block_key)
+    history = noised_query & ~noised_key & (block_key < block_query)
+    clean = ~noised_query & ~noised_key & (block_key <= block_query)
+    return own | history | clean
+
+
+@functools.lru_cache(maxsize=16)
+def training_mask(row_length: int, block_size: int, device: torch.device) -> Tensor:
+    """The pattern as a [2L, 2L] boolean tensor; built once per shape and device."""
+    index = torch.arange(2 * row_length, device=device)
+    return training_pattern(index[:, None], index[None, :], row_length, block_size)
+
+
+@functools.lru_cache(maxsize=16)
+def block_causal_mask(length: int, block_size: int, device: torch.device) -> Tensor:
+    """[length, length] mask of a sampling pass: each block sees itself and earlier blocks."""
+    block = torch.arange(length, device=device) // block_size
+    return block[:, None] >= block[None, :]
+
+
+@functools.lru_cache(maxsize=16)
+def flex_obstacle(device: torch.device) -> str:
+    """Why FlexAttention cannot train on this device, tried once on a few tokens; else empty."""
+    if device.type != "cuda":
+        return f"it has no gradient on {device.type}"
+    try:
+        attend = flex_training_attention(64, 16, device)
+        query, key, value = (
+            torch.zeros(2, 1, 128, 16, device=device, requires_grad=True) for _ in range(3)
+        )
+        attend(query, key, value).sum().backward()
+    except Exception as error:  # whatever a compiler may lack
+        return first_line(error)
+    return ""
+
+
+@functools.lru_cache(maxsize=16)
+def flex_training_attention(row_length: int, block_size: int, device: torch.device) -> Attend:
+    """FlexAttention with the training pattern; the block mask is built once per shape and device.
+
+    On CUDA the kernel is compiled; elsewhere it runs uncompiled and without gradients, which
+    PyTorch does not offer there.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    length = 2 * row_length
+    mask = create_block_mask(
+        lambda batch, head, query, key: training_pattern(query, key, row_length, block_size),
+        None,
+        None,
+        length,
+        length,
+        device=device,
+    )
+    kernel = torch.compile(flex_attention) if device.type == "cuda" else flex_attention
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return kernel(query, key, value, block_mask=mask)  # type: ignore[return-value]
+
+    return attend
 
 
 class BD3LMConfig(StudentConfig):

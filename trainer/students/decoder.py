@@ -18,9 +18,9 @@ from torch.nn.functional import dropout
 from transformers import AttentionInterface, AutoConfig, AutoModel
 
 from shards.errors import UsageError, first_line
-from trainer.students.conditioning import NoiseToRead, make_readings
 from trainer.students.dit import Attend, Embedding, KeyValueCache, OutputProjection
 from trainer.students.hugging_face import StudentConfig
+from trainer.students.noise_attention import NoiseToRead, make_readings
 
 ATTENTION = "gdistill_student"
 

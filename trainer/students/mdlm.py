@@ -11,7 +11,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 
 from shards.errors import UsageError
 from trainer.objective.batch import Batch, Places
-from trainer.objective.substitution import (
+from trainer.objective.corruption import (
     Corruption,
     corrupt,
     masked_log_probs,

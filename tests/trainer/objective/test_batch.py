@@ -15,8 +15,7 @@ from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch, ShardStream
 from tests.trainer.run_cases import LENGTH, SEED, VOCAB, tiny_run, write_store
 from trainer.objective.batch import Batch, BatchMaker, CopiesAhead, StoredRowNoise
-from trainer.objective.schedules import FULL
-from trainer.objective.substitution import corrupt
+from trainer.objective.corruption import FULL, corrupt
 from trainer.students.configuration import DiffusionSettings
 from trainer.training.construction import build_student
 from trainer.training.settings import RunConfig

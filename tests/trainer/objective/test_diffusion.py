@@ -14,21 +14,19 @@ from torch import Tensor
 
 from shards.errors import GdistillError, UsageError
 from trainer.objective.batch import Batch
-from trainer.objective.schedules import (
+from trainer.objective.corruption import (
     FULL,
     RATE_SCHEDULE,
     SCHEDULES,
     best_clips,
     candidates,
     clip_variance,
-    masking_sigma,
-)
-from trainer.objective.substitution import (
     clipped_loss_weight,
     corrupt,
     draw_mask,
     fully_masked_quantile,
     masked_fraction,
+    masking_sigma,
     require_reachable,
     row_uniforms,
     stratified_times,

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from shards.noise.probabilities import DenseProbabilities, Entries, HeadAndTail
-from trainer.objective.distillation import Distillation, Outcomes, tempered_kl
+from trainer.students.fused_head import Distillation, Outcomes, tempered_kl
 
 VOCAB = 23
 

@@ -15,7 +15,7 @@ from shards.store.store import ShardStore
 from tests.trainer.objective.test_batch import a_mask, make_batch
 from tests.trainer.run_cases import LENGTH, tiny_run, write_store
 from trainer.objective.batch import Batch, Places
-from trainer.objective.substitution import corrupt, partly_prior
+from trainer.objective.corruption import corrupt, partly_prior
 from trainer.students.configuration import DiffusionSettings, NoiseSettings
 from trainer.training.construction import build_student
 

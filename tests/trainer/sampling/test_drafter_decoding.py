@@ -19,7 +19,7 @@ from trainer.sampling.noise import sampling_noise
 from trainer.sampling.own_backbone import SlotReader, inverse_cdf
 from trainer.sampling.registry import make_sampler
 from trainer.students.drafter.layout import SlotLayout
-from trainer.students.drafter.signals import token_uniforms
+from trainer.students.drafter.student import token_uniforms
 from trainer.students.registry import Drafter
 from trainer.training.construction import build_student
 

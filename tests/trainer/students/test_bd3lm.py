@@ -13,8 +13,9 @@ from transformers import AutoModel, AutoModelForMaskedLM
 from benchmarks.goldens import ArrivalRows
 from shards.errors import UsageError
 from trainer.objective.batch import Batch
+from trainer.students.bd3lm import flex_training_attention, training_mask
 from trainer.students.configuration import DiffusionSettings
-from trainer.students.dit import flex_training_attention, masked_attention, training_mask
+from trainer.students.dit import masked_attention
 from trainer.students.registry import BD3LM, MDLM, BD3LMConfig, MDLMConfig, StudentSettings
 
 VOCAB, LENGTH, BLOCK = 11, 16, 4

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from shards.noise.probabilities import DenseProbabilities
-from trainer.objective.distillation import Distillation
 from trainer.students import fused_head
-from trainer.students.fused_head import weighted_nll
+from trainer.students.fused_head import Distillation, weighted_nll
 
 ROWS, WIDTH, VOCAB = 23, 8, 17
 

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from trainer.students.conditioning import GumbelConditioner, VocabularyAttention
+from trainer.students.conditioning import GumbelConditioner
+from trainer.students.noise_attention import VocabularyAttention
 from trainer.students.registry import MDLM, MDLMConfig, StudentSettings
 
 SETTINGS = StudentSettings(

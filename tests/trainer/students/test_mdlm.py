@@ -13,8 +13,9 @@ from benchmarks.goldens import ArrivalRows
 from shards.errors import UsageError
 from shards.settings import resolve, to_mapping
 from trainer.objective.batch import Batch
-from trainer.objective.schedules import FULL
+from trainer.objective.corruption import FULL
 from trainer.students.configuration import DiffusionSettings
+from trainer.students.dit import full_attention
 from trainer.students.registry import MDLM, MDLMConfig, StudentSettings, read_preset
 
 VOCAB, LENGTH = 11, 8
@@ -215,3 +216,12 @@ def test_autocast_changes_little() -> None:
     rounded.backward()
     assert rounded.item() == pytest.approx(student.loss(batch).loss.item(), rel=2e-2)
     assert all(p.grad is None or p.grad.dtype == torch.float32 for p in student.parameters())
+
+
+def test_dropout_is_of_what_a_block_adds() -> None:
+    """In training nearly all of it is dropped, and the embeddings stay; elsewhere nothing is."""
+    student = make_student(dataclasses.replace(TINY, dropout=1 - 1e-7)).train()
+    x, level = torch.randn(2, LENGTH, 16), student.backbone.embed_sigma(torch.zeros(1))
+    run = (x, level, torch.arange(LENGTH), full_attention)
+    torch.testing.assert_close(student.backbone(*run), x, rtol=0, atol=1e-5)
+    assert not torch.allclose(student.eval().backbone(*run), x, atol=1e-2)

@@ -27,7 +27,7 @@ from tests.trainer.students.test_vocabulary_attention import (
 )
 from trainer.loading import generate
 from trainer.students import conditioning as vocabulary_attention
-from trainer.students.conditioning import (
+from trainer.students.noise_attention import (
     NoiseToRead,
     VocabularyAttention,
     likeliest_entries,

@@ -13,8 +13,8 @@ from benchmarks.goldens import ArrivalRows
 from shards.errors import UsageError
 from shards.settings import resolve, to_mapping
 from trainer.objective.batch import Batch
-from trainer.students.conditioning import NoiseToRead, VocabularyAttention
 from trainer.students.configuration import NoiseSettings
+from trainer.students.noise_attention import NoiseToRead, VocabularyAttention
 from trainer.students.registry import BD3LM, MDLM, StudentSettings
 
 VOCAB, LENGTH, BLOCK = 7, 8, 4

@@ -14,7 +14,7 @@ from shards.store.store import ShardStore
 from shards.stream.stream import ShardStream
 from tests.trainer.run_cases import VOCAB, teacher_logits, tiny_run, write_store
 from trainer.objective.batch import Batch, BatchMaker
-from trainer.objective.substitution import Corruption, row_uniforms
+from trainer.objective.corruption import Corruption, row_uniforms
 from trainer.students.folder import read_model
 from trainer.students.registry import AR, BD3LM, MDLM
 from trainer.training.construction import build_student

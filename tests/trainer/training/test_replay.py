@@ -14,8 +14,7 @@ from torch import Tensor
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import tiny_run
 from trainer.objective.batch import Batch
-from trainer.objective.schedules import FULL
-from trainer.objective.substitution import corrupt
+from trainer.objective.corruption import FULL, corrupt
 from trainer.training.loop import Trainer
 
 SETTINGS: dict[str, Any] = {

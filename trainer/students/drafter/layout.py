@@ -27,8 +27,8 @@ from shards.errors import UsageError
 from shards.language_model.forward import DtypeName
 from trainer.objective.batch import Places
 from trainer.students.backbone import FrozenBackbone, attention_window
+from trainer.students.bd3lm import flex_obstacle
 from trainer.students.decoder import layer_lists
-from trainer.students.dit import flex_obstacle
 
 
 class TokenReading(nn.Module):

@@ -26,8 +26,13 @@ from tests.trainer.training.test_resume import run_with_signal
 from trainer import load_student
 from trainer.objective.batch import Places
 from trainer.students.drafter.layout import SlotLayout
-from trainer.students.drafter.signals import Truth, distribution_loss, token_loss, token_uniforms
-from trainer.students.drafter.student import Drafter
+from trainer.students.drafter.student import (
+    Drafter,
+    Truth,
+    distribution_loss,
+    token_loss,
+    token_uniforms,
+)
 from trainer.training.construction import build_student
 from trainer.training.loop import train
 

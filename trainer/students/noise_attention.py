@@ -1,0 +1,220 @@
+"""Noise cross-attention: inside the network, attention over the vocabulary with the noise as bias.
+
+    h <- h + softmax(beta ((gamma * LN(h)) E^T + tau xi + w log q)) W     at masked positions
+
+E is the output head. With h = 0 this is what the conditioner shows the first layer; with h it is
+one soft step of x = argmax(l + xi), l being what the layers below have understood so far. The
+learnt beta says how soft: a near tie read with beta = 1 is one half of each and decides nothing.
+
+Over all V a reading costs two products with [V, D] matrices per masked position and holds [n, V]
+scores: meant for small vocabularies. Over K candidates, the ids of largest tau xi + w log q, it
+gathers 2 K rows of D numbers and holds [n, K]; what is gathered is never written down. The noise
+is drawn once more to find them, for a few positions at a time.
+
+Between the noise embeddings and the layers they travel as float32 numbers behind the embeddings,
+through whatever samplers do with these: V shares, or K ids and K scores; zeros at known tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding_bag, layer_norm
+
+from shards.noise.embedding import Tiles, even_width, tile_shape
+from shards.noise.kinds import Noise
+
+LEAST_SCORE = -1e4
+"""Of an entry that was truncated away: its share is 0, and so is its gradient, which -inf makes
+NaN."""
+FEWEST_POSITIONS = 64
+"""Searched at a time: what noise reads for all of them (a teacher's head) is read for that many."""
+
+
+def noise_scores(
+    noise: Tiles, tau: float, log_prior: Float[Tensor, "v"] | float
+) -> Float[Tensor, "n v"]:
+    """tau xi + log prior, held whole; xi = -log F, -inf where it was truncated away."""
+    arrivals = noise.tile(0, noise.vocab_size).clamp_min(torch.finfo(torch.float32).tiny)
+    return log_prior - tau * arrivals.log()
+
+
+def noise_shares(
+    noise: Noise, tau: float, log_prior: Float[Tensor, "v"] | float
+) -> Float[Tensor, "n v"]:
+    """softmax(tau xi + log prior), held whole."""
+    return torch.softmax(noise_scores(noise, tau, log_prior), dim=-1)
+
+
+def likeliest_entries(
+    noise: Noise, count: int, tau: float, log_prior: Float[Tensor, "v"] | float
+) -> tuple[Int[Tensor, "n k"], Float[Tensor, "n k"]]:
+    """The ``count`` largest of tau xi + log prior per position, in no order: ids and scores.
+
+    The whole vocabulary of a few positions at a time: about a tile of the conditioner's.
+    """
+    num, device = noise.num_positions, noise.device
+    ids = torch.empty(num, count, dtype=torch.int64, device=device)
+    scores = torch.empty(num, count, device=device)
+    width = searched_at_once(num, noise.vocab_size, device)
+    for part, *to in zip(noise.split(width), ids.split(width), scores.split(width), strict=True):
+        found = noise_scores(part, tau, log_prior).topk(count, dim=-1, sorted=False)
+        to[0].copy_(found.indices)
+        to[1].copy_(found.values)
+    return ids, scores
+
+
+def searched_at_once(num_positions: int, vocab_size: int, device: torch.device) -> int:
+    """Positions whose candidates are looked for at a time."""
+    positions, ids = tile_shape(device)
+    return even_width(num_positions, max(FEWEST_POSITIONS, positions * ids // vocab_size))
+
+
+def pack_noise(
+    noise: Noise, tau: float, log_prior: Float[Tensor, "v"] | float, num_candidates: int
+) -> Float[Tensor, "n e"]:
+    """What later layers read: V shares, or K ids (from 1; 0 is nothing) and K scores."""
+    if not num_candidates:
+        return noise_shares(noise, tau, log_prior)
+    ids, scores = likeliest_entries(noise, num_candidates, tau, log_prior)
+    return torch.cat(((ids + 1).float(), scores), dim=-1)
+
+
+@dataclass(frozen=True)
+class NoiseToRead:
+    """The noise of a batch's n masked positions, as its readings take it.
+
+    Attributes:
+        index: Rows and columns of these positions.
+        scores: tau xi + w log q, up to a number per position.
+        ids: Which entries of the vocabulary these are; None is all of them.
+    """
+
+    index: tuple[Int[Tensor, "n"], ...]
+    scores: Float[Tensor, "n k"]
+    ids: Int[Tensor, "n k"] | None = None
+
+    @classmethod
+    def split(
+        cls, x: Float[Tensor, "b l e"], width: int, num_candidates: int
+    ) -> tuple[Float[Tensor, "b l d"], NoiseToRead | None]:
+        """Embeddings, and the noise that lies behind their ``width`` numbers, if any does."""
+        if x.shape[-1] == width:
+            return x, None
+        # contiguous: a view would keep all of it for the backward pass
+        return x[..., :width].contiguous(), cls.unpack(x[..., width:], num_candidates)
+
+    @classmethod
+    def unpack(cls, packed: Float[Tensor, "b l e"], num_candidates: int) -> NoiseToRead:
+        """The inverse of :func:`pack_noise`, of noise laid out like the rows."""
+        assert packed.dtype == torch.float32, "ids are not kept by anything narrower"
+        index = packed.any(dim=-1).nonzero(as_tuple=True)
+        entries = packed[index]
+        if not num_candidates:
+            return cls(index, entries.log().clamp_min(LEAST_SCORE))
+        ids, scores = entries.split(num_candidates, dim=-1)
+        scores = scores - scores.amax(dim=-1, keepdim=True)
+        return cls(index, scores.clamp_min(LEAST_SCORE), ids.int() - 1)
+
+
+def mix_rows(
+    shares: Float[Tensor, "n k"], table: Float[Tensor, "v d"], ids: Int[Tensor, "n k"] | None
+) -> Float[Tensor, "n d"]:
+    """sum_k share_k table[id_k]; without ids the table's rows are the k."""
+    if ids is None:
+        return shares @ table
+    return embedding_bag(ids, table, per_sample_weights=shares, mode="sum")
+
+
+def row_products(
+    query: Float[Tensor, "n d"], table: Float[Tensor, "v d"], ids: Int[Tensor, "n k"] | None
+) -> Float[Tensor, "n k"]:
+    """query . table[id_k]; without ids of all rows."""
+    return query @ table.T if ids is None else RowProducts.apply(query, table, ids)
+
+
+class RowProducts(torch.autograd.Function):
+    """The products of each query with the k rows that its ids name, without a [n, k, D].
+
+    They are the derivative of :func:`mix_rows` in its shares, along the query. So the derivative
+    in the query is ``mix_rows`` of what comes back, and that in the table is the one that
+    ``mix_rows`` of it has there, along the query.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Float[Tensor, "n d"], table: Float[Tensor, "v d"], ids: Int[Tensor, "n k"]
+    ) -> Float[Tensor, "n k"]:
+        ctx.save_for_backward(query, table, ids)
+        # In inference mode nothing has derivatives; what is made outside it, a clone too, has.
+        with torch.inference_mode(False), torch.enable_grad():
+            shares = torch.zeros(ids.shape, dtype=query.dtype, device=ids.device)
+            mixed = mix_rows(shares.requires_grad_(), table.detach(), ids.clone())
+            (products,) = torch.autograd.grad(mixed, shares, query)
+        return products
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad: Float[Tensor, "n k"]
+    ) -> tuple[Float[Tensor, "n d"], Float[Tensor, "v d"], None]:
+        query, table, ids = ctx.saved_tensors
+        with torch.enable_grad():
+            table = table.detach().requires_grad_()
+            mixed = mix_rows(grad, table, ids)
+            (grad_table,) = torch.autograd.grad(mixed, table, query)
+        return mixed.detach(), grad_table, None
+
+
+class VocabularyAttention(nn.Module):
+    """One reading.
+
+    Args:
+        vocab_size: V.
+        hidden_size: D.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.empty(hidden_size))
+        self.log_beta = nn.Parameter(torch.empty(1))  # FSDP shards no scalars
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
+
+    def reset_parameters(self) -> None:
+        """gamma 1, beta 2; W uniform(+-1/sqrt V), as the conditioner's."""
+        nn.init.ones_(self.gamma)
+        nn.init.constant_(self.log_beta, math.log(2.0))
+        bound = self.weight.shape[0] ** -0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(
+        self, x: Float[Tensor, "b l d"], noise: NoiseToRead, head: Float[Tensor, "v1 d"]
+    ) -> Float[Tensor, "b l d"]:
+        """Hidden states, with what was read added at the masked positions.
+
+        Args:
+            x: Hidden states.
+            noise: Of the masked positions.
+            head: E, and the mask's row.
+        """
+        ids, table = noise.ids, head if noise.ids is not None else head[:-1]
+        with torch.autocast(x.device.type, enabled=False):  # near ties of l + xi are lost in bf16
+            query = self.gamma * layer_norm(x[noise.index].float(), self.gamma.shape)
+            scores = row_products(query, table.float(), ids) + noise.scores
+            shares = torch.softmax(self.log_beta.exp() * scores, dim=-1)
+            read = mix_rows(shares, self.weight.float(), ids)
+        return x.index_put(noise.index, read.to(x.dtype), accumulate=True)
+
+
+def make_readings(vocab_size: int, hidden_size: int, depths: Iterable[int]) -> nn.ModuleDict:
+    """A reading for each depth, by its name."""
+    return nn.ModuleDict(
+        {str(depth): VocabularyAttention(vocab_size, hidden_size) for depth in depths}
+    )
