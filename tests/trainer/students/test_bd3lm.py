@@ -209,7 +209,7 @@ def test_training_goes_on_without_flexattention_and_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from trainer.students import bd3lm
-    from trainer.students import dit as attention
+    from trainer.students import bd3lm as attention
 
     def broken(*_: object) -> None:
         raise RuntimeError("no gcc")

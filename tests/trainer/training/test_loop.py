@@ -315,28 +315,6 @@ def test_noise_is_added_to_a_student_that_has_seen_none(
             assert parameter.grad is not None and bool(parameter.grad.abs().sum() > 0), name
 
 
-@pytest.mark.parametrize(
-    "factors", [{}, {"model__noise__rank": 4}, {"model__noise__injection": "add"}]
-)
-def test_silent_noise_changes_nothing_at_first_and_is_learnt(
-    store: Path, tmp_path: Path, factors: dict[str, Any]
-) -> None:
-    """Where the noise's matrices begin at zero the first loss does not hang on the noise."""
-    opened = ShardStore.open(store)
-    config = tiny_run(model__noise_init="zero", model__noise__layers="[1]", **factors)
-    student = build_student(config, opened, None)
-    torch.nn.init.normal_(student.backbone.output_layer.linear.weight)  # a new head is zero
-    trainer = Trainer(config, opened, tmp_path / "run")
-    batch = trainer.make_batch(next(trainer._rows()), 0)
-    other = trainer.make_batch(next(trainer._rows()), 1)
-    first = student.loss(batch)
-    assert torch.equal(first.loss, student.loss(replace(batch, noise=other.noise)).loss)
-    first.loss.backward()
-    for part in ("conditioner.", "backbone.noise_readings."):
-        weights = [p for n, p in student.named_parameters() if n.startswith(part)]
-        assert any(p.grad is not None and bool((p.grad != 0).any()) for p in weights), part
-
-
 def test_noise_must_not_replace_what_a_plain_student_knows(store: Path, tmp_path: Path) -> None:
     assert train(tiny_run(model__conditioning="none"), store, tmp_path / "plain")
     config = tiny_run(model__conditioning="gumbel")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from shards.errors import UsageError
 from tests.trainer.backbone_cases import store_of, write_backbone
 from tests.trainer.students.drafter.drafter_cases import a_batch, a_noise_table, tiny_drafter
-from trainer.students import dit as attention
+from trainer.students import bd3lm as attention
 from trainer.students.drafter import layout as kernel
 from trainer.students.drafter.layout import EMPTY, SlotLayout, flex_slot_mask, slot_mask
 
