@@ -28,7 +28,7 @@ from torch import Tensor
 from shards.errors import UsageError
 from shards.noise.kinds import Noise
 from trainer.objective.batch import Places, placed
-from trainer.objective.schedules import Schedule, law_of, masking_sigma
+from trainer.objective.corruption import Schedule, law_of, masking_sigma
 from trainer.sampling.noise import (
     DEFAULT_TAU,
     Decision,

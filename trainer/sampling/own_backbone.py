@@ -43,8 +43,7 @@ from trainer.sampling.noise import RowNoise, SampleKeys, check_positive
 from trainer.sampling.verifier import CausalReader, Verifier, hash_of_weights
 from trainer.students.backbone import BackboneStudent
 from trainer.students.drafter.layout import EMPTY, SlotLayout, states_at
-from trainer.students.drafter.signals import token_uniforms
-from trainer.students.drafter.student import ADAPTER
+from trainer.students.drafter.student import ADAPTER, token_uniforms
 from trainer.students.registry import Drafter, Medusa, Student
 
 EPSILON, DELTA = 0.1, 1.0

@@ -38,8 +38,14 @@ from shards.store.store import ShardStore, SplitReader
 from shards.stream.stream import RowBatch, ShardStream
 from trainer.initial_weights import noise_parameters
 from trainer.objective.batch import Batch, BatchMaker, CopiesAhead
-from trainer.objective.schedules import FULL, MAX_BATCHES, Clips, best_clips, candidates
-from trainer.objective.substitution import require_reachable
+from trainer.objective.corruption import (
+    FULL,
+    MAX_BATCHES,
+    Clips,
+    best_clips,
+    candidates,
+    require_reachable,
+)
 from trainer.students.folder import export_model
 from trainer.students.registry import LossOutput, Student
 from trainer.training.checkpoint import (

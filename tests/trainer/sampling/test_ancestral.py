@@ -17,7 +17,7 @@ from shards.noise.philox import race
 from shards.testing import DenseNoise
 from tests.trainer.sampling_cases import BOS, LENGTH, draw, noise_for, open_rows, tiny_student
 from trainer.objective.batch import Places
-from trainer.objective.schedules import SCHEDULES
+from trainer.objective.corruption import SCHEDULES
 from trainer.sampling.confidence import ConfidenceSampler
 from trainer.sampling.fill import (
     AncestralSampler,
