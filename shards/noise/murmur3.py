@@ -48,10 +48,10 @@ def engine_bits(
         stop: Behind the last token id.
         domain: Which of several independent streams; 0 is the engine's.
     """
-    begun = [_begun(seed, domain) for seed in seeds.tolist()]
+    begun = [hashed_seed(seed, domain) for seed in seeds.tolist()]
     prefix = torch.tensor(begun, dtype=torch.int32, device=positions.device)
     prefix = _mix(prefix, _scramble(_low_word(positions)))
-    h = _mix(prefix[:, None], _scrambled_ids(start, stop, positions.device))
+    h = _mix(prefix[:, None], scrambled_ids(start, stop, positions.device))
     h ^= 16
     h ^= (h >> 16) & 0xFFFF
     h *= _signed(0x85EBCA6B)
@@ -158,7 +158,7 @@ class EngineKeys(OfPositions):
 
 
 @lru_cache(maxsize=1 << 14)
-def _begun(seed: int, domain: int) -> int:
+def hashed_seed(seed: int, domain: int) -> int:
     """The hash once it has read a seed, as int32: alike for all of a request's tokens."""
     h = domain
     for word in (seed & MASK, (seed >> 32) & MASK):
@@ -192,7 +192,7 @@ def _mix(h: Int[Tensor, "*s"], scrambled: Int[Tensor, "*k"]) -> Int[Tensor, "*br
 
 
 @lru_cache(maxsize=128)
-def _scrambled_ids(start: int, stop: int, device: torch.device) -> Int[Tensor, "tile"]:
+def scrambled_ids(start: int, stop: int, device: torch.device) -> Int[Tensor, "tile"]:
     """Alike for all positions, and so kept (4 bytes a token id)."""
     with torch.inference_mode(False):
         return _scramble(torch.arange(start, stop, dtype=torch.int32, device=device))

@@ -124,6 +124,29 @@ def test_the_text_is_what_the_noise_asks_for(expected: list[list[int]], teacher:
     assert certificate.is_right, list(certificate.lines())
 
 
+COMPARED = """
+import torch
+from shards.noise.murmur3 import engine_gumbels
+from trainer.serving import coupling
+assert coupling._cpu_kernel() is not None
+torch.manual_seed(0)
+for rows, size in ((1, 4096), (16, 4096), (64, 512), (4, 50257)):
+    logits = 3 * torch.randn(rows, size)
+    logits[:, ::7] = -torch.inf
+    seeds, places = torch.randint(-(2**62), 2**62, (rows,)), torch.randint(0, 5000, (rows,))
+    greedy = torch.arange(rows) % 5 == 4
+    noise = engine_gumbels(seeds, places, 0, size).masked_fill_(greedy[:, None], 0.0)
+    expected = (logits + noise).argmax(dim=-1)
+    assert torch.equal(coupling.draw(logits, seeds, places, is_greedy=greedy), expected)
+"""
+
+
+def test_the_cpu_kernel_draws_what_the_equation_says(place: Path) -> None:
+    python = place / "bin" / "python"
+    done = subprocess.run([python, "-c", COMPARED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 BROKEN = """
 class Raises:
     def __init__(self, config): pass

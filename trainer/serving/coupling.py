@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shards.noise.murmur3 import engine_gumbels
+from shards.noise.murmur3 import engine_gumbels, hashed_seed, scrambled_ids
 
 NOTHING = -1
 """What the engine skips in a row of drawn tokens."""
@@ -29,10 +33,34 @@ def draw(
         dtype: Of the noise: float32, or float64 as the engine's ``use_fp64_gumbel``.
         is_greedy: Rows that get argmax l.
     """
+    kernel = _cpu_kernel() if logits.device.type == "cpu" and dtype == torch.float32 else None
+    if kernel is not None:
+        begun = [hashed_seed(seed, 0) & 0xFFFFFFFF for seed in seeds.tolist()]
+        greedy = is_greedy if is_greedy is not None else torch.zeros(len(seeds), dtype=torch.bool)
+        drawn = torch.empty(len(seeds), dtype=torch.int64)
+        kernel(
+            logits.float().numpy(),
+            np.array(begun, dtype=np.uint32),
+            positions.long().numpy(),
+            scrambled_ids(0, logits.shape[1], logits.device).numpy().view(np.uint32),
+            greedy.numpy(),
+            drawn.numpy(),
+        )
+        return drawn
     noise = engine_gumbels(seeds, positions, 0, logits.shape[1], dtype)
     if is_greedy is not None:
         noise.masked_fill_(is_greedy[:, None], 0.0)
     return noise.add_(logits).argmax(dim=-1)
+
+
+@lru_cache(maxsize=1)
+def _cpu_kernel() -> Callable[..., None] | None:
+    """The same draws without most of the logarithms, where numba is: it comes with vLLM."""
+    try:
+        from trainer.serving.fast_draw import fast_draw
+    except ImportError:
+        return None
+    return fast_draw
 
 
 def keep_agreeing(

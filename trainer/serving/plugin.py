@@ -188,6 +188,8 @@ def _keyed_draw(stock: Any) -> Any:
             return draw(logits, keys.seeds, keys.positions, keys.dtype), said
 
         sampler.forward = forward
+        first = torch.zeros(1, dtype=torch.int64)
+        draw(torch.zeros(1, 2), first, first)  # compiles, so that no request waits for it
 
     return begin
 

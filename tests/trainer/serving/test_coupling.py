@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.serving.coupling import NOTHING, draw, keep_agreeing
@@ -12,6 +12,7 @@ ids = st.integers(0, 3)
 request = st.lists(st.tuples(ids, ids), max_size=4)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(request, ids), min_size=1, max_size=4))
 def test_kept_are_the_drafts_before_the_first_that_differs_and_one_more(
     batch: list[tuple[list[tuple[int, int]], int]],
@@ -43,6 +44,7 @@ def take(prefix: list[int], seed: int) -> int:
     return int(draw(target_logits(prefix)[None], torch.tensor([seed]), place))
 
 
+@settings(deadline=None, max_examples=30)
 @given(st.integers(-(2**63), 2**63 - 1), st.lists(st.lists(st.integers(0, 11), max_size=5)))
 def test_speculative_text_is_the_text_without_drafts(seed: int, proposals: list[list[int]]) -> None:
     plain = [1, 2]
