@@ -2,10 +2,9 @@
 
     python -m benchmarks.gpu_counts [--out benchmarks/results/gpu_counts.json]
 
-Three columns: everything eager; the noise kernel compiled; and as a GPU runs it, with one kernel
-for the softmax weights and one for categorical draws. A compiled function counts as one kernel that
-reads its arguments and writes its results (tests/shards/noise/test_tile_weights.py has the compiler
-confirm that). Matrix products and views are left out; a gather moves what it picks.
+Two columns: everything eager, and the noise kernel compiled. A compiled function counts as one
+kernel that reads its arguments and writes its results. Matrix products and views are left out; a
+gather moves what it picks.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ VIEWS = {
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm"}
 PICKS = {"index", "gather", "index_put_", "_index_put_impl_", "scatter_", "scatter"}
 VOCAB, WIDTH = 50257, 2
-WAYS = ("eager", "noise kernel compiled", "as on a GPU")
+WAYS = ("eager", "noise kernel compiled")
 
 
 class Counter(TorchDispatchMode):

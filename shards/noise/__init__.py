@@ -4,8 +4,7 @@ In come keys (seed, row, position, draw) and, for the posterior, tokens with the
 probabilities; out comes a ``Noise``: n positions x V entries, read in tiles and never held whole,
 which embeds itself: ``noise.softmax_embed(weight)``.
 
-gumbel.py says what the posterior is; philox and keyed_exponentials draw without state;
-probabilities holds the teacher's side; kinds puts them together; order_statistics draws the k
-largest of V without the V; embedding is softmax(xi) W (tile_weights its kernel); keyed_race draws
-tokens; couplings and token_tree compare other ways to make a token from noise.
+gumbel.py says what the posterior is; philox draws without state; probabilities holds the teacher's
+side; kinds puts them together; order_statistics draws the k largest of V without the V; embedding
+is softmax(xi) W; murmur3 is vLLM's own noise.
 """
