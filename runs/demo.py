@@ -253,7 +253,7 @@ def main() -> None:
     out: Path = options.out
     print(
         "gdistill demo: a teacher for a maze with 57 ways, its shards, two students, samples.\n"
-        f"About {round(sum(SECONDS.values()) / 60)} minutes on two cores, no network. Stop it any"
+        f"About {-(-sum(SECONDS.values()) // 60)} minutes on two cores, no network. Stop it any"
         f" time: the same command goes on. Everything goes to {out}/.",
         flush=True,
     )
