@@ -289,9 +289,9 @@ FLAT_BEFORE = {
     "backbone_dtype": "backbone.dtype",
     **{name: f"backbone.{name}" for name in _names(BackboneSettings, 2)},
 }
-"""Version 0.1's flat names of settings that lie in groups now."""
+"""What settings were called before they lay in groups, in folders and checkpoints of that time."""
 GONE = {"noise_init": "random", "time_beta": 1.0, "kd_time_step": 1 / 32, "kd_num_steps": 2}
-"""Settings of version 0.1 that are no more, and the values at which they did nothing."""
+"""Settings that are no more, and the values at which they did nothing."""
 
 
 def grouped(values: Mapping[str, Any]) -> dict[str, Any]:
