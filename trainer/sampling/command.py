@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from shards.atomic import (
     canonical_json,
@@ -39,10 +37,16 @@ from shards.noise.philox import use_noise_kernel
 from shards.provenance import code_version
 from shards.settings import flatten, merge, nested, parse_override, to_mapping
 from trainer.sampling.fill import Sampler, SampleResult
+from trainer.sampling.given import (
+    GivenRows,
+    prompted,
+    read_infill,
+    read_prompts,
+    unconditional,
+)
 from trainer.sampling.noise import noise_of_rows
 from trainer.sampling.registry import SAMPLERS, make_sampler, sampler_class
 from trainer.students.folder import ModelFolder, open_model
-from trainer.students.registry import StudentConfig
 
 DEFAULT_NUM = 64
 SETTINGS_FILE = "settings.json"
@@ -212,8 +216,6 @@ class Request:
             raise UsageError("nothing to fill", where="--length", got=length, expected="at least 2")
         if (self.infill, self.prompt, self.prompt_file) == (None, None, None):
             return unconditional(config, length)
-        from trainer.sampling.given import prompted, read_infill, read_prompts
-
         if self.infill is not None:
             return read_infill(self.infill, tokenizer, config)
         if self.prompt is not None:
@@ -269,69 +271,6 @@ def check_given(run: SampleRun) -> None:
                     expected=error.expected,
                     remedy=error.remedy,
                 ) from error
-
-
-@dataclass(frozen=True)
-class GivenRows:
-    """Partly known rows; sample i fills row i modulo their number.
-
-    Attributes:
-        rows: Token ids of each row, the mask id where to fill.
-        mask_id: The mask id.
-        first_token_is_text: Whether position 0 belongs to the text (no bos stands there).
-    """
-
-    rows: tuple[tuple[int, ...], ...]
-    mask_id: int
-    first_token_is_text: bool = False
-
-    def row(self, index: int) -> tuple[int, ...]:
-        """What is given of sample ``index``."""
-        return self.rows[index % len(self.rows)]
-
-    def tokens(self, indices: Sequence[int], device: torch.device | str) -> Int[Tensor, "b l"]:
-        """The rows of some samples, all of one length."""
-        return torch.tensor([self.row(index) for index in indices], device=device)
-
-    def filled_positions(self, index: int) -> list[int]:
-        """Positions that the sampler fills."""
-        return [place for place, token in enumerate(self.row(index)) if token == self.mask_id]
-
-
-def unconditional(config: StudentConfig, length: int) -> GivenRows:
-    """Only the first token is given: bos, or eos where the tokenizer has no bos.
-
-    Raises:
-        UsageError: When the model has neither.
-    """
-    first = config.first_token_id
-    if first is None:
-        raise UsageError(
-            "the model has no bos and no eos token to begin with",
-            where="--prompt",
-            remedy="give a prompt",
-        )
-    return from_prompts([[]], [first], config, length)
-
-
-def from_prompts(
-    prompts: Sequence[Sequence[int]], bos: Sequence[int], config: StudentConfig, length: int
-) -> GivenRows:
-    """Rows of bos, prompt and masks."""
-    mask_id, rows = config.vocab_size, []
-    for number, prompt in enumerate(prompts):
-        given = [*bos, *prompt]
-        if not given:
-            raise UsageError("an empty prompt and no bos token", where=f"prompt {number}")
-        if len(given) >= length:
-            raise UsageError(
-                "the prompt is longer than the row",
-                where=f"prompt {number}",
-                got=f"{len(given)} tokens with bos",
-                expected=f"at most {length - 1}, so that something is left to fill",
-            )
-        rows.append((*given, *[mask_id] * (length - len(given))))
-    return GivenRows(tuple(rows), mask_id, not bos)
 
 
 class SampleFile:

@@ -44,8 +44,7 @@ LAST_TIME = 1e-5
 MOST_STEPS = 1 << 20
 """More steps than any row has tokens; the times of so many still fit in memory."""
 POSITIONS_AT_A_TIME = 8000
-"""Most positions whose log-probabilities are held: 1.6 GB at V = 50,257. With few passes a whole
-batch would be revealed at once, and its logits would outgrow the student. Below 2^31 elements up
+"""Most positions whose log-probabilities are held: 1.6 GB at V = 50,257, and below 2^31 elements up
 to V = 268,000, which is as far as kernels count in 32 bits."""
 COUNTS = ("verifier_nfe", "drafted", "agreed", "reached", "accepted")
 """Details that say what was computed: those of all draws of a sample are summed."""
@@ -566,9 +565,8 @@ class AncestralSampler(DiffusionSampler):
 class FirstHittingSampler(DiffusionSampler):
     """First-hitting sampling (Zheng et al., arXiv 2409.02908): exact for masked diffusion.
 
-    One uniformly chosen masked token per forward pass, so NFE is the number of masked tokens. Every
-    row of a batch has its own order; rows with fewer masked tokens finish earlier and leave the
-    batch. Settings as in :class:`DiffusionSampler`.
+    One uniformly chosen masked token per forward pass, so NFE is the number of masked tokens.
+    Settings as in :class:`DiffusionSampler`.
     """
 
     label: ClassVar[str] = "first-hitting"
@@ -654,10 +652,8 @@ def planned(
 ) -> Iterator[Pass]:
     """The passes that reveal every position in its step; 0 is none.
 
-    A row skips the steps that reveal nothing in it. Between two of its forward passes its input
-    always changes, so this is what reusing p(x_0) while x stays the same comes to. Rows need not be
-    in the same step: pass k serves each row's k-th step that reveals something. Planned on the
-    host, which waits for a GPU here and in no pass.
+    A row skips the steps that reveal nothing in it, so pass k serves each row's k-th step that
+    reveals something. Planned on the host, which waits for a GPU here and in no pass.
     """
     device, width = steps.device, steps.shape[1]
     pass_of, step_of = torch.stack((dense_ranks(steps), steps)).to("cpu").flatten(1)
