@@ -140,7 +140,7 @@ def test_ways_add_up_in_order_and_once(tmp_path: Path) -> None:
     assert (tmp_path / COMPUTED_FILE).stat().st_mtime_ns == before
     for damaged in ("{", "[]", '{"ways": 3}', '{"ways": [3]}'):
         (tmp_path / COMPUTED_FILE).write_text(damaged)
-        with pytest.raises(IntegrityError, match="remove the file"):
+        with pytest.raises(IntegrityError):
             read_ways(place)
 
 
