@@ -13,7 +13,6 @@ from evaluation.compare import compare
 from evaluation.frontier import check_scores, frontier
 from evaluation.infilling import rows
 from evaluation.likelihood_command import perplexity, tasks
-from evaluation.llm_judge import judge
 from evaluation.passes import passes
 from evaluation.samples.samples import find_sample_files, read_samples
 from evaluation.score_tables import write_scores
@@ -116,7 +115,6 @@ app.command("frontier")(frontier)
 app.command("check-scores")(check_scores)
 app.command("rows")(rows)
 app.command("compare")(compare)
-app.command("judge")(judge)
 app.command("passes")(passes)
 app.command("perplexity")(perplexity)
 app.command("tasks")(tasks)

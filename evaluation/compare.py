@@ -395,7 +395,6 @@ def compare(
         results=results | {"code_version": code_version()},
     )
     write_bytes_atomic(out / "comparison.csv", table.to_csv().encode())
-    write_bytes_atomic(out / "comparison.tex", table.to_latex().encode())
     typer.echo(table.to_text())
     typer.echo(f"wrote {page}, results.json, tables.md, comparison.csv and comparison.tex")
 

@@ -73,23 +73,25 @@ class Text:
 
     @classmethod
     def read(cls, place: Path, num: int, length: int | None) -> Text:
-        """Of a store: validation rows as reference, training rows as the text's own.
+        """Of a store: one half of the validation rows as reference, the other as the text's own.
+
+        Not training rows: a corpus may be sorted, and then its splits differ.
 
         Raises:
             UsageError: Where there is no store, or too few rows in it.
         """
-        splits = [read_data_rows(place, "validation", num)]
-        splits.append(read_data_rows(place, "train", MOST_TRAINING_ROWS))
-        rows = [split.rows[:, :length] for split in splits]
-        for split, found in zip(splits, rows, strict=True):
-            require_enough(len(found), f"{place}, {split.name}")
+        held_out = read_data_rows(place, "validation", 2 * num)
+        training = read_data_rows(place, "train", MOST_TRAINING_ROWS).rows[:, :length]
+        rows = np.random.default_rng(0).permutation(held_out.rows[:, :length])
+        half = len(rows) // 2
+        require_enough(half, f"{place}, half of {held_out.name}")
         tokenizer = None
         for folder in (place / "tokenizer", place / "store/tokenizer"):
             if folder.is_dir():
                 from transformers import AutoTokenizer
 
                 tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        return cls(rows[0], rows[1][: len(rows[0])], rows[1], tokenizer)
+        return cls(rows[:half], rows[half : 2 * half], training, tokenizer)
 
     def decode(self, rows: Tokens) -> list[str]:
         """The rows as text.

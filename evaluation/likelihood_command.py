@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +12,7 @@ from evaluation.report import Table, write_report
 from evaluation.samples.samples import read_data_rows
 from evaluation.score import Score
 from shards.atomic import require_writable
+from shards.console import run_command
 from shards.errors import UsageError
 from shards.provenance import code_version
 
@@ -125,3 +127,16 @@ def tasks(
         f"wrote {len(names)} tasks; score them with\ngdistill-lm-eval --model gdistill "
         f"--model_args pretrained=RUN --include_path {out} --tasks {','.join(names)}"
     )
+
+
+def lm_eval() -> None:
+    """``gdistill-lm-eval``: the harness's own command, with the student among its models."""
+
+    def evaluate() -> None:
+        # The harness finds models in its registry alone, which this import fills.
+        import_module("evaluation.likelihood.harness")
+        from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
+
+        cli_evaluate()
+
+    run_command(evaluate)

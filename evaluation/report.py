@@ -18,10 +18,6 @@ from shards.errors import UsageError, visible
 
 FORMULA = re.compile(r"[=@\t\r]|[+-](?![0-9.]|$)")
 """What a spreadsheet would compute; a signed number and a dash are none."""
-LATEX_ESCAPES = str.maketrans(
-    {char: f"\\{char}" for char in "&%$#_{}"}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-)
 
 
 @dataclass(frozen=True)
@@ -72,24 +68,6 @@ class Table:
         rows = [[_no_formula(cell) for cell in row] for row in (self.header, *self.rows)]
         csv.writer(text).writerows(rows)
         return text.getvalue()
-
-    def to_latex(self) -> str:
-        """A booktabs ``tabular``, escaped."""
-        lines = [
-            " & ".join(cell.translate(LATEX_ESCAPES) for cell in row) + r" \\" for row in self.rows
-        ]
-        head = " & ".join(cell.translate(LATEX_ESCAPES) for cell in self.header) + r" \\"
-        return "\n".join(
-            [
-                rf"\begin{{tabular}}{{l{'r' * (len(self.header) - 1)}}}",
-                r"\toprule",
-                head,
-                r"\midrule",
-                *lines,
-                r"\bottomrule",
-                r"\end{tabular}",
-            ]
-        )
 
 
 def markdown_text(text: str) -> str:

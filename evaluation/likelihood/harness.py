@@ -220,16 +220,3 @@ class GdistillLM(TemplateLM):
         for stop in [*until, eos]:
             text = text.split(stop)[0] if stop else text
         return text
-
-
-def main() -> None:
-    """The harness's own command, with the student among its models."""
-    from lm_eval.__main__ import cli_evaluate  # pyright: ignore[reportMissingImports]
-
-    from shards.console import run_command
-
-    run_command(cli_evaluate)
-
-
-if __name__ == "__main__":
-    main()

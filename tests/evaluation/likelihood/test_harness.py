@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from evaluation import likelihood_command
 from evaluation.likelihood.harness import GdistillLM
 from evaluation.likelihood.local_tasks import write_tasks
 from shards.errors import UsageError
@@ -136,3 +138,16 @@ def test_the_harness_s_own_device_is_the_cpu_where_there_is_no_gpu(
     assert capsys.readouterr().err.startswith("no GPU here")
     with pytest.raises(UsageError, match="no such GPU"):
         GdistillLM(str(model_folder), device="cuda:1")
+
+
+def test_without_the_harness_one_line_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "evaluation.likelihood.harness")
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setattr(sys, "argv", ["gdistill-lm-eval", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        likelihood_command.lm_eval()
+    error = capsys.readouterr().err.strip()
+    assert ended.value.code == 2 and "\n" not in error
+    assert "pip install 'gdistill[evaluation]'" in error
