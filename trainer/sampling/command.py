@@ -126,7 +126,8 @@ class Request:
             self.checkpoint if local else find_pretrained(self.checkpoint, role="student").folder
         )
         loaded = open_model(Path(place), device, self.backbone)
-        name = (self.sampler or loaded.student.default_sampler).replace("-", "_")
+        name = loaded.student.default_sampler if self.sampler is None else self.sampler
+        name = name.replace("-", "_")
         settings, given = self._sampler_settings(name), self._given(loaded)
         runs = []
         for folder, change in self._variants(settings):
