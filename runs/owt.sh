@@ -44,8 +44,8 @@ fi
 # One process a GPU where there are several; see runs/slurm for many nodes.
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)
 if [ "$gpus" -gt 1 ]; then
-  run_extract=(accelerate launch --multi_gpu --num_processes "$gpus" -m pipeline.cli)
-  run_train=(torchrun --standalone --nproc-per-node "$gpus" -m trainer.cli)
+  run_extract=(accelerate launch --multi_gpu --num_processes "$gpus" --no_python gdistill-extract)
+  run_train=(torchrun --standalone --nproc-per-node "$gpus" --no-python gdistill-train)
 else
   run_extract=(gdistill-extract) run_train=(gdistill-train)
 fi

@@ -13,6 +13,7 @@ import pytest
 
 from tests.commands import call, scripts
 from tests.pipeline.extract_cases import WORDS, save_teacher
+from trainer.training.parallel import follow_srun
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -30,17 +31,101 @@ def recorded_commands(
     script: Path, place: Path, environment: dict[str, str], *words: str
 ) -> list[list[str]]:
     """The words of every command of the project that a script gives, none of which is run."""
-    (place / "runs").mkdir(parents=True)
-    (place / ".venv/bin").mkdir(parents=True)
+    (place / "runs" / script.parent.name).mkdir(parents=True)
+    (place / ".venv/bin").mkdir(parents=True, exist_ok=True)
     copy, told = shutil.copy(script, place / "runs"), place / "told"
     for name in scripts():
         file = place / ".venv/bin" / name
-        file.write_text(f"#!/bin/sh\nprintf '%s\\n' {name} \"$@\" '' >>'{told}'\n")
+        file.write_text(
+            f"#!/bin/sh\nprintf '%s\\n' {name} \"$@\" '' >>'{told}'\nexit ${{STAND_IN_EXIT:-0}}\n"
+        )
         file.chmod(0o755)
     command = ["bash", copy, *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=place, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     return [block.split("\n") for block in told.read_text().strip().split("\n\n")]
+
+
+STAND_INS = {
+    "srun": 'while [[ $1 == -* ]]; do shift; done; exec "$@"',
+    "scontrol": "echo node1",
+    "nvidia-smi": "printf 'a\\nb\\n'",
+    "torchrun": 'while [[ $1 != --no-python ]]; do shift; done; shift; exec "$@"',
+    "accelerate": 'while [[ $1 != --no_python ]]; do shift; done; shift; exec "$@"',
+}
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_NNODES": "2",
+    "SLURM_ARRAY_TASK_ID": "1",
+    "SLURM_ARRAY_TASK_COUNT": "4",
+}
+
+
+def given(script: str, place: Path, **environment: str) -> list[list[str]]:
+    """The commands that a script gives where srun, torchrun and accelerate stand in."""
+    (place / "stand-ins").mkdir(parents=True)
+    (place / ".venv/bin").mkdir(parents=True)
+    (place / ".venv/bin/activate").touch()
+    for name, body in STAND_INS.items():
+        (place / "stand-ins" / name).write_text(f"#!/bin/bash\n{body}\n")
+        (place / "stand-ins" / name).chmod(0o755)
+    path = f"{place / 'stand-ins'}:{place / '.venv/bin'}:{os.environ['PATH']}"
+    whole = os.environ | {**SLURM, "PATH": path, "PWD": str(place), **environment}
+    return recorded_commands(REPOSITORY / "runs" / script, place, whole)
+
+
+def option(words: list[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+def test_the_job_trains_what_it_is_asked_for(tmp_path: Path) -> None:
+    (plain,) = given("slurm/train.sbatch", tmp_path / "mdlm")
+    assert plain[:2] == ["gdistill-train", "run"]
+    assert option(plain, "--config") == "configs/owt-mdlm.toml"
+    (blocks,) = given("slurm/train.sbatch", tmp_path / "bd3lm", STUDENT="bd3lm", INIT_FROM="first")
+    assert option(blocks, "--config") == "configs/owt-bd3lm.toml"
+    assert (option(blocks, "--student"), option(blocks, "--init-from")) == ("bd3lm", "first")
+    assert option(blocks, "--out").endswith("/bd3lm-gumbel")
+    with pytest.raises(AssertionError, match="goes on from the first"):
+        given("slurm/train.sbatch", tmp_path / "alone", STUDENT="bd3lm")
+
+
+def test_the_array_names_its_workers(tmp_path: Path) -> None:
+    (words,) = given("slurm/extract.sbatch", tmp_path)
+    assert words[0] == "gdistill-extract"
+    assert (option(words, "--worker"), option(words, "--workers")) == ("1", "4")
+
+
+def test_on_several_gpus_the_recipe_calls_the_same_commands(tmp_path: Path) -> None:
+    commands = given("owt.sh", tmp_path)
+    assert [words[0] for words in commands[:2]] == ["gdistill-extract", "gdistill-train"]
+    assert len(commands) == 1 + 2 * 3 + 4 * 2
+
+
+def test_a_stopped_training_stops_the_recipe(tmp_path: Path) -> None:
+    """What the trainer's exit code 143 is for: nothing behind it runs."""
+    with pytest.raises(AssertionError):
+        given("owt.sh", tmp_path / "clone", STAND_IN_EXIT="143")
+    told = (tmp_path / "clone" / "told").read_text().split("\n\n")
+    assert len([block for block in told if block]) == 1
+
+
+def test_srun_is_understood() -> None:
+    tasks = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+    step = {**tasks, "SLURM_JOB_NODELIST": "gpu-[017-019,4],other", "SLURM_JOB_ID": "12345"}
+    follow_srun(step)
+    assert (step["RANK"], step["WORLD_SIZE"], step["LOCAL_RANK"]) == ("3", "8", "1")
+    assert (step["MASTER_ADDR"], step["MASTER_PORT"]) == ("gpu-017", "32345")
+    of_torchrun = {**tasks, "RANK": "5"}
+    follow_srun(of_torchrun)
+    assert of_torchrun == {**tasks, "RANK": "5"}, "torchrun below srun has its own numbers"
+    script = {name: value for name, value in tasks.items() if name != "SLURM_STEP_ID"}
+    alone = dict(script)
+    follow_srun(alone)
+    assert alone == script, "a batch script is one process, whatever it starts"
 
 
 def test_the_recipe_runs_from_text_to_scores(

@@ -189,7 +189,7 @@ def test_settings_of_another_student_are_refused(
     store: Path, student: str, name: str, value: object
 ) -> None:
     changes = {f"model__{name}": value, "model__conditioning": "none"}
-    with pytest.raises(UsageError, match=rf"another student \[model\.{name}\]"):
+    with pytest.raises(UsageError, match=rf"does not read \[model\.{name}\]"):
         build_student(tiny_run(student=student, **changes), ShardStore.open(store), None)
 
 

@@ -160,7 +160,7 @@ def test_validation_draws_are_none_of_trainings(store: Path, tmp_path: Path) -> 
     batch = next(trainer.validator._batches())
     as_in_training = dataclasses.replace(batch, seed=trainer.config.seed)
     masks = [
-        corrupt(rows, trainer.student.settings, 1, FULL).mask.tolist()
+        corrupt(rows, trainer.student.settings.diffusion, 1, FULL).mask.tolist()
         for rows in (batch, as_in_training)
     ]
     assert masks[0] != masks[1]
