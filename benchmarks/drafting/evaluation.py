@@ -337,7 +337,11 @@ def seconds(
     batch: int,
     repeats: int,
 ) -> dict[str, float]:
-    """Least seconds of a draft, or of a target's pass (no proposer) over so many rows, in turns."""
+    """Least seconds of a draft, or of a target's pass (no proposer) over so many rows, in turns.
+
+    Of processor time of the one thread that runs, so that other work on the machine, which takes
+    the processor away for longer than any of these last, counts little.
+    """
     tokens = prompt.expand(batch, -1)
     cache = Cache.empty(len(target.layers), target.shape, batch, 128)
     states = target.read(tokens[:, :-1], cache)[1][:, -1:]
@@ -348,10 +352,10 @@ def seconds(
             xi = torch.zeros(batch, rows, target.vocab_size)
             token = tokens[:, -1:]
             at = cache.lengths[:, None]
-            begin = time.perf_counter()
+            begin = time.thread_time()
             if propose is None:
                 target.read(token.expand(-1, rows), cache)
             else:
                 propose(Prefix(states, token, at, cache.keys, cache.seen()), xi, tokens)
-            least[name] = min(least[name], time.perf_counter() - begin)
+            least[name] = min(least[name], time.thread_time() - begin)
     return least

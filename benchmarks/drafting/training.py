@@ -139,6 +139,8 @@ def train(
     if path.exists():
         saved = torch.load(path, weights_only=True)
         drafter.load_state_dict(saved["drafter"])
+        if saved["done"] == steps:
+            return drafter.eval()
         for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         done, curve = saved["done"], saved["curve"]

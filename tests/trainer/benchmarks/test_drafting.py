@@ -205,6 +205,8 @@ def test_a_training_that_was_cut_off_ends_in_the_same_weights(
     again: list[str] = []
     resumed = train(FORMS[-1], target, text, settings, 0, tmp_path / "cut.pt", again.append)
     assert again == said[2:]
+    train(FORMS[-1], target, text, settings, 0, tmp_path / "cut.pt", again.append)
+    assert again == said[2:], "what is done is not done again"
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
 
