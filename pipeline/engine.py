@@ -32,9 +32,9 @@ from transformers import PreTrainedTokenizerBase
 from pipeline.corpus.config import scheme_of
 from pipeline.extract import with_position_0, write_all
 from pipeline.manifest import build_manifest, corpus_unigram, side_files
-from pipeline.run import report, tokenize, write_config
 from pipeline.scored import ScoredRow, ScoreFiles, row_of_response, same_length
 from pipeline.settings import EngineSettings, ExtractRequest
+from pipeline.steps import report, tokenize, write_config
 from pipeline.tokens.build import write_given_rows
 from pipeline.tokens.dataset import TokenDataset
 from pipeline.tokens.tokenizer import load_tokenizer

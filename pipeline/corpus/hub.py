@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from pipeline.corpus.documents import Known, RawDocument, Source, file_identity
+from pipeline.corpus.sources import Known, RawDocument, Source, file_identity
 from pipeline.maze import NUM_DOCUMENTS, MazeLayout, draw_documents, load_maze
 from shards.errors import GdistillError, UsageError, did_you_mean
 

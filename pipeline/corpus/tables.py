@@ -16,7 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.corpus.documents import BYTE_ORDER_MARK, Files, RawDocument, TextFiles, open_bytes
+from pipeline.corpus.sources import BYTE_ORDER_MARK, Files, RawDocument, TextFiles, open_bytes
 from shards.errors import GdistillError, UsageError, did_you_mean
 
 BATCH_ROWS = 256
@@ -127,7 +127,7 @@ class CsvFiles(Files):
                 ) from error
 
 
-KINDS = {"jsonl": JsonLines, "csv": CsvFiles, "parquet": ParquetFiles}
+TABLES = {"jsonl": JsonLines, "csv": CsvFiles, "parquet": ParquetFiles}
 
 
 def _require_column(column: str, path: Path, names: list[str]) -> None:

@@ -29,11 +29,11 @@ from pipeline.corpus.config import SPLITS, CorpusConfig, Packing
 from pipeline.corpus.documents import (
     Span,
     Tally,
-    looks_unchanged,
     open_source,
     plan_spans,
     read_span,
 )
+from pipeline.corpus.sources import looks_unchanged
 from pipeline.tokens.dataset import RECORD, Part, PartWriter, TokenDataset, write_record
 from pipeline.tokens.tokenizer import (
     Ids,

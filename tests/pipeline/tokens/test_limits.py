@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.corpus.config import CorpusConfig
-from pipeline.corpus.documents import file_identity
+from pipeline.corpus.sources import file_identity
 from pipeline.references import write_references
 from pipeline.tokens import build as stage1
 from pipeline.tokens.build import corpus_identity, prepare_tokens
