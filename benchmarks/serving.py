@@ -12,7 +12,9 @@ a student. Parts:
   time, in another order than the engine without drafts got them, one in ten cancelled: how many of
   their tokens differ;
 - ``own``: the student's requests once more by our own sampler under the same noise: its tokens per
-  pass, and how many tokens differ.
+  pass, and how many tokens differ;
+- ``altered``: 10,000 tokens served with n-gram drafts are certified; then one of them is altered, many
+  times over: how often the certificate names that very token.
 
 Writes ``serving.json``; what it holds of a part that is not run stays.
 """
@@ -26,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,6 +56,8 @@ NGRAM = {
 STUDENT = {"method": "custom_class", "model": "trainer.serving.drafters.StudentDrafter"}
 MAX_TOKENS = 100
 OWN_ROWS = 48
+SERVED = 100
+ALTERED = 500
 VERSIONS = "import torch, vllm; print(vllm.__version__, torch.__version__)"
 
 
@@ -309,6 +313,62 @@ def own(student: Path, teacher: str, lookahead: int, engine: Engine) -> dict[str
     return found
 
 
+def altered(engine: Engine, teacher: str) -> dict[str, Any]:
+    """Whether one altered token of all that were served is found.
+
+    Half of the alterations are any other token, half the most probable other one: the likeliest to
+    be taken for right.
+    """
+    import torch
+    from transformers import AutoTokenizer
+
+    from evaluation.served_certificate import Answer, certify_answers
+    from shards.language_model.loading import find_pretrained, load_causal_model
+
+    words, files = AutoTokenizer.from_pretrained(teacher), find_pretrained(teacher)
+    model, size = load_causal_model(files).network, files.num_logits
+    jobs = [Job(PROMPTS[i % len(PROMPTS)], 5000 + i, *CUTS[i % len(CUTS)]) for i in range(SERVED)]
+    answers = [
+        Answer(
+            name=f"answer {job.seed}",
+            prompt=words(job.prompt)["input_ids"],
+            tokens=row["tokens"],
+            temperature=job.temperature,
+            top_p=job.top_p,
+            seed=job.seed,
+            noise="murmur3",
+        )
+        for job, row in zip(jobs, engine.serve(jobs, 16)["rows"], strict=True)
+    ]
+    whole, pick = certify_answers(answers, model, size), random.Random(0)
+    found: dict[str, Any] = {
+        "tokens": sum(verdict.num_tokens for verdict in whole.verdicts),
+        "agreeing": sum(verdict.num_agreeing for verdict in whole.verdicts),
+        "ties": sum(verdict.num_ties for verdict in whole.verdicts),
+        "any other token": {"altered": 0, "found": 0, "missed": 0},
+        "the most probable other token": {"altered": 0, "found": 0, "missed": 0},
+    }
+    for number in range(ALTERED):
+        answer = pick.choice(answers)
+        place, tokens = pick.randrange(len(answer.tokens)), list(answer.tokens)
+        kind = "any other token"
+        tokens[place] = (tokens[place] + pick.randrange(1, size)) % size
+        if number % 2:
+            kind, ids = "the most probable other token", answer.prompt + answer.tokens[:place]
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids])).logits[0, -1, :size]
+            logits[answer.tokens[place]] = -torch.inf
+            tokens[place] = int(logits.argmax())
+        # The others are judged by passes of their own, which this one does not change.
+        verdict = certify_answers([replace(answer, tokens=tokens)], model, size).verdicts[0]
+        is_found = verdict.first is not None and verdict.first[:2] == (place, tokens[place])
+        found[kind]["altered"] += 1
+        found[kind]["found"] += is_found
+        found[kind]["missed"] += not is_found
+    typer.echo(f"altered: {found}")
+    return found
+
+
 def main(
     engine: Annotated[Path, typer.Option(help="Environment with vLLM; make engine makes it.")],
     teacher: Annotated[str, typer.Option(help="The model to serve, a folder.")],
@@ -318,7 +378,7 @@ def main(
         "benchmarks/results"
     ),
     tokens: Annotated[int, typer.Option(help="Tokens compared, of each kind of drafts.")] = 100_000,
-    part: Annotated[str, typer.Option(help="speed, exact, own or all.")] = "all",
+    part: Annotated[str, typer.Option(help="speed, exact, own, altered or all.")] = "all",
 ) -> None:
     """Measure and write serving.json."""
     import torch  # neither is needed where the engines run
@@ -328,11 +388,7 @@ def main(
     file = out / "serving.json"
     found = json.loads(file.read_text()) if file.exists() else {}
     versions = subprocess.run(
-        [
-            engine / "bin" / "python",
-            "-c",
-            "import torch, vllm; print(vllm.__version__, torch.__version__)",
-        ],
+        [engine / "bin" / "python", "-c", VERSIONS],
         capture_output=True,
         text=True,
         check=True,
@@ -346,6 +402,13 @@ def main(
         "torch": versions[-1],
         "teacher": Path(teacher).name,
     }
+    if part in ("altered", "all"):
+        serving = Engine(engine, teacher, True, NGRAM)
+        found["altered"] = altered(serving, teacher)
+        serving.close()
+        file.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
+    if part == "altered":
+        return
     drafting = dict(kinds(engine, teacher, drafter, lookahead))
     plain = Engine(engine, teacher, plugin=True)
     if part in ("speed", "all"):
