@@ -13,8 +13,9 @@ a student. Parts:
   their tokens differ;
 - ``own``: the student's requests once more by our own sampler under the same noise: its tokens per
   pass, and how many tokens differ;
-- ``altered``: 10,000 tokens served with n-gram drafts are certified; then one of them is altered, many
-  times over: how often the certificate names that very token.
+- ``cost``: as ``speed``, of the stock engine and the one with the plugin alone; neither drafts;
+- ``altered``: 10,000 tokens served with n-gram drafts are certified; then one of them is altered,
+  many times over: how often the certificate names that very token.
 
 Writes ``serving.json``; what it holds of a part that is not run stays.
 """
@@ -378,7 +379,7 @@ def main(
         "benchmarks/results"
     ),
     tokens: Annotated[int, typer.Option(help="Tokens compared, of each kind of drafts.")] = 100_000,
-    part: Annotated[str, typer.Option(help="speed, exact, own, altered or all.")] = "all",
+    part: Annotated[str, typer.Option(help="speed, cost, exact, own, altered or all.")] = "all",
 ) -> None:
     """Measure and write serving.json."""
     import torch  # neither is needed where the engines run
@@ -407,7 +408,14 @@ def main(
         found["altered"] = altered(serving, teacher)
         serving.close()
         file.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
-    if part == "altered":
+    if part == "cost":
+        bare = {"stock": Engine(engine, teacher, plugin=False)}
+        bare["shared noise"] = Engine(engine, teacher, plugin=True)
+        found["cost"] = speed(bare)
+        file.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
+        for one in bare.values():
+            one.close()
+    if part in ("altered", "cost"):
         return
     drafting = dict(kinds(engine, teacher, drafter, lookahead))
     plain = Engine(engine, teacher, plugin=True)
