@@ -62,6 +62,14 @@ class Column:
     samples: Mapping[str, Sequence[Settled]]
 
 
+def first_token(student: Student) -> int:
+    """The token that begins every row."""
+    first = student.config.first_token_id
+    if first is None:
+        raise UsageError("the student knows no first token", where="passes")
+    return first
+
+
 @torch.no_grad()
 def settle(
     student: Student, sampler: Sampler, sample_id: int, seed: int
@@ -74,9 +82,7 @@ def settle(
         UsageError: For a student that does not fill whole rows, or that knows no first token.
     """
     whole = require_whole_row_student(student, "pass by pass page's")
-    first, length = student.config.first_token_id, student.config.row_length
-    if first is None:
-        raise UsageError("the student knows no first token", where="passes")
+    first, length = first_token(student), student.config.row_length
     rows = torch.full((1, length), student.mask_id, device=student.device)
     rows[0, 0] = first
     read: list[Tensor] = []
@@ -223,7 +229,7 @@ def passes(
     read = reader_of_text(tokenizer)
     found = None if maze is None else Maze.read(maze)
     if found is not None:
-        words = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+        words = list(map(str, tokenizer.convert_ids_to_tokens(range(len(tokenizer)))))
         if BOS not in words:
             raise UsageError("these students write no moves", where=f"--maze {maze}")
         read = reader_of_maze(found, words)
@@ -233,7 +239,7 @@ def passes(
             suited = {"decision": "argmax", "tau": 1.0} if student.is_conditioned else {}
             samplers = {
                 str(budget): make_sampler(sampler, **{"nfe": budget, **suited, **own})
-                for budget in parse_budgets(nfe)
+                for budget in parse_budgets("--nfe", nfe)
             }
             columns.append(column_of(name, student, samplers, num, seed, read))
             bar.advance(1)
@@ -241,8 +247,7 @@ def passes(
             from evaluation.text.reading import load_judge
 
             model = load_judge(teacher).model
-            start = first.config.first_token_id
-            length = first.config.row_length
+            start, length = first_token(first), first.config.row_length
             columns.append(teacher_column(model, start, length, num, seed, read))
             bar.advance(1)
     about = (

@@ -248,7 +248,7 @@ class _Figures:
     """What one line tells; rate is units per second since the stage began in this process."""
 
     stage: str
-    done: int
+    done: float | int
     total: int | None
     unit: str
     rate: float

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -71,7 +71,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         # torch.save compresses nothing: an archive that unpacks to more than its size is a bomb.
         is_plain = total <= path.stat().st_size
         names = get_unsafe_globals_in_checkpoint(path) if is_plain else []
-        stands = [(_as_dict if n == "collections.defaultdict" else Inert, n) for n in names]
+        stands: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+            (_as_dict if n == "collections.defaultdict" else Inert, n) for n in names
+        ]
         with safe_globals(stands):
             loaded = torch.load(path, map_location="cpu", weights_only=True) if is_plain else None
     except Exception as error:  # a damaged pickle may raise anything at all

@@ -37,6 +37,7 @@ class TopPrior(KeyedPrior):
         num_kept: k; all V where V is less.
     """
 
+    keys: PositionKeys
     num_kept: int
 
     @cached_property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from evaluation.passes import (
     write_page,
 )
 from shards.errors import UsageError
+from tests.commands import call
+from tests.trainer.sample_cli_cases import save
 from trainer.loading import generate, make_sampler
 from trainer.students.configuration import StudentSettings
 from trainer.students.registry import AR, MDLM, Student
@@ -101,3 +104,19 @@ def test_a_row_of_a_maze_says_whether_it_arrives() -> None:
     good = torch.tensor([0, 2, 5, 5, 3, 1])
     assert read(good, [0, 1, 1, 1, 1, 1]).verdict == "reaches T"
     assert read(good.flip(0), [0, 1, 1, 1, 1, 1]).verdict == "does not reach T"
+
+
+def test_the_command_makes_the_page_of_students_and_their_teacher(
+    tmp_path: Path, judge_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    students = [f"{kind}={save(tmp_path / kind, conditioning=kind)}" for kind in ("none", "gumbel")]
+    (tmp_path / "maze.json").write_text(json.dumps(asdict(MAZE)))
+    page = tmp_path / "new" / "page.html"
+    words = ["passes", *students, "--teacher", judge_folder, "--num", 2, "--out", page]
+    assert call("gdistill-eval", *words, "--maze", tmp_path / "maze.json", "--nfe", "1,3") == 0
+    data = data_of(page.read_text())
+    assert data["budgets"] == [1, 3] and data["num_samples"] == 2
+    assert [column["role"] for column in data["columns"]] == ["plain", "noise", "teacher"]
+    assert max(data["columns"][1]["samples"]["3"][0]["passes"]) == 3
+    assert call("gdistill-eval", *words, "--nfe", "few") == 2
+    assert "bad NFE [--nfe]; got few" in capsys.readouterr().err

@@ -262,7 +262,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 
 def test_only_diffusion_begins_with_a_language_model(store: Path, llama: Path) -> None:
-    with pytest.raises(UsageError, match=r"another student \[model\.language_model\]"):
+    with pytest.raises(UsageError, match=r"does not read \[model\.language_model\].* student ar;"):
         build_student(run_from(llama, student="ar"), ShardStore.open(store), llama)
 
 
