@@ -153,7 +153,7 @@ def reader_of_maze(maze: Maze, words: Sequence[str]) -> Any:
     """Makes :class:`Settled` rows of a maze, which say whether they reach the target."""
 
     def read(tokens: Int[Tensor, "l"], passes: list[int]) -> Settled:
-        pieces = [words[token] for token in tokens.tolist()]
+        pieces = [words[int(token)] for token in tokens]
         reaches = maze.is_success(moves_of_words(pieces))
         return Settled(tuple(pieces), tuple(passes), "reaches T" if reaches else "does not reach T")
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -291,9 +291,16 @@ class BlockSampler(DiffusionSampler):
 
 
 class SequenceRows(Rows):
-    """Rows of an autoregressive student, which reads every token once."""
+    """Rows of an autoregressive student, which reads every token once.
+
+    Attributes:
+        stop: The position that is drawn now, behind the last one that is read.
+        here: [B], rows that have a token to draw there.
+    """
 
     student: AR
+    stop: int
+    here: Bool[Tensor, "b"]
 
     def start(self) -> None:
         """See :class:`Rows`."""

@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from shards.errors import UsageError
 from shards.noise.kinds import KeyedPosterior, KeyedPrior, Noise
+from shards.noise.murmur3 import EngineKeys
 from shards.noise.philox import PositionKeys, stream_bits
 from shards.noise.probabilities import Probabilities
 from shards.store.manifest import Manifest
@@ -176,7 +177,8 @@ def token_uniforms(noise: Noise) -> Float[Tensor, "n"]:
     u is off by as much of its mass as lies at other ids.
 
     Raises:
-        UsageError: For noise from a codec that keeps a draw and no distribution.
+        UsageError: For noise from a codec that keeps a draw and no distribution, or of an engine,
+            which draws no uniform per token.
     """
     if isinstance(noise, KeyedPrior):
         return _uniforms(noise.keys)
@@ -194,7 +196,9 @@ def token_uniforms(noise: Noise) -> Float[Tensor, "n"]:
     return ((below + own * _uniforms(noise.keys)) / total).clamp(max=1 - 2.0**-53)
 
 
-def _uniforms(keys: PositionKeys) -> Float[Tensor, "n"]:
+def _uniforms(keys: PositionKeys | EngineKeys) -> Float[Tensor, "n"]:
+    if isinstance(keys, EngineKeys):
+        raise UsageError("an engine's noise has no uniforms", remedy="draft by gdistill-sample")
     return (stream_bits(keys, UNIFORM_STREAM, 1)[:, 0].double() + 0.5) * 2.0**-32
 
 

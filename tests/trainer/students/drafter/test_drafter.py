@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from shards.errors import UsageError
 from shards.noise.kinds import KeyedPosterior, KeyedPrior
+from shards.noise.murmur3 import EngineKeys
 from shards.noise.philox import PositionKeys
 from shards.noise.probabilities import DenseProbabilities
 from shards.store.store import ShardStore
@@ -312,6 +313,8 @@ def test_one_uniform_names_the_token() -> None:
         place = torch.arange(1, num + 1) / num
         distance = (values.sort().values - place).abs().max()
         assert distance * math.sqrt(num) < LARGEST_KS
+    with pytest.raises(UsageError, match="an engine's noise has no uniforms"):
+        token_uniforms(KeyedPrior(EngineKeys(index, index % 7 + 1), size))
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
