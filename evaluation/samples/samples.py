@@ -332,7 +332,7 @@ def drawn_with(samples: SampleSet) -> dict[str, Any]:
         "student": _student(settings),
         "weights_sha256": identity.get("weights_sha256"),
         **{name: samples.sampler.get(name) for name in SAMPLER_FIELDS},
-        "nfe": samples.sampler.get("nfe", samples.nfe_mean),
+        "nfe": samples.sampler.get("nfe") or samples.nfe_mean,
         "precision": settings.get("precision"),
         "seed": samples.seed,
         "tokens": range_text(map(len, samples.tokens)),
