@@ -13,7 +13,7 @@ from pipeline.corpus.config import CorpusConfig
 from pipeline.tokens import dataset as token_writer
 from pipeline.tokens import dataset as tokens
 from pipeline.tokens import tokenizer as tokenization
-from tests.pipeline.extract_cases import save_teacher, write_corpus
+from tests.pipeline.extract_cases import contents, options, run, save_teacher, write_corpus
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat,", "and", "then;", "Quick!", "old's"]
 
@@ -71,3 +71,13 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text file in the teacher's words; not to be written to."""
     return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.txt")
+
+
+@pytest.fixture(scope="session")
+def reference(
+    tmp_path_factory: pytest.TempPathFactory, teacher: Path, corpus: Path
+) -> dict[str, bytes]:
+    """The small store as one process writes it."""
+    out = tmp_path_factory.mktemp("reference")
+    run(out, options(teacher, corpus))
+    return contents(out / "store")

@@ -108,9 +108,11 @@ def test_a_run_a_plan_and_a_dry_run_refuse_alike(
         "of another family": options(teacher, corpus, teacher={"tokenizer": other}),
         "vocabular": options(teacher, corpus, teacher={"tokenizer": wide}),
         "no such tokenizer": options(teacher, corpus, teacher={"tokenizer": "./nowhere"}),
-        "does not know the moves": maze,
+        "does not know the moves.*leave --teacher out": maze,
         "no teacher": none,
-        r"rows_per_shard.*multiple of 8": options(teacher, corpus, store={"rows_per_shard": 15}),
+        r"store\.rows_per_shard.*got 15.*multiple of 8": options(
+            teacher, corpus, store={"rows_per_shard": 15}
+        ),
         r"context": options(teacher, corpus, corpus={"row_length": CONTEXT_LENGTH + 1}),
         r"no revisions.*teacher\.revision.*'main'": options(
             teacher, corpus, teacher={"revision": "main"}
@@ -142,19 +144,6 @@ def test_stores_that_cannot_be(tmp_path: Path, teacher: Path, corpus: Path) -> N
     given = options(teacher, corpus, store={"location": str(tmp_path / "file")})
     refused(tmp_path / "b", given, "the store is a folder")
     assert (tmp_path / "file").read_text() == "mine"
-    given = options(teacher, corpus, store={"rows_per_shard": 15})
-    refused(tmp_path / "c", given, r"store\.rows_per_shard.*got 15.*multiple of 8")
-
-
-def test_a_maze_is_not_for_a_teacher_of_words(tmp_path: Path, teacher: Path) -> None:
-    given = options(teacher, Path("unused"))
-    given["corpus"] = {"spec": "maze:k4"}
-    refused(tmp_path, given, r"does not know the moves.*leave --teacher out")
-
-
-def test_no_workers_are_too_few() -> None:
-    with pytest.raises(UsageError, match=r"--workers.*got 0.*at least 1"):
-        Worker(0, 0)
 
 
 def test_the_manifest_names_the_corpus_and_not_its_place(

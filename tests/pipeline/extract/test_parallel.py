@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,16 +15,6 @@ from tests.pipeline.extract.parallel_trials import end, run_all, start, terminat
 from tests.pipeline.extract_cases import ROW_LENGTH, contents, options, run
 
 PAUSE_SECONDS = 0.15
-
-
-@pytest.fixture(scope="module")
-def reference(
-    tmp_path_factory: pytest.TempPathFactory, teacher: Path, corpus: Path
-) -> dict[str, bytes]:
-    """The store as one process writes it."""
-    out = tmp_path_factory.mktemp("reference")
-    run(out, options(teacher, corpus))
-    return contents(out / "store")
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -126,6 +117,8 @@ def test_workers_know_their_number_from_the_launcher() -> None:
         Worker.from_environment(1, None, {})
     with pytest.raises(UsageError, match="no such worker"):
         Worker.from_environment(3, 3, {})
+    with pytest.raises(UsageError, match=r"--workers.*got 0.*at least 1"):
+        Worker(0, 0)
     for name in torchrun:
         with pytest.raises(UsageError, match=rf"variable {name}\]; got 'two'.*--workers"):
             Worker.from_environment(None, None, {**torchrun, name: "two"})
@@ -151,8 +144,6 @@ def test_every_worker_begins_elsewhere_and_comes_to_every_shard() -> None:
 
 
 def test_stop_request_leaves_other_handlers_as_they_were() -> None:
-    import signal
-
     before = signal.getsignal(signal.SIGTERM)
     with StopRequest().listening() as stop:
         assert signal.getsignal(signal.SIGTERM) is not before

@@ -18,16 +18,6 @@ from tests.pipeline.extract.parallel_trials import end, start, terminate, wait_f
 from tests.pipeline.extract_cases import contents, options, run
 
 
-@pytest.fixture(scope="module")
-def reference(
-    tmp_path_factory: pytest.TempPathFactory, teacher: Path, corpus: Path
-) -> dict[str, bytes]:
-    """The store as one process writes it."""
-    out = tmp_path_factory.mktemp("reference")
-    run(out, options(teacher, corpus))
-    return contents(out / "store")
-
-
 @pytest.fixture
 def holder(tmp_path: Path) -> ExitStack:
     """Another process's claim on the first shard; closing it is that process's death."""
