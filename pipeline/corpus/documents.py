@@ -237,19 +237,3 @@ def read_span(
             continue
         tally.num_documents += 1
         yield number, text
-
-
-def read_documents(
-    config: CorpusConfig, split: str = "train", tally: Tally | None = None
-) -> Iterator[str]:
-    """The documents of one split, in order, a few in memory at a time, counted in ``tally``.
-
-    Raises:
-        UsageError: For a source, field or column that does not exist.
-        GdistillError: For an unreadable source, bad text, or no documents.
-    """
-    tally = tally or Tally()
-    for span in plan_spans(config):
-        if span.split == split:
-            for _, text in read_span(span, config, tally):
-                yield text

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,8 +11,17 @@ import pytest
 import zstandard
 
 from pipeline.corpus.config import CorpusConfig, corpus_config, preset_names
-from pipeline.corpus.documents import Tally, open_source, plan_spans, read_documents
+from pipeline.corpus.documents import Tally, open_source, plan_spans, read_span
 from shards.errors import GdistillError, UsageError
+
+
+def read_documents(
+    config: CorpusConfig, split: str = "train", tally: Tally | None = None
+) -> Iterator[str]:
+    """The documents of one split, in order, counted in ``tally``."""
+    for span in plan_spans(config):
+        if span.split == split:
+            yield from (text for _, text in read_span(span, config, tally or Tally()))
 
 
 def everything(config: CorpusConfig) -> list[str]:

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.corpus.config import CorpusConfig, corpus_config
-from pipeline.corpus.documents import open_source, plan_spans, read_documents
+from pipeline.corpus.documents import open_source, plan_spans
 from shards.errors import GdistillError, UsageError
-from tests.pipeline.corpus.test_corpus import everything
+from tests.pipeline.corpus.test_corpus import everything, read_documents
 
 
 def test_the_seven_validation_corpora_are_packed_alike() -> None:

@@ -72,69 +72,58 @@ def test_an_engines_batch_output_is_read(tmp_path: Path) -> None:
     np.testing.assert_allclose(row.token_log_probs, [0, HALF, QUARTER], rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"token_ids": [0, 3, 8]}, "outside the vocabulary.*8"),
-        ({"top_ids": [[], [3, 135], [1]]}, "outside the vocabulary.*135"),
-        ({"token_log_probs": [None, 0.5, QUARTER]}, "not a log-probability.*0.5"),
-        ({"token_log_probs": [None, None, QUARTER]}, "not a log-probability.*None"),
-        ({"token_log_probs": [None, HALF]}, "lists differ in length"),
-        (
-            {"top_ids": [[], [], [1]], "top_log_probs": [[], [], [HALF]]},
-            "without its most probable",
-        ),
-        ({"top_ids": [[], [3], [1]]}, "top_ids and top_log_probs differ"),
-        ({"top_log_probs": [[], [HALF, math.log(0.7)], [HALF]]}, "more than 1.*1.2"),
-        ({"top_log_probs": [[], [QUARTER, QUARTER], [HALF]]}, "two log-probabilities"),
-        ({"top_log_probs": None}, "a column is missing.*top_log_probs"),
-        ({"token_ids": [0, -1, 5]}, "outside the vocabulary.*-1"),
-        ({"top_ids": [[], [3, -1], [1]]}, "outside the vocabulary.*-1"),
-        ({"token_ids": [0, 3.5, 5]}, "not token ids.*3.5"),
-        ({"token_ids": [0, "a", 5]}, "not token ids.*'a'"),
-        ({"token_ids": [0, True, 5]}, "not token ids.*True"),
-        ({"token_ids": [0, 1 << 80, 5]}, "not token ids.*1208"),
-        ({"token_ids": 5}, "another type.*token_ids = 5"),
-        ({"token_log_probs": [None, "x", HALF]}, "not a log-probability.*'x'"),
-        ({"token_log_probs": "abc"}, "another type.*token_log_probs"),
-        ({"top_ids": [[], ["a", "b"], [1]]}, "not token ids.*'a'"),
-        ({"top_ids": [[], 7, [1]]}, "not token ids.*7"),
-        ({"top_ids": [[], [3, 3], [1]]}, "twice among the most probable.*3"),
-        ({"top_ids": {}}, "another type.*top_ids"),
-    ],
-)
-def test_bad_rows_name_file_row_and_reason(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    path = write_lines(tmp_path / "a.jsonl", {**RECORD, **change})
-    with pytest.raises(GdistillError, match=message) as caught:
-        read_one(path)
-    assert "a.jsonl, row 1" in str(caught.value) and "\n" not in str(caught.value)
-
-
 TOPS: list[Any] = [None, {"3": {"logprob": HALF}}, {"5": {"logprob": QUARTER}}]
+BAD_ROWS: list[tuple[dict[str, Any], str]] = [
+    ({"token_ids": [0, 3, 8]}, "outside the vocabulary.*8"),
+    ({"top_ids": [[], [3, 135], [1]]}, "outside the vocabulary.*135"),
+    ({"token_log_probs": [None, 0.5, QUARTER]}, "not a log-probability.*0.5"),
+    ({"token_log_probs": [None, None, QUARTER]}, "not a log-probability.*None"),
+    ({"token_log_probs": [None, HALF]}, "lists differ in length"),
+    (
+        {"top_ids": [[], [], [1]], "top_log_probs": [[], [], [HALF]]},
+        "without its most probable",
+    ),
+    ({"top_ids": [[], [3], [1]]}, "top_ids and top_log_probs differ"),
+    ({"top_log_probs": [[], [HALF, math.log(0.7)], [HALF]]}, "more than 1.*1.2"),
+    ({"top_log_probs": [[], [QUARTER, QUARTER], [HALF]]}, "two log-probabilities"),
+    ({"top_log_probs": None}, "a column is missing.*top_log_probs"),
+    ({"token_ids": [0, -1, 5]}, "outside the vocabulary.*-1"),
+    ({"top_ids": [[], [3, -1], [1]]}, "outside the vocabulary.*-1"),
+    ({"token_ids": [0, 3.5, 5]}, "not token ids.*3.5"),
+    ({"token_ids": [0, "a", 5]}, "not token ids.*'a'"),
+    ({"token_ids": [0, True, 5]}, "not token ids.*True"),
+    ({"token_ids": [0, 1 << 80, 5]}, "not token ids.*1208"),
+    ({"token_ids": 5}, "another type.*token_ids = 5"),
+    ({"token_log_probs": [None, "x", HALF]}, "not a log-probability.*'x'"),
+    ({"token_log_probs": "abc"}, "another type.*token_log_probs"),
+    ({"top_ids": [[], ["a", "b"], [1]]}, "not token ids.*'a'"),
+    ({"top_ids": [[], 7, [1]]}, "not token ids.*7"),
+    ({"top_ids": [[], [3, 3], [1]]}, "twice among the most probable.*3"),
+    ({"top_ids": {}}, "another type.*top_ids"),
+]
+BAD_ANSWERS: list[tuple[dict[str, Any], str]] = [
+    ({"response": None, "error": {"code": 500}}, "without token ids.*'error'"),
+    ({"response": {"body": None}}, "without token ids"),
+    ({"choices": None, "prompt_token_ids": [1, 2]}, "not an engine's answer"),
+    ({"choices": [None], "prompt_token_ids": [1, 2]}, "not an engine's answer"),
+    ({"choices": "x"}, "without token ids"),
+    ({"choices": [{"prompt_logprobs": TOPS}], "prompt_token_ids": "abc"}, "not token ids"),
+    ({"choices": [{"prompt_logprobs": 3}], "prompt_token_ids": [0, 3, 5]}, "another tokeniz"),
+    (
+        {
+            "choices": [{"prompt_logprobs": [*TOPS[:2], {"5": {}}]}],
+            "prompt_token_ids": [0, 3, 5],
+        },
+        "not a log-probability.*position 2.*None",
+    ),
+]
 
 
 @pytest.mark.parametrize(
     ("record", "message"),
-    [
-        ({"response": None, "error": {"code": 500}}, "without token ids.*'error'"),
-        ({"response": {"body": None}}, "without token ids"),
-        ({"choices": None, "prompt_token_ids": [1, 2]}, "not an engine's answer"),
-        ({"choices": [None], "prompt_token_ids": [1, 2]}, "not an engine's answer"),
-        ({"choices": "x"}, "without token ids"),
-        ({"choices": [{"prompt_logprobs": TOPS}], "prompt_token_ids": "abc"}, "not token ids"),
-        ({"choices": [{"prompt_logprobs": 3}], "prompt_token_ids": [0, 3, 5]}, "another tokeniz"),
-        (
-            {
-                "choices": [{"prompt_logprobs": [*TOPS[:2], {"5": {}}]}],
-                "prompt_token_ids": [0, 3, 5],
-            },
-            "not a log-probability.*position 2.*None",
-        ),
-    ],
+    [*(({**RECORD, **change}, message) for change, message in BAD_ROWS), *BAD_ANSWERS],
 )
-def test_bad_answers_name_file_row_and_reason(
+def test_bad_rows_and_answers_name_file_row_and_reason(
     tmp_path: Path, record: dict[str, Any], message: str
 ) -> None:
     path = write_lines(tmp_path / "a.jsonl", record)
