@@ -124,6 +124,7 @@ class Engine:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "OMP_NUM_THREADS": "1",
+            "NUMBA_NUM_THREADS": "1",  # vLLM's n-gram sets OpenMP's threads to these
             "HF_HUB_OFFLINE": "1",
         }
 
