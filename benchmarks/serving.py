@@ -217,6 +217,7 @@ def speed(engines: dict[str, Engine]) -> dict[str, Any]:
             figures = found[name][str(streams)]
             figures["tokens_per_second"] = rates[len(rates) // 2]
             figures["all_seconds"] = times
+            figures["all_cpu_seconds"] = busy[name]
             figures["cpu_ms_per_token"] = 1e3 * min(busy[name]) / (len(jobs) * MAX_TOKENS)
             typer.echo(
                 f"{name}, {streams} streams: {figures['tokens_per_second']:.0f} tokens/s, "
