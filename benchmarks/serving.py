@@ -58,7 +58,7 @@ STUDENT = {"method": "custom_class", "model": "trainer.serving.drafters.StudentD
 MAX_TOKENS = 100
 OWN_ROWS = 48
 SERVED = 100
-ALTERED = 500
+ALTERED = 200
 VERSIONS = "import torch, vllm; print(vllm.__version__, torch.__version__)"
 
 
