@@ -51,7 +51,7 @@ def figure_file(
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    style = {
+    style: Any = {
         "axes.prop_cycle": cycler(color=PALETTE),
         "axes.spines.top": False,
         "axes.spines.right": False,

@@ -452,8 +452,8 @@ class ScoreWriter:
             raise GdistillError("the scores are of other rows", where=part)
         names = ("top_ids", "top_log_probs", "token_ids", "token_log_probs")
         stacked = [np.stack([getattr(row, name)[1:] for row in rows]) for name in names]
-        flat = [torch.from_numpy(value).flatten(0, 1) for value in stacked]
-        encoded = self.codec.encode_likeliest(*flat, self.resources)
-        arrays, shape = {"token_log_probs": flat[3], **encoded}, (len(rows), tokens.shape[1] - 1)
+        ids, logs, own, own_logs = (torch.from_numpy(value).flatten(0, 1) for value in stacked)
+        encoded = self.codec.encode_likeliest(ids, logs, own, own_logs, self.resources)
+        arrays, shape = {"token_log_probs": own_logs, **encoded}, (len(rows), tokens.shape[1] - 1)
         unflat = {name: value.unflatten(0, shape) for name, value in arrays.items()}
         return {"tokens": tokens, **{name: with_position_0(v) for name, v in unflat.items()}}

@@ -468,7 +468,7 @@ def _own_schema(record: Mapping[str, Any], where: str) -> tuple[Any, Any, list[T
         got = f"{len(ids)} and {len(log_probs)} positions"
         raise GdistillError("top_ids and top_log_probs differ", where=where, got=got)
     pairs = enumerate(zip(ids, log_probs, strict=True))
-    tops = [_table(*pair, f"{where}, position {i}") for i, pair in pairs]
+    tops: list[Top] = [_table(*pair, f"{where}, position {i}") for i, pair in pairs]
     return record["token_ids"], record["token_log_probs"], tops
 
 

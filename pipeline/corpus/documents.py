@@ -185,8 +185,8 @@ def _fair_spans(source: Source, count: int, fraction: float) -> list[Span]:
     """
     sizes = []
     for raw in source.documents(0, count):
-        is_text = isinstance(raw.content, str)
-        text = raw.content if is_text else raw.content.decode("utf-8", "replace")
+        content = raw.content
+        text = content if isinstance(content, str) else content.decode("utf-8", "replace")
         sizes.append(len(source.text(text, raw)))
     total = sum(sizes)
     tails = [0]  # characters of the last 0, 1, 2, ... documents, one at least left to train
