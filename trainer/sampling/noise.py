@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -110,7 +110,7 @@ class RowNoise:
 
     def embed(
         self,
-        student: Student,
+        student: Any,
         masked: Bool[Tensor, "m w"],
         rows: Int[Tensor, "m"],
         first: int = 0,

@@ -26,7 +26,7 @@ from tests.trainer.students.test_vocabulary_attention import (
     make_student,
 )
 from trainer.loading import generate
-from trainer.students import conditioning as vocabulary_attention
+from trainer.students import noise_attention as vocabulary_attention
 from trainer.students.noise_attention import (
     NoiseToRead,
     VocabularyAttention,
