@@ -15,7 +15,7 @@ from tests.commands import call
 V, LENGTH = 11, 6
 MARKUP = "<script>fired()</script><img src=x onerror=fired()>"
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\u202eback"
-DOORS = ("score", "infill", "curve", "certify", "judge")
+DOORS = ("score", "infill", "certify")
 Case = Callable[[Path], object]
 
 
@@ -73,14 +73,8 @@ class Stage:
         judge = ("--judge", self.judge)
         if door == "infill":
             return [self.samples, "--infill", self.home / "rows.jsonl"]
-        if door == "curve":
-            runs = (f"one={self.samples}", f"other={self.sound}")
-            return ["curve", *runs, *judge, "--entropy", 1.0, "--out", self.home / "out"]
         if door == "certify":
             return ["certify", self.samples, "--teacher", self.teacher]
-        if door == "judge":
-            url = ("--url", "http://127.0.0.1:9", "--model", "none", "--plan")
-            return ["judge", self.samples, *url]
         return [self.samples, *judge]
 
     def outside(self) -> dict[str, bytes | str]:

@@ -180,7 +180,6 @@ READ: dict[str, Case] = {
     "a page by a link": replaced("report.html", "../precious/file"),
     "a certificate by a link": replaced("certificate.json", "../precious/file"),
     "what was read, by a link": replaced("judged", "../precious"),
-    "what was rated, by a link": replaced("judge", "../precious"),
     "a tokenizer outside": beside(checkpoint="/etc"),
 }
 
