@@ -49,7 +49,6 @@ PASSES  ?= 2
 NUM     ?= 64
 STEPS   ?=
 ARGS    ?=
-ABLATE_STORIES ?=
 # Tests that run beside each other, and the threads of each.
 JOBS    ?= 2
 # What `make setup` installs besides: `evaluation` brings lm-evaluation-harness.
@@ -75,9 +74,43 @@ ENGINE_STAMP = $(ENGINE)/.with-gdistill
 .PHONY: help setup demo maze extract train sample references eval test test-portable test-portable-sample lint bench \
         bench-sampling bench-extract bench-training gpu clean
 
-help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
-	@echo "  variables        CORPUS TEACHER CODEC STUDENT RECIPE BACKBONE INIT_FROM PRESET CONDITIONING KD SHARDS OUT NFE PASSES NUM JUDGE REFERENCE ARGS"
+help: ## list the targets and the variables
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-20s %s\n", $$1, $$2}'
+	@printf '\nVariables, as in make train STUDENT=bd3lm STEPS=2000:\n'
+	@sed -nE 's/^#: ([A-Z_]+) +(.*)/\1\t\2/p' $(MAKEFILE_LIST) | awk -F '\t' '{printf "  %-20s %s\n", $$1, $$2}'
+
+#: CORPUS        files, a preset (owt, lm1b, ...), a data set of the hub, or maze:k4
+#: TEACHER       folder or hub id of the autoregressive teacher
+#: CODEC         what a shard holds: posterior, seeded, topk, full, quantized, hidden, ids
+#: OUT           folder of the shards (out/NAME of the corpus)
+#: SHARDS        the store that train, references read (OUT/store)
+#: STUDENT       mdlm, bd3lm, ar, medusa, drafter
+#: PRESET        size of the student: tiny, small, medium, maze
+#: RECIPE        two-stage (default with noise) or paper
+#: CONDITIONING  gumbel or none
+#: KD            token or sequence: knowledge distillation; empty for none
+#: BACKBONE      the frozen language model of medusa and drafter
+#: INIT_FROM     what the student begins with: a trained student or a language model
+#: STEPS         training steps, instead of the preset's
+#: MODEL         folder of the training (under OUT)
+#: NUM           samples, or rows of references (64)
+#: NFE           forward passes of a sequence (16)
+#: PASSES        forward passes of each block of a BD3-LM (2), where NFE is not given
+#: SAMPLES       folder of the samples (samples)
+#: JUDGE         the language model that scores samples
+#: REFERENCE     texts of the corpus, for MAUVE and distances
+#: DRAFTER       a student that drafts in the engine
+#: LOOKAHEAD     tokens it drafts at once (4)
+#: ENGINE        folder of the environment with vLLM (.vllm)
+#: ENGINE_SETUP  a script that makes that environment, where there is none
+#: PORT          of the server (8000)
+#: ARGS          more options for the command, as they are
+#: JOBS          tests beside each other (2)
+#: THREADS       threads of each test (1)
+#: PORTABLE      kernels:threads pairs of test-portable
+#: EXTRAS        extras of pyproject.toml that setup installs (dev)
+#: PYTHON        the interpreter that makes the environment (python3)
+#: VENV          its folder (.venv)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -153,7 +186,6 @@ bench-training: $(STAMP) ## a training step against a dense one and against an o
 gpu: $(STAMP) ## on a GPU: checks, then every figure with a bar, within 8 minutes; JSON and page
 	$(BIN)/python -m benchmarks.gpu_suite $(ARGS)
 
-# Interrupted, the same command goes on. ABLATE_STORIES: corpus and teacher of the text part.
 $(ENGINE_STAMP): pyproject.toml $(STAMP)
 	@test -x $(ENGINE)/bin/vllm || test -n '$(ENGINE_SETUP)' || { echo "error: no vLLM in $(ENGINE); set ENGINE to an environment with vLLM 0.32, or ENGINE_SETUP to a script that makes one in the folder it is given"; exit 2; }
 	test -x $(ENGINE)/bin/vllm || $(ENGINE_SETUP) $(ENGINE)

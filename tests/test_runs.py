@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -25,6 +26,14 @@ def test_scripts_are_sound_shell(script: Path) -> None:
     if script.is_file():
         done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+def test_make_lists_every_variable_that_it_reads() -> None:
+    text = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    read = set(re.findall(r"^([A-Z_]+)\s*\?=", text, re.MULTILINE)) - {"TOKENIZERS_PARALLELISM"}
+    done = subprocess.run(["make", "-C", REPOSITORY, "help"], capture_output=True, text=True)
+    listed = set(re.findall(r"^  ([A-Z_]+) {2,}\S", done.stdout, re.MULTILINE))
+    assert read <= listed, read - listed
 
 
 def recorded_commands(
