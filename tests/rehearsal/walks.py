@@ -39,7 +39,6 @@ ON_GPU = {
     "training__device": "cuda",
     "training__micro_batch_size": 3,
     "training__noise_kernel": "eager",
-    "training__compile": "off",
     "training__validate_every_steps": 2,
 }
 RUNS = {
