@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
+from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from evaluation.cli import app
-from evaluation.text import mauve_divergence as mauve_features
 from evaluation.text.perplexity import generative_perplexity
 from evaluation.text.reading import JudgeModel, load_judge
 from shards.errors import GdistillError, UsageError
@@ -149,27 +153,41 @@ def test_references_are_read_by_a_reader_of_their_own(
         evaluate(samples, "--judge", judge_folder, "--reference", tmp_path / "none.jsonl")
 
 
+@contextmanager
+def texts_read_by_a_model() -> Iterator[list[int]]:
+    """Texts of every forward pass of any model of transformers, its head left out."""
+    read: list[int] = []
+
+    def count(module: torch.nn.Module, _: object, output: Any) -> None:
+        if isinstance(module, PreTrainedModel) and module.base_model is module:
+            read.append(len(output.last_hidden_state))
+
+    handle = register_module_forward_hook(count)
+    try:
+        yield read
+    finally:
+        handle.remove()
+
+
 def test_mauve_of_two_files_reads_the_references_once(
-    tmp_path: Path, judge_folder: Path, judge: JudgeModel, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, judge_folder: Path, judge: JudgeModel
 ) -> None:
     near = ["a " * (1 + number % 3) for number in range(20)]
     far = ["b " * (4 + number % 5) for number in range(20)]
     references = write_samples(tmp_path / "reference.jsonl", *near)
     write_samples(tmp_path / "samples" / "far.jsonl", *far)
     write_samples(tmp_path / "samples" / "near.jsonl", *near)
-    read: list[int] = []
-    compute = mauve_features._compute
-
-    def counted(judge: JudgeModel, texts: list[str], max_tokens: int) -> tuple:
-        read.append(len(texts))
-        return compute(judge, texts, max_tokens)
-
-    monkeypatch.setattr(mauve_features, "_compute", counted)
-    table = evaluate(tmp_path / "samples", "--judge", judge_folder, "--reference", references)
+    scored = [tmp_path / "samples", "--judge", judge_folder]
+    evaluate(*scored)  # what perplexity reads is kept
+    with texts_read_by_a_model() as loading:
+        evaluate(*scored)
+    with texts_read_by_a_model() as first:
+        table = evaluate(*scored, "--reference", references)
+    with texts_read_by_a_model() as again:
+        evaluate(*scored, "--reference", references)
     # near.jsonl has the references' own texts: features are found by content.
-    assert read == [20, 20]
-    evaluate(tmp_path / "samples", "--judge", judge_folder, "--reference", references)
-    assert read == [20, 20]
+    assert sum(first) == sum(loading) + 20 + 20
+    assert sum(again) == sum(loading)
     assert "spread" in table
     values = [part["scores"][2] for part in results(tmp_path / "samples").values()]
     assert [value["name"] for value in values] == ["mauve", "mauve"]
