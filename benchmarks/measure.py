@@ -11,10 +11,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+from shards.provenance import code_version
 
 
 def synchronize(device: torch.device) -> None:
@@ -105,7 +108,7 @@ def _status_bytes(field: str) -> int:
 
 
 def machine(device: torch.device) -> dict[str, object]:
-    """What the figures were measured on."""
+    """What the figures were measured on, and the code that measured them."""
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if on_gpu else _processor_name()
     return {
@@ -114,7 +117,9 @@ def machine(device: torch.device) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "processors": os.cpu_count(),
         "torch": torch.__version__,
+        "transformers": version("transformers"),
         "python": platform.python_version(),
+        "commit": code_version(),
     }
 
 

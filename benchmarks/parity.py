@@ -27,6 +27,7 @@ from benchmarks.goldens import (
     row_noise,
     student_of,
 )
+from benchmarks.measure import machine
 from shards.atomic import write_json_atomic
 from trainer.importing import our_parameters
 from trainer.objective.batch import Batch
@@ -357,7 +358,8 @@ def main(
         verdict = "ok" if row.passed else "OFF"
         shown = f"{row.golden:<26}{row.quantity:<28}{row.difference:>12.2e}"
         print(f"{shown}  (tolerance {row.tolerance:.0e}) {verdict}")
-    write_json_atomic(out, {"comparisons": [{**vars(row), "passed": row.passed} for row in rows]})
+    found = [{**vars(row), "passed": row.passed} for row in rows]
+    write_json_atomic(out, {"machine": machine(torch.device("cpu")), "comparisons": found})
     raise typer.Exit(0 if all(row.passed for row in rows) else 1)
 
 

@@ -28,6 +28,10 @@ def git(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
+def test_the_commit_is_that_of_this_checkout() -> None:
+    assert (version_stamp.ROOT / "shards" / "provenance.py").samefile(version_stamp.__file__)
+
+
 def test_an_installed_package_tells_its_release_alone(checkout: Path) -> None:
     assert "+" not in stamp() and stamp()
 
