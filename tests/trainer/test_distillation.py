@@ -1,0 +1,212 @@
+"""A store as the teacher of transformers' and TRL's trainers."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, pad
+from torch.utils.data import default_collate
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from shards.errors import UsageError
+from shards.store.store import ShardStore
+from tests.trainer.run_cases import ROWS, VOCAB, teacher_logits, write_store
+from trainer.distillation import IGNORED, DistillationLoss, DistillationMixin, store_rows
+from trainer.students.fused_head import Distillation
+
+
+def batch_of(store: Path, num_rows: int = 6) -> dict[str, Any]:
+    return default_collate(list(islice(store_rows(store), num_rows)))
+
+
+def some_logits(batch: dict[str, Any], width: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return 3 * torch.randn(*batch["labels"].shape, width, generator=generator)
+
+
+def by_autograd(
+    store: Path, batch: dict[str, Any], logits: torch.Tensor, labels: torch.Tensor, **kd: float
+) -> torch.Tensor:
+    """Mean over the counted tokens of the loss that students use, position by position."""
+    opened = ShardStore.open(store)
+    where = labels[:, 1:] != IGNORED
+    arrays = {name: array[:, 1:][where] for name, array in batch["teacher"].items()}
+    tokens, own = labels[:, 1:][where], arrays.pop("token_log_probs")
+    teacher = opened.codec.distribution(arrays, tokens, own, opened.resources)
+    log_probs = pad(logits[:, :-1, :VOCAB][where], (0, 1), value=-1e6).log_softmax(-1)
+    return Distillation(teacher, **kd).losses(log_probs, tokens, slice(None)).mean()
+
+
+@pytest.mark.parametrize("num_entries", [4, VOCAB], ids=["listed", "whole"])
+@pytest.mark.parametrize(("weight", "temperature"), [(0.0, 1.0), (0.3, 1.0), (1.0, 2.0)])
+def test_loss_and_gradient_are_those_of_the_students(
+    tmp_path: Path, num_entries: int, weight: float, temperature: float
+) -> None:
+    """With a padded vocabulary, whose columns take no part, and with tokens that do not count."""
+    store = write_store(tmp_path / "store", num_entries=num_entries)
+    batch = batch_of(store)
+    labels = batch["labels"].clone()
+    labels[1, 3:] = IGNORED
+    logits = some_logits(batch, VOCAB + 3).requires_grad_()
+    loss = DistillationLoss(store, weight=weight, temperature=temperature)
+    found = loss(logits, labels, batch["teacher"])
+    expected = by_autograd(store, batch, logits, labels, weight=weight, temperature=temperature)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    gradients = [torch.autograd.grad(value, logits)[0] for value in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
+    assert not gradients[0][..., VOCAB:].any()
+
+
+def test_the_teacher_itself_has_no_divergence(store: Path) -> None:
+    """Its logits at i are of token i + 1: a shift by one would be seen here."""
+    batch = batch_of(store)
+    loss = DistillationLoss(store, weight=1.0)
+    own = loss(teacher_logits()[batch["input_ids"]], batch["labels"], batch["teacher"])
+    other = loss(some_logits(batch, VOCAB), batch["labels"], batch["teacher"])
+    assert float(own) < 0.01 < 1 < float(other)
+
+
+def test_without_weight_it_is_the_cross_entropy(store: Path) -> None:
+    batch = batch_of(store)
+    logits = some_logits(batch, VOCAB)
+    expected = cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    found = DistillationLoss(store, weight=0.0)(logits, batch["labels"], batch["teacher"])
+    torch.testing.assert_close(found, expected)
+
+
+def test_rows_come_once_an_epoch_in_an_order_of_the_seed(store: Path) -> None:
+    def rows(**options: Any) -> list[tuple[int, ...]]:
+        return [tuple(row["input_ids"].tolist()) for row in store_rows(store, **options)]
+
+    stored = rows(split="validation", seed=None, epochs=1)
+    tokens = ShardStore.open(store).split("validation").read_rows(0, ROWS["validation"])["tokens"]
+    assert stored == [tuple(row) for row in tokens.tolist()]
+    two = rows(split="validation", epochs=2)
+    assert sorted(two) == sorted(2 * stored) and two[:10] != two[10:]
+    assert two == rows(split="validation", epochs=2, with_teacher=False)
+    assert two != rows(split="validation", epochs=2, seed=1)
+    labels = next(iter(store_rows(store)))["labels"]
+    assert labels[0] == IGNORED and (labels[1:] != IGNORED).all()
+
+
+@pytest.mark.parametrize(
+    ("codec", "settings", "words"),
+    [
+        ("topk", {}, ["draw of the noise", "posterior or hidden"]),
+        ("posterior", {"weight": 1.5}, ["share out of range", "1.5", "0 to 1"]),
+        ("posterior", {"temperature": 0.0}, ["not a temperature", "above 0"]),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    tmp_path: Path, codec: str, settings: dict[str, float], words: list[str]
+) -> None:
+    store = write_store(tmp_path / "store", codec)
+    with pytest.raises(UsageError) as refused:
+        DistillationLoss(store, **settings)
+    assert all(word in str(refused.value) for word in words)
+
+
+def test_a_student_of_another_vocabulary_is_refused(store: Path) -> None:
+    batch = batch_of(store)
+    with pytest.raises(UsageError, match="vocabulary is too small"):
+        DistillationLoss(store)(some_logits(batch, VOCAB - 1), batch["labels"], batch["teacher"])
+
+
+class Distilled(DistillationMixin, Trainer):
+    pass
+
+
+def language_model() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    size = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    ids = {"bos_token_id": 0, "eos_token_id": 0}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB + 4, **size, **ids, **dropout))
+
+
+def options(out: Path, **changes: Any) -> dict[str, Any]:
+    base = {
+        "max_steps": 8,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+    }
+    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+    return {"output_dir": str(out), **base, **quiet, **changes}
+
+
+def trained(
+    store: Path, out: Path, trainer: Any = Distilled, resume: bool | str = False, **changes: Any
+) -> Any:
+    made = trainer(
+        language_model(),
+        TrainingArguments(**options(out, **changes)),
+        distillation=DistillationLoss(store, weight=0.5),
+        train_dataset=store_rows(store),
+        eval_dataset=store_rows(store, "validation", seed=None, epochs=1),
+    )
+    made.train(resume_from_checkpoint=resume)
+    return made
+
+
+def same_weights(a: Any, b: Any) -> bool:
+    return all(map(torch.equal, a.model.parameters(), b.model.parameters()))
+
+
+def test_a_resumed_training_is_the_uninterrupted_one(store: Path, tmp_path: Path) -> None:
+    """Past the end of the first epoch too: 40 rows are ten steps, and it stops after 11 of 13."""
+    whole = trained(store, tmp_path / "a", max_steps=13)
+    trained(store, tmp_path / "b", max_steps=13, save_strategy="steps", save_steps=11)
+    resumed = trained(store, tmp_path / "b", max_steps=13, resume=str(tmp_path / "b/checkpoint-11"))
+    assert resumed.state.global_step == 13
+    assert same_weights(whole, resumed)
+    losses = [entry["loss"] for entry in whole.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+
+
+def test_accumulated_steps_are_the_steps_of_larger_batches(store: Path, tmp_path: Path) -> None:
+    whole = trained(store, tmp_path / "a")
+    parts = trained(
+        store, tmp_path / "b", per_device_train_batch_size=1, gradient_accumulation_steps=4
+    )
+    for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_an_evaluation_says_the_nll(store: Path, tmp_path: Path) -> None:
+    made = trained(store, tmp_path)
+    rows = ShardStore.open(store).split("validation").read_rows(0, ROWS["validation"])
+    tokens = torch.from_numpy(rows["tokens"]).long()
+    with torch.no_grad():
+        logits = made.model.eval()(tokens).logits[..., :VOCAB]
+    expected = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    assert made.evaluate()["eval_loss"] == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_trl_trains_as_transformers_does(store: Path, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="pip install trl")
+
+    class DistilledSFT(DistillationMixin, trl.SFTTrainer):
+        pass
+
+    from transformers import AutoTokenizer
+
+    from tests.pipeline.extract_cases import save_tokenizer
+
+    sft = DistilledSFT(
+        language_model(),
+        trl.SFTConfig(
+            **options(tmp_path / "sft", bf16=False),
+            dataset_kwargs={"skip_prepare_dataset": True},
+        ),
+        distillation=DistillationLoss(store, weight=0.5),
+        train_dataset=store_rows(store),
+        processing_class=AutoTokenizer.from_pretrained(save_tokenizer(tmp_path / "tokenizer")),
+    )
+    sft.train()
+    assert sft.state.global_step == 8
+    assert same_weights(trained(store, tmp_path / "own"), sft)

@@ -1,0 +1,245 @@
+"""Offline distillation for trainers of language models: a store stands in for the teacher.
+
+class Distilled(DistillationMixin, transformers.Trainer): ...  # or trl.SFTTrainer
+
+A row of the store is a packed sequence. The loss of a token is (1 - weight) NLL + weight T^2
+KL(teacher || student), with the teacher's listed tokens as outcomes of their own and all others as
+one outcome (:class:`trainer.students.fused_head.Outcomes`). docs/trainers.md is the recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import IterableDataset
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.data import default_collate
+
+from shards.errors import UsageError
+from shards.store.store import ShardStore, find_store
+from shards.stream.stream import ShardStream
+from trainer.students.fused_head import NOWHERE, Distillation, Outcomes, tempered_kl
+
+IGNORED = -100
+"""The label that transformers leave out of a loss."""
+ROWS_READ_TOGETHER = 16
+SMALLEST = 1e-38
+
+
+def store_rows(
+    place: str | Path,
+    split: str = "train",
+    *,
+    seed: int | None = 0,
+    epochs: int | None = None,
+    with_teacher: bool = True,
+) -> IterableDataset:
+    """Rows of a store as a data set of transformers and TRL, the same ones in every process.
+
+    A row is ``input_ids``, ``attention_mask`` and ``labels``, [L] int64 (position 0, which nothing
+    predicts, has the label -100), and ``teacher``, the store's arrays by name, [L, ...]. A trainer
+    that resumes skips rows and so meets those that it would have met.
+
+    Args:
+        place: Path or URL of a store.
+        split: Which of its splits.
+        seed: Of the order, which differs from epoch to epoch; None keeps the stored order.
+        epochs: Passes over the split; None never ends, and ``max_steps`` ends the training.
+        with_teacher: False reads the text alone.
+
+    Raises:
+        GdistillError: If no complete store is there, or no such split.
+    """
+    store = ShardStore.open(find_store(place))
+    store.split(split)
+
+    def rows() -> Iterator[dict[str, Any]]:
+        reader = store.split(split, None if with_teacher else ["tokens"])
+        stream = ShardStream(
+            reader,
+            seed=seed or 0,
+            global_batch_size=min(ROWS_READ_TOGETHER, reader.num_rows),
+            shuffle=seed is not None,
+        )
+        epoch = 0
+        while epochs is None or epoch < epochs:
+            for batch in stream.one_pass(epoch):
+                yield from _examples(dict(batch.arrays))
+            epoch += 1
+
+    return IterableDataset.from_generator(rows)
+
+
+def _examples(arrays: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
+    for row, tokens in enumerate(arrays.pop("tokens").long()):
+        labels = tokens.clone()
+        labels[0] = IGNORED
+        example = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+        teacher = {name: array[row] for name, array in arrays.items()}
+        yield {**example, "teacher": teacher} if teacher else example
+
+
+class DistillationLoss:
+    """Loss of a language model against the teacher's distribution in a store.
+
+    Args:
+        place: Path or URL of the store.
+        weight: Share of the KL; the rest is the NLL of the text.
+        temperature: T of both distributions in the KL, which is scaled by T^2.
+
+    Raises:
+        UsageError: If a setting is out of range, or the store keeps noise and no distribution.
+    """
+
+    def __init__(self, place: str | Path, *, weight: float = 0.5, temperature: float = 1.0) -> None:
+        if not 0 <= weight <= 1:
+            raise UsageError("share out of range", where="weight", got=weight, expected="0 to 1")
+        if not temperature > 0:
+            got = temperature
+            raise UsageError("not a temperature", where="temperature", got=got, expected="above 0")
+        self.store = ShardStore.open(find_store(place))
+        self.weight, self.temperature = weight, temperature
+        if not self.store.codec.is_fresh:
+            nothing = torch.empty(0)
+            self.store.codec.distribution({}, nothing.long(), nothing, {})  # refuses, says why
+        self._resources: dict[torch.device, dict[str, Tensor]] = {}
+
+    def __call__(
+        self,
+        logits: Float[Tensor, "b l w"],
+        labels: Int[Tensor, "b l"],
+        teacher: dict[str, Tensor],
+        *,
+        num_items: Tensor | int | None = None,
+        weight: float | None = None,
+    ) -> Float[Tensor, ""]:
+        """Loss in nats per token; the logits at i are of token i + 1.
+
+        Args:
+            logits: A language model's; columns past the store's vocabulary (padding) are cut off.
+            labels: Tokens, -100 where none counts.
+            teacher: The store's arrays, [B, L, ...].
+            num_items: Tokens to divide by; by default those of these labels.
+            weight: Another share of the KL.
+
+        Raises:
+            UsageError: If the model's vocabulary is smaller than the store's.
+        """
+        size, device = self.store.manifest.vocab_size, logits.device
+        if logits.shape[-1] < size:
+            raise UsageError(
+                "the student's vocabulary is too small",
+                where="logits",
+                got=logits.shape[-1],
+                expected=f"at least {size}, as the store has",
+                remedy="train a model that has the teacher's tokenizer",
+            )
+        labels = labels.roll(-1, 1).index_fill(1, torch.tensor([-1], device=device), IGNORED)
+        counted = labels != IGNORED
+        weights = counted / (counted.sum().clamp(min=1) if num_items is None else num_items)
+        tokens = labels.masked_fill(~counted, 0).flatten()
+        arrays = {name: array.roll(-1, 1).flatten(0, 1) for name, array in teacher.items()}
+        if device not in self._resources:
+            resources = {name: a.to(device) for name, a in self.store.resources.items()}
+            self._resources[device] = resources
+        distribution = self.store.codec.distribution(
+            arrays, tokens, arrays.pop("token_log_probs"), self._resources[device]
+        )
+        share = self.weight if weight is None else weight
+        outcomes, scores = Outcomes.of(distribution), logits.flatten(0, 1)
+        if outcomes.ids is None:
+            log_probs = scores[:, :size].float().log_softmax(dim=1)
+            mixed = Distillation(distribution, share, self.temperature)
+            return (mixed.losses(log_probs, tokens, slice(None)) * weights.flatten()).sum()
+        args = outcomes.ids, outcomes.log_probs, tokens, weights.flatten(), share, self.temperature
+        return MixedLoss.apply(scores, *args, size)  # type: ignore
+
+
+class MixedLoss(torch.autograd.Function):
+    """sum_i w_i ((1 - share) NLL_i + share T^2 KL_i), and its gradient without a graph over V.
+
+    With q the student's probabilities and o the outcomes, d KL / d z_j is c_j where j is listed and
+    c_rest q_j / q_rest elsewhere, c_o = T (q~_o - p~_o), ~ for tempered and normalised over o. So
+    one softmax is all that is kept, as by cross-entropy.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Float[Tensor, "n w"],
+        ids: Int[Tensor, "n k"],
+        teacher: Float[Tensor, "n o"],
+        tokens: Int[Tensor, "n"],
+        weights: Float[Tensor, "n"],
+        share: float,
+        temperature: float,
+        size: int,
+    ) -> Float[Tensor, ""]:
+        probs = logits[:, :size].softmax(dim=1, dtype=torch.float32)
+        peak, at = probs.max(dim=1, keepdim=True)
+        normalizer = logits.gather(1, at).float() - peak.log()
+        nll = (normalizer - logits.gather(1, tokens[:, None]).float())[:, 0]
+        unused = ids == size
+        ids = torch.where(unused, tokens[:, None], ids)  # the token is listed: no other is touched
+        listed = probs.gather(1, ids).masked_fill(unused, 0.0)
+        known = (logits.gather(1, ids).float() - normalizer).masked_fill(unused, NOWHERE)
+        rest = probs.scatter_(1, ids, 0.0).sum(dim=1, keepdim=True).clamp(min=SMALLEST)
+        student = torch.cat((known, rest.log()), dim=1)
+        losses = (1 - share) * nll + share * tempered_kl(teacher, student, temperature)
+        gaps = (student / temperature).softmax(dim=1) - (teacher / temperature).softmax(dim=1)
+        gaps.mul_(share * temperature)
+        scale = weights[:, None] * (1 - share + gaps[:, -1:] / rest)
+        at_ids = weights[:, None] * ((1 - share) * listed + gaps[:, :-1].masked_fill(unused, 0.0))
+        at_token = (share - 1) * weights[:, None]
+        ctx.save_for_backward(
+            probs, scale, torch.cat((ids, tokens[:, None]), 1), torch.cat((at_ids, at_token), 1)
+        )
+        ctx.width, ctx.dtype = logits.shape[1], logits.dtype
+        return (losses * weights).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Float[Tensor, ""]) -> tuple[Tensor | None, ...]:
+        probs, scale, ids, values = ctx.saved_tensors
+        gradient = (probs * (scale * upstream)).scatter_add_(1, ids, values * upstream)
+        padding = (0, ctx.width - probs.shape[1])
+        return torch.nn.functional.pad(gradient, padding).to(ctx.dtype), *[None] * 7
+
+
+class DistillationMixin:
+    """Put before ``transformers.Trainer`` or ``trl.SFTTrainer``: its loss becomes that of a store.
+
+    An evaluation's loss is the NLL alone, nats per token.
+
+    Args:
+        model, args, kwargs: As the trainer has them.
+        distillation: The loss.
+    """
+
+    def __init__(self, model: Any, args: Any, *, distillation: DistillationLoss, **kwargs: Any):
+        args.remove_unused_columns = False  # no model has a column for the teacher
+        self.distillation = distillation
+        super().__init__(model, args, data_collator=default_collate, **kwargs)  # type: ignore
+
+    def compute_loss(
+        self: Any,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The loss of a batch of :func:`store_rows`, summed and divided as the trainer does it."""
+        labels, teacher = inputs.pop("labels"), inputs.pop("teacher")
+        outputs = model(**inputs)
+        weight = None if model.training else 0.0
+        loss = self.distillation(
+            outputs.logits, labels, teacher, num_items=num_items_in_batch, weight=weight
+        )
+        if self.args.average_tokens_across_devices and num_items_in_batch is not None:
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
+        return (loss, outputs) if return_outputs else loss
