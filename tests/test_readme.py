@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 BLOCKS = [block for page in PAGES for block in read_blocks(page)]
 RUN = [block for block in BLOCKS if block.text]
+FOLDERS = "shards|pipeline|trainer|evaluation|benchmarks|configs|runs|tests|docs"
 TOY = {"EXTRAS": "dev", "STEPS": "3"}
 """Environment variables that make every block small."""
 
@@ -87,3 +89,5 @@ def test_links_lead_somewhere(page: Path) -> None:
     targets = [part.split(")")[0].split("#")[0] for part in text.split("](")[1:]]
     local = [target for target in targets if target and "://" not in target]
     assert [target for target in local if not (page.parent / target).exists()] == []
+    files = set(re.findall(rf"(?<![\w./-])((?:{FOLDERS})/[\w./-]*\w)", text))
+    assert [file for file in sorted(files) if not (REPOSITORY / file).exists()] == []
