@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from shards.store.store import ShardStore
     from shards.stream.dataset import open_store
 
-_HOME = {
-    "open_store": "shards.stream.dataset",
-    "ShardStore": "shards.store.store",
-}
+_HOME = {"open_store": "shards.stream.dataset", "ShardStore": "shards.store.store"}
 
 
 def __getattr__(name: str) -> Any:

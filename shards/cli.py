@@ -37,8 +37,7 @@ SHOWN_BATCH = 512
 
 @app.command()
 def info(
-    store: Store,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
+    store: Store, as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False
 ) -> None:
     """What a store is, from which teacher and corpus, how large and how complete."""
     opened = open_store(store, allow_incomplete=True)
@@ -181,9 +180,7 @@ def subset(
 
 
 def _kept_rows(
-    available: Mapping[str, int],
-    names: Sequence[str],
-    wanted: Mapping[str, tuple[int | None, str]],
+    available: Mapping[str, int], names: Sequence[str], wanted: Mapping[str, tuple[int | None, str]]
 ) -> dict[str, int]:
     """Rows to keep of each split to keep, from the options."""
     for name in names:

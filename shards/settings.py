@@ -110,9 +110,7 @@ def merge(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve(
-    config_class: type[Config],
-    *sources: Mapping[str, Any],
-    overrides: Iterable[str] = (),
+    config_class: type[Config], *sources: Mapping[str, Any], overrides: Iterable[str] = ()
 ) -> Config:
     """Build a config from mappings (later wins) and override strings.
 

@@ -157,10 +157,7 @@ class SeededCodec(Codec):
         }
 
     def _moved(
-        self,
-        waits: Float[Tensor, "n v"],
-        prior: Float[Tensor, "n v"],
-        coarsening: Int[Tensor, "n"],
+        self, waits: Float[Tensor, "n v"], prior: Float[Tensor, "n v"], coarsening: Int[Tensor, "n"]
     ) -> Bool[Tensor, "n v"]:
         """log(1 + p_j E_0 / E_j) > the unit of the position's scale."""
         units, _, _ = _scale_table(self.tolerance_nats, waits.device)
@@ -294,10 +291,7 @@ def _table(
 
 
 def _gaps(
-    shape: tuple[int, int],
-    rows: Int[Tensor, "k"],
-    slots: Int[Tensor, "k"],
-    ranks: Int[Tensor, "k"],
+    shape: tuple[int, int], rows: Int[Tensor, "k"], slots: Int[Tensor, "k"], ranks: Int[Tensor, "k"]
 ) -> Int[Tensor, "n m"]:
     """Each rank less the one in the slot before; 1 + rank in slot 0."""
     previous = torch.where(slots > 0, ranks.roll(1), -1)

@@ -33,11 +33,7 @@ STRIDE = 0x2545F491
 
 
 def engine_bits(
-    seeds: Int[Tensor, "n"],
-    positions: Int[Tensor, "n"],
-    start: int,
-    stop: int,
-    domain: int = 0,
+    seeds: Int[Tensor, "n"], positions: Int[Tensor, "n"], start: int, stop: int, domain: int = 0
 ) -> Int[Tensor, "n tile"]:
     """32 random bits per position and token id start..stop-1, int32.
 

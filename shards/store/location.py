@@ -15,13 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from shards.atomic import (
-    FileRecord,
-    discard_leftovers,
-    fsync_path,
-    open_itself,
-    write_bytes_atomic,
-)
+from shards.atomic import FileRecord, discard_leftovers, fsync_path, open_itself, write_bytes_atomic
 from shards.errors import GdistillError, UsageError, path_inside, safe_name
 
 

@@ -191,11 +191,7 @@ def _resources(store: ShardStore, codec: Codec) -> dict[str, Tensor]:
 
 
 def _encode(
-    store: ShardStore,
-    codec: Codec,
-    resources: Mapping[str, Tensor],
-    shard: ShardRange,
-    rows: Rows,
+    store: ShardStore, codec: Codec, resources: Mapping[str, Tensor], shard: ShardRange, rows: Rows
 ) -> Rows:
     manifest = store.manifest
     specs = {**STORE_ARRAYS, **codec.array_specs(manifest.vocab_size, None)}

@@ -100,9 +100,7 @@ def _alternatives(
     best = order.topk(min(NUM_ALTERNATIVES + 1, len(order))).indices.tolist()
     return tuple(
         Alternative(
-            words[i],
-            None if probabilities is None else float(probabilities[i]),
-            float(gumbels[i]),
+            words[i], None if probabilities is None else float(probabilities[i]), float(gumbels[i])
         )
         for i in best
         if i != own

@@ -29,13 +29,7 @@ from shards.store.writer import ShardWriter
 from shards.stream.dataset import OpenStore, open_store
 from shards.tools.description import Description
 from shards.tools.rewriting import merge
-from tests.shards.store_cases import (
-    KEPT,
-    VOCAB,
-    file_bytes,
-    make_arrays,
-    write_store,
-)
+from tests.shards.store_cases import KEPT, VOCAB, file_bytes, make_arrays, write_store
 
 Change = Callable[[Path], object]
 
@@ -300,9 +294,7 @@ HOSTILE: dict[str, Change] = {
         for size in (0, 4 * VOCAB - 1, 4 * VOCAB + 1, 1 << 26)
     },
     "resource with NaN": lambda root: replace_file(
-        root,
-        "resources/unigram_log_probs/c/0",
-        compressed(np.full(VOCAB, np.nan, "<f4").tobytes()),
+        root, "resources/unigram_log_probs/c/0", compressed(np.full(VOCAB, np.nan, "<f4").tobytes())
     ),
     "resource of zeros": zero_head,
     **{

@@ -11,14 +11,7 @@ from shards.codec.registry import make_codec
 from shards.stream.order import LaneOrder, lanes_for, shuffling_of
 
 VOCAB, TOKENS = 50_257, 1 << 23
-CODECS = {
-    "posterior": {},
-    "topk": {},
-    "seeded": {},
-    "quantized": {},
-    "full": {},
-    "hidden": {},
-}
+CODECS = {"posterior": {}, "topk": {}, "seeded": {}, "quantized": {}, "full": {}, "hidden": {}}
 
 
 @pytest.mark.parametrize("batch", [64, 512])
