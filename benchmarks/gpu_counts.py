@@ -23,13 +23,13 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.synthetic import unigram
 from shards.atomic import write_json_atomic
+from shards.codec.seeded import ShiftedNoise
 from shards.console import run_command
 from shards.noise import embedding
 from shards.noise import philox as keyed_exponentials
 from shards.noise.embedding import Weighting
-from shards.noise.kinds import KeyedPosterior, KeyedPrior, Noise, ShiftedNoise
+from shards.noise.kinds import Entries, HeadAndTail, KeyedPosterior, KeyedPrior, Noise
 from shards.noise.philox import PositionKeys
-from shards.noise.probabilities import Entries, HeadAndTail
 from trainer.sampling.noise import TokenRule
 
 VIEWS = {

@@ -24,9 +24,8 @@ from shards.atomic import write_json_atomic
 from shards.codec.protocol import TeacherOutput
 from shards.console import run_command
 from shards.language_model.loading import find_pretrained
-from shards.noise.kinds import KeyedPosterior
+from shards.noise.kinds import DenseProbabilities, KeyedPosterior
 from shards.noise.philox import PositionKeys
-from shards.noise.probabilities import DenseProbabilities
 from trainer.sampling.fill import AncestralSampler
 from trainer.sampling.noise import sampling_noise
 from trainer.students.folder import open_model

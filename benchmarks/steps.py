@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from transformers import GPT2LMHeadModel
 
-from shards.noise.kinds import KeyedPosterior, Noise, dense_arrivals
+from shards.noise.kinds import DenseProbabilities, KeyedPosterior, Noise, dense_arrivals
 from shards.noise.philox import PositionKeys
-from shards.noise.probabilities import DenseProbabilities
 from trainer.objective.batch import Batch, Places
 from trainer.objective.corruption import substituted_log_probs
 from trainer.students.registry import MDLM

@@ -43,7 +43,7 @@ from shards.atomic import require_writable, write_json_atomic
 from shards.codec.posterior import PosteriorCodec
 from shards.console import Bar
 from shards.errors import GdistillError, UsageError
-from shards.store.layout import ShardRange
+from shards.store.manifest import ShardRange
 from shards.store.writer import ShardWriter
 
 MAX_MEAN_CHANGE_NATS = 0.05

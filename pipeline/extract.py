@@ -33,7 +33,7 @@ from pipeline.workers import Stopped, StopRequest, Worker
 from shards.codec.protocol import Codec, TeacherOutput
 from shards.console import Bar, progress_bar, stderr
 from shards.language_model.forward import BatchSize, in_batches, is_out_of_memory, largest_batch
-from shards.store.layout import ShardRange
+from shards.store.manifest import ShardRange
 from shards.store.writer import ShardWriter
 
 Note = Callable[[str], None]

@@ -34,7 +34,7 @@ from shards.language_model.loading import PretrainedFiles, looks_local
 from shards.noise.philox import noise_kernel
 from shards.store.manifest import STORE_ARRAYS, Manifest, read_ways, record_ways
 from shards.store.writer import ShardWriter
-from shards.stream.order import MIXED_CHUNK_BYTES
+from shards.stream.stream import MIXED_CHUNK_BYTES
 
 ROUNDING_NATS = 2e-4
 """Twice the most that log p of a token moved between CPU kernels, threads and rows per pass in

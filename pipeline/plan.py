@@ -46,11 +46,11 @@ from shards.language_model.loading import (
     not_causal_lm,
 )
 from shards.provenance import generator
-from shards.store.layout import encode_shard, shard_ranges
+from shards.store.layout import encode_shard
 from shards.store.location import open_location
 from shards.store.manifest import MANIFEST_FILE, Manifest
 from shards.store.store import ShardStore
-from shards.stream.order import WINDOW_BYTES
+from shards.stream.stream import WINDOW_BYTES
 
 REFERENCE_TOKENS = {"OpenWebText": 9_000_000_000, "FineWeb scale": 10_000_000_000_000}
 H100_FLOPS, UTILISATION = {"bfloat16": 989e12, "float32": 67e12}, 0.4
@@ -513,7 +513,7 @@ def _stored_bytes(codec: Codec, output: TeacherOutput, resources: dict[str, Tens
     encoded |= {"token_log_probs": output.token_log_probs, "tokens": output.tokens.int()}
     manifest = one_shard_manifest(codec, rows, tokens + 1, vocab_size, hidden_size)
     arrays = {name: with_position_0(tensor) for name, tensor in encoded.items()}
-    files = encode_shard(manifest, shard_ranges(manifest, "train")[0], arrays)
+    files = encode_shard(manifest, manifest.shard("train", 0), arrays)
     return sum(map(len, files.values())) / (rows * tokens)
 
 

@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from pipeline.tokens.dataset import RECORD, TokenDataset
 from pipeline.tokens.tokenizer import load_tokenizer
-from shards import open_store
 from shards.atomic import write_bytes_atomic
 from shards.errors import UsageError
+from shards.store.store import ShardStore
 
 BLOCK_ROWS = 256
 
@@ -65,7 +65,7 @@ def _rows_of(source: str, split: str) -> Iterator[Rows]:
         rows, tokenizer = dataset.num_rows(split), load_tokenizer(dataset.tokenizer_path)
         yield partial(dataset.read_rows, split), rows, tokenizer, dataset.bos_id
         return
-    store = open_store(source)
+    store = ShardStore.find(source)
     if split not in store.manifest.splits:
         raise UsageError(
             "unknown split", where=source, got=split, expected=", ".join(store.manifest.splits)

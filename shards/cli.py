@@ -19,7 +19,6 @@ from shards.store.store import ShardStore
 from shards.store.verification import forget as forget_shards
 from shards.store.verification import verify
 from shards.store.writer import ShardWriter
-from shards.stream.dataset import open_store
 from shards.stream.order import shuffling_of
 from shards.tools.description import Description
 
@@ -40,7 +39,7 @@ def info(
     store: Store, as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False
 ) -> None:
     """What a store is, from which teacher and corpus, how large and how complete."""
-    opened = open_store(store, allow_incomplete=True)
+    opened = ShardStore.find(store, allow_incomplete=True)
     description = Description.of(opened)
     readers = {
         split: opened.split(split, []) for split, rows in opened.manifest.splits.items() if rows
@@ -76,7 +75,7 @@ def verify_command(
     ] = False,
 ) -> None:
     """Hash every byte again; name every bad file and what to run. Exit code 1 if any is bad."""
-    place = open_store(store, allow_incomplete=True)
+    place = ShardStore.find(store, allow_incomplete=True)
     with progress_bar("verify", sum(place.location.sizes().values()), unit="B") as bar:
         problems = verify(place.location, bar.advance)
     for problem in problems:
@@ -108,7 +107,7 @@ def show(
     """One row made visible: each token's probability, its noise and rank, the alternatives."""
     from shards.tools.row_view import row_figure, row_page, view_row
 
-    source = open_store(store, allow_incomplete=True)
+    source = ShardStore.find(store, allow_incomplete=True)
     page, picture = _beside(out)
     require_writable(page.parent)
     first, views = view_row(source, split, row, draw)
@@ -140,7 +139,7 @@ def convert(
     from shards.tools.rewriting import convert as run
     from shards.tools.rewriting import require_convertible
 
-    source = open_store(store)
+    source = ShardStore.find(store)
     parameters = {".".join(path): value for path, value in map(parse_override, overrides or [])}
     target = make_codec(codec, **parameters)
     require_convertible(source.codec, target)
@@ -166,7 +165,7 @@ def subset(
     from shards.tools.rewriting import check_subset
     from shards.tools.rewriting import subset as run
 
-    source = open_store(store)
+    source = ShardStore.find(store)
     kept = _kept_rows(
         source.manifest.splits,
         splits.split(",") if splits else list(source.manifest.splits),
@@ -210,7 +209,7 @@ def merge(
     """Gather the finished shards of several stores of one identity into one, byte for byte."""
     from shards.tools.rewriting import merge as run
 
-    opened = [open_store(store, allow_incomplete=True) for store in stores]
+    opened = [ShardStore.find(store, allow_incomplete=True) for store in stores]
     for source in opened:
         _require_other(source, out)
     with progress_bar("merge", _num_tokens(opened[0])) as bar:

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from shards.codec.protocol import Codec, TeacherOutput, position_keys
 from shards.codec.registry import codec_parameters
-from shards.noise.kinds import KeyedPosterior, Noise, TiledNoise, dense_arrivals
+from shards.noise.kinds import DenseProbabilities, KeyedPosterior, Noise, TiledNoise, dense_arrivals
 from shards.noise.philox import PositionKeys
-from shards.noise.probabilities import DenseProbabilities
 from shards.settings import from_mapping
 
 

@@ -102,10 +102,10 @@ def run(
     sources.append({"model": chosen})
     composed = compose_run(sources, overrides or [])
     if plan:
-        from shards import open_store
+        from shards.store.store import ShardStore
         from trainer.training.plan import plan_text
 
-        typer.echo(plan_text(composed, open_store(store), processes or 1))
+        typer.echo(plan_text(composed, ShardStore.find(store), processes or 1))
         return
     from trainer.training.loop import train
 
@@ -133,7 +133,7 @@ def two_stage(
 
     The first part is the preset's length and goes to OUT/plain. --config and --set are for both.
     """
-    from shards import open_store
+    from shards.store.store import ShardStore
     from trainer.initial_weights import network_settings
     from trainer.training.construction import student_class
     from trainer.training.metrics import PLAIN
@@ -144,7 +144,7 @@ def two_stage(
     chosen = [] if config is None else [read_toml(config)]
     chosen.append(network_settings(init_from, student_class(student), out / PLAIN))
     parts = two_stage_parts(
-        student, open_store(store), read_recipe(preset), chosen, overrides or []
+        student, ShardStore.find(store), read_recipe(preset), chosen, overrides or []
     )
     _finish(lambda: train_two_stage(parts, store, out, init_from))
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shards import open_store
 from shards.errors import UsageError, did_you_mean
 from shards.settings import merge, read_toml
 from shards.store.store import ShardStore
@@ -147,7 +146,7 @@ def train_two_stage(
     Raises:
         UsageError: Also, before the first part, for a store that the second cannot train on.
     """
-    build_student(parts.noise, open_store(store), None)  # what it cannot be is said at once
+    build_student(parts.noise, ShardStore.find(store), None)  # what it cannot be is said at once
     label = ""
     if init_from is None or (out / PLAIN).exists() or is_language_model(init_from):
         train(parts.plain, store, out / PLAIN, init_from=init_from, part="part 1 of 2")

@@ -15,7 +15,6 @@ from torch import Tensor
 from evaluation.bootstrap import PerSample
 from evaluation.samples.samples import DataRows
 from evaluation.score import Score
-from shards import open_store
 from shards.console import progress_bar
 from shards.errors import GdistillError, UsageError
 from shards.noise.kinds import Noise
@@ -185,7 +184,7 @@ def _batches(
     seed: int,
 ) -> Iterator[Batch]:
     device = student.device
-    opened = None if store is None else open_store(store)
+    opened = None if store is None else ShardStore.find(store)
     for draw in range(num_draws):
         for start in range(0, len(data.rows), batch_size):
             stop = min(start + batch_size, len(data.rows))

@@ -6,20 +6,73 @@ V, and the distribution is exact up to the rounding of the hidden state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.codec.protocol import Arrays, ArraySpec, FreshDraws, TeacherOutput, encode_in_parts
+from shards.codec.protocol import (
+    Arrays,
+    ArraySpec,
+    FreshDraws,
+    LogProbs,
+    TeacherOutput,
+    Tokens,
+    encode_in_parts,
+)
 from shards.errors import GdistillError, UsageError
-from shards.noise.probabilities import HeadLogits
+from shards.noise.gumbel import add_wait_
+from shards.noise.philox import OfPositions
 
 LARGEST_LEVEL = 127
 HEAD_TOLERANCE_NATS = 0.1
 VOCABULARY_TILE = 8192
+
+
+@dataclass(frozen=True)
+class HeadLogits(OfPositions):
+    """Probabilities rebuilt from hidden states, one matrix product per tile.
+
+    Attributes:
+        hidden: [n, D] float32.
+        log_normalizers: [n] float32, log-sum-exp of the logits.
+        weight: [V, D] float32, the LM head.
+        bias: [V] float32.
+    """
+
+    hidden: Float[Tensor, "n d"]
+    log_normalizers: Float[Tensor, "n"]
+    weight: Float[Tensor, "v d"]
+    bias: Float[Tensor, "v"]
+
+    of_vocabulary: ClassVar[tuple[str, ...]] = ("weight", "bias")
+
+    @property
+    def num_positions(self) -> int:
+        return self.hidden.shape[0]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.shape[0]
+
+    def logits_at(self, ids: Int[Tensor, "n"]) -> Float[Tensor, "n"]:
+        """The logit of one id per position."""
+        return (self.hidden * self.weight[ids]).sum(1) + self.bias[ids]
+
+    def log_tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        """Log-probabilities of vocabulary ids start..stop-1."""
+        logits = torch.addmm(self.bias[start:stop], self.hidden, self.weight[start:stop].T)
+        return logits.sub_(self.log_normalizers[:, None])
+
+    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        return self.log_tile(start, stop).exp_()
+
+    def add_waits(
+        self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
+    ) -> Float[Tensor, "n tile"]:
+        return add_wait_(arrivals, self.tile(start, stop).mul_(first[:, None]))
 
 
 @dataclass(frozen=True)
@@ -40,44 +93,30 @@ class HiddenCodec(FreshDraws):
     needs_hidden: ClassVar[bool] = True
     resource_names: ClassVar[tuple[str, ...]] = ("lm_head", "lm_head_bias")
 
-    def __post_init__(self) -> None:
-        if self.dtype not in ("int8", "float16"):
-            expected = "int8 or float16"
-            raise UsageError(
-                "bad codec parameter", where="dtype", got=self.dtype, expected=expected
-            )
-
     def array_specs(self, vocab_size: int, hidden_size: int | None) -> dict[str, ArraySpec]:
         if hidden_size is None:
             raise UsageError("codec hidden needs the teacher's hidden size", where="hidden_size")
-        specs = {
-            "hidden": ArraySpec(self.dtype, (hidden_size,)),
-            "normalizer": ArraySpec("float16"),
-        }
-        return specs if self.dtype == "float16" else {**specs, "scale": ArraySpec("float16")}
+        one = ArraySpec("float16")
+        scale = {} if self.dtype == "float16" else {"scale": one}
+        return {"hidden": ArraySpec(self.dtype, (hidden_size,)), "normalizer": one, **scale}
 
     def encode(self, output: TeacherOutput, seed: int, resources: Arrays) -> dict[str, Tensor]:
         if output.hidden is None:
             raise UsageError("codec hidden needs the teacher's hidden states", where="hidden")
         hidden, log_probs = output.hidden.flatten(0, 1).float(), output.log_probs.flatten(0, 1)
-        tokens = output.tokens.flatten()
+        tokens, own = output.tokens.flatten(), output.token_log_probs.flatten()
         _check_head(hidden, log_probs, resources)
-        own = output.token_log_probs.flatten()
-        return encode_in_parts(
-            output, lambda part: self._encode(hidden[part], tokens[part], own[part], resources)
-        )
 
-    def _encode(
-        self,
-        hidden: Float[Tensor, "n d"],
-        tokens: Int[Tensor, "n"],
-        token_log_probs: Float[Tensor, "n"],
-        resources: Arrays,
-    ) -> dict[str, Tensor]:
-        arrays = self._round(hidden)
-        rebuilt = _head_logits(_unscaled(arrays), torch.zeros_like(token_log_probs), resources)
-        normalizer = _log_sum_exp(rebuilt) - (rebuilt.logits_at(tokens) - token_log_probs)
-        return {**arrays, "normalizer": normalizer.half()}
+        def encode(part: slice) -> dict[str, Tensor]:
+            arrays = self._round(hidden[part])
+            rebuilt = _unnormalised(arrays, resources)
+            size, width = rebuilt.vocab_size, VOCABULARY_TILE
+            starts = range(0, size, width)
+            tiles = [rebuilt.log_tile(i, min(i + width, size)).logsumexp(1) for i in starts]
+            excess = rebuilt.logits_at(tokens[part]) - own[part]
+            return {**arrays, "normalizer": (torch.stack(tiles).logsumexp(0) - excess).half()}
+
+        return encode_in_parts(output, encode)
 
     def _round(self, hidden: Float[Tensor, "n d"]) -> dict[str, Tensor]:
         if self.dtype == "float16":
@@ -87,53 +126,34 @@ class HiddenCodec(FreshDraws):
         return {"hidden": levels.to(torch.int8), "scale": scale}
 
     def distribution(
-        self,
-        arrays: Arrays,
-        tokens: Int[Tensor, "n"],
-        token_log_probs: Float[Tensor, "n"],
-        resources: Arrays,
+        self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, resources: Arrays
     ) -> HeadLogits:
         """The teacher's distribution as rebuilt (for distillation losses too)."""
-        unnormalised = _head_logits(_unscaled(arrays), torch.zeros_like(token_log_probs), resources)
-        lse = unnormalised.logits_at(tokens) - token_log_probs + arrays["normalizer"].float()
-        return _head_logits(unnormalised.hidden, lse, resources)
+        rebuilt = _unnormalised(arrays, resources)
+        lse = rebuilt.logits_at(tokens) - log_p + arrays["normalizer"].float()
+        return replace(rebuilt, log_normalizers=lse)
 
 
-def _unscaled(arrays: Arrays) -> Float[Tensor, "n d"]:
+def _unnormalised(arrays: Arrays, resources: Arrays) -> HeadLogits:
+    """The logits of stored hidden states, their log-sum-exp taken for 0."""
     hidden = arrays["hidden"].float()
-    return hidden * arrays["scale"][:, None].float() if "scale" in arrays else hidden
-
-
-def _head_logits(
-    hidden: Float[Tensor, "n d"], log_normalizers: Float[Tensor, "n"], resources: Arrays
-) -> HeadLogits:
+    if "scale" in arrays:
+        hidden = hidden * arrays["scale"][:, None].float()
     head, bias = resources["lm_head"].float(), resources.get("lm_head_bias")
     bias = torch.zeros_like(head[:, 0]) if bias is None else bias.float()
-    return HeadLogits(hidden, log_normalizers, head, bias)
-
-
-def _log_sum_exp(rebuilt: HeadLogits) -> Float[Tensor, "n"]:
-    """log sum_j exp(logit_j), a tile at a time."""
-    size = rebuilt.vocab_size
-    tiles = [
-        rebuilt.log_tile(start, min(start + VOCABULARY_TILE, size)).logsumexp(1)
-        for start in range(0, size, VOCABULARY_TILE)
-    ]
-    return torch.stack(tiles).logsumexp(0)
+    return HeadLogits(hidden, torch.zeros_like(hidden[:, 0]), head, bias)
 
 
 def _check_head(
     hidden: Float[Tensor, "n d"], log_probs: Float[Tensor, "n v"], resources: Arrays
 ) -> None:
     """Refuse a teacher whose logits are not ``hidden @ lm_head.T (+ bias)``."""
-    head = resources["lm_head"]
-    if head.shape != (log_probs.shape[1], hidden.shape[1]):
-        expected = f"[{log_probs.shape[1]}, {hidden.shape[1]}]"
-        raise GdistillError(
-            "the LM head does not fit", where="lm_head", got=tuple(head.shape), expected=expected
-        )
+    head, wanted = resources["lm_head"], (log_probs.shape[1], hidden.shape[1])
+    if head.shape != wanted:
+        what, got, expected = "the LM head does not fit", tuple(head.shape), [*wanted]
+        raise GdistillError(what, where="lm_head", got=got, expected=expected)
     best = log_probs[:8].topk(min(32, log_probs.shape[1]), dim=1)
-    probe = _head_logits(hidden[:8], torch.zeros_like(log_probs[:8, 0]), resources)
+    probe = _unnormalised({"hidden": hidden[:8]}, resources)
     logits = probe.log_tile(0, probe.vocab_size).gather(1, best.indices)
     error = float(((logits - logits[:, :1]) - (best.values - best.values[:, :1])).abs().max())
     if not error <= HEAD_TOLERANCE_NATS:

@@ -1,12 +1,12 @@
-"""``posterior``: the teacher's likeliest tokens and the tail's mass; fresh noise at every visit.
+"""``posterior``: the teacher's most probable tokens, the tail's mass; fresh noise at every visit.
 
 What is stored is the distribution, not a draw. At every visit the posterior is drawn with the
 exact p_x, the stored head of p, and a tail spread in proportion to the unigram of the corpus.
 With total variation d between that distribution and the teacher's, the token is still the argmax
 of log p + xi with probability 1 / (1 + d).
 
-Bytes: the head is listed likeliest first, ids as frequency ranks in byte planes, -log p as steps
-from one entry to the next; zstd then needs about 13 bits per id and 2 per probability, and almost
+Bytes: the head is listed by falling probability, ids as frequency ranks in byte planes, -log p as
+steps from one entry to the next; zstd then needs about 13 bits per id and 2 per probability, almost
 nothing for slots left unused. Where M >= V the distribution is kept whole and no ids are needed.
 """
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from shards.codec.ids import (
     FrequencyOrder,
@@ -32,9 +33,18 @@ from shards.codec.ids import (
     to_planes,
     used_width,
 )
-from shards.codec.protocol import Arrays, ArraySpec, FreshDraws, TeacherOutput, encode_in_parts
+from shards.codec.protocol import (
+    Arrays,
+    ArraySpec,
+    FreshDraws,
+    LogProbs,
+    TeacherOutput,
+    Tokens,
+    encode_in_parts,
+)
 from shards.errors import UsageError
-from shards.noise.probabilities import DenseProbabilities, Entries, HeadAndTail, Probabilities
+from shards.noise.kinds import DenseProbabilities, Entries, HeadAndTail, Probabilities
+from shards.settings import check_bounds, setting
 
 SMALLEST_HALF = -65504.0
 
@@ -54,22 +64,14 @@ class PosteriorCodec(FreshDraws):
         log_prob_step_nats: Resolution of the stored log-probabilities.
     """
 
-    num_entries: int = 64
-    min_probability: float = 3e-4
-    log_prob_step_nats: float = 1 / 64
+    num_entries: int = setting(64, within="[1, inf)")
+    min_probability: float = setting(3e-4, within="[1e-12, 1)")
+    log_prob_step_nats: float = setting(1 / 64, within="[0.001, 1]")
 
     name: ClassVar[str] = "posterior"
 
     def __post_init__(self) -> None:
-        checks = {
-            "num_entries": (self.num_entries >= 1, ">= 1"),
-            "min_probability": (1e-12 <= self.min_probability < 1, "in [1e-12, 1)"),
-            "log_prob_step_nats": (1e-3 <= self.log_prob_step_nats <= 1, "in [0.001, 1]"),
-        }
-        for field, (holds, expected) in checks.items():
-            if not holds:
-                got = getattr(self, field)
-                raise UsageError("bad codec parameter", where=field, got=got, expected=expected)
+        check_bounds(self, "codec")
 
     @property
     def _max_step(self) -> int:
@@ -89,56 +91,58 @@ class PosteriorCodec(FreshDraws):
         if self.num_entries >= log_probs.shape[1]:
             return {"log_probs": output.log_probs.clamp(min=SMALLEST_HALF).half()}
         order = FrequencyOrder.of(resources["unigram_log_probs"])
-        return encode_in_parts(
-            output, lambda part: self._encode(log_probs[part], tokens[part], order)
-        )
+
+        def encode(part: slice) -> dict[str, Tensor]:
+            return self._encode(log_probs[part], tokens[part], order)
+
+        return encode_in_parts(output, encode)
 
     def _encode(
-        self, log_probs: Float[Tensor, "n v"], tokens: Int[Tensor, "n"], order: FrequencyOrder
+        self, log_probs: Float[Tensor, "n v"], tokens: Tokens, order: FrequencyOrder
     ) -> dict[str, Tensor]:
         listed, ids = likeliest_tokens(log_probs, self.num_entries)
         used = listed >= math.log(self.min_probability)
-        tail = _tail_log_mass(log_probs, tokens, ids, used)
+        # What is neither listed nor the token's. Nothing large is left in the sum, so float32 is
+        # enough: a float64 one takes seven times longer.
+        rest = log_probs.exp()
+        rest.scatter_(1, ids, torch.where(used, 0.0, rest.gather(1, ids)))
+        rest.scatter_(1, tokens[:, None], 0.0)
+        tail = rest.sum(1).clamp_(min=1e-30).log_()
         return self._arrays(listed, ids, used, tail, order)
 
     def encode_likeliest(
         self,
         ids: Int[Tensor, "n k"],
         log_probs: Float[Tensor, "n k"],
-        tokens: Int[Tensor, "n"],
-        token_log_probs: Float[Tensor, "n"],
+        tokens: Tokens,
+        log_p: LogProbs,
         resources: Arrays,
     ) -> dict[str, Tensor]:
-        """Arrays of n positions from their k likeliest tokens alone, as engines give them.
+        """Arrays of n positions from their k most probable tokens alone, as engines give them.
 
         Args:
-            ids: Likeliest first; -1 where fewer than k are known.
+            ids: Most probable first; -1 where fewer than k are known.
             log_probs: Nats; -inf where the id is -1.
             tokens: The tokens of the text.
-            token_log_probs: Their log-probabilities, nats.
+            log_p: Their log-probabilities, nats.
             resources: With ``unigram_log_probs`` [V].
 
         Raises:
             UsageError: If the codec keeps whole distributions (M >= V), which k tokens are not.
         """
         order = FrequencyOrder.of(resources["unigram_log_probs"])
-        vocab_size = len(order.id_of_rank)
-        if self.num_entries >= vocab_size:
-            raise UsageError(
-                "the likeliest tokens are not a whole distribution",
-                where="codec.num_entries",
-                got=self.num_entries,
-                expected=f"below the vocabulary's {vocab_size}",
-            )
-        missing = max(0, self.num_entries - ids.shape[1])
-        ids = torch.nn.functional.pad(ids, (0, missing), value=-1)[:, : self.num_entries]
-        listed = torch.nn.functional.pad(log_probs, (0, missing), value=-math.inf)
-        listed = listed[:, : self.num_entries]
-        used = (ids >= 0) & (listed >= math.log(self.min_probability))
-        listed = torch.where(used, listed, math.log(self.min_probability))
+        most = f"below the vocabulary's {len(order.id_of_rank)}"
+        if self.num_entries >= len(order.id_of_rank):
+            what, where = "the likeliest tokens are not a whole distribution", "codec.num_entries"
+            raise UsageError(what, where=where, got=self.num_entries, expected=most)
+        missing = (0, self.num_entries - ids.shape[1])  # negative: cut off
+        ids, listed = pad(ids, missing, value=-1), pad(log_probs, missing, value=-math.inf)
+        least = math.log(self.min_probability)
+        used = (ids >= 0) & (listed >= least)
+        listed = torch.where(used, listed, least)
         is_listed = (used & (ids == tokens[:, None])).any(1)
         known = torch.where(used, listed.double().exp(), 0.0).sum(1)
-        known += torch.where(is_listed, 0.0, token_log_probs.double().exp())
+        known += torch.where(is_listed, 0.0, log_p.double().exp())
         tail = (1 - known).clamp(min=1e-30).log().float()
         return self._arrays(listed, ids.clamp(min=0), used, tail, order)
 
@@ -151,7 +155,8 @@ class PosteriorCodec(FreshDraws):
         order: FrequencyOrder,
     ) -> dict[str, Tensor]:
         ranks = torch.where(used, order.rank_of_id[ids] + 1, 0)
-        steps = self._levels(listed)
+        # -log p in whole steps; those too unlikely to be kept share the last level.
+        steps = (-listed / self.log_prob_step_nats).round_().clamp_(0, self._max_step).int()
         steps[:, 1:] -= steps[:, :-1].clone()
         steps.mul_(used)
         return {
@@ -160,11 +165,6 @@ class PosteriorCodec(FreshDraws):
             "tail_log_mass": tail_log_mass.half(),
         }
 
-    def _levels(self, listed: Float[Tensor, "n m"]) -> Int[Tensor, "n m"]:
-        """-log p in whole steps, int32; those too unlikely to be kept share the last level."""
-        levels = (-listed / self.log_prob_step_nats).round_()
-        return levels.clamp_(0, self._max_step).int()
-
     def cut(self, arrays: Arrays) -> Arrays:
         return cut_slots(arrays, "entry_rank", "entry_step")
 
@@ -172,71 +172,28 @@ class PosteriorCodec(FreshDraws):
         return check_ranks("entry_rank", arrays, vocab_size, are_gaps=False)
 
     def distribution(
-        self,
-        arrays: Arrays,
-        tokens: Int[Tensor, "n"],
-        token_log_probs: Float[Tensor, "n"],
-        resources: Arrays,
+        self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, resources: Arrays
     ) -> Probabilities:
-        """The stored approximation of the teacher's distribution (for distillation losses too)."""
+        """Normalised: p_x exact, the tail's mass as stored, the listed take the rest."""
         if "log_probs" in arrays:
-            own = tokens[:, None]
             log_probs = arrays["log_probs"].float()
-            return DenseProbabilities(log_probs.scatter(1, own, token_log_probs[:, None]))
-        unigram_log_probs = resources["unigram_log_probs"]
-        listed, used = self._listed(arrays, FrequencyOrder.of(unigram_log_probs))
-        tail = arrays["tail_log_mass"].double().exp()
-        return _head_and_tail(
-            listed, used, tail, tokens, token_log_probs, unigram_log_probs.float().exp()
-        )
-
-    def _listed(
-        self, arrays: Arrays, order: FrequencyOrder
-    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """((ids, rounded probabilities), which slots are used), cut to the widest position."""
+            return DenseProbabilities(log_probs.scatter(1, tokens[:, None], log_p[:, None]))
+        order = FrequencyOrder.of(resources["unigram_log_probs"])
+        unigram_probs = resources["unigram_log_probs"].float().exp()
         ranks = from_planes("entry_rank", arrays, len(order.id_of_rank))
-        used = ranks > 0
-        width = used_width(used)
+        width = used_width(ranks > 0)
+        ranks = ranks[:, :width]
+        ids = order.id_of_rank[(ranks - 1).clamp(min=0)]
+        others = (ranks > 0) & (ids != tokens[:, None])
         steps = from_planes("entry_step", arrays, self._max_step)[:, :width]
         probs = (-self.log_prob_step_nats * steps.cumsum(1).float()).exp()
-        ids = order.id_of_rank[(ranks[:, :width] - 1).clamp(min=0)]
-        return (ids, probs), used[:, :width]
-
-
-def _tail_log_mass(
-    log_probs: Float[Tensor, "n v"],
-    tokens: Int[Tensor, "n"],
-    ids: Int[Tensor, "n m"],
-    used: Bool[Tensor, "n m"],
-) -> Float[Tensor, "n"]:
-    """Log of the probability that is neither listed nor the token's, summed over those entries.
-
-    Nothing large is left in the sum, so float32 is enough: a float64 one takes seven times longer.
-    """
-    rest = log_probs.exp()
-    rest.scatter_(1, ids, torch.where(used, 0.0, rest.gather(1, ids)))
-    rest.scatter_(1, tokens[:, None], 0.0)
-    return rest.sum(1).clamp_(min=1e-30).log_()
-
-
-def _head_and_tail(
-    listed: tuple[Int[Tensor, "n m"], Float[Tensor, "n m"]],
-    used: Bool[Tensor, "n m"],
-    tail_mass: Float[Tensor, "n"],
-    tokens: Int[Tensor, "n"],
-    token_log_probs: Float[Tensor, "n"],
-    unigram_probs: Float[Tensor, "v"],
-) -> HeadAndTail:
-    """A normalised distribution: p_x exact, the tail's mass as stored, the listed take the rest."""
-    ids, probs = listed
-    others = used & (ids != tokens[:, None])
-    own = token_log_probs.double().exp()
-    total = torch.where(others, probs, 0.0).sum(1, dtype=torch.float64)
-    wanted = 1 - own - tail_mass
-    scale = torch.where(wanted > 0, wanted / total.clamp(min=1e-30), 1.0).clamp(0.5, 2.0)
-    probs = torch.cat([probs * scale[:, None].float(), own[:, None].float()], dim=1)
-    ids = torch.cat([ids, tokens[:, None]], dim=1)
-    head = Entries(ids, probs, torch.cat([others, torch.ones_like(others[:, :1])], dim=1))
-    known = torch.where(head.used, unigram_probs[ids], 0.0).sum(1, dtype=torch.float64)
-    tail_scale = tail_mass / (1 - known).clamp(min=1e-9)
-    return HeadAndTail(head, tail_scale.float(), unigram_probs)
+        own, tail_mass = log_p.double().exp(), arrays["tail_log_mass"].double().exp()
+        total = torch.where(others, probs, 0.0).sum(1, dtype=torch.float64)
+        wanted = 1 - own - tail_mass
+        scale = torch.where(wanted > 0, wanted / total.clamp(min=1e-30), 1.0).clamp(0.5, 2.0)
+        probs = torch.cat([probs * scale[:, None].float(), own[:, None].float()], dim=1)
+        ids = torch.cat([ids, tokens[:, None]], dim=1)
+        head = Entries(ids, probs, torch.cat([others, torch.ones_like(others[:, :1])], dim=1))
+        known = torch.where(head.used, unigram_probs[ids], 0.0).sum(1, dtype=torch.float64)
+        tail_scale = tail_mass / (1 - known).clamp(min=1e-9)
+        return HeadAndTail(head, tail_scale.float(), unigram_probs)

@@ -1,4 +1,15 @@
-"""What a codec is, and what codecs share: teacher output -> arrays per token -> noise."""
+"""Codecs: what a store keeps of the teacher per token, and the noise that it becomes again.
+
+full        xi, every entry, in half precision        one frozen draw       2 V bytes per token
+quantized   xi, every entry, in 8 or 4 bits           one frozen draw       V or V / 2
+topk        the k largest xi, the weight of the rest  one frozen draw       3 k; cut at sampling too
+seeded      where xi differs from the generator's     one frozen draw       ~60 at eps = 0.01
+posterior   the teacher's distribution, its head      fresh at every visit  ~110 (the default)
+hidden      the teacher's last hidden state           fresh at every visit  its width
+
+In come ``TeacherOutput`` records (or stored arrays), out go arrays [B, T, ...] (or ``Noise``). A
+codec is one frozen dataclass; others register by entry point, see registry.py.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +20,12 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from shards.errors import UsageError
-from shards.noise.gumbel import arrivals_from_gumbel
-from shards.noise.kinds import KeyedPosterior, KeyedPrior, Noise, PriorNoise, TokenNoise
+from shards.noise.kinds import KeyedPosterior, KeyedPrior, Noise, PriorNoise, Probabilities
 from shards.noise.philox import PositionKeys
-from shards.noise.probabilities import DenseProbabilities, Probabilities
 
 
 @dataclass(frozen=True)
@@ -27,10 +36,11 @@ class ArraySpec:
     trailing_shape: tuple[int, ...] = ()
 
 
-# What a codec is: teacher output -> arrays per token -> noise.
-
-
 Arrays = Mapping[str, Tensor]
+Tokens = Int[Tensor, "n"]
+"""The observed tokens of n positions, int64."""
+LogProbs = Float[Tensor, "n"]
+"""Their exact log-probabilities, nats, float32."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,6 @@ class Codec(Protocol):
 
     def array_specs(self, vocab_size: int, hidden_size: int | None) -> dict[str, ArraySpec]:
         """The codec's own arrays (``tokens`` and ``token_log_probs`` belong to the store)."""
-        ...
 
     def encode(self, output: TeacherOutput, seed: int, resources: Arrays) -> dict[str, Tensor]:
         """Arrays of shape [B, T, *trailing] on the device of ``output``.
@@ -81,22 +90,15 @@ class Codec(Protocol):
         A codec that stores a draw makes it with the keys (seed, row, position), draw 0; one that
         does not makes no use of ``seed``.
         """
-        ...
 
     def decode(
-        self,
-        arrays: Arrays,
-        tokens: Int[Tensor, "n"],
-        token_log_probs: Float[Tensor, "n"],
-        keys: PositionKeys,
-        resources: Arrays,
+        self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, keys: PositionKeys, resources: Arrays
     ) -> Noise:
         """Noise of n positions from their arrays ([n, *trailing]).
 
         For a codec that stores a draw, ``keys`` must have the seed that ``encode`` was given; for
         one that does not, their seed and draw number choose the draw.
         """
-        ...
 
     def cut(self, arrays: Arrays) -> Arrays:
         """The arrays of some rows, on the host, without slots that none of them uses.
@@ -113,11 +115,7 @@ class Codec(Protocol):
         return ""
 
     def distribution(
-        self,
-        arrays: Arrays,
-        tokens: Int[Tensor, "n"],
-        token_log_probs: Float[Tensor, "n"],
-        resources: Arrays,
+        self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, resources: Arrays
     ) -> Probabilities:
         """The teacher's distribution at n positions as stored: targets for KD.
 
@@ -140,60 +138,27 @@ class Codec(Protocol):
         return KeyedPrior(keys, vocab_size)
 
 
-# What the codecs share that store the teacher's distribution instead of a draw from it.
-
-
 class FreshDraws(Codec):
-    """A codec whose noise is drawn when it is decoded: anew at every visit, by the keys."""
+    """A codec that stores the distribution: noise is drawn anew at every visit, by the keys."""
 
     is_fresh: ClassVar[bool] = True
 
     @abstractmethod
     def distribution(
-        self,
-        arrays: Arrays,
-        tokens: Int[Tensor, "n"],
-        token_log_probs: Float[Tensor, "n"],
-        resources: Arrays,
+        self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, resources: Arrays
     ) -> Probabilities:
         """The teacher's distribution as stored (for distillation losses too)."""
 
     def decode(
-        self,
-        arrays: Arrays,
-        tokens: Int[Tensor, "n"],
-        token_log_probs: Float[Tensor, "n"],
-        keys: PositionKeys,
-        resources: Arrays,
+        self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, keys: PositionKeys, resources: Arrays
     ) -> KeyedPosterior:
         """Posterior noise of n positions (Algorithm 1), drawn by ``keys``."""
-        distribution = self.distribution(arrays, tokens, token_log_probs, resources)
-        return KeyedPosterior(keys, tokens, token_log_probs, distribution)
-
-
-# What the codecs share that store one draw of the noise: the draw itself, and its way back.
+        distribution = self.distribution(arrays, tokens, log_p, resources)
+        return KeyedPosterior(keys, tokens, log_p, distribution)
 
 
 PART_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 23}
 """Temporaries should stay in a core's cache, and should fill a GPU."""
-
-
-def position_keys(output: TeacherOutput, seed: int, draw: int = 0) -> PositionKeys:
-    """Keys of the B x T scored positions in row-major order; T counts from position 1."""
-    num_rows, num_tokens = output.tokens.shape
-    positions = torch.arange(1, num_tokens + 1, device=output.tokens.device)
-    rows = output.rows.to(output.tokens.device)
-    return PositionKeys(seed, rows.repeat_interleave(num_tokens), positions.repeat(num_rows), draw)
-
-
-def frozen_posterior(output: TeacherOutput, seed: int) -> KeyedPosterior:
-    """The exact posterior of the teacher's output: draw 0 of the keys."""
-    return KeyedPosterior(
-        position_keys(output, seed),
-        output.tokens.flatten(),
-        output.token_log_probs.flatten(),
-        DenseProbabilities(output.log_probs.flatten(0, 1)),
-    )
 
 
 def encode_in_parts(
@@ -206,66 +171,14 @@ def encode_in_parts(
     """
     device = output.log_probs.device.type
     step = max(1, PART_ELEMENTS.get(device, 1 << 20) // output.log_probs.shape[-1])
-    num_positions = output.tokens.numel()
-    parts = [encode(slice(first, first + step)) for first in range(0, num_positions, step)]
-    return {
-        name: torch.cat([part[name] for part in parts]).unflatten(0, output.tokens.shape)
-        for name in parts[0]
-    }
+    starts, shape = range(0, output.tokens.numel(), step), output.tokens.shape
+    parts = [encode(slice(first, first + step)) for first in starts]
+    return {n: torch.cat([part[n] for part in parts]).unflatten(0, shape) for n in parts[0]}
 
 
-def encode_draw(
-    output: TeacherOutput, seed: int, encode: Callable[[KeyedPosterior], dict[str, Tensor]]
-) -> dict[str, Tensor]:
-    """Encode the frozen draw, some positions at a time."""
-    noise = frozen_posterior(output, seed)
-    return encode_in_parts(output, lambda part: encode(noise.select(part)))
-
-
-def passes_token(
-    noise: KeyedPosterior, gumbels: Float[Tensor, "n v"]
-) -> tuple[Int[Tensor, "k"], Int[Tensor, "k"], Bool[Tensor, "k"]]:
-    """Where rounding of xi has lifted log p_j + xi_j to the token's value or past it.
-
-    The exact xi never does; rounding those entries down instead of to the nearest restores the
-    order, so that the token stays the argmax of what is stored.
-
-    Returns:
-        Rows and columns of the entries that come close, and which of them pass the token.
-    """
-    assert isinstance(noise.probabilities, DenseProbabilities)
-    log_probs = noise.probabilities.log_probs
-    winner = noise.token_log_probs.double() + noise.token_gumbels.double()
-    close = log_probs + gumbels > (winner - 1e-3).float()[:, None]
-    close.scatter_(1, noise.tokens[:, None], False)
-    rows, columns = close.nonzero(as_tuple=True)
-    sums = log_probs[rows, columns].double() + gumbels[rows, columns].double()
-    return rows, columns, sums >= winner[rows]
-
-
-TileDecoder = Callable[[tuple[Tensor, ...], int, int], Tensor]
-
-
-@dataclass(frozen=True)
-class StoredNoise(TokenNoise):
-    """Frozen noise in its stored form: a table of xi, decoded a tile at a time.
-
-    Attributes:
-        columns: Stored arrays of n positions each; the first axis is the position.
-        decode_tile: (columns, start, stop) -> xi of that tile, [n, tile] float32.
-        tokens: [n] int64.
-        token_gumbels: [n] float32, xi of the token, stored apart.
-        vocab_size: V.
-    """
-
-    columns: tuple[Tensor, ...]
-    decode_tile: TileDecoder
-    tokens: Int[Tensor, "n"]
-    token_gumbels: Float[Tensor, "n"]
-    vocab_size: int
-
-    def other_gumbels(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
-        return self.decode_tile(self.columns, start, stop)
-
-    def other_arrivals(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
-        return arrivals_from_gumbel(self.other_gumbels(start, stop))
+def position_keys(output: TeacherOutput, seed: int, draw: int = 0) -> PositionKeys:
+    """Keys of the B x T scored positions in row-major order; T counts from position 1."""
+    num_rows, num_tokens = output.tokens.shape
+    positions = torch.arange(1, num_tokens + 1, device=output.tokens.device)
+    rows = output.rows.to(output.tokens.device)
+    return PositionKeys(seed, rows.repeat_interleave(num_tokens), positions.repeat(num_rows), draw)

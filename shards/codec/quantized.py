@@ -10,19 +10,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from shards.codec.protocol import (
-    Arrays,
-    ArraySpec,
-    Codec,
-    StoredNoise,
-    TeacherOutput,
-    encode_draw,
-    passes_token,
-)
-from shards.errors import UsageError
+from shards.codec.full import StoredNoise, encode_draw, passes_token
+from shards.codec.protocol import Arrays, ArraySpec, Codec, LogProbs, TeacherOutput, Tokens
 from shards.noise.kinds import KeyedPosterior
 from shards.noise.philox import PositionKeys
 
@@ -43,17 +35,10 @@ class QuantizedCodec(Codec):
 
     name: ClassVar[str] = "quantized"
 
-    def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise UsageError("bad codec parameter", where="bits", got=self.bits, expected="4 or 8")
-
     def array_specs(self, vocab_size: int, hidden_size: int | None) -> dict[str, ArraySpec]:
-        return {
-            "levels": ArraySpec("uint8", (-(-vocab_size * self.bits // 8),)),
-            "lowest": ArraySpec("float32"),
-            "spacing": ArraySpec("float32"),
-            "token_gumbels": ArraySpec("float32"),
-        }
+        levels = ArraySpec("uint8", (-(-vocab_size * self.bits // 8),))
+        numbers = ("lowest", "spacing", "token_gumbels")
+        return {"levels": levels, **dict.fromkeys(numbers, ArraySpec("float32"))}
 
     def encode(self, output: TeacherOutput, seed: int, resources: Arrays) -> dict[str, Tensor]:
         return encode_draw(output, seed, self._encode)
@@ -78,12 +63,7 @@ class QuantizedCodec(Codec):
         }
 
     def decode(
-        self,
-        arrays: Arrays,
-        tokens: Int[Tensor, "n"],
-        token_log_probs: Float[Tensor, "n"],
-        keys: PositionKeys,
-        resources: Arrays,
+        self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, keys: PositionKeys, resources: Arrays
     ) -> StoredNoise:
         columns = (arrays["levels"], arrays["lowest"], arrays["spacing"])
         tile = _tile_of_bytes if self.bits == 8 else _tile_of_nibbles

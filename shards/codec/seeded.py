@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
+from shards.codec.full import encode_draw
 from shards.codec.ids import (
     FrequencyOrder,
     check_ranks,
@@ -32,12 +33,13 @@ from shards.codec.ids import (
     to_planes,
     used_width,
 )
-from shards.codec.protocol import Arrays, ArraySpec, Codec, TeacherOutput, encode_draw
+from shards.codec.protocol import Arrays, ArraySpec, Codec, LogProbs, TeacherOutput, Tokens
 from shards.errors import GdistillError, UsageError
-from shards.noise.gumbel import add_wait_
-from shards.noise.kinds import KeyedPosterior, KeyedPrior, ShiftedNoise
+from shards.noise.gumbel import add_wait_, token_gumbels
+from shards.noise.kinds import Entries, KeyedPosterior, KeyedPrior, TokenNoise
+from shards.noise.murmur3 import EngineKeys
 from shards.noise.philox import PositionKeys
-from shards.noise.probabilities import Entries
+from shards.settings import check_bounds, setting
 
 LARGEST_EXPONENTIAL = 16.7
 LARGEST_SHIFT_NATS = 26.0
@@ -47,6 +49,40 @@ LARGEST_TOLERANCE_NATS = 0.5
 COARSENED = 128
 """A position's ``coarsening`` is 0, or COARSENED + c: its shifts have a tolerance of their own,
 min(eps 2^c, 0.5). Older stores have c itself, for codes of the tolerance eps times 2^c."""
+
+
+@dataclass(frozen=True)
+class ShiftedNoise(TokenNoise):
+    """Prior noise of the keys with some arrival times multiplied: F_j = E_j * factor_j.
+
+    Attributes:
+        keys: Seed, rows, positions and draw.
+        tokens: [n] int64, the observed tokens; F_x = p_x E_0.
+        token_log_probs: [n] float32, nats.
+        factors: The entries that moved.
+        vocab_size: V.
+    """
+
+    keys: PositionKeys | EngineKeys
+    tokens: Int[Tensor, "n"]
+    token_log_probs: Float[Tensor, "n"]
+    factors: Entries
+    vocab_size: int
+
+    @cached_property
+    def token_gumbels(self) -> Float[Tensor, "n"]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """xi_x = -log E_0 - log p_x."""
+        return token_gumbels(self.token_log_probs, self.keys.first_arrivals())
+
+    def other_arrivals(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        arrivals = self.keys.exponentials(start, stop)
+        rows, columns, factors = self.factors.in_tile(start, stop)
+        arrivals[rows, columns] *= factors
+        return arrivals
+
+    def split(self, width: int) -> list[ShiftedNoise]:
+        parts = zip(super().split(width), self.factors.split(width, self.vocab_size), strict=True)
+        return [replace(part, factors=factors) for part, factors in parts]
 
 
 @dataclass(frozen=True)
@@ -87,20 +123,13 @@ class SeededCodec(Codec):
         max_entries: M, at least 57; None for as many as any distribution takes, at most V.
     """
 
-    tolerance_nats: float = 0.01
-    max_entries: int | None = None
+    tolerance_nats: float = setting(0.01, within="[0.001, 0.5]")
+    max_entries: int | None = setting(None, within="[1, inf)")
 
     name: ClassVar[str] = "seeded"
 
     def __post_init__(self) -> None:
-        if not 1e-3 <= self.tolerance_nats <= 0.5:
-            got = self.tolerance_nats
-            raise UsageError(
-                "bad codec parameter", where="tolerance_nats", got=got, expected="in [0.001, 0.5]"
-            )
-        if self.max_entries is not None and self.max_entries < 1:
-            got = self.max_entries
-            raise UsageError("bad codec parameter", where="max_entries", got=got, expected=">= 1")
+        check_bounds(self, "codec")
 
     @property
     def _scale(self) -> ShiftScale:
@@ -117,18 +146,17 @@ class SeededCodec(Codec):
         return min(self.max_entries or _slots_for(self.tolerance_nats), vocab_size)
 
     def array_specs(self, vocab_size: int, hidden_size: int | None) -> dict[str, ArraySpec]:
-        least = min(vocab_size, _slots_for(LARGEST_TOLERANCE_NATS))
-        if self._num_slots(vocab_size) < least:
-            raise UsageError(
-                "too few entries to keep every token the argmax",
-                where="codec.max_entries",
-                got=self.max_entries,
-                expected=f">= {least}",
-            )
-        slots = (self._num_slots(vocab_size),)
+        least, num = (
+            min(vocab_size, _slots_for(LARGEST_TOLERANCE_NATS)),
+            self._num_slots(vocab_size),
+        )
+        if num < least:
+            what, expected = "too few entries to keep every token the argmax", f">= {least}"
+            where = "codec.max_entries"
+            raise UsageError(what, where=where, got=self.max_entries, expected=expected)
         return {
-            **plane_specs("shift_gap", vocab_size, slots),
-            **plane_specs("shift_code", self._scale.max_code, slots),
+            **plane_specs("shift_gap", vocab_size, (num,)),
+            **plane_specs("shift_code", self._scale.max_code, (num,)),
             "coarsening": ArraySpec("uint8"),
         }
 
@@ -143,17 +171,28 @@ class SeededCodec(Codec):
         waits.scatter_(1, noise.tokens[:, None], 0.0)
         coarsening = self._coarsening(waits, prior)
         moved = self._moved(waits, prior, coarsening)
-        rows, ids, slots = _slots(moved, order)
+        # The moved entries by row, then by rising frequency rank.
+        rows, ids = moved.nonzero(as_tuple=True)
+        by_rank = (rows * vocab_size + order.rank_of_id[ids]).argsort()
+        rows, ids = rows[by_rank], ids[by_rank]
+        counts, ranks = moved.sum(1), order.rank_of_id[ids]
+        slots = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+        gaps = ranks - torch.where(slots > 0, ranks.roll(1), -1)  # 1 + rank in slot 0
         ratios = waits[rows, ids] / prior[rows, ids]
         shifts = add_wait_(torch.ones_like(ratios), ratios).double().log()
+        level = _level(coarsening)
         scales = _scale_table(self.tolerance_nats, rows.device)
-        level = _level(coarsening)[rows]
-        codes = _codes(shifts, *(numbers[level] for numbers in scales)).clamp(min=1)
+        codes = _codes(shifts, *(numbers[level[rows]] for numbers in scales)).clamp(min=1)
         shape = (len(moved), self._num_slots(vocab_size))
+
+        def table(values: Int[Tensor, "k"]) -> Int[Tensor, "n m"]:
+            empty = torch.zeros(shape, dtype=torch.int64, device=rows.device)
+            return empty.index_put_((rows, slots), values)
+
         return {
-            **to_planes("shift_gap", _gaps(shape, rows, slots, order.rank_of_id[ids]), vocab_size),
-            **to_planes("shift_code", _table(shape, rows, slots, codes), self._scale.max_code),
-            "coarsening": _level(coarsening).to(torch.uint8),
+            **to_planes("shift_gap", table(gaps), vocab_size),
+            **to_planes("shift_code", table(codes), self._scale.max_code),
+            "coarsening": level.to(torch.uint8),
         }
 
     def _moved(
@@ -204,12 +243,7 @@ class SeededCodec(Codec):
         return check_ranks("shift_gap", arrays, vocab_size, are_gaps=True)
 
     def decode(
-        self,
-        arrays: Arrays,
-        tokens: Int[Tensor, "n"],
-        token_log_probs: Float[Tensor, "n"],
-        keys: PositionKeys,
-        resources: Arrays,
+        self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, keys: PositionKeys, resources: Arrays
     ) -> ShiftedNoise:
         order = FrequencyOrder.of(resources["unigram_log_probs"])
         vocab_size = len(order.id_of_rank)
@@ -222,7 +256,7 @@ class SeededCodec(Codec):
         ids = order.id_of_rank[(gaps.cumsum(1) - 1).clamp(min=0)]
         frozen = PositionKeys(keys.seed, keys.rows, keys.positions)
         entries = Entries(ids, factors, used)
-        return ShiftedNoise(frozen, tokens, token_log_probs, entries, vocab_size)
+        return ShiftedNoise(frozen, tokens, log_p, entries, vocab_size)
 
 
 @lru_cache(maxsize=8)
@@ -265,34 +299,3 @@ def _slots_for(tolerance_nats: float) -> int:
     """As many entries as any distribution moves by more than a tolerance."""
     most = LARGEST_EXPONENTIAL / math.expm1(tolerance_nats)
     return math.ceil(most + 6 * math.sqrt(most))
-
-
-def _slots(
-    moved: Bool[Tensor, "n v"], order: FrequencyOrder
-) -> tuple[Int[Tensor, "k"], Int[Tensor, "k"], Int[Tensor, "k"]]:
-    """(rows, ids, slots) of the moved entries: by row, then by rising frequency rank."""
-    rows, ids = moved.nonzero(as_tuple=True)
-    order_of_entries = (rows * moved.shape[1] + order.rank_of_id[ids]).argsort()
-    rows, ids = rows[order_of_entries], ids[order_of_entries]
-    counts = moved.sum(1)
-    slots = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
-    return rows, ids, slots
-
-
-def _table(
-    shape: tuple[int, int],
-    rows: Int[Tensor, "k"],
-    slots: Int[Tensor, "k"],
-    values: Int[Tensor, "k"],
-) -> Int[Tensor, "n m"]:
-    table = torch.zeros(shape, dtype=torch.int64, device=rows.device)
-    table[rows, slots] = values
-    return table
-
-
-def _gaps(
-    shape: tuple[int, int], rows: Int[Tensor, "k"], slots: Int[Tensor, "k"], ranks: Int[Tensor, "k"]
-) -> Int[Tensor, "n m"]:
-    """Each rank less the one in the slot before; 1 + rank in slot 0."""
-    previous = torch.where(slots > 0, ranks.roll(1), -1)
-    return _table(shape, rows, slots, ranks - previous)

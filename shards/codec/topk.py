@@ -15,17 +15,16 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.codec.full import half_gumbels
+from shards.codec.full import encode_draw, half_gumbels
 from shards.codec.ids import check_ranks, from_planes, plane_specs, to_planes
-from shards.codec.protocol import Arrays, ArraySpec, Codec, TeacherOutput, encode_draw
-from shards.errors import UsageError
+from shards.codec.protocol import Arrays, ArraySpec, Codec, LogProbs, TeacherOutput, Tokens
 from shards.noise.gumbel import arrivals_from_gumbel
-from shards.noise.kinds import KeyedPosterior, SparseNoise
-from shards.noise.order_statistics import TopPrior
+from shards.noise.kinds import KeyedPosterior
+from shards.noise.order_statistics import SparseNoise, TopPrior
 from shards.noise.philox import PositionKeys
+from shards.settings import check_bounds, setting
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,12 @@ class TopKCodec(Codec):
         num_entries: k; never more than V are stored.
     """
 
-    num_entries: int = 128
+    num_entries: int = setting(128, within="[1, inf)")
 
     name: ClassVar[str] = "topk"
 
     def __post_init__(self) -> None:
-        if self.num_entries < 1:
-            got = self.num_entries
-            raise UsageError("bad codec parameter", where="num_entries", got=got, expected=">= 1")
+        check_bounds(self, "codec")
 
     def array_specs(self, vocab_size: int, hidden_size: int | None) -> dict[str, ArraySpec]:
         kept = (min(self.num_entries, vocab_size),)
@@ -78,21 +75,15 @@ class TopKCodec(Codec):
         return check_ranks("entry_gap", arrays, vocab_size, are_gaps=True)
 
     def decode(
-        self,
-        arrays: Arrays,
-        tokens: Int[Tensor, "n"],
-        token_log_probs: Float[Tensor, "n"],
-        keys: PositionKeys,
-        resources: Arrays,
+        self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, keys: PositionKeys, resources: Arrays
     ) -> SparseNoise:
         vocab_size = len(resources["unigram_log_probs"])
         ids = from_planes("entry_gap", arrays, vocab_size).cumsum(1) - 1
         is_token = ids == tokens[:, None]
         own = arrays["token_gumbels"][:, None]
         gumbels = torch.where(is_token, own, arrays["entry_gumbels"].float())
-        rest = arrays["rest_log_rate"].exp()
-        own_entry = (tokens, arrays["token_gumbels"])
-        return SparseNoise(ids, arrivals_from_gumbel(gumbels), vocab_size, rest, own_entry)
+        rest, given = arrays["rest_log_rate"].exp(), (tokens, arrays["token_gumbels"])
+        return SparseNoise(ids, arrivals_from_gumbel(gumbels), vocab_size, rest, given)
 
     def prior(self, keys: PositionKeys, vocab_size: int) -> TopPrior:
         """The noise to sample with: the k largest of V prior Gumbels."""

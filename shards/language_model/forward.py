@@ -1,10 +1,11 @@
-"""How many rows go through a model at once: what memory holds, less where memory runs out."""
+"""Rows through a model: how many at once, on which device, and logits that are not rounded."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,13 +40,9 @@ def require_indexable(row_elements: int, device: torch.device, remedy: str) -> N
         GdistillError: For such a row.
     """
     if device.type == "cuda" and row_elements > LARGEST_GPU_TENSOR:
-        raise GdistillError(
-            "one row is too long for a GPU's kernels",
-            where=str(device),
-            got=f"{row_elements:,} logits of a row",
-            expected=f"at most {LARGEST_GPU_TENSOR:,}, tokens x vocabulary",
-            remedy=remedy,
-        )
+        what, got = "one row is too long for a GPU's kernels", f"{row_elements:,} logits of a row"
+        expected = f"at most {LARGEST_GPU_TENSOR:,}, tokens x vocabulary"
+        raise GdistillError(what, where=device, got=got, expected=expected, remedy=remedy)
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -69,9 +66,9 @@ class BatchSize:
         """Consecutive parts of 0 .. num_rows - 1, at most ``rows`` each."""
         start = 0
         while start < num_rows:
-            stop = min(start + self.rows, num_rows)
-            yield slice(start, stop)
-            start = stop
+            part = slice(start, min(start + self.rows, num_rows))
+            yield part
+            start = part.stop
 
     def halve(self, error: BaseException, num_rows: int | None = None) -> None:
         """Back off, or give up at one row.
@@ -84,18 +81,15 @@ class BatchSize:
         """
         failed = min(self.rows, num_rows or self.rows)
         if failed == 1:
-            raise one_row_too_many(error) from error
+            raise _one_row_too_many(error) from error
         self.rows = failed // 2
         stderr.print(f"out of memory: batches of {self.rows} rows from here on")
 
 
-def one_row_too_many(error: BaseException) -> GdistillError:
-    """What to tell when there is nothing left to halve."""
-    return GdistillError(
-        "out of memory with a batch of one row",
-        got=first_line(error),
-        remedy="use shorter rows, --dtype bfloat16 or a larger device",
-    )
+def _one_row_too_many(error: BaseException) -> GdistillError:
+    what, got = "out of memory with a batch of one row", first_line(error)
+    remedy = "use shorter rows, --dtype bfloat16 or a larger device"
+    return GdistillError(what, got=got, remedy=remedy)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -115,30 +109,20 @@ def in_batches(work: Callable[[slice], None], num_rows: int, size: BatchSize) ->
     """
     start = 0
     while start < num_rows:
-        part = slice(start, min(start + size.rows, num_rows))
-        failure = _failure(work, part)
-        if failure is None:
+        part, failure = slice(start, min(start + size.rows, num_rows)), None
+        try:
+            work(part)
             start = part.stop
-        else:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = _one_row_too_many(error)
+            if part.stop - part.start < 2:
+                raise failure from error
+        # Not while the error is handled: its traceback holds every tensor of the attempt.
+        if failure is not None:
             torch.cuda.empty_cache()
             size.halve(failure, part.stop - part.start)
-
-
-def _failure(work: Callable[[slice], None], part: slice) -> GdistillError | None:
-    """Do ``work``; what to tell where memory ran out.
-
-    The retry must not happen while the error is handled: its traceback holds every tensor of the
-    attempt that failed.
-    """
-    try:
-        work(part)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        if part.stop - part.start < 2:
-            raise one_row_too_many(error) from error
-        return one_row_too_many(error)
-    return None
 
 
 # Where a model computes, and in what precision.
@@ -153,24 +137,20 @@ def resolve_device(name: str) -> torch.device:
     Raises:
         UsageError: If there is no such device here, or it is of another type.
     """
-    import torch  # not above: settings need the names of precisions, and a --help not torch
-
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise _refused("unknown device", name) from error
-    if device.type not in ("cpu", "cuda"):
-        raise _refused("device not supported", name)
+    device, what = None, "unknown device"
+    with suppress(RuntimeError):
+        device, what = torch.device(name), "device not supported"
+    if device is None or device.type not in ("cpu", "cuda"):
+        expected, remedy = "auto, cpu, cuda or cuda:N", "use --device auto"
+        raise UsageError(what, where="--device", got=name, expected=expected, remedy=remedy)
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(
-            "no such GPU",
-            where=f"--device {name}",
-            got=f"{torch.cuda.device_count()} GPUs that this PyTorch can use",
-            expected="a GPU, and a build of PyTorch for it",
-            remedy="use --device cpu, or install a CUDA build of PyTorch",
-        )
+        got = f"{torch.cuda.device_count()} GPUs that this PyTorch can use"
+        expected = "a GPU, and a build of PyTorch for it"
+        remedy = "use --device cpu, or install a CUDA build of PyTorch"
+        what, where = "no such GPU", f"--device {name}"
+        raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy)
     return device
 
 
@@ -184,24 +164,12 @@ def allow_tf32(device: torch.device) -> str:
     Returns:
         What runs: ``TF32`` or ``float32``.
     """
-    import torch
-
     if device.type != "cuda" or os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":
         return "float32"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "float32"
     torch.backends.cuda.matmul.allow_tf32 = True
     return "TF32"
-
-
-def _refused(what: str, name: str) -> UsageError:
-    return UsageError(
-        what,
-        where="--device",
-        got=name,
-        expected="auto, cpu, cuda or cuda:N",
-        remedy="use --device auto",
-    )
 
 
 # The last layer of a model: logits in float32 whatever the precision of the rest.
@@ -231,20 +199,17 @@ class Float32Head(nn.Module):
 
     def forward(self, hidden: Float[Tensor, "b t d"]) -> Float[Tensor, "b t v"]:
         hidden = hidden.to(self.weight.device)  # the layer before may lie on another one
-        self.last_hidden = hidden
-        self.last_logits = self._logits(hidden)
-        return self.last_logits
-
-    def _logits(self, hidden: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.float()
-        if self.weight.dtype == torch.float32:
-            return functional.linear(hidden.float(), self.weight, bias)
-        if self._wide is not None:
-            return functional.linear(hidden.float(), self._wide, bias)
-        flat = hidden.flatten(0, -2).to(self.weight.dtype)
-        logits = torch.mm(flat, self.weight.T, out_dtype=torch.float32)
-        logits = logits if bias is None else logits.add_(bias)
-        return logits.unflatten(0, hidden.shape[:-1])
+        if self.weight.dtype == torch.float32 or self._wide is not None:
+            weight = self.weight if self._wide is None else self._wide
+            logits = functional.linear(hidden.float(), weight, bias)
+        else:
+            flat = hidden.flatten(0, -2).to(self.weight.dtype)
+            logits = torch.mm(flat, self.weight.T, out_dtype=torch.float32)
+            logits = logits if bias is None else logits.add_(bias)
+            logits = logits.unflatten(0, hidden.shape[:-1])
+        self.last_hidden, self.last_logits = hidden, logits
+        return logits
 
     def forget(self) -> None:
         """Let go of the remembered tensors."""

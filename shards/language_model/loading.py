@@ -1,4 +1,8 @@
-"""The files of a causal language model: where they are, what they are, before anything is loaded.
+"""Causal language models that others trained: a teacher, a scorer of samples, a verifier.
+
+In comes a folder or a hub id; out comes a network in evaluation mode that is what it says: every
+weight there, each position seeing earlier tokens only, context length and vocabulary told from any
+configuration. Code that lies beside a model runs only where the user asked for it.
 
 Everything that can be wrong with a model and be told from its configuration is told here, so that
 a run fails in its first second. A finished run never loads its teacher again; it reads the weights
@@ -34,8 +38,7 @@ from shards.language_model.forward import (
     resolve_device,
 )
 
-SAFE_FILE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
-LEGACY_FILE, LEGACY_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+A_MODEL = "a causal language model of transformers"
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.py", "*.jinja"]
 CONTEXT_FIELDS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 """What configurations call the longest input; families without one (Mamba, Bloom) read any."""
@@ -95,12 +98,8 @@ class PretrainedFiles:
         return value
 
     def _no_language_model(self, got: str) -> UsageError:
-        return UsageError(
-            f"the {self.role} is no language model",
-            where=self.folder / "config.json",
-            got=got,
-            expected="a causal language model of transformers",
-        )
+        what, where = f"the {self.role} is no language model", self.folder / "config.json"
+        return UsageError(what, where=where, got=got, expected=A_MODEL)
 
     @property
     def weight_files(self) -> list[Path]:
@@ -109,27 +108,24 @@ class PretrainedFiles:
         Raises:
             UsageError: If the directory holds no weights.
         """
-        for single, index in ((SAFE_FILE, SAFE_INDEX), (LEGACY_FILE, LEGACY_INDEX)):
+        for single in ("model.safetensors", "pytorch_model.bin"):
+            index = self.folder / f"{single}.index.json"
             if (self.folder / single).is_file():
                 return [self.folder / single]
-            if (self.folder / index).is_file():
-                return self._indexed(self.folder / index)
-        raise UsageError(
-            f"the {self.role} has no weights",
-            where=self.folder,
-            expected=f"{SAFE_FILE} or {SAFE_INDEX}",
-        )
-
-    def _indexed(self, index: Path) -> list[Path]:
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise GdistillError("damaged weight index", where=index, got=error) from error
-        files = [self.folder / name for name in sorted(names)]
-        for file in files:
-            if not file.is_file():
-                raise GdistillError(f"a file of the {self.role}'s weights is missing", where=file)
-        return files
+            if not index.is_file():
+                continue
+            try:
+                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                files = [self.folder / name for name in sorted(set(weight_map.values()))]
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise GdistillError("damaged weight index", where=index, got=error) from error
+            missing = [file for file in files if not file.is_file()]
+            if missing:
+                what = f"a file of the {self.role}'s weights is missing"
+                raise GdistillError(what, where=missing[0])
+            return files
+        what, expected = f"the {self.role} has no weights", "model.safetensors or its index"
+        raise UsageError(what, where=self.folder, expected=expected)
 
     @property
     def has_safetensors(self) -> bool:
@@ -146,21 +142,17 @@ class PretrainedFiles:
             hashes = [sha256_file(file) for file in self.weight_files]
             return hashlib.sha256(canonical_json(hashes)).hexdigest()
         digest = hashlib.sha256()
-        for name, file in sorted(self._tensors().items()):
+        places: dict[str, Path] = {}
+        for file in self.weight_files:
+            with _opened(file) as tensors:
+                places |= dict.fromkeys(tensors.keys(), file)
+        for name, file in sorted(places.items()):
             with _opened(file) as tensors:
                 part = tensors.get_slice(name)
                 digest.update(canonical_json([name, part.get_dtype(), part.get_shape()]))
                 values = tensors.get_tensor(name).flatten().view(torch.uint8)
                 digest.update(values.numpy().data)
         return digest.hexdigest()
-
-    def _tensors(self) -> dict[str, Path]:
-        """Which file holds which tensor."""
-        found = {}
-        for file in self.weight_files:
-            with _opened(file) as tensors:
-                found |= dict.fromkeys(tensors.keys(), file)
-        return found
 
     @cached_property
     def config_sha256(self) -> str:
@@ -215,40 +207,29 @@ def find_pretrained(
     """
     path = Path(os.path.expanduser(location))
     if path.exists() or looks_local(str(location)):
-        _require_no_revision(location, revision, role)
+        if revision is not None:  # a folder holds one state of a model
+            what, where = "a local folder has no revisions", f"{role}.revision"
+            got = f"{revision!r} of the folder {location}"
+            expected = "the id of a model on the hub beside it"
+            remedy = "leave the revision out, or name the hub model"
+            raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy)
         folder, name = path, path.resolve().name
     else:
         name = str(location)
         folder = _download(name, revision, weights, role, local_files_only)
     if not (folder / "config.json").is_file():
-        raise UsageError(
-            "no language model there" if folder.exists() else f"no such {role} folder",
-            where=location,
-            got=f"{folder} without config.json" if folder.exists() else "nothing",
-            expected="a folder that transformers loads, or a hub id",
-        )
+        there = folder.exists()
+        what = "no language model there" if there else f"no such {role} folder"
+        got = f"{folder} without config.json" if there else "nothing"
+        expected = "a folder that transformers loads, or a hub id"
+        raise UsageError(what, where=location, got=got, expected=expected)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"cannot read the {role}'s configuration",
-            where=folder / "config.json",
-            got=first_line(error),
-            expected="a model type that transformers knows",
-        ) from error
+        what, where = f"cannot read the {role}'s configuration", folder / "config.json"
+        got, expected = first_line(error), "a model type that transformers knows"
+        raise UsageError(what, where=where, got=got, expected=expected) from error
     return PretrainedFiles(name, folder, config, trust_remote_code, role)
-
-
-def _require_no_revision(location: str | Path, revision: str | None, role: Role) -> None:
-    """A folder holds one state of a model; another one would be read without a word."""
-    if revision is not None:
-        raise UsageError(
-            "a local folder has no revisions",
-            where=f"{role}.revision",
-            got=f"{revision!r} of the folder {location}",
-            expected="the id of a model on the hub beside it",
-            remedy="leave the revision out, or name the hub model",
-        )
 
 
 def looks_local(location: str) -> bool:
@@ -261,39 +242,29 @@ def _download(
 ) -> Path:
     """The snapshot of a hub model; of its weights safetensors, or pickles if it has no others."""
 
-    def fetch(*patterns: str) -> Path:
-        return Path(
-            snapshot_download(
-                hub_id,
-                revision=revision,
-                allow_patterns=list(patterns),
-                local_files_only=local_files_only,
-            )
-        )
+    def fetch(pattern: str) -> Path:
+        patterns = [*SMALL_FILES, *([pattern] if weights else [])]
+        options = {"allow_patterns": patterns, "local_files_only": local_files_only}
+        return Path(snapshot_download(hub_id, revision=revision, **options))
 
     try:
-        folder = fetch(*SMALL_FILES, *(["model*.safetensors"] if weights else []))
+        folder = fetch("model*.safetensors")
         if weights and not list(folder.glob("model*.safetensors")):
-            folder = fetch(*SMALL_FILES, "pytorch_model*.bin")
+            folder = fetch("pytorch_model*.bin")
         return folder
     except Exception as error:  # the hub client raises types of several libraries
-        raise UsageError(
+        what, expected = (
             f"cannot find the {role}",
-            where=hub_id,
-            got=first_line(error),
-            expected="a local folder, or the id of a model on the hub",
-        ) from error
+            "a local folder, or the id of a model on the hub",
+        )
+        raise UsageError(what, where=hub_id, got=first_line(error), expected=expected) from error
 
 
 def not_causal_lm(files: PretrainedFiles, error: BaseException) -> GdistillError:
     """A model that transformers cannot load, as one line."""
     kind = UsageError if "Unrecognized configuration class" in str(error) else GdistillError
-    return kind(
-        f"cannot load the {files.role}",
-        where=files.folder,
-        got=first_line(error),
-        expected="a causal language model of transformers",
-    )
+    what, got = f"cannot load the {files.role}", first_line(error)
+    return kind(what, where=files.folder, got=got, expected=A_MODEL)
 
 
 # A causal language model, whole and causal, or one line that says why not.
@@ -345,26 +316,10 @@ def load_causal_model(
             be spread so, or its logits cannot be had in float32 though they are asked for.
         GdistillError: If the weights are damaged or incomplete.
     """
-    place = torch.device(device)
-    network = _load_network(files, dtype, attention, device_map)
-    if device_map is None:
-        network = network.to(place)
-    else:
-        place = _input_device(network, files.role, device_map)
-    head = install_float32_head(network) if float32_logits else None
-    model = CausalModel(files, network, head, dtype, place)
-    _probe(model, vocab_size or files.num_logits, float32_logits)
-    return model
-
-
-def _load_network(
-    files: PretrainedFiles, dtype: DtypeName, attention: str | None, device_map: DeviceMap
-) -> Any:
     check_device_map(device_map)
     options: dict[str, Any] = {"use_safetensors": files.has_safetensors}
     if device_map is not None:
-        is_name = isinstance(device_map, str)
-        options["device_map"] = device_map if is_name else dict(device_map)
+        options["device_map"] = device_map if isinstance(device_map, str) else dict(device_map)
     if attention:
         options["attn_implementation"] = attention
     try:
@@ -377,34 +332,44 @@ def _load_network(
                 output_loading_info=True,
                 **options,
             )
-        network, report = loaded
     except Exception as error:  # transformers lets errors of many libraries through
-        if attention and attention in str(error):
-            raise UsageError(
-                "the attention kernel cannot be used",
-                where=f"attention, {files.role} {files.name}",
-                got=attention,
-                expected="eager, sdpa, or another one of transformers that is installed here",
-                remedy=first_line(error),
-            ) from error
-        if device_map is not None:
-            raise UsageError(
-                f"the {files.role} cannot be spread like this",
-                where="device_map",
-                got=device_map,
-                remedy=first_line(error),
-            ) from error
-        raise not_causal_lm(files, error) from error
+        raise _not_loaded(files, attention, device_map, error) from error
+    network, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise GdistillError(
+        what, got = (
             f"the {files.role}'s weights are incomplete",
-            where=files.folder,
-            got=f"no values for {missing[0]}{more}",
-            remedy="transformers would fill them with random numbers",
+            f"no values for {missing[0]}{more}",
         )
-    return network.eval().requires_grad_(False)
+        remedy = "transformers would fill them with random numbers"
+        raise GdistillError(what, where=files.folder, got=got, remedy=remedy)
+    network, place = network.eval().requires_grad_(False), torch.device(device)
+    if device_map is None:
+        network = network.to(place)
+    else:
+        place = _input_device(network, files.role, device_map)
+    head = install_float32_head(network) if float32_logits else None
+    model = CausalModel(files, network, head, dtype, place)
+    _probe(model, vocab_size or files.num_logits, float32_logits)
+    return model
+
+
+def _not_loaded(
+    files: PretrainedFiles, attention: str | None, device_map: DeviceMap, error: Exception
+) -> GdistillError:
+    if attention and attention in str(error):
+        return UsageError(
+            "the attention kernel cannot be used",
+            where=f"attention, {files.role} {files.name}",
+            got=attention,
+            expected="eager, sdpa, or another one of transformers that is installed here",
+            remedy=first_line(error),
+        )
+    if device_map is None:
+        return not_causal_lm(files, error)
+    what, remedy = f"the {files.role} cannot be spread like this", first_line(error)
+    return UsageError(what, where="device_map", got=device_map, remedy=remedy)
 
 
 def check_device_map(device_map: DeviceMap) -> None:
@@ -431,12 +396,9 @@ def check_device_map(device_map: DeviceMap) -> None:
             except UsageError as error:
                 got = f"{place!r} ({error.what})"
     if got is not None:
-        raise UsageError(
-            "no such place for a model",
-            where="device_map",
-            got=got,
-            expected=f"{', '.join(AUTOMATIC)}, a device that is here, or module name -> device",
-        )
+        expected = f"{', '.join(AUTOMATIC)}, a device that is here, or module name -> device"
+        what = "no such place for a model"
+        raise UsageError(what, where="device_map", got=got, expected=expected)
 
 
 def _input_device(network: Any, role: str, device_map: DeviceMap) -> torch.device:
@@ -444,12 +406,9 @@ def _input_device(network: Any, role: str, device_map: DeviceMap) -> torch.devic
     head = network.get_output_embeddings()
     weight = getattr(head, "weight", None)
     if weight is not None and weight.is_meta:
-        raise UsageError(
-            f"the {role}'s output layer is kept outside of every device",
-            where="device_map",
-            got=device_map,
-            remedy="name a device for it, or use a machine with more memory",
-        )
+        what = f"the {role}'s output layer is kept outside of every device"
+        remedy = "name a device for it, or use a machine with more memory"
+        raise UsageError(what, where="device_map", got=device_map, remedy=remedy)
     embedding = network.get_input_embeddings().weight
     if embedding.is_meta:  # Accelerate brings it to the first device for every pass
         return torch.device(getattr(network, "device", "cpu"))
@@ -462,8 +421,14 @@ def _probe(model: CausalModel, vocab_size: int, float32_logits: bool) -> None:
     files, head = model.files, model.head
     rows = probe_rows(vocab_size, min(LENGTH, files.context_length or LENGTH))
     try:
-        logits = _logits(model, rows)
+        logits = model.network(input_ids=rows.to(model.device), use_cache=False).logits
         unused = head is None or head.last_logits is None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever the model's own code raises
+        what, expected = f"the {files.role} cannot score a row", "logits for token ids alone"
+        got = first_line(error)
+        raise GdistillError(what, where=files.name, got=got, expected=expected) from error
     finally:
         if head is not None:
             head.forget()
@@ -485,20 +450,6 @@ def _probe(model: CausalModel, vocab_size: int, float32_logits: bool) -> None:
             remedy="a BERT-type decoder needs is_decoder in its config.json; any other model of "
             "this kind tells a token's probability after seeing the token",
         )
-
-
-def _logits(model: CausalModel, rows: Tensor) -> Tensor:
-    try:
-        return model.network(input_ids=rows.to(model.device), use_cache=False).logits
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever the model's own code raises
-        raise GdistillError(
-            f"the {model.files.role} cannot score a row",
-            where=model.files.name,
-            got=first_line(error),
-            expected="logits for token ids alone",
-        ) from error
 
 
 # One tiny forward pass at load: does each position see earlier tokens only?

@@ -15,10 +15,9 @@ from functools import lru_cache
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import embedding_bag
 
 from shards.noise.philox import Index
 
@@ -80,13 +79,11 @@ class Tiles(Protocol):
 
     def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         """Arrival times of vocabulary ids start..stop-1; +inf where an entry was cut off."""
-        ...
 
     def select(self, index: Index) -> Tiles: ...
 
     def split(self, width: int) -> Sequence[Tiles]:
         """The same of ``width`` consecutive positions at a time; there is always one part."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -126,11 +123,9 @@ class Walk:
         if size == 0:
             return []
         width = even_width(size, tile_shape(self.noise.device)[0])
-        parts = zip(range(0, size, width), self.noise.split(width), strict=True)
-        return [
-            (slice(start, min(start + width, size)), replace(self, noise=part))
-            for start, part in parts
-        ]
+        rows = [slice(start, min(start + width, size)) for start in range(0, size, width)]
+        parts = [replace(self, noise=part) for part in self.noise.split(width)]
+        return list(zip(rows, parts, strict=True))
 
     def rates(self, ids: slice) -> Float[Tensor, "n tile"]:
         """Unnormalised softmax weights of a range of vocabulary ids, float32."""
@@ -147,24 +142,17 @@ def even_width(size: int, most: int) -> int:
 def tile_shape(device: torch.device) -> tuple[int, int]:
     """(positions, vocabulary ids) of a tile on a device; the most on a GPU that is not here."""
     positions, ids = TILES.get(device.type, TILES["cuda"])
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return positions, ids
-    return _positions_for(_cache_bytes(device), positions, ids), ids
-
-
-def _positions_for(cache_bytes: int, most: int, ids: int) -> int:
-    """Halved from the most until a float32 tile fits."""
-    positions = most
-    while positions > FEWEST_POSITIONS and 4 * positions * ids > 0.75 * cache_bytes:
-        positions //= 2
-    return positions
+    if device.type == "cuda" and torch.cuda.is_available():
+        # Halved until a float32 tile fits.
+        while positions > FEWEST_POSITIONS and 4 * positions * ids > 0.75 * _cache_bytes(device):
+            positions //= 2
+    return positions, ids
 
 
 @lru_cache(maxsize=16)
 def _cache_bytes(device: torch.device) -> int:
     """Size of the level-2 cache; of an H100's where PyTorch does not tell."""
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "L2_cache_size", 50 << 20))
+    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 50 << 20))
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:
@@ -233,29 +221,3 @@ def embed_tiles(
 ) -> Float[Tensor, "n d"]:
     """Embeddings of n noise vectors by a walk over all V entries."""
     return TiledProjection.apply(Walk(noise, weighting), weight, product_dtype(weight))
-
-
-def embed_entries(
-    ids: Int[Tensor, "n k"],
-    arrivals: Float[Tensor, "n k"],
-    rest_rate: Float[Tensor, "n"],
-    weight: Float[Tensor, "v d"],
-    weighting: Weighting,
-) -> Float[Tensor, "n d"]:
-    """The same embedding from k known entries per position: a gather of k rows of W.
-
-    The V - k unknown entries only enter the denominator, as V - k equal arrival times whose rates
-    1/F sum to ``rest_rate``; for tau = 1 and w = 0 that is exactly ``rest_rate``.
-    """
-    rates, prior = weighting.rates(arrivals), weighting.prior
-    num_rest = weight.shape[0] - ids.shape[1]
-    rest = torch.zeros_like(rest_rate)
-    if num_rest:
-        rest = num_rest * weighting.rates(num_rest / rest_rate)
-    if prior is not None:
-        kept = prior[ids]
-        rates = rates * kept
-        if num_rest:
-            rest = rest * (prior.sum() - kept.sum(dim=-1)).clamp_min(0) / num_rest
-    shares = rates / (rates.sum(dim=-1) + rest)[:, None]
-    return embedding_bag(ids, weight, per_sample_weights=shares.to(weight.dtype), mode="sum")

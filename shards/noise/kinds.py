@@ -9,19 +9,19 @@ how it is embedded, so that noise from a store and noise to sample with are trea
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shards.noise.embedding import Tiles, Weighting, embed_entries, embed_tiles
-from shards.noise.gumbel import arrivals_from_gumbel, place_tokens, token_gumbels
+from shards.noise.embedding import Tiles, Weighting, embed_tiles
+from shards.noise.gumbel import add_wait_, arrivals_from_gumbel, place_tokens, token_gumbels
 from shards.noise.murmur3 import EngineKeys
 from shards.noise.philox import Index, OfPositions, PositionKeys
-from shards.noise.probabilities import Entries, Probabilities
 
 
 @runtime_checkable
@@ -38,7 +38,6 @@ class Noise(Tiles, Protocol):
 
         Not always -log of the tile: the token's own xi may lie beyond what F can hold.
         """
-        ...
 
     def softmax_embed(
         self, weight: Float[Tensor, "v d"], weighting: Weighting | None = None
@@ -49,15 +48,12 @@ class Noise(Tiles, Protocol):
             weight: [V, D], one row per vocabulary id.
             weighting: tau, a transform of the noise, a prior over ids; softmax(xi) by default.
         """
-        ...
 
     def select(self, index: Index) -> Noise:
         """The noise of some of the positions."""
-        ...
 
     def to(self, device: torch.device | str) -> Noise:
         """The same noise on another device."""
-        ...
 
 
 @runtime_checkable
@@ -66,7 +62,6 @@ class PriorNoise(Noise, Protocol):
 
     def redrawn(self, draw: int) -> PriorNoise:
         """The ``draw``-th draw after this one, of the same positions."""
-        ...
 
     def select(self, index: Index) -> PriorNoise: ...
 
@@ -209,88 +204,197 @@ class KeyedPosterior(TokenNoise):
         return [replace(part, probabilities=probabilities) for part, probabilities in parts]
 
 
-@dataclass(frozen=True)
-class ShiftedNoise(TokenNoise):
-    """Prior noise of the keys with some arrival times multiplied: F_j = E_j * factor_j.
-
-    Attributes:
-        keys: Seed, rows, positions and draw.
-        tokens: [n] int64, the observed tokens; F_x = p_x E_0.
-        token_log_probs: [n] float32, nats.
-        factors: The entries that moved.
-        vocab_size: V.
-    """
-
-    keys: PositionKeys | EngineKeys
-    tokens: Int[Tensor, "n"]
-    token_log_probs: Float[Tensor, "n"]
-    factors: Entries
-    vocab_size: int
-
-    @cached_property
-    def token_gumbels(self) -> Float[Tensor, "n"]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """xi_x = -log E_0 - log p_x."""
-        return token_gumbels(self.token_log_probs, self.keys.first_arrivals())
-
-    def other_arrivals(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
-        arrivals = self.keys.exponentials(start, stop)
-        rows, columns, factors = self.factors.in_tile(start, stop)
-        arrivals[rows, columns] *= factors
-        return arrivals
-
-    def split(self, width: int) -> list[ShiftedNoise]:
-        parts = zip(super().split(width), self.factors.split(width, self.vocab_size), strict=True)
-        return [replace(part, factors=factors) for part, factors in parts]
-
-
-@dataclass(frozen=True)
-class SparseNoise(TiledNoise):
-    """Noise of which only k entries per position are known; the others count in the denominator.
-
-    Attributes:
-        ids: [n, k] int64, distinct vocabulary ids.
-        arrivals: [n, k] float32, their arrival times.
-        vocab_size: V.
-        rest_rate: [n] float32, sum of 1/F over the other V - k entries: their share of
-            ``sum(1/F)``, the denominator of softmax(xi).
-        own: The observed tokens [n] and their xi [n], where those are known apart. A student is not
-            shown them (it could tell the token by an entry below the cut): they are in
-            :meth:`gumbels` alone.
-    """
-
-    ids: Int[Tensor, "n k"]
-    arrivals: Float[Tensor, "n k"]
-    vocab_size: int
-    rest_rate: Float[Tensor, "n"]
-    own: tuple[Int[Tensor, "n"], Float[Tensor, "n"]] | None = None
-
-    @property
-    def num_positions(self) -> int:
-        return self.ids.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.ids.device
-
-    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
-        width = min(stop, self.vocab_size) - start
-        padded = torch.full((self.num_positions, width + 1), torch.inf, device=self.device)
-        inside = (self.ids >= start) & (self.ids < start + width)
-        columns = torch.where(inside, self.ids - start, width)
-        return padded.scatter_(1, columns, self.arrivals)[:, :width]
-
-    def gumbels(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "n tile"]:
-        stop = self.vocab_size if stop is None else min(stop, self.vocab_size)
-        others = super().gumbels(start, stop)
-        return others if self.own is None else place_tokens(others, *self.own, start, stop)
-
-    def softmax_embed(
-        self, weight: Float[Tensor, "v d"], weighting: Weighting | None = None
-    ) -> Float[Tensor, "n d"]:
-        weighting = weighting or Weighting()
-        return embed_entries(self.ids, self.arrivals, self.rest_rate, weight, weighting)
-
-
 def dense_arrivals(noise: Tiles) -> Float[Tensor, "n v"]:
     """All arrival times at once; for small vocabularies, tests and diagnostics."""
     return noise.tile(0, noise.vocab_size)
+
+
+# The teacher's probabilities at n positions, read in vocabulary tiles like the noise itself.
+
+GRAIN = 512
+"""Ids between two counts of entries; every tile of :mod:`shards.noise.embedding` begins at one."""
+
+
+@runtime_checkable
+class Probabilities(Protocol):
+    """n positions x V vocabulary entries of (nearly) normalised probabilities, float32."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        """Probabilities of vocabulary ids start..stop-1."""
+
+    def add_waits(
+        self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
+    ) -> Float[Tensor, "n tile"]:
+        """E_j + p_j E_0 of a tile of E_j, which is overwritten."""
+
+    def select(self, index: Index) -> Probabilities: ...
+
+    def split(self, width: int) -> Sequence[Probabilities]:
+        """Those of ``width`` consecutive positions at a time."""
+
+    def to(self, device: torch.device | str) -> Probabilities: ...
+
+
+@dataclass(frozen=True)
+class ById:
+    """(id, row, value) entries in ascending order of their ids.
+
+    Attributes:
+        offsets: Entries below id 0, GRAIN, 2 GRAIN, ..., V; empty where nobody has counted them.
+        vocab_size: V, where they were counted.
+    """
+
+    ids: Int[Tensor, "k"]
+    rows: Int[Tensor, "k"]
+    values: Float[Tensor, "k"]
+    offsets: tuple[int, ...] = ()
+    vocab_size: int = 0
+
+    def in_tile(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """See :meth:`Entries.in_tile`."""
+        is_counted = start % GRAIN == 0 and (stop % GRAIN == 0 or stop == self.vocab_size)
+        if self.offsets and is_counted:
+            low, high = self.offsets[start // GRAIN], self.offsets[-(-stop // GRAIN)]
+        else:
+            bounds = torch.tensor([start, stop], device=self.ids.device)
+            low, high = torch.searchsorted(self.ids, bounds).tolist()
+        return self.rows[low:high], self.ids[low:high] - start, self.values[low:high]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Up to m (id, value) pairs at each of n positions.
+
+    Attributes:
+        ids: [n, m] int64; the used ones of a row are distinct.
+        values: [n, m] float32.
+        used: [n, m]; the other slots count for nothing.
+        sorted: The used ones by id, where that is known already.
+    """
+
+    ids: Int[Tensor, "n m"]
+    values: Float[Tensor, "n m"]
+    used: Bool[Tensor, "n m"]
+    sorted: ById | None = None
+
+    @cached_property
+    def by_id(self) -> ById:
+        """Used slots by id, so that those of a tile are one slice."""
+        if self.sorted is not None:
+            return self.sorted
+        rows, slots = self.used.nonzero(as_tuple=True)
+        ids, order = self.ids[rows, slots].sort(stable=True)
+        return ById(ids, rows[order], self.values[rows, slots][order])
+
+    def in_tile(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(rows, columns in the tile, values) of the entries with ids start..stop-1."""
+        return self.by_id.in_tile(start, stop)
+
+    def split(self, width: int, vocab_size: int) -> list[Entries]:
+        """The entries of ``width`` consecutive positions at a time, each part sorted by id.
+
+        All parts are sorted, and the entries of all tiles counted, at once: a GPU is waited for
+        twice, however many parts and tiles there are.
+        """
+        num_parts = max(1, -(-len(self.ids) // width))
+        rows, slots = self.used.nonzero(as_tuple=True)
+        part = rows // width
+        keys, order = (part * vocab_size + self.ids[rows, slots]).sort(stable=True)
+        rows, slots, part = rows[order], slots[order], part[order]
+        ids, values = self.ids[rows, slots], self.values[rows, slots]
+        grains = torch.arange(-(-vocab_size // GRAIN) + 1, device=rows.device) * GRAIN
+        first = torch.arange(num_parts, device=rows.device)[:, None] * vocab_size
+        counts = torch.searchsorted(keys, first + grains.clamp(max=vocab_size)).tolist()
+        rows, parts = rows - part * width, []
+        for index, offsets in enumerate(counts):
+            here, some = slice(index * width, (index + 1) * width), slice(offsets[0], offsets[-1])
+            counted = tuple(offset - offsets[0] for offset in offsets)
+            by_id = ById(ids[some], rows[some], values[some], counted, vocab_size)
+            parts.append(replace(self.select(here), sorted=by_id))
+        return parts
+
+    def select(self, index: Index) -> Entries:
+        """The entries of some of the positions."""
+        return Entries(self.ids[index], self.values[index], self.used[index])
+
+    def to(self, device: torch.device | str) -> Entries:
+        """The same entries on another device."""
+        return Entries(self.ids.to(device), self.values.to(device), self.used.to(device))
+
+
+@dataclass(frozen=True)
+class DenseProbabilities(OfPositions):
+    """All probabilities in memory, as log-probabilities; [n, V] float32."""
+
+    log_probs: Float[Tensor, "n v"]
+
+    @property
+    def num_positions(self) -> int:
+        return self.log_probs.shape[0]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.log_probs.shape[1]
+
+    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        return self.log_probs[:, start:stop].exp()
+
+    def add_waits(
+        self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
+    ) -> Float[Tensor, "n tile"]:
+        return add_wait_(arrivals, self.tile(start, stop) * first[:, None])
+
+
+@dataclass(frozen=True)
+class HeadAndTail(OfPositions):
+    """A few known probabilities per position, the rest spread in proportion to the unigram.
+
+    Attributes:
+        head: The known probabilities.
+        tail_scale: [n] float32; an id not listed has probability tail_scale * unigram_probs[id].
+        unigram_probs: [V] float32.
+    """
+
+    head: Entries
+    tail_scale: Float[Tensor, "n"]
+    unigram_probs: Float[Tensor, "v"]
+
+    of_vocabulary: ClassVar[tuple[str, ...]] = ("unigram_probs",)
+
+    @property
+    def num_positions(self) -> int:
+        return self.tail_scale.shape[0]
+
+    @property
+    def vocab_size(self) -> int:
+        return self.unigram_probs.shape[0]
+
+    @property
+    def tail_mass(self) -> Float[Tensor, "n"]:
+        """Probability of all ids that are not listed, together."""
+        unigram = torch.where(self.head.used, self.unigram_probs[self.head.ids], 0.0)
+        rest = (1 - unigram.sum(1, dtype=torch.float64)).clamp(min=1e-9)
+        return (self.tail_scale * rest).float()
+
+    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        rows, columns, probs = self.head.in_tile(start, stop)
+        result = self.tail_scale[:, None] * self.unigram_probs[start:stop]
+        result[rows, columns] = probs
+        return result
+
+    def add_waits(
+        self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
+    ) -> Float[Tensor, "n tile"]:
+        rows, columns, probs = self.head.in_tile(start, stop)
+        known = add_wait_(arrivals[rows, columns], probs * first[rows])
+        tail = (self.tail_scale * first)[:, None]
+        arrivals.addcmul_(tail, self.unigram_probs[None, start:stop])
+        arrivals[rows, columns] = known
+        return arrivals
+
+    def split(self, width: int) -> list[HeadAndTail]:
+        parts = zip(super().split(width), self.head.split(width, self.vocab_size), strict=True)
+        return [replace(part, head=head) for part, head in parts]

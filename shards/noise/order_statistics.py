@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from shards.noise.embedding import Weighting
-from shards.noise.kinds import KeyedPrior, SparseNoise
+from shards.noise.gumbel import place_tokens
+from shards.noise.kinds import KeyedPrior, TiledNoise
 from shards.noise.philox import PositionKeys, keyed_exponentials, stream_bits, stream_exponentials
 
 GAP_STREAM, ID_STREAM, REST_STREAM = 1, 2, 3
@@ -25,6 +27,69 @@ SPARE_IDS = 16
 
 # Abramowitz and Stegun 5.1.53: E1(x) + log x on (0, 1], error below 2e-7.
 EXPONENTIAL_INTEGRAL = (-0.57721566, 0.99999193, -0.24991055, 0.05519968, -0.00976004, 0.00107857)
+
+
+@dataclass(frozen=True)
+class SparseNoise(TiledNoise):
+    """Noise of which only k entries per position are known; the others count in the denominator.
+
+    Attributes:
+        ids: [n, k] int64, distinct vocabulary ids.
+        arrivals: [n, k] float32, their arrival times.
+        vocab_size: V.
+        rest_rate: [n] float32, sum of 1/F over the other V - k entries: their share of
+            ``sum(1/F)``, the denominator of softmax(xi).
+        own: The observed tokens [n] and their xi [n], where those are known apart. A student is not
+            shown them (it could tell the token by an entry below the cut): they are in
+            :meth:`gumbels` alone.
+    """
+
+    ids: Int[Tensor, "n k"]
+    arrivals: Float[Tensor, "n k"]
+    vocab_size: int
+    rest_rate: Float[Tensor, "n"]
+    own: tuple[Int[Tensor, "n"], Float[Tensor, "n"]] | None = None
+
+    @property
+    def num_positions(self) -> int:
+        return self.ids.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.ids.device
+
+    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+        width = min(stop, self.vocab_size) - start
+        padded = torch.full((self.num_positions, width + 1), torch.inf, device=self.device)
+        inside = (self.ids >= start) & (self.ids < start + width)
+        columns = torch.where(inside, self.ids - start, width)
+        return padded.scatter_(1, columns, self.arrivals)[:, :width]
+
+    def gumbels(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "n tile"]:
+        stop = self.vocab_size if stop is None else min(stop, self.vocab_size)
+        others = super().gumbels(start, stop)
+        return others if self.own is None else place_tokens(others, *self.own, start, stop)
+
+    def softmax_embed(
+        self, weight: Float[Tensor, "v d"], weighting: Weighting | None = None
+    ) -> Float[Tensor, "n d"]:
+        """A gather of k rows of W.
+
+        The V - k unknown entries only enter the denominator, as V - k equal arrival times whose
+        rates 1/F sum to ``rest_rate``; for tau = 1 and w = 0 that is exactly ``rest_rate``.
+        """
+        weighting = weighting or Weighting()
+        rates, prior = weighting.rates(self.arrivals), weighting.prior
+        num_rest = weight.shape[0] - self.ids.shape[1]
+        rest = torch.zeros_like(self.rest_rate)
+        if num_rest:
+            rest = num_rest * weighting.rates(num_rest / self.rest_rate)
+        if prior is not None:
+            kept = prior[self.ids]
+            rates = rates * kept
+            rest = rest * (prior.sum() - kept.sum(dim=-1)).clamp_min(0) / max(1, num_rest)
+        shares = (rates / (rates.sum(dim=-1) + rest)[:, None]).to(weight.dtype)
+        return embedding_bag(self.ids, weight, per_sample_weights=shares, mode="sum")
 
 
 @dataclass(frozen=True)
@@ -66,7 +131,9 @@ def first_arrivals_of(keys: PositionKeys, vocab_size: int, num_kept: int) -> Spa
     gaps = stream_exponentials(keys, GAP_STREAM, num_kept).double() / remaining
     arrivals = gaps.cumsum(1)
     ids = distinct_ids(keys, vocab_size, num_kept)
-    rest = rest_rate(arrivals[:, -1], vocab_size - num_kept, _standard_normal(keys))
+    bits = stream_bits(keys, REST_STREAM, 1)[:, 0]
+    normal = torch.special.ndtri((bits.double() + 0.5) * 2.0**-32)
+    rest = rest_rate(arrivals[:, -1], vocab_size - num_kept, normal)
     return SparseNoise(ids, arrivals.float(), vocab_size, rest.float())
 
 
@@ -82,21 +149,13 @@ def distinct_ids(keys: PositionKeys, vocab_size: int, count: int) -> Int[Tensor,
     length = count + SPARE_IDS
     while True:
         candidates = stream_bits(keys, ID_STREAM, length) * vocab_size >> 32
-        ids, enough = _first_distinct(candidates, count)
-        if bool(enough.all()):
-            return ids
+        ordered, order = candidates.sort(dim=1, stable=True)
+        again = torch.zeros_like(ordered)
+        again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+        repeated = torch.zeros_like(again).scatter_(1, order, again)
+        if bool(((repeated == 0).sum(1) >= count).all()):
+            return candidates.gather(1, repeated.argsort(dim=1, stable=True)[:, :count])
         length *= 2
-
-
-def _first_distinct(
-    candidates: Int[Tensor, "n c"], count: int
-) -> tuple[Int[Tensor, "n count"], Bool[Tensor, "n"]]:
-    ordered, order = candidates.sort(dim=1, stable=True)
-    again = torch.zeros_like(ordered)
-    again[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
-    repeated = torch.zeros_like(again).scatter_(1, order, again)
-    places = repeated.argsort(dim=1, stable=True)[:, :count]
-    return candidates.gather(1, places), (repeated == 0).sum(1) >= count
 
 
 def mean_rate(after: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
@@ -121,8 +180,3 @@ def rest_rate(
     shape = 4 * num_rest * variance**3 / third_cumulant.square()
     cube = (1 - 1 / (9 * shape) + normal / (3 * shape.sqrt())) ** 3
     return num_rest * first + (num_rest * variance * shape).sqrt() * (cube - 1)
-
-
-def _standard_normal(keys: PositionKeys) -> Float[Tensor, "n"]:
-    bits = stream_bits(keys, REST_STREAM, 1)[:, 0]
-    return torch.special.ndtri((bits.double() + 0.5) * 2.0**-32)

@@ -1,4 +1,19 @@
-"""Things known of n positions, field by field: some of the positions, or all on another device."""
+"""Philox4x32-10: random bits as a pure function of (seed, row, position, vocabulary id, draw).
+
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). One
+call turns a counter of four 32-bit words and a key of two into four 32-bit words. There is no
+state: the noise of any token is found again on any machine, in any order, in any tile.
+
+A token position and a vocabulary id j name the counter
+
+    (j // 4,  position + 2^20 * (row >> 32),  row mod 2^32,  draw mod 2^32)      lane j mod 4
+
+and the seed names the key (low word, high word). Rows go up to 2^44 and positions up to 2^20.
+Blocks from 2^31 on are no vocabulary ids; they are streams for other draws at the same position.
+
+Words are kept in int64 tensors, since torch has no 32-bit unsigned product. The product of two
+words wraps in int64; its low 64 bits are right, and so are both halves once masked.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +21,29 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, Literal, TypeVar, get_args, no_type_check
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from shards.errors import GdistillError, UsageError, first_line
+from shards.errors import GdistillError, UsageError
 from shards.noise.gumbel import exponential_from_bits
 
 Index = Int[Tensor, "m"] | Bool[Tensor, "n"] | slice
 """Which of n positions: their places, a mask, or a range."""
 This = TypeVar("This", bound="OfPositions")
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+MASK = 0xFFFFFFFF
+NUM_ROUNDS = 10
+POSITION_BITS = 20
+STREAM_BLOCK, STREAM_STRIDE = 1 << 31, 1 << 24
+"""Stream s owns the blocks STREAM_BLOCK + s * STREAM_STRIDE onwards."""
+RACE_EPS = 1e-10
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+WordList = list[Tensor]
 
 
 class OfPositions(ABC):
@@ -38,11 +64,10 @@ class OfPositions(ABC):
 
     def select(self: This, index: Index) -> This:
         """The same of some of the positions."""
-
-        def part(value: Any) -> Any:
-            return value[index] if isinstance(value, Tensor) else value.select(index)
-
-        return self._changed(part, but=self.of_vocabulary)
+        return self._changed(
+            lambda value: value[index] if isinstance(value, Tensor) else value.select(index),
+            but=self.of_vocabulary,
+        )
 
     def to(self: This, device: torch.device | str) -> This:
         """The same on another device."""
@@ -63,35 +88,6 @@ def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, tuple):
         return tuple(_changed(entry, change) for entry in value)
     return change(value) if hasattr(value, "to") else value
-
-
-# Philox4x32-10: random bits as a pure function of (seed, row, position, vocabulary id, draw).
-#
-# Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). One
-# call turns a counter of four 32-bit words and a key of two into four 32-bit words. There is no
-# state: the noise of any token is found again on any machine, in any order, in any tile.
-#
-# A token position and a vocabulary id j name the counter
-#
-#     (j // 4,  position + 2^20 * (row >> 32),  row mod 2^32,  draw mod 2^32)      lane j mod 4
-#
-# and the seed names the key (low word, high word). Rows go up to 2^44 and positions up to 2^20.
-# Blocks from 2^31 on are no vocabulary ids; they are streams for other draws at the same position.
-#
-# Words are kept in int64 tensors, since torch has no 32-bit unsigned product. The product of two
-# words wraps in int64; its low 64 bits are right, and so are both halves once masked.
-
-
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)
-MASK = 0xFFFFFFFF
-NUM_ROUNDS = 10
-POSITION_BITS = 20
-STREAM_BLOCK = 1 << 31
-STREAM_STRIDE = 1 << 24
-"""Stream s owns the blocks STREAM_BLOCK + s * STREAM_STRIDE onwards."""
-
-Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -133,8 +129,8 @@ class PositionKeys(OfPositions):
         return keyed_exponentials(self, start, stop)
 
     def first_arrivals(self) -> Float[Tensor, "n"]:
-        """E_0, Exp(1): a stream apart from every vocabulary id."""
-        return first_arrivals(self)
+        """E_0, Exp(1): stream 0, apart from every vocabulary id."""
+        return stream_exponentials(self, 0, 1)[:, 0]
 
 
 def round_keys(seed: int) -> list[tuple[int, int]]:
@@ -190,22 +186,14 @@ def stream_bits(keys: PositionKeys, stream: int, count: int) -> Int[Tensor, "n c
 # (only their exclusive or is per entry), and the rest is one of two kernels with the same results:
 #
 #     eager      in place, on blocks that stay in a core's cache; 8 to 9 ns per variate and core
-#     compiled   fused by torch.compile, which needs a C++ compiler (Triton on GPUs); 2.8 ns
+#     compiled   fused by torch.compile: :mod:`shards.noise.compiled`
 
-
-NoiseKernel = Literal["auto", "eager", "compiled"]
-WordList = list[Tensor]
 
 SHARED_ROUNDS = 2
 BLOCK_ELEMENTS = 1 << 15
 """Counters per block and thread: six int64 buffers of that size fit a level-2 cache of 2 MB."""
 SMALLEST_COMPILED = 1 << 12
 """Below this many counters a call of the compiled kernel costs more than it saves."""
-
-LARGEST_ULPS = {"cpu": 0, "cuda": 2}
-"""How far the kernels may differ, in units of the last place: results on a CPU are reproduced bit
-for bit, and a GPU's compiler has a logarithm of its own."""
-
 _compiled: dict[str, Callable[..., Tensor]] = {}
 
 
@@ -224,16 +212,17 @@ def use_noise_kernel(kernel: str, device: torch.device | str = "cpu") -> str:
         UsageError: For an unknown name.
         GdistillError: If ``compiled`` cannot be compiled, or differs; the kernel is then unchanged.
     """
-    if kernel not in get_args(NoiseKernel):
-        raise UsageError(
-            "unknown noise kernel", got=kernel, expected="one of auto, eager, compiled"
-        )
+    if kernel not in ("auto", "eager", "compiled"):
+        expected = "one of auto, eager, compiled"
+        raise UsageError("unknown noise kernel", got=kernel, expected=expected)
     device = torch.device(device)
     if kernel == "eager" or (kernel == "auto" and device.type != "cuda"):
         _compiled.pop(device.type, None)
         return ""
+    from shards.noise.compiled import compiled_kernel
+
     try:
-        _compiled[device.type] = _compile(device)
+        _compiled[device.type] = compiled_kernel(device)
     except GdistillError as error:
         if kernel == "compiled":
             raise
@@ -254,12 +243,14 @@ def keyed_exponentials(keys: PositionKeys, start: int, stop: int) -> Float[Tenso
     """
     # Integers have no gradients; under one mode there is one compiled kernel for all callers.
     with torch.inference_mode(False), torch.no_grad():
-        rows, columns = _shared_rounds(keys, start, stop)
+        rows, columns = shared_rounds(keys, start, stop)
         compiled = _compiled.get(rows[0].device.type)
-        if compiled is not None and _is_large(rows[0].shape[0], columns[0].shape[1]):
-            variates = compiled(*rows, *columns, _later_keys(keys.seed, rows[0].device))
+        num, blocks = rows[0].shape[0], columns[0].shape[1]
+        # Sizes of 1 would be compiled apart.
+        if compiled is not None and min(num, blocks) > 1 and num * blocks >= SMALLEST_COMPILED:
+            variates = compiled(*rows, *columns, later_keys(keys.seed, rows[0].device))
         else:
-            variates = _eager(rows, columns, keys.seed)
+            variates = eager_exponentials(rows, columns, keys.seed)
     offset = start % 4
     return variates.flatten(1)[:, offset : offset + stop - start]
 
@@ -270,12 +261,7 @@ def stream_exponentials(keys: PositionKeys, stream: int, count: int) -> Float[Te
     return keyed_exponentials(keys, start, start + count)
 
 
-def first_arrivals(keys: PositionKeys) -> Float[Tensor, "n"]:
-    """E_0 of n positions: stream 0."""
-    return stream_exponentials(keys, 0, 1)[:, 0]
-
-
-def _shared_rounds(keys: PositionKeys, start: int, stop: int) -> tuple[WordList, WordList]:
+def shared_rounds(keys: PositionKeys, start: int, stop: int) -> tuple[WordList, WordList]:
     """Two rounds in factored form: c0 = r0 ^ s0, c1 = s1, c2 = r2 ^ s2, c3 = r3.
 
     Returns:
@@ -295,18 +281,14 @@ def _column_rounds(seed: int, draw: int, start: int, stop: int, device: torch.de
     return [(column >> 32) & MASK, column, c3 ^ next_k1]
 
 
-def _is_large(num_positions: int, num_blocks: int) -> bool:
-    """Whether the compiled kernel pays; sizes of 1 would be compiled apart."""
-    return min(num_positions, num_blocks) > 1 and num_positions * num_blocks >= SMALLEST_COMPILED
-
-
 @lru_cache(maxsize=64)
-def _later_keys(seed: int, device: torch.device) -> Tensor:
+def later_keys(seed: int, device: torch.device) -> Tensor:
     """Kept on the device: copying them there at every call would make the host wait."""
     return torch.tensor(round_keys(seed)[SHARED_ROUNDS:], device=device)
 
 
-def _eager(rows: WordList, columns: WordList, seed: int) -> Float[Tensor, "n blocks 4"]:
+def eager_exponentials(rows: WordList, columns: WordList, seed: int) -> Float[Tensor, "n blocks 4"]:
+    """The remaining rounds and the inverse transform, in place."""
     num_positions, num_blocks = rows[0].shape[0], columns[0].shape[1]
     out = torch.empty(num_positions, num_blocks, 4, device=rows[0].device)
     step = max(1, num_positions)
@@ -340,78 +322,12 @@ def _fill(out: Tensor, rows: WordList, columns: WordList, seed: int) -> None:
         out[..., lane] = exponential_from_bits(words)
 
 
-@no_type_check  # torch.compile cannot trace run-time checks of annotations
-def keyed_words(
-    r0: Tensor, r2: Tensor, r3: Tensor, s0: Tensor, s1: Tensor, s2: Tensor, keys: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The bits of which :func:`_fill` makes variates, out of place, for the compiler to fuse."""
-    c0, c1, c2, c3 = r0 ^ s0, s1, r2 ^ s2, r3
-    for i in range(keys.shape[0]):
-        p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c2 = ((p1 >> 32) ^ c1 ^ keys[i, 0]) & MASK, ((p0 >> 32) ^ c3 ^ keys[i, 1]) & MASK
-        c1, c3 = p1, p0
-    return c0, c1 & MASK, c2, c3 & MASK
-
-
-@no_type_check
-def _by_lane(*arguments: Tensor) -> Tensor:
-    """Variates lane by lane."""
-    return torch.stack([exponential_from_bits(words) for words in keyed_words(*arguments)], dim=-1)
-
-
-@no_type_check
-def _all_lanes(*arguments: Tensor) -> Tensor:
-    """Variates of all lanes together: 1.5 times as slow under AVX-512, but under AVX2 PyTorch 2.13
-    compiles :func:`_by_lane` to code that gives other numbers, and this to code that does not."""
-    return exponential_from_bits(torch.stack(keyed_words(*arguments), dim=-1))
-
-
-@torch.no_grad()
-def _compile(device: torch.device) -> Callable[..., Tensor]:
-    """The first form of the kernel whose numbers are those of the eager one."""
-    index = torch.arange(96, device=device)
-    keys = PositionKeys(0x123456789ABCDEF, index, index + 1, 7)
-    rows, columns = _shared_rounds(keys, 0, 1000)
-    expected = _eager(rows, columns, keys.seed)
-    most, apart = LARGEST_ULPS.get(device.type, 0), []
-    for form in (_by_lane, _all_lanes):
-        kernel: Callable[..., Tensor] = torch.compile(form, dynamic=True, fullgraph=True)
-        try:
-            found = kernel(*rows, *columns, _later_keys(keys.seed, index.device))
-        except Exception as error:
-            raise GdistillError(
-                "cannot compile the noise kernel",
-                got=first_line(error),
-                remedy="install a C++ compiler, or choose the kernel eager",
-            ) from error
-        apart.append(_ulps_apart(found, expected))
-        if apart[-1] <= most:
-            return kernel
-    raise GdistillError(
-        "the compiled noise kernel gives other numbers",
-        where=str(device),
-        got=f"{min(apart)} units of the last place apart",
-        expected=f"at most {most}",
-        remedy="choose the kernel eager",
-    )
-
-
-def _ulps_apart(one: Float[Tensor, "*s"], other: Float[Tensor, "*s"]) -> int:
-    """Largest distance of positive numbers in units of the last place."""
-    distance = one.view(torch.int32).long() - other.view(torch.int32).long()
-    return int(distance.abs().max())
-
-
-# Categorical draws by the exponential race argmax_k p_k / E_k, keyed by position and token id.
-#
-# Draws are made in float64: float32 uniforms have no value within 6e-8 of 1, which silences tokens
-# of small probability and so lowers the effective temperature (Zheng et al., arXiv 2409.02908).
-
-RACE_EPS = 1e-10
-
-
 def uniforms(keys: PositionKeys, start: int, stop: int) -> Float[Tensor, "n tile"]:
-    """U(0, 1) in float64 with 32 random bits, for entries start..stop-1 of each position."""
+    """U(0, 1) in float64 with 32 random bits, for entries start..stop-1 of each position.
+
+    float32 has no value within 6e-8 of 1, which silences tokens of small probability and so lowers
+    the effective temperature (Zheng et al., arXiv 2409.02908).
+    """
     return (keyed_bits(keys, start, stop).double() + 0.5) * 2.0**-32
 
 

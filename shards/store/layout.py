@@ -35,45 +35,10 @@ from zarr.storage import MemoryStore
 
 from shards.codec.protocol import ArraySpec
 from shards.errors import GdistillError, UsageError
-from shards.store.manifest import MANIFEST_FILE, Manifest
+from shards.store.manifest import MANIFEST_FILE, Manifest, ShardRange
 
 RESOURCES = "resources"
 ZSTD_LEVEL = 1
-
-
-@dataclass(frozen=True)
-class ShardRange:
-    """Rows start..stop-1 of a split: what one process writes at once."""
-
-    split: str
-    index: int
-    start: int
-    stop: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.stop - self.start
-
-    def __str__(self) -> str:
-        return f"{self.split} shard {self.index} (rows {self.start} to {self.stop - 1})"
-
-
-def shard_ranges(manifest: Manifest, split: str) -> list[ShardRange]:
-    """All shards of a split in order; the last one may be short."""
-    return [shard_range(manifest, split, index) for index in range(num_shards(manifest, split))]
-
-
-def shard_range(manifest: Manifest, split: str, index: int) -> ShardRange:
-    """One shard of a split."""
-    start = index * manifest.rows_per_shard
-    return ShardRange(
-        split, index, start, min(start + manifest.rows_per_shard, manifest.splits[split])
-    )
-
-
-def num_shards(manifest: Manifest, split: str) -> int:
-    """Shards of a split, the last of which may be short."""
-    return -(-manifest.splits[split] // manifest.rows_per_shard)
 
 
 def native_array(manifest: Manifest, array: str) -> NativeArray:
@@ -87,35 +52,21 @@ def native_array(manifest: Manifest, array: str) -> NativeArray:
     )
 
 
-def shard_file(manifest: Manifest, split: str, array: str, index: int) -> str:
-    """The name of one shard's file."""
-    zeros = 1 + len(manifest.all_arrays[array].trailing_shape)
-    return "/".join([split, array, "c", str(index), *["0"] * zeros])
-
-
-def shard_files(manifest: Manifest, shard: ShardRange) -> dict[str, str]:
-    """array name -> file name, for every array of a shard."""
-    return {
-        name: shard_file(manifest, shard.split, name, shard.index) for name in manifest.all_arrays
-    }
-
-
 def static_files(manifest: Manifest, resources: Mapping[str, np.ndarray]) -> dict[str, bytes]:
     """Every file that is written once: group and array metadata, and the resources."""
     store = MemoryStore()
-    note = {
-        "format": "gdistill",
-        "format_version": manifest.format_version,
-        "manifest": MANIFEST_FILE,
-    }
-    root = zarr.create_group(store, attributes={"gdistill": note})
+    note = {"format": "gdistill", "format_version": manifest.format_version}
+    root = zarr.create_group(store, attributes={"gdistill": {**note, "manifest": MANIFEST_FILE}})
     for split in manifest.splits:
         group = root.create_group(split)
         for name, spec in manifest.all_arrays.items():
             _create_sharded(group, manifest, split, name, spec)
     group = root.create_group(RESOURCES)
     for name, value in resources.items():
-        _create_resource(group, name, value)
+        row_bytes = max(1, value.nbytes // max(1, len(value)))
+        rows = max(1, min(len(value), MAX_RESOURCE_CHUNK_BYTES // row_bytes))
+        chunks, data = (rows, *value.shape[1:]), np.ascontiguousarray(value)
+        group.create_array(name, data=data, chunks=chunks, **_written_as())
     return _contents(store)
 
 
@@ -131,17 +82,7 @@ def encode_shard(
     content = _contents(store)
     return {
         file: native_array(manifest, name).with_tail(content[file])
-        for name, file in shard_files(manifest, shard).items()
-    }
-
-
-def shard_tails(
-    manifest: Manifest, shard: ShardRange, encoded: Mapping[str, bytes]
-) -> dict[str, str]:
-    """file name -> hash of its tail, from the bytes of :func:`encode_shard`."""
-    return {
-        file: native_array(manifest, name).tail_sha256(encoded[file])
-        for name, file in shard_files(manifest, shard).items()
+        for name, file in manifest.shard_files(shard).items()
     }
 
 
@@ -155,24 +96,14 @@ def _create_sharded(
         chunks=(manifest.rows_per_chunk, *inner),
         shards=(manifest.rows_per_shard, *inner),
         dtype=spec.dtype,
-        compressors=[ZstdCodec(level=ZSTD_LEVEL), Crc32cCodec()],
-        fill_value=0,
         dimension_names=("row", "position", *[None] * len(spec.trailing_shape)),
-        config={"write_empty_chunks": True},
+        **_written_as(),
     )
 
 
-def _create_resource(group: zarr.Group, name: str, value: np.ndarray) -> None:
-    row_bytes = max(1, value.nbytes // max(1, len(value)))
-    rows = max(1, min(len(value), MAX_RESOURCE_CHUNK_BYTES // row_bytes))
-    group.create_array(
-        name,
-        data=np.ascontiguousarray(value),
-        chunks=(rows, *value.shape[1:]),
-        compressors=[ZstdCodec(level=ZSTD_LEVEL), Crc32cCodec()],
-        fill_value=0,
-        config={"write_empty_chunks": True},
-    )
+def _written_as() -> dict[str, Any]:
+    codecs, config = [ZstdCodec(level=ZSTD_LEVEL), Crc32cCodec()], {"write_empty_chunks": True}
+    return {"compressors": codecs, "fill_value": 0, "config": config}
 
 
 def _contents(store: MemoryStore) -> dict[str, bytes]:
@@ -204,6 +135,7 @@ INDEX_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name
 INDEX_MEMORY_BYTES, INDEX_OVERHEAD_BYTES = 8 << 20, 512
 """Of all indices kept of an array (5,000 of 64 chunks each), and of one beside its numbers."""
 MAX_RESOURCE_CHUNK_BYTES = 64 << 20
+ODD_METADATA = (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError)
 INDIFFERENT = ("fill_value", "attributes", "dimension_names")
 """Metadata that say nothing of a chunk's bytes."""
 
@@ -235,20 +167,18 @@ class NativeArray:
         try:
             value = json.loads(metadata)
             zstd = value["codecs"][0]["configuration"]["codecs"][1]["configuration"]
-            return self._metadata(value, zstd, num_rows) == value
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError):
+            sharding = {
+                "chunk_shape": [self.rows_per_chunk, *self.row_shape],
+                "codecs": _chain(self.dtype, zstd),
+                "index_codecs": INDEX_CODECS,
+                "index_location": "end",
+            }
+            shape = [num_rows, *self.row_shape]
+            shard_shape = [self.rows_per_chunk * self.chunks_per_shard, *self.row_shape]
+            codecs = [{"name": "sharding_indexed", "configuration": sharding}]
+            return _array_metadata(value, self.dtype, shape, shard_shape, codecs) == value
+        except ODD_METADATA:
             return False
-
-    def _metadata(self, value: dict[str, Any], zstd: Any, num_rows: int) -> dict[str, Any]:
-        sharding = {
-            "chunk_shape": [self.rows_per_chunk, *self.row_shape],
-            "codecs": _chain(self.dtype, zstd),
-            "index_codecs": INDEX_CODECS,
-            "index_location": "end",
-        }
-        shard_shape = [self.rows_per_chunk * self.chunks_per_shard, *self.row_shape]
-        codecs = [{"name": "sharding_indexed", "configuration": sharding}]
-        return _array_metadata(value, self.dtype, [num_rows, *self.row_shape], shard_shape, codecs)
 
     @property
     def index_bytes(self) -> int:
@@ -277,10 +207,6 @@ class NativeArray:
     def tail_sha256(self, data: bytes) -> str:
         """What the ledger keeps of a shard's tail, from the file or its end."""
         return hashlib.sha256(data[-self.tail_bytes :]).hexdigest()
-
-    def decode_chunk(self, data: bytes) -> np.ndarray:
-        """The rows of one inner chunk, [rows_per_chunk, *row_shape], from its bytes."""
-        return decode_chunk(data, self.dtype, (self.rows_per_chunk, *self.row_shape))
 
 
 def decode_chunk(data: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray:
@@ -329,7 +255,7 @@ def read_array(
         known = _array_metadata(value, dtype, [*shape], [*chunk], codecs) == value
         known &= all(type(size) is int and size > 0 for size in (*shape, *chunk))
         known &= bool(shape) and shape[1:] == chunk[1:] and dtype.kind in "biuf"
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RecursionError):
+    except ODD_METADATA:
         known = False
     if not known:
         raise DamagedShard("not an array as this project writes them")
@@ -376,14 +302,6 @@ def _array_metadata(
     }
 
 
-@dataclass(frozen=True)
-class Tail:
-    """Offset and length of each chunk of a shard, and the checksums if the ledger knows them."""
-
-    index: UInt64[np.ndarray, "chunks 2"]
-    checksums: bytes | None
-
-
 class NativeShards:
     """The shards of one array behind a function that reads ranges; safe to use from threads.
 
@@ -415,27 +333,23 @@ class NativeShards:
             OSError: If the file cannot be read.
         """
         shard, chunk = divmod(index, self.array.chunks_per_shard)
-        tail = self._tail(shard)
-        offset, length = self._find(tail, shard, chunk)
-        data = self._read_range(shard, offset, length)
-        if len(data) != length:
-            raise DamagedShard(f"{len(data)} bytes of an inner chunk, expected {length}")
-        if tail.checksums is not None:
-            expected = tail.checksums[CRC_BYTES * chunk : CRC_BYTES * (chunk + 1)]
-            if data[-CRC_BYTES:] != expected:
-                raise DamagedShard(f"inner chunk {chunk} is another one than the tail names")
-        return self.array.decode_chunk(data)
-
-    def _find(self, tail: Tail, shard: int, chunk: int) -> tuple[int, int]:
-        """Where a chunk lies: offset and length in bytes."""
-        offset, length = tail.index[chunk].tolist()
+        places, checksums = self._tail(shard)
+        offset, length = places[chunk].tolist()
         if offset == length == ABSENT:
             raise DamagedShard(f"inner chunk {chunk} is absent")
         if offset + length > self._num_bytes(shard) - self.array.index_bytes:
             raise DamagedShard(f"inner chunk {chunk} lies outside the file")
-        return offset, length
+        data = self._read_range(shard, offset, length)
+        if len(data) != length:
+            raise DamagedShard(f"{len(data)} bytes of an inner chunk, expected {length}")
+        own = slice(CRC_BYTES * chunk, CRC_BYTES * (chunk + 1))
+        if checksums is not None and data[-CRC_BYTES:] != checksums[own]:
+            raise DamagedShard(f"inner chunk {chunk} is another one than the tail names")
+        shape = (self.array.rows_per_chunk, *self.array.row_shape)
+        return decode_chunk(data, self.array.dtype, shape)
 
-    def _read_tail(self, shard: int) -> Tail:
+    def _read_tail(self, shard: int) -> tuple[UInt64[np.ndarray, "chunks 2"], bytes | None]:
+        """Offset and length of each chunk, and the checksums if the ledger knows them."""
         array, expected = self.array, self._tail_sha256(shard)
         size = array.index_bytes if expected is None else array.tail_bytes
         start = self._num_bytes(shard) - size
@@ -443,11 +357,11 @@ class NativeShards:
             raise DamagedShard("the file is too short for an index")
         data = self._read_range(shard, start, size)
         if expected is None:
-            return Tail(array.parse_index(data), None)
+            return array.parse_index(data), None
         if array.tail_sha256(data) != expected:
             raise DamagedShard("the file is another one than the ledger names")
         split = size - array.index_bytes
-        return Tail(array.parse_index(data[split:]), data[:split])
+        return array.parse_index(data[split:]), data[:split]
 
 
 def read_file_range(descriptor: int, start: int, length: int, expected_size: int) -> bytes:
@@ -494,19 +408,21 @@ TOO_LARGE = (
 
 
 def check_arrays(manifest: Manifest, shard: ShardRange, arrays: Mapping[str, np.ndarray]) -> None:
-    """Refuse arrays that do not fit the manifest or hold values that cannot be right.
-
-    Args:
-        manifest: Of the store they are for.
-        shard: Their rows.
-        arrays: By name, [rows, L, *trailing]; see :meth:`shards.store.writer.ShardWriter.write`.
+    """Refuse arrays [rows, L, *trailing] that do not fit the manifest, or values that cannot be.
 
     Raises:
         UsageError: If an array is missing, unknown, or of another dtype or shape.
-        GdistillError: For a token or probability out of range, or a float that is not finite:
-            names array, row of the split and position.
+        GdistillError: As :func:`check_values`.
     """
-    _check_shapes(manifest, shard, arrays)
+    specs = manifest.all_arrays
+    if set(arrays) != set(specs):
+        raise UsageError("wrong arrays", where=shard, got=sorted(arrays), expected=sorted(specs))
+    for name, spec in specs.items():
+        shape, found = (shard.num_rows, manifest.row_length, *spec.trailing_shape), arrays[name]
+        if found.shape != shape or found.dtype != np.dtype(spec.dtype):
+            what, where = "an array does not fit the manifest", f"{shard}: {name}"
+            got, expected = f"{found.dtype} {found.shape}", f"{spec.dtype} {shape}"
+            raise UsageError(what, where=where, got=got, expected=expected)
     check_values(manifest, shard, arrays)
 
 
@@ -517,44 +433,21 @@ def check_values(manifest: Manifest, rows: ShardRange, arrays: Mapping[str, np.n
         GdistillError: Names array, row of the split and position.
     """
     for name, values in arrays.items():
+        remedy = ""
         if name == "tokens":
-            _refuse_where((values < 0) | (values >= manifest.vocab_size), rows, name, values)
-        elif name == "token_log_probs":
-            log_probs = values
-            # A rounding above 0 is a probability of 1; anything more is not a log-probability.
-            bad = ~np.isfinite(log_probs) | (log_probs > 1e-3)
-            bad[:, 0] |= log_probs[:, 0] != 0
-            _refuse_where(bad, rows, name, log_probs)
-        elif values.dtype.kind == "f" and not np.isfinite(values).all():
-            _refuse_where(~np.isfinite(values), rows, name, values, TOO_LARGE)
-
-
-def _check_shapes(manifest: Manifest, shard: ShardRange, arrays: Mapping[str, np.ndarray]) -> None:
-    specs = manifest.all_arrays
-    if set(arrays) != set(specs):
-        raise UsageError("wrong arrays", where=shard, got=sorted(arrays), expected=sorted(specs))
-    for name, spec in specs.items():
-        expected = (shard.num_rows, manifest.row_length, *spec.trailing_shape)
-        found = arrays[name]
-        if found.shape != expected or found.dtype != np.dtype(spec.dtype):
-            raise UsageError(
-                "an array does not fit the manifest",
-                where=f"{shard}: {name}",
-                got=f"{found.dtype} {found.shape}",
-                expected=f"{spec.dtype} {expected}",
-            )
-
-
-def _refuse_where(
-    bad: np.ndarray, shard: ShardRange, name: str, values: np.ndarray, remedy: str = ""
-) -> None:
-    """Refuse ``values`` [rows, L, ...] if ``bad``, of the same shape, is true anywhere."""
-    if bad.any():
-        place = tuple(np.argwhere(bad)[0])
-        row, position = int(place[0]), int(place[1])
-        raise GdistillError(
-            f"{name} out of range",
-            where=f"{shard.split} row {shard.start + row}, position {position}",
-            got=values[place],
-            remedy=remedy,
-        )
+            bad = (values < 0) | (values >= manifest.vocab_size)
+        elif values.dtype.kind != "f":
+            continue
+        else:
+            bad = ~np.isfinite(values)
+            if name == "token_log_probs":
+                # A rounding above 0 is a probability of 1; anything more is none.
+                bad |= values > 1e-3
+                bad[:, 0] |= values[:, 0] != 0
+            else:
+                remedy = TOO_LARGE
+        if bad.any():
+            place = tuple(np.argwhere(bad)[0])
+            where = f"{rows.split} row {rows.start + int(place[0])}, position {int(place[1])}"
+            what = f"{name} out of range"
+            raise GdistillError(what, where=where, got=values[place], remedy=remedy)

@@ -26,58 +26,45 @@ class Location(Protocol):
     @property
     def url(self) -> str:
         """How to name the place in messages."""
-        ...
 
     def read(self, name: str) -> bytes:
         """The whole file; FileNotFoundError if there is none."""
-        ...
 
     def write(self, name: str, data: bytes) -> None:
         """Replace the file atomically and durably."""
-        ...
 
     def delete(self, name: str) -> None:
         """Remove the file, durably, if it is there."""
-        ...
 
     def size(self, name: str) -> int | None:
         """Bytes of the file, None if there is none."""
-        ...
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Every file below ``prefix`` (a folder; "" for all) with its size; claims left out."""
-        ...
 
     def written_at(self, prefix: str) -> dict[str, float]:
         """Unix time of the last write of every file below ``prefix``, where the place tells it."""
-        ...
 
     def discard_leftovers(self, name: str) -> None:
         """Remove what killed writers left of a file; only for who holds its claim."""
-        ...
 
     def open_file(self, name: str, record: FileRecord) -> int:
         """A descriptor of a local file that ``record`` describes: the file itself, or a copy.
 
         A copy has been hashed; the file itself is checked by its reader. The caller closes it.
         """
-        ...
 
     def peek(self, name: str, start: int, length: int) -> bytes | None:
         """Some bytes of a file, none if it is not there; None where looking is not cheap."""
-        ...
 
     def discard_altered_copy(self, record: FileRecord) -> bool:
         """Drop the local copy of a file if it is not what ``record`` says; whether it was so."""
-        ...
 
     def claim(self, name: str, *, wait: bool) -> AbstractContextManager[bool]:
         """Hold ``name`` against every other process while the context lasts; False if taken."""
-        ...
 
     def claims(self) -> list[str]:
         """Names held now, or left behind by a process that was killed."""
-        ...
 
 
 def open_location(location: str | Path) -> Location:
@@ -196,11 +183,10 @@ class LocalLocation:
 
     @contextmanager
     def claim(self, name: str, *, wait: bool) -> Iterator[bool]:
+        path = path_inside(self.root, f"{CLAIMS}/{name}")
         with ExitStack() as stack:
             with self._explained(f"{CLAIMS}/{name}", "lock"):
-                mine = stack.enter_context(
-                    file_claim(path_inside(self.root, f"{CLAIMS}/{name}"), wait)
-                )
+                mine = stack.enter_context(file_claim(path, wait))
             yield mine
 
     def claims(self) -> list[str]:
@@ -216,15 +202,11 @@ class LocalLocation:
                 raise FileNotFoundError(name) from error
             raise GdistillError(f"cannot {verb} the store", where=self.root, got=error) from error
         except OSError as error:
-            writes = verb in ("write", "delete", "lock", "tidy")
-            raise GdistillError(
-                f"cannot {verb} a file of the store",
-                where=self.root / name,
-                got=error.strerror or error,
-                remedy="free space or fix permissions, then run again: finished shards are kept"
-                if writes
-                else "fix its permissions, or the disk it lies on",
-            ) from error
+            remedy = "fix its permissions, or the disk it lies on"
+            if verb in ("write", "delete", "lock", "tidy"):
+                remedy = "free space or fix permissions, then run again: finished shards are kept"
+            what, got = f"cannot {verb} a file of the store", error.strerror or error
+            raise GdistillError(what, where=self.root / name, got=got, remedy=remedy) from error
 
 
 _held: set[int] = set()
@@ -275,19 +257,6 @@ def _lock(path: Path, wait: bool) -> int | None:
         os.close(descriptor)
 
 
-def _unlock(path: Path, descriptor: int) -> None:
-    """Remove the file while still holding it, then let go."""
-    if descriptor not in _held:  # a child that was forked meanwhile holds nothing
-        return
-    try:
-        path.unlink(missing_ok=True)
-        with suppress(OSError):  # other claims are still there
-            path.parent.rmdir()
-    finally:
-        _held.discard(descriptor)
-        os.close(descriptor)
-
-
 @contextmanager
 def file_claim(path: Path, wait: bool) -> Iterator[bool]:
     """Hold ``path`` while the context lasts; gives False if it is taken and ``wait`` is off."""
@@ -295,5 +264,11 @@ def file_claim(path: Path, wait: bool) -> Iterator[bool]:
     try:
         yield descriptor is not None
     finally:
-        if descriptor is not None:
-            _unlock(path, descriptor)
+        if descriptor in _held:  # a child that was forked meanwhile holds nothing
+            try:
+                path.unlink(missing_ok=True)  # while still holding it
+                with suppress(OSError):  # other claims are still there
+                    path.parent.rmdir()
+            finally:
+                _held.discard(descriptor)
+                os.close(descriptor)

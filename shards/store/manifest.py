@@ -1,4 +1,9 @@
-"""JSON files that notice any change to themselves.
+"""What a store is: everything that decides its content, in one sealed file, ``manifest.json``.
+
+The manifest is the root of trust. It carries its own hash, the hash of every file written once
+per store (Zarr metadata, resources, tokenizer and corpus files), and every ledger record names
+the manifest it belongs to. The ledger has one sealed record per finished shard, written after the
+shard's files: done means "in the ledger"; that a file exists says nothing.
 
 A sealed file is indented JSON with sorted keys and a field ``sha256`` over the canonical form of
 all other fields. It is accepted only if rendering what was parsed gives the same bytes again, so
@@ -10,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -17,15 +23,30 @@ from typing import Any
 
 import numpy as np
 
-from shards.atomic import FileRecord, canonical_json
+from shards.atomic import FileRecord, canonical_json, sha256_hex
 from shards.codec.protocol import ArraySpec
 from shards.errors import GdistillError, IntegrityError, UsageError, safe_name
 from shards.provenance import derive_seed
 from shards.settings import flatten
 from shards.store.location import Location
 
-SEAL = "sha256"
-MAX_DEPTH = 32
+SEAL, MAX_DEPTH = "sha256", 32
+LEDGER, COMPUTED_FILE, MANIFEST_FILE = "ledger", "computed.json", "manifest.json"
+FORMAT_VERSION = 2
+"""Since 2 the frozen draws of different splits have seeds of their own; 1 is still read."""
+STORE_ARRAYS = {"tokens": ArraySpec("int32"), "token_log_probs": ArraySpec("float32")}
+"""Arrays of every store, beside the codec's own."""
+RESERVED = {"ledger", "resources", "tokenizer", "corpus", "c"}
+"""Folders of a store that are no split, and of an array."""
+SIZES = ("vocab_size", "row_length", "rows_per_shard", "rows_per_chunk", "format_version")
+MAPPINGS = ("codec", "arrays", "splits", "teacher", "tokenizer", "tokens", "versions", "files")
+MAX_SIZE = 2**31 - 2
+"""Token ids and the mask id, one past them, are int32."""
+MAX_CHUNK_BYTES = 1 << 32
+"""Of all arrays together."""
+MAX_SHARDS, MAX_SHARD_FILES = 1 << 18, 1 << 22
+"""Of all splits: a shard is the unit of work, and its files and record are files of their own."""
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, UsageError)
 
 
 def digest(value: Mapping[str, Any]) -> str:
@@ -51,26 +72,21 @@ def parse(data: bytes, where: object) -> dict[str, Any]:
         value = json.loads(data)
         level = [value]
         for _ in range(MAX_DEPTH):
-            nested = [entry for entry in level if isinstance(entry, dict | list)]
-            level = [inner for entry in nested for inner in _parts(entry)]
+            tables = [entry for entry in level if isinstance(entry, dict)]
+            lists = [entry for entry in level if isinstance(entry, list)]
+            level = [part for table in tables for part in (*table, *table.values())]
+            level += [part for entries in lists for part in entries]
+            for part in level:
+                if isinstance(part, str):
+                    part.encode()  # a ValueError for half of a surrogate
         if level:
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
     except (ValueError, RecursionError) as error:
-        raise IntegrityError(
-            "not a readable record", where=where, got=str(error)[:80], expected="a sealed JSON file"
-        ) from error
+        what, got, expected = "not a readable record", str(error)[:80], "a sealed JSON file"
+        raise IntegrityError(what, where=where, got=got, expected=expected) from error
     if not isinstance(value, dict):
         raise IntegrityError("not a record", where=where, expected="a JSON object")
     return value
-
-
-def _parts(entry: dict[str, Any] | list[Any]) -> list[Any]:
-    """Keys and values; a ValueError for a text that cannot be written (half of a surrogate)."""
-    parts = [*entry, *entry.values()] if isinstance(entry, dict) else entry
-    for part in parts:
-        if isinstance(part, str):
-            part.encode()
-    return parts
 
 
 def unseal(data: bytes, where: object) -> dict[str, Any]:
@@ -79,8 +95,9 @@ def unseal(data: bytes, where: object) -> dict[str, Any]:
     Raises:
         IntegrityError: If anything in the file differs from what was sealed.
     """
-    value = parse(data, where)
+    value, expected = parse(data, where), "unknown"
     try:
+        expected = digest(value)
         intact = seal(value) == data
     except (ValueError, TypeError, RecursionError):  # NaN, or keys that do not sort
         intact = False
@@ -89,91 +106,37 @@ def unseal(data: bytes, where: object) -> dict[str, Any]:
             "the record was altered after it was written",
             where=where,
             got=f"sha256 {str(value.get(SEAL))[:12]}",
-            expected=f"sha256 {_digest_or_unknown(value)[:12]}",
+            expected=f"sha256 {expected[:12]}",
             remedy="restore the file from a copy, or write the store again",
         )
     return value
 
 
-def _digest_or_unknown(value: Mapping[str, Any]) -> str:
-    try:
-        return digest(value)
-    except (ValueError, TypeError):
-        return "unknown"
+@dataclass(frozen=True)
+class ShardRange:
+    """Rows start..stop-1 of a split: what one process writes at once."""
 
+    split: str
+    index: int
+    start: int
+    stop: int
 
-# How the numbers of a store were computed: recorded beside its identity, not in it.
-#
-# Bits of a float result belong to one way of computing: the device, the kernels that its CPU
-# chooses, threads, rows of a forward pass, library versions. Another way gives another last bit,
-# which is no other content. So ``computed.json`` lists the ways, the first writer's first, and
-# nothing that reads or resumes a store asks for more than that the list can be read.
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
 
+    @property
+    def record_file(self) -> str:
+        """The name of the shard's ledger record."""
+        return f"{LEDGER}/{self.split}/{self.index:06d}.json"
 
-COMPUTED_FILE = "computed.json"
-Way = Mapping[str, Any]
-"""Flat JSON values by name."""
+    @property
+    def claim_name(self) -> str:
+        """The name under which processes claim the shard."""
+        return f"{self.split}-{self.index:06d}"
 
-
-def read_ways(place: Location) -> list[dict[str, Any]]:
-    """The ways of computing that wrote a store, the first writer's first; empty if none is told.
-
-    Raises:
-        IntegrityError: If the record cannot be read.
-    """
-    where = f"{place.url}/{COMPUTED_FILE}"
-    try:
-        ways = parse(place.read(COMPUTED_FILE), where).get("ways")
-    except FileNotFoundError:
-        return []
-    plain = str | int | float | None
-    if isinstance(ways, list) and all(
-        isinstance(way, dict) and all(isinstance(entry, plain) for entry in way.values())
-        for way in ways
-    ):
-        return ways
-    raise IntegrityError(
-        "cannot read how the store was computed",
-        where=where,
-        got=_short(ways),
-        expected="a list of flat records",
-        remedy="remove the file: it is no part of the store's identity",
-    )
-
-
-def record_ways(place: Location, ways: Iterable[Way]) -> None:
-    """Add to the list what it lacks; the order of what is there stays."""
-    ways = [dict(way) for way in ways]
-    with place.claim("computed", wait=True):
-        known = read_ways(place)
-        new = [way for at, way in enumerate(ways) if way not in known and way not in ways[:at]]
-        if new:
-            text = json.dumps({"ways": [*known, *new]}, indent=2, sort_keys=True)
-            place.write(COMPUTED_FILE, text.encode() + b"\n")
-
-
-# What a store is: everything that decides its content, in one sealed file, ``manifest.json``.
-#
-# The manifest is the root of trust. It carries its own hash, the hash of every file written once
-# per store (Zarr metadata, resources, tokenizer and corpus files), and every ledger record names
-# the manifest it belongs to.
-
-
-FORMAT_VERSION = 2
-"""Since 2 the frozen draws of different splits have seeds of their own; 1 is still read."""
-MANIFEST_FILE = "manifest.json"
-STORE_ARRAYS = {"tokens": ArraySpec("int32"), "token_log_probs": ArraySpec("float32")}
-"""Arrays of every store, beside the codec's own."""
-RESERVED = {"ledger", "resources", "tokenizer", "corpus", "c"}
-"""Folders of a store that are no split, and of an array."""
-SIZES = ("vocab_size", "row_length", "rows_per_shard", "rows_per_chunk", "format_version")
-MAPPINGS = ("codec", "arrays", "splits", "teacher", "tokenizer", "tokens", "versions", "files")
-MAX_SIZE = 2**31 - 2
-"""Token ids and the mask id, one past them, are int32."""
-MAX_CHUNK_BYTES = 1 << 32
-"""Of all arrays together."""
-MAX_SHARDS, MAX_SHARD_FILES = 1 << 18, 1 << 22
-"""Of all splits: a shard is the unit of work, and its files and record are files of their own."""
+    def __str__(self) -> str:
+        return f"{self.split} shard {self.index} (rows {self.start} to {self.stop - 1})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +144,7 @@ class Manifest:
     """The identity of a store. All mappings hold plain JSON values.
 
     Attributes:
-        codec: ``{"name": ..., "parameters": {...}}``; see :func:`shards.codec.make_codec`.
+        codec: ``{"name": ..., "parameters": {...}}``; see :func:`shards.codec.registry.make_codec`.
         arrays: The codec's own arrays (``tokens`` and ``token_log_probs`` are always there).
         vocab_size: V, the teacher's real tokens; the mask id is V.
         row_length: L, tokens per row.
@@ -235,6 +198,32 @@ class Manifest:
         """Every array of a split by name."""
         return {**STORE_ARRAYS, **self.arrays}
 
+    def num_shards(self, split: str) -> int:
+        """Shards of a split, the last of which may be short."""
+        return -(-self.splits[split] // self.rows_per_shard)
+
+    def shard(self, split: str, index: int) -> ShardRange:
+        """One shard of a split."""
+        start = index * self.rows_per_shard
+        return ShardRange(split, index, start, min(start + self.rows_per_shard, self.splits[split]))
+
+    def shards(self, split: str) -> list[ShardRange]:
+        """All shards of a split in order."""
+        return [self.shard(split, index) for index in range(self.num_shards(split))]
+
+    def all_shards(self) -> list[ShardRange]:
+        """Those of every split."""
+        return [shard for split in self.splits for shard in self.shards(split)]
+
+    def shard_file(self, split: str, array: str, index: int) -> str:
+        """The name of one shard's file."""
+        zeros = ["0"] * (1 + len(self.all_arrays[array].trailing_shape))
+        return "/".join([split, array, "c", str(index), *zeros])
+
+    def shard_files(self, shard: ShardRange) -> dict[str, str]:
+        """array name -> file name, for every array of a shard."""
+        return {n: self.shard_file(shard.split, n, shard.index) for n in self.all_arrays}
+
     @cached_property
     def sha256(self) -> str:
         """The seal of ``manifest.json``; names this store's identity."""
@@ -278,36 +267,39 @@ class Manifest:
             )
         value = unseal(data, where)
         try:
-            manifest = cls._from_json(value)
-        except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
+            known = {f.name: value[f.name] for f in fields(cls)}
+            known["arrays"] = {
+                name: ArraySpec(spec["dtype"], tuple(spec["trailing_shape"]))
+                for name, spec in value["arrays"].items()
+            }
+            known["files"] = _file_records(value["files"])
+            manifest = cls(**known)
+        except MALFORMED as error:
             raise IntegrityError("malformed manifest", where=where, got=str(error)[:400]) from error
         if manifest.to_bytes() != data:
             raise IntegrityError("the manifest has fields unknown to its format", where=where)
         return manifest
 
-    @classmethod
-    def _from_json(cls, value: Mapping[str, Any]) -> Manifest:
-        known = {f.name: value[f.name] for f in fields(cls)}
-        known["arrays"] = {
-            name: ArraySpec(spec["dtype"], tuple(spec["trailing_shape"]))
-            for name, spec in value["arrays"].items()
-        }
-        known["files"] = {n: FileRecord.from_json(record) for n, record in value["files"].items()}
-        return cls(**known)
-
-    def identity(self) -> dict[str, Any]:
-        """Every field under its dotted name (``teacher.weights_sha256``), codec first."""
-        value = self.to_json()
-        return flatten({f.name: value[f.name] for f in fields(self)})
-
     def difference(self, other: Manifest) -> tuple[str, Any, Any] | None:
-        """The first identity field that differs with both values, or None; "absent" if missing."""
-        mine, theirs = self.identity(), other.identity()
-        for name in [*mine, *(name for name in theirs if name not in mine)]:
+        """The first field that differs, by dotted name (``teacher.weights_sha256``), codec first.
+
+        Returns:
+            The name and both values, "absent" if missing; None if all are equal.
+        """
+        mine, theirs = self._identity(), other._identity()
+        for name in dict.fromkeys([*mine, *theirs]):
             left, right = mine.get(name, "absent"), theirs.get(name, "absent")
             if left != right or type(left) is not type(right):
                 return name, left, right
         return None
+
+    def _identity(self) -> dict[str, Any]:
+        value = self.to_json()
+        return flatten({f.name: value[f.name] for f in fields(self)})
+
+
+def _file_records(values: Mapping[str, Any]) -> dict[str, FileRecord]:
+    return {name: FileRecord.from_json(record) for name, record in values.items()}
 
 
 def _check(manifest: Manifest) -> None:
@@ -329,18 +321,14 @@ def _check(manifest: Manifest) -> None:
     for name in ("bos_id", "eos_id"):
         if getattr(manifest, name) is not None:
             _require_int(name, getattr(manifest, name), 0, manifest.vocab_size - 1)
-    _check_codec(manifest.codec)
+    if not isinstance(manifest.codec.get("name"), str):
+        raise UsageError("the manifest names no codec", where="codec.name")
+    if not isinstance(manifest.codec.get("parameters"), Mapping):
+        raise UsageError("the manifest has no parameters of the codec", where="codec.parameters")
     for name in manifest.files:
         safe_name(name)
     _check_arrays(manifest)
     _check_splits(manifest)
-
-
-def _check_codec(codec: Mapping[str, Any]) -> None:
-    if not isinstance(codec.get("name"), str):
-        raise UsageError("the manifest names no codec", where="codec.name")
-    if not isinstance(codec.get("parameters"), Mapping):
-        raise UsageError("the manifest has no parameters of the codec", where="codec.parameters")
 
 
 def _check_arrays(manifest: Manifest) -> None:
@@ -362,28 +350,23 @@ def _check_arrays(manifest: Manifest) -> None:
         rows = (manifest.rows_per_chunk, manifest.row_length, *spec.trailing_shape)
         num_bytes += math.prod(rows) * dtype.itemsize
     if num_bytes > MAX_CHUNK_BYTES:
-        raise UsageError(
-            "a chunk is too large",
-            where="arrays",
-            got=f"{num_bytes} bytes",
-            expected=f"at most {MAX_CHUNK_BYTES} bytes",
-            remedy="fewer rows_per_chunk, shorter rows or a smaller codec",
-        )
+        got, expected = f"{num_bytes} bytes", f"at most {MAX_CHUNK_BYTES} bytes"
+        remedy = "fewer rows_per_chunk, shorter rows or a smaller codec"
+        what = "a chunk is too large"
+        raise UsageError(what, where="arrays", got=got, expected=expected, remedy=remedy)
 
 
 def _check_splits(manifest: Manifest) -> None:
-    if manifest.rows_per_shard % manifest.rows_per_chunk:
-        raise UsageError(
-            "rows_per_shard is not a multiple of rows_per_chunk",
-            where="rows_per_shard",
-            got=manifest.rows_per_shard,
-            expected=f"a multiple of {manifest.rows_per_chunk}",
-        )
+    per_shard, per_chunk = manifest.rows_per_shard, manifest.rows_per_chunk
+    if per_shard % per_chunk:
+        what = "rows_per_shard is not a multiple of rows_per_chunk"
+        expected = f"a multiple of {per_chunk}"
+        raise UsageError(what, where="rows_per_shard", got=per_shard, expected=expected)
     shards = 0
     for split, rows in manifest.splits.items():
         _require_name("splits", split)
-        _require_int(f"splits.{split}", rows, 0, MAX_SHARDS * manifest.rows_per_shard)
-        shards += -(-rows // manifest.rows_per_shard)
+        _require_int(f"splits.{split}", rows, 0, MAX_SHARDS * per_shard)
+        shards += manifest.num_shards(split)
     most = min(MAX_SHARDS, MAX_SHARD_FILES // len(manifest.all_arrays))
     if shards > most or len(manifest.splits) > MAX_SHARDS:
         raise UsageError("too many shards", where="splits", got=shards, expected=f"at most {most}")
@@ -391,21 +374,134 @@ def _check_splits(manifest: Manifest) -> None:
 
 def _require_name(where: str, name: str) -> None:
     if not name or name in RESERVED or not all(c.isalnum() or c in "-_" for c in name):
-        raise UsageError(
-            f"bad name in {where}",
-            where=_short(name),
-            expected=f"letters, digits, - and _; none of {', '.join(sorted(RESERVED))}",
-        )
+        expected = f"letters, digits, - and _; none of {', '.join(sorted(RESERVED))}"
+        raise UsageError(f"bad name in {where}", where=_short(name), expected=expected)
     safe_name(name)
 
 
 def _require_int(where: str, value: object, least: int, most: int) -> None:
     if type(value) is not int or not least <= value <= most:
-        raise UsageError(
-            "size out of range", where=where, got=_short(value), expected=f"{least} to {most}"
-        )
+        got, expected = _short(value), f"{least} to {most}"
+        raise UsageError("size out of range", where=where, got=got, expected=expected)
 
 
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What a finished shard consists of.
+
+    Attributes:
+        shard: Its rows.
+        manifest_sha256: The seal of the manifest it was written under.
+        files: File name -> size and hash.
+        tails: File name -> hash of its tail, see :mod:`shards.store.layout`; empty in records
+            written before tails.
+    """
+
+    shard: ShardRange
+    manifest_sha256: str
+    files: Mapping[str, FileRecord]
+    tails: Mapping[str, str] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """The content of the record's file."""
+        files = {name: record.to_json() for name, record in self.files.items()}
+        tails = {"tails": dict(self.tails)} if self.tails else {}
+        own = {"manifest_sha256": self.manifest_sha256, "files": files}
+        return seal({**vars(self.shard), **own, **tails})
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> ShardRecord:
+        """Read a record; IntegrityError if it was altered."""
+        value = unseal(data, where)
+        try:
+            shard = ShardRange(value["split"], value["index"], value["start"], value["stop"])
+            tails = {name: sha256_hex(tail) for name, tail in value.get("tails", {}).items()}
+            return cls(shard, value["manifest_sha256"], _file_records(value["files"]), tails)
+        except MALFORMED as error:
+            raise IntegrityError("malformed record", where=where, got=str(error)[:200]) from error
+
+
+def rewrite_remedy(url: str) -> str:
+    """How to get a damaged shard of the store at ``url`` written anew.
+
+    A writer trusts the ledger, sizes and tails, so the record has to go first.
+    """
+    return (
+        f"run `gdistill-shards verify {shlex.quote(url)} --forget`, then run the command that wrote"
+        " the store again: it writes this shard anew and keeps the others"
+    )
+
+
+def read_record(location: Location, manifest: Manifest, shard: ShardRange) -> ShardRecord | None:
+    """The checked record of a shard, None if the shard is not finished.
+
+    Raises:
+        IntegrityError: If the record was altered or belongs to another store or shard.
+    """
+    try:
+        data = location.read(shard.record_file)
+    except FileNotFoundError:
+        return None
+    where = f"{location.url}/{shard.record_file}"
+    record, problem = ShardRecord.from_bytes(data, where), ""
+    if record.shard != shard:
+        problem = f"a record of {record.shard}"
+    elif record.manifest_sha256 != manifest.sha256:
+        problem = f"a record of another manifest ({record.manifest_sha256[:12]})"
+    elif set(record.files) != set(manifest.shard_files(shard).values()):
+        problem = f"files {sorted(record.files)}"
+    elif record.tails and set(record.tails) != set(record.files):
+        problem = f"tails of {sorted(record.tails)}"
+    if problem:
+        what, expected = "a ledger record that does not belong here", f"the record of {shard}"
+        remedy = "run the command that wrote the store again: it writes this shard anew"
+        raise IntegrityError(what, where=where, got=problem, expected=expected, remedy=remedy)
+    return record
+
+
+# How the numbers of a store were computed: recorded beside its identity, not in it.
+#
+# Bits of a float result belong to one compute environment: the device, the kernels that its CPU
+# chooses, threads, rows of a forward pass, library versions. Another one gives another last bit,
+# which is no other content. So ``computed.json`` lists them, the first writer's first, and
+# nothing that reads or resumes a store asks for more than that the list can be read.
+
+
+def read_ways(place: Location) -> list[dict[str, Any]]:
+    """The compute environments that wrote a store; empty if none is given.
+
+    Raises:
+        IntegrityError: If the record cannot be read.
+    """
+    where = f"{place.url}/{COMPUTED_FILE}"
+    try:
+        ways = parse(place.read(COMPUTED_FILE), where).get("ways")
+    except FileNotFoundError:
+        return []
+    plain = str | int | float | None
+    if isinstance(ways, list) and all(
+        isinstance(way, dict) and all(isinstance(entry, plain) for entry in way.values())
+        for way in ways
+    ):
+        return ways
+    what, expected = "cannot read how the store was computed", "a list of flat records"
+    remedy = "remove the file: it is no part of the store's identity"
+    raise IntegrityError(what, where=where, got=_short(ways), expected=expected, remedy=remedy)
+
+
+def record_ways(place: Location, ways: Iterable[Mapping[str, Any]]) -> None:
+    """Add to the list what it lacks, flat JSON values by name; the order of what is there stays."""
+    with place.claim("computed", wait=True):
+        known = read_ways(place)
+        new: list[dict[str, Any]] = []
+        for way in map(dict, ways):
+            if way not in known and way not in new:
+                new.append(way)
+        if new:
+            text = json.dumps({"ways": [*known, *new]}, indent=2, sort_keys=True)
+            place.write(COMPUTED_FILE, text.encode() + b"\n")

@@ -1,14 +1,8 @@
-"""Claims at a URL: an object that its holder renews; one that is no longer renewed is void.
+"""A store at an fsspec URL (``s3://``, ``gs://``, ``memory://`` ...), read through a local cache.
 
-Object stores have no locks. A claim whose holder has ended on this machine is void too. Should two
-writers ever hold one claim (a clock far off), they write the same bytes: a shard is a function of
-its inputs.
-
-What is guaranteed where: S3 and fsspec's memory create a file only if there is none, in one step,
-so exactly one process gets a claim (an S3 server that ignores ``If-None-Match`` lets two have it
-that look within a request of each other). Elsewhere (webhdfs, hdfs, ftp) a client can only look
-first and then write: there a claim is read back after a pause, and who was overwritten has lost it.
-Two hold it only if one was held up between look and write for longer than the pause.
+Object stores replace a file atomically but have neither rename nor locks: claims are leases. Where
+a client can only look first and then write (webhdfs, hdfs, ftp), replacing a file is not atomic
+either: a reader may meet a part of one, which no record vouches for.
 """
 
 from __future__ import annotations
@@ -25,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import fsspec
 from fsspec.asyn import AsyncFileSystem
@@ -40,41 +34,23 @@ SETTLE_SECONDS = 1.0
 """Before a claim is read back: what looking and writing take at most, in general."""
 
 
-@runtime_checkable
-class LeasePlace(Protocol):
-    """What a place of files offers for claims."""
-
-    @property
-    def creates_exclusively(self) -> bool:
-        """Whether :meth:`create` looks and writes in one step."""
-        ...
-
-    def read(self, name: str) -> bytes:
-        """The whole file; FileNotFoundError if there is none."""
-        ...
-
-    def write(self, name: str, data: bytes) -> None:
-        """Replace the file."""
-        ...
-
-    def create(self, name: str, data: bytes) -> bool:
-        """Write the file if there is none; whether there was none."""
-        ...
-
-    def delete(self, name: str) -> None:
-        """Remove the file if it is there."""
-        ...
-
-
 class Leases:
-    """Claims as files of a place.
+    """Claims at a URL: an object that its holder renews; one that is no longer renewed is void.
+
+    A claim whose holder has ended on this machine is void too. Should two writers ever hold one
+    claim (a clock far off), they write the same bytes: a shard is a function of its inputs.
+
+    S3 and fsspec's memory create a file only if there is none, in one step, so exactly one process
+    gets a claim (an S3 server that ignores ``If-None-Match`` lets two have it that look within a
+    request of each other). Elsewhere a claim is read back after a pause, and who was overwritten
+    has lost it: two hold it only if one was held up between look and write for longer than that.
 
     Args:
         place: Where they lie.
         lease_seconds: A claim is void that was last renewed so long ago.
     """
 
-    def __init__(self, place: LeasePlace, lease_seconds: float = LEASE_SECONDS) -> None:
+    def __init__(self, place: RemoteLocation, lease_seconds: float) -> None:
         self._place, self._lease_seconds = place, lease_seconds
 
     @contextmanager
@@ -103,7 +79,7 @@ class Leases:
         held = self._held(name)
         if held is not None:
             return self._is_void(held) and self._take_over(name, held, owner)
-        if not self._place.create(name, _claim_bytes(owner)):
+        if not self._place.create(name, self._bytes(owner)):
             return False
         if self._place.creates_exclusively:
             return True
@@ -123,7 +99,7 @@ class Leases:
         try:
             if self._held(name) != void:
                 return False
-            self._place.write(name, _claim_bytes(owner))
+            self._place.write(name, self._bytes(owner))
             return True
         finally:
             self._place.delete(takeover)
@@ -144,9 +120,7 @@ class Leases:
     def _is_void(self, held: Mapping[str, Any]) -> bool:
         """Whether a claim's holder has died here, or has stopped renewing it elsewhere."""
         try:
-            if has_ended(held):
-                return True
-            return time.time() - held["renewed"] > self._lease_seconds
+            return has_ended(held) or time.time() - held["renewed"] > self._lease_seconds
         except (ValueError, KeyError, TypeError):  # not a claim that any version of ours wrote
             return True
 
@@ -156,11 +130,10 @@ class Leases:
             with suppress(Exception):
                 if self._holder(name) != owner["id"]:  # we were too slow; it is another's now
                     return
-                self._place.write(name, _claim_bytes(owner))
+                self._place.write(name, self._bytes(owner))
 
-
-def _claim_bytes(owner: Mapping[str, Any]) -> bytes:
-    return json.dumps({**owner, "renewed": time.time()}).encode()
+    def _bytes(self, owner: Mapping[str, Any]) -> bytes:
+        return json.dumps({**owner, "renewed": time.time()}).encode()
 
 
 # Local copies of remote files, named by the hash of their content.
@@ -226,18 +199,23 @@ class FileCache:
             return descriptor
         data = download()
         if not record.matches(data):
-            raise DamagedCopy(
-                f"{len(data)} bytes of another hash, expected {record.num_bytes} bytes"
-            )
+            expected = f"expected {record.num_bytes} bytes"
+            raise DamagedCopy(f"{len(data)} bytes of another hash, {expected}")
         try:
-            return self._keep(path, data)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._make_room(len(data))
+            temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+            try:
+                temporary.write_bytes(data)
+                descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+                os.replace(temporary, path)
+                return descriptor
+            finally:
+                temporary.unlink(missing_ok=True)
         except OSError as error:
-            raise GdistillError(
-                "cannot write the cache of remote files",
-                where=self.folder,
-                got=error.strerror or error,
-                remedy=f"free space, or set {FOLDER_VARIABLE} or {SIZE_VARIABLE}",
-            ) from error
+            what, got = "cannot write the cache of remote files", error.strerror or error
+            remedy = f"free space, or set {FOLDER_VARIABLE} or {SIZE_VARIABLE}"
+            raise GdistillError(what, where=self.folder, got=got, remedy=remedy) from error
 
     def discard_altered(self, record: FileRecord) -> bool:
         """Remove the copy of a file if its content has changed since; whether it had."""
@@ -247,19 +225,6 @@ class FileCache:
                 path.unlink(missing_ok=True)
                 return True
         return False
-
-    def _keep(self, path: Path, data: bytes) -> int:
-        """Put a copy into the cache; a descriptor of it."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._make_room(len(data))
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-        try:
-            temporary.write_bytes(data)
-            descriptor = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
-            os.replace(temporary, path)
-            return descriptor
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def _make_room(self, num_bytes: int) -> None:
         """Remove the least recently used copies until ``num_bytes`` more fit.
@@ -273,10 +238,11 @@ class FileCache:
         copies = []
         for path in self.folder.iterdir():
             with suppress(FileNotFoundError):  # another process removed it
+                status = path.stat()
+                is_old = time.time() - status.st_mtime > _ABANDONED_SECONDS
                 if _COPY.fullmatch(path.name):
-                    status = path.stat()
                     copies.append((status.st_mtime_ns, status.st_size, path))
-                elif _UNFINISHED.fullmatch(path.name) and _is_abandoned(path):
+                elif _UNFINISHED.fullmatch(path.name) and is_old:
                     path.unlink()
         excess = short
         if self.max_bytes is not None:
@@ -302,18 +268,6 @@ def _open_copy(path: Path, num_bytes: int) -> int | None:
     with suppress(OSError):  # another user's copy, as good as ours
         os.utime(descriptor)  # used now; eviction goes by this
     return descriptor
-
-
-def _is_abandoned(path: Path) -> bool:
-    return time.time() - path.stat().st_mtime > _ABANDONED_SECONDS
-
-
-# A store at an fsspec URL (``s3://``, ``gs://``, ``memory://`` ...), read through a local cache.
-#
-# Object stores replace a file atomically but have neither rename nor locks: claims are leases, see
-# :mod:`shards.store.remote`. Where a client can only look first and then write (webhdfs, hdfs,
-# ftp), replacing a file is not atomic either: a reader may meet a part of one, which no record
-# vouches for.
 
 
 CLAIMS = ".claims"
@@ -349,12 +303,9 @@ class RemoteLocation:
         try:
             self._files, self._root = fsspec.url_to_fs(self.url, **self._options)
         except ImportError as error:
-            raise UsageError(
-                f"stores at {scheme}:// need another package",
-                where=self.url,
-                got=error,
-                remedy="pip install 'gdistill[remote]' for S3, or fsspec's package for the scheme",
-            ) from error
+            what = f"stores at {scheme}:// need another package"
+            remedy = "pip install 'gdistill[remote]' for S3, or fsspec's package for the scheme"
+            raise UsageError(what, where=self.url, got=error, remedy=remedy) from error
         except ValueError as error:
             raise UsageError("unknown kind of store location", where=url, got=error) from error
         self._leases = Leases(self, lease_seconds)
@@ -436,10 +387,12 @@ class RemoteLocation:
 
     @property
     def creates_exclusively(self) -> bool:
+        """Whether :meth:`create` looks and writes in one step."""
         protocol = self._files.protocol
         return bool(EXCLUSIVE_CREATION & {*([protocol] if isinstance(protocol, str) else protocol)})
 
     def create(self, name: str, data: bytes) -> bool:
+        """Write the file if there is none; whether there was none."""
         path = self._path(name)
         with self._explained(name, "write"):
             self._make_folder(path)
@@ -456,20 +409,16 @@ class RemoteLocation:
             yield
         except GdistillError:
             raise
-        except FileNotFoundError as error:
-            if verb == "read" and NO_BUCKET not in str(error):
-                raise FileNotFoundError(name) from error
-            raise self._failed(name, verb, error) from error
         except Exception as error:  # every storage client has exceptions of its own
-            raise self._failed(name, verb, error) from error
-
-    def _failed(self, name: str, verb: str, error: Exception) -> GdistillError:
-        return GdistillError(
-            f"cannot {verb} the remote store",
-            where=f"{self.url}/{name}".rstrip("/"),
-            got=" ".join(f"{type(error).__name__}: {error}".split()),
-            remedy="check bucket, credentials, endpoint and network, then run the same again",
-        )
+            absent = isinstance(error, FileNotFoundError) and NO_BUCKET not in str(error)
+            if absent and verb == "read":
+                raise FileNotFoundError(name) from error
+            raise GdistillError(
+                f"cannot {verb} the remote store",
+                where=f"{self.url}/{name}".rstrip("/"),
+                got=" ".join(f"{type(error).__name__}: {error}".split()),
+                remedy="check bucket, credentials, endpoint and network, then run the same again",
+            ) from error
 
 
 def _written_at(info: Mapping[str, Any]) -> float | None:

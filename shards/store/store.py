@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -32,31 +33,23 @@ from shards.store.layout import (
     RESOURCES,
     DamagedShard,
     NativeShards,
-    ShardRange,
     check_values,
     native_array,
     read_array,
     read_file_range,
-    shard_file,
-    shard_files,
-    shard_range,
-    shard_ranges,
 )
-from shards.store.layout import num_shards as count_shards
-from shards.store.ledger import LEDGER, ShardRecord, read_record, record_file, rewrite_remedy
 from shards.store.location import Location, as_location, open_location
-from shards.store.manifest import MANIFEST_FILE, Manifest
+from shards.store.manifest import (
+    LEDGER,
+    MANIFEST_FILE,
+    Manifest,
+    ShardRange,
+    ShardRecord,
+    read_record,
+    rewrite_remedy,
+)
 
 Opened = TypeVar("Opened", bound="ShardStore")
-
-
-def find_store(place: str | Path) -> str:
-    """The store at a place, or the one that a run there has written beside its tokens."""
-    inside = f"{str(place).rstrip('/')}/store"
-    for candidate in (str(place), inside):
-        if open_location(candidate).size(MANIFEST_FILE) is not None:
-            return candidate
-    return str(place)
 
 
 class ShardStore:
@@ -85,35 +78,38 @@ class ShardStore:
         try:
             manifest = Manifest.from_bytes(place.read(MANIFEST_FILE), where)
         except FileNotFoundError as error:
+            what, remedy = "no store there", "check the path"
             raise UsageError(
-                "no store there", where=place.url, expected=MANIFEST_FILE, remedy="check the path"
+                what, where=place.url, expected=MANIFEST_FILE, remedy=remedy
             ) from error
         store = cls(place, manifest)
         _require_codecs_arrays(manifest, store.codec, where)
-        if not allow_incomplete:
-            store._require_complete()
+        missing = [] if allow_incomplete else store.unfinished()
+        if missing:
+            total = len(manifest.all_shards())
+            raise IntegrityError(
+                "the store is not complete",
+                where=place.url,
+                got=f"{total - len(missing)} of {total} shards; the first missing is {missing[0]}",
+                remedy="run the extraction again to finish it",
+            )
         return store
+
+    @classmethod
+    def find(cls: type[Opened], place: str | Path, *, allow_incomplete: bool = False) -> Opened:
+        """The store at a path or URL, or the one that a run there has written beside its tokens.
+
+        ``find(place).split("train").read_rows(0, 8)`` gives arrays by name, [8, L, ...]. Errors as
+        of :meth:`open`.
+        """
+        candidates = (str(place), f"{str(place).rstrip('/')}/store")
+        there = (name for name in candidates if open_location(name).size(MANIFEST_FILE) is not None)
+        return cls.open(next(there, str(place)), allow_incomplete=allow_incomplete)
 
     def unfinished(self) -> list[ShardRange]:
         """Shards without a ledger record."""
         recorded = self.location.sizes(LEDGER)
-        return [
-            shard
-            for split in self.manifest.splits
-            for shard in shard_ranges(self.manifest, split)
-            if record_file(shard) not in recorded
-        ]
-
-    def _require_complete(self) -> None:
-        missing = self.unfinished()
-        if missing:
-            total = sum(len(shard_ranges(self.manifest, s)) for s in self.manifest.splits)
-            raise IntegrityError(
-                "the store is not complete",
-                where=self.location.url,
-                got=f"{total - len(missing)} of {total} shards; the first missing is {missing[0]}",
-                remedy="run the extraction again to finish it",
-            )
+        return [s for s in self.manifest.all_shards() if s.record_file not in recorded]
 
     @cached_property
     def codec(self) -> Codec:
@@ -130,20 +126,24 @@ class ShardStore:
         return {name: torch.from_numpy(self._resource(name)) for name in _resources(self.manifest)}
 
     def _resource(self, name: str) -> np.ndarray:
-        folder = f"{RESOURCES}/{name}"
-        metadata, files = self.file(f"{folder}/zarr.json"), self.manifest.files
+        folder, files = f"{RESOURCES}/{name}", self.manifest.files
+        metadata, where = self.file(f"{folder}/zarr.json"), f"{self.location.url}/{folder}"
         num_bytes = sum(files[file].num_bytes for file in files if file.startswith(f"{folder}/c/"))
-        expected = resource_shape(name, self.manifest)
+        # The shape of one that a codec of ours reads; None for one of another package.
+        vocab_size, hidden = self.manifest.vocab_size, self.manifest.arrays.get("hidden")
+        width = hidden.trailing_shape if hidden is not None else ()
+        shape: tuple[int, ...] | None = None
+        if name in ("unigram_log_probs", "lm_head_bias"):
+            shape = (vocab_size,)
+        elif name == "lm_head" and width:
+            shape = (vocab_size, *width)
         try:
             values = read_array(
-                metadata, lambda key: self.file(f"{folder}/c/{key}"), expected, num_bytes
+                metadata, lambda key: self.file(f"{folder}/c/{key}"), shape, num_bytes
             )
         except DamagedShard as error:
-            raise IntegrityError(
-                "a resource cannot be read", where=f"{self.location.url}/{folder}", got=error
-            ) from error
+            raise IntegrityError("a resource cannot be read", where=where, got=error) from error
         if values.dtype.kind == "f" and not np.isfinite(values).all():
-            where = f"{self.location.url}/{folder}"
             raise IntegrityError("a resource holds numbers that are not finite", where=where)
         return values
 
@@ -158,9 +158,8 @@ class ShardStore:
             known = f"some of {sorted(self.manifest.all_arrays)}"
             raise UsageError("the store has no such array", where=unknown[0], expected=known)
         if name not in self.manifest.splits:
-            raise UsageError(
-                "no such split", where=name, expected=f"one of {sorted(self.manifest.splits)}"
-            )
+            known = f"one of {sorted(self.manifest.splits)}"
+            raise UsageError("no such split", where=name, expected=known)
         return SplitReader(self.location, self.manifest, name, arrays, self.codec.check_ids)
 
     def file(self, name: str) -> bytes:
@@ -168,12 +167,10 @@ class ShardStore:
         where = f"{self.location.url}/{name}"
         if name not in self.manifest.files:
             raise UsageError("the store has no such file", where=where)
-        expected = self.manifest.files[name]
-        size = self.location.size(name)
+        expected, size = self.manifest.files[name], self.location.size(name)
         if size is None:
             raise IntegrityError("a file of the store is missing", where=where)
-        data = self.location.read(name) if size == expected.num_bytes else b""
-        if not expected.matches(data):
+        if size != expected.num_bytes or not expected.matches(data := self.location.read(name)):
             raise IntegrityError("a file of the store was altered", where=where)
         return data
 
@@ -203,17 +200,6 @@ def _resources(manifest: Manifest) -> list[str]:
     return [part[1] for part in parts if part[0] == RESOURCES and part[2:] == ["zarr.json"]]
 
 
-def resource_shape(name: str, manifest: Manifest) -> tuple[int, ...] | None:
-    """The shape of a resource that a codec of ours reads; None for one of another package."""
-    hidden = manifest.arrays.get("hidden")
-    width = hidden.trailing_shape if hidden is not None else ()
-    return {
-        "unigram_log_probs": (manifest.vocab_size,),
-        "lm_head": (manifest.vocab_size, *width) if width else None,
-        "lm_head_bias": (manifest.vocab_size,),
-    }.get(name)
-
-
 def _require_codecs_arrays(manifest: Manifest, codec: Codec, where: str) -> None:
     """Refuse a store whose arrays or resources are not those of its codec at this V."""
     if "/" in codec.name:
@@ -223,17 +209,13 @@ def _require_codecs_arrays(manifest: Manifest, codec: Codec, where: str) -> None
     try:
         expected = codec.array_specs(manifest.vocab_size, width)
     except UsageError as error:
-        raise IntegrityError(
-            "parameters of a codec that cannot be", where=where, got=error
-        ) from error
+        what = "parameters of a codec that cannot be"
+        raise IntegrityError(what, where=where, got=error) from error
     for name in sorted({*expected, *manifest.arrays}):
-        if expected.get(name) != manifest.arrays.get(name):
-            raise IntegrityError(
-                f"the arrays are not those of the codec {codec.name}",
-                where=f"{where}: {name}",
-                got=manifest.arrays.get(name, "none"),
-                expected=expected.get(name, "none"),
-            )
+        wanted, got = expected.get(name, "none"), manifest.arrays.get(name, "none")
+        if wanted != got:
+            what, place = f"the arrays are not those of the codec {codec.name}", f"{where}: {name}"
+            raise IntegrityError(what, where=place, got=got, expected=wanted)
     optional = {"lm_head_bias"}  # early stores of a teacher without one have none
     missing = {*codec.resource_names} - {*_resources(manifest)} - optional
     if missing:
@@ -278,7 +260,7 @@ class SplitReader:
         self.rows_per_chunk = manifest.rows_per_chunk
         self.num_chunks = -(-self.num_rows // self.rows_per_chunk)
         names = list(dict.fromkeys(manifest.all_arrays if arrays is None else arrays))
-        self._known = _KnownFiles(count_shards(manifest, split), names)
+        self._known = _KnownFiles(manifest.num_shards(split), names)
         self._arrays = {name: self._open(name) for name in names}
 
     @property
@@ -289,11 +271,11 @@ class SplitReader:
     @property
     def chunk_bytes(self) -> int:
         """Decoded bytes of a whole chunk of the store's arrays, whether they are read or not."""
-        tokens = self.rows_per_chunk * self.manifest.row_length
-        specs = self.manifest.all_arrays.values()
-        return tokens * sum(
-            math.prod(spec.trailing_shape) * np.dtype(spec.dtype).itemsize for spec in specs
+        sizes = (
+            math.prod(spec.trailing_shape) * np.dtype(spec.dtype).itemsize
+            for spec in self.manifest.all_arrays.values()
         )
+        return self.rows_per_chunk * self.manifest.row_length * sum(sizes)
 
     def _open(self, name: str) -> NativeShards:
         metadata = f"{self.split}/{name}/zarr.json"
@@ -307,15 +289,12 @@ class SplitReader:
             raise IntegrityError("array metadata was altered", where=where)
         array = native_array(self.manifest, name)
         if not array.fits(data, self.num_rows):
-            raise IntegrityError(
-                "array metadata of another kind",
-                where=where,
-                expected="what the manifest says, cut and coded as this project does it",
-            )
+            expected = "what the manifest says, cut and coded as this project does it"
+            raise IntegrityError("array metadata of another kind", where=where, expected=expected)
 
         def read_range(shard: int, start: int, length: int) -> bytes:
             record = self._known.record(shard, name)
-            file = shard_file(self.manifest, self.split, name, shard)
+            file = self.manifest.shard_file(self.split, name, shard)
             descriptor = self.location.open_file(file, record)
             try:
                 return read_file_range(descriptor, start, length, record.num_bytes)
@@ -340,7 +319,7 @@ class SplitReader:
             raise IndexError(f"chunk {index} of {self.num_chunks}")
         start = index * self.rows_per_chunk
         num_rows = min(self.rows_per_chunk, self.num_rows - start)
-        shard = self.shard_of(start)
+        shard = self.manifest.shard(self.split, start // self.manifest.rows_per_shard)
         self._know(shard)
         rows = {name: self._read(shard, name, index)[:num_rows] for name in self._arrays}
         place = ShardRange(self.split, shard.index, start, start + num_rows)
@@ -350,34 +329,24 @@ class SplitReader:
         except GdistillError as error:
             problem = error
         if problem:
-            raise IntegrityError(
-                "the store holds what no teacher said",
-                where=f"{self.location.url}: {shard}",
-                got=problem,
-                remedy="write the store again, or get it from its source",
-            )
+            what, where = "the store holds what no teacher said", f"{self.location.url}: {shard}"
+            remedy = "write the store again, or get it from its source"
+            raise IntegrityError(what, where=where, got=problem, remedy=remedy)
         return rows
 
     def read_rows(self, start: int, stop: int) -> dict[str, np.ndarray]:
         """Rows start..stop-1, whatever chunks they lie in."""
         if not 0 <= start <= stop <= self.num_rows:
             raise IndexError(f"rows {start} to {stop} of {self.num_rows}")
-        if start == stop:
-            return {name: self._no_rows(name) for name in self._arrays}
         first = start // self.rows_per_chunk
-        chunks = range(first, -(-stop // self.rows_per_chunk))
-        parts = [self.read_chunk(index) for index in chunks]
+        if start == stop:
+            specs, length = self.manifest.all_arrays, self.manifest.row_length
+            shapes = {name: (0, length, *specs[name].trailing_shape) for name in self._arrays}
+            return {name: np.empty(shapes[name], specs[name].dtype) for name in self._arrays}
+        parts = [self.read_chunk(i) for i in range(first, -(-stop // self.rows_per_chunk))]
         offset = first * self.rows_per_chunk
         window = slice(start - offset, stop - offset)
         return {name: np.concatenate([part[name] for part in parts])[window] for name in parts[0]}
-
-    def _no_rows(self, name: str) -> np.ndarray:
-        spec = self.manifest.all_arrays[name]
-        return np.empty((0, self.manifest.row_length, *spec.trailing_shape), dtype=spec.dtype)
-
-    def shard_of(self, row: int) -> ShardRange:
-        """The shard that holds a row."""
-        return shard_range(self.manifest, self.split, row // self.manifest.rows_per_shard)
 
     def _know(self, shard: ShardRange) -> None:
         """Read a shard's ledger record, once; refuses a shard that is unfinished."""
@@ -385,60 +354,50 @@ class SplitReader:
             return
         record = read_record(self.location, self.manifest, shard)
         if record is None:
-            raise IntegrityError(
-                "the shard is not finished",
-                where=f"{self.location.url}: {shard}",
-                remedy="run the command that wrote the store again: it finishes it",
-            )
-        files = shard_files(self.manifest, shard)
+            what, where = "the shard is not finished", f"{self.location.url}: {shard}"
+            remedy = "run the command that wrote the store again: it finishes it"
+            raise IntegrityError(what, where=where, remedy=remedy)
+        files = self.manifest.shard_files(shard)
         self._known.add(record, files)
-        if not record.tails:  # of a version before them: nothing else tells one file from another
-            for name in self._arrays:
-                self._require_whole(shard, name, record.files[files[name]])
-
-    def _require_whole(self, shard: ShardRange, name: str, record: FileRecord) -> None:
-        try:
-            file = shard_file(self.manifest, self.split, name, shard.index)
-            with os.fdopen(self.location.open_file(file, record), "rb") as whole:
-                if not record.matches(whole.read()):
-                    raise DamagedShard("the file is another one than the ledger names")
-        except (DamagedShard, OSError, ValueError) as error:
-            raise self._explained(shard, name, error) from error
+        for name in () if record.tails else self._arrays:
+            # Of a version before tails: nothing else tells one file from another.
+            with self._explained(shard, name):
+                expected = record.files[files[name]]
+                with os.fdopen(self.location.open_file(files[name], expected), "rb") as whole:
+                    if not expected.matches(whole.read()):
+                        raise DamagedShard("the file is another one than the ledger names")
 
     def _read(self, shard: ShardRange, name: str, index: int) -> np.ndarray:
-        try:
-            return self._read_or_fetch_again(shard, name, index)
-        except GdistillError:
-            raise
-        except (DamagedShard, OSError, ValueError) as error:
-            raise self._explained(shard, name, error) from error
-
-    def _read_or_fetch_again(self, shard: ShardRange, name: str, index: int) -> np.ndarray:
         """A chunk; where a disk has spoilt the copy of a remote file, from a new copy."""
-        try:
-            return self._arrays[name].read_chunk(index)
-        except DamagedShard:
-            if not self.location.discard_altered_copy(self._known.record(shard.index, name)):
-                raise
-            return self._arrays[name].read_chunk(index)
+        with self._explained(shard, name):
+            try:
+                return self._arrays[name].read_chunk(index)
+            except DamagedShard:
+                if not self.location.discard_altered_copy(self._known.record(shard.index, name)):
+                    raise
+                return self._arrays[name].read_chunk(index)
 
-    def _explained(self, shard: ShardRange, name: str, error: Exception) -> IntegrityError:
+    @contextmanager
+    def _explained(self, shard: ShardRange, name: str) -> Iterator[None]:
         """What is wrong with a shard's file, told by its size first."""
-        file = shard_file(self.manifest, self.split, name, shard.index)
-        expected = self._known.record(shard.index, name).num_bytes
-        size = self.location.size(file)
-        what, got = "a shard file was altered", str(error)
-        if size is None:
-            what, got = "a shard file is missing", "no file"
-        elif size != expected:
-            what, got = "a shard file is truncated", f"{size} bytes"
-        return IntegrityError(
-            what,
-            where=f"{self.location.url}/{file}: {shard}",
-            got=got,
-            expected="" if size == expected else f"{expected} bytes",
-            remedy=rewrite_remedy(self.location.url),
-        )
+        try:
+            yield
+        except (DamagedShard, OSError, ValueError) as error:
+            file = self.manifest.shard_file(self.split, name, shard.index)
+            expected = self._known.record(shard.index, name).num_bytes
+            size = self.location.size(file)
+            what, got = "a shard file was altered", str(error)
+            if size is None:
+                what, got = "a shard file is missing", "no file"
+            elif size != expected:
+                what, got = "a shard file is truncated", f"{size} bytes"
+            raise IntegrityError(
+                what,
+                where=f"{self.location.url}/{file}: {shard}",
+                got=got,
+                expected="" if size == expected else f"{expected} bytes",
+                remedy=rewrite_remedy(self.location.url),
+            ) from error
 
 
 class _KnownFiles:
@@ -464,9 +423,9 @@ class _KnownFiles:
         for array, column in self._columns.items():
             file = record.files[names[array]]
             self._num_bytes[shard, column] = file.num_bytes
-            self._sha256[shard, column] = _digest(file.sha256)
+            self._sha256[shard, column] = [*bytes.fromhex(file.sha256)]
             if record.tails:
-                self._tails[shard, column] = _digest(record.tails[names[array]])
+                self._tails[shard, column] = [*bytes.fromhex(record.tails[names[array]])]
         self._is_known[shard] = True  # last: other threads look here first
 
     def record(self, shard: int, array: str) -> FileRecord:
@@ -478,7 +437,3 @@ class _KnownFiles:
         """Hash of the tail of a known shard's file; None if the ledger has none."""
         tail = self._tails[shard, self._columns[array]]
         return tail.tobytes().hex() if tail.any() else None
-
-
-def _digest(sha256: str) -> np.ndarray:
-    return np.frombuffer(bytes.fromhex(sha256), np.uint8)

@@ -8,10 +8,15 @@ from pathlib import Path
 
 from shards.atomic import FileRecord
 from shards.errors import GdistillError, IntegrityError
-from shards.store.layout import ShardRange, shard_files, shard_ranges
-from shards.store.ledger import claim_name, read_record, record_file, rewrite_remedy
 from shards.store.location import Location, as_location
-from shards.store.manifest import COMPUTED_FILE, MANIFEST_FILE, Manifest
+from shards.store.manifest import (
+    COMPUTED_FILE,
+    MANIFEST_FILE,
+    Manifest,
+    ShardRange,
+    read_record,
+    rewrite_remedy,
+)
 
 Progress = Callable[[int], object]
 UNFINISHED = "the shard is not finished"
@@ -72,12 +77,11 @@ def _problems(place: Location, manifest: Manifest, advance: Progress) -> Iterato
         advance(sizes.get(name, 0))
         if what:
             yield Problem(name, what, again)
-    for split in manifest.splits:
-        for shard in shard_ranges(manifest, split):
-            files = {record_file(shard), *shard_files(manifest, shard).values()}
-            known |= files
-            yield from _shard_problems(place, manifest, shard)
-            advance(sum(sizes.get(name, 0) for name in files))
+    for shard in manifest.all_shards():
+        files = {shard.record_file, *manifest.shard_files(shard).values()}
+        known |= files
+        yield from _shard_problems(place, manifest, shard)
+        advance(sum(sizes.get(name, 0) for name in files))
     for name in sorted(set(sizes) - known):
         advance(sizes[name])
         yield Problem(name, "not a file of this store", "remove it")
@@ -88,11 +92,11 @@ def _shard_problems(place: Location, manifest: Manifest, shard: ShardRange) -> I
     try:
         record = read_record(place, manifest, shard)
     except GdistillError as error:
-        yield Problem(record_file(shard), str(error), again, shard)
+        yield Problem(shard.record_file, str(error), again, shard)
         return
     if record is None:
         finish = "run the command that wrote the store again: it finishes it"
-        yield Problem(record_file(shard), UNFINISHED, finish, shard)
+        yield Problem(shard.record_file, UNFINISHED, finish, shard)
         return
     for name, entry in record.files.items():
         what = _check(place, name, entry)
@@ -133,11 +137,9 @@ def forget(location: str | Path | Location, problems: list[Problem]) -> list[Sha
 
 
 def _forget(place: Location, manifest: Manifest, shard: ShardRange) -> bool:
-    with place.claim(claim_name(shard), wait=False) as mine:
-        if not mine:
-            return False
-        problems = list(_shard_problems(place, manifest, shard))
-        if not problems or problems[0].what == UNFINISHED:
-            return False
-        place.delete(record_file(shard))
-        return True
+    with place.claim(shard.claim_name, wait=False) as mine:
+        problems = list(_shard_problems(place, manifest, shard)) if mine else []
+        is_damaged = bool(problems) and problems[0].what != UNFINISHED
+        if is_damaged:
+            place.delete(shard.record_file)
+        return is_damaged

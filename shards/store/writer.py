@@ -16,19 +16,9 @@ import numpy as np
 
 from shards.atomic import FileRecord
 from shards.errors import GdistillError, IntegrityError, UsageError
-from shards.store.layout import (
-    ShardRange,
-    check_arrays,
-    encode_shard,
-    native_array,
-    shard_files,
-    shard_ranges,
-    shard_tails,
-    static_files,
-)
-from shards.store.ledger import ShardRecord, claim_name, read_record, record_file
+from shards.store.layout import check_arrays, encode_shard, native_array, static_files
 from shards.store.location import Location, as_location
-from shards.store.manifest import MANIFEST_FILE, Manifest
+from shards.store.manifest import MANIFEST_FILE, Manifest, ShardRange, ShardRecord, read_record
 
 
 class ShardWriter:
@@ -96,13 +86,13 @@ class ShardWriter:
         left = set(self.location.claims())
         for split in self.manifest.splits if left else ():
             for shard in self.shards(split):
-                if claim_name(shard) in left and self.is_done(shard):
-                    with self.location.claim(claim_name(shard), wait=False):
+                if shard.claim_name in left and self.is_done(shard):
+                    with self.location.claim(shard.claim_name, wait=False):
                         pass  # taking a dead claim and letting go removes it
 
     def shards(self, split: str) -> list[ShardRange]:
         """All shards of a split, finished or not."""
-        return shard_ranges(self.manifest, split)
+        return self.manifest.shards(split)
 
     def pending(self, split: str) -> list[ShardRange]:
         """Shards not in the ledger, or whose files are not those that it names, in order."""
@@ -131,11 +121,8 @@ class ShardWriter:
             # A listing may be older than the record.
             if known.get(name) != entry.num_bytes != self.location.size(name):
                 return False
-        return self._has_its_tails(record)
-
-    def _has_its_tails(self, record: ShardRecord) -> bool:
-        """Whether a shard's files are the ones that the ledger names, where looking is cheap."""
-        for array, name in shard_files(self.manifest, record.shard).items():
+        # Whether they are the very files that the ledger names, where looking is cheap.
+        for array, name in self.manifest.shard_files(shard).items():
             if name in record.tails:
                 native = native_array(self.manifest, array)
                 start = record.files[name].num_bytes - native.tail_bytes
@@ -158,7 +145,7 @@ class ShardWriter:
 
         Gives False if another process holds it or has finished it meanwhile: then skip it.
         """
-        with self.location.claim(claim_name(shard), wait=False) as mine:
+        with self.location.claim(shard.claim_name, wait=False) as mine:
             if not mine or self.is_done(shard):
                 yield False
                 return
@@ -186,7 +173,7 @@ class ShardWriter:
         if shard in self._held:
             self._put(shard, encoded)
             return
-        with self.location.claim(claim_name(shard), wait=True):
+        with self.location.claim(shard.claim_name, wait=True):
             if not self.is_done(shard):
                 self._put(shard, encoded)
 
@@ -202,12 +189,15 @@ class ShardWriter:
 
     def _put(self, shard: ShardRange, encoded: Mapping[str, bytes]) -> None:
         files = {name: FileRecord.of(data) for name, data in encoded.items()}
-        tails = shard_tails(self.manifest, shard, encoded)
+        tails = {
+            file: native_array(self.manifest, array).tail_sha256(encoded[file])
+            for array, file in self.manifest.shard_files(shard).items()
+        }
         self._put_files(ShardRecord(shard, self.manifest.sha256, files, tails), encoded)
 
     def _put_files(self, record: ShardRecord, files: Mapping[str, bytes]) -> None:
         """Files first, then the record: a shard half written is none."""
-        in_ledger = record_file(record.shard)
+        in_ledger = record.shard.record_file
         self.location.delete(in_ledger)
         for name, data in files.items():
             self.location.discard_leftovers(name)
@@ -218,10 +208,25 @@ class ShardWriter:
 
 def _create(place: Location, manifest: Manifest, content: Mapping[str, bytes]) -> None:
     """Write the manifest first, then every static file that is absent or altered."""
+    where = f"{place.url}/{MANIFEST_FILE}"
     try:
-        _refuse_other(place, manifest)
+        difference = Manifest.from_bytes(place.read(MANIFEST_FILE), where).difference(manifest)
+        if difference:
+            name, old, new = difference
+            what, where = "the store there was begun with other inputs", f"{place.url}: {name}"
+            remedy = "use the same inputs to resume, or another output folder"
+            raise UsageError(what, where=where, got=repr(new), expected=repr(old), remedy=remedy)
     except FileNotFoundError:
-        _refuse_occupied(place)
+        # A folder with foreign files is not ours to fill.
+        foreign = sorted(name for name in place.sizes() if not name.endswith(".tmp"))
+        if foreign:
+            raise GdistillError(
+                "the output folder holds files but no manifest",
+                where=place.url,
+                got=foreign[0],
+                expected="an empty or absent folder, or a store",
+                remedy="choose another output folder",
+            ) from None
         place.discard_leftovers(MANIFEST_FILE)
         place.write(MANIFEST_FILE, manifest.to_bytes())
     for name, data in content.items():
@@ -232,31 +237,3 @@ def _create(place: Location, manifest: Manifest, content: Mapping[str, bytes]) -
         if not intact:
             place.discard_leftovers(name)
             place.write(name, data)
-
-
-def _refuse_other(place: Location, manifest: Manifest) -> None:
-    where = f"{place.url}/{MANIFEST_FILE}"
-    found = Manifest.from_bytes(place.read(MANIFEST_FILE), where)
-    difference = found.difference(manifest)
-    if difference:
-        name, old, new = difference
-        raise UsageError(
-            "the store there was begun with other inputs",
-            where=f"{place.url}: {name}",
-            got=repr(new),
-            expected=repr(old),
-            remedy="use the same inputs to resume, or another output folder",
-        )
-
-
-def _refuse_occupied(place: Location) -> None:
-    """A folder with foreign files is not ours to fill."""
-    foreign = sorted(name for name in place.sizes() if not name.endswith(".tmp"))
-    if foreign:
-        raise GdistillError(
-            "the output folder holds files but no manifest",
-            where=place.url,
-            got=foreign[0],
-            expected="an empty or absent folder, or a store",
-            remedy="choose another output folder",
-        )

@@ -9,7 +9,6 @@ for batch in DataLoader(rows, batch_size=None, num_workers=2):
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +17,11 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shards.errors import UsageError
-from shards.noise.kinds import Noise
+from shards.noise.kinds import Noise, Probabilities
 from shards.noise.philox import PositionKeys
-from shards.noise.probabilities import Probabilities
 from shards.provenance import derive_seed
-from shards.store.store import ShardStore, find_store
-from shards.stream.order import WINDOW_BYTES
-from shards.stream.stream import RowBatch, ShardStream
+from shards.store.store import ShardStore
+from shards.stream.stream import WINDOW_BYTES, ShardStream
 
 Batch = dict[str, Tensor]
 PLACE = "place"
@@ -118,11 +115,8 @@ class RowStream(IterableDataset[Batch]):
             if worker is None:
                 self._place.copy_(torch.tensor(self._fields()))
             if worker is None or index % worker.num_workers == worker.id:
-                yield self._item(rows)
-
-    def _item(self, rows: RowBatch) -> Batch:
-        place = torch.tensor([*self._fields(), rows.epoch])
-        return {**rows.arrays, "row_ids": rows.row_ids, PLACE: place}
+                place = torch.tensor([*self._fields(), rows.epoch])
+                yield {**rows.arrays, "row_ids": rows.row_ids, PLACE: place}
 
     def state_dict(self, batch: Batch | None = None) -> dict[str, Any]:
         """The place after a batch; by default after the last one that this object handed out.
@@ -135,12 +129,13 @@ class RowStream(IterableDataset[Batch]):
             values = batch[PLACE].tolist()[: len(PLACE_FIELDS)]
             return {**state, **dict(zip(PLACE_FIELDS, values, strict=True))}
         if bool(self._begun.any()) and get_worker_info() is None:
-            raise UsageError(
+            what, expected = (
                 "workers read ahead of the loop",
-                where="state_dict",
-                got="no batch",
-                expected="the last batch that the loop has used",
-                remedy="call state_dict(batch)",
+                "the last batch that the loop has used",
+            )
+            remedy = "call state_dict(batch)"
+            raise UsageError(
+                what, where="state_dict", got="no batch", expected=expected, remedy=remedy
             )
         return state
 
@@ -159,9 +154,8 @@ class RowStream(IterableDataset[Batch]):
         rows, positions = mask.nonzero(as_tuple=True)
         draw = int(batch[PLACE][-1]) if self._codec.is_fresh else 0
         keys = PositionKeys(self._noise_seed, batch["row_ids"][rows], positions, draw)
-        return self._codec.decode(
-            *self._stored(batch, rows, positions), keys, self._store.resources
-        )
+        stored = self._stored(batch, rows, positions)
+        return self._codec.decode(*stored, keys, self._store.resources)
 
     def distribution(self, batch: Batch, mask: Bool[Tensor, "b l"]) -> Probabilities:
         """The teacher's distribution at the masked positions, for distillation losses.
@@ -169,10 +163,8 @@ class RowStream(IterableDataset[Batch]):
         Raises:
             UsageError: If the store holds one draw of the noise and no distribution.
         """
-        rows, positions = mask.nonzero(as_tuple=True)
-        return self._codec.distribution(
-            *self._stored(batch, rows, positions), self._store.resources
-        )
+        stored = self._stored(batch, *mask.nonzero(as_tuple=True))
+        return self._codec.distribution(*stored, self._store.resources)
 
     def _stored(
         self, batch: Batch, rows: Int[Tensor, "n"], positions: Int[Tensor, "n"]
@@ -193,15 +185,4 @@ class OpenStore(ShardStore):
         return RowStream(self, split, **options)
 
 
-def open_store(place: str | Path, *, allow_incomplete: bool = False) -> OpenStore:
-    """The store at a path or URL, or in the folder of a run that wrote one.
-
-    ``open_store(place).split("train").read_rows(0, 8)`` gives arrays by name, [8, L, ...].
-
-    Raises:
-        UsageError: If no store is there.
-        GdistillError: If a newer format wrote it.
-        IntegrityError: If the manifest was altered, or shards are missing and
-            ``allow_incomplete`` is off.
-    """
-    return OpenStore.open(find_store(place), allow_incomplete=allow_incomplete)
+open_store = OpenStore.find

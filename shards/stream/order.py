@@ -18,140 +18,15 @@ Nothing depends on the world size or the number of workers.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
-import torch
-from jaxtyping import Int64, UInt64
 
-from shards.noise.philox import philox4x32
 from shards.provenance import derive_seed
-
-WINDOW_BYTES = 7 << 27
-"""Decoded chunks open at a time, over all ranks of a run: 0.94 GB."""
-WHOLE_CHUNKS = 384
-"""A split of at most so many chunks is permuted whole, if the window holds it."""
-TARGET_LANES = 512
-"""Small batches take turns over so many lanes."""
-MIXED_CHUNK_BYTES = WINDOW_BYTES // TARGET_LANES
-"""Of chunks of this size, or of one row each, the window holds as many as a batch wants."""
+from shards.stream.stream import Indices, Order, WholeOrder, cut_by_owner, lanes_for, random_bits
 
 BITS_AT_ONCE = 1 << 20
 """Random numbers of chunks drawn at a time."""
-
-Indices = Int64[np.ndarray, "n"]
-
-
-@runtime_checkable
-class Order(Protocol):
-    """Which row stands at which position of one epoch."""
-
-    def locate(self, positions: Indices) -> tuple[Indices, Indices]:
-        """The row at each position, and the last position at which its chunk may be needed.
-
-        Args:
-            positions: Positions in the epoch, [n], each in 0..num_rows - 1.
-        """
-        ...
-
-    def positions_of_rank(self, start: int, stop: int, rank: int, world_size: int) -> Indices:
-        """The positions in start..stop-1 (one global batch) that a rank reads, ascending."""
-        ...
-
-
-def lanes_for(
-    num_chunks: int, chunk_bytes: int, batch_size: int, window_bytes: int = WINDOW_BYTES
-) -> int:
-    """K for a split: how many lanes a global batch wants, as far as memory goes; 0 for one whole.
-
-    Args:
-        num_chunks: Inner chunks of the split.
-        chunk_bytes: Decoded bytes of one, all arrays together.
-        batch_size: Rows of a global batch.
-        window_bytes: Decoded chunks that may be open at a time. One chunk always may.
-    """
-    fitting = max(1, window_bytes // max(1, chunk_bytes))
-    if num_chunks <= min(fitting, WHOLE_CHUNKS):
-        return 0
-    most = min(fitting, num_chunks)
-    if batch_size <= most:
-        return batch_size * max(1, min(TARGET_LANES, most) // batch_size)
-    divisor = next(k for k in range(most, 0, -1) if batch_size % k == 0)
-    return divisor if 2 * divisor >= most else most
-
-
-def window_bytes_of(num_chunks: int, chunk_bytes: int, batch_size: int) -> int:
-    """Decoded bytes that shuffling a split keeps in memory, over all ranks of a run."""
-    return (lanes_for(num_chunks, chunk_bytes, batch_size) or num_chunks) * chunk_bytes
-
-
-class Shuffling(NamedTuple):
-    """What shuffling a split costs, over all ranks, and how well it mixes.
-
-    Attributes:
-        window_bytes: Decoded chunks in memory.
-        batch_bytes: A global batch beside them; as many again for each that is read ahead.
-        shared_rows: Share of a batch's rows that come from a chunk already met in it.
-    """
-
-    window_bytes: int
-    batch_bytes: int
-    shared_rows: float
-
-
-def shuffling_of(num_rows: int, per_chunk: int, chunk_bytes: int, batch_size: int) -> Shuffling:
-    """Cost and mixing, the latter of eight batches spread over epoch 0.
-
-    Args:
-        num_rows: Of the split.
-        per_chunk: Rows of an inner chunk.
-        chunk_bytes: Decoded bytes of one.
-        batch_size: Rows of a global batch.
-    """
-    batch_size = min(batch_size, num_rows)
-    num_chunks = -(-num_rows // per_chunk)
-    lanes = lanes_for(num_chunks, chunk_bytes, batch_size)
-    kind = LaneOrder if lanes else WholeOrder
-    order: Order = kind(num_rows, per_chunk, 0, 0, *([lanes] if lanes else []))
-    starts = np.linspace(0, num_rows - batch_size, 8).astype(np.int64)
-    batches = (order.locate(start + np.arange(batch_size))[0] // per_chunk for start in starts)
-    shared = float(np.mean([1 - len(np.unique(chunks)) / batch_size for chunks in batches]))
-    row_bytes = chunk_bytes // per_chunk
-    return Shuffling((lanes or num_chunks) * chunk_bytes, batch_size * row_bytes, shared)
-
-
-class SequentialOrder:
-    """Rows as they are stored; each rank takes a contiguous part of a batch."""
-
-    def __init__(self, num_rows: int, rows_per_chunk: int) -> None:
-        self.num_rows, self.rows_per_chunk = num_rows, rows_per_chunk
-
-    def locate(self, positions: Indices) -> tuple[Indices, Indices]:
-        last = (positions // self.rows_per_chunk + 1) * self.rows_per_chunk - 1
-        return positions, np.minimum(last, self.num_rows - 1)
-
-    def positions_of_rank(self, start: int, stop: int, rank: int, world_size: int) -> Indices:
-        size = stop - start
-        first, end = rank * size // world_size, (rank + 1) * size // world_size
-        return np.arange(start + first, start + end, dtype=np.int64)
-
-
-class WholeOrder:
-    """A permutation of all rows, of a split that the window holds.
-
-    Args: as of :class:`LaneOrder`.
-    """
-
-    def __init__(self, num_rows: int, rows_per_chunk: int, seed: int, epoch: int) -> None:
-        self.rows_per_chunk = rows_per_chunk
-        key = derive_seed(seed, "row order", epoch)
-        self._rows = np.argsort(_random_bits(key, np.arange(num_rows)), kind="stable")
-
-    def locate(self, positions: Indices) -> tuple[Indices, Indices]:
-        return self._rows[positions], np.full_like(positions, len(self._rows) - 1)
-
-    def positions_of_rank(self, start: int, stop: int, rank: int, world_size: int) -> Indices:
-        return _cut(self._rows[start:stop] // self.rows_per_chunk, start, rank, world_size)
 
 
 class LaneOrder:
@@ -171,7 +46,11 @@ class LaneOrder:
         num_chunks = -(-num_rows // rows_per_chunk)
         self.num_rows, self.rows_per_chunk, self.num_lanes = num_rows, rows_per_chunk, num_lanes
         self._key = derive_seed(seed, "row order", epoch)
-        bits = _chunk_bits(derive_seed(seed, "chunk order", epoch), num_chunks)
+        # Drawn in parts: drawing takes many times the numbers' memory.
+        key, bits = derive_seed(seed, "chunk order", epoch), np.empty(num_chunks, dtype=np.uint64)
+        for start in range(0, num_chunks, BITS_AT_ONCE):
+            part = slice(start, min(start + BITS_AT_ONCE, num_chunks))
+            bits[part] = random_bits(key, np.arange(part.start, part.stop))
         # The one array that grows with the corpus: 4 bytes a chunk, an eighth of a byte a row.
         self._chunks = np.argsort(bits, kind="stable").astype(np.int32)
         self._short_place = int(np.flatnonzero(self._chunks == num_chunks - 1)[0])
@@ -221,7 +100,7 @@ class LaneOrder:
         """The rows within their chunks at some offsets of the chunks' own permutations."""
         unique, inverse = np.unique(chunks, return_inverse=True)
         places = np.arange(self.rows_per_chunk)
-        bits = _random_bits(self._key, unique[:, None] * self.rows_per_chunk + places)
+        bits = random_bits(self._key, unique[:, None] * self.rows_per_chunk + places)
         missing = places >= self._size_of(unique)[:, None]
         order = np.argsort(np.where(missing, np.iinfo(np.uint64).max, bits), kind="stable")
         return order[inverse, offsets]
@@ -230,28 +109,39 @@ class LaneOrder:
         if self.num_lanes % world_size == 0:
             first = start + (rank - start) % world_size
             return np.arange(first, stop, world_size, dtype=np.int64)
-        return _cut(np.arange(start, stop) % self.num_lanes, start, rank, world_size)
+        return cut_by_owner(np.arange(start, stop) % self.num_lanes, start, rank, world_size)
 
 
-def _cut(owners: Indices, start: int, rank: int, world_size: int) -> Int64[np.ndarray, "m"]:
-    """A rank's equal share of a batch's positions, sorted by what they are read from."""
-    size = len(owners)
-    by_owner = np.argsort(owners, kind="stable")
-    return start + np.sort(by_owner[rank * size // world_size : (rank + 1) * size // world_size])
+class Shuffling(NamedTuple):
+    """What shuffling a split costs, over all ranks, and how well it mixes.
+
+    Attributes:
+        window_bytes: Decoded chunks in memory.
+        batch_bytes: A global batch beside them; as many again for each that is read ahead.
+        shared_rows: Share of a batch's rows that come from a chunk already met in it.
+    """
+
+    window_bytes: int
+    batch_bytes: int
+    shared_rows: float
 
 
-def _chunk_bits(key: int, num_chunks: int) -> UInt64[np.ndarray, "chunks"]:
-    """A random number for each chunk, in parts: drawing takes many times the numbers' memory."""
-    bits = np.empty(num_chunks, dtype=np.uint64)
-    for start in range(0, num_chunks, BITS_AT_ONCE):
-        stop = min(start + BITS_AT_ONCE, num_chunks)
-        bits[start:stop] = _random_bits(key, np.arange(start, stop))
-    return bits
+def shuffling_of(num_rows: int, per_chunk: int, chunk_bytes: int, batch_size: int) -> Shuffling:
+    """Cost and mixing, the latter of eight batches spread over epoch 0.
 
-
-def _random_bits(key: int, places: Int64[np.ndarray, "*shape"]) -> UInt64[np.ndarray, "*shape"]:
-    """64 random bits for each place, a pure function of (key, place)."""
-    place = torch.from_numpy(np.ascontiguousarray(places, dtype=np.int64))
-    zero = torch.zeros_like(place)
-    high, low, _, _ = philox4x32((place & 0xFFFFFFFF, place >> 32, zero, zero), key)
-    return high.numpy().astype(np.uint64) << np.uint64(32) | low.numpy().astype(np.uint64)
+    Args:
+        num_rows: Of the split.
+        per_chunk: Rows of an inner chunk.
+        chunk_bytes: Decoded bytes of one.
+        batch_size: Rows of a global batch.
+    """
+    batch_size = min(batch_size, num_rows)
+    num_chunks = -(-num_rows // per_chunk)
+    lanes = lanes_for(num_chunks, chunk_bytes, batch_size)
+    kind = LaneOrder if lanes else WholeOrder
+    order: Order = kind(num_rows, per_chunk, 0, 0, *([lanes] if lanes else []))
+    starts = np.linspace(0, num_rows - batch_size, 8).astype(np.int64)
+    batches = (order.locate(start + np.arange(batch_size))[0] // per_chunk for start in starts)
+    shared = float(np.mean([1 - len(np.unique(chunks)) / batch_size for chunks in batches]))
+    row_bytes = chunk_bytes // per_chunk
+    return Shuffling((lanes or num_chunks) * chunk_bytes, batch_size * row_bytes, shared)

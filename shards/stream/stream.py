@@ -1,12 +1,24 @@
-"""Rows gathered from chunks: a chunk is read once, ahead of its first row, and kept to its last.
+"""Rows of a store in training order: shuffled, resumable, the same for every world size.
 
-Chunks are read and batches put together on a pool of threads, first in first out, so that a batch
-waits only for reads that were started before it. Batches come out in the order asked for.
+    store --read_chunk--> decoded chunks --order--> global batch b --slice--> this rank's rows
+           (threads)       (kept until their last row)
+
+Global batch b of an epoch is positions b * G .. (b + 1) * G - 1 of the epoch's order, the same rows
+for every world size and number of workers. A split that the window holds is permuted whole; the
+order of larger ones is in :mod:`shards.stream.order`. When shuffling, an epoch ends with its last
+full global batch: the ragged rest, other rows in each epoch, is left out. Without shuffling the
+last batch may be smaller, so that every row is met once.
+
+A chunk is read once, ahead of its first row, and kept to its last. Chunks are read and batches put
+together on a pool of threads (decompression releases the interpreter lock), first in first out, so
+that a batch waits only for reads that were started before it. State is counted when a batch is
+handed out, never when it is prefetched.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -17,23 +29,107 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Int64
+from jaxtyping import Int64, UInt64
 from torch import Tensor, from_numpy
 
 from shards.errors import GdistillError, UsageError
-from shards.stream.order import (
-    WINDOW_BYTES,
-    LaneOrder,
-    Order,
-    SequentialOrder,
-    WholeOrder,
-    lanes_for,
-)
+from shards.noise.philox import philox4x32
+from shards.provenance import derive_seed
 
-Indices = Int64[np.ndarray, "n"]
-ChunkFuture = Future[dict[str, np.ndarray]]
+WINDOW_BYTES = 7 << 27
+"""Decoded chunks open at a time, over all ranks of a run: 0.94 GB."""
+WHOLE_CHUNKS = 384
+"""A split of at most so many chunks is permuted whole, if the window holds it."""
+TARGET_LANES = 512
+"""Small batches take turns over so many lanes."""
+MIXED_CHUNK_BYTES = WINDOW_BYTES // TARGET_LANES
+"""Of chunks of this size, or of one row each, the window holds as many as a batch wants."""
 LOCATE_POSITIONS = 4096
 """Positions whose rows are worked out together; a matter of speed only."""
+Indices = Int64[np.ndarray, "n"]
+ChunkFuture = Future[dict[str, np.ndarray]]
+
+
+@runtime_checkable
+class Order(Protocol):
+    """Which row stands at which position of one epoch."""
+
+    def locate(self, positions: Indices) -> tuple[Indices, Indices]:
+        """The row at each position, and the last position at which its chunk may be needed.
+
+        Args:
+            positions: Positions in the epoch, [n], each in 0..num_rows - 1.
+        """
+
+    def positions_of_rank(self, start: int, stop: int, rank: int, world_size: int) -> Indices:
+        """The positions in start..stop-1 (one global batch) that a rank reads, ascending."""
+
+
+def lanes_for(
+    num_chunks: int, chunk_bytes: int, batch_size: int, window_bytes: int = WINDOW_BYTES
+) -> int:
+    """K for a split: how many lanes a global batch wants, as far as memory goes; 0 for one whole.
+
+    Args:
+        num_chunks: Inner chunks of the split.
+        chunk_bytes: Decoded bytes of one, all arrays together.
+        batch_size: Rows of a global batch.
+        window_bytes: Decoded chunks that may be open at a time. One chunk always may.
+    """
+    fitting = max(1, window_bytes // max(1, chunk_bytes))
+    if num_chunks <= min(fitting, WHOLE_CHUNKS):
+        return 0
+    most = min(fitting, num_chunks)
+    if batch_size <= most:
+        return batch_size * max(1, min(TARGET_LANES, most) // batch_size)
+    divisor = next(k for k in range(most, 0, -1) if batch_size % k == 0)
+    return divisor if 2 * divisor >= most else most
+
+
+class SequentialOrder:
+    """Rows as they are stored; each rank takes a contiguous part of a batch."""
+
+    def __init__(self, num_rows: int, rows_per_chunk: int) -> None:
+        self.num_rows, self.rows_per_chunk = num_rows, rows_per_chunk
+
+    def locate(self, positions: Indices) -> tuple[Indices, Indices]:
+        last = (positions // self.rows_per_chunk + 1) * self.rows_per_chunk - 1
+        return positions, np.minimum(last, self.num_rows - 1)
+
+    def positions_of_rank(self, start: int, stop: int, rank: int, world_size: int) -> Indices:
+        size = stop - start
+        first, end = rank * size // world_size, (rank + 1) * size // world_size
+        return np.arange(start + first, start + end, dtype=np.int64)
+
+
+class WholeOrder:
+    """A permutation of all rows, of a split that the window holds; arguments as of LaneOrder."""
+
+    def __init__(self, num_rows: int, rows_per_chunk: int, seed: int, epoch: int) -> None:
+        self.rows_per_chunk = rows_per_chunk
+        key = derive_seed(seed, "row order", epoch)
+        self._rows = np.argsort(random_bits(key, np.arange(num_rows)), kind="stable")
+
+    def locate(self, positions: Indices) -> tuple[Indices, Indices]:
+        return self._rows[positions], np.full_like(positions, len(self._rows) - 1)
+
+    def positions_of_rank(self, start: int, stop: int, rank: int, world_size: int) -> Indices:
+        return cut_by_owner(self._rows[start:stop] // self.rows_per_chunk, start, rank, world_size)
+
+
+def cut_by_owner(owners: Indices, start: int, rank: int, world_size: int) -> Int64[np.ndarray, "m"]:
+    """A rank's equal share of a batch's positions, sorted by what they are read from."""
+    size = len(owners)
+    by_owner = np.argsort(owners, kind="stable")
+    return start + np.sort(by_owner[rank * size // world_size : (rank + 1) * size // world_size])
+
+
+def random_bits(key: int, places: Int64[np.ndarray, "*shape"]) -> UInt64[np.ndarray, "*shape"]:
+    """64 random bits for each place, a pure function of (key, place)."""
+    place = torch.from_numpy(np.ascontiguousarray(places, dtype=np.int64))
+    zero = torch.zeros_like(place)
+    high, low, _, _ = philox4x32((place & 0xFFFFFFFF, place >> 32, zero, zero), key)
+    return high.numpy().astype(np.uint64) << np.uint64(32) | low.numpy().astype(np.uint64)
 
 
 @runtime_checkable
@@ -43,7 +139,6 @@ class ChunkReader(Protocol):
     @property
     def fingerprint(self) -> str:
         """Names the rows and their content; another store or split has another one."""
-        ...
 
     @property
     def num_rows(self) -> int: ...
@@ -57,11 +152,9 @@ class ChunkReader(Protocol):
 
         Also where only some are read: what is read must not change the order of the rows.
         """
-        ...
 
     def read_chunk(self, index: int) -> dict[str, np.ndarray]:
         """All arrays of rows index * rows_per_chunk onwards; called from several threads."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -156,13 +249,7 @@ class _ChunkWindow:
 
 def _put_together(part: Slice, futures: Mapping[int, ChunkFuture], rows_per_chunk: int) -> Gathered:
     chunks = {index: future.result() for index, future in futures.items()}
-    places = list(
-        zip(
-            (part.rows // rows_per_chunk).tolist(),
-            (part.rows % rows_per_chunk).tolist(),
-            strict=True,
-        )
-    )
+    places = np.stack(np.divmod(part.rows, rows_per_chunk), axis=1).tolist()
     arrays = {}
     for name, like in next(iter(chunks.values()), {}).items():
         target = np.empty((len(places), *like.shape[1:]), dtype=like.dtype)
@@ -192,21 +279,6 @@ def _executor(num_workers: int) -> Iterator[Executor]:
         yield pool
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-
-
-# Batches from a store in a deterministic, resumable order.
-#
-#     store --read_chunk--> decoded chunks --order--> global batch b --slice--> this rank's rows
-#            (threads)       (kept until their last row)
-#
-# Global batch b of an epoch is positions b * G .. (b + 1) * G - 1 of the epoch's order
-# (:mod:`shards.stream.order`), the same rows for every world size and number of workers. When
-# shuffling, an epoch ends with its last full global batch: the ragged rest, other rows in each
-# epoch, is left out. Without shuffling the last batch may be smaller, so that every row is met
-# once.
-#
-# State is counted when a batch is handed out, never when it is prefetched. Workers are threads
-# (decompression releases the interpreter lock): there is no shared memory to leave behind.
 
 
 @dataclass(frozen=True)
@@ -307,11 +379,25 @@ class ShardStream:
         Raises:
             GdistillError: If the state belongs to another store, split, seed or kind of order.
         """
-        epoch, rows_consumed, num_lanes = _checked_state(
-            state, self.fingerprint, self._reader.num_rows
-        )
-        self._step = state["step"]
-        self._num_lanes = num_lanes
+        if state.get("fingerprint") != self.fingerprint:
+            raise GdistillError(
+                "the saved data order is of another store or order",
+                where="stream state",
+                got=state.get("fingerprint"),
+                expected=self.fingerprint,
+                remedy="resume with the store, split and seed that the run began with",
+            )
+        names, num_rows = ("epoch", "rows_consumed", "num_lanes", "step"), self._reader.num_rows
+        values = [state.get(name) for name in names]
+        if not all(
+            isinstance(value, int) and 0 <= value <= most
+            for value, most in zip(values, (math.inf, num_rows, num_rows, math.inf), strict=True)
+        ):
+            got = ", ".join(f"{name} {value}" for name, value in zip(names, values, strict=True))
+            expected = f"epoch >= 0, rows_consumed and num_lanes in 0..{num_rows}, step >= 0"
+            what, where = "the saved data order is damaged", "stream state"
+            raise GdistillError(what, where=where, got=got, expected=expected)
+        epoch, rows_consumed, self._num_lanes, self._step = values
         self._move_to(epoch, rows_consumed)
         self._running = None
 
@@ -327,11 +413,9 @@ class ShardStream:
     def _run(self, token: object) -> Iterator[RowBatch]:
         for batch in self._batches(self._epoch, self._rows_consumed, self._step, self._num_lanes):
             if self._running is not token:
-                raise GdistillError(
-                    "the stream was repositioned, or iterated anew, during an iteration",
-                    where="ShardStream",
-                    remedy="call iter() on the stream again",
-                )
+                what = "the stream was repositioned, or iterated anew, during an iteration"
+                remedy = "call iter() on the stream again"
+                raise GdistillError(what, where="ShardStream", remedy=remedy)
             self._step = batch.step + 1
             self._move_to(batch.epoch, self._rows_consumed + batch.num_global_rows)
             yield batch
@@ -361,18 +445,10 @@ class ShardStream:
         bounds = ((first, min(first + size, end)) for first in range(start, end, size))
         slices = locate_slices(bounds, self._order(epoch, lanes), self._rank, self._world_size)
         for index, gathered in enumerate(gather(self._reader, slices, self._num_workers)):
-            yield self._batch(gathered, epoch, step + index)
-
-    def _batch(self, gathered: Gathered, epoch: int, step: int) -> RowBatch:
-        part = gathered.slice
-        return RowBatch(
-            arrays=gathered.arrays,
-            row_ids=from_numpy(part.rows),
-            slots=from_numpy(part.positions - part.start),
-            num_global_rows=part.stop - part.start,
-            epoch=epoch,
-            step=step,
-        )
+            part = gathered.slice
+            slots, num_rows = from_numpy(part.positions - part.start), part.stop - part.start
+            ids = from_numpy(part.rows)
+            yield RowBatch(gathered.arrays, ids, slots, num_rows, epoch, step + index)
 
     def _order(self, epoch: int, num_lanes: int) -> Order:
         num_rows, rows_per_chunk = self._reader.num_rows, self._reader.rows_per_chunk
@@ -380,6 +456,8 @@ class ShardStream:
             return SequentialOrder(num_rows, rows_per_chunk)
         if num_lanes == 0:
             return WholeOrder(num_rows, rows_per_chunk, self._seed, epoch)
+        from shards.stream.order import LaneOrder
+
         return LaneOrder(num_rows, rows_per_chunk, self._seed, epoch, num_lanes)
 
 
@@ -406,36 +484,3 @@ def _check_sizes(
         )
     if num_rows < 1:
         refuse("the split is empty", "split", "0 rows", "at least 1", "extract some rows for it")
-
-
-def _checked_state(
-    state: Mapping[str, Any], fingerprint: str, num_rows: int
-) -> tuple[int, int, int]:
-    """(epoch, rows consumed, lanes) of a saved state of this stream."""
-    if state.get("fingerprint") != fingerprint:
-        raise GdistillError(
-            "the saved data order is of another store or order",
-            where="stream state",
-            got=state.get("fingerprint"),
-            expected=fingerprint,
-            remedy="resume with the store, split and seed that the run began with",
-        )
-    epoch, rows_consumed, step = (state.get(key) for key in ("epoch", "rows_consumed", "step"))
-    num_lanes = state.get("num_lanes")
-    if not (
-        isinstance(epoch, int)
-        and isinstance(rows_consumed, int)
-        and epoch >= 0
-        and 0 <= rows_consumed <= num_rows
-        and isinstance(num_lanes, int)
-        and 0 <= num_lanes <= num_rows
-        and isinstance(step, int)
-        and step >= 0
-    ):
-        raise GdistillError(
-            "the saved data order is damaged",
-            where="stream state",
-            got=f"epoch {epoch}, rows_consumed {rows_consumed}, lanes {num_lanes}, step {step}",
-            expected=f"epoch >= 0, rows_consumed and num_lanes in 0..{num_rows}, step >= 0",
-        )
-    return epoch, rows_consumed, num_lanes

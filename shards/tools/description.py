@@ -9,8 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from shards.errors import visible
-from shards.store.layout import ShardRange, shard_files, shard_ranges
-from shards.store.ledger import LEDGER, claim_name, read_record, record_file
+from shards.store.manifest import LEDGER, ShardRange, read_record
 from shards.store.store import ShardStore
 
 FP16_BYTES = 2
@@ -45,9 +44,9 @@ class Pace:
         """Measure a store of which some shards are finished and some are left."""
         times = store.location.written_at(LEDGER)
         ordered = sorted(
-            (times[record_file(shard)], shard.num_rows)
+            (times[shard.record_file], shard.num_rows)
             for shard in finished
-            if record_file(shard) in times
+            if shard.record_file in times
         )
         newest = ordered[-MOST_SHARDS_OF_RATE - 1 :]
         now, length = time.time(), store.manifest.row_length
@@ -62,7 +61,7 @@ class Pace:
             seconds=seconds,
             eta_seconds=sum(shard.num_rows for shard in left) * length / rate if rate else None,
             seconds_since_shard=max(0.0, now - newest[-1][0]) if newest else None,
-            num_claimed=sum(claim_name(shard) in claims for shard in left),
+            num_claimed=sum(shard.claim_name in claims for shard in left),
         )
 
     def to_text(self) -> str:
@@ -108,12 +107,12 @@ class Description:
     def of(cls, store: ShardStore) -> Description:
         """Measure a store, finished or not."""
         manifest = store.manifest
-        shards = [s for split in manifest.splits for s in shard_ranges(manifest, split)]
+        shards = manifest.all_shards()
         unfinished = set(store.unfinished())
         finished = [shard for shard in shards if shard not in unfinished]
         sizes = store.location.sizes()
         rows = sum(shard.num_rows for shard in finished)
-        files = (name for shard in finished for name in shard_files(manifest, shard).values())
+        files = (name for shard in finished for name in manifest.shard_files(shard).values())
         shard_bytes = sum(sizes.get(name, 0) for name in files)
         return cls(
             store,

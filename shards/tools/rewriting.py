@@ -18,10 +18,18 @@ from shards.console import Bar
 from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.noise.kinds import KeyedPosterior
 from shards.noise.philox import PositionKeys
-from shards.store.layout import RESOURCES, ShardRange
-from shards.store.ledger import ShardRecord, read_record, rewrite_remedy
+from shards.store.layout import RESOURCES
 from shards.store.location import Location
-from shards.store.manifest import STORE_ARRAYS, Manifest, read_ways, record_ways
+from shards.store.manifest import (
+    STORE_ARRAYS,
+    Manifest,
+    ShardRange,
+    ShardRecord,
+    read_record,
+    read_ways,
+    record_ways,
+    rewrite_remedy,
+)
 from shards.store.store import ShardStore
 from shards.store.writer import ShardWriter
 

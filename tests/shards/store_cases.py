@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from shards.codec.registry import make_codec
-from shards.store.layout import ShardRange
-from shards.store.manifest import Manifest
+from shards.store.manifest import Manifest, ShardRange
 from shards.store.writer import ShardWriter
 
 VOCAB, LENGTH, KEPT = 50, 6, 3

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from shards.codec.protocol import Codec
 from shards.errors import UsageError
-from shards.noise.kinds import Noise
+from shards.noise.kinds import Noise, Probabilities
 from shards.noise.philox import PositionKeys
-from shards.noise.probabilities import Probabilities
 from shards.provenance import derive_seed
 from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch

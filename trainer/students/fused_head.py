@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from shards.language_model.forward import largest_batch
 from shards.noise.embedding import add_product, even_width, product_dtype
-from shards.noise.probabilities import HeadAndTail, Probabilities
+from shards.noise.kinds import HeadAndTail, Probabilities
 from trainer.objective.corruption import MASK_LOGIT_OFFSET
 
 # Token-level knowledge distillation: the teacher's probabilities as target, not its one token.

@@ -26,7 +26,6 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shards import open_store
 from shards.atomic import exclusive, write_bytes_atomic, write_json_atomic
 from shards.console import Bar, progress_bar, stderr
 from shards.errors import GdistillError, UsageError, first_line
@@ -118,7 +117,7 @@ def train(
         Stopped: After a SIGTERM, when the checkpoint is saved.
         KeyboardInterrupt: After a Ctrl-C, when the checkpoint is saved.
     """
-    trainer = Trainer(config, open_store(store), Path(out), init_from, part)
+    trainer = Trainer(config, ShardStore.find(store), Path(out), init_from, part)
     with ExitStack() as stack:
         # The lock is the main process's; where it is taken, all of them must hear of it.
         lock = exclusive(trainer.out)

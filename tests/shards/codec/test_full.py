@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from shards.codec.full import round_down_to_half
-from shards.codec.protocol import PART_ELEMENTS, Codec, TeacherOutput, frozen_posterior
+from shards.codec.full import frozen_posterior, round_down_to_half
+from shards.codec.protocol import PART_ELEMENTS, Codec, TeacherOutput
 from shards.codec.registry import CODECS, codec_parameters, make_codec
 from shards.noise.gumbel import gumbel_argmax
 from shards.noise.kinds import dense_arrivals

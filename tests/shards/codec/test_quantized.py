@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 import torch
 
-from shards.codec.protocol import frozen_posterior
+from shards.codec.full import frozen_posterior
 from shards.codec.quantized import QuantizedCodec
 from shards.codec.registry import make_codec
 from shards.errors import UsageError

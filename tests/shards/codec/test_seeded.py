@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
+from shards.codec.full import frozen_posterior
 from shards.codec.ids import from_planes
-from shards.codec.protocol import frozen_posterior
 from shards.codec.registry import make_codec
-from shards.codec.seeded import SeededCodec, ShiftScale, _codes
+from shards.codec.seeded import SeededCodec, ShiftedNoise, ShiftScale, _codes
 from shards.errors import UsageError
 from shards.noise.gumbel import gumbel_argmax
-from shards.noise.kinds import ShiftedNoise, dense_arrivals
+from shards.noise.kinds import dense_arrivals
 from tests.shards.codec_cases import SEED, decode, flat_log_probs, teacher_output
 
 

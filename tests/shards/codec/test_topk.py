@@ -9,12 +9,14 @@ import torch
 from scipy.stats import chisquare, expon, ks_2samp, kstest
 from torch import Tensor
 
-from shards.codec.protocol import TeacherOutput, frozen_posterior
+from shards.codec.full import frozen_posterior
+from shards.codec.protocol import TeacherOutput
 from shards.codec.registry import make_codec
 from shards.codec.topk import TopKCodec
 from shards.errors import UsageError
-from shards.noise.kinds import KeyedPrior, SparseNoise, dense_arrivals
+from shards.noise.kinds import KeyedPrior, dense_arrivals
 from shards.noise.order_statistics import (
+    SparseNoise,
     distinct_ids,
     first_arrivals_of,
     keep_first,

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertForMaskedLM,
     BloomConfig,
@@ -26,7 +27,6 @@ from transformers import (
 from evaluation.text.reading import UNLIMITED_CONTEXT, load_judge
 from pipeline.teacher import Teacher
 from shards.errors import GdistillError, UsageError
-from shards.language_model import loading
 from shards.language_model.loading import (
     PretrainedFiles,
     check_device_map,
@@ -145,16 +145,16 @@ class TwiceTheHead(nn.Linear):
 def test_logits_that_would_be_rounded_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, load_network = save_teacher(tmp_path), loading._load_network
+    folder, load = save_teacher(tmp_path), AutoModelForCausalLM.from_pretrained
 
-    def with_own_head(*arguments: Any) -> Any:
-        network = load_network(*arguments)
+    def with_own_head(*arguments: Any, **options: Any) -> Any:
+        network, report = load(*arguments, **options)
         weight = network.lm_head.weight
         network.lm_head = TwiceTheHead(*weight.T.shape, bias=False, dtype=weight.dtype)
         network.lm_head.weight = weight
-        return network
+        return network, report
 
-    monkeypatch.setattr(loading, "_load_network", with_own_head)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", with_own_head)
     with pytest.raises(UsageError, match=r"no float32 logits.*bfloat16.*use --dtype float32"):
         Teacher.load(folder, "bfloat16", "cpu")
     loaded = Teacher.load(folder, "float32", "cpu")

@@ -19,9 +19,8 @@ from shards.noise.gumbel import (
     place_tokens,
     token_gumbels,
 )
-from shards.noise.kinds import KeyedPosterior, KeyedPrior, dense_arrivals
+from shards.noise.kinds import DenseProbabilities, KeyedPosterior, KeyedPrior, dense_arrivals
 from shards.noise.philox import PositionKeys
-from shards.noise.probabilities import DenseProbabilities
 from shards.testing import given_posterior
 
 

@@ -11,29 +11,29 @@ import torch
 from scipy.stats import kstest
 from torch import Tensor
 
-from shards.codec.protocol import StoredNoise
+from shards.codec.full import StoredNoise
+from shards.codec.seeded import ShiftedNoise
 from shards.errors import GdistillError, UsageError
 from shards.noise.gumbel import exponential_from_bits, gumbel_argmax
 from shards.noise.kinds import (
+    DenseProbabilities,
+    Entries,
+    HeadAndTail,
     KeyedPosterior,
     KeyedPrior,
     Noise,
-    ShiftedNoise,
-    SparseNoise,
     TokenNoise,
     dense_arrivals,
 )
-from shards.noise.order_statistics import TopPrior
+from shards.noise.order_statistics import SparseNoise, TopPrior
 from shards.noise.philox import (
     OfPositions,
     PositionKeys,
-    first_arrivals,
     keyed_bits,
     keyed_exponentials,
     noise_kernel,
     use_noise_kernel,
 )
-from shards.noise.probabilities import DenseProbabilities, Entries, HeadAndTail
 from shards.testing import DenseNoise
 
 
@@ -215,7 +215,7 @@ def test_extreme_tokens_stay_finite() -> None:
     )
     rates = dense_arrivals(noise).reciprocal()
     assert bool(torch.isfinite(rates.sum(1)).all()) and float(rates[0, 1]) > 1e30
-    torch.testing.assert_close(noise.token_gumbels, 150 - first_arrivals(make_keys(1)).log())
+    torch.testing.assert_close(noise.token_gumbels, 150 - make_keys(1).first_arrivals().log())
 
 
 def test_keyed_prior_is_exponential_and_uncorrelated() -> None:
@@ -265,7 +265,7 @@ def test_auto_compiles_on_cuda_alone_and_tells_why_not(monkeypatch: pytest.Monke
         calls.append(device)
         raise GdistillError("cannot compile the noise kernel", got="no Triton")
 
-    monkeypatch.setattr("shards.noise.philox._compile", fails)
+    monkeypatch.setattr("shards.noise.compiled.compiled_kernel", fails)
     monkeypatch.setattr("shards.noise.philox._compiled", {})
     assert use_noise_kernel("auto", "cpu") == "" and not calls
     assert "no Triton" in use_noise_kernel("auto", "cuda") and calls == [torch.device("cuda")]
@@ -311,11 +311,12 @@ def test_a_compiled_kernel_may_differ_as_far_as_its_device_allows(
 
         return run
 
-    from shards.noise import philox as module
+    from shards.noise import compiled as module
+    from shards.noise import philox
 
     assert module.LARGEST_ULPS == {"cpu": 0, "cuda": 2}
     monkeypatch.setattr(torch, "compile", compiled)
-    monkeypatch.setattr(module, "_compiled", {})
+    monkeypatch.setattr(philox, "_compiled", {})
     monkeypatch.setitem(module.LARGEST_ULPS, "cpu", most)
     obstacle = ""
     try:

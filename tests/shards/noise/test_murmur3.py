@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from shards.noise.kinds import KeyedPosterior, KeyedPrior
+from shards.noise.kinds import DenseProbabilities, KeyedPosterior, KeyedPrior
 from shards.noise.murmur3 import (
     MASK,
     SECOND_WORD,
@@ -21,7 +21,6 @@ from shards.noise.murmur3 import (
     uniforms,
     uniforms64,
 )
-from shards.noise.probabilities import DenseProbabilities
 
 VECTORS = json.loads(Path(__file__).with_name("murmur3_vectors.json").read_text())
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from shards.noise.embedding import Weighting
 from shards.noise.kinds import KeyedPosterior, KeyedPrior, dense_arrivals
-from shards.noise.philox import first_arrivals
 from tests.shards.noise.test_kinds import dense_posterior, head_and_tail, make_keys
 
 NUM, VOCAB = 40, 97
@@ -33,7 +32,10 @@ def test_entries_are_those_of_the_prior_and_all_else_stays(kind: str) -> None:
     posterior, noise = mixed(kind)
     found = dense_arrivals(noise)
     assert torch.equal(found[~SOME], dense_arrivals(posterior)[~SOME])
-    prior, first = dense_arrivals(KeyedPrior(make_keys(NUM), VOCAB)), first_arrivals(make_keys(NUM))
+    prior, first = (
+        dense_arrivals(KeyedPrior(make_keys(NUM), VOCAB)),
+        make_keys(NUM).first_arrivals(),
+    )
     is_own = torch.arange(VOCAB) == posterior.tokens[:, None]
     assert torch.equal(found[SOME][~is_own[SOME]], prior[SOME][~is_own[SOME]])
     torch.testing.assert_close(found[is_own][SOME], first[SOME], rtol=1e-5, atol=0)

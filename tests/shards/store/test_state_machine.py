@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from shards.console import Bar
 from shards.errors import IntegrityError
-from shards.store.layout import ShardRange, shard_ranges
+from shards.store.manifest import ShardRange
 from shards.store.store import ShardStore
 from shards.store.verification import forget, verify
 from shards.tools.rewriting import merge
@@ -27,7 +27,7 @@ from tests.shards.store_cases import (
     write_store,
 )
 
-SHARDS = shard_ranges(make_manifest(), "train") + shard_ranges(make_manifest(), "validation")
+SHARDS = make_manifest().shards("train") + make_manifest().shards("validation")
 shards = st.sampled_from(SHARDS)
 
 

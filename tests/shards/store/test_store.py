@@ -13,9 +13,8 @@ import zarr
 from shards.codec.registry import make_codec
 from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.store import store as reader
-from shards.store.layout import shard_files, shard_ranges
-from shards.store.ledger import read_record
 from shards.store.location import LocalLocation
+from shards.store.manifest import read_record
 from shards.store.store import ShardStore
 from shards.store.verification import verify
 from shards.store.writer import ShardWriter
@@ -37,7 +36,7 @@ NOISE = "levels"
 
 def expected_rows(split: str) -> dict[str, np.ndarray]:
     manifest = make_manifest()
-    parts = [make_arrays(manifest, shard) for shard in shard_ranges(manifest, split)]
+    parts = [make_arrays(manifest, shard) for shard in manifest.shards(split)]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -125,7 +124,7 @@ def test_a_finished_store_has_nothing_pending_and_does_not_change(tmp_path: Path
     before = file_bytes(tmp_path / "store")
     writer = open_writer(tmp_path / "store")
     assert writer.is_complete() and writer.pending("train") == []
-    shard = shard_ranges(writer.manifest, "train")[0]
+    shard = writer.manifest.shards("train")[0]
     writer.write(shard, make_arrays(writer.manifest, shard))
     with writer.claim(shard) as mine:
         assert not mine
@@ -185,7 +184,7 @@ def test_arrays_that_cannot_be_right_are_refused(tmp_path: Path, change, message
 def test_a_finished_shard_is_not_written_again(tmp_path: Path) -> None:
     writer = write_store(tmp_path / "store")
     before = file_bytes(tmp_path / "store")
-    shard = shard_ranges(writer.manifest, "train")[1]
+    shard = writer.manifest.shards("train")[1]
     arrays = make_arrays(writer.manifest, shard)
     arrays["token_gumbels"][:, 1:] += 1
     writer.write(shard, arrays)
@@ -196,7 +195,7 @@ def test_a_shard_being_rewritten_is_in_no_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = write_store(tmp_path / "store")
-    shard = shard_ranges(writer.manifest, "train")[1]
+    shard = writer.manifest.shards("train")[1]
     (tmp_path / "store/train/token_gumbels/c/1/0").write_bytes(b"damaged")
     write, seen = LocalLocation.write, []
 
@@ -270,9 +269,9 @@ def test_a_shard_counts_as_known_once_all_of_it_is(
     """Another thread that finds it known reads its sizes and hashes at once."""
     write_store(tmp_path / "store")
     store = ShardStore.open(tmp_path / "store")
-    shard = shard_ranges(store.manifest, "train")[0]
+    shard = store.manifest.shards("train")[0]
     record = read_record(store.location, store.manifest, shard)
-    names = shard_files(store.manifest, shard)
+    names = store.manifest.shard_files(shard)
     known = reader._KnownFiles(1, [*names])
     seen, digest = [], reader._digest
     monkeypatch.setattr(reader, "_digest", lambda text: seen.append(0 in known) or digest(text))

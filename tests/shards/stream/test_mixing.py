@@ -8,7 +8,8 @@ import pytest
 from pipeline.manifest import bytes_per_token, rows_per_unit
 from pipeline.settings import StoreSettings
 from shards.codec.registry import make_codec
-from shards.stream.order import LaneOrder, lanes_for, shuffling_of
+from shards.stream.order import LaneOrder, shuffling_of
+from shards.stream.stream import lanes_for
 
 VOCAB, TOKENS = 50_257, 1 << 23
 CODECS = {"posterior": {}, "topk": {}, "seeded": {}, "quantized": {}, "full": {}, "hidden": {}}

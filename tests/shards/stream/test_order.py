@@ -9,14 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shards.stream.order import (
-    LaneOrder,
-    Order,
-    SequentialOrder,
-    WholeOrder,
-    lanes_for,
-    window_bytes_of,
-)
+from shards.stream.order import LaneOrder
+from shards.stream.stream import Order, SequentialOrder, WholeOrder, lanes_for
 
 
 def rows_of(order: Order, num_rows: int) -> np.ndarray:
@@ -181,5 +175,3 @@ def test_lanes_follow_batch_memory_and_size() -> None:
     assert lanes_for(384, 32 * mib, 512) == 32
     assert lanes_for(1000, mib, 512) == 512
     assert lanes_for(400, mib, 512) == 256
-    assert window_bytes_of(100_000, mib, 512) == 512 * mib
-    assert window_bytes_of(20, mib, 512) == 20 * mib

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shards.errors import GdistillError, UsageError
-from shards.stream.order import lanes_for
-from shards.stream.stream import RowBatch, ShardStream
+from shards.stream.stream import RowBatch, ShardStream, lanes_for
 
 
 class CountingReader:

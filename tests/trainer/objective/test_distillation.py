@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from shards.noise.probabilities import DenseProbabilities, Entries, HeadAndTail
+from shards.noise.kinds import DenseProbabilities, Entries, HeadAndTail
 from trainer.students.fused_head import Distillation, Outcomes, tempered_kl
 
 VOCAB = 23

@@ -10,7 +10,7 @@ from shards.codec.protocol import Codec, TeacherOutput
 from shards.codec.registry import CODECS, make_codec
 from shards.noise.kinds import KeyedPrior, Noise, dense_arrivals
 from shards.noise.order_statistics import TopPrior
-from shards.noise.philox import PositionKeys, first_arrivals
+from shards.noise.philox import PositionKeys
 from shards.provenance import derive_seed
 from tests.trainer.sampling_cases import tiny_student
 from trainer.loading import generate
@@ -43,7 +43,7 @@ def training_noise(codec: Codec, vocab_size: int) -> StoredRowNoise:
     keys = keys_of_samples()
     prior = dense_arrivals(KeyedPrior(keys, vocab_size))
     tokens = prior.argmin(1)
-    own = (prior.gather(1, tokens[:, None]).squeeze(1) / first_arrivals(keys)).log()
+    own = (prior.gather(1, tokens[:, None]).squeeze(1) / keys.first_arrivals()).log()
     resources = {
         "unigram_log_probs": torch.linspace(0, -2, vocab_size).log_softmax(0),
         "lm_head": 300 * torch.eye(vocab_size),

@@ -11,7 +11,8 @@ from torch import Tensor
 from shards.errors import UsageError
 from shards.noise import embedding
 from shards.noise.embedding import Transform, Weighting
-from shards.noise.kinds import KeyedPrior, Noise, SparseNoise, dense_arrivals
+from shards.noise.kinds import KeyedPrior, Noise, dense_arrivals
+from shards.noise.order_statistics import SparseNoise
 from shards.noise.philox import PositionKeys
 from shards.testing import DenseNoise
 from tests.trainer.sampling_cases import LENGTH, tiny_student

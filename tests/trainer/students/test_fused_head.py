@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shards.noise.probabilities import DenseProbabilities
+from shards.noise.kinds import DenseProbabilities
 from trainer.students import fused_head
 from trainer.students.fused_head import Distillation, weighted_nll
 

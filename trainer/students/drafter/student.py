@@ -27,10 +27,9 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.pytorch_utils import Conv1D
 
 from shards.errors import UsageError
-from shards.noise.kinds import KeyedPosterior, KeyedPrior, Noise
+from shards.noise.kinds import KeyedPosterior, KeyedPrior, Noise, Probabilities
 from shards.noise.murmur3 import EngineKeys
 from shards.noise.philox import PositionKeys, stream_bits
-from shards.noise.probabilities import Probabilities
 from shards.store.manifest import Manifest
 from trainer.objective.batch import Batch, Places
 from trainer.objective.corruption import row_uniforms

@@ -10,10 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from shards.errors import UsageError
-from shards.noise.kinds import KeyedPosterior, KeyedPrior
+from shards.noise.kinds import DenseProbabilities, KeyedPosterior, KeyedPrior
 from shards.noise.murmur3 import EngineKeys
 from shards.noise.philox import PositionKeys
-from shards.noise.probabilities import DenseProbabilities
 from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import SHAPES, backbone_run, store_of, write_backbone
 from tests.trainer.run_cases import assert_same_run
