@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -40,14 +39,10 @@ def info(
 ) -> None:
     """What a store is, from which teacher and corpus, how large and how complete."""
     opened = ShardStore.find(store, allow_incomplete=True)
-    description = Description.of(opened)
-    readers = {
-        split: opened.split(split, []) for split, rows in opened.manifest.splits.items() if rows
-    }
-    costs = {
-        split: shuffling_of(of.num_rows, of.rows_per_chunk, of.chunk_bytes, SHOWN_BATCH)
-        for split, of in readers.items()
-    }
+    description, costs = Description.of(opened), {}
+    for split in (split for split, rows in opened.manifest.splits.items() if rows):
+        of = opened.split(split, [])
+        costs[split] = shuffling_of(of.num_rows, of.rows_per_chunk, of.chunk_bytes, SHOWN_BATCH)
     if as_json:
         figures = {split: cost._asdict() for split, cost in costs.items()}
         typer.echo(json.dumps({**description.to_json(), "shuffling": figures}, indent=2))
@@ -83,14 +78,11 @@ def verify_command(
     for shard in forget_shards(place.location, problems) if forget else []:
         typer.echo(f"forgotten: {shard}")
     if problems:
-        raise IntegrityError(
-            "the store is not sound",
-            where=store,
-            got=f"{len(problems)} problems",
-            remedy="run the command that wrote the store again"
-            if forget
-            else "each line above says what to do",
-        )
+        remedy = "each line above says what to do"
+        if forget:
+            remedy = "run the command that wrote the store again"
+        got = f"{len(problems)} problems"
+        raise IntegrityError("the store is not sound", where=store, got=got, remedy=remedy)
     typer.echo(f"sound: {Description.of(place).num_finished} shards, every hash as recorded")
 
 
@@ -108,7 +100,11 @@ def show(
     from shards.tools.row_view import row_figure, row_page, view_row
 
     source = ShardStore.find(store, allow_incomplete=True)
-    page, picture = _beside(out)
+    # A page and a picture of one stem, whichever of the two was named.
+    stem = out.with_suffix("") if out.suffix in (".html", ".htm", ".png") else out
+    if not stem.name or stem.with_name(f"{stem.name}.html").is_dir():
+        raise UsageError("no file name", where="--out", got=out, expected="such as row.html")
+    page, picture = stem.with_name(f"{stem.name}.html"), stem.with_name(f"{stem.name}.png")
     require_writable(page.parent)
     first, views = view_row(source, split, row, draw)
     title = f"{split} row {row} of {store}"
@@ -116,14 +112,6 @@ def show(
     write_bytes_atomic(picture, figure)
     write_bytes_atomic(page, row_page(first, views, title, figure).encode())
     typer.echo(f"wrote {page} and {picture}")
-
-
-def _beside(out: Path) -> tuple[Path, Path]:
-    """A page and a picture of one stem, whichever of the two was named."""
-    stem = out.with_suffix("") if out.suffix in (".html", ".htm", ".png") else out
-    if not stem.name or stem.with_name(f"{stem.name}.html").is_dir():
-        raise UsageError("no file name", where="--out", got=out, expected="such as row.html")
-    return stem.with_name(f"{stem.name}.html"), stem.with_name(f"{stem.name}.png")
 
 
 @app.command()
@@ -166,40 +154,30 @@ def subset(
     from shards.tools.rewriting import subset as run
 
     source = ShardStore.find(store)
-    kept = _kept_rows(
+    available, names = (
         source.manifest.splits,
-        splits.split(",") if splits else list(source.manifest.splits),
-        {"train": (rows, "--rows"), "validation": (validation_rows, "--validation-rows")},
+        (splits or ",".join(source.manifest.splits)).split(","),
     )
+    for name in names:
+        if name not in available:
+            expected = ", ".join(available)
+            raise UsageError("no such split", where="--splits", got=name, expected=expected)
+    kept = {name: available[name] for name in available if name in names}
+    wanted = {"train": (rows, "--rows"), "validation": (validation_rows, "--validation-rows")}
+    for name, (num_rows, option) in wanted.items():
+        if num_rows is not None and name not in kept:
+            what, expected = "rows of a split that is not kept", ", ".join(kept)
+            raise UsageError(what, where=option, got=name, expected=expected)
+        if num_rows is not None:
+            kept[name] = num_rows
+    kept = {name: num_rows for name, num_rows in kept.items() if num_rows}
+    if not kept:
+        raise UsageError("there would be no rows left", where="subset")
     check_subset(source, kept)
     _require_other(source, out)
     with progress_bar("subset", sum(kept.values()) * source.manifest.row_length) as bar:
         writer = run(source, out, kept, bar)
     _finish(writer, out)
-
-
-def _kept_rows(
-    available: Mapping[str, int], names: Sequence[str], wanted: Mapping[str, tuple[int | None, str]]
-) -> dict[str, int]:
-    """Rows to keep of each split to keep, from the options."""
-    for name in names:
-        if name not in available:
-            raise UsageError(
-                "no such split", where="--splits", got=name, expected=", ".join(available)
-            )
-    kept = {name: available[name] for name in available if name in names}
-    for name, (num_rows, option) in wanted.items():
-        if num_rows is None:
-            continue
-        if name not in kept:
-            raise UsageError(
-                "rows of a split that is not kept", where=option, got=name, expected=", ".join(kept)
-            )
-        kept[name] = num_rows
-    kept = {name: num_rows for name, num_rows in kept.items() if num_rows}
-    if not kept:
-        raise UsageError("there would be no rows left", where="subset")
-    return kept
 
 
 @app.command()
@@ -215,12 +193,9 @@ def merge(
     with progress_bar("merge", _num_tokens(opened[0])) as bar:
         writer, missing = run(opened, out, bar)
     if missing:
-        raise IntegrityError(
-            "the merged store is not complete",
-            where=out,
-            got=f"{len(missing)} shards in none of the stores, the first is {missing[0]}",
-            remedy="finish the extraction, or merge again with the store that has them",
-        )
+        got = f"{len(missing)} shards in none of the stores, the first is {missing[0]}"
+        remedy = "finish the extraction, or merge again with the store that has them"
+        raise IntegrityError("the merged store is not complete", where=out, got=got, remedy=remedy)
     _finish(writer, out)
 
 
@@ -235,11 +210,8 @@ def _require_other(source: ShardStore, out: str) -> None:
 
 def _finish(writer: ShardWriter, out: str) -> None:
     if not writer.is_complete():
-        raise IntegrityError(
-            "shards are held by another process",
-            where=out,
-            remedy="run the same again when it ends",
-        )
+        what, remedy = "shards are held by another process", "run the same again when it ends"
+        raise IntegrityError(what, where=out, remedy=remedy)
     typer.echo(Description.of(ShardStore.open(out)).to_text())
 
 

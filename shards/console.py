@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -105,9 +104,8 @@ def _call(app: Callable[..., object], others: Mapping[str, typer.Typer]) -> int:
         return 0
     words: dict[str, Any] = {}
     if len(sys.argv) > 1 and sys.argv[1] in others:
-        app = others[sys.argv[1]]
-        program = f"{Path(sys.argv[0]).name} {sys.argv[1]}"
-        words = {"args": sys.argv[2:], "prog_name": program}
+        name, app = f"{Path(sys.argv[0]).name} {sys.argv[1]}", others[sys.argv[1]]
+        words = {"args": sys.argv[2:], "prog_name": name}
     code = app(standalone_mode=False, **words)
     if code == 130:
         _say(INTERRUPTED)
@@ -124,15 +122,6 @@ def _one_line(error: Any) -> str:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-class _Rate(ProgressColumn):
-    """Units per second, with SI prefixes."""
-
-    def render(self, task: Task) -> Text:
-        unit = str(task.fields.get("unit", "tok"))
-        rate = f" {_si(task.speed)} {unit}/s" if task.speed and unit != "%" else ""
-        return Text(_amount(task.completed, task.total, unit) + rate)
 
 
 def _amount(done: float | int, total: float | int | None, unit: str) -> str:
@@ -156,14 +145,22 @@ def _columns(width: int) -> list[ProgressColumn]:
         return Column(no_wrap=True, overflow="ellipsis", max_width=at_most)
 
     name = TextColumn("{task.description}", table_column=column(DESCRIPTION_WIDTH))
-    rate = _Rate(table_column=column())
     left = TimeRemainingColumn(elapsed_when_finished=True, table_column=column())
     bar_width = min(24, (width - FIGURES_WIDTH) // 2)
     if bar_width < 4:
-        return [name, rate, left]
+        return [name, _Rate(table_column=column()), left]
     note_width = max(1, width - FIGURES_WIDTH - bar_width)
     note = TextColumn("{task.fields[note]}", table_column=column(note_width))
-    return [name, BarColumn(bar_width), rate, left, note]
+    return [name, BarColumn(bar_width), _Rate(table_column=column()), left, note]
+
+
+class _Rate(ProgressColumn):
+    """Units per second, with SI prefixes."""
+
+    def render(self, task: Task) -> Text:
+        unit = str(task.fields.get("unit", "tok"))
+        rate = f" {_si(task.speed)} {unit}/s" if task.speed and unit != "%" else ""
+        return Text(_amount(task.completed, task.total, unit) + rate)
 
 
 class Bar:
@@ -188,21 +185,10 @@ class _TerminalBar(Bar):
 
 
 class _LineBar(Bar):
-    """For log files: a line a minute, and one at the end.
+    """For log files: a line a minute, and one at the end; plain, or a JSON object for machines."""
 
-    Args:
-        line: Makes a line of the figures; see :func:`_plain_line`.
-    """
-
-    def __init__(
-        self,
-        description: str,
-        total: int | None,
-        unit: str,
-        done: int,
-        line: Callable[[_Figures], str],
-    ) -> None:
-        self._description, self._total, self._unit, self._line = description, total, unit, line
+    def __init__(self, stage: str, total: int | None, unit: str, done: int, as_json: bool) -> None:
+        self._stage, self._total, self._unit, self._as_json = stage, total, unit, as_json
         self._begun, self._done, self._note = done, done, ""
         self._named: dict[str, float | int] = {}
         self._start = self._said = time.monotonic()
@@ -223,59 +209,25 @@ class _LineBar(Bar):
             self.say(finished=False)
 
     def say(self, *, finished: bool) -> None:
-        """One line on stderr."""
+        """One line on stderr; the rate is units per second since the stage began here."""
         self._said = time.monotonic()
         seconds = self._said - self._start
         rate = (self._done - self._begun) / seconds if seconds > 0 else 0.0
         left = (self._total or 0) - self._done
-        figures = _Figures(
-            stage=self._description,
-            done=self._done,
-            total=self._total,
-            unit=self._unit,
-            rate=rate,
-            eta_seconds=left / rate if rate and left > 0 else None,
-            seconds=seconds,
-            finished=finished,
-            note=self._note,
-            named=self._named,
-        )
-        print(self._line(figures), file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True)
-class _Figures:
-    """What one line tells; rate is units per second since the stage began in this process."""
-
-    stage: str
-    done: float | int
-    total: int | None
-    unit: str
-    rate: float
-    eta_seconds: float | None
-    seconds: float
-    finished: bool
-    note: str
-    named: dict[str, float | int]
-
-
-def _plain_line(now: _Figures) -> str:
-    parts = [f"{now.stage}: {_amount(now.done, now.total, now.unit)}"]
-    if now.rate and now.unit != "%":
-        parts.append(f"{_si(now.rate)} {now.unit}/s")
-    if now.eta_seconds is not None:
-        parts.append(f"{timedelta(seconds=round(now.eta_seconds))} left")
-    else:
-        parts.append(f"{timedelta(seconds=round(now.seconds))} so far")
-    return ", ".join([*parts, *([now.note] if now.note else [])])
-
-
-def _json_line(now: _Figures) -> str:
-    values = {**vars(now), **now.named}
-    del values["named"]
-    for name in ("rate", "eta_seconds", "seconds"):
-        values[name] = None if values[name] is None else float(f"{values[name]:.4g}")
-    return json.dumps(values)
+        eta = left / rate if rate and left > 0 else None
+        if self._as_json:
+            times = {"rate": rate, "eta_seconds": eta, "seconds": seconds}
+            short = {n: None if t is None else float(f"{t:.4g}") for n, t in times.items()}
+            counts = {"done": self._done, "total": self._total, "unit": self._unit}
+            end = {"finished": finished, "note": self._note, **self._named}
+            _say(json.dumps({"stage": self._stage, **counts, **short, **end}))
+            return
+        parts = [f"{self._stage}: {_amount(self._done, self._total, self._unit)}"]
+        if rate and self._unit != "%":
+            parts.append(f"{_si(rate)} {self._unit}/s")
+        time_told, word = (seconds, "so far") if eta is None else (eta, "left")
+        parts.append(f"{timedelta(seconds=round(time_told))} {word}")
+        _say(", ".join([*parts, *([self._note] if self._note else [])]))
 
 
 @contextmanager
@@ -305,8 +257,7 @@ def progress_bar(
         return
     as_json = _chosen["log_format"] == "json"
     if as_json or not stderr.is_terminal:
-        line = _json_line if as_json else _plain_line
-        lines = _LineBar(description, total, unit, done, line)
+        lines = _LineBar(description, total, unit, done, as_json)
         yield lines
         lines.say(finished=True)
         return

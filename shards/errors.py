@@ -42,22 +42,13 @@ class GdistillError(Exception):
         expected: object = "",
         remedy: str = "",
     ) -> None:
-        self.what = what
-        self.where = str(where)
-        self.got = str(got)
-        self.expected = str(expected)
-        self.remedy = remedy
-        super().__init__(self._line())
-
-    def _line(self) -> str:
-        parts = [f"{self.what} [{self.where}]" if self.where else self.what]
-        if self.got:
-            parts.append(f"got {self.got}")
-        if self.expected:
-            parts.append(f"expected {self.expected}")
-        if self.remedy:
-            parts.append(self.remedy)
-        return "; ".join(visible(" ".join(part.split())) for part in parts)
+        self.what, self.where, self.got = what, str(where), str(got)
+        self.expected, self.remedy = str(expected), remedy
+        parts = [f"{what} [{self.where}]" if self.where else what]
+        parts += [f"got {self.got}"] if self.got else []
+        parts += [f"expected {self.expected}"] if self.expected else []
+        parts += [remedy] if remedy else []
+        super().__init__("; ".join(visible(" ".join(part.split())) for part in parts))
 
 
 class UsageError(GdistillError):
@@ -88,12 +79,6 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-# Names of files that others have chosen: accepted only if they stay where they are put.
-
-
-MAX_PART_BYTES = 255
-
-
 def safe_name(name: str) -> str:
     """``name`` itself, if it is a plain relative path with forward slashes.
 
@@ -110,7 +95,7 @@ def safe_name(name: str) -> str:
         and not name.startswith(("/", "../"))
         and "\\" not in name
         and name.isprintable()
-        and all(len(part.encode()) <= MAX_PART_BYTES for part in name.split("/"))
+        and all(len(part.encode()) <= 255 for part in name.split("/"))
     )
     if not plain:
         raise UsageError("a file name leaves the store", where=repr(name)[:120])

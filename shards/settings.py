@@ -173,9 +173,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is Literal:
         if any(value == known and type(value) is type(known) for known in arguments):
             return value
-        raise UsageError(
-            "unknown value", where=where, got=repr(value), expected=f"one of {arguments}"
-        )
+        expected = f"one of {arguments}"
+        raise UsageError("unknown value", where=where, got=repr(value), expected=expected)
     name = getattr(hint, "__name__", str(hint))
     raise UsageError("wrong type in config", where=where, got=repr(value), expected=name)
 

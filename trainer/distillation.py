@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.data import default_collate
 
 from shards.errors import UsageError
-from shards.store.store import ShardStore, find_store
+from shards.store.store import ShardStore
 from shards.stream.stream import ShardStream
 from trainer.students.fused_head import NOWHERE, Distillation, Outcomes, tempered_kl
 
@@ -55,7 +55,7 @@ def store_rows(
     Raises:
         GdistillError: If no complete store is there, or no such split.
     """
-    store = ShardStore.open(find_store(place))
+    store = ShardStore.find(place)
     store.split(split)
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -102,7 +102,7 @@ class DistillationLoss:
         if not temperature > 0:
             got = temperature
             raise UsageError("not a temperature", where="temperature", got=got, expected="above 0")
-        self.store = ShardStore.open(find_store(place))
+        self.store = ShardStore.find(place)
         self.weight, self.temperature = weight, temperature
         if not self.store.codec.is_fresh:
             nothing = torch.empty(0)

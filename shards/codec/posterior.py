@@ -28,7 +28,7 @@ from shards.codec.ids import (
     check_ranks,
     cut_slots,
     from_planes,
-    likeliest_tokens,
+    most_probable_tokens,
     plane_specs,
     to_planes,
     used_width,
@@ -100,7 +100,7 @@ class PosteriorCodec(FreshDraws):
     def _encode(
         self, log_probs: Float[Tensor, "n v"], tokens: Tokens, order: FrequencyOrder
     ) -> dict[str, Tensor]:
-        listed, ids = likeliest_tokens(log_probs, self.num_entries)
+        listed, ids = most_probable_tokens(log_probs, self.num_entries)
         used = listed >= math.log(self.min_probability)
         # What is neither listed nor the token's. Nothing large is left in the sum, so float32 is
         # enough: a float64 one takes seven times longer.

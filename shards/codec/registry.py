@@ -41,11 +41,8 @@ def codec_class(name: str) -> type[Any]:
         return installed[name].load()
     package, slash, _ = name.partition("/")
     if slash:
-        raise UsageError(
-            "the codec is of a package that is not installed, or offers it no more",
-            got=name,
-            remedy=f"pip install {package}",
-        )
+        what = "the codec is of a package that is not installed, or offers it no more"
+        raise UsageError(what, got=name, remedy=f"pip install {package}")
     known = sorted([*CODECS, *installed])
     hint = did_you_mean(name, known, f"known codecs: {known}")
     raise UsageError("unknown codec", got=name, remedy=hint)

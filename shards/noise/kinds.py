@@ -3,7 +3,9 @@
 A ``Noise`` is a flat batch of n token positions with one noise vector of V entries each. Nothing
 asks for the whole [n, V] tensor: readers walk the vocabulary in tiles, and a tile that is asked
 for twice (once in forward, once in backward) has the same bits both times. Every kind knows itself
-how it is embedded, so that noise from a store and noise to sample with are treated alike.
+how it is embedded, so that noise from a store and noise to sample with are treated alike:
+``noise.softmax_embed(weight)``. With it stand the teacher's probabilities at n positions, which the
+posterior is drawn from, read in tiles too.
 """
 
 from __future__ import annotations
@@ -208,8 +210,6 @@ def dense_arrivals(noise: Tiles) -> Float[Tensor, "n v"]:
     """All arrival times at once; for small vocabularies, tests and diagnostics."""
     return noise.tile(0, noise.vocab_size)
 
-
-# The teacher's probabilities at n positions, read in vocabulary tiles like the noise itself.
 
 GRAIN = 512
 """Ids between two counts of entries; every tile of :mod:`shards.noise.embedding` begins at one."""

@@ -12,7 +12,6 @@ from shards.errors import visible
 from shards.store.manifest import LEDGER, ShardRange, read_record
 from shards.store.store import ShardStore
 
-FP16_BYTES = 2
 MOST_SHARDS_OF_RATE = 64
 
 
@@ -43,15 +42,11 @@ class Pace:
     ) -> Pace:
         """Measure a store of which some shards are finished and some are left."""
         times = store.location.written_at(LEDGER)
-        ordered = sorted(
-            (times[shard.record_file], shard.num_rows)
-            for shard in finished
-            if shard.record_file in times
-        )
+        known = [shard for shard in finished if shard.record_file in times]
+        ordered = sorted((times[shard.record_file], shard.num_rows) for shard in known)
         newest = ordered[-MOST_SHARDS_OF_RATE - 1 :]
-        now, length = time.time(), store.manifest.row_length
+        now, length, rate = time.time(), store.manifest.row_length, None
         seconds = now - newest[0][0] if newest else 0.0
-        rate = None
         if len(newest) > 1 and seconds > 0:
             rate = sum(rows for _, rows in newest[1:]) * length / seconds
         claims = set(store.location.claims())
@@ -106,30 +101,21 @@ class Description:
     @classmethod
     def of(cls, store: ShardStore) -> Description:
         """Measure a store, finished or not."""
-        manifest = store.manifest
-        shards = manifest.all_shards()
-        unfinished = set(store.unfinished())
+        manifest, sizes = store.manifest, store.location.sizes()
+        shards, unfinished = manifest.all_shards(), set(store.unfinished())
         finished = [shard for shard in shards if shard not in unfinished]
-        sizes = store.location.sizes()
-        rows = sum(shard.num_rows for shard in finished)
         files = (name for shard in finished for name in manifest.shard_files(shard).values())
-        shard_bytes = sum(sizes.get(name, 0) for name in files)
+        record = read_record(store.location, manifest, finished[0]) if finished else None
         return cls(
             store,
             len(shards),
             len(finished),
-            rows * manifest.row_length,
+            sum(shard.num_rows for shard in finished) * manifest.row_length,
             sum(sizes.values()),
-            shard_bytes,
+            sum(sizes.get(name, 0) for name in files),
             Pace.of(store, finished, [*unfinished]) if unfinished else None,
-            bool(finished) and not _has_tails(store, finished[0]),
+            record is not None and not record.tails,
         )
-
-    @property
-    def num_all_tokens(self) -> int:
-        """Tokens of the complete store."""
-        manifest = self.store.manifest
-        return sum(manifest.splits.values()) * manifest.row_length
 
     @property
     def bytes_per_token(self) -> float | None:
@@ -139,18 +125,16 @@ class Description:
     @property
     def fp16_vector_bytes_per_token(self) -> int:
         """What a dense noise vector in half precision would take."""
-        return FP16_BYTES * self.store.manifest.vocab_size
+        return 2 * self.store.manifest.vocab_size
 
     def to_json(self) -> dict[str, Any]:
         """Figures and the manifest's words."""
         manifest = self.store.manifest
+        parts = ("codec", "teacher", "tokenizer", "tokens")
         return {
             "location": self.store.location.url,
             "manifest_sha256": manifest.sha256,
-            "codec": dict(manifest.codec),
-            "teacher": dict(manifest.teacher),
-            "tokenizer": dict(manifest.tokenizer),
-            "tokens": dict(manifest.tokens),
+            **{name: dict(getattr(manifest, name)) for name in parts},
             "vocab_size": manifest.vocab_size,
             "row_length": manifest.row_length,
             "splits": dict(manifest.splits),
@@ -165,54 +149,42 @@ class Description:
 
     def to_text(self) -> str:
         """A few aligned lines."""
-        manifest = self.store.manifest
-        per_token = self.bytes_per_token
-        ratio = self.fp16_vector_bytes_per_token / per_token if per_token else None
+        manifest, per_token, pace = self.store.manifest, self.bytes_per_token, self.pace
+        splits, corpus = manifest.splits, manifest.tokens.get("corpus")
+        corpus = corpus.get("source", corpus) if isinstance(corpus, dict) else corpus
+        fingerprint = str(manifest.tokens.get("fingerprint", "unknown"))[:12]
+        parameters = ", ".join(
+            f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
+            for name, value in manifest.codec.get("parameters", {}).items()
+        )
+        done = f"{self.num_finished} of {self.num_shards} shards, {self.num_tokens:,} tokens"
+        if pace:
+            share = self.num_tokens / (sum(splits.values()) * manifest.row_length)
+            done += f" ({100 * share:.1f}%)"
+        rows = ", ".join(f"{name} {rows:,}" for name, rows in splits.items())
         lines = {
             "store": self.store.location.url,
             "identity": manifest.sha256[:16],
-            "codec": f"{manifest.codec['name']} {_settings(manifest.codec.get('parameters', {}))}",
+            "codec": f"{manifest.codec['name']} {parameters}",
             "noise": "a fresh draw at every visit" if self.store.codec.is_fresh else "one draw",
             "teacher": _named(manifest.teacher, "weights_sha256"),
             "tokenizer": f"{_named(manifest.tokenizer, 'sha256')}, V = {manifest.vocab_size:,}",
-            "corpus": _corpus(manifest.tokens),
-            "rows": ", ".join(f"{name} {rows:,}" for name, rows in manifest.splits.items())
-            + f" of {manifest.row_length} tokens",
-            "complete": f"{self.num_finished} of {self.num_shards} shards, "
-            f"{self.num_tokens:,} tokens"
-            + (f" ({100 * self.num_tokens / self.num_all_tokens:.1f}%)" if self.pace else ""),
-            **({} if self.pace is None else {"running": self.pace.to_text()}),
+            "corpus": f"{corpus} (fingerprint {fingerprint})",
+            "rows": f"{rows} of {manifest.row_length} tokens",
+            "complete": done,
+            **({} if pace is None else {"running": pace.to_text()}),
             "bytes": f"{self.num_bytes:,}",
         }
-        if per_token and ratio:
-            lines["bytes/token"] = (
-                f"{per_token:.1f}; fp16 vectors {self.fp16_vector_bytes_per_token:,}: "
-                f"{ratio:,.1f} x this store"
-            )
+        if per_token:
+            dense = self.fp16_vector_bytes_per_token
+            ratio = f"{dense / per_token:,.1f} x this store"
+            lines["bytes/token"] = f"{per_token:.1f}; fp16 vectors {dense:,}: {ratio}"
         if self.is_before_tails:
             lines["checks"] = "written before tails: each shard is hashed whole when first read"
         # Whoever made the store chose the words: none of them may end a line or steer a terminal.
         return "\n".join(f"{name:<12} {visible(text)}" for name, text in lines.items())
 
 
-def _has_tails(store: ShardStore, shard: ShardRange) -> bool:
-    record = read_record(store.location, store.manifest, shard)
-    return record is None or bool(record.tails)
-
-
-def _settings(parameters: Any) -> str:
-    return ", ".join(
-        f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
-        for name, value in parameters.items()
-    )
-
-
 def _named(part: Any, hash_name: str) -> str:
     text = str(part.get("id", "unknown"))
     return f"{text} (sha256 {str(part[hash_name])[:12]})" if hash_name in part else text
-
-
-def _corpus(tokens: Any) -> str:
-    corpus = tokens.get("corpus")
-    name = corpus.get("source", corpus) if isinstance(corpus, dict) else corpus
-    return f"{name} (fingerprint {str(tokens.get('fingerprint', 'unknown'))[:12]})"

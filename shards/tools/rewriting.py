@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,10 +60,7 @@ def convert(store: ShardStore, out: str | Location, codec: Codec, bar: Bar) -> S
     )
     resources = _resources(store, codec)
 
-    def transform(shard: ShardRange, rows: Rows) -> Rows:
-        return _encode(store, codec, resources, shard, rows)
-
-    return _rewrite(store, out, manifest, resources, transform, bar)
+    return _rewrite(store, out, manifest, resources, partial(_encode, store, codec, resources), bar)
 
 
 def subset(
@@ -89,12 +87,9 @@ def check_subset(store: ShardStore, splits: Mapping[str, int]) -> None:
     """Whether a store has the rows that :func:`subset` shall keep; see there for the errors."""
     for name, rows in splits.items():
         if not 0 < rows <= store.manifest.splits.get(name, 0):
-            raise UsageError(
-                "cannot keep so many rows",
-                where=f"split {name}",
-                got=rows,
-                expected=f"1 to the store's rows {dict(store.manifest.splits)}",
-            )
+            expected = f"1 to the store's rows {dict(store.manifest.splits)}"
+            what, where = "cannot keep so many rows", f"split {name}"
+            raise UsageError(what, where=where, got=rows, expected=expected)
 
 
 def merge(
@@ -115,10 +110,19 @@ def merge(
     """
     first = stores[0]
     for other in stores[1:]:
-        _require_same(first.manifest, other)
+        difference = first.manifest.difference(other.manifest)
+        if difference:
+            name, expected, got = difference
+            raise UsageError(
+                "the stores are not parts of one extraction",
+                where=f"{other.location.url}: {name}",
+                got=repr(got),
+                expected=repr(expected),
+                remedy="merge stores that were written by the same command",
+            )
     content = {name: first.file(name) for name in first.manifest.files}
     writer = ShardWriter.create_copy(out, first.manifest, content)
-    _carry_ways(stores, writer)
+    record_ways(writer.location, [way for store in stores for way in read_ways(store.location)])
     missing = []
     for split in first.manifest.splits:
         pending = set(writer.pending(split))
@@ -139,7 +143,7 @@ def _rewrite(
 ) -> ShardWriter:
     arrays = {name: value.numpy() for name, value in resources.items()}
     writer = ShardWriter.create_or_resume(out, manifest, arrays, side_files(store))
-    _carry_ways([store], writer)
+    record_ways(writer.location, read_ways(store.location))
     for split in manifest.splits:
         reader = store.split(split)
         pending = set(writer.pending(split))
@@ -151,11 +155,6 @@ def _rewrite(
                         writer.write(shard, transform(shard, rows))
             bar.advance(shard.num_rows * manifest.row_length)
     return writer
-
-
-def _carry_ways(stores: Sequence[ShardStore], writer: ShardWriter) -> None:
-    """What is recorded of how the numbers were computed goes along with them."""
-    record_ways(writer.location, [way for store in stores for way in read_ways(store.location)])
 
 
 def side_files(store: ShardStore) -> dict[str, bytes]:
@@ -192,51 +191,44 @@ def _resources(store: ShardStore, codec: Codec) -> dict[str, Tensor]:
     if missing == ["unigram_log_probs"]:
         resources["unigram_log_probs"] = torch.from_numpy(count_unigram(store))
     elif missing:
-        raise UsageError(
-            "the store lacks what the codec needs", where=f"codec {codec.name}", expected=missing
-        )
+        what, where = "the store lacks what the codec needs", f"codec {codec.name}"
+        raise UsageError(what, where=where, expected=missing)
     return resources
 
 
 def _encode(
     store: ShardStore, codec: Codec, resources: Mapping[str, Tensor], shard: ShardRange, rows: Rows
 ) -> Rows:
-    manifest = store.manifest
+    """The rows' arrays under ``codec``, from the distribution as the store approximates it.
+
+    p of the token is exact: probabilities below e^-103 are 0 in float32, its own must stay.
+    """
+    manifest, length = store.manifest, store.manifest.row_length
     specs = {**STORE_ARRAYS, **codec.array_specs(manifest.vocab_size, None)}
-    shape = (shard.num_rows, manifest.row_length)
-    result = {
-        name: np.zeros((*shape, *spec.trailing_shape), np.dtype(spec.dtype))
-        for name, spec in specs.items()
-    }
+    shapes = {name: (shard.num_rows, length, *spec.trailing_shape) for name, spec in specs.items()}
+    result = {name: np.zeros(shapes[name], np.dtype(specs[name].dtype)) for name in specs}
     for name in STORE_ARRAYS:
         result[name][:] = rows[name]
-    step = max(1, POSITIONS_AT_ONCE // (manifest.vocab_size * manifest.row_length))
+    step = max(1, POSITIONS_AT_ONCE // (manifest.vocab_size * length))
     for start in range(0, shard.num_rows, step):
         part = slice(start, min(start + step, shard.num_rows))
-        here = {name: array[part] for name, array in rows.items()}
-        output = _teacher_output(store, shard.split, shard.start + start, here)
+        here, first_row = {name: array[part] for name, array in rows.items()}, shard.start + start
+        posterior = stored_noise(store, shard.split, first_row, here)
+        if not isinstance(posterior, KeyedPosterior):
+            raise GdistillError("the codec keeps no distribution", where=store.codec.name)
+        probabilities = posterior.probabilities.tile(0, manifest.vocab_size).double()
+        log_probs = (probabilities / probabilities.sum(1, keepdim=True)).log().float()
+        log_probs.scatter_(1, posterior.tokens[:, None], posterior.token_log_probs[:, None])
+        shape = (part.stop - part.start, length - 1)
+        output = TeacherOutput(
+            log_probs=log_probs.reshape(*shape, -1),
+            tokens=posterior.tokens.reshape(shape),
+            rows=torch.arange(first_row, first_row + shape[0]),
+        )
         seed = manifest.noise_seed(shard.split)
         for name, value in codec.encode(output, seed, resources).items():
             result[name][part, 1:] = value.numpy()
     return result
-
-
-def _teacher_output(store: ShardStore, split: str, first_row: int, rows: Rows) -> TeacherOutput:
-    """The teacher's distribution as the store approximates it, p of the token exact."""
-    num_rows, length = rows["tokens"].shape
-    posterior = stored_noise(store, split, first_row, rows)
-    if not isinstance(posterior, KeyedPosterior):
-        raise GdistillError("the codec keeps no distribution", where=store.codec.name)
-    probabilities = posterior.probabilities.tile(0, store.manifest.vocab_size).double()
-    log_probs = (probabilities / probabilities.sum(1, keepdim=True)).log().float()
-    # Probabilities below e^-103 are 0 in float32; the token's must stay what the store has.
-    log_probs.scatter_(1, posterior.tokens[:, None], posterior.token_log_probs[:, None])
-    shape = (num_rows, length - 1)
-    return TeacherOutput(
-        log_probs=log_probs.reshape(*shape, -1),
-        tokens=posterior.tokens.reshape(shape),
-        rows=torch.arange(first_row, first_row + num_rows),
-    )
 
 
 def stored_noise(
@@ -254,19 +246,6 @@ def stored_noise(
     tokens = tensors.pop("tokens").long()
     log_probs = tensors.pop("token_log_probs")
     return store.codec.decode(tensors, tokens, log_probs, keys, store.resources)
-
-
-def _require_same(ours: Manifest, other: ShardStore) -> None:
-    difference = ours.difference(other.manifest)
-    if difference:
-        name, expected, got = difference
-        raise UsageError(
-            "the stores are not parts of one extraction",
-            where=f"{other.location.url}: {name}",
-            got=repr(got),
-            expected=repr(expected),
-            remedy="merge stores that were written by the same command",
-        )
 
 
 def _fill(writer: ShardWriter, stores: Sequence[ShardStore], shard: ShardRange) -> bool:
@@ -309,10 +288,9 @@ def count_unigram(store: ShardStore) -> Float[np.ndarray, "v"]:
     names = ["train", *reversed([*manifest.splits])]
     split = next((name for name in names if manifest.splits.get(name)), "train")
     reader = store.split(split, ["tokens"])
-    return unigram_log_probs(
-        lambda start, stop: reader.read_rows(start, stop)["tokens"],
-        reader.num_rows,
-        manifest.row_length,
-        manifest.vocab_size,
-        manifest.rows_per_shard,
-    )
+
+    def read_rows(start: int, stop: int) -> np.ndarray:
+        return reader.read_rows(start, stop)["tokens"]
+
+    sizes = (manifest.row_length, manifest.vocab_size, manifest.rows_per_shard)
+    return unigram_log_probs(read_rows, reader.num_rows, *sizes)

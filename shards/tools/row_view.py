@@ -13,8 +13,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from shards.errors import IntegrityError, UsageError, visible
 from shards.noise.kinds import KeyedPosterior
@@ -42,7 +40,7 @@ class TokenView:
         probability: The teacher's probability of the token.
         gumbel: xi of the token.
         gumbel_rank: How many vocabulary entries have at least this xi (1: the largest).
-        alternatives: The likeliest other tokens; where only a draw is stored, those of largest xi.
+        alternatives: The most probable other tokens; those of largest xi where a draw is stored.
     """
 
     position: int
@@ -75,36 +73,26 @@ def view_row(store: ShardStore, split: str, row: int, draw: int = 0) -> tuple[st
     probabilities = None
     if isinstance(noise, KeyedPosterior):
         probabilities = noise.probabilities.tile(0, store.manifest.vocab_size)
-    log_probs = arrays["token_log_probs"][0, 1:]
+    # The most probable by the teacher; by the noise where the distribution is not stored.
+    order = gumbels if probabilities is None else probabilities
+    best = order.topk(min(NUM_ALTERNATIVES + 1, order.shape[1])).indices.tolist()
+    own_probabilities = torch.tensor(arrays["token_log_probs"][0, 1:]).exp().tolist()
+
+    def alternative(index: int, token: int) -> Alternative:
+        p = None if probabilities is None else float(probabilities[index, token])
+        return Alternative(words[token], p, float(gumbels[index, token]))
+
     views = []
     for index, own in enumerate(arrays["tokens"][0, 1:].tolist()):
-        given = None if probabilities is None else probabilities[index]
+        others = [token for token in best[index] if token != own][:NUM_ALTERNATIVES]
+        gumbel = gumbels[index, own]
+        rank = int((gumbels[index] >= gumbel).sum())
+        alternatives = tuple(alternative(index, token) for token in others)
+        probability = own_probabilities[index]
         views.append(
-            TokenView(
-                position=index + 1,
-                text=words[own],
-                probability=float(torch.tensor(log_probs[index]).exp()),
-                gumbel=float(gumbels[index, own]),
-                gumbel_rank=int((gumbels[index] >= gumbels[index, own]).sum()),
-                alternatives=_alternatives(given, gumbels[index], own, words),
-            )
+            TokenView(index + 1, words[own], probability, float(gumbel), rank, alternatives)
         )
     return words[int(arrays["tokens"][0, 0])], views
-
-
-def _alternatives(
-    probabilities: Float[Tensor, "v"] | None, gumbels: Float[Tensor, "v"], own: int, words: _Words
-) -> tuple[Alternative, ...]:
-    """The likeliest by the teacher; by the noise where the distribution is not stored."""
-    order = gumbels if probabilities is None else probabilities
-    best = order.topk(min(NUM_ALTERNATIVES + 1, len(order))).indices.tolist()
-    return tuple(
-        Alternative(
-            words[i], None if probabilities is None else float(probabilities[i]), float(gumbels[i])
-        )
-        for i in best
-        if i != own
-    )[:NUM_ALTERNATIVES]
 
 
 class _Words:
@@ -122,11 +110,9 @@ class _Words:
                     )
                     self._text(0)
                 except Exception as error:  # transformers has no class for "not a tokenizer"
-                    raise IntegrityError(
-                        "the store's tokenizer cannot be loaded",
-                        where=f"{store.location.url}/tokenizer",
-                        got=str(error)[:200],
-                    ) from error
+                    what, where = "the store's tokenizer cannot be loaded", store.location.url
+                    where, got = f"{where}/tokenizer", str(error)[:200]
+                    raise IntegrityError(what, where=where, got=got) from error
 
     def __getitem__(self, token: int) -> str:
         return f"#{token}" if self._tokenizer is None else self._text(token)

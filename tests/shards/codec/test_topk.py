@@ -13,7 +13,6 @@ from shards.codec.full import frozen_posterior
 from shards.codec.protocol import TeacherOutput
 from shards.codec.registry import make_codec
 from shards.codec.topk import TopKCodec
-from shards.errors import UsageError
 from shards.noise.kinds import KeyedPrior, dense_arrivals
 from shards.noise.order_statistics import (
     SparseNoise,
@@ -24,7 +23,7 @@ from shards.noise.order_statistics import (
     rest_rate,
 )
 from shards.noise.philox import PositionKeys
-from tests.shards.codec_cases import SEED, decode, flat_log_probs, teacher_output
+from tests.shards.codec_cases import SEED, decode, teacher_output
 
 
 def keys(num: int, seed: int = 3) -> PositionKeys:
@@ -167,19 +166,6 @@ def test_arrivals_say_nothing_of_ids() -> None:
     correlation = torch.corrcoef(torch.stack([*columns, noise.rest_rate.double()]))
     ids_by_others = correlation[:3, 3:]
     assert float(ids_by_others.abs().max()) < 4.5 / math.sqrt(num)
-
-
-def test_bad_parameters() -> None:
-    with pytest.raises(UsageError, match="num_entries"):
-        make_codec("topk", num_entries=0)
-
-
-def test_the_token_stays_the_argmax_of_what_is_stored() -> None:
-    """Entries that half precision would lift past the token are rounded down."""
-    output, resources = teacher_output(num_rows=300, num_tokens=20, spread=1.0)
-    decoded = decode(make_codec("topk", num_entries=90), output, resources)
-    scores = flat_log_probs(output).double() + decoded.gumbels().double()
-    assert torch.equal(scores.argmax(1), output.tokens.flatten())
 
 
 def test_the_token_is_known_apart_from_what_a_student_is_shown() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,7 +16,10 @@ from torch import Tensor
 from shards.codec.full import StoredNoise
 from shards.codec.seeded import ShiftedNoise
 from shards.errors import GdistillError, UsageError
-from shards.noise.gumbel import exponential_from_bits, gumbel_argmax
+from shards.noise import compiled as compiled_module
+from shards.noise import philox
+from shards.noise.embedding import Weighting
+from shards.noise.gumbel import exponential_from_bits
 from shards.noise.kinds import (
     DenseProbabilities,
     Entries,
@@ -122,6 +127,45 @@ def test_any_noise_reads_in_tiles_and_selections(kind: str) -> None:
     assert dense_arrivals(noise.select(torch.zeros(40, dtype=torch.bool))).shape == (0, 97)
 
 
+SOME = torch.arange(40) % 3 == 0
+POSTERIORS = ("posterior", "head_and_tail")
+
+
+@pytest.mark.parametrize("kind", POSTERIORS)
+def test_positions_that_are_prior_have_its_entries_and_all_else_stays(kind: str) -> None:
+    """F_j = E_j bit for bit, F_x = E_0; at the other positions nothing changes."""
+    posterior = NOISES[kind]()
+    assert isinstance(posterior, KeyedPosterior)
+    noise = replace(posterior, is_prior=SOME)
+    found, keys = dense_arrivals(noise), make_keys(40)
+    assert torch.equal(found[~SOME], dense_arrivals(posterior)[~SOME])
+    prior, first = dense_arrivals(KeyedPrior(keys, 97)), keys.first_arrivals()
+    is_own = torch.arange(97) == posterior.tokens[:, None]
+    assert torch.equal(found[SOME][~is_own[SOME]], prior[SOME][~is_own[SOME]])
+    torch.testing.assert_close(found[is_own][SOME], first[SOME], rtol=1e-5, atol=0)
+    index = torch.tensor([3, 39, 0, 4])
+    assert torch.equal(dense_arrivals(noise.select(index)), found[index])
+    assert torch.equal(torch.cat([dense_arrivals(part) for part in noise.split(7)]), found)
+    weight = torch.randn(97, 5, generator=torch.Generator().manual_seed(0))
+    expected = (1.3 * noise.gumbels()).softmax(-1) @ weight
+    embedded = noise.softmax_embed(weight, Weighting(tau=1.3))
+    torch.testing.assert_close(embedded, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_token_at_a_prior_position_is_as_good_as_unknown() -> None:
+    """Its own F is Exp(1) however unlikely it was, and it wins the race as often as any id."""
+    n, vocab_size = 20_000, 8
+    log_probs = torch.full((n, vocab_size), math.log(1e-3 / (vocab_size - 1)))
+    log_probs[:, 0] = math.log1p(-1e-3)
+    everywhere, tokens = torch.ones(n, dtype=torch.bool), torch.ones(n, dtype=torch.int64)
+    source = DenseProbabilities(log_probs)
+    noise = KeyedPosterior(make_keys(n), tokens, log_probs[:, 1], source, everywhere)
+    arrivals = dense_arrivals(noise).double()
+    assert kstest(arrivals[:, 1].numpy(), "expon").pvalue > 1e-6
+    wins, share = int((arrivals.argmin(dim=1) == 1).sum()), 1 / vocab_size
+    assert abs(wins - n * share) < 5 * math.sqrt(n * share * (1 - share))
+
+
 @pytest.mark.parametrize("width", [7, 20, 40, 64])
 @pytest.mark.parametrize("kind", [*NOISES, "wide head_and_tail", "wide shifted"])
 def test_parts_of_consecutive_positions_read_like_the_whole(kind: str, width: int) -> None:
@@ -133,39 +177,32 @@ def test_parts_of_consecutive_positions_read_like_the_whole(kind: str, width: in
     noise = (NOISES | wide)[kind]()
     whole = dense_arrivals(noise)
     parts = noise.split(width)
-    assert [part.num_positions for part in parts] == [
-        min(width, 40 - i) for i in range(0, 40, width)
-    ]
+    sizes = [min(width, 40 - i) for i in range(0, 40, width)]
+    assert [part.num_positions for part in parts] == sizes
     for first, last in ((0, 512), (512, 1024), (1024, 1300), (1024, 1100), (0, 1300), (30, 700)):
         start, stop = min(first, noise.vocab_size - 1), min(last, noise.vocab_size)
         read = torch.cat([part.tile(start, stop) for part in parts])
         assert torch.equal(read, whole[:, start:stop])
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 1), (3, 90), (5, 5), (50251, 50257)])
-@pytest.mark.parametrize("num", [0, 1, 300])
-def test_fast_exponentials_equal_the_plain_formula(num: int, start: int, stop: int) -> None:
-    keys = make_keys(num, seed=(1 << 63) - 5, draw=7)
+def assert_as_defined(keys: PositionKeys, start: int, stop: int) -> None:
     expected = exponential_from_bits(keyed_bits(keys, start, stop))
     assert torch.equal(keyed_exponentials(keys, start, stop), expected)
 
 
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (3, 90), (5, 5), (50251, 50257)])
+@pytest.mark.parametrize("num", [0, 1, 300])
+def test_fast_exponentials_equal_the_plain_formula(num: int, start: int, stop: int) -> None:
+    assert_as_defined(make_keys(num, seed=(1 << 63) - 5, draw=7), start, stop)
+
+
 @pytest.mark.parametrize("elements", [1, 130, 1 << 20])
 def test_blocks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
-    monkeypatch.setattr("shards.noise.philox.BLOCK_ELEMENTS", elements)
-    keys = make_keys(50)
-    expected = exponential_from_bits(keyed_bits(keys, 0, 200))
-    assert torch.equal(keyed_exponentials(keys, 0, 200), expected)
+    monkeypatch.setattr(philox, "BLOCK_ELEMENTS", elements)
+    assert_as_defined(make_keys(50), 0, 200)
 
 
-def test_token_is_the_argmax_of_log_p_plus_xi() -> None:
-    for draw in range(3):
-        noise = dense_posterior(2000, 200, draw=draw)
-        assert isinstance(noise.probabilities, DenseProbabilities)
-        chosen = gumbel_argmax(noise.probabilities.log_probs, dense_arrivals(noise))
-        assert torch.equal(chosen, noise.tokens)
-
-
+@pytest.mark.parametrize("elements", [1, 130, 1 << 20])
 def test_head_and_tail_uses_its_own_distribution() -> None:
     noise, full = head_and_tail(200, 97, 9)
     torch.testing.assert_close(full.sum(1), torch.ones(200))
@@ -222,14 +259,20 @@ def test_keyed_prior_is_exponential_and_uncorrelated() -> None:
     arrivals = dense_arrivals(KeyedPrior(make_keys(2000), 128)).double()
     assert kstest(arrivals.flatten().numpy(), "expon").pvalue > 1e-4
     u = (-arrivals).exp()
-    limit = 4.5 / math.sqrt(u.numel())
-    assert (
-        abs(float(torch.corrcoef(torch.stack([u[:, 1:].flatten(), u[:, :-1].flatten()]))[0, 1]))
-        < limit
-    )
-    assert (
-        abs(float(torch.corrcoef(torch.stack([u[1:].flatten(), u[:-1].flatten()]))[0, 1])) < limit
-    )
+    for one, other in ((u[:, 1:], u[:, :-1]), (u[1:], u[:-1])):
+        correlation = torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]
+        assert abs(float(correlation)) < 4.5 / math.sqrt(u.numel())
+
+
+@pytest.fixture(scope="module")
+def compiled_noise() -> Iterator[None]:
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("no C++ compiler")
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("the compiler of PyTorch writes no code for its plainest kernels")
+    use_noise_kernel("compiled")
+    yield
+    use_noise_kernel("eager")
 
 
 @pytest.mark.parametrize(("num", "start", "stop"), [(300, 3, 90), (2, 0, 50257), (64, 6, 2055)])
@@ -237,9 +280,11 @@ def test_the_compiled_kernel_gives_the_same_bits(
     compiled_noise: None, num: int, start: int, stop: int
 ) -> None:
     assert noise_kernel() == "compiled"
-    keys = make_keys(num, seed=99, draw=3)
-    expected = exponential_from_bits(keyed_bits(keys, start, stop))
-    assert torch.equal(keyed_exponentials(keys, start, stop), expected)
+    assert_as_defined(make_keys(num, seed=99, draw=3), start, stop)
+
+
+def broken(*arguments: object, **options: object) -> object:
+    raise RuntimeError("no compiler")
 
 
 def test_kernels_are_chosen_by_name_and_a_failure_changes_nothing(
@@ -247,10 +292,6 @@ def test_kernels_are_chosen_by_name_and_a_failure_changes_nothing(
 ) -> None:
     with pytest.raises(UsageError, match="noise kernel"):
         use_noise_kernel("fast")
-
-    def broken(*arguments: object, **options: object) -> object:
-        raise RuntimeError("no compiler")
-
     before = noise_kernel()
     monkeypatch.setattr(torch, "compile", lambda *a, **k: broken)
     with pytest.raises(GdistillError, match="no compiler"):
@@ -266,7 +307,7 @@ def test_auto_compiles_on_cuda_alone_and_tells_why_not(monkeypatch: pytest.Monke
         raise GdistillError("cannot compile the noise kernel", got="no Triton")
 
     monkeypatch.setattr("shards.noise.compiled.compiled_kernel", fails)
-    monkeypatch.setattr("shards.noise.philox._compiled", {})
+    monkeypatch.setattr(philox, "_compiled", {})
     assert use_noise_kernel("auto", "cpu") == "" and not calls
     assert "no Triton" in use_noise_kernel("auto", "cuda") and calls == [torch.device("cuda")]
     assert noise_kernel() == "eager"
@@ -284,12 +325,10 @@ def test_a_form_that_is_compiled_wrongly_gives_way_to_the_next(
         return lambda *words: -work(*words) if wrong else work(*words)
 
     monkeypatch.setattr(torch, "compile", compiled)
-    monkeypatch.setattr("shards.noise.philox._compiled", {})
+    monkeypatch.setattr(philox, "_compiled", {})
     use_noise_kernel("compiled")
     try:
-        keys = make_keys(5, seed=1, draw=0)
-        expected = exponential_from_bits(keyed_bits(keys, 0, 40))
-        assert torch.equal(keyed_exponentials(keys, 0, 40), expected)
+        assert_as_defined(make_keys(5, seed=1), 0, 40)
     finally:
         use_noise_kernel("eager")
     assert tried == ["_by_lane", "_all_lanes"]
@@ -311,13 +350,10 @@ def test_a_compiled_kernel_may_differ_as_far_as_its_device_allows(
 
         return run
 
-    from shards.noise import compiled as module
-    from shards.noise import philox
-
-    assert module.LARGEST_ULPS == {"cpu": 0, "cuda": 2}
+    assert compiled_module.LARGEST_ULPS == {"cpu": 0, "cuda": 2}
     monkeypatch.setattr(torch, "compile", compiled)
     monkeypatch.setattr(philox, "_compiled", {})
-    monkeypatch.setitem(module.LARGEST_ULPS, "cpu", most)
+    monkeypatch.setitem(compiled_module.LARGEST_ULPS, "cpu", most)
     obstacle = ""
     try:
         use_noise_kernel("compiled", "cpu")
@@ -341,10 +377,8 @@ def test_a_kind_without_its_own_part_cannot_be_made() -> None:
 def test_one_graph_serves_every_size_and_gradient_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.utils import counters
 
-    from shards.noise import philox as module
-
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(module, "_compiled", {})
+    monkeypatch.setattr(philox, "_compiled", {})
     before = counters["stats"]["unique_graphs"]
     use_noise_kernel("compiled")
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
