@@ -53,9 +53,9 @@ def test_the_state_of_another_store_is_refused(location: Path, tmp_path: Path) -
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_lost_shard_stops_the_stream(location: Path, tmp_path: Path, num_workers: int) -> None:
     write_store(tmp_path / "store")
-    (tmp_path / "store/train/ids/c/1/0/0").unlink()
+    (tmp_path / "store/train/entry_gumbels/c/1/0/0").unlink()
     split = ShardStore.open(tmp_path / "store").split("train")
-    with pytest.raises(IntegrityError, match=r"train/ids/c/1/0/0.*train shard 1"):
+    with pytest.raises(IntegrityError, match=r"train/entry_gumbels/c/1/0/0.*train shard 1"):
         list(ShardStream(split, seed=1, global_batch_size=4, num_workers=num_workers))
 
 
