@@ -181,8 +181,8 @@ class MixedLoss(torch.autograd.Function):
         size: int,
     ) -> Float[Tensor, ""]:
         probs = logits[:, :size].softmax(dim=1, dtype=torch.float32)
-        peak, at = probs.max(dim=1, keepdim=True)
-        normalizer = logits.gather(1, at).float() - peak.log()
+        tops = logits[:, :size].amax(dim=1, keepdim=True), probs.amax(dim=1, keepdim=True)
+        normalizer = tops[0].float() - tops[1].log()
         nll = (normalizer - logits.gather(1, tokens[:, None]).float())[:, 0]
         unused = ids == size
         ids = torch.where(unused, tokens[:, None], ids)  # the token is listed: no other is touched
@@ -206,9 +206,12 @@ class MixedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Float[Tensor, ""]) -> tuple[Tensor | None, ...]:
         probs, scale, ids, values = ctx.saved_tensors
-        gradient = (probs * (scale * upstream)).scatter_add_(1, ids, values * upstream)
-        padding = (0, ctx.width - probs.shape[1])
-        return torch.nn.functional.pad(gradient, padding).to(ctx.dtype), *[None] * 7
+        # In place: memory as large as the logits costs more than the product. autograd refuses a
+        # second backward pass, which would find what it saved altered.
+        gradient = probs.mul_(scale * upstream).scatter_add_(1, ids, values * upstream)
+        if ctx.width > probs.shape[1]:  # padding by nothing would be a copy
+            gradient = torch.nn.functional.pad(gradient, (0, ctx.width - probs.shape[1]))
+        return gradient.to(ctx.dtype), *[None] * 7
 
 
 class DistillationMixin:
