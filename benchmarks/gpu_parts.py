@@ -24,7 +24,7 @@ from shards.stream.stream import ShardStream
 from trainer.objective.batch import Batch, BatchMaker
 from trainer.sampling.fill import FirstHittingSampler
 from trainer.students.registry import BD3LM, MDLM, BD3LMConfig, StudentSettings
-from trainer.training.optimization import make_optimizer
+from trainer.training.construction import make_optimizer
 from trainer.training.settings import OptimizationConfig
 
 H200_BF16_FLOPS = 989e12

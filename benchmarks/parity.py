@@ -43,7 +43,7 @@ from trainer.objective.corruption import (
 from trainer.students.bd3lm import training_mask
 from trainer.students.dit import Rotary, sigma_features
 from trainer.students.registry import AR, BD3LM, Student
-from trainer.training.optimization import ExponentialMovingAverage, clip_gradients, make_optimizer
+from trainer.training.construction import ExponentialMovingAverage, clip_gradients, make_optimizer
 from trainer.training.settings import OptimizationConfig
 
 
@@ -298,7 +298,6 @@ def training_case(folder: Path) -> list[Comparison]:
         learning_rate=rule["lr"],
         beta1=rule["betas"][0],
         beta2=rule["betas"][1],
-        eps=rule["eps"],
         weight_decay=rule["weight_decay"],
     )
     optimizer = make_optimizer(student.parameters(), config)

@@ -16,7 +16,7 @@ from shards.noise.philox import PositionKeys
 from trainer.objective.batch import Batch, Places
 from trainer.objective.corruption import substituted_log_probs
 from trainer.students.registry import MDLM
-from trainer.training.optimization import clip_gradients
+from trainer.training.construction import clip_gradients
 
 
 def update(student: MDLM, optimizer: torch.optim.Optimizer) -> None:

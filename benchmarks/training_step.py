@@ -25,7 +25,7 @@ from shards.noise.philox import use_noise_kernel
 from shards.store.store import ShardStore
 from trainer.objective.batch import Batch
 from trainer.students.registry import StudentSettings, read_preset
-from trainer.training.optimization import make_optimizer
+from trainer.training.construction import make_optimizer
 from trainer.training.settings import OptimizationConfig
 
 LOSS_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-2}

@@ -22,16 +22,20 @@ from shards.errors import UsageError
 from shards.settings import Section, read_toml, settings_app
 
 SETTINGS = (Section("a training run", "trainer.training.settings:RunConfig"),)
-StoreOption = Annotated[str, typer.Option("--store", help="Store to train on: a folder or URL.")]
-OutOption = Annotated[
-    Path, typer.Option("--out", help="Folder of this run; the same command resumes it.")
-]
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="TOML file with the run's settings.")
+StoreOption = Annotated[str, typer.Option(help="Store to train on: a folder or URL.")]
+OutOption = Annotated[Path, typer.Option(help="Folder of this run; the same command resumes it.")]
+ConfigOption = Annotated[Path | None, typer.Option(help="TOML file with the run's settings.")]
+InitOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Model whose weights the student starts from: a student's folder, or a language "
+        "model of transformers (folder or hub id), whose network it then has."
+    ),
 ]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="key.path=value, e.g. training.num_steps=500")
 ]
+PRESETS = "tiny, small, medium or maze."
 app = command_app(
     no_args_is_help=True,
     help="Train students, see how far a run is, import the authors' checkpoints. "
@@ -44,28 +48,20 @@ def run(
     store: StoreOption,
     out: OutOption,
     student: Annotated[str | None, typer.Option(help="mdlm, bd3lm, ar, medusa or drafter.")] = None,
-    preset: Annotated[str | None, typer.Option(help="tiny, small, medium or maze.")] = None,
+    preset: Annotated[str | None, typer.Option(help=PRESETS)] = None,
     config: ConfigOption = None,
     conditioning: Annotated[
         str | None, typer.Option(help="none, gumbel, or a drafter's uniform.")
     ] = None,
     kd: Annotated[
         str | None,
-        typer.Option(
-            help="none, token (KL to stored probabilities), or sequence (teacher's rows)."
-        ),
+        typer.Option(help="none, token (KL to stored probabilities), or sequence (teacher's rows)"),
     ] = None,
     backbone: Annotated[
         str | None,
         typer.Option(help="Frozen causal LM below the student: the teacher of the shards."),
     ] = None,
-    init_from: Annotated[
-        Path | None,
-        typer.Option(
-            help="Model whose weights the student starts from: a student's folder, or a language "
-            "model of transformers (folder or hub id), whose network it then has."
-        ),
-    ] = None,
+    init_from: InitOption = None,
     overrides: SetOption = None,
     plan: Annotated[
         bool, typer.Option("--plan", help="Print the memory that the run would hold; no more.")
@@ -80,27 +76,25 @@ def run(
     from trainer.training.settings import RunConfig, compose_run, layered, read_recipe
 
     use_log_format(log_format)
+    words = overrides or []
     if processes is not None and not plan:
         remedy = "add --plan; a launcher says how many processes train"
         raise UsageError("an option of --plan without it", where="--processes", remedy=remedy)
-    sources: list[dict[str, Any]] = []
-    if preset is not None:
-        sources.append(read_recipe(preset))
-    if config is not None:
-        sources.append(read_toml(config))
-    chosen: dict[str, Any] = {
-        **({} if conditioning is None else {"conditioning": conditioning}),
-        **({} if kd is None else {"kd": {"kind": kd}}),
-        **({} if backbone is None else {"backbone": {"location": backbone}}),
-    }
-    sources.append({} if student is None else {"student": student})
-    kind = student_class(str(layered(sources, overrides or []).get("student", RunConfig.student)))
+    sources: list[dict[str, Any]] = [] if preset is None else [read_recipe(preset)]
+    sources += [] if config is None else [read_toml(config)]
+    sources += [] if student is None else [{"student": student}]
+    kind = student_class(str(layered(sources, words).get("student", RunConfig.student)))
     if init_from is not None:
         from trainer.initial_weights import network_settings
 
         sources.append(network_settings(init_from, kind, out))
-    sources.append({"model": chosen})
-    composed = compose_run(sources, overrides or [])
+    if conditioning is not None:
+        sources.append({"model": {"conditioning": conditioning}})
+    if kd is not None:
+        sources.append({"model": {"kd": {"kind": kd}}})
+    if backbone is not None:
+        sources.append({"model": {"backbone": {"location": backbone}}})
+    composed = compose_run(sources, words)
     if plan:
         from shards.store.store import ShardStore
         from trainer.training.plan import plan_text
@@ -117,21 +111,16 @@ def two_stage(
     store: StoreOption,
     out: OutOption,
     student: Annotated[str, typer.Option(help="mdlm or bd3lm.")] = "mdlm",
-    preset: Annotated[str, typer.Option(help="tiny, small, medium or maze.")] = "tiny",
+    preset: Annotated[str, typer.Option(help=PRESETS)] = "tiny",
     config: ConfigOption = None,
-    init_from: Annotated[
-        Path | None,
-        typer.Option(
-            help="A finished student without noise, for the first part, or a language model of "
-            "transformers that it begins with."
-        ),
-    ] = None,
+    init_from: InitOption = None,
     overrides: SetOption = None,
     log_format: LogFormatOption = "plain",
 ) -> None:
     """Beyond the paper: a student without noise, then as many steps with noise cross-attention.
 
-    The first part is the preset's length and goes to OUT/plain. --config and --set are for both.
+    The first part is the preset's length and goes to OUT/plain; --init-from a finished student
+    without noise stands in its place. --config and --set are for both.
     """
     from shards.store.store import ShardStore
     from trainer.initial_weights import network_settings
@@ -143,9 +132,8 @@ def two_stage(
     use_log_format(log_format)
     chosen = [] if config is None else [read_toml(config)]
     chosen.append(network_settings(init_from, student_class(student), out / PLAIN))
-    parts = two_stage_parts(
-        student, ShardStore.find(store), read_recipe(preset), chosen, overrides or []
-    )
+    opened, recipe = ShardStore.find(store), read_recipe(preset)
+    parts = two_stage_parts(student, opened, recipe, chosen, overrides or [])
     _finish(lambda: train_two_stage(parts, store, out, init_from))
 
 
@@ -172,7 +160,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable.")] = False,
 ) -> None:
     """How far a run is and how fast: steps, losses, checkpoints, whether a process is at it."""
-    from trainer.training.metrics import status_json, status_text
+    from trainer.training.status import status_json, status_text
 
     typer.echo(status_json(out) if as_json else status_text(out))
 

@@ -9,12 +9,11 @@ user's own settings go before them, in both parts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from shards.errors import UsageError, did_you_mean
-from shards.settings import merge, read_toml
+from shards.settings import flatten, merge, read_toml
 from shards.store.store import ShardStore
 from trainer.initial_weights import is_language_model
 from trainer.students.configuration import unread_settings
@@ -31,14 +30,8 @@ two products with [V, D] per masked position (benchmarks/results/readings.json).
 TOP_K = 256
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The two trainings of the recipe.
-
-    Attributes:
-        plain: The student without noise.
-        noise: What goes on from it.
-    """
+class Parts(NamedTuple):
+    """The two trainings of the recipe: without noise, and what goes on from it with noise."""
 
     plain: RunConfig
     noise: RunConfig
@@ -79,53 +72,31 @@ def two_stage_parts(
         hint = did_you_mean(student, known, f"known: {known}")
         raise UsageError("no recipe for this student", where="--student", got=student, remedy=hint)
     recipe, overrides = read_toml(RECIPES / f"{student}.toml"), list(overrides)
-    _refuse_decided(layered(chosen, overrides), student)
+    asked = flatten(layered(chosen, overrides))
+    for where, expected in {"student": student, "model.conditioning": "gumbel"}.items():
+        if (got := asked.get(where, expected)) != expected:
+            what = "the two-stage recipe decides this"
+            remedy = "leave it out, or gdistill-train run (make train RECIPE=paper)"
+            raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy)
     first = layered([preset, recipe["plain"], *chosen], overrides)
     idle = {"noise", "conditioning", *unread_settings(STUDENTS[recipe["first"]].reads)}
-    plain = run_of(
-        {
-            **first,
-            "student": recipe["first"],
-            "model": {k: v for k, v in first.get("model", {}).items() if k not in idle},
-            "training": {**first.get("training", {}), "num_noise_draws": None},
-            "optimization": {**first.get("optimization", {}), "noise_learning_rate_ratio": 1.0},
-        }
-    )
+    model = {k: v for k, v in first.get("model", {}).items() if k not in idle}
+    no_draws = {"training": {"num_noise_draws": None}}
+    plain = run_of(merge({**first, "student": recipe["first"], "model": model}, no_draws))
     all_steps = plain.training.steps_over(store.manifest.splits["train"])
     num_steps = max(1, round(recipe["share_of_steps"] * all_steps))
     layers = noise_layers_of(plain.model.num_layers, store.manifest.vocab_size)
-    second = layered(
-        [preset, merge(recipe["noise"], {"model": {"noise": layers}}), *chosen], overrides
-    )
-    rate = recipe["learning_rate_factor"] * plain.optimization.learning_rate
-    warmup = min(plain.optimization.warmup_steps, num_steps // 10)
-    amount = {"num_steps": num_steps, "num_epochs": None}
-    rates = {"learning_rate": rate, "warmup_steps": warmup}
-    noise = {
-        **second,
+    own = merge(recipe["noise"], {"model": {"noise": layers}})
+    decided = {
         "student": student,
-        "model": {**second["model"], "conditioning": "gumbel"},
-        "training": {**second["training"], **amount},
-        "optimization": {**second["optimization"], **rates},
+        "model": {"conditioning": "gumbel"},
+        "training": {"num_steps": num_steps, "num_epochs": None},
+        "optimization": {
+            "learning_rate": recipe["learning_rate_factor"] * plain.optimization.learning_rate,
+            "warmup_steps": min(plain.optimization.warmup_steps, num_steps // 10),
+        },
     }
-    return Parts(plain, run_of(noise))
-
-
-def _refuse_decided(asked: Mapping[str, Any], student: str) -> None:
-    """Refuse what would be left undone: the recipe decides student and conditioning itself."""
-    decided = (
-        ("student", asked.get("student", student), student),
-        ("model.conditioning", asked.get("model", {}).get("conditioning", "gumbel"), "gumbel"),
-    )
-    for where, got, expected in decided:
-        if got != expected:
-            raise UsageError(
-                "the two-stage recipe decides this",
-                where=where,
-                got=got,
-                expected=expected,
-                remedy="leave it out, or gdistill-train run (make train RECIPE=paper)",
-            )
+    return Parts(plain, run_of(merge(layered([preset, own, *chosen], overrides), decided)))
 
 
 def train_two_stage(

@@ -29,7 +29,7 @@ from trainer.sampling.noise import sampling_noise
 from trainer.sampling.registry import make_sampler
 from trainer.students.configuration import StudentSettings
 from trainer.students.registry import STUDENTS, Student
-from trainer.training.optimization import clip_gradients, make_optimizer
+from trainer.training.construction import clip_gradients, make_optimizer
 from trainer.training.settings import OptimizationConfig
 
 VOCAB, LENGTH, ROWS, HIDDEN = 3000, 16, 8, 8

@@ -1,20 +1,24 @@
-"""From a config and a store to a student, fresh or from the weights of another one."""
+"""What a training begins with: its student, AdamW over the weights, and their moving average."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
 
-from shards.codec.protocol import Codec
 from shards.errors import UsageError, did_you_mean
 from shards.provenance import derive_seed
 from shards.settings import flatten, to_mapping
 from shards.store.store import ShardStore
-from trainer.initial_weights import load_initial_weights, noise_parameters
-from trainer.students.configuration import unread_settings
-from trainer.students.registry import STUDENTS, Student, StudentSettings
-from trainer.training.settings import RunConfig
+from trainer.students.configuration import StudentSettings, unread_settings
+from trainer.students.registry import STUDENTS, Student
+from trainer.training.settings import OptimizationConfig, RunConfig
 
 
 def student_class(name: str) -> type[Student]:
@@ -40,24 +44,18 @@ def build_student(config: RunConfig, store: ShardStore, init_from: Path | None) 
     Raises:
         UsageError: When student, settings, store and first weights do not fit each other.
     """
-    manifest, model = store.manifest, config.model
-    kind = student_class(config.student)
+    manifest, kind = store.manifest, student_class(config.student)
     _refuse_idle_settings(config, kind)
     _require_store(config, store)
     torch.manual_seed(derive_seed(config.seed, "initial weights"))
-    student = kind.make(model, manifest)
-    if config.optimization.noise_learning_rate_ratio != 1 and not noise_parameters(student):
-        raise UsageError(
-            "no weight brings noise in",
-            where="optimization.noise_learning_rate_ratio",
-            got=f"{config.student}, model.conditioning={model.conditioning}",
-            remedy="leave it out",
-        )
+    student = kind.make(config.model, manifest)
     if init_from is not None:
+        from trainer.initial_weights import load_initial_weights
+
         load_initial_weights(student, init_from, store)
     if student.is_conditioned:
         student.config.codec = dict(manifest.codec)
-    if student.conditioner is not None and model.noise.prior_weight:
+    if student.conditioner is not None and config.model.noise.prior_weight:
         student.conditioner.set_unigram(store.resources["unigram_log_probs"].float())
     return student
 
@@ -83,16 +81,24 @@ def _refuse_idle_settings(config: RunConfig, kind: type[Student]) -> None:
 
 def _require_store(config: RunConfig, store: ShardStore) -> None:
     """Refuse a store that lacks what the student is to learn from."""
-    model, draws = config.model, config.training.num_noise_draws
-    if model.kd.kind == "token":
-        require_fresh(store.codec, "model.kd.kind=token")
-    if model.noise.prior_share:
-        require_fresh(store.codec, "model.noise.prior_share")
-    if draws is not None and not (store.codec.is_fresh and model.conditioning == "gumbel"):
+    model, codec = config.model, store.codec
+    distribution = {"kd.kind=token": model.kd.kind == "token"}
+    distribution |= {"noise.prior_share": bool(model.noise.prior_share)}
+    for name, is_needed in distribution.items():
+        if is_needed and not codec.is_fresh:
+            raise UsageError(
+                "the store keeps one draw of the noise, not the teacher's distribution",
+                where=f"model.{name}",
+                got=f"codec {codec.name}",
+                expected="codec posterior or hidden",
+                remedy="extract with one of them",
+            )
+    draws_anew = codec.is_fresh and model.conditioning == "gumbel"
+    if config.training.num_noise_draws is not None and not draws_anew:
         raise UsageError(
             "there are no draws to count",
             where="training.num_noise_draws",
-            got=f"codec {store.codec.name}, model.conditioning={model.conditioning}",
+            got=f"codec {codec.name}, model.conditioning={model.conditioning}",
             expected="a codec that draws anew, and Gumbel noise as conditioning",
             remedy="leave it out",
         )
@@ -113,17 +119,86 @@ def _require_store(config: RunConfig, store: ShardStore) -> None:
         )
 
 
-def require_fresh(codec: Codec, where: str) -> None:
-    """Refuse a store that keeps one draw of the noise where the distribution is needed.
+def learning_rate(config: OptimizationConfig, step: int, num_steps: int) -> float:
+    """Learning rate of optimiser step ``step`` (counted from 0) of ``num_steps``.
 
-    Raises:
-        UsageError: Naming the setting ``where``.
+    (step + 1) / warmup_steps of the peak during the warm-up; then constant, or a half cosine that
+    reaches 0 at the last step.
     """
-    if not codec.is_fresh:
-        raise UsageError(
-            "the store keeps one draw of the noise, not the teacher's distribution",
-            where=where,
-            got=f"codec {codec.name}",
-            expected="codec posterior or hidden",
-            remedy="extract with one of them",
-        )
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.learning_rate
+    span = max(1, num_steps - 1 - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / span)
+    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def make_optimizer(
+    parameters: Iterable[nn.Parameter], config: OptimizationConfig
+) -> torch.optim.AdamW:
+    """AdamW with the fused kernel, except over sharded parameters."""
+    parameters = list(parameters)
+    sharded = any(isinstance(parameter, DTensor) for parameter in parameters)
+    return torch.optim.AdamW(
+        parameters,
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        weight_decay=config.weight_decay,
+        fused=not sharded,
+        foreach=sharded,
+    )
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale all gradients so that their global L2 norm is at most ``max_norm``.
+
+    Returns:
+        The norm before clipping, a float32 scalar; not finite when any gradient is not.
+    """
+    norm = clip_grad_norm_(parameters, max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def ema_decay(update: int, limit: float) -> float:
+    """min(limit, (1 + n) / (10 + n)) for the n-th update, n counted from 1."""
+    return min(limit, (1 + update) / (10 + update))
+
+
+class ExponentialMovingAverage:
+    """Shadow weights s <- s - (1 - d) (s - w), in the precision (and sharding) of the weights.
+
+    Attributes:
+        shadows: Parameter name -> averaged weights.
+        num_updates: Updates so far.
+    """
+
+    def __init__(self, module: nn.Module, decay: float) -> None:
+        self.decay, self.num_updates = decay, 0
+        self._parameters = dict(module.named_parameters())
+        self.shadows = {name: w.detach().clone() for name, w in self._parameters.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the current weights."""
+        self.num_updates += 1
+        decay = ema_decay(self.num_updates, self.decay)
+        shadows, weights = (list(each.values()) for each in (self.shadows, self._parameters))
+        torch._foreach_lerp_(shadows, weights, 1.0 - decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within the context the module carries the averaged weights."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for name, shadow in self.shadows.items():
+            weights = self._parameters[name]
+            kept = weights.clone()
+            weights.copy_(shadow)
+            shadow.copy_(kept)

@@ -12,21 +12,20 @@ from __future__ import annotations
 import math
 import secrets
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shards.atomic import exclusive, write_bytes_atomic, write_json_atomic
+from shards.atomic import exclusive, sha256_file, write_bytes_atomic, write_json_atomic
 from shards.console import Bar, progress_bar, stderr
 from shards.errors import GdistillError, UsageError, first_line
 from shards.interrupts import Stopped, StopRequest
@@ -35,7 +34,6 @@ from shards.provenance import derive_seed
 from shards.settings import to_mapping
 from shards.store.store import ShardStore, SplitReader
 from shards.stream.stream import RowBatch, ShardStream
-from trainer.initial_weights import noise_parameters
 from trainer.objective.batch import Batch, BatchMaker, CopiesAhead
 from trainer.objective.corruption import (
     FULL,
@@ -47,16 +45,14 @@ from trainer.objective.corruption import (
 )
 from trainer.students.folder import export_model
 from trainer.students.registry import LossOutput, Student
-from trainer.training.checkpoint import (
-    NOT_A_STATE,
-    CheckpointFolder,
-    Trainee,
-    operational_fields,
-    require_same_run,
-    run_identity,
-    unreadable,
+from trainer.training.checkpoint import CheckpointFolder, Trainee, run_identity
+from trainer.training.construction import (
+    ExponentialMovingAverage,
+    build_student,
+    clip_gradients,
+    learning_rate,
+    make_optimizer,
 )
-from trainer.training.construction import build_student
 from trainer.training.metrics import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -66,13 +62,6 @@ from trainer.training.metrics import (
     MetricsFile,
     StepWindow,
 )
-from trainer.training.optimization import (
-    ExponentialMovingAverage,
-    clip_gradients,
-    learning_rate,
-    make_optimizer,
-    set_learning_rate,
-)
 from trainer.training.parallel import (
     TrainingStep,
     cannot_write,
@@ -80,7 +69,6 @@ from trainer.training.parallel import (
     on_main_process,
     open_accelerator,
     parallelize,
-    require_agreement,
     sum_over_processes,
     without_sync,
 )
@@ -136,12 +124,12 @@ class Trainer:
         init_from: Path | None = None,
         part: str = "",
     ) -> None:
-        self.config, self.store, self.out, self.part = config, store, out, part
-        training = config.training
+        self.config, self.store, self.out = config, store, out
+        self._label = f"{part}: " if part else ""
+        training, optimization = config.training, config.optimization
         self.accelerator = open_accelerator(training, out / "tensorboard")
         device = self.accelerator.device
-        obstacle = use_noise_kernel(training.noise_kernel, device)
-        if obstacle:
+        if obstacle := use_noise_kernel(training.noise_kernel, device):
             self._say(f"noise kernel: eager on {device}; {obstacle}")
         self.identity = run_identity(config, store.manifest, init_from)
         self.checkpoints = CheckpointFolder(
@@ -149,9 +137,9 @@ class Trainer:
         )
         begun = bool(self.checkpoints.steps())  # then the first weights need not be there any more
         self.student = build_student(config, store, None if begun else init_from)
-        reads_codec = self.student.reads_codec
+        with_noise = self.student.reads_codec
         self.make_batch = BatchMaker(
-            store, "train", config.seed, device, reads_codec, training.num_noise_draws
+            store, "train", config.seed, device, with_noise, training.num_noise_draws
         )
         self.stream = ShardStream(
             store.split("train", self.make_batch.arrays),
@@ -167,13 +155,12 @@ class Trainer:
             TrainingStep(self.student, training.precision), self.accelerator, training.sharding
         )
         self.parameters = list(self.student.parameters())
-        noise = noise_parameters(self.student).values()
-        self.optimizer = make_optimizer(self.parameters, config.optimization, noise)
-        self.ema = ExponentialMovingAverage(self.student, config.optimization.ema_decay)
+        self.optimizer = make_optimizer(self.parameters, optimization)
+        self.ema = ExponentialMovingAverage(self.student, optimization.ema_decay)
         self.trainee = Trainee(self.student, self.optimizer, self.ema)
         self.validator = None
         if store.manifest.splits.get(VALIDATION, 0) > 0:
-            self.validator = Validator(config, store, self.accelerator, reads_codec)
+            self.validator = Validator(config, store, self.accelerator, with_noise)
         elif config.model.diffusion.search_schedule:
             raise UsageError(
                 "the search for clips needs validation rows",
@@ -182,9 +169,10 @@ class Trainer:
                 remedy="extract one, or set model.diffusion.min_time and model.diffusion.max_time",
             )
         self.copies = CopiesAhead(device, training.micro_batch_size)
-        self._source: Iterator[RowBatch] | None = None
+        self._source = self._rows()
         self._coming: tuple[Batch, dict[str, Any]] | None = None
         self.window = StepWindow()
+        self.metrics: MetricsFile | None = None
         self.stop = StopRequest(signal.SIGTERM, signal.SIGINT)
         self.step, self.saved_step, self.first_step = 0, -1, 0
         self.validation: dict[str, Any] | None = None
@@ -197,11 +185,16 @@ class Trainer:
         """Resume if there is something to resume, train, export; see :func:`train`."""
         self._resume()
         self.first_step = self.step
-        config = to_mapping(self.config)
-        on_main_process(lambda: write_json_atomic(self.out / CONFIG_FILE, config), self.accelerator)
-        self.metrics: MetricsFile | None = None
         on_main_process(self._start_metrics, self.accelerator)
-        self._say(self.cost())
+        trained = sum(p.numel() for p in self.parameters if p.requires_grad)
+        begin = f", from step {self.step:,} on" if self.step else ""
+        self._say(
+            f"{self._label}{self.config.student}, conditioning {self.config.model.conditioning}, "
+            f"{trained:,} parameters; {self.num_steps:,} steps of "
+            f"{self.config.training.global_batch_size:,} rows of "
+            f"{self.store.manifest.row_length:,} tokens, "
+            f"{self.num_steps * self.tokens_per_step:,} tokens in all{begin}"
+        )
         try:
             with self.stop.listening():
                 self._loop()
@@ -222,18 +215,6 @@ class Trainer:
         self._export()
         return self.out / MODEL
 
-    def cost(self) -> str:
-        """What the training takes, before it starts: steps, parameters, tokens."""
-        trained = sum(p.numel() for p in self.parameters if p.requires_grad)
-        steps = f"{self.num_steps:,} steps of {self.config.training.global_batch_size:,} rows"
-        begin = f", from step {self.step:,} on" if self.step else ""
-        return (
-            f"{self.part + ': ' if self.part else ''}{self.config.student}, "
-            f"conditioning {self.config.model.conditioning}, {trained:,} parameters; {steps} of "
-            f"{self.store.manifest.row_length:,} tokens, "
-            f"{self.num_steps * self.tokens_per_step:,} tokens in all{begin}"
-        )
-
     def _loop(self) -> None:
         with progress_bar(
             f"train {self.config.student}",
@@ -242,39 +223,33 @@ class Trainer:
             main_process=self.accelerator.is_main_process,
         ) as bar:
             self.window.restart_clock()
-            self._source = self._rows()
-            while (batch := self._following()) is not None:
+            stopping = False
+            while self.step < self.num_steps and not stopping:
+                batch = self._next_batch()
                 stopping = self.advance(batch)
                 self._report(bar, batch.epoch)
                 if stopping or self._is_due(self.config.training.checkpoint_every_steps):
                     self._save()
-                if stopping:
-                    return
+        self._source.close()
 
-    def _rows(self) -> Iterator[RowBatch]:
-        while self.step < self.num_steps:
-            for rows in self.stream:
-                yield rows
-                if self.step >= self.num_steps:
-                    return
+    def _rows(self) -> Generator[RowBatch, None, None]:
+        while True:
+            yield from self.stream
 
-    def _following(self) -> Batch | None:
-        """The batch of this step, which may be on its way already; None after the last."""
-        if self._coming is not None:
-            (batch, _), self._coming = self._coming, None
-            return batch
-        assert self._source is not None
-        rows = next(self._source, None)
-        return None if rows is None else self.make_batch(rows, self.step)
+    def _next_batch(self) -> Batch:
+        """The batch of this step, which may be on its way already."""
+        if self._coming is None:
+            return self.make_batch(next(self._source), self.step)
+        (batch, _), self._coming = self._coming, None
+        return batch
 
     def _look_ahead(self) -> None:
         """Send the next step's batch on its way, while the device is still at this one's."""
-        if self._source is None or not self.copies.looks_ahead or self.step + 1 >= self.num_steps:
-            return
-        place = self.stream.state_dict()  # a checkpoint of this step begins with that batch
-        batch = self.make_batch(next(self._source), self.step + 1)
-        self.copies.announce(batch)
-        self._coming = batch, place
+        if self.copies.looks_ahead and self.step + 1 < self.num_steps:
+            place = self.stream.state_dict()  # a checkpoint of this step begins with that batch
+            batch = self.make_batch(next(self._source), self.step + 1)
+            self.copies.announce(batch)
+            self._coming = batch, place
 
     def _is_due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.num_steps
@@ -282,7 +257,8 @@ class Trainer:
     def advance(self, batch: Batch) -> bool:
         """One optimiser step; returns whether any process was asked to stop."""
         config = self.config.optimization
-        set_learning_rate(self.optimizer, learning_rate(config, self.step, self.num_steps))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(config, self.step, self.num_steps)
         losses = self._backward(batch)
         self._look_ahead()
         clipped = clip_gradients(self.parameters, config.max_grad_norm)
@@ -333,7 +309,7 @@ class Trainer:
         steps = self.checkpoints.steps()
         last = f"; the last good checkpoint is step {steps[-1]}" if steps else ""
         return GdistillError(
-            "the loss is not finite" if bad else "the gradient is not finite",
+            f"the {'loss' if bad else 'gradient'} is not finite",
             where=f"step {self.step + 1}",
             got=f"loss {loss}, gradient norm {norm}, rows {named}{more}",
             remedy=f"look at these rows of the train split, or lower the learning rate{last}",
@@ -344,7 +320,12 @@ class Trainer:
         training = self.config.training
         bar.advance(self.tokens_per_step)
         if self.step - self.first_step == STEPS_BEFORE_ESTIMATE:
-            self._say(self._estimate())
+            seconds, steps = self.window.seconds_per_step, self.num_steps - self.step
+            left = timedelta(seconds=round(seconds * steps))
+            self._say(
+                f"{self._label}{seconds:.3g} s a step, about {left} for the {steps:,} steps left; "
+                "validation on top"
+            )
         if self.step == 1 or self._is_due(training.log_every_steps):
             values = self.window.close()
             values["learning_rate"] = self.optimizer.param_groups[0]["lr"]
@@ -361,16 +342,9 @@ class Trainer:
             with self.window.paused():
                 self._validate(self.validator)
 
-    def _estimate(self) -> str:
-        seconds = self.window.seconds_per_step * (self.num_steps - self.step)
-        left = timedelta(seconds=round(seconds))
-        return (
-            f"{self.part + ': ' if self.part else ''}{self.window.seconds_per_step:.3g} s a step, "
-            f"about {left} for the {self.num_steps - self.step:,} steps left; validation on top"
-        )
-
     def _start_metrics(self) -> None:
-        """The file of metrics and the trackers; Weights & Biases knows a run by an id kept here."""
+        """Config, metrics and trackers; Weights & Biases knows a run by an id that is kept here."""
+        write_json_atomic(self.out / CONFIG_FILE, to_mapping(self.config))
         self.metrics = MetricsFile(self.out / METRICS_FILE, self.step)
         options: dict[str, Any] = {"tensorboard": {"purge_step": self.step + 1}}
         if "wandb" in self.config.training.trackers:
@@ -427,66 +401,44 @@ class Trainer:
         self.saved_step = self.step
 
     def _resume(self) -> None:
-        steps = self.checkpoints.steps()
-        seal = self.checkpoints.seal(steps[-1]) if steps else "none"
-        alike = UsageError(
-            "the processes do not see the same checkpoint",
-            where=self.checkpoints.directory,
-            got=f"step {steps[-1]} here" if steps else "none here",
-            remedy="give an --out on storage that all of them share",
-        )
-        require_agreement(seal, self.accelerator, alike)
-        if not steps:
+        step = max(self.checkpoints.steps(), default=None)
+        folder = None if step is None else self.checkpoints.path(step)
+        seals = gather_object([folder and sha256_file(folder / STATE_FILE)])
+        if len(set(seals)) > 1:
+            raise UsageError(
+                "the processes do not see the same checkpoint",
+                where=self.checkpoints.directory,
+                got="none here" if step is None else f"step {step} here",
+                remedy="give an --out on storage that all of them share",
+            )
+        if folder is None:
             return
-        state, folder = self.checkpoints.read_state(steps[-1]), self.checkpoints.path(steps[-1])
-        free = operational_fields(self.config)
-        try:
-            self.identity = require_same_run(state.run, self.identity, free)
-            self.stream.load_state_dict(state.stream)
-            self.window = StepWindow(**state.window)
-        except NOT_A_STATE as error:
-            remedy = f"delete {folder} to go on from the one before"
-            raise unreadable(folder / STATE_FILE, error, remedy) from error
-        self.trainee.restore(folder, state.ema_num_updates)
-        self.validation = state.validation
+        from trainer.training.resume import resumed
+
+        state = resumed(folder, self.config, self.identity, self.trainee)
+        self.identity, self.validation = state.run, state.validation
+        self.stream.load_state_dict(state.stream)
+        self.window = StepWindow(**state.window)
         self.step = self.saved_step = state.step
 
     def _export(self) -> None:
         """Write the averaged weights, with the buffers as they are."""
         weights = gather_full({**self.student.state_dict(), **self.ema.shadows}, self.accelerator)
-        record = {
-            "format_version": 1,
-            "step": self.step,
-            "run": self.identity,
-            "validation": self.validation,
-        }
+        record = {"format_version": 1, "step": self.step}
+        record |= {"run": self.identity, "validation": self.validation}
         on_main_process(
             lambda: export_model(self.out / MODEL, self.student, weights, record, self.store),
             self.accelerator,
         )
 
 
-@dataclass(frozen=True)
 class FirstRows:
-    """The first rows of a split."""
+    """The first rows of a split, as a stream reads them."""
 
-    reader: SplitReader
-    num_rows: int
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{self.reader.fingerprint}, first {self.num_rows}"
-
-    @property
-    def rows_per_chunk(self) -> int:
-        return self.reader.rows_per_chunk
-
-    @property
-    def chunk_bytes(self) -> int:
-        return self.reader.chunk_bytes
-
-    def read_chunk(self, index: int) -> dict[str, np.ndarray]:
-        return self.reader.read_chunk(index)
+    def __init__(self, reader: SplitReader, num_rows: int) -> None:
+        self.num_rows, self.rows_per_chunk = num_rows, reader.rows_per_chunk
+        self.chunk_bytes, self.read_chunk = reader.chunk_bytes, reader.read_chunk
+        self.fingerprint = f"{reader.fingerprint}, first {num_rows}"
 
 
 class Validator:
@@ -559,13 +511,16 @@ class Validator:
                     require_reachable(clips, student.config.tokens_per_block)
             except UsageError:
                 continue
-            found = []
-            for _, batch in zip(range(MAX_BATCHES), self._batches(), strict=False):
-                outputs = self._outputs(module, batch, clips)
-                local = torch.cat([output.block_nlls.float().cpu() for output in outputs])
-                found.append(torch.cat(gather_object([local])))
-            losses[clips] = found
+            losses[clips] = [
+                self._gather_blocks(self._outputs(module, batch, clips))
+                for batch in islice(self._batches(), MAX_BATCHES)
+            ]
         return best_clips(losses)
+
+    def _gather_blocks(self, outputs: list[LossOutput]) -> Tensor:
+        """Losses of all processes' blocks."""
+        local = torch.cat([output.block_nlls.float().cpu() for output in outputs])
+        return torch.cat(gather_object([local]))
 
     def _batches(self) -> Iterator[Batch]:
         for rows in self._stream.one_pass():

@@ -1,4 +1,4 @@
-"""What a run says of itself: lines of metrics.jsonl, and how far it is. Needs no torch.
+"""What lies in a run's folder, and the lines of its metrics.jsonl. Needs no torch.
 
 One JSON object per line: ``kind`` (``train`` or ``validation``), ``step``, ``num_steps`` and the
 figures. Fields in ``TIMING_FIELDS`` depend on the machine; all others are the same for an
@@ -13,12 +13,11 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shards.atomic import is_held, open_itself, write_bytes_atomic
+from shards.atomic import open_itself, write_bytes_atomic
 from shards.errors import IntegrityError, UsageError
 
 METRICS_FILE, CONFIG_FILE = "metrics.jsonl", "config.json"
@@ -37,12 +36,12 @@ def checkpoint_steps(directory: Path) -> list[int]:
     """
     try:
         names = [path.name for path in directory.iterdir()] if directory.exists() else []
-        numbers = [name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)]
-        whole = [n for n in numbers if (directory / f"{PREFIX}{n}" / STATE_FILE).exists()]
+        whole = [name for name in names if (directory / name / STATE_FILE).exists()]
     except OSError as error:
         got, remedy = error.strerror, "give another --out"
         raise UsageError("cannot read there", where=directory, got=got, remedy=remedy) from error
-    return sorted(int(number) for number in whole if number.isdigit())
+    numbers = (name.removeprefix(PREFIX) for name in whole if name.startswith(PREFIX))
+    return sorted(int(number) for number in numbers if number.isdigit())
 
 
 class MetricsFile:
@@ -62,16 +61,12 @@ class MetricsFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         kept = []
-        for number, line in enumerate(lines):
+        for number, line in enumerate(lines, 1):
             try:
-                step = json.loads(line)["step"] if line.endswith(b"\n") else None
-                is_kept = step is not None and step <= last_step
+                is_kept = line.endswith(b"\n") and json.loads(line)["step"] <= last_step
             except (ValueError, KeyError, TypeError) as error:
-                raise IntegrityError(
-                    "not a line of metrics",
-                    where=f"{path}:{number + 1}",
-                    remedy="move the file away; the run starts a new one",
-                ) from error
+                where, remedy = f"{path}:{number}", "move the file away; the run starts a new one"
+                raise IntegrityError("not a line of metrics", where=where, remedy=remedy) from error
             kept += [line] if is_kept else []
         if len(kept) < len(lines):
             write_bytes_atomic(path, b"".join(kept))
@@ -152,173 +147,3 @@ class StepWindow:
     def state_dict(self) -> dict[str, Any]:
         """The sums; the clock starts anew in a resumed run."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
-
-
-@dataclass(frozen=True)
-class RunStatus:
-    """How far a run is, by the last lines of its metrics.
-
-    Attributes:
-        out: The run's folder.
-        student: What is trained.
-        conditioning: On which noise, or ``none``.
-        step: Step of the last line of training; None before the first.
-        num_steps: Steps of the whole run.
-        tokens_per_second: Over the steps since the line before.
-        steps_per_second: The same in steps.
-        eta_seconds: What the steps left take at that rate; validation comes on top.
-        loss: Mean training loss over those steps.
-        validation_step: Step of the last validation; None before the first.
-        validation_nll_nats: Its negative log-likelihood per token.
-        checkpoint_step: Step of the last whole checkpoint.
-        seconds_since_line: Age of the last line.
-        is_running: Whether a process holds the folder; None where that cannot be seen.
-        is_finished: Whether the model of the last step is written.
-    """
-
-    out: str
-    student: str
-    conditioning: str
-    step: int | None
-    num_steps: int | None
-    tokens_per_second: float | None
-    steps_per_second: float | None
-    eta_seconds: float | None
-    loss: float | None
-    validation_step: int | None
-    validation_nll_nats: float | None
-    checkpoint_step: int | None
-    seconds_since_line: float | None
-    is_running: bool | None
-    is_finished: bool
-
-    @classmethod
-    def of(cls, out: Path, now: float | None = None) -> RunStatus:
-        """Read the folder of one training.
-
-        Args:
-            out: The ``--out`` of a training.
-            now: Unix time; the clock's unless given.
-
-        Raises:
-            UsageError: If no training has begun there.
-        """
-        try:
-            config = json.loads((out / CONFIG_FILE).read_bytes())
-            student = str(config["student"])
-            conditioning = str(config["model"]["conditioning"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(
-                "no training run there",
-                where=out,
-                got=f"no {CONFIG_FILE} of a run",
-                expected="the --out of gdistill-train",
-            ) from error
-        train, validation = _last_lines(out / METRICS_FILE)
-        step, num_steps = train.get("step"), train.get("num_steps")
-        speed = train.get("tokens_per_second")
-        steps_per_second = None
-        if speed and train.get("num_tokens"):
-            steps_per_second = speed * step / train["num_tokens"]
-        left = None if step is None else num_steps - step
-        checkpoints = checkpoint_steps(out / CHECKPOINTS)
-        age = None
-        if (out / METRICS_FILE).exists():
-            written = (out / METRICS_FILE).stat().st_mtime
-            age = max(0.0, (time.time() if now is None else now) - written)
-        return cls(
-            out=str(out),
-            student=student,
-            conditioning=conditioning,
-            step=step,
-            num_steps=num_steps,
-            tokens_per_second=speed,
-            steps_per_second=steps_per_second,
-            eta_seconds=left / steps_per_second if left and steps_per_second else None,
-            loss=train.get("loss"),
-            validation_step=validation.get("step"),
-            validation_nll_nats=validation.get("nll_nats"),
-            checkpoint_step=checkpoints[-1] if checkpoints else None,
-            seconds_since_line=age,
-            is_running=is_held(out),
-            is_finished=left == 0 and (out / MODEL / CONFIG_FILE).is_file(),
-        )
-
-    def to_text(self) -> str:
-        """A few aligned lines."""
-        lines = {"run": f"{self.student}, conditioning {self.conditioning}, {self.out}"}
-        lines["step"] = "none yet"
-        if self.step is not None and self.num_steps:
-            share = 100 * self.step / self.num_steps
-            lines["step"] = f"{self.step:,} of {self.num_steps:,} ({share:.1f}%)"
-        if self.steps_per_second is not None and self.tokens_per_second is not None:
-            lines["rate"] = (
-                f"{self.tokens_per_second:,.0f} tok/s, {self.steps_per_second:.3g} steps/s"
-            )
-        if self.eta_seconds is not None:
-            lines["left"] = str(timedelta(seconds=round(self.eta_seconds)))
-        if self.loss is not None:
-            lines["loss"] = f"{self.loss:.4f} (the objective, with its own weights)"
-        if self.validation_nll_nats is not None:
-            lines["validation"] = (
-                f"{self.validation_nll_nats:.4f} nats per token at step {self.validation_step:,}"
-            )
-        step = self.checkpoint_step
-        lines["checkpoint"] = "none yet" if step is None else f"step {step:,}"
-        lines["process"] = self._process()
-        return "\n".join(f"{name:<12} {text}" for name, text in lines.items())
-
-    def _process(self) -> str:
-        age = ""
-        if self.seconds_since_line is not None:
-            age = f"; last line {timedelta(seconds=round(self.seconds_since_line))} ago"
-        if self.is_running:
-            return f"at work{age}"
-        if self.is_finished:
-            return f"none: finished, {Path(self.out) / MODEL}"
-        if self.is_running is None:
-            return f"unknown: this file system has no locks{age}"
-        step = self.checkpoint_step
-        begin = "the beginning" if step is None else f"step {step:,}"
-        return f"none{age}; the same command goes on from {begin}"
-
-
-def run_parts(out: Path) -> list[RunStatus]:
-    """What was trained, or is, in a run's folder: one part, or both of a two-stage training.
-
-    Raises:
-        UsageError: If no training has begun there.
-    """
-    try:
-        folders = [folder for folder in (out / PLAIN, out) if (folder / CONFIG_FILE).is_file()]
-    except OSError:
-        folders = []  # which RunStatus.of tells
-    return [RunStatus.of(folder) for folder in folders or [out]]
-
-
-def status_json(out: Path) -> str:
-    """The figures of every part by name; null where there is none yet."""
-    return json.dumps({"parts": [asdict(part) for part in run_parts(out)]}, indent=2)
-
-
-def status_text(out: Path) -> str:
-    """A few aligned lines a part."""
-    parts = [part.to_text() for part in run_parts(out)]
-    if (out / PLAIN / CONFIG_FILE).is_file():
-        parts += ["run          begins when part 1 is finished"] if len(parts) == 1 else []
-        parts = [f"part {n} of 2\n{text}" for n, text in enumerate(parts, 1)]
-    return "\n\n".join(parts)
-
-
-def _last_lines(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The last line of training and of validation; one that is being written is not there yet."""
-    found: dict[str, dict[str, Any]] = {}
-    for line in reversed(path.read_bytes().splitlines() if path.exists() else []):
-        try:
-            value = json.loads(line)
-            found.setdefault(value["kind"], value)
-        except (ValueError, KeyError, TypeError):
-            continue
-        if len(found) == 2:
-            break
-    return found.get("train", {}), found.get("validation", {})

@@ -25,7 +25,6 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
     broadcast_object_list,
-    gather_object,
 )
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -46,22 +45,17 @@ def open_accelerator(config: TrainingConfig, logging_dir: Path) -> Accelerator:
     """
     available = {str(tracker.value) for tracker in get_available_trackers()}
     for tracker in set(config.trackers) - available:
-        remedy = f"pip install {tracker}, or leave it out"
-        where = "training.trackers"
+        where, remedy = "training.trackers", f"pip install {tracker}, or leave it out"
         raise UsageError("a tracker is not installed", where=where, got=tracker, remedy=remedy)
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            "CUDA is asked for and absent",
-            where="training.device",
-            got="no CUDA device",
-            remedy="use training.device=cpu, or a machine with a GPU and a CUDA build of torch",
-        )
+        where, got = "training.device", "no CUDA device"
+        remedy = "use training.device=cpu, or a machine with a GPU and a CUDA build of torch"
+        raise UsageError("CUDA is asked for and absent", where=where, got=got, remedy=remedy)
     follow_srun(os.environ)
     if not torch.distributed.is_initialized():
         AcceleratorState._reset_state(reset_partial_state=True)
-    on_cpu = config.device == "cpu" or not torch.cuda.is_available()
     return Accelerator(
-        cpu=on_cpu,
+        cpu=config.device == "cpu" or not torch.cuda.is_available(),
         log_with=list(config.trackers) or None,  # type: ignore[arg-type]
         project_config=ProjectConfiguration(logging_dir=str(logging_dir)),
         mixed_precision="no",  # autocast is opened in TrainingStep, for DDP and FSDP alike
@@ -152,9 +146,9 @@ def gather_full(tensors: Mapping[str, Tensor], accelerator: Accelerator) -> dict
 def scatter_like(whole: Tensor, like: Tensor) -> Tensor:
     """``whole`` in the device and sharding of ``like``."""
     whole = whole.to(like.device)
-    if isinstance(like, DTensor):
-        return distribute_tensor(whole, like.device_mesh, like.placements)
-    return whole
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements)
 
 
 def sum_over_processes(values: list[float], accelerator: Accelerator) -> list[float]:
@@ -198,12 +192,6 @@ def cannot_write(error: Exception, where: object = "") -> GdistillError:
     reason = getattr(error, "strerror", None) or error
     remedy = "make room and run the same command again"
     return GdistillError("cannot write", where=place, got=reason, remedy=remedy)
-
-
-def require_agreement(value: object, accelerator: Accelerator, error: GdistillError) -> None:
-    """Raise ``error`` on every process unless all of them came with the same value."""
-    if accelerator.num_processes > 1 and len(set(map(str, gather_object([value])))) > 1:
-        raise error
 
 
 def leave() -> None:

@@ -24,37 +24,27 @@ from shards.settings import (
 from trainer.students.configuration import StudentSettings, read_preset
 
 RECIPES = Path(__file__).resolve().parents[1] / "presets"
+AMOUNTS = {"num_steps", "num_epochs"}
+COUNT, POSITIVE, SHARE = "[1, inf)", "(0, inf)", "[0, 1)"
 
 
 @dataclass(frozen=True)
 class OptimizationConfig:
     """AdamW, its learning rate over time, clipping and the moving average of the weights."""
 
-    learning_rate: float = setting(3e-4, "Peak learning rate.", within="(0, inf)")
-    noise_learning_rate_ratio: float = setting(
-        1.0,
-        "Peak learning rate of the weights that bring noise in, over that: above 1 for a student"
-        " that begins as a finished one without noise.",
-        within="(0, inf)",
-    )
-    beta1: float = setting(0.9, "First-moment decay.", within="[0, 1)")
-    beta2: float = setting(0.999, "Second-moment decay.", within="[0, 1)")
-    eps: float = setting(1e-8, "Added to the root of the second moment.", within="(0, inf)")
+    learning_rate: float = setting(3e-4, "Peak learning rate.", within=POSITIVE)
+    beta1: float = setting(0.9, "First-moment decay.", within=SHARE)
+    beta2: float = setting(0.999, "Second-moment decay.", within=SHARE)
     weight_decay: float = setting(0.0, "Decoupled weight decay.", within="[0, inf)")
     schedule: Literal["constant", "cosine"] = setting(
-        "constant", "After the warm-up, constant or a cosine down to final_learning_rate_ratio."
+        "constant", "After the warm-up: constant, or half a cosine down to 0 at the last step."
     )
     warmup_steps: int = setting(2500, "Steps of linear warm-up.", within="[0, inf)")
-    final_learning_rate_ratio: float = setting(
-        0.0, "Where a cosine ends, as a share of the peak.", within="[0, inf)"
-    )
     max_grad_norm: float = setting(
-        1.0, "Global gradient norm above which gradients are scaled down.", within="(0, inf)"
+        1.0, "Global gradient norm above which gradients are scaled down.", within=POSITIVE
     )
     ema_decay: float = setting(
-        0.9999,
-        "d in min(d, (1 + n) / (10 + n)), the decay of the moving average at update n.",
-        within="[0, 1)",
+        0.9999, "d in min(d, (1 + n) / (10 + n)), the average's decay at update n.", within=SHARE
     )
 
     def __post_init__(self) -> None:
@@ -65,43 +55,35 @@ class OptimizationConfig:
 class TrainingConfig:
     """How much work, in which pieces, on what, and what is written along the way."""
 
-    num_steps: int | None = setting(
-        None, "Optimiser steps; give this or num_epochs.", within="[1, inf)"
-    )
+    num_steps: int | None = setting(None, "Optimiser steps; this or num_epochs.", within=COUNT)
     num_epochs: int | None = setting(
         None,
         "Passes over the train split, in rows: the run ends with the step that has met num_epochs"
         " times its rows (a pass itself ends with its last full batch).",
-        within="[1, inf)",
+        within=COUNT,
     )
-    global_batch_size: int = setting(
-        512, "Rows per optimiser step over all processes.", within="[1, inf)"
-    )
+    global_batch_size: int = setting(512, "Rows per step over all processes.", within=COUNT)
     micro_batch_size: int | None = setting(
         None,
         "Rows per forward pass of one process; smaller ones accumulate gradients. none runs a"
         " process's whole share at once.",
-        within="[1, inf)",
+        within=COUNT,
     )
     precision: Literal["bf16", "fp32"] = setting(
         "bf16", "bf16 is autocast over float32 weights; fp32 is float32 throughout."
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto is CUDA where there is one.")
     sharding: Literal["ddp", "fsdp"] = setting(
-        "ddp",
-        "ddp keeps the weights on every process, fsdp shards them (and the optimiser and the"
-        " moving average).",
+        "ddp", "ddp keeps weights, optimiser and average on every process; fsdp shards them."
     )
     num_workers: int = setting(
-        2,
-        "Threads that read shards ahead; 0 reads in the training thread.",
-        within="[0, inf)",
+        2, "Threads that read shards ahead; 0 reads in the training thread.", within="[0, inf)"
     )
     num_noise_draws: int | None = setting(
         None,
         "Distinct draws that a row of a store of distributions meets, one per pass and then again"
         " from the first; none draws anew in every pass.",
-        within="[1, inf)",
+        within=COUNT,
     )
     noise_kernel: Literal["auto", "eager", "compiled"] = setting(
         "auto",
@@ -109,26 +91,23 @@ class TrainingConfig:
         " times faster on CPUs), eager, or auto, compiled on CUDA.",
     )
     log_every_steps: int = setting(
-        50, "Steps between lines of metrics.jsonl; step 1 always gets one.", within="[1, inf)"
+        50, "Steps between lines of metrics.jsonl; step 1 always gets one.", within=COUNT
     )
     validate_every_steps: int = setting(
-        10_000, "Steps between validations; the last step always gets one.", within="[1, inf)"
+        10_000, "Steps between validations; the last step always gets one.", within=COUNT
     )
     num_validation_rows: int | None = setting(
-        None,
-        "Rows of the validation split to use, from its beginning; none is all.",
-        within="[1, inf)",
+        None, "Rows of the validation split to use, from its beginning; none is all.", within=COUNT
     )
     checkpoint_every_steps: int = setting(
-        5_000, "Steps between checkpoints; the last step always gets one.", within="[1, inf)"
+        5_000, "Steps between checkpoints; the last step always gets one.", within=COUNT
     )
-    keep_last: int = setting(2, "Newest checkpoints to keep.", within="[1, inf)")
+    keep_last: int = setting(2, "Newest checkpoints to keep.", within=COUNT)
     keep_every_steps: int | None = setting(
-        None, "Also keep checkpoints at multiples of this; none keeps no more.", within="[1, inf)"
+        None, "Also keep checkpoints at multiples of this; none keeps no more.", within=COUNT
     )
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = setting(
-        ("tensorboard",),
-        "Beside metrics.jsonl: tensorboard, and wandb where it is installed.",
+        ("tensorboard",), "Beside metrics.jsonl: tensorboard, and wandb where it is installed."
     )
 
     def __post_init__(self) -> None:
@@ -140,9 +119,8 @@ class TrainingConfig:
 
     def steps_over(self, num_rows: int) -> int:
         """Steps of the run on a train split of ``num_rows`` rows."""
-        if self.num_steps is not None:
-            return self.num_steps
-        return -(-(self.num_epochs or 1) * num_rows // self.global_batch_size)
+        rows = (self.num_epochs or 0) * num_rows
+        return self.num_steps or -(-rows // self.global_batch_size)
 
 
 @dataclass(frozen=True)
@@ -152,12 +130,8 @@ class RunConfig:
     training: TrainingConfig = setting(meaning="Amount and pieces of work.")
     student: str = setting("mdlm", "Name in the student registry.")
     seed: int = setting(0, "Decides initial weights, order, times, masks, noise draws and dropout.")
-    model: StudentSettings = setting(
-        meaning="Architecture and objective of the student.", factory=StudentSettings
-    )
-    optimization: OptimizationConfig = setting(
-        meaning="Optimiser and schedule.", factory=OptimizationConfig
-    )
+    model: StudentSettings = setting(factory=StudentSettings)
+    optimization: OptimizationConfig = setting(factory=OptimizationConfig)
 
 
 def read_recipe(name: str) -> dict[str, Any]:
@@ -174,10 +148,7 @@ def read_recipe(name: str) -> dict[str, Any]:
 
 
 def compose_run(sources: Iterable[Mapping[str, Any]], overrides: Iterable[str] = ()) -> RunConfig:
-    """The config that recipes, flags and overrides make together; later ones win.
-
-    A source may name an ``architecture`` (a student preset), which its own ``model`` table and
-    later sources refine. One that sets ``num_steps`` or ``num_epochs`` replaces the other.
+    """The config that recipes, flags and overrides make together; see :func:`layered`.
 
     Raises:
         UsageError: For unknown keys (naming the nearest known one), bad values, or no amount of
@@ -187,13 +158,23 @@ def compose_run(sources: Iterable[Mapping[str, Any]], overrides: Iterable[str] =
 
 
 def layered(sources: Iterable[Mapping[str, Any]], overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """The values that recipes, flags and overrides make together, not yet checked."""
+    """The values that recipes, flags and overrides make together, not yet checked; later ones win.
+
+    A source may name an ``architecture`` (a student preset), which its own ``model`` table and
+    later sources refine. One that sets ``num_steps`` or ``num_epochs`` replaces the other.
+    """
     words: dict[str, Any] = {}
     for text in overrides:
         words = merge(words, nested(*parse_override(text)))
     values: dict[str, Any] = {}
-    for source in [*sources, words]:
-        values = _layer(values, source)
+    for source in map(dict, [*sources, words]):
+        architecture, training = source.pop("architecture", None), source.get("training")
+        if architecture is not None:
+            values = merge(values, {"model": read_preset(str(architecture))})
+        if isinstance(training, Mapping) and len(AMOUNTS & set(training)) == 1:
+            before = values.get("training", {})
+            values["training"] = {k: v for k, v in before.items() if k not in AMOUNTS}
+        values = merge(values, source)
     return values
 
 
@@ -203,16 +184,3 @@ def run_of(values: Mapping[str, Any]) -> RunConfig:
         remedy = "give --preset, --config or --set training.num_steps=N"
         raise UsageError("how long to train is not said", where="training", remedy=remedy)
     return resolve(RunConfig, values)
-
-
-def _layer(values: dict[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
-    source = dict(source)
-    architecture = source.pop("architecture", None)
-    if architecture is not None:
-        values = merge(values, {"model": read_preset(str(architecture))})
-    training = source.get("training")
-    amounts = {"num_steps", "num_epochs"}
-    if isinstance(training, Mapping) and len(amounts & set(training)) == 1:
-        kept = {k: v for k, v in values.get("training", {}).items() if k not in amounts}
-        values = {**values, "training": kept}
-    return merge(values, source)

@@ -14,7 +14,6 @@ from shards.store.store import ShardStore
 from shards.stream.stream import ShardStream
 from tests.trainer.run_cases import VOCAB, teacher_logits, tiny_run, write_store
 from trainer.objective.batch import Batch, BatchMaker
-from trainer.objective.corruption import Corruption, row_uniforms
 from trainer.students.folder import read_model
 from trainer.students.registry import AR, BD3LM, MDLM
 from trainer.training.construction import build_student
@@ -44,15 +43,9 @@ STUDENTS = [("mdlm", 8), ("bd3lm", 4)]
 def test_a_diffusion_student_pays_the_dense_kl_where_it_is_masked(
     whole: Path, name: str, block: int, conditioning: str
 ) -> None:
-    extra = {"model__block_size": block} if name == "bd3lm" else {}
-    weight = 0.75
-    config = tiny_run(
-        student=name,
-        model__conditioning=conditioning,
-        model__kd__kind="token",
-        model__kd__weight=weight,
-        **extra,
-    )
+    weight, extra = 0.75, {"model__block_size": block} if name == "bd3lm" else {}
+    token = {"model__kd__kind": "token", "model__kd__weight": weight}
+    config = tiny_run(student=name, model__conditioning=conditioning, **token, **extra)
     student = build_student(config, ShardStore.open(whole), None)
     assert isinstance(student, MDLM | BD3LM)
     for parameter in student.parameters():
@@ -145,36 +138,6 @@ def test_sequence_level_distillation_wants_rows_of_the_teacher(store: Path, tmp_
 def test_mistakes(store: Path, settings: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         build_student(tiny_run(**settings), ShardStore.open(store), None)
-
-
-def earlier_run(kind: str, conditioning: str, store: Path, folder: Path) -> Path:
-    """A finished run, with weights that make its predictions differ from place to place."""
-    settings = {"model__block_size": 4} if kind == "bd3lm" else {}
-    config = tiny_run(
-        student=kind, model__conditioning=conditioning, training__num_steps=1, **settings
-    )
-    assert train(config, store, folder)
-    student = read_model(folder / "model")
-    torch.manual_seed(0)
-    for parameter in student.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    student.save_pretrained(folder / "model")
-    return folder
-
-
-def reveal_by_hand(
-    batch: Batch, corruption: Corruption, first: torch.Tensor, *, drawn: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether the step of 0.25 reveals a token (chance 0.25 / t), and as what."""
-    length = batch.tokens.shape[1]
-    t = corruption.t.repeat_interleave(length // corruption.t.shape[1], dim=1)
-    stays = ((t - 0.25).clamp_min(1e-5) / t).to(t.dtype)
-    revealed = row_uniforms("through time, revealed", batch, 1, length) >= stays
-    if not drawn:
-        return revealed, first.argmax(-1)
-    uniforms = row_uniforms("through time, tokens", batch, 0, length)
-    below = first.double().exp().cumsum(-1) < uniforms[..., None]
-    return revealed, below.sum(-1).clamp_max(VOCAB - 1)
 
 
 @pytest.mark.parametrize("projection", ["rank=4", "projection=tied"])

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
+from shards.atomic import exclusive
 from shards.errors import GdistillError, UsageError
 from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch
@@ -22,18 +23,39 @@ from trainer.objective.batch import Batch, StoredRowNoise
 from trainer.students.registry import BD3LM, MDLM
 from trainer.training.checkpoint import CheckpointFolder
 from trainer.training.construction import build_student
-from trainer.training.loop import Trainer, train
+from trainer.training.loop import Trainer, Validator, train
+
+SEARCH = {
+    "student": "bd3lm",
+    "model__block_size": 4,
+    "model__diffusion__search_schedule": "true",
+}
+GATE = "backbone.blocks.0.attn_out.weight"
 
 
-def read_metrics(out: Path, kind: str | None = None) -> list[dict[str, Any]]:
+def read_metrics(out: Path, kind: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if kind in (None, line["kind"])]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def trainer_of(store: Path, out: Path, **changes: Any) -> tuple[Trainer, Validator]:
+    trainer = Trainer(tiny_run(**changes), ShardStore.open(store), out)
+    assert trainer.validator is not None
+    return trainer, trainer.validator
 
 
 @pytest.fixture(scope="module")
 def finished(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("finished") / "run"
     assert train(tiny_run(training__trackers='["tensorboard"]'), store, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def plain(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished student without noise."""
+    out = tmp_path_factory.mktemp("plain") / "run"
+    assert train(tiny_run(model__conditioning="none"), store, out)
     return out
 
 
@@ -44,9 +66,6 @@ def test_metrics_say_where_the_run_stands(finished: Path) -> None:
     assert lines[-1]["num_tokens"] == 10 * 8 * LENGTH
     assert all(line["tokens_per_second"] > 0 and math.isfinite(line["loss"]) for line in lines)
     assert [line["step"] for line in read_metrics(finished, "validation")] == [4, 8, 10]
-
-
-def test_tensorboard_has_an_event_file(finished: Path) -> None:
     (events,) = (finished / "tensorboard").rglob("events.out.tfevents*")
     content = events.read_bytes()
     assert b"train/loss" in content and b"validation/nll_nats" in content
@@ -61,11 +80,7 @@ def test_model_folder_is_a_hugging_face_model(finished: Path) -> None:
     assert (folder / "corpus" / "maze.json").read_bytes() == b"[]"
     record = json.loads((folder / "student.json").read_text())
     assert record["run"]["store"]["codec"]["name"] == "posterior"
-    assert record["validation"] == {
-        k: v
-        for k, v in read_metrics(finished, "validation")[-1].items()
-        if k in record["validation"]
-    }
+    assert record["validation"].items() <= read_metrics(finished, "validation")[-1].items()
     card = (folder / "README.md").read_text()
     assert card.startswith("---\n") and "bigram" in card and "posterior" in card
 
@@ -76,57 +91,39 @@ def test_the_model_holds_the_averaged_weights(finished: Path) -> None:
     averages = load_file(checkpoint / "ema.safetensors")
     weights = load_file(checkpoint / "weights.safetensors")
     assert set(model) == set(weights)
-    for name, value in averages.items():
-        assert torch.equal(model[name], value)
-    assert not torch.equal(
-        model["backbone.vocab_embed.embedding"], weights["backbone.vocab_embed.embedding"]
-    )
+    assert all(torch.equal(model[name], value) for name, value in averages.items())
+    name = "backbone.vocab_embed.embedding"
+    assert not torch.equal(model[name], weights[name])
 
 
 def test_validation_repeats_itself_and_leaves_training_alone(store: Path, tmp_path: Path) -> None:
-    trainer = Trainer(tiny_run(), ShardStore.open(store), tmp_path / "run")
-    assert trainer.validator is not None
+    """The same figures whatever the micro-batches; of the first rows where only they are asked."""
+    trainer, validator = trainer_of(store, tmp_path / "run")
     before = {name: p.detach().clone() for name, p in trainer.student.named_parameters()}
-    first = trainer.validator.score(trainer.module, trainer.student)
-    again = trainer.validator.score(trainer.module, trainer.student)
-    assert first == again
-    assert first["num_tokens"] == 10 * (LENGTH - 1)
+    first, again = (validator.score(trainer.module, trainer.student) for _ in range(2))
+    assert first == again and first["num_tokens"] == 10 * (LENGTH - 1)
     assert first["nll_nats"] == pytest.approx(math.log(VOCAB), rel=0.5)  # uniform at the start
-    for name, parameter in trainer.student.named_parameters():
-        assert torch.equal(parameter, before[name])
-
-
-def test_validation_does_not_depend_on_micro_batches(store: Path, tmp_path: Path) -> None:
-    scores = []
-    for size in (8, 3):
-        config = tiny_run(training__micro_batch_size=size)
-        trainer = Trainer(config, ShardStore.open(store), tmp_path / str(size))
-        assert trainer.validator is not None
-        scores.append(trainer.validator.score(trainer.module, trainer.student)["nll_nats"])
-    assert scores[0] == pytest.approx(scores[1], rel=1e-6)
-
-
-def test_validation_rows_can_be_limited(store: Path, tmp_path: Path) -> None:
-    config = tiny_run(training__num_validation_rows=5)
-    trainer = Trainer(config, ShardStore.open(store), tmp_path / "run")
-    assert trainer.validator is not None
-    score = trainer.validator.score(trainer.module, trainer.student)
-    assert score["num_tokens"] == 5 * (LENGTH - 1)
+    assert all(torch.equal(p, before[name]) for name, p in trainer.student.named_parameters())
+    for changes, rows in (
+        ({"training__micro_batch_size": 3}, 10),
+        ({"training__num_validation_rows": 5}, 5),
+    ):
+        trainer, validator = trainer_of(store, tmp_path / str(rows), **changes)
+        score = validator.score(trainer.module, trainer.student)
+        assert score["num_tokens"] == rows * (LENGTH - 1)
+        same = score["nll_nats"] == pytest.approx(first["nll_nats"], rel=1e-6)
+        assert same == (rows == 10)
 
 
 @pytest.mark.parametrize("student", ["mdlm", "bd3lm", "ar"])
 def test_every_student_trains_in_bf16_over_float32_weights(
     store: Path, tmp_path: Path, student: str
 ) -> None:
-    config = tiny_run(
-        student=student,
-        model__conditioning="none" if student == "ar" else "gumbel",
-        model__block_size=4 if student == "bd3lm" else "none",
-        training__precision="bf16",
-        training__micro_batch_size=3,
-        training__num_steps=2,
-    )
-    trainer = Trainer(config, ShardStore.open(store), tmp_path / "run")
+    small = {"training__precision": "bf16", "training__micro_batch_size": 3}
+    small |= {"training__num_steps": 2, "student": student}
+    small |= {"model__conditioning": "none"} if student == "ar" else {}
+    small |= {"model__block_size": 4} if student == "bd3lm" else {}
+    trainer, _ = trainer_of(store, tmp_path / "run", **small)
     assert trainer.run()
     assert {p.dtype for p in trainer.student.parameters()} == {torch.float32}
     weights = load_file(tmp_path / "run" / "model" / "model.safetensors")
@@ -146,32 +143,19 @@ def test_a_batch_is_overfitted(tmp_path: Path) -> None:
     assert train(config, path, tmp_path / "run")
     losses = [line["loss"] for line in read_metrics(tmp_path / "run", "train")]
     assert losses[-1] < 0.05  # the uniform guess is log 12 = 2.48 nats
+    with pytest.raises(UsageError, match=r"needs validation rows.*search_schedule"):
+        train(tiny_run(**SEARCH), path, tmp_path / "search")
 
 
 def test_clips_are_searched_at_validation(store: Path, tmp_path: Path) -> None:
-    config = tiny_run(
-        student="bd3lm",
-        model__block_size=4,
-        model__diffusion__search_schedule="true",
-        model__diffusion__resample="true",
-        training__num_steps=2,
-    )
-    trainer = Trainer(config, ShardStore.open(store), tmp_path / "run")
+    more = {"model__diffusion__resample": "true", "training__num_steps": 2}
+    trainer, _ = trainer_of(store, tmp_path / "run", **SEARCH, **more)
     assert trainer.run()
     (line,) = read_metrics(tmp_path / "run", "validation")
-    chosen = [line["min_time"], line["max_time"]]
-    torch.testing.assert_close(trainer.student.time_bounds, torch.tensor(chosen))
+    chosen = torch.tensor([line["min_time"], line["max_time"]])
+    torch.testing.assert_close(trainer.student.time_bounds, chosen)
     saved = load_file(tmp_path / "run" / "model" / "model.safetensors")["time_bounds"]
-    torch.testing.assert_close(saved, torch.tensor(chosen))
-
-
-def test_a_search_without_validation_rows_is_refused(tmp_path: Path) -> None:
-    path = write_store(tmp_path / "store", splits={"train": 40})
-    config = tiny_run(
-        student="bd3lm", model__block_size=4, model__diffusion__search_schedule="true"
-    )
-    with pytest.raises(UsageError, match=r"needs validation rows.*search_schedule"):
-        train(config, path, tmp_path / "run")
+    torch.testing.assert_close(saved, chosen)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +178,8 @@ def test_settings_of_another_student_are_refused(
 
 
 def test_a_validation_that_is_not_finite_ends_the_run(store: Path, tmp_path: Path) -> None:
-    config = tiny_run(training__num_steps=2, training__validate_every_steps=2)
-    trainer = Trainer(config, ShardStore.open(store), tmp_path / "run")
+    few = {"training__num_steps": 2, "training__validate_every_steps": 2}
+    trainer, _ = trainer_of(store, tmp_path / "run", **few)
     report = trainer._report
 
     def spoil(*arguments: Any) -> None:
@@ -210,75 +194,60 @@ def test_a_validation_that_is_not_finite_ends_the_run(store: Path, tmp_path: Pat
     assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
-def test_a_resumed_run_does_without_its_first_weights(
-    store: Path, finished: Path, tmp_path: Path
-) -> None:
-    first = shutil.copytree(finished / "model", tmp_path / "first")
-    config = tiny_run(optimization__schedule="constant", training__num_steps=2)
-    assert train(config, store, tmp_path / "run", init_from=first)
-    shutil.rmtree(first)
-    longer = tiny_run(optimization__schedule="constant", training__num_steps=3)
-    assert train(longer, store, tmp_path / "run", init_from=first)
+def steps(store: Path, out: Path, num: int, init_from: Path | None) -> bool:
+    config = tiny_run(optimization__schedule="constant", training__num_steps=num)
+    return bool(train(config, store, out, init_from=init_from))
 
 
 def test_first_weights_are_known_by_content_and_not_by_place(
     store: Path, finished: Path, tmp_path: Path
 ) -> None:
-    def steps(num: int, init_from: Path | None) -> bool:
-        config = tiny_run(optimization__schedule="constant", training__num_steps=num)
-        return train(config, store, tmp_path / "run", init_from=init_from)
-
-    first = shutil.copytree(finished / "model", tmp_path / "first")
-    assert steps(2, first)
+    """A run that has begun does without them."""
+    out, first = tmp_path / "run", shutil.copytree(finished / "model", tmp_path / "first")
+    assert steps(store, out, 2, first)
     moved = first.rename(tmp_path / "moved")
-    assert steps(3, moved)
+    assert steps(store, out, 3, moved)
     other = shutil.copytree(moved, tmp_path / "other")
     weights = load_file(other / "model.safetensors")
-    weights["backbone.blocks.0.attn_out.weight"] += 1
+    weights[GATE] += 1
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*.safetensors")}
+    before = {path: path.read_bytes() for path in out.rglob("*.safetensors")}
     for start, got in ((other, r"other \(weights"), (None, "none"), (tmp_path / "gone", "gone")):
         with pytest.raises(UsageError, match=rf"other weights \[--init-from\]; got .*{got}"):
-            steps(4, start)
-    assert {p: p.read_bytes() for p in (tmp_path / "run").rglob("*.safetensors")} == before
+            steps(store, out, 4, start)
+    assert {p: p.read_bytes() for p in out.rglob("*.safetensors")} == before
     shutil.copytree(moved, first)
     shutil.rmtree(moved)
-    assert steps(4, moved), "its place is what was said last, and nothing lies there now"
-    assert steps(5, first)
+    assert steps(store, out, 4, moved), "its place is what was said last, and nothing is there now"
+    assert steps(store, out, 5, first)
 
 
 def test_runs_that_remember_a_place_alone_go_on_there(
     store: Path, finished: Path, tmp_path: Path
 ) -> None:
     """As checkpoints were before the content of first weights was recorded."""
-    first = shutil.copytree(finished / "model", tmp_path / "first")
-    config = tiny_run(optimization__schedule="constant", training__num_steps=2)
-    assert train(config, store, tmp_path / "run", init_from=first)
-    state = next((tmp_path / "run").rglob("state.json"))
+    out, first = tmp_path / "run", shutil.copytree(finished / "model", tmp_path / "first")
+    assert steps(store, out, 2, first)
+    state = next(out.rglob("state.json"))
     record = json.loads(state.read_text())
     record["run"]["init_from"] = str(first)
     del record["sha256"]
     state.write_text(json.dumps(record))
-    longer = tiny_run(optimization__schedule="constant", training__num_steps=3)
     with pytest.raises(UsageError, match=r"other weights.*expected .*first \(weights not known\)"):
-        train(longer, store, tmp_path / "run", init_from=finished)
-    assert train(longer, store, tmp_path / "run", init_from=first)
+        steps(store, out, 3, finished)
+    assert steps(store, out, 3, first)
 
 
-@pytest.mark.parametrize("spoil", ["missing", "truncated"])
-def test_a_model_lacking_a_weight_is_refused(
-    store: Path, finished: Path, tmp_path: Path, spoil: str
-) -> None:
+def test_a_model_lacking_a_weight_is_refused(store: Path, finished: Path, tmp_path: Path) -> None:
     model = shutil.copytree(finished / "model", tmp_path / "model")
     path = model / "model.safetensors"
-    if spoil == "missing":
-        weights = load_file(path)
-        del weights["backbone.blocks.0.attn_out.weight"]
-        save_file(weights, path, metadata={"format": "pt"})
-    else:
+    weights = load_file(path)
+    del weights[GATE]
+    save_file(weights, path, metadata={"format": "pt"})
+    for message in (r"do not fit.*attn_out", "cannot be loaded"):
+        with pytest.raises(UsageError, match=message):
+            build_student(tiny_run(), ShardStore.open(store), model)
         path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(UsageError, match=r"do not fit.*attn_out|cannot be loaded"):
-        build_student(tiny_run(), ShardStore.open(store), model)
 
 
 def test_init_from_takes_the_weights_to_another_block_size(store: Path, finished: Path) -> None:
@@ -286,40 +255,28 @@ def test_init_from_takes_the_weights_to_another_block_size(store: Path, finished
     student = build_student(config, ShardStore.open(store), finished)
     assert isinstance(student, BD3LM) and student.num_blocks == 4
     saved = load_file(finished / "model" / "model.safetensors")
-    for name, parameter in student.named_parameters():
-        assert torch.equal(parameter, saved[name])
+    assert all(torch.equal(parameter, saved[n]) for n, parameter in student.named_parameters())
 
 
-@pytest.mark.parametrize(("readings", "candidates"), [("[]", 0), ("[1]", 0), ("[1]", 5)])
+@pytest.mark.parametrize(("layers", "top_k"), [("[]", 0), ("[1]", 0), ("[1]", 5)])
 def test_noise_is_added_to_a_student_that_has_seen_none(
-    store: Path, tmp_path: Path, readings: str, candidates: int
+    store: Path, plain: Path, tmp_path: Path, layers: str, top_k: int
 ) -> None:
     """The first loss is the source's to the last bit, whatever the noise, and noise is learnt."""
-    opened = ShardStore.open(store)
-    assert train(tiny_run(model__conditioning="none"), store, tmp_path / "plain")
-    plain = build_student(tiny_run(model__conditioning="none"), opened, tmp_path / "plain")
-    config = tiny_run(
-        model__conditioning="gumbel",
-        model__noise__injection="add",
-        model__noise__layers=readings,
-        model__noise__top_k=candidates,
-    )
-    student = build_student(config, opened, tmp_path / "plain")
-    trainer = Trainer(config, opened, tmp_path / "run", tmp_path / "plain")
+    opened, added = ShardStore.open(store), {"model__noise__injection": "add"}
+    before = build_student(tiny_run(model__conditioning="none"), opened, plain)
+    config = tiny_run(**added, model__noise__layers=layers, model__noise__top_k=top_k)
+    student = build_student(config, opened, plain)
+    trainer = Trainer(config, opened, tmp_path / "run", plain)
     batch = trainer.make_batch(next(trainer._rows()), 0)
     output = student.loss(batch)
-    assert torch.equal(output.loss, plain.loss(replace(batch, noise=None)).loss)
+    assert torch.equal(output.loss, before.loss(replace(batch, noise=None)).loss)
     output.loss.backward()
     for name, parameter in student.named_parameters():
         if name.startswith(("conditioner", "backbone.noise_readings")) and name.endswith("weight"):
             assert parameter.grad is not None and bool(parameter.grad.abs().sum() > 0), name
-
-
-def test_noise_must_not_replace_what_a_plain_student_knows(store: Path, tmp_path: Path) -> None:
-    assert train(tiny_run(model__conditioning="none"), store, tmp_path / "plain")
-    config = tiny_run(model__conditioning="gumbel")
     with pytest.raises(UsageError, match=r"model.noise.injection.*expected add"):
-        build_student(config, ShardStore.open(store), tmp_path / "plain")
+        build_student(tiny_run(), opened, plain)
 
 
 def test_prior_weight_takes_the_stores_unigram(store: Path) -> None:
@@ -341,8 +298,7 @@ def test_initial_weights_depend_on_the_run_seed_alone(store: Path) -> None:
 
 def test_nan_loss_names_its_rows_and_keeps_the_last_checkpoint(store: Path, tmp_path: Path) -> None:
     out, spoiled = tmp_path / "run", {13, 29}
-    config = tiny_run(training__checkpoint_every_steps=1, seed=1)
-    trainer = Trainer(config, ShardStore.open(store), out)
+    trainer, _ = trainer_of(store, out, training__checkpoint_every_steps=1, seed=1)
     make_batch = trainer.make_batch
 
     def spoil(rows: RowBatch, step: int) -> Batch:
@@ -358,23 +314,18 @@ def test_nan_loss_names_its_rows_and_keeps_the_last_checkpoint(store: Path, tmp_
     named = {int(row) for row in caught.value.got.split("rows ")[1].split(", ")}
     assert named and named <= spoiled
     failed = int(caught.value.where.removeprefix("step "))
-    steps = CheckpointFolder(out / "checkpoints", 2, None).steps()
-    assert failed > 1 and steps[-1] == failed - 1
-    assert f"step {steps[-1]}" in caught.value.remedy
+    last = CheckpointFolder(out / "checkpoints", 2, None).steps()[-1]
+    assert failed > 1 and last == failed - 1
+    assert f"step {last}" in caught.value.remedy
     assert not (out / "model").exists()
-    weights = load_file(out / "checkpoints" / f"step-{steps[-1]:08d}" / "weights.safetensors")
+    weights = load_file(out / "checkpoints" / f"step-{last:08d}" / "weights.safetensors")
     assert all(bool(value.isfinite().all()) for value in weights.values())
 
 
-def test_a_file_in_the_way_of_the_folder_is_a_wrong_request(store: Path, tmp_path: Path) -> None:
+def test_a_folder_takes_one_run_at_a_time_and_no_file_is_one(store: Path, tmp_path: Path) -> None:
+    with exclusive(tmp_path / "run"), pytest.raises(UsageError, match="another run"):
+        train(tiny_run(), store, tmp_path / "run")
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(UsageError, match="cannot write there"):
             train(tiny_run(), store, out)
-
-
-def test_a_folder_takes_one_run_at_a_time(store: Path, tmp_path: Path) -> None:
-    from shards.atomic import exclusive
-
-    with exclusive(tmp_path / "run"), pytest.raises(UsageError, match="another run"):
-        train(tiny_run(), store, tmp_path / "run")

@@ -15,6 +15,7 @@ from shards.errors import GdistillError, UsageError
 from tests.trainer.run_cases import tiny_run
 from trainer.training.loop import train
 
+WANDB = {"training__trackers": '["wandb"]'}
 FAKE = """
 started, logged = [], []
 
@@ -45,26 +46,21 @@ def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_a_resumed_run_is_the_same_one_there(wandb: Any, store: Path, tmp_path: Path) -> None:
-    trackers = {"training__trackers": '["wandb"]'}
-    for steps in (4, 10):
-        assert train(tiny_run(training__num_steps=steps, **trackers), store, tmp_path / "out")
-    assert train(tiny_run(training__num_steps=1, **trackers), store, tmp_path / "other")
+    for steps, out in ((4, "out"), (10, "out"), (1, "other")):
+        assert train(tiny_run(training__num_steps=steps, **WANDB), store, tmp_path / out)
     projects, options = zip(*wandb.started, strict=True)
     assert set(projects) == {"gdistill"} and options[0] == options[1]
     assert options[0]["resume"] == "allow" and options[0]["name"] == "out"
     assert options[2]["id"] != options[0]["id"]
     steps = [step for step, values in wandb.logged[:-2] if "train/loss" in values]
     assert steps == sorted(steps) and steps[-1] == 10
-
-
-def test_a_tracker_that_does_not_start_is_one_line(wandb: Any, store: Path, tmp_path: Path) -> None:
     with pytest.raises(GdistillError, match=r"does not start.*api_key not configured") as caught:
-        train(tiny_run(training__trackers='["wandb"]'), store, tmp_path / "refused")
+        train(tiny_run(**WANDB), store, tmp_path / "refused")
     assert "manual" not in str(caught.value)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
 def test_a_tracker_that_is_not_installed_is_one_line(store: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"not installed.*pip install wandb"):
-        train(tiny_run(training__trackers='["wandb"]'), store, tmp_path / "out")
+        train(tiny_run(**WANDB), store, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,13 +20,20 @@ from safetensors.torch import load_file
 from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import store_of, write_backbone
 from tests.trainer.run_cases import metrics_without_timing, tiny_run
-from tests.trainer.training.two_processes import READ_AGAIN, begun_as, on_backbone
+from tests.trainer.training.two_processes import READ_AGAIN, SMOOTH, begun_as, on_backbone
 from trainer.training.loop import Trainer
 
 MOST_DIFFERENCE = 1e-6
 """Of a weight after ten steps of AdamW with eps = 1 and a learning rate of at most 1e-2: ten times
 1e-2 x the 1.1e-6 by which gradients differ is 1.1e-7, ten roundings of a weight near 1 are 6e-7."""
 SCRIPT = Path(__file__).with_name("two_processes.py")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def smooth() -> Iterator[None]:
+    """The run in this process has the optimiser of those in many."""
+    with mock.patch.object(torch.optim, "AdamW", SMOOTH):
+        yield
 
 
 def told_by_each(logs: Path) -> str:
