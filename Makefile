@@ -145,7 +145,7 @@ sample: $(STAMP) ## draw samples from a trained student: make sample MODEL=... N
 	  $(BUDGET) --out '$(SAMPLES)' \
 	  $(if $(filter two-stage,$(RECIPE)),$(NEAREST_$(STUDENT))) $(ARGS)
 
-references: $(STAMP) ## rows of the corpus as text, for MAUVE: make references NUM=1000
+references: $(STAMP) ## rows of the corpus as text, to compare samples with: make references NUM=1000
 	$(BIN)/gdistill-extract references '$(SHARDS)' --num $(NUM) --out '$(OUT)/references.jsonl'
 
 eval: $(STAMP) ## score samples: make eval SAMPLES=samples JUDGE=gpt2-large REFERENCE=out/latest/references.jsonl

@@ -11,14 +11,14 @@ from typing import Annotated, Any, get_args
 
 import torch
 import typer
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from evaluation.samples.samples import find_sample_files, read_records, read_samples, short
+from evaluation.samples import find_sample_files, read_records, read_samples, short
+from evaluation.text.reading import clean_logits, token_margins
 from shards.atomic import canonical_json, require_writable, write_json_atomic
 from shards.codec.protocol import Codec
 from shards.codec.registry import make_codec
-from shards.console import progress_bar
 from shards.errors import GdistillError, UsageError, visible
 from shards.language_model.forward import DtypeName
 from shards.noise.kinds import Noise
@@ -40,7 +40,6 @@ In bfloat16 a rounding is what 65,536 are in float32, so there are as few as wil
 tokens drawn with a cache from four small models a clean pass preferred another one 109 times, by at
 most 1.5 roundings."""
 MOST_LISTED = 20
-ROWS_AT_A_TIME = 32
 MOST_MARGIN = 1e6
 """Nats of a token that is alone in the nucleus, and, negative, of one that the teacher cut off."""
 
@@ -117,23 +116,10 @@ def certify_file(drawn: DrawnFile, teacher: Verifier) -> Certificate:
     teacher.require_context(max(len(row.tokens) for row in drawn.rows))
     dtype = next(teacher.model.parameters()).dtype
     found = Certificate(dtype=str(dtype).removeprefix("torch."), tie_roundings=TIE_ROUNDINGS[dtype])
-    rows = sorted(drawn.rows, key=lambda row: len(row.tokens))
-    with progress_bar("certify", len(rows)) as bar:
-        for first in range(0, len(rows), ROWS_AT_A_TIME):
-            group = rows[first : first + ROWS_AT_A_TIME]
-            for row, logits in zip(group, _read(group, teacher), strict=True):
-                _judge(found, row, logits, drawn)
-            bar.advance(len(group))
+    rows = [row.tokens for row in drawn.rows]
+    for number, logits in clean_logits(teacher.model, rows, teacher.vocab_size):
+        _judge(found, drawn.rows[number], logits, drawn)
     return found
-
-
-@torch.no_grad()
-def _read(rows: list[DrawnRow], teacher: Verifier) -> Float[Tensor, "b l v"]:
-    """Logits of the token behind each position; what stands behind a row is seen by none of it."""
-    longest = max(len(row.tokens) for row in rows)
-    tokens = torch.tensor([row.tokens + [0] * (longest - len(row.tokens)) for row in rows])
-    device = next(teacher.model.parameters()).device
-    return teacher.model(input_ids=tokens.to(device)).logits[..., : teacher.vocab_size].float()
 
 
 def _judge(
@@ -145,8 +131,9 @@ def _judge(
     scores = gumbel_scores(here, drawn.noise(row).select(places), drawn.tau)
     rounding = torch.finfo(getattr(torch, found.dtype)).eps * here.abs().amax(dim=-1).clamp_min(1.0)
     within = found.tie_roundings * rounding
-    cut_off = ~kept(here, drawn.rule)
-    margins, winners = token_margins(scores.masked_fill(cut_off, -torch.inf), tokens)
+    margins, winners = token_margins(
+        scores.masked_fill(~kept(here, drawn.rule), -torch.inf), tokens
+    )
     is_tie = margins.abs() <= within
     if drawn.rule.truncates and len(places):
         most = float(within.max()) / drawn.tau
@@ -154,18 +141,13 @@ def _judge(
             near = scores.masked_fill(~kept(here, drawn.rule, slack), -torch.inf)
             is_tie |= (margins <= within) & (token_margins(near, tokens)[0] >= -within)
     margins = margins.clamp(-MOST_MARGIN, MOST_MARGIN)  # outside of what is kept, or alone in it
+    agreeing = margins[margins > 0]
     found.num_positions += len(places)
-    found.num_agreeing += int((margins > 0).sum())
-    if bool((margins > 0).any()):
-        found.smallest_margin = min(found.smallest_margin, float(margins[margins > 0].min()))
+    found.num_agreeing += len(agreeing)
+    found.smallest_margin = min([found.smallest_margin, *agreeing.tolist()])
     for slot in (margins <= within).nonzero()[:, 0].tolist():
-        position = Position(
-            row.index,
-            int(places[slot]),
-            int(tokens[slot]),
-            int(winners[slot]),
-            float(margins[slot]),
-        )
+        numbers = (int(part[slot]) for part in (places, tokens, winners))
+        position = Position(row.index, *numbers, margin=float(margins[slot]))
         if bool(is_tie[slot]):
             found.ties.append(position)
             continue
@@ -194,16 +176,6 @@ def kept(logits: Float[Tensor, "n v"], rule: TokenRule, slack: float = 0.0) -> B
         p = max(rule.nucleus_p + slack, 1e-9)
         probs = truncate_to_nucleus(probs, p, rule.nucleus_rule)
     return (probs > 0) | best
-
-
-def token_margins(
-    scores: Float[Tensor, "n v"], tokens: Int[Tensor, "n"]
-) -> tuple[Float[Tensor, "n"], Int[Tensor, "n"]]:
-    """Score of each token minus the best other score, and whose that is."""
-    own = scores.gather(1, tokens[:, None])
-    others = scores.scatter(1, tokens[:, None], -torch.inf)
-    best, winners = others.max(dim=1)
-    return own[:, 0] - best, winners
 
 
 # Samples with everything that names their noise: read, checked, refused where it cannot be had.
@@ -278,7 +250,7 @@ def read_drawn(file: Path) -> DrawnFile:
     """A file of ``gdistill-sample`` with its ``settings.json``.
 
     Raises:
-        UsageError: When the file does not tell its seed or settings, or its noise cannot be found
+        UsageError: When the file does not hold its seed or settings, or its noise cannot be found
             again.
         GdistillError: For a damaged line or settings file.
     """
@@ -290,30 +262,51 @@ def read_drawn(file: Path) -> DrawnFile:
         where = file.with_name("settings.json")
         raise UsageError("no settings beside the samples", where=where, remedy=remedy)
     if any(record.get("seed") is None for record in records):
-        raise UsageError(
-            "the samples have no recorded seed",
-            where=file,
-            remedy="sample again with gdistill-sample, which writes it down",
-        )
-    identity, config = (_object(file, settings, name) for name in ("identity", "student_config"))
-    kind, rule = sampler.get("sampler"), sampler.get("acceptance", "coupled")
-    verified = kind in VERIFIED and rule == "coupled"
-    if kind in VERIFIED and not verified:
-        raise _no_noise(file, f"drawn with acceptance={rule}")
-    conditioning = config.get("conditioning")
-    if conditioning == "uniform":
-        raise _no_noise(file, "decided by one uniform per token, which is no Gumbel noise")
-    if conditioning == "none" and not verified:
-        raise _no_noise(file, "drawn by a student without noise")
-    if sampler.get("redraw_noise"):
-        raise _no_noise(file, "redraw_noise: other noise at every step")
-    vocab_size, verifier = settings.get("vocab_size"), identity.get("verifier_sha256")
-    if type(vocab_size) is not int or not 2 <= vocab_size < 2**31:
-        raise _damaged(file, "vocab_size", vocab_size, "a whole number >= 2")
-    if verified and not isinstance(verifier, str | None):
-        raise _damaged(file, "verifier_sha256", verifier, "a hash")
-    backbone = grouped(config).get("backbone", {})
-    rows = [_row(values, f"{file}, line {n}", vocab_size) for n, values in enumerate(records, 1)]
+        remedy = "sample again with gdistill-sample, which writes it down"
+        raise UsageError("the samples have no recorded seed", where=file, remedy=remedy)
+
+    def checked(name: str, value: Any, is_fine: bool, expected: str) -> Any:
+        """A value of the settings, or what is wrong with it."""
+        if not is_fine:
+            raise GdistillError(
+                "damaged settings",
+                where=f"{file.with_name('settings.json')}, {name}",
+                got=short(value),
+                expected=expected,
+                remedy="restore the file that gdistill-sample wrote",
+            )
+        return value
+
+    def one_of(name: str, value: Any, known: Sequence[str]) -> Any:
+        return checked(name, value, value in known, " or ".join(known))
+
+    identity, config = (
+        checked(name, settings.get(name), isinstance(settings.get(name), dict), "an object")
+        for name in ("identity", "student_config")
+    )
+    kind, acceptance = sampler.get("sampler"), sampler.get("acceptance", "coupled")
+    verified = kind in VERIFIED and acceptance == "coupled"
+    obstacles = {
+        f"drawn with acceptance={acceptance}": kind in VERIFIED and not verified,
+        "decided by one uniform per token, which is no Gumbel noise": config.get("conditioning")
+        == "uniform",
+        "drawn by a student without noise": config.get("conditioning") == "none" and not verified,
+        "redraw_noise: other noise at every step": bool(sampler.get("redraw_noise")),
+    }
+    for obstacle, is_there in obstacles.items():
+        if is_there:
+            raise UsageError(
+                "no noise that decided these samples can be found again",
+                where=file,
+                got=obstacle,
+                expected="samples of the coupled or drafter sampler, of medusa with "
+                "acceptance=coupled, or of a student with noise held fixed",
+            )
+    size = settings.get("vocab_size")
+    checked("vocab_size", size, type(size) is int and 2 <= size < 2**31, "a whole number >= 2")
+    verifier = identity.get("verifier_sha256") if verified else None
+    checked("verifier_sha256", verifier, isinstance(verifier, str | None), "a hash")
+    rows = [_row(values, f"{file}, line {n}", size) for n, values in enumerate(records, 1)]
     if not any(row.filled for row in rows):
         raise UsageError(
             "no position was filled, so there is nothing to certify",
@@ -321,19 +314,28 @@ def read_drawn(file: Path) -> DrawnFile:
             got=f"{len(rows)} rows that are given from end to end",
             remedy="give samples with positions that the sampler filled",
         )
+    tau = 1.0 if sampler.get("tau") is None else sampler["tau"]
+    is_scale = isinstance(tau, float | int) and 0 < tau <= MOST_TAU
+    checked("tau", tau, is_scale, f"above 0, at most {MOST_TAU:g}")
+    rule = TokenRule(temperature=float(tau))
+    if verified:  # a student's own truncation says nothing of the teacher
+        p, k = sampler.get("nucleus_p", 1.0), sampler.get("top_k")
+        checked("nucleus_p", p, isinstance(p, float | int) and 0 < p <= 1, "in (0, 1]")
+        checked("top_k", k, k is None or (type(k) is int and k >= 1), "a whole number >= 1")
+        nucleus = sampler.get("nucleus_rule", "strict")
+        one_of("nucleus_rule", nucleus, get_args(NucleusRule))
+        rule = TokenRule("categorical", float(p), nucleus, float(tau), k)
+    dtype = grouped(config).get("backbone", {}).get("dtype") if kind in VERIFIED[1:] else None
+    dtype = one_of("backbone.dtype", dtype or "float32", get_args(DtypeName))
+    codec = identity.get("codec")
+    if codec is not None:
+        parts = codec.get("parameters") if isinstance(codec, dict) else None
+        checked("codec", codec, isinstance(parts, dict), '{"name": ..., "parameters": {...}}')
+        codec = make_codec(str(codec.get("name")), **parts)
+    is_checked = _given_is_checked(file, rows, size, identity)
     return DrawnFile(
-        source=file,
-        rows=rows,
-        seed=samples.seed,
-        tau=_tau(file, sampler.get("tau")),
-        vocab_size=vocab_size,
-        codec=_codec(file, identity.get("codec")),
-        sampler=str(sampler.get("sampler")),
-        rule=_rule(file, sampler, verified),
-        is_verified=verified,
-        verifier_sha256=verifier if verified else None,
-        dtype=_dtype(file, backbone.get("dtype") if kind in VERIFIED[1:] else None),
-        given_is_checked=_given_is_checked(file, rows, vocab_size, identity),
+        *(file, rows, samples.seed, float(tau), size, codec, str(kind), rule),
+        *(verified, verifier, dtype, is_checked),
     )
 
 
@@ -353,16 +355,16 @@ def _given_is_checked(
         open_places = set(filled)
         return [mask_id if i in open_places else t for i, t in enumerate(row.tokens)]
 
-    def hash_of(given: list[list[int]]) -> str:
-        return hashlib.sha256(canonical_json(given)).hexdigest()
+    def is_expected(given: list[list[int]]) -> bool:
+        return hashlib.sha256(canonical_json(given)).hexdigest() == expected
 
     for row in rows:
-        is_bare = hash_of([as_given(row, range(1, len(row.tokens)))]) == expected
-        if is_bare and len(row.filled) < len(row.tokens) - 1:
+        num_given = len(row.tokens) - len(row.filled)
+        if num_given > 1 and is_expected([as_given(row, range(1, len(row.tokens)))]):
             raise GdistillError(
                 "a sample calls tokens given in a run without a prompt",
                 where=f"{file}: sample {row.index}",
-                got=f"{len(row.tokens) - len(row.filled)} given tokens",
+                got=f"{num_given} given tokens",
                 expected="the first one alone, by given_rows_sha256 in settings.json",
                 remedy="the file was altered: sample again",
             )
@@ -372,58 +374,9 @@ def _given_is_checked(
     given = [as_given(row, row.filled) for row in ordered]
     periods = [n for n in range(1, len(given) + 1) if n == len(given) or given[n] == given[0]]
     return any(
-        hash_of(given[:n]) == expected and all(r == given[i % n] for i, r in enumerate(given))
+        is_expected(given[:n]) and all(r == given[i % n] for i, r in enumerate(given))
         for n in periods
     )
-
-
-def _object(file: Path, settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A part of the settings."""
-    found = settings.get(name)
-    if not isinstance(found, dict):
-        raise _damaged(file, name, found, "an object")
-    return found
-
-
-def _tau(file: Path, tau: object) -> float:
-    """1 where the sampler has none."""
-    if tau is None:
-        return 1.0
-    if not isinstance(tau, float | int) or not 0 < tau <= MOST_TAU:
-        raise _damaged(file, "tau", tau, f"above 0, at most {MOST_TAU:g}")
-    return float(tau)
-
-
-def _rule(file: Path, sampler: Mapping[str, Any], verified: bool) -> TokenRule:
-    """The verifier's truncation; a student's own says nothing of the teacher."""
-    tau = _tau(file, sampler.get("tau"))
-    if not verified:
-        return TokenRule(temperature=tau)
-    p, k = sampler.get("nucleus_p", 1.0), sampler.get("top_k")
-    if not isinstance(p, float | int) or not 0 < p <= 1:
-        raise _damaged(file, "nucleus_p", p, "in (0, 1]")
-    if k is not None and (type(k) is not int or k < 1):
-        raise _damaged(file, "top_k", k, "a whole number >= 1")
-    rule = sampler.get("nucleus_rule", "strict")
-    if rule not in get_args(NucleusRule):
-        raise _damaged(file, "nucleus_rule", rule, " or ".join(get_args(NucleusRule)))
-    return TokenRule("categorical", float(p), rule, tau, k)
-
-
-def _dtype(file: Path, dtype: object) -> DtypeName:
-    """float32 where the student stands on no backbone."""
-    if dtype not in (None, *get_args(DtypeName)):
-        raise _damaged(file, "backbone.dtype", dtype, " or ".join(get_args(DtypeName)))
-    return dtype or "float32"  # type: ignore[return-value]
-
-
-def _codec(file: Path, codec: object) -> Codec | None:
-    if codec is None:
-        return None
-    parameters = codec.get("parameters") if isinstance(codec, dict) else None
-    if not isinstance(codec, dict) or not isinstance(parameters, dict):
-        raise _damaged(file, "codec", codec, '{"name": ..., "parameters": {...}}')
-    return make_codec(str(codec.get("name")), **parameters)
 
 
 def _row(values: Mapping[str, Any], where: str, vocab_size: int) -> DrawnRow:
@@ -446,28 +399,7 @@ def _row(values: Mapping[str, Any], where: str, vocab_size: int) -> DrawnRow:
             expected=f"index, tokens below {vocab_size}, and which of them were filled",
             remedy="sample again, or give the file that the sampler wrote",
         )
-    assert isinstance(filled, list) and isinstance(index, int)
-    return DrawnRow(index, tokens, sorted({*filled} - {0}), attempt)
-
-
-def _damaged(file: Path, name: str, got: object, expected: str) -> GdistillError:
-    return GdistillError(
-        "damaged settings",
-        where=f"{file.with_name('settings.json')}, {name}",
-        got=short(got),
-        expected=expected,
-        remedy="restore the file that gdistill-sample wrote",
-    )
-
-
-def _no_noise(file: Path, got: str) -> UsageError:
-    return UsageError(
-        "no noise that decided these samples can be found again",
-        where=file,
-        got=got,
-        expected="samples of the coupled or drafter sampler, of medusa with acceptance=coupled, or "
-        "of a student with noise held fixed",
-    )
+    return DrawnRow(index, tokens, sorted({*filled} - {0}), attempt)  # type: ignore[misc,arg-type]
 
 
 # ``gdistill-eval certify``: are the samples the teacher's own decode of their noise?

@@ -14,7 +14,7 @@ from evaluation.frontier import check_scores, frontier
 from evaluation.infilling import rows
 from evaluation.likelihood_command import perplexity, tasks
 from evaluation.passes import passes
-from evaluation.samples.samples import find_sample_files, read_samples
+from evaluation.samples import find_sample_files, read_samples
 from evaluation.score_tables import write_scores
 from evaluation.scorers import ScoreOptions, make_scorers
 from evaluation.text.reading import readings_folder
@@ -47,11 +47,14 @@ def evaluate(
     ],
     judge: Annotated[
         str | None,
-        typer.Option(help="Causal LM for generative perplexity: hub id or local folder."),
+        typer.Option(help="Causal LM for perplexity and scores of its states: hub id or folder."),
     ] = None,
     reference: Annotated[
         Path | None,
-        typer.Option(help="Reference texts for MAUVE, .jsonl with a text field; needs --judge."),
+        typer.Option(
+            help="Text to hold samples against, by distances, repetition and (with --judge) MAUVE: "
+            "a store, or a .jsonl file with a text field."
+        ),
     ] = None,
     maze: Annotated[
         Path | None,
@@ -90,12 +93,12 @@ def evaluate(
     folder = samples if samples.is_dir() else samples.parent
     directory = out or folder
     options = ScoreOptions(
-        judge,
-        reference,
-        maze,
-        max_tokens,
-        stride,
-        device,
+        judge=judge,
+        reference=reference,
+        maze=maze,
+        max_tokens=max_tokens,
+        stride=stride,
+        device=device,
         kept=readings_folder(directory),
         infill=infill,
         tokenizer=tokenizer,

@@ -1,4 +1,4 @@
-"""Scores read back from ``results.json``, and which of them may share a column."""
+"""``gdistill-eval compare``: evaluated runs side by side, with intervals that know their pairs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from evaluation.bootstrap import PerSample, bootstrap_draws, percentile_interval
 from evaluation.report import Table, write_report
-from evaluation.samples.samples import named_folder, read_object, short
+from evaluation.samples import named_folder, read_object, short
+from evaluation.score import PerSample, bootstrap_draws, percentile_interval
 from shards.atomic import require_writable, write_bytes_atomic
 from shards.errors import GdistillError, UsageError
 from shards.provenance import code_version
@@ -31,6 +31,8 @@ MUST_MATCH: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Settings of each score that decide its number; those not named here must match in all."""
 
+Interval = tuple[float, float]
+
 
 @dataclass(frozen=True)
 class RecordedScore:
@@ -46,7 +48,7 @@ class RecordedScore:
 
     name: str
     value: float
-    interval: tuple[float, float] | None
+    interval: Interval | None
     settings: Mapping[str, Any]
     per_sample: PerSample | None
 
@@ -95,7 +97,13 @@ def read_run(text: str) -> list[RecordedRun]:
         )
     try:
         found = read_object(file)
-        parts = [_run(name, part, file, len(found)) for part in found.values()]
+        runs = []
+        for part in found.values():
+            own, nfe = _typed(part, "name", str), _typed(part, "nfe_mean", float, int, type(None))
+            drawn, version = _typed(part, "drawn_with", dict), _typed(part, "code_version", str)
+            scores = {score.name: score for score in map(_score, part["scores"])}
+            full = name if len(found) == 1 else f"{name}/{own}"
+            runs.append(RecordedRun(full, name, nfe, drawn, version, scores, file))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise GdistillError(
             "the scores cannot be read",
@@ -104,34 +112,20 @@ def read_run(text: str) -> list[RecordedRun]:
             expected="results.json of gdistill-eval",
             remedy="evaluate the samples again with this version",
         ) from error
-    if not parts:
+    if not runs:
         raise UsageError("no scores there", where=file, got="an empty record")
-    return sorted(parts, key=lambda part: math.inf if part.nfe is None else part.nfe)
-
-
-def _run(name: str, part: Mapping[str, Any], file: Path, num_files: int) -> RecordedRun:
-    scores = [_score(value) for value in part["scores"]]
-    own, nfe = _typed(part, "name", str), _typed(part, "nfe_mean", float, int, type(None))
-    return RecordedRun(
-        name=name if num_files == 1 else f"{name}/{own}",
-        run=name,
-        nfe=nfe,
-        drawn_with=_typed(part, "drawn_with", dict),
-        code_version=_typed(part, "code_version", str),
-        scores={score.name: score for score in scores},
-        source=file,
-    )
+    return sorted(runs, key=lambda run: math.inf if run.nfe is None else run.nfe)
 
 
 def _score(value: Mapping[str, Any]) -> RecordedScore:
-    interval = value["interval_95"]
-    low_high = None if interval is None else tuple(map(float, interval))
-    if low_high is not None and len(low_high) != 2:
-        raise ValueError(f"interval_95 of {len(low_high)} numbers")
+    interval = None
+    if value["interval_95"] is not None:
+        low, high = map(float, value["interval_95"])
+        interval = (low, high)
     return RecordedScore(
         name=_typed(value, "name", str),
         value=float(_typed(value, "value", float, int)),
-        interval=low_high,
+        interval=interval,
         settings=_typed(value, "settings", dict),
         per_sample=PerSample.from_json(value["per_sample"]) if value["per_sample"] else None,
     )
@@ -168,9 +162,6 @@ def require_one_kind(name: str, runs: Sequence[RecordedRun]) -> None:
                 )
 
 
-# Differences between runs, with intervals that know which samples belong together.
-
-
 @dataclass(frozen=True)
 class Comparison:
     """One score of one run against the baseline's.
@@ -185,15 +176,25 @@ class Comparison:
     """
 
     difference: float
-    interval: tuple[float, float] | None
+    interval: Interval | None
     change_percent: float | None
-    change_interval: tuple[float, float] | None
+    change_interval: Interval | None
     num_pairs: int
 
     @property
     def is_clear(self) -> bool:
         """Whether the interval of the difference leaves 0 out."""
         return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "difference": self.difference,
+            "difference_interval_95": self.interval,
+            "change_percent": self.change_percent,
+            "change_interval_95": self.change_interval,
+            "num_pairs": self.num_pairs,
+        }
 
 
 def compare_scores(score: RecordedScore, baseline: RecordedScore, *, is_paired: bool) -> Comparison:
@@ -211,136 +212,62 @@ def compare_scores(score: RecordedScore, baseline: RecordedScore, *, is_paired: 
     ours, theirs = score.per_sample, baseline.per_sample
     if ours is None or theirs is None or min(len(ours.indices), len(theirs.indices)) < 2:
         return Comparison(difference, None, change, None, 0)
-    drawn, base, num_pairs = _drawn(ours, theirs, is_paired)
-    ratios = 100 * (drawn - base) / np.where(base == 0, np.nan, base)
-    return Comparison(
-        difference,
-        percentile_interval(drawn - base),
-        change,
-        percentile_interval(ratios) if change is not None and np.isfinite(ratios).all() else None,
-        num_pairs,
-    )
-
-
-def _drawn(
-    ours: PerSample, theirs: PerSample, is_paired: bool
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """Both scores in every bootstrap draw, and the number of pairs."""
+    num_pairs = 0
     if is_paired and set(ours.indices) == set(theirs.indices):
         common = sorted(ours.indices)
-        draws = bootstrap_draws(len(common))
-        one, other = (part.select(common).resampled(draws) for part in (ours, theirs))
-        return one, other, len(common)
-    return (
-        ours.resampled(bootstrap_draws(len(ours.indices), seed=1)),
-        theirs.resampled(bootstrap_draws(len(theirs.indices), seed=2)),
-        0,
-    )
-
-
-# The comparison as a table: value, interval, difference and change for every run and score.
+        num_pairs = len(common)
+        draws = bootstrap_draws(num_pairs)
+        drawn, base = (part.select(common).resampled(draws) for part in (ours, theirs))
+    else:
+        drawn = ours.resampled(bootstrap_draws(len(ours.indices), seed=1))
+        base = theirs.resampled(bootstrap_draws(len(theirs.indices), seed=2))
+    ratios = 100 * (drawn - base) / np.where(base == 0, np.nan, base)
+    is_known = change is not None and np.isfinite(ratios).all()
+    change_interval = percentile_interval(ratios) if is_known else None
+    interval = percentile_interval(drawn - base)
+    return Comparison(difference, interval, change, change_interval, num_pairs)
 
 
 Comparisons = Mapping[tuple[str, str], Comparison]
 """(run, score) -> against the baseline."""
 
 
-def comparison_table(
+def _table(
     runs: Sequence[RecordedRun], scores: Sequence[str], comparisons: Comparisons, baseline: str
 ) -> Table:
     """A row per run: each score with its interval and its change against the baseline."""
-    header = ["run", "NFE", "n"]
-    for score in scores:
-        header += [score, "difference", "change"]
-    rows = [
-        (run.name, _nfe(run), _num(run), *_row(run, scores, comparisons, baseline)) for run in runs
-    ]
+    rows = []
+    for run in runs:
+        sizes = {len(s.per_sample.indices) for s in run.scores.values() if s.per_sample}
+        row = [run.name, "-" if run.nfe is None else f"{run.nfe:g}"]
+        row.append("/".join(map(str, sorted(sizes))) or "-")
+        for name in scores:
+            score, comparison = run.scores.get(name), comparisons.get((run.name, name))
+            row.append("-" if score is None else _with(score.value, score.interval))
+            if comparison is None:
+                row += ["baseline", ""] if run.run == baseline and score else ["-", "-"]
+                continue
+            mark, change = "*" if comparison.is_clear else "", comparison.change_percent
+            row.append(_with(comparison.difference, comparison.interval, "+") + mark)
+            row.append("-" if change is None else f"{change:+.1f}%")
+        rows.append(tuple(row))
     pairs = {c.num_pairs for c in comparisons.values() if c.interval}
     paired = "paired by sample index" if pairs and min(pairs) else "runs resampled independently"
-    notes = (
+    note = (
         f"Against {baseline} at the same NFE. In brackets: 95% bootstrap intervals over samples, "
-        f"{paired}; * marks a difference whose interval leaves 0 out.",
+        f"{paired}; * marks a difference whose interval leaves 0 out."
     )
-    return Table("Comparison", tuple(header), tuple(rows), notes=notes)
-
-
-def comparison_results(
-    runs: Sequence[RecordedRun], scores: Sequence[str], comparisons: Comparisons, baseline: str
-) -> dict[str, Any]:
-    """JSON-ready."""
-    return {
-        "baseline": baseline,
-        "runs": {
-            run.name: {
-                "nfe": run.nfe,
-                "drawn_with": dict(run.drawn_with),
-                "code_version": run.code_version,
-                "source": str(run.source),
-                "scores": {
-                    name: _table_score(run, name, comparisons.get((run.name, name)))
-                    for name in scores
-                    if name in run.scores
-                },
-            }
-            for run in runs
-        },
-    }
-
-
-def _table_score(run: RecordedRun, name: str, comparison: Comparison | None) -> dict[str, Any]:
-    score = run.scores[name]
-    told: dict[str, Any] = {
-        "value": score.value,
-        "interval_95": _list(score.interval),
-        "settings": dict(score.settings),
-    }
-    if comparison is not None:
-        told["difference"] = comparison.difference
-        told["difference_interval_95"] = _list(comparison.interval)
-        told["change_percent"] = comparison.change_percent
-        told["change_interval_95"] = _list(comparison.change_interval)
-        told["num_pairs"] = comparison.num_pairs
-    return told
-
-
-def _list(interval: tuple[float, float] | None) -> list[float] | None:
-    return None if interval is None else list(interval)
-
-
-def _row(
-    run: RecordedRun, scores: Sequence[str], comparisons: Comparisons, baseline: str
-) -> list[str]:
-    cells: list[str] = []
+    header = ["run", "NFE", "n"]
     for name in scores:
-        score, comparison = run.scores.get(name), comparisons.get((run.name, name))
-        cells.append("-" if score is None else _with(score.value, score.interval))
-        if comparison is None:
-            cells += ["baseline", ""] if run.run == baseline and score else ["-", "-"]
-            continue
-        mark = "*" if comparison.is_clear else ""
-        cells.append(_with(comparison.difference, comparison.interval, "+") + mark)
-        change = comparison.change_percent
-        cells.append("-" if change is None else f"{change:+.1f}%")
-    return cells
+        header += [name, "difference", "change"]
+    return Table("Comparison", tuple(header), tuple(rows), notes=(note,))
 
 
-def _with(value: float, interval: tuple[float, float] | None, sign: str = "") -> str:
+def _with(value: float, interval: Interval | None, sign: str = "") -> str:
     text = f"{value:{sign}.4g}"
-    return (
-        text if interval is None else f"{text} [{interval[0]:{sign}.4g}, {interval[1]:{sign}.4g}]"
-    )
-
-
-def _nfe(run: RecordedRun) -> str:
-    return "-" if run.nfe is None else f"{run.nfe:g}"
-
-
-def _num(run: RecordedRun) -> str:
-    sizes = {len(s.per_sample.indices) for s in run.scores.values() if s.per_sample}
-    return "/".join(map(str, sorted(sizes))) or "-"
-
-
-# ``gdistill-eval compare``: evaluated runs side by side.
+    if interval is not None:
+        text += f" [{interval[0]:{sign}.4g}, {interval[1]:{sign}.4g}]"
+    return text
 
 
 def compare(
@@ -349,7 +276,7 @@ def compare(
         typer.Argument(help="Folders that gdistill-eval has scored: FOLDER or NAME=FOLDER."),
     ],
     baseline: Annotated[
-        str | None, typer.Option(help="Name of the run to compare with; the first unless told.")
+        str | None, typer.Option(help="Name of the run to compare with; the first unless given.")
     ] = None,
     scores: Annotated[
         str | None, typer.Option(help="Only these, separated by commas; all that are shared.")
@@ -373,68 +300,57 @@ def compare(
             expected="at least two runs of different names",
             remedy="give NAME=FOLDER for each",
         )
-    base = _baseline(read, baseline)
-    against = {run.name: _same_budget(run, base) for run in read if run not in base}
-    wanted = _wanted(read, scores)
+    chosen = read[0].run if baseline is None else baseline
+    base = [run for run in read if run.run == chosen]
+    if not base:
+        known = ", ".join(dict.fromkeys(run.run for run in read))
+        raise UsageError("no such run", where="--baseline", got=baseline, expected=known)
+    shared = [name for name in read[0].scores if all(name in run.scores for run in read)]
+    wanted = shared if scores is None else [name.strip() for name in scores.split(",")]
+    if not wanted:
+        raise UsageError("the runs share no score", where=", ".join(names))
     for name in wanted:
-        require_one_kind(name, [run for run in read if name in run.scores])
+        if name not in shared:
+            what = "not every run has this score"
+            raise UsageError(what, where="--scores", got=name, expected=shared)
+        require_one_kind(name, read)
     require_writable(out)
-    comparisons = {
-        (run.name, name): _compare(run, other, name, paired)
+    comparisons = {}
+    for run in (run for run in read if run not in base):
+        # The baseline's file of the same NFE, or its only one.
+        alike = base if len(base) == 1 else [other for other in base if other.nfe == run.nfe]
+        for other in alike[:1]:
+            is_paired = paired and run.drawn_with.get("seed") == other.drawn_with.get("seed")
+            for name in wanted:
+                ours, theirs = run.scores[name], other.scores[name]
+                comparison = compare_scores(ours, theirs, is_paired=is_paired)
+                comparisons[run.name, name] = comparison
+    table = _table(read, wanted, comparisons, chosen)
+    results = {
+        run.name: {
+            "nfe": run.nfe,
+            "drawn_with": run.drawn_with,
+            "code_version": run.code_version,
+            "source": str(run.source),
+            "scores": {
+                name: {
+                    "value": run.scores[name].value,
+                    "interval_95": run.scores[name].interval,
+                    "settings": run.scores[name].settings,
+                    **(found.to_json() if (found := comparisons.get((run.name, name))) else {}),
+                }
+                for name in wanted
+            },
+        }
         for run in read
-        for name in wanted
-        if (other := against.get(run.name)) is not None
     }
-    table = comparison_table(read, wanted, comparisons, base[0].run)
-    results = comparison_results(read, wanted, comparisons, base[0].run)
     page = write_report(
         out,
         title="Comparison",
-        summary=f"{len(read)} runs against {base[0].run}.",
+        summary=f"{len(read)} runs against {chosen}.",
         tables=[table],
-        results=results | {"code_version": code_version()},
+        results={"baseline": chosen, "runs": results, "code_version": code_version()},
     )
     write_bytes_atomic(out / "comparison.csv", table.to_csv().encode())
     typer.echo(table.to_text())
-    typer.echo(f"wrote {page}, results.json, tables.md, comparison.csv and comparison.tex")
-
-
-def _compare(run: RecordedRun, base: RecordedRun, name: str, paired: bool) -> Comparison:
-    same_seed = run.drawn_with.get("seed") == base.drawn_with.get("seed")
-    return compare_scores(run.scores[name], base.scores[name], is_paired=paired and same_seed)
-
-
-def _baseline(runs: list[RecordedRun], name: str | None) -> list[RecordedRun]:
-    """All files of the baseline."""
-    chosen = runs[0].run if name is None else name
-    found = [run for run in runs if run.run == chosen]
-    if not found:
-        raise UsageError(
-            "no such run",
-            where="--baseline",
-            got=name,
-            expected=", ".join(dict.fromkeys(run.run for run in runs)),
-        )
-    return found
-
-
-def _same_budget(run: RecordedRun, baseline: list[RecordedRun]) -> RecordedRun | None:
-    """The baseline's file of the same NFE, or its only one."""
-    if len(baseline) == 1:
-        return baseline[0]
-    return next((other for other in baseline if other.nfe == run.nfe), None)
-
-
-def _wanted(runs: list[RecordedRun], scores: str | None) -> list[str]:
-    shared = [name for name in runs[0].scores if all(name in run.scores for run in runs)]
-    if scores is None:
-        if not shared:
-            raise UsageError("the runs share no score", where=", ".join(run.name for run in runs))
-        return shared
-    wanted = [name.strip() for name in scores.split(",")]
-    for name in wanted:
-        if name not in shared:
-            raise UsageError(
-                "not every run has this score", where="--scores", got=name, expected=shared
-            )
-    return wanted
+    typer.echo(f"wrote {page}, results.json, tables.md and comparison.csv")

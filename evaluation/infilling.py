@@ -1,56 +1,128 @@
-"""Infilling: is the filled part the truth, and how likely is it where it stands?
+"""Infilling: rows with open positions and their truth, and how well they were filled.
 
-The judge reads the whole row, and its tokens that overlap the filled characters count: the
-perplexity of the filled part in its context on the left. Beside it stand the perplexity of the
-whole row and the share of positions that hold the very token that was there.
+A row is ``{"tokens": [...], "masked": [...]}`` in a file for ``gdistill-sample --infill``; under
+the mask stands the truth. The judge reads the whole row, and its tokens that overlap the filled
+characters count: the perplexity of the filled part in its context on the left. Beside it stands the
+share of positions that hold the very token that was there.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import typer
 
-from evaluation.bootstrap import PerSample
-from evaluation.samples.infill_rows import make_infill_rows, write_infill_rows
-from evaluation.samples.samples import read_data_rows
-from evaluation.score import Score, range_text
-from evaluation.text.reading import JudgedText, JudgeModel, token_spans
-from shards.errors import GdistillError
+from evaluation.samples import DataRows, SampleSet, read_data_rows, read_records, short
+from evaluation.score import PerSample, Score, range_text
+from shards.atomic import write_bytes_atomic
+from shards.errors import GdistillError, UsageError
+
+if TYPE_CHECKING:
+    from evaluation.text.reading import JudgedText, JudgeModel
+
+
+@dataclass(frozen=True)
+class InfillRow:
+    """A row of real text with the positions that a student fills."""
+
+    tokens: tuple[int, ...]
+    masked: tuple[int, ...]
+
+
+def make_infill_rows(data: DataRows, num: int, num_masked: int, seed: int) -> list[InfillRow]:
+    """The first ``num`` rows, each with ``num_masked`` positions masked uniformly, never the first.
+
+    Raises:
+        UsageError: When there are fewer rows, or a row has fewer positions to mask.
+    """
+    length = data.rows.shape[1]
+    if num > len(data.rows) or not 1 <= num_masked < length:
+        raise UsageError(
+            "the data do not hold such rows",
+            where="--num, --masked",
+            got=f"{num} rows, {num_masked} masked",
+            expected=f"at most {len(data.rows)} rows, 1..{length - 1} masked",
+        )
+    generator = np.random.default_rng(seed)
+    masks = [1 + generator.permutation(length - 1)[:num_masked] for _ in range(num)]
+    return [
+        InfillRow(tuple(row.tolist()), tuple(sorted(mask.tolist())))
+        for row, mask in zip(data.rows[:num], masks, strict=True)
+    ]
+
+
+def read_infill_rows(file: Path) -> list[InfillRow]:
+    """Rows with their truth; any pattern of masks.
+
+    Raises:
+        UsageError: When the file cannot be read.
+        GdistillError: For a line without truth or positions, naming it.
+    """
+    rows = []
+    for line, values in read_records(file, "infill row"):
+        tokens, masked = values.get("tokens"), values.get("masked")
+        fine = (
+            isinstance(tokens, list)
+            and isinstance(masked, list)
+            and bool(masked)
+            and all(type(token) is int and 0 <= token < 2**31 for token in tokens)
+            and all(type(place) is int and 0 < place < len(tokens) for place in masked)
+        )
+        if not fine:
+            raise GdistillError(
+                "an infill row without its truth",
+                where=f"{file}:{line}",
+                got=short(values),
+                expected='{"tokens": [int, ...], "masked": [int, ...]}, the truth under the mask',
+                remedy="write rows with gdistill-eval rows",
+            )
+        rows.append(InfillRow(tuple(tokens), tuple(sorted(set(masked)))))  # type: ignore[arg-type]
+    return rows
+
+
+def rows_of_samples(rows: list[InfillRow], samples: SampleSet) -> list[InfillRow]:
+    """The row that each sample filled: sample i fills row i modulo their number.
+
+    Raises:
+        GdistillError: For a sample that differs from its row where the row was given.
+    """
+    found = [rows[index % len(rows)] for index in samples.indices]
+    for place, (row, tokens) in enumerate(zip(found, samples.tokens, strict=True)):
+        given = set(range(len(row.tokens))) - set(row.masked)
+        if len(tokens) != len(row.tokens) or any(tokens[i] != row.tokens[i] for i in given):
+            raise GdistillError(
+                "a sample does not fill its row",
+                where=f"{samples.source}:{samples.lines[place]}",
+                got=f"{len(tokens)} tokens that differ where the row was given",
+                expected=f"row {samples.indices[place] % len(rows)} of the file",
+                remedy="give the file that gdistill-sample --infill was given",
+            )
+    return found
 
 
 def exact_match(
-    tokens: Sequence[Sequence[int]],
-    truths: Sequence[Sequence[int]],
-    masked: Sequence[Sequence[int]],
-    indices: Sequence[int],
+    tokens: Sequence[Sequence[int]], rows: Sequence[InfillRow], indices: Sequence[int]
 ) -> Score:
     """Share of filled positions that hold the true token.
 
     Args:
         tokens: The samples.
-        truths: The rows as they were.
-        masked: The filled positions of each.
+        rows: What each filled.
         indices: Sample indices.
     """
     hits = tuple(
-        float(sum(ours[i] == true[i] for i in places))
-        for ours, true, places in zip(tokens, truths, masked, strict=True)
+        float(sum(ours[i] == row.tokens[i] for i in row.masked))
+        for ours, row in zip(tokens, rows, strict=True)
     )
-    kept = PerSample(tuple(indices), hits, tuple(float(len(places)) for places in masked))
-    return Score(
-        name="infill_exact_match",
-        value=kept.value(),
-        num_samples=len(hits),
-        interval=kept.interval(),
-        settings={
-            "masked": range_text(map(len, masked)),
-            "tokens_per_row": range_text(map(len, tokens)),
-        },
-        per_sample=kept,
-    )
+    kept = PerSample(tuple(indices), hits, tuple(float(len(row.masked)) for row in rows))
+    masked = range_text(len(row.masked) for row in rows)
+    settings = {"masked": masked, "tokens_per_row": range_text(map(len, tokens))}
+    return Score.of("infill_exact_match", kept, settings=settings)
 
 
 def filled_perplexity(
@@ -74,6 +146,8 @@ def filled_perplexity(
     Raises:
         GdistillError: When no counted token overlaps a filled character.
     """
+    from evaluation.text.reading import token_spans
+
     kept: list[tuple[int, float, float]] = []
     for index, text, reading, filled in zip(indices, texts, readings, spans, strict=True):
         nats = [
@@ -85,21 +159,10 @@ def filled_perplexity(
             kept.append((index, sum(nats), float(len(nats))))
     if not kept:
         raise GdistillError("no filled part has a token that counts", where=judge.name)
-    per_sample = PerSample(
-        tuple(index for index, _, _ in kept),
-        tuple(total for _, total, _ in kept),
-        tuple(count for _, _, count in kept),
-        is_exponential=True,
-    )
-    return Score(
-        name="infill_perplexity",
-        value=per_sample.value(),
-        num_samples=len(kept),
-        interval=per_sample.interval(),
-        settings={**settings, "counted": "tokens over the filled characters"},
-        details={"num_tokens": int(sum(per_sample.denominators))},
-        per_sample=per_sample,
-    )
+    per_sample = PerSample(*zip(*kept, strict=True), is_exponential=True)
+    settings = {**settings, "counted": "tokens over the filled characters"}
+    details = {"num_tokens": int(sum(per_sample.denominators))}
+    return Score.of("infill_perplexity", per_sample, settings=settings, details=details)
 
 
 def filled_spans(
@@ -125,15 +188,11 @@ def filled_spans(
             expected=text[:40],
             remedy="name the student's model folder",
         )
-    ends = {
-        place: len(tokenizer.decode(tokens[first : place + 1]))
-        for p in masked
-        for place in (p - 1, p)
-    }
-    return [(ends[place - 1], ends[place]) for place in masked]
 
+    def end(place: int) -> int:
+        return len(tokenizer.decode(tokens[first : place + 1]))
 
-# ``gdistill-eval rows``: rows of real text with open positions, to be filled and scored.
+    return [(end(place - 1), end(place)) for place in masked]
 
 
 def rows(
@@ -148,5 +207,6 @@ def rows(
 ) -> None:
     """Write rows to fill: 300 of the validation split with 32 positions masked, as in the paper."""
     made = make_infill_rows(read_data_rows(data, split, num), num, masked, seed)
-    write_infill_rows(made, out)
+    lines = (json.dumps({"tokens": row.tokens, "masked": row.masked}) + "\n" for row in made)
+    write_bytes_atomic(out, "".join(lines).encode())
     typer.echo(f"wrote {len(made)} rows to {out}; fill them with gdistill-sample --infill {out}")

@@ -72,19 +72,21 @@ class Maze:
         """
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-            return cls(
-                rows=tuple(value["rows"]),
-                start=(int(value["start"][0]), int(value["start"][1])),
-                target=(int(value["target"][0]), int(value["target"][1])),
-                paths=tuple(tuple(moves) for moves in value["paths"]),
-                max_moves=int(value["max_moves"]),
+            (start, target), paths = (
+                (tuple(map(int, value[name][:2])) for name in ("start", "target")),
+                tuple(map(tuple, value["paths"])),
             )
-        except OSError as error:
-            raise _unreadable(UsageError, path, error.strerror) from error
-        except KeyError as error:
-            raise _unreadable(GdistillError, path, f"no {error} in it") from error
-        except (ValueError, TypeError, IndexError) as error:
-            raise _unreadable(GdistillError, path, error) from error
+            return cls(tuple(value["rows"]), start, target, paths, int(value["max_moves"]))
+        except (OSError, KeyError, ValueError, TypeError, IndexError) as error:
+            kind = UsageError if isinstance(error, OSError) else GdistillError
+            got = f"no {error} in it" if isinstance(error, KeyError) else error
+            raise kind(
+                "cannot read the maze",
+                where=path,
+                got=getattr(error, "strerror", got),
+                expected="maze.json of a corpus",
+                remedy="give STORE/corpus/maze.json of the extraction",
+            ) from error
 
     def walk(self, moves: Sequence[str]) -> list[tuple[int, int]] | None:
         """The cells visited, or None where a move leaves the map or hits a wall."""
@@ -103,16 +105,6 @@ class Maze:
             return False
         cells = self.walk(moves)
         return cells is not None and cells[-1] == self.target and len(set(cells)) == len(cells)
-
-
-def _unreadable(kind: type[GdistillError], path: Path, got: object) -> GdistillError:
-    return kind(
-        "cannot read the maze",
-        where=path,
-        got=got,
-        expected="maze.json of a corpus",
-        remedy="give STORE/corpus/maze.json of the extraction",
-    )
 
 
 def moves_of_words(row: Sequence[str]) -> Path_ | None:
@@ -216,31 +208,23 @@ def sequence_probabilities(
     tables: Float[np.ndarray, "p s l"], shares: Float[np.ndarray, "t"]
 ) -> Float[np.ndarray, "p"]:
     """P(x) of the module docstring for p sequences, by dynamic programming over subsets."""
-    num_sequences, num_subsets, _ = tables.shape
-    state = np.zeros((num_sequences, num_subsets))
+    state, remaining = np.zeros(tables.shape[:2]), 1.0
     state[:, 0] = 1.0
-    remaining = 1.0
     for share in shares:
         rate = min(1.0, share / remaining)
         remaining -= share
-        state = _one_step(state, tables, rate)
+        result = np.zeros_like(state)
+        for subset in np.flatnonzero(state.any(0)):
+            # All supersets, grown one hidden position at a time: it stays masked or is revealed.
+            targets, values = np.array([subset]), state[:, [subset]]
+            for position in range(tables.shape[2]):
+                if not subset >> position & 1:
+                    revealed = values * rate * tables[:, subset, position, None]
+                    targets = np.concatenate([targets, targets | (1 << position)])
+                    values = np.concatenate([values * (1 - rate), revealed], axis=1)
+            result[:, targets] += values
+        state = result
     return state[:, -1]
-
-
-def _one_step(
-    state: Float[np.ndarray, "p s"], tables: Float[np.ndarray, "p s l"], rate: float
-) -> Float[np.ndarray, "p s"]:
-    result = np.zeros_like(state)
-    for subset in np.flatnonzero(state.any(0)):
-        # All supersets, grown one hidden position at a time: it stays masked or is revealed.
-        targets, values = np.array([subset]), state[:, [subset]]
-        for position in range(tables.shape[2]):
-            if not subset >> position & 1:
-                revealed = values * rate * tables[:, subset, position, None]
-                targets = np.concatenate([targets, targets | (1 << position)])
-                values = np.concatenate([values * (1 - rate), revealed], axis=1)
-        result[:, targets] += values
-    return result
 
 
 def optimal_success(
@@ -260,9 +244,8 @@ def optimal_success(
         raise ValueError(f"rows of {language.shape[1]} tokens are too long to enumerate (max 14)")
     varying = [i for i in range(language.shape[1]) if len(set(language[:, i])) > 1]
     reduced = language[:, varying]
-    shares = step_probabilities(num_steps)
     tables = np.stack([conditional_table(reduced, weights, target) for target in reduced])
-    each = sequence_probabilities(tables, shares)
+    each = sequence_probabilities(tables, step_probabilities(num_steps))
     return float(each.sum()), each
 
 
@@ -319,13 +302,9 @@ def teacher_agreement(samples: Sequence[Sequence[int]], teacher_rows: Int[Tensor
             "one teacher row per sample is needed", got=len(expected), expected=len(samples)
         )
     num_equal = sum(list(ours) == theirs for ours, theirs in zip(samples, expected, strict=True))
-    return Score(
-        name="equal_to_teacher_decode",
-        value=num_equal / len(expected),
-        num_samples=len(expected),
-        interval=wilson_interval(num_equal, len(expected)),
-        details={"num_equal": num_equal},
-    )
+    num, details = len(expected), {"num_equal": num_equal}
+    interval = wilson_interval(num_equal, num)
+    return Score("equal_to_teacher_decode", num_equal / num, num, interval, details=details)
 
 
 @dataclass(frozen=True)
@@ -358,8 +337,7 @@ class MazeTask:
     def teacher_rows(self, seed: int, num: int) -> Int[Tensor, "n l"]:
         """The teacher's decode of that noise; the same for every model, NFE and rule."""
         if (seed, num) not in self.decodes:
-            first = torch.full((num,), self.words.index(BOS))
-            noise = self.noise(seed, num)
+            first, noise = torch.full((num,), self.words.index(BOS)), self.noise(seed, num)
             rows = teacher_decode(self.teacher, first, noise, self.row_length)
             self.decodes[seed, num] = rows
         return self.decodes[seed, num]
@@ -398,7 +376,7 @@ def load_task(home: Path, nfe: Sequence[int]) -> MazeTask:
     with without_library_bars():
         teacher = AutoModelForCausalLM.from_pretrained(
             home / "teacher", dtype=torch.float32, **here
-        ).eval()
+        )
     row_length = maze.max_moves + 2
     ids = {word: index for index, word in enumerate(words)}
     rows = rows_of_paths(maze.paths, row_length - 1, ids)
@@ -408,7 +386,7 @@ def load_task(home: Path, nfe: Sequence[int]) -> MazeTask:
         maze=maze,
         words=words,
         row_length=row_length,
-        teacher=teacher,
+        teacher=teacher.eval(),
         path_probabilities=dict(zip(maze.paths, row_probabilities(teacher, full), strict=True)),
         optimum={steps: optimal_success(rows, uniform, steps)[0] for steps in nfe},
     )

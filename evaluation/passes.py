@@ -64,8 +64,7 @@ class Column:
 
 def first_token(student: Student) -> int:
     """The token that begins every row."""
-    first = student.config.first_token_id
-    if first is None:
+    if (first := student.config.first_token_id) is None:
         raise UsageError("the student knows no first token", where="passes")
     return first
 
@@ -82,11 +81,11 @@ def settle(
         UsageError: For a student that does not fill whole rows, or that knows no first token.
     """
     whole = require_whole_row_student(student, "pass by pass page's")
-    first, length = first_token(student), student.config.row_length
-    rows = torch.full((1, length), student.mask_id, device=student.device)
-    rows[0, 0] = first
+    length, device = student.config.row_length, student.device
+    rows = torch.full((1, length), student.mask_id, device=device)
+    rows[0, 0] = first_token(student)
     read: list[Tensor] = []
-    ids = torch.tensor([sample_id], device=student.device)
+    ids = torch.tensor([sample_id], device=device)
     noise = noise_of_rows(student, seed, ids, length)
     hook = whole.backbone.vocab_embed.register_forward_pre_hook(
         lambda _, inputs: read.append(inputs[0][0].clone())
@@ -130,9 +129,7 @@ def column_of(
     """
     role: Role = "noise" if student.is_conditioned else "plain"
     samples = {
-        budget: [
-            read(*settle(student, sampler, sample_id, seed)) for sample_id in range(num_samples)
-        ]
+        budget: [read(*settle(student, sampler, n, seed)) for n in range(num_samples)]
         for budget, sampler in samplers.items()
     }
     return Column(name, role, samples)
@@ -181,12 +178,12 @@ def write_page(
         about: A paragraph below it.
         maze: The map, for rows of a maze.
     """
-    budgets = [int(budget) for budget in columns[0].samples]
+    budgets = list(columns[0].samples)
     data = {
         "title": title,
         "about": about,
-        "budgets": budgets,
-        "num_samples": len(columns[0].samples[str(budgets[0])]),
+        "budgets": list(map(int, budgets)),
+        "num_samples": len(columns[0].samples[budgets[0]]),
         "columns": [asdict(column) for column in columns],
         "maze": maze and {"rows": maze.rows, "start": maze.start, "target": maze.target},
     }
@@ -213,7 +210,7 @@ def passes(
     ] = None,
 ) -> None:
     """Make a page on which samples of students settle pass by pass, under the same noise."""
-    from evaluation.samples.samples import named_folder
+    from evaluation.samples import named_folder
     from trainer.sample_cli import parse_budgets
     from trainer.students.folder import open_model
 
@@ -235,20 +232,19 @@ def passes(
         read = reader_of_maze(found, words)
     columns = []
     with progress_bar("passes", len(opened) + (teacher is not None), unit="models") as bar:
-        for name, student in ((name, model.student) for name, model in opened.items()):
-            suited = {"decision": "argmax", "tau": 1.0} if student.is_conditioned else {}
+        for name, model in opened.items():
+            settings_of = {"decision": "argmax", "tau": 1.0} if model.student.is_conditioned else {}
             samplers = {
-                str(budget): make_sampler(sampler, **{"nfe": budget, **suited, **own})
+                str(budget): make_sampler(sampler, **{"nfe": budget, **settings_of, **own})
                 for budget in parse_budgets("--nfe", nfe)
             }
-            columns.append(column_of(name, student, samplers, num, seed, read))
+            columns.append(column_of(name, model.student, samplers, num, seed, read))
             bar.advance(1)
         if teacher is not None:
             from evaluation.text.reading import load_judge
 
-            model = load_judge(teacher).model
-            start, length = first_token(first), first.config.row_length
-            columns.append(teacher_column(model, start, length, num, seed, read))
+            network, length = load_judge(teacher).model, first.config.row_length
+            columns.append(teacher_column(network, first_token(first), length, num, seed, read))
             bar.advance(1)
     about = (
         "Every student fills a whole row in few passes; the teacher writes one token a pass. "

@@ -14,7 +14,7 @@ from typing import Any
 
 from shards.atomic import write_bytes_atomic, write_json_atomic
 from shards.console import aligned
-from shards.errors import UsageError, visible
+from shards.errors import visible
 
 FORMULA = re.compile(r"[=@\t\r]|[+-](?![0-9.]|$)")
 """What a spreadsheet would compute; a signed number and a dash are none."""
@@ -106,25 +106,6 @@ p.caution{border-left:3px solid rgb(var(--hot));padding-left:.7rem;max-width:48r
 """
 
 
-def own_folder(directory: Path, name: str) -> Path:
-    """A folder for more files inside ``directory``, which need not be there yet.
-
-    Samples of somebody else may come with a link in its place: what is kept stays beside them.
-
-    Raises:
-        UsageError: For a link.
-    """
-    folder = directory / name
-    if folder.is_symlink():
-        raise UsageError(
-            "a link where a folder of the results belongs",
-            where=folder,
-            got=folder.readlink(),
-            remedy="remove it, or give another --out",
-        )
-    return folder
-
-
 def write_report(
     directory: Path,
     *,
@@ -203,7 +184,7 @@ class ShownSample:
 
     Attributes:
         facts: What stands above it (perplexity, entropy).
-        pieces: Its text in pieces, each with nats or None; see ``evaluation.text``.
+        pieces: Its text in pieces, each with nats or None.
     """
 
     facts: str
@@ -218,33 +199,26 @@ def browser_section(columns: Mapping[str, Mapping[int, ShownSample]]) -> str:
     """
     shown = dict(list(columns.items())[:MAX_COLUMNS])
     indices = sorted({index for samples in shown.values() for index in samples})[:MAX_ROWS]
-    rows = "".join(_row(index, shown, is_open=number < 2) for number, index in enumerate(indices))
-    coloured = any(
-        value is not None
-        for samples in shown.values()
-        for sample in samples.values()
-        for _, value in sample.pieces
-    )
-    legend = "".join(
-        f'<i class="s{n}"> {n}{"+" if n == LEVELS - 1 else ""} </i>' for n in range(LEVELS)
-    )
-    told = f"<p>Surprise under the judge, nats per token: {legend}</p>" if coloured else ""
+    rows, legend = "", ""
+    for number, index in enumerate(indices):
+        cells = "".join(
+            f'<div class="sample"><b>{html.escape(name)}: {html.escape(samples[index].facts)}</b>'
+            f"{''.join(map(_piece, samples[index].pieces))}</div>"
+            for name, samples in shown.items()
+            if index in samples
+        )
+        state = " open" if number < 2 else ""
+        rows += f"<details{state}><summary>Sample {index}</summary>"
+        rows += f'<div class="row">{cells}</div></details>'
+    every = (sample for samples in shown.values() for sample in samples.values())
+    if any(nats is not None for sample in every for _, nats in sample.pieces):
+        shades = (
+            f'<i class="s{n}"> {n}{"+" if n == LEVELS - 1 else ""} </i>' for n in range(LEVELS)
+        )
+        legend = f"<p>Surprise under the judge, nats per token: {''.join(shades)}</p>"
     left = len(columns) - len(shown)
     more = f'<p class="note">{left} further files are not shown.</p>' if left else ""
-    return f"<style>{PICTURE_STYLE}</style><h2>Samples</h2>{told}{rows}{more}"
-
-
-def _row(index: int, columns: Mapping[str, Mapping[int, ShownSample]], *, is_open: bool) -> str:
-    cells = "".join(
-        f'<div class="sample"><b>{html.escape(name)}: {html.escape(samples[index].facts)}</b>'
-        f"{''.join(map(_piece, samples[index].pieces))}</div>"
-        for name, samples in columns.items()
-        if index in samples
-    )
-    state = " open" if is_open else ""
-    return (
-        f'<details{state}><summary>Sample {index}</summary><div class="row">{cells}</div></details>'
-    )
+    return f"<style>{PICTURE_STYLE}</style><h2>Samples</h2>{legend}{rows}{more}"
 
 
 def _piece(piece: tuple[str, float | None]) -> str:

@@ -1,16 +1,103 @@
-"""One number with what is needed to believe it."""
+"""One number with what is needed to believe it, and what it would be with other samples drawn.
+
+Almost every score here is ``link(sum of numerators / sum of denominators)``: a mean has
+denominators of 1, a corpus perplexity is exp(nats / tokens). Kept that way it can be resampled
+(Efron 1979), alone or against another run's samples of the same indices.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
-from evaluation.bootstrap import LEVEL, PerSample
+import numpy as np
+from jaxtyping import Float, Int
 
+NUM_BOOTSTRAP = 2000
+LEVEL = 0.95
 NORMAL_QUANTILE = NormalDist().inv_cdf((1 + LEVEL) / 2)
+
+
+@dataclass(frozen=True)
+class PerSample:
+    """A score, sample by sample.
+
+    Attributes:
+        indices: Sample index of each entry: what samples of two runs are paired by.
+        numerators: One per sample.
+        denominators: One per sample, not all 0.
+        is_exponential: Whether the score is exp of the ratio (a perplexity) or the ratio itself.
+    """
+
+    indices: tuple[int, ...]
+    numerators: tuple[float, ...]
+    denominators: tuple[float, ...]
+    is_exponential: bool = False
+
+    @classmethod
+    def of_mean(cls, indices: Iterable[int], values: Iterable[float]) -> PerSample:
+        """The mean of one value per sample."""
+        kept = tuple(float(value) for value in values)
+        return cls(tuple(indices), kept, (1.0,) * len(kept))
+
+    def value(self) -> float:
+        """The score of all samples."""
+        return float(self.resampled(np.arange(len(self.indices))[None])[0])
+
+    def resampled(self, draws: Int[np.ndarray, "b n"]) -> Float[np.ndarray, "b"]:
+        """The score of B other sets of samples, given by their places in ``indices``."""
+        ratio = np.array(self.numerators)[draws].sum(1) / np.array(self.denominators)[draws].sum(1)
+        return np.exp(ratio) if self.is_exponential else ratio
+
+    def interval(self) -> tuple[float, float] | None:
+        """95% percentile bootstrap interval over samples; None for a single one."""
+        if len(self.indices) < 2:
+            return None
+        return percentile_interval(self.resampled(bootstrap_draws(len(self.indices))))
+
+    def select(self, indices: Sequence[int]) -> PerSample:
+        """The entries of some sample indices, in that order."""
+        entries = dict(
+            zip(self.indices, zip(self.numerators, self.denominators, strict=True), strict=True)
+        )
+        columns = zip(*(entries[index] for index in indices), strict=True)
+        return PerSample(tuple(indices), *columns, is_exponential=self.is_exponential)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> PerSample:
+        """What ``asdict`` wrote.
+
+        Raises:
+            ValueError: For lists of unequal length, entries that are no finite numbers, negative
+                denominators or an index that stands there twice.
+        """
+        indices, *columns = (list(value[n]) for n in ("indices", "numerators", "denominators"))
+        if not indices or {len(column) for column in columns} != {len(indices)}:
+            raise ValueError("no entries, or columns of unequal length")
+        if not np.isfinite(np.array(columns, dtype=float)).all() or not (
+            min(columns[1]) >= 0 < sum(columns[1])
+        ):
+            raise ValueError("entries that are no finite numbers")
+        if any(type(index) is not int for index in indices) or len(set(indices)) < len(indices):
+            raise ValueError("sample indices that are no whole numbers, or stand there twice")
+        numbers = (tuple(map(float, column)) for column in columns)
+        return cls(tuple(indices), *numbers, is_exponential=bool(value["is_exponential"]))
+
+
+def bootstrap_draws(
+    num_samples: int, num_draws: int = NUM_BOOTSTRAP, seed: int = 0
+) -> Int[np.ndarray, "b n"]:
+    """Places of ``num_draws`` sets of samples drawn with replacement; a function of its inputs."""
+    return np.random.default_rng(seed).integers(num_samples, size=(num_draws, num_samples))
+
+
+def percentile_interval(values: Float[np.ndarray, "b"]) -> tuple[float, float]:
+    """The central 95% of bootstrap values."""
+    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
 
 
 @dataclass(frozen=True)
@@ -37,6 +124,13 @@ class Score:
     cautions: tuple[str, ...] = ()
     per_sample: PerSample | None = None
 
+    @classmethod
+    def of(cls, name: str, per_sample: PerSample, **further: Any) -> Score:
+        """A score that is a function of its samples: value, number and interval are theirs."""
+        value, interval = per_sample.value(), per_sample.interval()
+        num = len(per_sample.indices)
+        return cls(name, value, num, interval, per_sample=per_sample, **further)
+
     def to_json(self) -> dict[str, Any]:
         """The score as JSON-ready values; a non-finite value becomes null."""
         return {
@@ -47,7 +141,7 @@ class Score:
             "settings": dict(self.settings),
             "details": {key: _finite(value) for key, value in self.details.items()},
             "cautions": list(self.cautions),
-            "per_sample": self.per_sample.to_json() if self.per_sample else None,
+            "per_sample": asdict(self.per_sample) if self.per_sample else None,
         }
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import typer
 
 from evaluation.report import MAX_ROWS, ShownSample, Table, browser_section, write_report
-from evaluation.samples.samples import SampleSet, drawn_with
+from evaluation.samples import SampleSet, drawn_with
 from evaluation.score import Score
+from evaluation.text.reference import RANKING
 from shards.errors import visible
 from shards.provenance import code_version
 
@@ -21,7 +22,6 @@ BESIDE: Mapping[str, Mapping[str, str]] = {
     "entropy_nats": {"distinct_2": "distinct-2", "repeated_4": "repeated 4-grams"},
     "generative_perplexity": {"per_sample_mean": "mean per sample"},
     "tokens_per_teacher_pass": {"conditional_acceptance": "accepted by distance"},
-    "mauve": {"spread_over_seeds": "spread"},
 }
 """Details that stand in columns of their own, because their score alone can mislead."""
 
@@ -30,15 +30,34 @@ def write_scores(
     directory: Path, title: str, summary: str, scored: Scored, pieces: Pieces | None = None
 ) -> Path:
     """Write the report of scored files, and show its tables and cautions; the page."""
-    tables, cautions = tables_of(scored), cautions_of(scored)
+    tables = [_score_table(scored), _drawn_table([samples for samples, _ in scored])]
+    if any("floor" in score.details for _, scores in scored for score in scores):
+        tables.insert(1, _distance_table(scored))
+    found: dict[str, list[str]] = {}
+    for samples, scores in scored:
+        for score in scores:
+            for caution in score.cautions:
+                found.setdefault(f"{score.name}: {caution}", []).append(samples.name)
+    cautions = [f"{text} ({_files(names, len(scored))})" for text, names in found.items()]
     page = write_report(
         directory,
         title=title,
         summary=summary,
         tables=tables,
-        results=results_of(scored),
+        results={
+            visible(str(samples.source)): {
+                "name": samples.name,
+                "settings": samples.settings,
+                "drawn_with": drawn_with(samples),
+                "nfe_mean": samples.nfe_mean,
+                "processor_seconds_mean": samples.processor_seconds_mean,
+                "code_version": code_version(),
+                "scores": [score.to_json() for score in scores],
+            }
+            for samples, scores in scored
+        },
         cautions=cautions,
-        sections=[browser_of(scored, pieces)],
+        sections=[_browser_of(scored, pieces)],
     )
     for table in tables:
         typer.echo(table.to_text() + "\n")
@@ -47,43 +66,63 @@ def write_scores(
     return page
 
 
-def results_of(scored: Scored) -> dict[str, Any]:
-    """Content of ``results.json``: file -> what is known of its samples, and their scores."""
-    return {
-        visible(str(samples.source)): {
-            "name": samples.name,
-            "settings": samples.settings,
-            "drawn_with": drawn_with(samples),
-            "nfe_mean": samples.nfe_mean,
-            "code_version": code_version(),
-            "scores": [score.to_json() for score in scores],
-        }
-        for samples, scores in scored
-    }
-
-
-def tables_of(scored: Scored) -> list[Table]:
-    """The scores, and beside them how the samples were drawn."""
-    return [score_table(scored), drawn_table([samples for samples, _ in scored])]
-
-
-def score_table(scored: Scored) -> Table:
-    """One row per sample file, one column per score, intervals in brackets."""
-    header = [name for score in scored[0][1] for name in _columns(score)]
-    rows = tuple(
-        (
-            samples.name,
-            str(len(samples.tokens)),
-            _nfe(samples),
-            *(cell for score in scores for cell in _cells(score)),
-        )
-        for samples, scores in scored
+def _score_table(scored: Scored) -> Table:
+    """One row per sample file, one column per score that needs no reference."""
+    own = [[score for score in scores if "floor" not in score.details] for _, scores in scored]
+    header, notes = (
+        ["samples", "n", "passes", "CPU s"],
+        ["In brackets: 95% intervals over samples."],
     )
-    notes = ("In brackets: 95% intervals over samples.", *_settings_notes(scored))
-    return Table("Scores", ("samples", "n", "NFE", *header), rows, notes=notes)
+    for number, score in enumerate(own[0]):
+        header += [score.name, *BESIDE.get(score.name, {}).values()]
+        notes += _settings_notes(score.name, scored, [scores[number] for scores in own])
+    notes.append("Passes and CPU s: forward passes and processor seconds per sequence.")
+    rows = []
+    for (samples, _), scores in zip(scored, own, strict=True):
+        seconds = samples.processor_seconds_mean
+        row = [samples.name, str(len(samples.tokens)), _passes(samples)]
+        row.append("-" if seconds is None else f"{seconds:.3g}")
+        for score in scores:
+            low_high = map(_number, score.interval or ())
+            row.append(
+                _number(score.value) + (f" [{', '.join(low_high)}]" if score.interval else "")
+            )
+            for name in BESIDE.get(score.name, {}):
+                value = score.details[name]
+                row.append(" ".join(map(_number, value if isinstance(value, list) else [value])))
+        rows.append(tuple(row))
+    return Table("Scores", tuple(header), tuple(rows), notes=tuple(notes))
 
 
-def drawn_table(sets: Sequence[SampleSet]) -> Table:
+def _distance_table(scored: Scored) -> Table:
+    """A row per file and score of its distribution, beside what the text itself scores."""
+    rows, notes = [], []
+    for samples, scores in scored:
+        for score in scores:
+            if "floor" not in score.details:
+                continue
+            low, high = score.interval or (score.value, score.value)
+            bounds = score.details["floor_interval_95"]
+            cells = [f"{low:.3g}, {high:.3g}", f"{score.details['floor']:.3g}"]
+            cells += [", ".join(f"{bound:.3g}" for bound in bounds)]
+            counts = score.num_samples, score.details["floor_samples"]
+            cells += [*map(str, counts), str(score.details["least_samples"])]
+            ranks = "yes" if score.name in RANKING else "no"
+            rows.append((samples.name, score.name, f"{score.value:.3g}", *cells, ranks))
+    shown = [[score for score in scores if "floor" in score.details] for _, scores in scored]
+    for number, score in enumerate(shown[0]):
+        notes += _settings_notes(score.name, scored, [scores[number] for scores in shown])
+    notes = [
+        "Floor: what other rows of the text itself score, as many as stand under 'rows'. Below "
+        "'least' samples a score says nothing. MAUVE is better where it is higher, the distances "
+        "where they are lower; what does not rank is won by samplers without a parameter.",
+        *dict.fromkeys(notes),
+    ]
+    header = ("samples", "score", "value", "95%", "floor", "95% of floor", "n", "rows", "least")
+    return Table("Against the text", (*header, "ranks"), tuple(rows), notes=tuple(notes))
+
+
+def _drawn_table(sets: Sequence[SampleSet]) -> Table:
     """Student, sampler and its settings of every file; what all files share stands below."""
     each = [drawn_with(samples) for samples in sets]
     names = list(dict.fromkeys(name for drawn in each for name in drawn))
@@ -94,21 +133,12 @@ def drawn_table(sets: Sequence[SampleSet]) -> Table:
         for samples, drawn in zip(sets, each, strict=True)
     )
     text = ", ".join(f"{name} {_short(value)}" for name, value in shared.items() if name not in own)
-    return Table(
-        "How the samples were drawn",
-        ("samples", *own),
-        rows,
-        notes=(f"All files: {text}.",) if text else (),
-    )
+    notes = (f"All files: {text}.",) if text else ()
+    return Table("How the samples were drawn", ("samples", *own), rows, notes=notes)
 
 
-def browser_of(scored: Scored, pieces: Pieces | None) -> str:
-    """HTML of the samples themselves; empty where they have no text.
-
-    Args:
-        scored: The files.
-        pieces: None without a judge.
-    """
+def _browser_of(scored: Scored, pieces: Pieces | None) -> str:
+    """HTML of the samples themselves; empty where they have no text."""
     columns = {
         samples.name: {
             index: ShownSample(
@@ -125,67 +155,35 @@ def browser_of(scored: Scored, pieces: Pieces | None) -> str:
 def _facts(samples: SampleSet, scores: Sequence[Score], index: int) -> str:
     """What is known of one sample: its forward passes, and its own part of every score."""
     nfe = samples.nfe[samples.indices.index(index)]
-    told = [] if nfe is None else [f"NFE {nfe}"]
+    facts = [] if nfe is None else [f"passes {nfe}"]
     names = {"generative_perplexity": "perplexity", "entropy_nats": "entropy"}
     for score in scores:
         parts = score.per_sample
         if parts is not None and score.name in names and index in parts.indices:
-            told.append(f"{names[score.name]} {_number(parts.select([index]).value())}")
-    return ", ".join(told)
-
-
-def cautions_of(scored: Scored) -> list[str]:
-    """Why numbers should not be trusted as they stand, each with the files it is about."""
-    found: dict[str, list[str]] = {}
-    for samples, scores in scored:
-        for score in scores:
-            for caution in score.cautions:
-                found.setdefault(f"{score.name}: {caution}", []).append(samples.name)
-    return [f"{text} ({_files(names, len(scored))})" for text, names in found.items()]
-
-
-def _columns(score: Score) -> Iterator[str]:
-    yield score.name
-    yield from BESIDE.get(score.name, {}).values()
-
-
-def _cells(score: Score) -> Iterator[str]:
-    text = _number(score.value)
-    if score.interval:
-        text += f" [{_number(score.interval[0])}, {_number(score.interval[1])}]"
-    yield text
-    for name in BESIDE.get(score.name, {}):
-        found = score.details[name]
-        yield " ".join(map(_number, found)) if isinstance(found, list) else _number(found)
+            facts.append(f"{names[score.name]} {_number(parts.select([index]).value())}")
+    return ", ".join(facts)
 
 
 def _number(value: float) -> str:
     """Four digits or so, without an exponent."""
-    return (
-        f"{value:.3f}"
-        if abs(value) < 10
-        else f"{value:.1f}"
-        if abs(value) < 1e4
-        else f"{value:.0f}"
-    )
+    digits = 3 if abs(value) < 10 else 1 if abs(value) < 1e4 else 0
+    return f"{value:.{digits}f}"
 
 
-def _nfe(samples: SampleSet) -> str:
+def _passes(samples: SampleSet) -> str:
     return "-" if samples.nfe_mean is None else f"{samples.nfe_mean:.1f}"
 
 
-def _settings_notes(scored: Scored) -> Iterator[str]:
-    """What each score depends on, once where it is the same for all files."""
-    for number, score in enumerate(scored[0][1]):
-        told: dict[str, list[str]] = {}
-        for samples, scores in scored:
-            settings = scores[number].settings
-            text = ", ".join(f"{key} {_short(value)}" for key, value in settings.items())
-            told.setdefault(text, []).append(samples.name)
-        for text, names in told.items():
-            if text:
-                of = "" if len(told) == 1 else f" of {', '.join(names)}"
-                yield f"{score.name}{of}: {text}"
+def _settings_notes(name: str, scored: Scored, scores: Sequence[Score]) -> Iterator[str]:
+    """What a score depends on, once where it is the same for all files."""
+    files: dict[str, list[str]] = {}
+    for (samples, _), score in zip(scored, scores, strict=True):
+        text = ", ".join(f"{key} {_short(value)}" for key, value in score.settings.items())
+        files.setdefault(text, []).append(samples.name)
+    for text, names in files.items():
+        if text:
+            of = "" if len(files) == 1 else f" of {', '.join(names)}"
+            yield f"{name}{of}: {text}"
 
 
 def _files(names: Sequence[str], total: int) -> str:

@@ -7,35 +7,33 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evaluation.acceptance import acceptance_score
+from evaluation.infilling import InfillRow, read_infill_rows, rows_of_samples
 from evaluation.maze import Maze, maze_success, moves_of_words
-from evaluation.samples.infill_rows import InfillRow, read_infill_rows, rows_of_samples
-from evaluation.samples.samples import SampleSet, read_references
-from evaluation.score import Score
-from evaluation.text.diversity import entropy_score
+from evaluation.samples import SampleSet
+from evaluation.score import PerSample, Score
+from evaluation.text.distance import entropy_score, require_enough
+from evaluation.text.reference import ReferenceText, Ruler
 from shards.errors import UsageError, safe_name
 
 if TYPE_CHECKING:
-    from evaluation.text.reading import JudgeMemory, JudgeModel, Piece, ReadingLimits
+    from evaluation.text.reading import Judging
 
 Scorer = Callable[[SampleSet], list[Score]]
-DEFAULT_MAX_TOKENS = 1024
-"""Tokens of a text that are read: the length of the paper's samples."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ScoreOptions:
     """What to score by.
 
     Attributes:
-        judge: Causal language model for perplexity and MAUVE features: hub id or folder.
-        reference: Reference texts for MAUVE.
+        judge: Causal language model for perplexity and the scores of its states: hub id or folder.
+        reference: Text to hold samples against: a store, or a .jsonl file.
         maze: ``maze.json`` of a corpus.
         infill: Rows that ``gdistill-sample --infill`` filled, with the truth under the mask.
         tokenizer: Folder of the student's tokenizer for ``infill``; the model folder that the
-            samples name unless told.
-        max_tokens: Texts are truncated to this many judge tokens; None for
-            :data:`DEFAULT_MAX_TOKENS` and, unless a stride is given, at most the judge's context.
+            samples name unless given.
+        max_tokens: Texts are truncated to this many judge tokens; None for 1024 and, unless a
+            stride is given, at most the judge's context.
         stride: Tokens between windows; None for half a window.
         device: Of the judge; None for ``auto``.
         kept: Folder for what a judge has read, so that an interrupted evaluation resumes; None
@@ -53,70 +51,10 @@ class ScoreOptions:
     tokenizer: Path | None = None
 
     def __post_init__(self) -> None:
-        if self.judge is not None:
-            return
-        for name in ("reference", "max_tokens", "stride", "device"):
-            if getattr(self, name) is not None:
-                raise UsageError(
-                    "an option that needs a judge",
-                    where=f"--{name.replace('_', '-')}",
-                    got="no --judge",
-                    remedy="add --judge (MAUVE takes its features from it)",
-                )
-
-
-@dataclass(frozen=True)
-class Judging:
-    """A judge with how it reads and what it has read.
-
-    Attributes:
-        judge: The model and its tokenizer.
-        limits: Windows and longest text.
-        memory: Texts that it has read before.
-    """
-
-    judge: JudgeModel
-    limits: ReadingLimits
-    memory: JudgeMemory
-
-    @classmethod
-    def start(cls, options: ScoreOptions, sets: Sequence[SampleSet]) -> Judging:
-        """Load the judge and check what it will be asked to read.
-
-        Raises:
-            UsageError: For a judge, device or limit that cannot be used.
-            GdistillError: For samples without text.
-        """
-        # Imported here, so that scores without a model do not wait for transformers.
-        from evaluation.text.reading import JudgeMemory, load_judge
-
-        for samples in sets:
-            samples.require_texts()
-        assert options.judge is not None
-        judge = load_judge(options.judge, options.device or "auto")
-        limits = judge_limits(judge, options)  # refused here, before the first file is scored
-        identity = {**judge.identity, **asdict(limits)}
-        return cls(judge, limits, JudgeMemory(options.kept, identity))
-
-    def perplexity(self, samples: SampleSet) -> Score:
-        """Generative perplexity of a file."""
-        from evaluation.text.perplexity import generative_perplexity
-
-        return generative_perplexity(
-            self.judge,
-            samples.require_texts(),
-            stride=self.limits.stride_tokens,
-            max_tokens=self.limits.max_tokens,
-            indices=samples.indices,
-            memory=self.memory,
-            where=samples.source,
-        )
-
-    def pieces(self, text: str) -> list[Piece]:
-        """A text that was read, in tokens with their surprise."""
-        from evaluation.text.reading import surprise_pieces
-
-        return surprise_pieces(self.judge, text, self.memory[text])
+        for name in ("max_tokens", "stride", "device"):
+            if self.judge is None and getattr(self, name) is not None:
+                where = f"--{name.replace('_', '-')}"
+                raise UsageError("an option that needs a judge", where=where, remedy="add --judge")
 
 
 @dataclass(frozen=True)
@@ -147,13 +85,14 @@ def make_scorers(options: ScoreOptions, sets: Sequence[SampleSet]) -> Scorers:
         sets: All samples that will be scored.
 
     Raises:
-        UsageError: For a model, device, file or limit that cannot be used.
+        UsageError: For a model, device, file or limit that cannot be used, or too few samples for
+            scores of their distribution.
         GdistillError: For a reference or maze file with something else in it, or samples without
             text where text is scored.
     """
     functions: list[Scorer] = [lambda samples: [entropy_score(samples.tokens, samples.indices)]]
     if all(samples.verifications is not None for samples in sets):
-        functions.append(_acceptance)
+        functions.append(lambda samples: [_acceptance(samples)])
     if options.maze is not None:
         for samples in sets:
             samples.require_texts()
@@ -163,26 +102,70 @@ def make_scorers(options: ScoreOptions, sets: Sequence[SampleSet]) -> Scorers:
         for samples in sets:
             rows_of_samples(rows, samples)
         functions.append(lambda samples: [_exact_match(rows, samples)])
-    if options.judge is None:
-        return Scorers(functions, None)
-    references = _references(options.reference, sets)
-    judging = Judging.start(options, sets)
-    functions.append(lambda samples: [judging.perplexity(samples)])
-    if rows is not None:
-        tokenizers = {one.source: _student_tokenizer(options.tokenizer, one) for one in sets}
+    text = None
+    if options.reference is not None:
+        length = max(len(row) for samples in sets for row in samples.tokens)
+        most = max(len(samples.tokens) for samples in sets)
+        text = ReferenceText.read(options.reference, 2 * most, length)
+        for samples in sets:
+            require_enough(len(samples.tokens), samples.source)
+            text.rows_of(samples)
+    judging = None
+    if options.judge is not None:
+        # Imported here, so that scores without a model do not wait for transformers.
+        from evaluation.text.reading import Judging
+
+        for samples in sets:
+            samples.require_texts()
+        windows = {"max_tokens": options.max_tokens, "stride": options.stride}
+        judging = Judging.load(options.judge, options.device, options.kept, **windows)
         functions.append(
-            lambda samples: [_filled(judging, rows, samples, tokenizers[samples.source])]
+            lambda samples: [
+                judging.perplexity(
+                    samples.require_texts(), indices=samples.indices, where=samples.source
+                )
+            ]
         )
-    if references is not None:
-        functions.append(_mauve_scorer(judging, references, options.kept))
+        if rows is not None:
+            tokenizers = {one.source: _student_tokenizer(options.tokenizer, one) for one in sets}
+            functions.append(
+                lambda samples: [_filled(judging, rows, samples, tokenizers[samples.source])]
+            )
+    if text is not None:
+        sizes = {len(samples.tokens) for samples in sets}
+        rulers = {size: Ruler(text, size, judging, options.kept) for size in sizes}
+        functions.append(lambda samples: rulers[len(samples.tokens)].scores(samples))
     return Scorers(functions, judging)
 
 
-def _acceptance(samples: SampleSet) -> list[Score]:
-    counted = samples.verifications or []
-    accepted, reached = [one.accepted for one in counted], [one.reached for one in counted]
-    passes = [one.passes for one in counted]
-    return [acceptance_score(accepted, reached, passes, samples.indices)]
+def _acceptance(samples: SampleSet) -> Score:
+    """Tokens per pass of the teacher: those accepted and the one that each pass adds.
+
+    The details hold, by distance (Medusa: by head), the share of proposals that were accepted
+    where all before them had been, with 95% bootstrap intervals over samples, and the passes.
+    """
+    counted, indices = samples.verifications or [], tuple(samples.indices)
+    gained = tuple(float(sum(one.accepted) + one.passes) for one in counted)
+    per_pass = PerSample(indices, gained, tuple(float(one.passes) for one in counted))
+    heads = []
+    for column in range(len(counted[0].reached)):
+        reached = tuple(float(one.reached[column]) for one in counted)
+        if not sum(reached):
+            break
+        accepted = tuple(float(one.accepted[column]) for one in counted)
+        heads.append(PerSample(indices, accepted, reached))
+    # A set of samples drawn again may miss the few that reached a far distance: no interval there.
+    intervals = [
+        list(head.interval() or ()) if sum(map(bool, head.denominators)) >= 10 else None
+        for head in heads
+    ]
+    details = {
+        "conditional_acceptance": [head.value() for head in heads],
+        "conditional_acceptance_95": intervals,
+        "teacher_passes": sum(one.passes for one in counted),
+        "accepted_tokens": sum(sum(one.accepted) for one in counted),
+    }
+    return Score.of("tokens_per_teacher_pass", per_pass, details=details)
 
 
 def _maze_scorer(file: Path) -> Scorer:
@@ -193,13 +176,10 @@ def _maze_scorer(file: Path) -> Scorer:
         moves = [moves_of_words(text.split()) for text in samples.require_texts()]
         success = maze_success(maze, moves, uniform, "uniform")
         # Beside the success in the table, because success alone does not show a lost mode.
-        variation = Score(
-            name="total_variation_to_uniform",
-            value=success.details["total_variation_to_uniform"],
-            num_samples=success.num_samples,
-            settings={"uniform over": f"the {len(maze.paths)} paths of the maze"},
-        )
-        return [success, variation]
+        value = success.details["total_variation_to_uniform"]
+        over = {"uniform over": f"the {len(maze.paths)} paths of the maze"}
+        name = "total_variation_to_uniform"
+        return [success, Score(name, value, success.num_samples, settings=over)]
 
     return score
 
@@ -207,9 +187,7 @@ def _maze_scorer(file: Path) -> Scorer:
 def _exact_match(rows: list[InfillRow], samples: SampleSet) -> Score:
     from evaluation.infilling import exact_match
 
-    own = rows_of_samples(rows, samples)
-    truths, masked = [row.tokens for row in own], [row.masked for row in own]
-    return exact_match(samples.tokens, truths, masked, samples.indices)
+    return exact_match(samples.tokens, rows_of_samples(rows, samples), samples.indices)
 
 
 def _filled(judging: Judging, rows: list[InfillRow], samples: SampleSet, tokenizer: Any) -> Score:
@@ -219,17 +197,13 @@ def _filled(judging: Judging, rows: list[InfillRow], samples: SampleSet, tokeniz
 
     texts = samples.require_texts()
     own = rows_of_samples(rows, samples)
-    return filled_perplexity(
-        judging.judge,
-        texts,
-        read_texts(judging.judge, texts, judging.limits, judging.memory),
-        [
-            filled_spans(tokenizer, tokens, row.masked, text)
-            for tokens, row, text in zip(samples.tokens, own, texts, strict=True)
-        ],
-        samples.indices,
-        {**judging.judge.identity, **asdict(judging.limits)},
-    )
+    readings = read_texts(judging.judge, texts, judging.limits, judging.memory)
+    spans = [
+        filled_spans(tokenizer, tokens, row.masked, text)
+        for tokens, row, text in zip(samples.tokens, own, texts, strict=True)
+    ]
+    settings = {**judging.judge.identity, **asdict(judging.limits)}
+    return filled_perplexity(judging.judge, texts, readings, spans, samples.indices, settings)
 
 
 def _student_tokenizer(folder: Path | None, samples: SampleSet) -> Any:
@@ -240,63 +214,19 @@ def _student_tokenizer(folder: Path | None, samples: SampleSet) -> Any:
     """
     from trainer import load_tokenizer
 
-    place = folder or _named_folder(samples.settings.get("checkpoint"))
+    place, name = folder, samples.settings.get("checkpoint")
+    if place is None:
+        try:  # a stranger's settings reach no further than below here
+            place = Path(safe_name(str(name)))
+        except UsageError:
+            place = None
     found = load_tokenizer(place) if place is not None and place.is_dir() else None
     if found is None:
         raise UsageError(
             "no tokenizer to find the filled characters with",
             where=f"--tokenizer, {samples.source}",
-            got=place or samples.settings.get("checkpoint"),
+            got=place or name,
             expected="the student's model folder",
             remedy="name it with --tokenizer",
         )
     return found
-
-
-def _named_folder(name: object) -> Path | None:
-    """The folder that the samples' settings name; a stranger's reach no further than below here."""
-    try:
-        return Path(safe_name(str(name)))
-    except UsageError:
-        return None
-
-
-def judge_limits(judge: JudgeModel, options: ScoreOptions) -> ReadingLimits:
-    """How the judge reads, by the options and the defaults that they tell of.
-
-    Raises:
-        UsageError: For a stride or limit of no use.
-    """
-    from evaluation.text.reading import reading_limits
-
-    limit = options.max_tokens
-    if limit is None:
-        within = judge.context_length if options.stride is None else DEFAULT_MAX_TOKENS
-        limit = min(DEFAULT_MAX_TOKENS, within)
-    return reading_limits(judge, options.stride, limit)
-
-
-def _references(file: Path | None, sets: Sequence[SampleSet]) -> list[str] | None:
-    """The reference texts, if any are asked for and every set can be compared with them."""
-    from evaluation.text.mauve_divergence import check_counts
-
-    if file is None:
-        return None
-    references = read_references(file)
-    for samples in sets:
-        check_counts(len(samples.texts), len(references), samples.source)
-    return references
-
-
-def _mauve_scorer(judging: Judging, references: Sequence[str], kept: Path | None) -> Scorer:
-    from evaluation.text.mauve_divergence import mauve_score, text_features
-
-    judge = judging.judge
-    max_tokens = min(judging.limits.max_tokens, judge.context_length)
-    real = text_features(judge, references, max_tokens, kept)
-
-    def score(samples: SampleSet) -> list[Score]:
-        ours = text_features(judge, samples.require_texts(), max_tokens, kept)
-        return [mauve_score(judge, ours, real, max_tokens=max_tokens)]
-
-    return score

@@ -26,11 +26,11 @@ from typing import Any
 import requests
 import torch
 import typer
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from evaluation.text.reading import clean_logits, token_margins
 from shards.atomic import require_writable, write_json_atomic
-from shards.console import progress_bar
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import resolve_device
 from shards.language_model.loading import find_pretrained, load_causal_model
@@ -39,13 +39,14 @@ from trainer.students.folder import load_tokenizer
 
 NOISES = {"murmur3": torch.float32, "murmur3-float64": torch.float64}
 """Streams by name, and the precision of their variates."""
+TIMEOUT_S = 600
+"""That one answer may take."""
 LEAST_P = 0.05
 """A law test that comes out less likely convicts: a right engine passes 19 of 20 times."""
 TIES = {"float32": 2e-5, "bfloat16": 0.05}
 """Two scores so close, in units of the largest |l / T|, and a token so close to where the nucleus
 ends, are rounding's to decide: an engine computes a pass in other batches than the certificate. By
 the precision that the engine computes in."""
-ROWS_AT_A_TIME = 32
 CHANGES_THE_LAW = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
@@ -250,25 +251,19 @@ def judge(answer: Answer, logits: Float[Tensor, "n v"], tie: float) -> Verdict:
         places = len(answer.prompt) - 1 + torch.arange(len(tokens))
         precision = NOISES[answer.noise]
         noise = engine_gumbels(seeds, places, 0, logits.shape[1], precision).double()
-    margins, winners = _margins(law.double() + noise, tokens)
+    margins, winners = token_margins(law.double() + noise, tokens)
     within = tie * scaled.abs().amax(dim=-1).clamp_min(1.0)
     narrow = allowed(scaled, answer.top_k, answer.top_p, -tie)
     is_tie = margins.abs() <= within
     for cut in (wide, narrow):
-        is_tie |= _margins(cut.double() + noise, tokens)[0] >= -within
+        is_tie |= token_margins(cut.double() + noise, tokens)[0] >= -within
     is_agreeing = margins > 0
     verdict.num_agreeing = int(is_agreeing.sum())
     verdict.num_ties = int((is_tie & ~is_agreeing).sum())
-    faults = (~is_agreeing & ~is_tie).nonzero()[:, 0].tolist()
-    if faults:
-        place = faults[0]
+    for place in (~is_agreeing & ~is_tie).nonzero()[:1, 0].tolist():
         margin = -float(margins[place])
-        verdict.first = (
-            place,
-            answer.tokens[place],
-            int(winners[place]),
-            margin if math.isfinite(margin) else None,
-        )
+        by = margin if math.isfinite(margin) else None
+        verdict.first = (place, answer.tokens[place], int(winners[place]), by)
     return verdict
 
 
@@ -290,16 +285,6 @@ def _weigh(
     verdict.variance = float(variance[counted].clamp_min(0).sum())
 
 
-def _margins(
-    scores: Float[Tensor, "n v"], tokens: Int[Tensor, "n"]
-) -> tuple[Float[Tensor, "n"], Int[Tensor, "n"]]:
-    """Score of each token minus the best other one, and whose that is."""
-    own = scores.gather(1, tokens[:, None])[:, 0]
-    best, winners = scores.scatter(1, tokens[:, None], -torch.inf).max(dim=1)
-    return own - best, winners
-
-
-@torch.no_grad()
 def certify_answers(
     answers: list[Answer], model: Any, vocab_size: int, tie: float = TIES["float32"]
 ) -> ServedCertificate:
@@ -314,9 +299,8 @@ def certify_answers(
     Raises:
         GdistillError: For a token id outside of the vocabulary.
     """
-    certificate = ServedCertificate()
-    for answer in answers:
-        ids = answer.prompt + answer.tokens
+    rows = [answer.prompt + answer.tokens for answer in answers]
+    for answer, ids in zip(answers, rows, strict=True):
         if not answer.prompt or not all(0 <= token < vocab_size for token in ids):
             raise GdistillError(
                 "an answer is not of this model",
@@ -325,23 +309,12 @@ def certify_answers(
                 expected=f"a prompt, and ids below {vocab_size}",
                 remedy="give the model that was served as --teacher",
             )
-    order = sorted(range(len(answers)), key=lambda i: len(answers[i].prompt + answers[i].tokens))
     found: dict[int, Verdict] = {}
-    device = next(model.parameters()).device
-    with progress_bar("certify", len(answers)) as bar:
-        for first in range(0, len(order), ROWS_AT_A_TIME):
-            group = [answers[i] for i in order[first : first + ROWS_AT_A_TIME]]
-            rows = [answer.prompt + answer.tokens for answer in group]
-            longest = max(map(len, rows))
-            padded = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
-            logits = model(input_ids=padded.to(device)).logits[..., :vocab_size].float().cpu()
-            for place, answer in enumerate(group):
-                start = len(answer.prompt) - 1
-                here = logits[place, start : start + len(answer.tokens)]
-                found[order[first + place]] = judge(answer, here, tie)
-            bar.advance(len(group))
-    certificate.verdicts = [found[i] for i in range(len(answers))]
-    return certificate
+    for number, logits in clean_logits(model, rows, vocab_size):
+        start = len(answers[number].prompt) - 1
+        here = logits[start : start + len(answers[number].tokens)].cpu()
+        found[number] = judge(answers[number], here, tie)
+    return ServedCertificate([found[number] for number in range(len(answers))])
 
 
 def read_answers(file: Path, tokenizer: Any, noise: str | None = None) -> list[Answer]:
@@ -455,9 +428,7 @@ def _tokens(choice: Mapping[str, Any]) -> list[int]:
     )
 
 
-def ask(
-    url: str, num: int, prompt: str, settings: Mapping[str, Any], timeout_s: float = 600
-) -> Iterator[dict[str, Any]]:
+def ask(url: str, num: int, prompt: str, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Ask a server for ``num`` answers, with the seeds from ``settings["seed"]`` on.
 
     Args:
@@ -465,7 +436,6 @@ def ask(
         num: Answers.
         prompt: The same for all.
         settings: Of the request: ``max_tokens``, ``temperature``, ...
-        timeout_s: Seconds that one answer may take.
 
     Raises:
         GdistillError: When the server does not answer, or with an error.
@@ -473,20 +443,17 @@ def ask(
     base = url.rstrip("/").removesuffix("/v1") + "/v1"
     session, first = requests.Session(), int(settings.get("seed") or 0)
     try:
-        named = session.get(f"{base}/models", timeout=timeout_s)
+        named = session.get(f"{base}/models", timeout=TIMEOUT_S)
         named.raise_for_status()
         model = named.json()["data"][0]["id"]
         for index in range(num):
             body = {"model": model, "prompt": prompt, "return_token_ids": True, **settings}
             body["seed"] = first + index
-            said = session.post(f"{base}/completions", json=body, timeout=timeout_s)
-            if said.status_code != 200:
-                raise GdistillError(
-                    "the server refuses the request",
-                    where=base,
-                    got=f"{said.status_code} {said.text[:200]}",
-                )
-            yield {"request": body, "answer": said.json()}
+            reply = session.post(f"{base}/completions", json=body, timeout=TIMEOUT_S)
+            if reply.status_code != 200:
+                got = f"{reply.status_code} {reply.text[:200]}"
+                raise GdistillError("the server refuses the request", where=base, got=got)
+            yield {"request": body, "answer": reply.json()}
     except (requests.RequestException, ValueError, LookupError) as error:
         raise GdistillError(
             "the server does not answer",
@@ -496,18 +463,22 @@ def ask(
         ) from error
 
 
+def is_url(source: str) -> bool:
+    """Whether a source is a server's address."""
+    return source.startswith(("http://", "https://"))
+
+
 def is_served(source: str) -> bool:
     """Whether a source is a server, or a file of a server's answers."""
-    if source.startswith(("http://", "https://")):
+    if is_url(source):
         return True
-    file = Path(source)
-    if not file.is_file():
+    if not Path(source).is_file():  # no pipe, which nobody may write
         return False
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        try:
+    try:
+        with open(source, encoding="utf-8", errors="replace") as lines:
             first = json.loads(lines.readline())
-        except ValueError:
-            return False
+    except (OSError, ValueError):
+        return False
     return isinstance(first, dict) and {"request", "answer"} <= first.keys()
 
 
@@ -533,12 +504,10 @@ def certify_served(
     files = find_pretrained(teacher, role="teacher", local_files_only=True)
     tokenizer = load_tokenizer(files.folder)
     size = files.num_logits  # an engine draws from all of them
-    is_file = not source.startswith(("http://", "https://"))
-    folder = out or (Path(source).parent if is_file else Path())
+    folder = out or (Path() if is_url(source) else Path(source).parent)
     require_writable(folder)
-    if is_file:
-        answers = read_answers(Path(source), tokenizer, noise)
-    else:
+    file = Path(source)
+    if is_url(source):
         try:
             settings = json.loads(request)
         except ValueError:
@@ -549,7 +518,7 @@ def certify_served(
         with file.open("w", encoding="utf-8") as lines:
             for record in ask(source, num, prompt, settings):
                 lines.write(json.dumps(record) + "\n")
-        answers = read_answers(file, tokenizer, noise)
+    answers = read_answers(file, tokenizer, noise)
     model = load_causal_model(files, dtype, resolve_device(device), vocab_size=size).network  # type: ignore[arg-type]
     certificate = certify_answers(answers, model, size, TIES[dtype])
     write_json_atomic(folder / "certificate.json", certificate.to_json())

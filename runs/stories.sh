@@ -60,7 +60,7 @@ for model in $MODELS; do
     ;;
   esac
 done
-gdistill-eval curve "${curves[@]}" --judge "$judge" --data "$OUT/store" --out "$OUT/curve"
+gdistill-eval frontier "${curves[@]}" --judge "$judge" --data "$OUT/store" --out "$OUT/frontier"
 
 compared=()
 for model in $MODELS; do
@@ -86,4 +86,4 @@ if [ -n "${QUESTIONS:-}" ]; then
       --tasks "$tasks" --limit "${LIMIT:-200}" --output_path "$OUT/questions/$model"
   done
 fi
-echo "open $OUT/scores/*/report.html, $OUT/curve, $OUT/comparison"
+echo "open $OUT/scores/*/report.html, $OUT/frontier, $OUT/comparison"

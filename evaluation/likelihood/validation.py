@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,9 +11,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from evaluation.bootstrap import PerSample
-from evaluation.samples.samples import DataRows
-from evaluation.score import Score
+from evaluation.samples import DataRows
+from evaluation.score import PerSample, Score
 from shards.console import progress_bar
 from shards.errors import GdistillError, UsageError
 from shards.noise.kinds import Noise
@@ -115,12 +113,19 @@ def validation_perplexity(
     """
     _check(student, data, noise, store)
     nats = np.zeros(len(data.rows))
+    opened = ShardStore.find(store) if noise == "posterior" and store is not None else None
     with progress_bar("validation", num_draws * data.rows.size) as bar:
-        for batch in _batches(student, data, noise, store, split, num_draws, batch_size, seed):
-            with torch.no_grad():
-                output = student.loss(batch, time_bounds=FULL)
-            nats[batch.row_ids.cpu().numpy()] += output.row_nlls.double().cpu().numpy() / num_draws
-            bar.advance(batch.tokens.numel())
+        for draw in range(num_draws):
+            for start in range(0, len(data.rows), batch_size):
+                part = range(start, min(start + batch_size, len(data.rows)))
+                if opened is not None:
+                    batch = _stored(opened, split, part, draw, seed, student.device)
+                else:
+                    batch = _plain(student, data, part, draw, seed, noise)
+                with torch.no_grad():
+                    found = student.loss(batch, time_bounds=FULL).row_nlls
+                nats[part.start : part.stop] += found.double().cpu().numpy() / num_draws
+                bar.advance(batch.tokens.numel())
     if not np.isfinite(nats).all():
         raise GdistillError(
             "the student gives a likelihood that is no number",
@@ -128,36 +133,28 @@ def validation_perplexity(
             got=f"{int((~np.isfinite(nats)).sum())} of {len(nats)} rows",
             remedy="check the student's weights",
         )
-    tokens_per_row = data.rows.shape[1] - 1
-    kept = PerSample(
-        tuple(range(len(nats))), tuple(nats.tolist()), (float(tokens_per_row),) * len(nats), True
-    )
-    kind = "exact" if isinstance(student, AR) else "bound, t in (1e-3, 1)"
-    return Score(
-        name="validation_perplexity"
-        if noise != "posterior"
-        else "conditional_validation_perplexity",
-        value=kept.value(),
-        num_samples=len(nats),
-        interval=kept.interval(),
+    num_tokens = float(data.rows.shape[1] - 1)
+    places, counts = tuple(range(len(nats))), (num_tokens,) * len(nats)
+    prefix = "conditional_" if noise == "posterior" else ""
+    return Score.of(
+        f"{prefix}validation_perplexity",
+        PerSample(places, tuple(nats.tolist()), counts, is_exponential=True),
         settings={
             "data": data.name,
             "data_fingerprint": data.fingerprint,
-            "estimate": kind,
+            "estimate": "exact" if isinstance(student, AR) else "bound, t in (1e-3, 1)",
             "noise": noise,
             "draws_per_row": num_draws,
             "seed": seed,
             "precision": "fp32",
         },
-        details={"nll_nats_per_token": float(nats.sum() / len(nats) / tokens_per_row)},
+        details={"nll_nats_per_token": float(nats.mean() / num_tokens)},
         cautions=(CAVEAT,) if noise == "posterior" else (),
-        per_sample=kept,
     )
 
 
 def _check(student: Student, data: DataRows, noise: NoiseSource, store: Path | None) -> None:
-    config = student.config
-    wrong = None
+    config, wrong = student.config, None
     if data.rows.shape[1] != config.row_length:
         wrong = ("rows", f"{data.rows.shape[1]} tokens", f"{config.row_length}, the student's")
     elif data.vocab_size != config.vocab_size:
@@ -168,69 +165,37 @@ def _check(student: Student, data: DataRows, noise: NoiseSource, store: Path | N
     elif noise == "posterior" and store is None:
         wrong = ("--noise posterior", "rows without a teacher's noise", "a store of that codec")
     if wrong is not None:
-        raise UsageError(
-            "the data do not suit the student", where=wrong[0], got=wrong[1], expected=wrong[2]
-        )
-
-
-def _batches(
-    student: Student,
-    data: DataRows,
-    noise: NoiseSource,
-    store: Path | None,
-    split: str,
-    num_draws: int,
-    batch_size: int,
-    seed: int,
-) -> Iterator[Batch]:
-    device = student.device
-    opened = None if store is None else ShardStore.find(store)
-    for draw in range(num_draws):
-        for start in range(0, len(data.rows), batch_size):
-            stop = min(start + batch_size, len(data.rows))
-            if noise == "posterior" and opened is not None:
-                yield _stored(opened, split, start, stop, draw, seed, device)
-                continue
-            yield _plain(student, data, start, stop, draw, seed, noise)
+        where, got, expected = wrong
+        what = "the data do not suit the student"
+        raise UsageError(what, where=where, got=got, expected=expected)
 
 
 def _stored(
-    store: ShardStore, split: str, start: int, stop: int, draw: int, seed: int, device: torch.device
+    store: ShardStore, split: str, part: range, draw: int, seed: int, device: torch.device
 ) -> Batch:
+    """Rows of a store with the teacher's noise."""
     make = BatchMaker(store, split, seed, device, with_noise=True)
-    arrays = store.split(split, make.arrays).read_rows(start, stop)
-    ids, slots = _ids(start, stop)
+    arrays = store.split(split, make.arrays).read_rows(part.start, part.stop)
     tensors: dict[str, Any] = {name: torch.from_numpy(value) for name, value in arrays.items()}
-    return make(RowBatch(tensors, ids, slots, stop - start, draw, 0), 0)
+    ids, slots = torch.tensor(part), torch.arange(len(part))
+    return make(RowBatch(tensors, ids, slots, len(part), draw, 0), 0)
 
 
 def _plain(
-    student: Student,
-    data: DataRows,
-    start: int,
-    stop: int,
-    draw: int,
-    seed: int,
-    noise: NoiseSource,
+    student: Student, data: DataRows, part: range, draw: int, seed: int, noise: NoiseSource
 ) -> Batch:
+    """Rows without noise, or with the prior's."""
     device = student.device
-    tokens = torch.from_numpy(data.rows[start:stop]).to(device)
-    ids, slots = (part.to(device) for part in _ids(start, stop))
-    given = None
-    if noise == "prior":
-        given = PriorRowNoise(student, ids, tokens.shape[1], seed, draw)
+    tokens = torch.from_numpy(data.rows[part.start : part.stop]).to(device)
+    ids, length = torch.tensor(part, device=device), tokens.shape[1]
     return Batch(
         tokens=tokens,
         token_log_probs=torch.zeros(tokens.shape, device=device),
         row_ids=ids,
-        slots=slots,
-        global_batch_size=stop - start,
+        slots=torch.arange(len(part), device=device),
+        global_batch_size=len(part),
         step=0,
         epoch=draw,
         seed=seed,
-        noise=given,
+        noise=PriorRowNoise(student, ids, length, seed, draw) if noise == "prior" else None,
     )
-
-
-def _ids(start: int, stop: int) -> tuple[Tensor, Tensor]:
-    return torch.arange(start, stop), torch.arange(stop - start)

@@ -1,9 +1,9 @@
-"""How far a set of samples is from text: distances between distributions, which no trick wins.
+"""How far a set of samples is from text, and how varied it is.
 
 A perplexity falls when a sampler repeats itself, an entropy rises when it draws at random; both can
 be bought. A distance between the distributions of samples and of text cannot: it is least where the
-two are alike. Every score is given with its **floor**, what as many rows of the text itself score
-against the same reference, and with an interval over samples.
+two are alike. Rows are sequences of token ids (or of words, each as a number); nothing here reads a
+model.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from evaluation.score import NORMAL_QUANTILE
+from evaluation.score import NORMAL_QUANTILE, PerSample, Score, mean_interval, range_text
 from shards.errors import UsageError
 
 MIN_SAMPLES = 128
-"""Below it a floor is as large as the differences between students."""
+"""Below it a floor is as large as the differences between students: the scores say nothing."""
 ORDERS, BUCKETS = (1, 2, 3), 2048
 """Of the n-grams that the energy distance counts, and the places that each order is hashed to."""
 NUM_GROUPS = 20
@@ -27,23 +27,47 @@ NUM_GROUPS = 20
 MEMORISED_ORDER, BEGINNING_TOKENS = 16, 8
 
 Vectors = Float[np.ndarray, "n d"]
-Rows = Sequence[Sequence[int]]
+Rows = Sequence[Sequence[int]] | Int[np.ndarray, "_ _"]
 
 
-def require_enough(num_samples: int, where: object) -> None:
+def require_enough(num: int, where: object, least: int = MIN_SAMPLES) -> None:
     """Refuse sets too small for a distance to say anything.
 
     Raises:
-        UsageError: Below :data:`MIN_SAMPLES`.
+        UsageError: Below ``least``.
     """
-    if num_samples < MIN_SAMPLES:
-        raise UsageError(
-            "too few samples for a distance between distributions",
-            where=where,
-            got=num_samples,
-            expected=f"at least {MIN_SAMPLES}",
-            remedy=f"gdistill-sample --num {4 * MIN_SAMPLES}",
-        )
+    if num < least:
+        remedy = f"gdistill-sample --num {4 * MIN_SAMPLES}, or score without --reference"
+        what = "too few samples for a distance between distributions"
+        raise UsageError(what, where=where, got=num, expected=f"at least {least}", remedy=remedy)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A score with its 95% interval over samples."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+
+def jackknife(statistic: Callable[[Int[np.ndarray, "k"]], float], num: int) -> Estimate:
+    """A statistic of rows 0..num - 1, and its interval by deleting each of 20 groups of them.
+
+    A bootstrap would draw rows twice, which these distances take for less variety.
+
+    Args:
+        statistic: Given the places of the rows that it is to look at.
+        num: Rows.
+    """
+    places = np.arange(num)
+    without = np.array([statistic(places[places % NUM_GROUPS != g]) for g in range(NUM_GROUPS)])
+    spread = np.sqrt((NUM_GROUPS - 1) / NUM_GROUPS * ((without - without.mean()) ** 2).sum())
+    value, half = float(statistic(places)), NORMAL_QUANTILE * float(spread)
+    return Estimate(value, value - half, value + half)
 
 
 def frechet_distance(x: Vectors, y: Float[np.ndarray, "m d"]) -> float:
@@ -56,9 +80,7 @@ def frechet_distance(x: Vectors, y: Float[np.ndarray, "m d"]) -> float:
         UsageError: With fewer than two rows, which have no covariance.
     """
     if min(len(x), len(y)) < 2:
-        raise UsageError(
-            "a covariance needs two", where="samples", got=f"{len(x)} and {len(y)} rows"
-        )
+        raise UsageError("a covariance needs two", where="samples", got=f"{len(x)}, {len(y)} rows")
     first, second = (np.atleast_2d(np.cov(rows, rowvar=False)) for rows in (x, y))
     values, vectors = np.linalg.eigh(first)
     root = vectors * np.sqrt(values.clip(min=0)) @ vectors.T
@@ -68,21 +90,27 @@ def frechet_distance(x: Vectors, y: Float[np.ndarray, "m d"]) -> float:
     return float(apart + np.trace(first) + np.trace(second) - 2 * common)
 
 
-def energy_distance(x: Vectors, y: Float[np.ndarray, "m d"]) -> float:
+def energy_distance(x: Vectors, y: Float[np.ndarray, "m d"]) -> Estimate:
     """2 E|X - Y| - E|X - X'| - E|Y - Y'|, unbiased (Székely and Rizzo 2013); 0 for one law.
 
-    With :func:`ngram_vectors` it needs no model. Its estimate may fall below 0 by chance.
+    With :func:`ngram_vectors` it needs no model. Its estimate may fall below 0 by chance. The
+    interval is a jackknife over x, made from one table of distances.
 
     Raises:
         UsageError: With fewer than two rows on a side.
     """
     if min(len(x), len(y)) < 2:
-        raise UsageError("a spread needs two", where="samples", got=f"{len(x)} and {len(y)} rows")
+        raise UsageError("a spread needs two", where="samples", got=f"{len(x)}, {len(y)} rows")
+    across, within, theirs = _distances(x, y), _distances(x, x), _pairs_mean(_distances(y, y))
 
-    def within(rows: Vectors) -> float:
-        return float(_distances(rows, rows).sum()) / (len(rows) * (len(rows) - 1))
+    def of_some(kept: Int[np.ndarray, "k"]) -> float:
+        return 2 * across[kept].mean() - _pairs_mean(within[np.ix_(kept, kept)]) - theirs
 
-    return 2 * float(_distances(x, y).mean()) - within(x) - within(y)
+    return jackknife(of_some, len(x))
+
+
+def _pairs_mean(distances: Float[np.ndarray, "n n"]) -> float:
+    return float(distances.sum()) / max(1, len(distances) * (len(distances) - 1))
 
 
 def _distances(x: Vectors, y: Float[np.ndarray, "m d"]) -> Float[np.ndarray, "n m"]:
@@ -91,6 +119,25 @@ def _distances(x: Vectors, y: Float[np.ndarray, "m d"]) -> Float[np.ndarray, "n 
     if x is y:
         np.fill_diagonal(found, 0.0)
     return found
+
+
+def typicality_gap(
+    x: Vectors, fitted: Float[np.ndarray, "m d"], typical: Float[np.ndarray, "k d"]
+) -> Estimate:
+    """How unlike text the samples' mean Mahalanobis distance is: |E d(x) / E d(typical) - 1|.
+
+    d is the distance from the Gaussian fitted to ``fitted``, with a ridge of 1e-3 of its mean
+    variance; ``typical`` are further rows of text, whose distance is what text has. Repetitive
+    samples lie too near, random ones too far.
+    """
+    mean, covariance = fitted.mean(0), np.atleast_2d(np.cov(fitted, rowvar=False))
+    covariance += np.eye(len(covariance)) * 1e-3 * np.trace(covariance) / len(covariance)
+    inverse = np.linalg.inv(covariance)
+    ours, theirs = (
+        np.sqrt(np.einsum("nd,de,ne->n", rows - mean, inverse, rows - mean, optimize=True))
+        for rows in (x, typical)
+    )
+    return jackknife(lambda kept: abs(ours[kept].mean() / theirs.mean() - 1), len(x))
 
 
 def ngram_vectors(rows: Rows) -> Float[np.ndarray, "n d"]:
@@ -115,23 +162,35 @@ def ngram_vectors(rows: Rows) -> Float[np.ndarray, "n d"]:
     return found.reshape(len(rows), -1)
 
 
-def typicality_gap(
-    x: Vectors, fitted: Float[np.ndarray, "m d"], typical: Float[np.ndarray, "k d"]
-) -> float:
-    """How unlike text the samples' mean Mahalanobis distance is: |E d(x) / E d(typical) - 1|.
+# Variety: shown beside every distance, but each is won by a sampler without a parameter.
 
-    d is the distance from the Gaussian fitted to ``fitted``; ``typical`` are further rows of text,
-    whose distance is what text has. Repetitive samples lie too near, random ones too far.
+
+def unigram_entropy_nats(tokens: Sequence[int]) -> float:
+    """Entropy in nats of the empirical token distribution of one sequence."""
+    if not len(tokens):
+        return 0.0
+    _, counts = np.unique(np.asarray(tokens), return_counts=True)
+    shares = counts / counts.sum()
+    return abs(float((shares * np.log(shares)).sum()))
+
+
+def distinct_ngram_share(sequences: Rows, order: int) -> float:
+    """Distinct n-grams over all n-grams of all sequences (distinct-n); 0 when there are none."""
+    grams = [gram for tokens in sequences for gram in _ngrams(tokens, order)]
+    return len(set(grams)) / len(grams) if grams else 0.0
+
+
+def repetition_share(tokens: Sequence[int], order: int = 4) -> float:
+    """1 - distinct n-grams / n-grams within one sequence (seq-rep-n, Welleck et al. 2020).
+
+    0 for a sequence without an n-gram.
     """
-    mean, covariance = fitted.mean(0), np.atleast_2d(np.cov(fitted, rowvar=False))
-    covariance += np.eye(len(covariance)) * 1e-3 * np.trace(covariance) / len(covariance)
-    inverse = np.linalg.inv(covariance)
+    grams = _ngrams(tokens, order)
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
-    def mahalanobis(rows: Vectors) -> float:
-        apart = rows - mean
-        return float(np.sqrt(np.einsum("nd,de,ne->n", apart, inverse, apart)).mean())
 
-    return abs(mahalanobis(x) / mahalanobis(typical) - 1)
+def _ngrams(tokens: Sequence[int], order: int) -> list[tuple[int, ...]]:
+    return [tuple(tokens[i : i + order]) for i in range(len(tokens) - order + 1)]
 
 
 def distinct_beginnings(rows: Rows) -> float:
@@ -139,40 +198,46 @@ def distinct_beginnings(rows: Rows) -> float:
     return len({tuple(row[1 : 1 + BEGINNING_TOKENS]) for row in rows}) / len(rows)
 
 
-def memorised_share(rows: Rows, training: Int[np.ndarray, "n l"]) -> float:
-    """Share of the rows' 16-grams that stand in the training rows."""
+def memorised_counts(rows: Rows, training: Rows) -> Int[np.ndarray, "n 2"]:
+    """Of each row: how many of its 16-grams stand in the training rows, and how many it has."""
 
     def grams(row: Any) -> list[bytes]:
-        width = MEMORISED_ORDER
-        tokens = np.asarray(row, dtype=np.int32)
-        return [tokens[i : i + width].tobytes() for i in range(len(tokens) - width + 1)]
+        data, size = np.asarray(row, dtype=np.int64).tobytes(), 8 * MEMORISED_ORDER
+        return [data[i : i + size] for i in range(0, len(data) - size + 1, 8)]
 
-    wanted = [gram for row in rows for gram in grams(row)]
-    known = set(wanted)
-    seen = {gram for row in training for gram in grams(row) if gram in known}
-    return sum(gram in seen for gram in wanted) / max(1, len(wanted))
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A distance with its 95% interval over samples."""
-
-    value: float
-    low: float
-    high: float
+    ours = [grams(row) for row in rows]
+    wanted = {gram for row in ours for gram in row}
+    seen = {gram for row in training for gram in grams(row) if gram in wanted}
+    return np.array([[sum(gram in seen for gram in row), len(row)] for row in ours])
 
 
-def jackknife(statistic: Callable[[Vectors], float], x: Vectors) -> Estimate:
-    """A statistic of all rows, and its interval by deleting each of 20 groups of them.
+def entropy_score(sequences: Rows, indices: Sequence[int] | None = None) -> Score:
+    """Mean over samples of :func:`unigram_entropy_nats` (the authors' ``entropy`` at batch 1).
 
-    A bootstrap would draw rows twice, which these distances take for less variety.
+    Beside it stand the entropy of all samples' tokens together (``pooled``, which long texts and
+    many samples raise), distinct-n and the share of repeated 4-grams within a sample.
+
+    Args:
+        sequences: Token ids of each sample, in the student's own vocabulary.
+        indices: Sample indices; 0, 1, ... unless given.
     """
-    value = statistic(x)
-    groups = np.arange(len(x)) % NUM_GROUPS
-    without = np.array([statistic(x[groups != group]) for group in range(NUM_GROUPS)])
-    spread = np.sqrt((NUM_GROUPS - 1) / NUM_GROUPS * ((without - without.mean()) ** 2).sum())
-    half = NORMAL_QUANTILE * float(spread)
-    return Estimate(value, value - half, value + half)
+    values = [unigram_entropy_nats(tokens) for tokens in sequences]
+    return Score(
+        name="entropy_nats",
+        value=float(np.mean(values)),
+        num_samples=len(values),
+        interval=mean_interval(values),
+        settings={"tokens_per_sample": range_text(map(len, sequences))},
+        details={
+            "pooled_nats": unigram_entropy_nats([t for tokens in sequences for t in tokens]),
+            "distinct_1": distinct_ngram_share(sequences, 1),
+            "distinct_2": distinct_ngram_share(sequences, 2),
+            "distinct_3": distinct_ngram_share(sequences, 3),
+            "repeated_4": float(np.mean([repetition_share(tokens) for tokens in sequences])),
+        },
+        cautions=("one sample has no spread",) if len(values) == 1 else (),
+        per_sample=PerSample.of_mean(indices or range(len(values)), values),
+    )
 
 
 def naive_samples(
@@ -184,15 +249,11 @@ def naive_samples(
         Name -> rows: a row's first eight tokens again and again; tokens drawn by frequency; the
         most frequent 4-grams one after the other; the tokens of whole rows in another order.
     """
-    generator = np.random.default_rng(seed)
-    length = text.shape[1]
+    generator, length = np.random.default_rng(seed), text.shape[1]
     rows = text[generator.integers(len(text), size=num)]
     tokens, counts = np.unique(text, return_counts=True)
-    grams, uses = np.unique(
-        np.lib.stride_tricks.sliding_window_view(text, 4, axis=1).reshape(-1, 4),
-        axis=0,
-        return_counts=True,
-    )
+    windows = np.lib.stride_tricks.sliding_window_view(text, 4, axis=1).reshape(-1, 4)
+    grams, uses = np.unique(windows, axis=0, return_counts=True)
     frequent = grams[np.argsort(-uses, kind="stable")[:64]]
     picked = frequent[generator.integers(len(frequent), size=(num, -(-length // 4)))]
     return {

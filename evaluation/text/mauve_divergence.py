@@ -1,4 +1,4 @@
-"""MAUVE between samples and reference text, with its spread over k-means seeds."""
+"""MAUVE between samples and reference text, and the states of a judge that such scores are of."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,36 +14,19 @@ from jaxtyping import Float, Int
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from evaluation.score import Score
+from evaluation.score import NORMAL_QUANTILE, Score
+from evaluation.text.distance import require_enough
 from evaluation.text.reading import JudgeModel, side_by_side
 from shards.atomic import canonical_json, write_bytes_atomic
 from shards.console import progress_bar
 from shards.errors import GdistillError, UsageError
 
-MIN_TEXTS = 20
-"""Below this k-means has a single pair of clusters and the number says nothing."""
-FEW_TEXTS = 1000
-PUBLISHED_TEXTS = 5000
+FEW_TEXTS, PUBLISHED_TEXTS = 1000, 5000
 LENGTH_RATIO = 1.25
 """Mean lengths that differ by more are named: the model's last state tells a text's length."""
 SEEDS = (25, 26, 27, 28, 29)
 """Of the k-means; 25 is mauve-text's own."""
-
-
-def check_counts(num_samples: int, num_references: int, where: object = "") -> None:
-    """Refuse fewer than 20 texts on a side; ``where`` names the samples.
-
-    Raises:
-        UsageError: With both counts.
-    """
-    if min(num_samples, num_references) < MIN_TEXTS:
-        raise UsageError(
-            "too few texts for MAUVE",
-            where=where,
-            got=f"{num_samples} samples, {num_references} references",
-            expected=f"at least {MIN_TEXTS} a side, {PUBLISHED_TEXTS} as in published numbers",
-            remedy="sample more, or score without --reference",
-        )
+SCALING, MIXTURES, NUM_RESAMPLED = 5, 25, 200
 
 
 def mauve_score(
@@ -57,7 +40,8 @@ def mauve_score(
     """MAUVE (Pillutla et al. 2021) through mauve-text, averaged over k-means seeds.
 
     The published setting is 5,000 texts a side with gpt2-large features; fewer texts bias the
-    score upward, so both counts are part of the result.
+    score upward, so both counts are part of the result. The interval draws the samples' clusters
+    again, the clusters themselves held fixed.
 
     Args:
         judge: The model the features are of.
@@ -67,31 +51,32 @@ def mauve_score(
         seeds: Of the k-means.
 
     Raises:
-        UsageError: With fewer than 20 texts on a side.
+        UsageError: With fewer than 128 texts on a side.
     """
-    check_counts(len(samples.values), len(references.values))
+    for name, found in (("samples", samples), ("references", references)):
+        require_enough(len(found.values), f"MAUVE, {name}")
     import mauve
 
-    results: list[Any] = [
-        mauve.compute_mauve(
-            p_features=references.values,
-            q_features=samples.values,
-            seed=seed,
-            mauve_scaling_factor=5,
-            verbose=False,
-        )
-        for seed in seeds
-    ]
+    both = {"p_features": references.values, "q_features": samples.values}
+    fixed: dict[str, Any] = {"mauve_scaling_factor": SCALING, "verbose": False}
+    results: list[Any] = [mauve.compute_mauve(**both, seed=seed, **fixed) for seed in seeds]
     values = [float(result.mauve) for result in results]
+    value, generator, num = float(np.mean(values)), np.random.default_rng(0), len(samples.values)
+    spreads = []
+    for result in results:
+        drawn = generator.multinomial(num, result.q_hist, size=NUM_RESAMPLED) / num
+        spreads.append(np.std([mauve_of_histograms(result.p_hist, q) for q in drawn]))
+    half = NORMAL_QUANTILE * float(np.mean(spreads))
     return Score(
         name="mauve",
-        value=float(np.mean(values)),
-        num_samples=len(samples.values),
+        value=value,
+        num_samples=num,
+        interval=(max(0.0, value - half), min(1.0, value + half)),
         settings={
             **judge.identity,
             "num_references": len(references.values),
             "max_tokens": max_tokens,
-            "scaling": 5,
+            "scaling": SCALING,
             "seeds": list(seeds),
             "buckets": int(results[0].num_buckets),
         },
@@ -104,6 +89,29 @@ def mauve_score(
         },
         cautions=tuple(_cautions(samples, references)),
     )
+
+
+def mauve_of_histograms(p: Float[np.ndarray, "k"], q: Float[np.ndarray, "k"]) -> float:
+    """Area under the divergence curve of two histograms: mauve-text's number without clustering.
+
+    The curve holds exp(-c KL(q | r)) and exp(-c KL(p | r)) for mixtures r of p and q, c = 5.
+    """
+    weights = np.linspace(1e-6, 1 - 1e-6, MIXTURES)[:, None]
+    mixture = weights * p + (1 - weights) * q
+
+    def closeness(part: Float[np.ndarray, "k"]) -> Float[np.ndarray, "w"]:
+        inside = part > 0
+        ratio = np.log(part[inside] / mixture[:, inside])
+        return np.exp(-SCALING * (part[inside] * ratio).sum(1))
+
+    x, y = np.append(1.0, closeness(q)), np.append(0.0, closeness(p))
+    x, y = np.append(x, 0.0), np.append(y, 1.0)
+    return float(sum(_area(one, other) for one, other in ((x, y), (y, x))) / 2)
+
+
+def _area(x: Float[np.ndarray, "n"], y: Float[np.ndarray, "n"]) -> float:
+    order = np.argsort(x)
+    return float(np.trapezoid(y[order], x[order]))
 
 
 def _cautions(samples: TextFeatures, references: TextFeatures) -> list[str]:
@@ -123,9 +131,7 @@ def _cautions(samples: TextFeatures, references: TextFeatures) -> list[str]:
     return found
 
 
-# The features MAUVE clusters: a causal model's last hidden state at a text's last token.
-#
-# As mauve-text has them: of the model without its head.
+# The states of a causal model without its head, at a text's last token or averaged over it.
 
 
 @dataclass(frozen=True)
@@ -133,22 +139,24 @@ class TextFeatures:
     """Features of n texts that have a token.
 
     Attributes:
-        values: One row per text.
+        values: The state of each text's last token, MAUVE's.
+        means: The states of each text, averaged over its tokens.
         num_tokens: Tokens of each text that were read.
         num_empty: Texts without a token, left out as mauve-text leaves them out.
     """
 
     values: Float[np.ndarray, "n d"]
+    means: Float[np.ndarray, "n d"]
     num_tokens: Int[np.ndarray, "n"]
     num_empty: int = 0
 
+    def select(self, places: Int[np.ndarray, "k"]) -> TextFeatures:
+        """Of some of the texts."""
+        return TextFeatures(self.values[places], self.means[places], self.num_tokens[places])
+
 
 def text_features(
-    judge: JudgeModel,
-    texts: Sequence[str],
-    max_tokens: int,
-    folder: Path | None = None,
-    pooling: Literal["last", "mean"] = "last",
+    judge: JudgeModel, texts: Sequence[str], max_tokens: int, folder: Path | None = None
 ) -> TextFeatures:
     """Features of texts, from ``folder`` where the same texts were read before.
 
@@ -159,33 +167,48 @@ def text_features(
         texts: The texts.
         max_tokens: Texts are truncated to this many tokens; 1 to the judge's context.
         folder: Where features are kept by content; None keeps none.
-        pooling: The state of a text's last token (MAUVE's), or the mean over its tokens.
 
     Raises:
         UsageError: For another limit, or a model that is all head.
         GdistillError: When no text has a token, or features cannot be kept.
     """
     if not 1 <= max_tokens <= judge.context_length:
-        raise UsageError(
-            "no such limit",
-            where="max_tokens",
-            got=max_tokens,
-            expected=f"1..{judge.context_length}, the context of {judge.name}",
-        )
+        expected = f"1..{judge.context_length}, the context of {judge.name}"
+        raise UsageError("no such limit", where="max_tokens", got=max_tokens, expected=expected)
     full = [text for text in texts if text]
     if not full:
         raise GdistillError("no text has a token", got=f"{len(texts)} empty texts")
-    file = None if folder is None else folder / _name(judge, full, max_tokens, pooling)
+    file = None
+    if folder is not None:
+        content = hashlib.sha256(canonical_json(full)).hexdigest()
+        key = {**judge.identity, "max_tokens": max_tokens, "texts_sha256": content}
+        name = hashlib.sha256(canonical_json(key)).hexdigest()[:16]
+        file = folder / f"{name}.features.safetensors"
     found = None if file is None else _read(file, len(full))
-    values, num_tokens = found or _compute(judge, full, max_tokens, pooling)
+    arrays = found or _compute(judge, full, max_tokens)
     if file is not None and found is None:
-        _keep(file, values, num_tokens)
-    return TextFeatures(values, num_tokens, len(texts) - len(full))
+        try:
+            write_bytes_atomic(file, save(arrays))
+        except OSError as error:
+            raise GdistillError("cannot keep features", where=file, got=error.strerror) from error
+    return TextFeatures(**arrays, num_empty=len(texts) - len(full))
 
 
-def _body(judge: JudgeModel) -> Any:
-    """The model without its head, which would make V numbers for every token read."""
-    if judge.model.base_model is judge.model:
+def _read(file: Path, num_texts: int) -> dict[str, np.ndarray] | None:
+    """What was kept; None where there is nothing whole, so that it is computed again."""
+    try:
+        kept = load_file(file)
+    except (OSError, SafetensorError):
+        return None
+    shapes = {name: (array.ndim, len(array)) for name, array in kept.items()}
+    whole = {"values": (2, num_texts), "means": (2, num_texts), "num_tokens": (1, num_texts)}
+    return kept if shapes == whole else None
+
+
+@torch.no_grad()
+def _compute(judge: JudgeModel, texts: Sequence[str], max_tokens: int) -> dict[str, np.ndarray]:
+    body = judge.model.base_model
+    if body is judge.model:
         raise UsageError(
             "no features can be had of this model",
             where="mauve",
@@ -193,59 +216,20 @@ def _body(judge: JudgeModel) -> Any:
             expected="a model of transformers, with layers below its head",
             remedy="judge with such a model, or leave out --reference",
         )
-    return judge.model.base_model
-
-
-def _name(judge: JudgeModel, texts: Sequence[str], max_tokens: int, pooling: str) -> str:
-    content = hashlib.sha256(canonical_json(list(texts))).hexdigest()
-    key = {**judge.identity, "max_tokens": max_tokens, "texts_sha256": content}
-    key |= {} if pooling == "last" else {"pooling": pooling}
-    return f"{hashlib.sha256(canonical_json(key)).hexdigest()[:16]}.features.safetensors"
-
-
-def _read(file: Path, num_texts: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """What was kept; None where there is nothing whole, so that it is computed again."""
-    try:
-        kept = load_file(file)
-    except (OSError, SafetensorError):
-        return None
-    values, num_tokens = kept.get("values"), kept.get("num_tokens")
-    if values is None or num_tokens is None or values.ndim != 2:
-        return None
-    return (values, num_tokens) if len(values) == num_texts == len(num_tokens) else None
-
-
-def _keep(file: Path, values: np.ndarray, num_tokens: np.ndarray) -> None:
-    try:
-        write_bytes_atomic(file, save({"values": values, "num_tokens": num_tokens}))
-    except OSError as error:
-        raise GdistillError("cannot keep features", where=file, got=error.strerror) from error
-
-
-@torch.no_grad()
-def _compute(
-    judge: JudgeModel, texts: Sequence[str], max_tokens: int, pooling: str
-) -> tuple[Float[np.ndarray, "n d"], Int[np.ndarray, "n"]]:
-    body = _body(judge)
     rows = [judge.tokenizer.encode(text, truncation=True, max_length=max_tokens) for text in texts]
     rows = [ids or [judge.document_start_id] for ids in rows]
     lengths = np.array([len(ids) for ids in rows])
-    features: list[np.ndarray] = [np.empty(0)] * len(rows)
-    with progress_bar("mauve features", len(texts), unit="text") as bar:
+    found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    with progress_bar("states", len(texts), unit="text") as bar:
 
         def read(members: list[int]) -> None:
             ids = side_by_side([rows[index] for index in members], judge.document_start_id)
-            ids = ids.to(judge.model.device)
-            states = body(input_ids=ids, use_cache=False).last_hidden_state
-            ends = torch.from_numpy(lengths[members] - 1).to(ids.device)
-            if pooling == "last":
-                kept = states[torch.arange(len(members), device=ends.device), ends].float()
-            else:
-                inside = torch.arange(ids.shape[1], device=ends.device) <= ends[:, None]
-                kept = (states.float() * inside[..., None]).sum(1) / (ends + 1)[:, None]
-            for index, state in zip(members, kept.cpu().numpy(), strict=True):
-                features[index] = state
+            states = body(input_ids=ids.to(judge.model.device), use_cache=False).last_hidden_state
+            for index, row in zip(members, states.float().cpu().numpy(), strict=True):
+                own = row[: lengths[index]]
+                found[index] = (own[-1].copy(), own.mean(axis=0))
             bar.advance(len(members))
 
         judge.room.fill(lengths.tolist(), max_tokens, read)
-    return np.stack(features), lengths
+    last, means = zip(*(found[index] for index in range(len(rows))), strict=True)
+    return {"values": np.stack(last), "means": np.stack(means), "num_tokens": lengths}

@@ -1,4 +1,11 @@
-"""A causal language model with its tokenizer, loaded for scoring."""
+"""A causal language model that reads text it did not write: loading, windows, memory, perplexity.
+
+A text longer than the context is read in windows that start every ``stride`` tokens; the first
+scores all its positions, a later one only those that no earlier window scored. Position 0 has no
+prediction, and tokens that stand between texts (end of text, and the start token of judges that
+have one of their own) do not count as targets. Texts that go through the judge side by side are
+filled up behind their ends, where a causal model does not look.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +14,8 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +27,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer
 
+from evaluation.score import PerSample, Score
 from shards.atomic import append_line, canonical_json, whole_lines
 from shards.console import progress_bar
 from shards.errors import GdistillError, UsageError, first_line
@@ -31,8 +39,11 @@ from shards.language_model.forward import (
     memory_bytes,
     resolve_device,
 )
-from shards.language_model.loading import PretrainedFiles, find_pretrained, load_causal_model
+from shards.language_model.loading import find_pretrained, load_causal_model
 
+ROWS_AT_A_TIME = 32
+DEFAULT_MAX_TOKENS = 1024
+"""Tokens of a text that are read: the length of the paper's samples."""
 UNLIMITED_CONTEXT = 1024
 """Window over texts for models that set no limit (Mamba, Bloom): that of the published numbers."""
 
@@ -82,7 +93,18 @@ def load_judge(name: str, device: str = "cpu") -> JudgeModel:
     """
     place = resolve_device(device)
     files = find_pretrained(name, role="judge")
-    tokenizer = _load_tokenizer(files)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            files.folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers lets errors of many libraries through
+        raise UsageError(
+            "cannot load the judge's tokenizer",
+            where=files.folder,
+            got=first_line(error),
+            expected="the files that save_pretrained writes",
+            remedy="copy the tokenizer's files into the folder",
+        ) from error
     eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
     borders = tuple(sorted({token for token in (bos, eos) if token is not None}))
     if not borders:
@@ -106,21 +128,6 @@ def load_judge(name: str, device: str = "cpu") -> JudgeModel:
         products=allow_tf32(place),
         room=Room.on(place, files.num_logits, files.hidden_size, weight_bytes),
     )
-
-
-def _load_tokenizer(files: PretrainedFiles) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(
-            files.folder, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # transformers lets errors of many libraries through
-        raise UsageError(
-            "cannot load the judge's tokenizer",
-            where=files.folder,
-            got=first_line(error),
-            expected="the files that save_pretrained writes",
-            remedy="copy the tokenizer's files into the folder",
-        ) from error
 
 
 # A text cut into the judge's tokens, each with the judge's surprise: what a report colours.
@@ -159,8 +166,8 @@ def token_spans(
         text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )
     spans, start = [], 0
-    told = zip(encoded["offset_mapping"], reading.nll_nats, reading.counted, strict=False)
-    for (_, end), nats, counted in told:
+    read = zip(encoded["offset_mapping"], reading.nll_nats, reading.counted, strict=False)
+    for (_, end), nats, counted in read:
         spans.append((start, max(start, end), nats if counted else None))
         start = max(start, end)
     return spans
@@ -219,13 +226,13 @@ class Room:
             group = order[: max(1, self.side_by_side // width)]
             order = order[len(group) :]
             size = BatchSize(len(group))
-            in_batches(_on_members(work, group), len(group), size)
+
+            def on_members(part: slice, members: list[int] = group) -> None:
+                work(members[part])
+
+            in_batches(on_members, len(group), size)
             if size.rows < len(group):
                 self.side_by_side = size.rows * width
-
-
-def _on_members(work: Callable[[list[int]], None], group: list[int]) -> Callable[[slice], None]:
-    return lambda part: work(group[part])
 
 
 # What a judge has read, kept for this user: an interrupted evaluation goes on from there.
@@ -322,32 +329,15 @@ def _read_file(file: Path) -> dict[str, JudgedText]:
     for line in whole_lines(file):
         try:
             key, ids, nll, flags = json.loads(line)
-            reading = JudgedText(
-                tuple(map(int, ids)),
-                tuple(_float32(nll)),
-                tuple(flag == "1" for flag in flags),
-            )
+            with np.errstate(over="ignore"):
+                nats = np.asarray(nll, dtype=np.float32).astype(float).tolist()
+            counted = tuple(flag == "1" for flag in flags)
+            reading = JudgedText(tuple(map(int, ids)), tuple(nats), counted)
             if len(ids) == len(nll) == len(flags) and np.isfinite(reading.nll_nats).all():
                 found[key] = reading
         except (ValueError, TypeError, OverflowError, RecursionError):
             continue
     return found
-
-
-def _float32(values: list[float]) -> list[float]:
-    with np.errstate(over="ignore"):
-        return np.asarray(values, dtype=np.float32).astype(float).tolist()
-
-
-# What a judge makes of texts, in sliding windows.
-#
-# A text longer than the window is read in windows of ``context`` tokens that start every ``stride``
-# tokens; the first scores all its positions, a later one only those that no earlier window scored.
-# Position 0 has no prediction, and tokens that stand between texts (end of text, and the start
-# token of judges that have one of their own) do not count as targets.
-#
-# Texts that go through the judge side by side are filled up behind their ends, where a causal model
-# does not look; how many go, and what is held of them, :mod:`evaluation.text.reading` says.
 
 
 @dataclass(frozen=True)
@@ -418,14 +408,10 @@ def _window_nll(model: Any, window: Int[Tensor, "b t"], most: int) -> Float[Tens
             expected=f"at most {most}, whose logits can be held at once",
             remedy=f"cut texts with --max-tokens {most}",
         )
-    places = torch.arange(window.shape[1] - 1, device=window.device)
-    parts = [
-        _nll(
-            model(input_ids=window, use_cache=False, logits_to_keep=part).logits,
-            window[:, 1:][:, part],
-        )
-        for part in places.split(most)
-    ]
+    parts = []
+    for part in torch.arange(window.shape[1] - 1, device=window.device).split(most):
+        logits = model(input_ids=window, use_cache=False, logits_to_keep=part).logits
+        parts.append(_nll(logits, window[:, 1:][:, part]))
     return torch.cat(parts, dim=1)
 
 
@@ -487,7 +473,12 @@ def read_texts(
     """
     memory = JudgeMemory() if memory is None else memory
     new = [text for text in dict.fromkeys(texts) if text not in memory]
-    encoded = [_judge_ids(judge, text, limits.max_tokens) for text in new]
+    # verbose=False: the tokenizer would warn of a text longer than the context; windows read it.
+    words: dict[str, bool] = {"add_special_tokens": False, "verbose": False}
+    encoded = [
+        [judge.document_start_id, *judge.tokenizer.encode(text, **words)][: limits.max_tokens]
+        for text in new
+    ]
     if not new:
         return [memory[text] for text in texts]
     with progress_bar("perplexity", sum(map(len, encoded))) as bar:
@@ -502,42 +493,63 @@ def read_texts(
     return [memory[text] for text in texts]
 
 
-def _judge_ids(judge: JudgeModel, text: str, limit: int) -> list[int]:
-    # verbose=False: the tokenizer would warn of a text longer than the context; windows read it.
-    encoded = judge.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-    return [judge.document_start_id, *encoded][:limit]
-
-
 def _read(judge: JudgeModel, rows: list[list[int]], limits: ReadingLimits) -> list[JudgedText]:
     """Texts side by side; a row that is shorter is filled up behind its end."""
     ids = side_by_side(rows, judge.document_start_id)
     counted = counted_positions(ids, judge.border_ids)
     nll = torch.zeros(ids.shape)
     if counted.any():
-        nll = token_nll_nats(
-            judge.model,
+        on_device, windows = (
             ids.to(judge.model.device),
-            limits.context_tokens,
-            limits.stride_tokens,
-            judge.room.with_logits,
-        ).cpu()
-        nll[~counted.any(dim=1)] = 0.0  # as of a text that is not read at all
-    return [
-        _judged(judge, row, nll[index, 1 : len(row)], counted[index, 1 : len(row)])
-        for index, row in enumerate(rows)
-    ]
-
-
-def _judged(judge: JudgeModel, row: list[int], nll: Tensor, counted: Tensor) -> JudgedText:
-    if not nll.isfinite().all():
-        raise GdistillError(
-            "the judge gives a likelihood that is no number",
-            where=judge.name,
-            got=f"{int((~nll.isfinite()).sum())} of {len(nll) + 1} tokens of a text",
-            expected="finite weights and logits",
-            remedy="check the judge's weights",
+            (limits.context_tokens, limits.stride_tokens),
         )
-    return JudgedText(tuple(row[1:]), tuple(nll.tolist()), tuple(counted.tolist()))
+        nll = token_nll_nats(judge.model, on_device, *windows, judge.room.with_logits).cpu()
+        nll[~counted.any(dim=1)] = 0.0  # as of a text that is not read at all
+    found = []
+    for row, nats, flags in zip(rows, nll, counted, strict=True):
+        own = slice(1, len(row))
+        if not nats[own].isfinite().all():
+            raise GdistillError(
+                "the judge gives a likelihood that is no number",
+                where=judge.name,
+                got=f"{int((~nats[own].isfinite()).sum())} of {len(row)} tokens of a text",
+                expected="finite weights and logits",
+                remedy="check the judge's weights",
+            )
+        found.append(
+            JudgedText(tuple(row[own]), tuple(nats[own].tolist()), tuple(flags[own].tolist()))
+        )
+    return found
+
+
+def clean_logits(
+    model: Any, rows: Sequence[list[int]], vocab_size: int
+) -> Iterator[tuple[int, Float[Tensor, "l v"]]]:
+    """(Number of a row, float32 logits of the token behind each of its positions), one pass each.
+
+    Rows of like length go together; what stands behind a row's end is seen by none of it.
+    """
+    order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
+    device = next(model.parameters()).device
+    with progress_bar("certify", len(rows)) as bar:
+        for first in range(0, len(order), ROWS_AT_A_TIME):
+            group = order[first : first + ROWS_AT_A_TIME]
+            longest = len(rows[group[-1]])
+            ids = torch.tensor([rows[n] + [0] * (longest - len(rows[n])) for n in group])
+            with torch.no_grad():
+                logits = model(input_ids=ids.to(device)).logits[..., :vocab_size].float()
+            yield from zip(group, logits, strict=True)
+            bar.advance(len(group))
+
+
+def token_margins(
+    scores: Float[Tensor, "n v"], tokens: Int[Tensor, "n"]
+) -> tuple[Float[Tensor, "n"], Int[Tensor, "n"]]:
+    """Score of each token minus the best other score, and whose that is."""
+    own = scores.gather(1, tokens[:, None])
+    others = scores.scatter(1, tokens[:, None], -torch.inf)
+    best, winners = others.max(dim=1)
+    return own[:, 0] - best, winners
 
 
 def side_by_side(rows: Sequence[Sequence[int]], filler: int) -> Int[Tensor, "b l"]:
@@ -546,3 +558,137 @@ def side_by_side(rows: Sequence[Sequence[int]], filler: int) -> Int[Tensor, "b l
     for index, row in enumerate(rows):
         ids[index, : len(row)] = torch.tensor(row)
     return ids
+
+
+def generative_perplexity(
+    judge: JudgeModel,
+    texts: Sequence[str],
+    *,
+    stride: int | None = None,
+    max_tokens: int | None = None,
+    indices: Sequence[int] | None = None,
+    memory: JudgeMemory | None = None,
+    where: object = "",
+) -> Score:
+    """How likely a judge finds texts.
+
+    Two aggregates circulate and differ: ``corpus`` is exp(sum nll / sum tokens) over all texts, the
+    authors' number and the value here; the mean of each text's perplexity stands in the details.
+
+    Args:
+        judge: The model and its tokenizer.
+        texts: Decoded samples; one without a token that counts is left out, and counted in the
+            details.
+        stride: Distance between windows in tokens; half the context unless told.
+        max_tokens: Texts are truncated to this many tokens, the one in front included; the
+            context unless told.
+        indices: Sample indices; 0, 1, ... unless told.
+        memory: See :func:`read_texts`.
+        where: Where the texts come from, for messages.
+
+    Raises:
+        UsageError: For a stride or limit of no use.
+        GdistillError: When no text has a token that counts, or the judge gives no finite number.
+    """
+    limits = reading_limits(judge, stride, max_tokens)
+    readings = read_texts(judge, texts, limits, memory)
+    named = zip(indices or range(len(texts)), readings, strict=True)
+    scored = [(index, reading) for index, reading in named if any(reading.counted)]
+    if not scored:
+        raise GdistillError(
+            "no sample has a token to score",
+            where=where,
+            got=f"{len(texts)} texts without a token besides end-of-text",
+            remedy="look at the samples' text fields",
+        )
+    per_sample = PerSample(
+        indices=tuple(index for index, _ in scored),
+        numerators=tuple(reading.nll_sum_nats for _, reading in scored),
+        denominators=tuple(float(sum(reading.counted)) for _, reading in scored),
+        is_exponential=True,
+    )
+    settings = {
+        **judge.identity,
+        **asdict(limits),
+        "precision": "fp32",
+        "borders": "not counted",
+        "aggregate": "corpus",
+    }
+    score = summarise(per_sample, len(texts) - len(scored), settings)
+    return replace(score, details={**score.details, "products": judge.products})
+
+
+def summarise(per_sample: PerSample, num_empty: int, settings: dict[str, Any]) -> Score:
+    """Both aggregates of texts' likelihoods, and the interval of the corpus aggregate.
+
+    Args:
+        per_sample: Nats and tokens of each text.
+        num_empty: Texts that were left out.
+        settings: What the number depends on.
+    """
+    sums, counts = np.array(per_sample.numerators), np.array(per_sample.denominators)
+    each = np.exp(sums / counts)
+    cautions = (f"{num_empty} texts without a token to score are left out",) if num_empty else ()
+    details = {
+        "per_sample_mean": float(each.mean()),
+        "per_sample_median": float(np.median(each)),
+        "nll_nats_per_token": float(sums.sum() / counts.sum()),
+        "num_tokens": int(counts.sum()),
+        "num_empty": num_empty,
+    }
+    return Score.of(
+        "generative_perplexity", per_sample, settings=settings, details=details, cautions=cautions
+    )
+
+
+@dataclass(frozen=True)
+class Judging:
+    """A judge with how it reads and what it has read.
+
+    Attributes:
+        judge: The model and its tokenizer.
+        limits: Windows and longest text.
+        memory: Texts that it has read before.
+    """
+
+    judge: JudgeModel
+    limits: ReadingLimits
+    memory: JudgeMemory
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        device: str | None = None,
+        kept: Path | None = None,
+        max_tokens: int | None = None,
+        stride: int | None = None,
+    ) -> Judging:
+        """Load a judge, and refuse limits that it cannot read by before the first text is scored.
+
+        Args:
+            name: Hub id or folder.
+            device: None for ``auto``.
+            kept: Folder for what it reads, so that an interrupted evaluation resumes.
+            max_tokens: Texts are truncated to this many tokens; None for 1024 and, unless a stride
+                is given, at most the context.
+            stride: Tokens between windows; None for half the context.
+
+        Raises:
+            UsageError: For a judge, device or limit that cannot be used.
+        """
+        judge = load_judge(name, device or "auto")
+        if max_tokens is None:
+            within = judge.context_length if stride is None else DEFAULT_MAX_TOKENS
+            max_tokens = min(DEFAULT_MAX_TOKENS, within)
+        limits = reading_limits(judge, stride, max_tokens)
+        return cls(judge, limits, JudgeMemory(kept, {**judge.identity, **asdict(limits)}))
+
+    def perplexity(self, texts: Sequence[str], **further: Any) -> Score:
+        """Generative perplexity of texts."""
+        limits = {"stride": self.limits.stride_tokens, "max_tokens": self.limits.max_tokens}
+        return generative_perplexity(self.judge, texts, **limits, memory=self.memory, **further)
+
+    def pieces(self, text: str) -> list[Piece]:
+        """A text that was read, in tokens with their surprise."""
+        return surprise_pieces(self.judge, text, self.memory[text])

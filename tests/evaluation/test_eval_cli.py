@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
@@ -15,9 +18,9 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from evaluation.cli import app
-from evaluation.text.perplexity import generative_perplexity
-from evaluation.text.reading import JudgeModel, load_judge
+from evaluation.text.reading import JudgeModel, generative_perplexity, load_judge
 from shards.errors import GdistillError, UsageError
+from tests.evaluation.text.test_distance import markov_text
 
 MAZE = {
     "rows": ["...", "S.T"],
@@ -127,7 +130,7 @@ def test_values_of_no_use_are_refused(
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--reference", "r"), ("--stride", 8), ("--max-tokens", 8), ("--device", "cpu")],
+    [("--stride", 8), ("--max-tokens", 8), ("--device", "cpu")],
 )
 def test_options_of_the_judge_need_one(samples: Path, option: str, value: object) -> None:
     with pytest.raises(UsageError, match=rf"needs a judge \[{option}\]"):
@@ -143,11 +146,11 @@ def test_zero_is_not_the_default_in_the_library_either(judge: JudgeModel) -> Non
 def test_references_are_read_by_a_reader_of_their_own(
     samples: Path, tmp_path: Path, judge_folder: Path
 ) -> None:
-    """Text alone passes the reader; what stops the command is the number of texts."""
+    """Text alone passes the reader; what stops the command is the number of samples."""
     file = tmp_path / "elsewhere" / "reference.json"
     file.parent.mkdir()
     file.write_text('{"text": "a b"}\n' * 30)
-    with pytest.raises(UsageError, match=r"too few texts.*2 samples, 30 references"):
+    with pytest.raises(UsageError, match=r"too few samples.*got 2; expected at least 128"):
         evaluate(samples, "--judge", judge_folder, "--reference", file)
     with pytest.raises(UsageError, match=r"cannot read the reference file.*none\.jsonl"):
         evaluate(samples, "--judge", judge_folder, "--reference", tmp_path / "none.jsonl")
@@ -172,8 +175,8 @@ def texts_read_by_a_model() -> Iterator[list[int]]:
 def test_mauve_of_two_files_reads_the_references_once(
     tmp_path: Path, judge_folder: Path, judge: JudgeModel
 ) -> None:
-    near = ["a " * (1 + number % 3) for number in range(20)]
-    far = ["b " * (4 + number % 5) for number in range(20)]
+    near = ["a " * (1 + number % 3) for number in range(260)]
+    far = ["b " * (4 + number % 5) for number in range(260)]
     references = write_samples(tmp_path / "reference.jsonl", *near)
     write_samples(tmp_path / "samples" / "far.jsonl", *far)
     write_samples(tmp_path / "samples" / "near.jsonl", *near)
@@ -186,16 +189,22 @@ def test_mauve_of_two_files_reads_the_references_once(
     with texts_read_by_a_model() as again:
         evaluate(*scored, "--reference", references)
     # near.jsonl has the references' own texts: features are found by content.
-    assert sum(first) == sum(loading) + 20 + 20
+    assert sum(first) == sum(loading) + 260 + 260
     assert sum(again) == sum(loading)
-    assert "spread" in table
-    values = [part["scores"][2] for part in results(tmp_path / "samples").values()]
-    assert [value["name"] for value in values] == ["mauve", "mauve"]
-    assert values[1]["value"] == pytest.approx(1.0, abs=1e-3)
-    assert values[0]["value"] < 0.99
-    assert values[0]["settings"]["max_tokens"] == judge.context_length  # what was read
-    cautions = [" ".join(value["cautions"]) for value in values]
-    assert all("20 samples and 20 references" in text for text in cautions)
+    assert "Against the text" in table and "words" in table
+    far_scores, near_scores = (
+        {score["name"]: score for score in part["scores"]}
+        for part in results(tmp_path / "samples").values()
+    )
+    assert near_scores["mauve"]["value"] == pytest.approx(1.0, abs=1e-3)
+    for name in ("mauve", "frechet_distance", "energy_distance", "typicality_gap"):
+        value, near = far_scores[name]["value"], near_scores[name]
+        assert value < 0.99 if name == "mauve" else value > near["value"]
+        assert near["details"]["floor_samples"] == 130 and near["details"]["least_samples"] == 128
+        assert near["interval_95"][0] <= near["value"] <= near["interval_95"][1]
+    assert far_scores["mauve"]["settings"]["max_tokens"] == judge.context_length  # what was read
+    cautions = [" ".join(part["mauve"]["cautions"]) for part in (far_scores, near_scores)]
+    assert all("260 samples and 260 references" in text for text in cautions)
     assert "6 tokens on average and references 2" in cautions[0]
     assert "tokens on average" not in cautions[1]
 
@@ -235,3 +244,87 @@ def test_unknown_nfe_is_a_dash(tmp_path: Path) -> None:
     assert row.split()[2] == "-"
     (part,) = results(tmp_path).values()
     assert part["nfe_mean"] is None
+
+
+# Against the text: a store of one Markov chain, with samples of the chain and of a coin.
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder whose tokens/ hold 1,000 training and 400 validation rows."""
+    home = tmp_path_factory.mktemp("chain")
+    record = {"fingerprint": "f", "vocab_size": 40, "bos_id": None, "row_length": 32, "splits": {}}
+    for split, num, seed in (("train", 1000, 5), ("validation", 400, 6)):
+        (home / "tokens" / split).mkdir(parents=True)
+        column = pa.array(markov_text(num, 32, seed).tolist(), pa.list_(pa.int64()))
+        pq.write_table(pa.table({"input_ids": column}), home / "tokens" / split / "0.parquet")
+        record["splits"][split] = {"parts": [{"name": "0.parquet", "num_rows": num}]}
+    (home / "tokens" / "tokens.json").write_text(json.dumps(record))
+    return home
+
+
+def write_rows(file: Path, rows: np.ndarray, **fields: object) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    records = ({"index": i, "tokens": row, **fields} for i, row in enumerate(rows.tolist()))
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def test_scores_against_a_store_need_no_model(tmp_path: Path, chain: Path) -> None:
+    near, training = markov_text(200, 32, 7), markov_text(1000, 32, 5)
+    far = np.random.default_rng(1).integers(40, size=(200, 32))
+    known = {"nfe": 8, "processor_seconds": 0.25}
+    for name, rows in (("a-near", near), ("b-far", far), ("c-learnt", training[:200])):
+        write_rows(tmp_path / f"{name}.jsonl", rows, **known)
+    table = evaluate(tmp_path, "--reference", chain)
+    assert "0.25" in table and "8.0" in table and "passes" in table
+    scores = [{s["name"]: s for s in part["scores"]} for part in results(tmp_path).values()]
+    assert [part["processor_seconds_mean"] for part in results(tmp_path).values()] == [0.25] * 3
+    energy = [one["energy_distance"] for one in scores]
+    for one in energy:
+        assert one["details"]["floor"] == energy[0]["details"]["floor"]
+        assert one["details"]["floor_samples"] == 200 and one["num_samples"] == 200
+        assert one["interval_95"][0] < one["value"] < one["interval_95"][1]
+    low, high = energy[0]["details"]["floor_interval_95"]
+    assert energy[0]["interval_95"][0] < high and energy[1]["interval_95"][0] > 2 * high > low
+    assert energy[1]["settings"]["n-grams of"] == "tokens"
+    memorised = [one["memorised_16_grams"]["value"] for one in scores]
+    assert memorised[2] == 1.0 and max(memorised[:2]) < 0.1
+    assert "mauve" not in scores[0] and {"repeated_4_grams", "distinct_beginnings"} < set(scores[0])
+    write_rows(tmp_path / "few" / "s.jsonl", near[:127])
+    with pytest.raises(UsageError, match=r"too few samples.*s\.jsonl\]; got 127;"):
+        evaluate(tmp_path / "few", "--reference", chain)
+
+
+def test_a_sweep_is_a_frontier(tmp_path: Path, chain: Path) -> None:
+    """The setting is chosen on the even samples: odd ones alone, however near, choose nothing."""
+    rows = markov_text(300, 32, 7)
+    coin = np.random.default_rng(1).integers(40, size=(300, 32))
+    mixed = coin.copy()
+    mixed[1::2] = rows[1::2]
+    for name, drawn, tau in (("mdlm", rows, 1), ("mdlm", mixed, 2), ("coin", coin, 1)):
+        settings = {"sampler": "ancestral", "tau": tau}
+        file = tmp_path / name / f"tau={tau}" / "samples.jsonl"
+        write_rows(file, drawn, nfe=4, processor_seconds=0.5, settings=settings)
+    runs = [tmp_path / "mdlm", f"other={tmp_path / 'coin'}"]
+    table = evaluate("frontier", *runs, "--data", chain, "--out", tmp_path / "out")
+    assert "mdlm beats 1 of 1 settings of other" in table
+    row = next(line for line in table.splitlines() if line.startswith("mdlm "))
+    assert "tau 1" in row and "0.5" in row.split()
+    found = results(tmp_path / "out")
+    assert found["ranking"] == "energy_distance" and len(found["points"]) == 3
+    by_tau = {point["setting"][-1]: point for point in found["points"] if point["model"] == "mdlm"}
+    assert by_tau["2"]["chosen_by"] > 5 * by_tau["2"]["distance"]["value"]
+    assert (tmp_path / "out" / "frontier.png").stat().st_size > 1000
+
+
+def test_naive_samplers_win_what_does_not_rank(tmp_path: Path, chain: Path) -> None:
+    write_rows(tmp_path / "s.jsonl", markov_text(200, 32, 9))
+    words = ("--data", chain, "--samples", tmp_path / "s.jsonl", "--num", 200)
+    evaluate("check-scores", *words, "--out", tmp_path / "out")
+    found = results(tmp_path / "out")
+    assert found["ranks"]["energy_distance"]
+    assert not found["ranks"]["repeated_4_grams"] and not found["ranks"]["-entropy_nats"]
+    assert set(found["scores"]) >= {"the text itself", "student: s", "periodic text"}
+    with pytest.raises(UsageError, match=r"--num.*got 64"):
+        evaluate("check-scores", "--data", chain, "--num", 64)

@@ -47,4 +47,4 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 def without_seconds(file: Path) -> list[dict[str, Any]]:
     """The records without the time they took."""
-    return [{k: v for k, v in record.items() if k != "seconds"} for record in read(file)]
+    return [{k: v for k, v in record.items() if not k.endswith("seconds")} for record in read(file)]

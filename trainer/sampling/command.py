@@ -548,11 +548,14 @@ class SampleRun:
         settings = self._described(sampler)
         common = {"seed": self.seed, "settings": settings, "config_sha256": digest}
         for batch in self._batches(indices):
-            started = time.perf_counter()
+            started, worked = time.perf_counter(), time.process_time()
             result = self.draw(sampler, batch)
-            seconds = (time.perf_counter() - started) / len(batch)
+            took = {
+                "seconds": round((time.perf_counter() - started) / len(batch), 6),
+                "processor_seconds": round((time.process_time() - worked) / len(batch), 6),
+            }
             file.append(
-                {**self._record(result, slot, index), **common, "seconds": round(seconds, 6)}
+                {**self._record(result, slot, index), **common, **took}
                 for slot, index in enumerate(batch)
             )
             bar.advance(sum(len(self.given.filled_positions(index)) for index in batch))

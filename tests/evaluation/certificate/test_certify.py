@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from evaluation.certificate import token_margins
-from evaluation.samples.samples import read_samples
+from evaluation.samples import read_samples
 from evaluation.scorers import ScoreOptions, make_scorers
+from evaluation.text.reading import token_margins
 from tests.commands import call
 from tests.trainer.backbone_cases import backbone_run, store_of, write_backbone
 from tests.trainer.sample_cli_cases import command, read, save

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from evaluation.bootstrap import PerSample
 from evaluation.cli import app
 from evaluation.compare import RecordedScore, compare_scores, read_run
-from evaluation.score import Score
+from evaluation.score import PerSample, Score
 from shards.errors import GdistillError, UsageError
 
 JUDGE = {"judge": "tiny", "judge_sha256": "ab" * 32, "stride_tokens": 8, "max_tokens": 64}

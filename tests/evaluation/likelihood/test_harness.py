@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from evaluation import likelihood_command
 from evaluation.likelihood.harness import GdistillLM
-from evaluation.likelihood.local_tasks import write_tasks
+from evaluation.likelihood_command import write_tasks
 from shards.errors import UsageError
 from tests.trainer.sampling_cases import tiny_student
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from evaluation.likelihood.validation import validation_perplexity
-from evaluation.samples.samples import DataRows, read_data_rows
+from evaluation.samples import DataRows, read_data_rows
 from shards.errors import UsageError
 from tests.trainer.run_cases import write_store
 from tests.trainer.sampling_cases import tiny_student

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pytest
 from scipy import linalg
+from scipy.spatial.distance import mahalanobis
 from scipy.stats import energy_distance as scipy_energy
 
 from evaluation.text.distance import (
+    Estimate,
     distinct_beginnings,
     energy_distance,
     frechet_distance,
     jackknife,
-    memorised_share,
+    memorised_counts,
     naive_samples,
     ngram_vectors,
     require_enough,
@@ -52,20 +52,23 @@ def test_frechet_by_hand_and_as_scipy() -> None:
 def test_energy_by_hand_and_as_scipy() -> None:
     # E|X - Y| = 2, E|X - X'| = 2 over distinct pairs, E|Y - Y'| = 4.
     x, y = np.array([[0.0], [2.0]]), np.array([[0.0], [4.0]])
-    assert energy_distance(x, y) == pytest.approx(2 * 2 - 2 - 4)
+    assert energy_distance(x, y).value == pytest.approx(2 * 2 - 2 - 4)
     generator = np.random.default_rng(2)
     x, y = generator.normal(size=(300, 1)), generator.normal(0.7, size=(400, 1))
     n, m = len(x), len(y)
     within = [np.abs(rows - rows.T).mean() for rows in (x, y)]
     # scipy keeps pairs of a row with itself and takes the root of half; both are put back.
     unbiased = scipy_energy(x[:, 0], y[:, 0]) ** 2 - within[0] / (n - 1) - within[1] / (m - 1)
-    assert energy_distance(x, y) == pytest.approx(unbiased, rel=1e-6)
+    found = energy_distance(x, y)
+    assert found.value == pytest.approx(unbiased, rel=1e-6)
+    again = jackknife(lambda kept: energy_distance(x[kept], y).value, n)  # from the rows themselves
+    assert (found.low, found.high) == pytest.approx((again.low, again.high), rel=1e-6)
 
 
 def test_energy_of_one_law_is_nought_on_average() -> None:
     """400 pairs of sets of one law: the mean is within four standard errors of 0."""
     generator = np.random.default_rng(3)
-    values = [energy_distance(*generator.normal(size=(2, 30, 4))) for _ in range(400)]
+    values = [energy_distance(*generator.normal(size=(2, 30, 4))).value for _ in range(400)]
     assert abs(np.mean(values)) < 4 * np.std(values) / np.sqrt(len(values))
 
 
@@ -80,7 +83,7 @@ def test_ngram_vectors_see_order_and_frequency_alone() -> None:
 
 def test_jackknife_of_a_mean_is_the_known_interval() -> None:
     x = np.random.default_rng(4).normal(size=(2000, 1))
-    found = jackknife(lambda rows: float(rows.mean()), x)
+    found = jackknife(lambda kept: float(x[kept].mean()), len(x))
     half = 1.96 * x.std(ddof=1) / np.sqrt(len(x))
     assert found.value == pytest.approx(x.mean())
     # 20 groups know a spread to one part in sqrt(2 * 19): four of those.
@@ -90,25 +93,35 @@ def test_jackknife_of_a_mean_is_the_known_interval() -> None:
 def test_naive_samplers_are_behind_other_rows_of_the_text() -> None:
     text, other, reference = (markov_text(400, 48, seed) for seed in (5, 6, 7))
     vectors = ngram_vectors(reference.tolist())
-    measure = partial(energy_distance, y=vectors)
-    floor = jackknife(measure, ngram_vectors(other[:300].tolist()))
+
+    def measure(rows: np.ndarray) -> Estimate:
+        return energy_distance(ngram_vectors(rows.tolist()), vectors)
+
+    floor = measure(other[:300])
     naive = naive_samples(text, 300)
     assert set(naive) == {"periodic text", "unigram draws", "frequent 4-grams", "shuffled rows"}
     for name, rows in naive.items():
         assert rows.shape == (300, 48)
-        assert measure(ngram_vectors(rows.tolist())) > max(0, floor.high) * 2, name
+        assert measure(rows).low > max(0, floor.high), name
     assert np.array_equal(naive["periodic text"][0, :8], naive["periodic text"][0, 8:16])
     shuffled = naive["shuffled rows"]
     assert sorted(shuffled[0].tolist()) in [sorted(row.tolist()) for row in text]
 
 
-def test_typicality_finds_too_near_and_too_far() -> None:
+def test_typicality_as_scipy_and_on_both_sides() -> None:
     generator = np.random.default_rng(8)
     fitted, typical, same, near, far = (
         generator.normal(scale=scale, size=(500, 8)) for scale in (1, 1, 1, 0.3, 2)
     )
-    gap = partial(typicality_gap, fitted=fitted, typical=typical)
-    assert gap(same) < 0.05 < min(gap(near), gap(far))
+    covariance = np.cov(fitted, rowvar=False)
+    inverse = np.linalg.inv(covariance + np.eye(8) * 1e-3 * np.trace(covariance) / 8)
+    mean = fitted.mean(0)
+    ours, theirs = (
+        np.mean([mahalanobis(row, mean, inverse) for row in rows]) for rows in (far, typical)
+    )
+    assert typicality_gap(far, fitted, typical).value == pytest.approx(ours / theirs - 1, rel=1e-6)
+    values = [typicality_gap(rows, fitted, typical) for rows in (same, near, far)]
+    assert values[0].value < 0.05 < min(value.low for value in values[1:])
 
 
 def test_beginnings_and_memory_by_hand() -> None:
@@ -116,8 +129,8 @@ def test_beginnings_and_memory_by_hand() -> None:
     assert distinct_beginnings(rows) == pytest.approx(2 / 3)
     training = np.array([[9, *range(1, 30)]])
     # 15 16-grams a row; of the first two rows all but the one that holds the first token.
-    assert memorised_share(rows, training) == pytest.approx(2 * 14 / 45)
-    assert memorised_share([[1, 2]], training) == 0.0
+    assert memorised_counts(rows, training).tolist() == [[14, 15], [14, 15], [0, 15]]
+    assert memorised_counts([[1, 2]], training).tolist() == [[0, 0]]
 
 
 def test_few_samples_say_nothing() -> None:

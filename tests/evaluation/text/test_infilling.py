@@ -12,9 +12,8 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from evaluation.cli import app
-from evaluation.infilling import filled_spans
-from evaluation.samples.infill_rows import make_infill_rows, read_infill_rows, write_infill_rows
-from evaluation.samples.samples import DataRows
+from evaluation.infilling import filled_spans, make_infill_rows, read_infill_rows
+from evaluation.samples import DataRows
 from evaluation.text.reading import load_judge
 from shards.errors import GdistillError, UsageError
 
@@ -83,7 +82,8 @@ def test_a_judge_of_other_tokens_counts_those_over_the_filled_characters() -> No
 def test_rows_are_masked_uniformly_and_read_back(tmp_path: Path) -> None:
     data = DataRows(np.arange(400 * 6).reshape(400, 6), "x", "f", 4000)
     rows = make_infill_rows(data, 400, 2, seed=3)
-    write_infill_rows(rows, tmp_path / "rows.jsonl")
+    lines = (json.dumps({"tokens": row.tokens, "masked": row.masked}) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
     assert read_infill_rows(tmp_path / "rows.jsonl") == rows
     assert rows == make_infill_rows(data, 400, 2, seed=3) != make_infill_rows(data, 400, 2, seed=4)
     counts = np.bincount([place for row in rows for place in row.masked], minlength=6)

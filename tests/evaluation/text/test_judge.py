@@ -23,7 +23,6 @@ from transformers import (
 )
 
 from evaluation.text import reading
-from evaluation.text.perplexity import generative_perplexity
 from evaluation.text.reading import (
     UNLIMITED_CONTEXT,
     JudgedText,
@@ -31,6 +30,7 @@ from evaluation.text.reading import (
     JudgeModel,
     ReadingLimits,
     Room,
+    generative_perplexity,
     load_judge,
     read_texts,
     reading_limits,

@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from evaluation.text.mauve_divergence import TextFeatures, mauve_score, text_features
+from evaluation.text.mauve_divergence import (
+    TextFeatures,
+    mauve_of_histograms,
+    mauve_score,
+    text_features,
+)
 from evaluation.text.reading import JudgeModel, Room, load_judge
 from shards.errors import UsageError
 
@@ -34,7 +39,7 @@ def texts(seed: int, share_of_b: float) -> list[str]:
     generator = np.random.default_rng(seed)
     return [
         " ".join("ab"[int(u < share_of_b)] for u in generator.random(generator.integers(3, 20)))
-        for _ in range(60)
+        for _ in range(130)
     ]
 
 
@@ -58,7 +63,7 @@ def test_the_score_is_that_of_mauve_text_called_directly(
     assert score.value == pytest.approx(np.mean(direct), abs=1e-6)
     spread = abs(direct[0] - direct[1]) / 2**0.5
     assert score.details["spread_over_seeds"] == pytest.approx(spread, abs=1e-6)
-    assert score.details["num_empty"] == 1 and score.num_samples == 60
+    assert score.details["num_empty"] == 1 and score.num_samples == 130
 
 
 def test_texts_side_by_side_have_the_features_of_each_alone(judge: JudgeModel) -> None:
@@ -101,6 +106,15 @@ class AllHead(torch.nn.Linear):
         return self
 
 
+def test_our_area_of_histograms_is_mauve_texts(judge: JudgeModel) -> None:
+    ours, real = (text_features(judge, part, LIMIT) for part in (texts(2, 0.6), texts(1, 0.3)))
+    direct = mauve.compute_mauve(ours.values, real.values, num_buckets=12, verbose=False)
+    found = mauve_of_histograms(direct.p_hist, direct.q_hist)
+    assert found == pytest.approx(float(direct.mauve), abs=1e-6) and 0.05 < found < 0.95
+    score = mauve_score(judge, ours, real, max_tokens=LIMIT)
+    assert score.interval is not None and score.interval[0] < score.value < score.interval[1]
+
+
 def test_every_seed_is_used(judge: JudgeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     compute = mauve.compute_mauve
@@ -135,8 +149,8 @@ def test_lengths_are_what_was_read(judge: JudgeModel) -> None:
 
 def test_many_texts_of_equal_length_need_no_caution(judge: JudgeModel) -> None:
     values = np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
-    features = TextFeatures(values, np.full(1000, 9))
+    features = TextFeatures(values, values, np.full(1000, 9))
     score = mauve_score(judge, features, features, max_tokens=9, seeds=(25,))
     assert score.cautions == () and score.settings["buckets"] == 100
-    few = TextFeatures(values[:999], np.full(999, 9))
+    few = features.select(np.arange(999))
     assert mauve_score(judge, few, features, max_tokens=9, seeds=(25,)).cautions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +13,21 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from evaluation.bootstrap import PerSample, bootstrap_draws, percentile_interval
-from evaluation.score import Score, mean_interval, wilson_interval
-from evaluation.text.diversity import (
+from evaluation.score import (
+    PerSample,
+    Score,
+    bootstrap_draws,
+    mean_interval,
+    percentile_interval,
+    wilson_interval,
+)
+from evaluation.text.distance import (
     distinct_ngram_share,
     entropy_score,
     repetition_share,
     unigram_entropy_nats,
 )
-from evaluation.text.perplexity import summarise
-from evaluation.text.reading import counted_positions, token_nll_nats, window_starts
+from evaluation.text.reading import counted_positions, summarise, token_nll_nats, window_starts
 
 CASES = ("len160", "len150", "len65", "len40", "nosliding", "padded")
 
@@ -144,7 +150,7 @@ def test_a_bootstrap_resamples_whole_texts_with_replacement() -> None:
     both = ratio.resampled(np.array([[0, 0], [0, 1], [1, 1]]))
     assert both == pytest.approx([2.0, 2**2.5, 8.0])
     assert ratio.select([1]).value() == pytest.approx(8.0)
-    assert PerSample.from_json(json.loads(json.dumps(ratio.to_json()))) == ratio
+    assert PerSample.from_json(json.loads(json.dumps(asdict(ratio)))) == ratio
     assert percentile_interval(np.arange(1001.0)) == pytest.approx((25.0, 975.0))
 
 
@@ -152,9 +158,9 @@ def test_a_bootstrap_resamples_whole_texts_with_replacement() -> None:
     "change", [{"numerators": [1.0]}, {"numerators": [1.0, math.nan]}, {"denominators": [0, 0]}]
 )
 def test_damaged_values_per_sample_are_refused(change: dict) -> None:
-    good = PerSample((0, 1), (1.0, 2.0), (1.0, 1.0)).to_json()
+    good = PerSample((0, 1), (1.0, 2.0), (1.0, 1.0))
     with pytest.raises(ValueError):
-        PerSample.from_json(good | change)
+        PerSample.from_json(asdict(good) | change)
 
 
 def test_a_score_that_is_no_number_is_null_in_json() -> None:

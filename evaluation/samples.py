@@ -1,11 +1,15 @@
-"""JSON from files that somebody else may have written: one object a line, or one a file."""
+"""Files that somebody else may have written, read and checked line by line.
+
+Samples (``samples*.jsonl`` with the ``settings.json`` that the sampler left), texts to compare them
+with, and rows of real text as token ids. A fault is named with file and line.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -49,9 +53,10 @@ def read_records(file: Path, kind: str) -> list[Record]:
     """
     try:
         with open_regular(file) as stream:
+            lines = enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES + 1), b""), start=1)
             records = [
                 Record(number, _parse(line, f"{file}:{number}", kind))
-                for number, line in enumerate(_lines(stream), start=1)
+                for number, line in lines
                 if line.strip()
             ]
     except OSError as error:
@@ -67,6 +72,26 @@ def read_records(file: Path, kind: str) -> list[Record]:
     return records
 
 
+def _parse(line: bytes, where: str, kind: str) -> dict[str, Any]:
+    """The object in one line; ``where`` is its ``FILE:LINE``."""
+    problem, got, cause = "", "", None
+    if len(line) > MAX_LINE_BYTES:
+        problem, got = "is too long", f"more than {MAX_LINE_BYTES} bytes"
+    else:
+        try:
+            value = parse_json(line)
+            if isinstance(value, dict):
+                return value
+            problem, got = "is no JSON object", type(value).__name__
+        except UnicodeDecodeError as error:
+            got = f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
+            problem, cause = "is not UTF-8", error
+        except ValueError as error:
+            problem, got, cause = "is not JSON", str(error), error
+    remedy = "write one JSON object a line, in UTF-8"
+    raise GdistillError(f"a {kind} line {problem}", where=where, got=got, remedy=remedy) from cause
+
+
 def open_regular(file: Path) -> IO[bytes]:
     """A file to read; no pipe or device, which could be read for ever.
 
@@ -76,11 +101,6 @@ def open_regular(file: Path) -> IO[bytes]:
     if file.exists() and not file.is_file():
         raise OSError(0, "no regular file")
     return open(file, "rb")
-
-
-def _lines(stream: IO[bytes]) -> Iterator[bytes]:
-    while line := stream.readline(MAX_LINE_BYTES + 1):
-        yield line
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -156,30 +176,6 @@ def short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _parse(line: bytes, where: str, kind: str) -> dict[str, Any]:
-    """The object in one line; ``where`` is its ``FILE:LINE``."""
-    remedy = "write one JSON object a line, in UTF-8"
-    if len(line) > MAX_LINE_BYTES:
-        got = f"more than {MAX_LINE_BYTES} bytes"
-        raise GdistillError(f"a {kind} line is too long", where=where, got=got, remedy=remedy)
-    try:
-        value = parse_json(line)
-    except UnicodeDecodeError as error:
-        got = f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
-        raise GdistillError(
-            f"a {kind} line is not UTF-8", where=where, got=got, remedy=remedy
-        ) from error
-    except ValueError as error:
-        raise GdistillError(
-            f"a {kind} line is not JSON", where=where, got=error, remedy=remedy
-        ) from error
-    if not isinstance(value, dict):
-        raise GdistillError(
-            f"a {kind} line is no JSON object", where=where, got=type(value).__name__, remedy=remedy
-        )
-    return value
-
-
 # Rows of real text as token ids: a split of a store, or of a token dataset before extraction.
 
 
@@ -195,18 +191,14 @@ class DataRows:
         name: Which rows these are, for people.
         fingerprint: Identifies the token dataset they come from.
         vocab_size: V, entries of the tokenizer.
-        tokenizer: What the data remember of it; None where nothing.
         bos_id: Token at the start of a row of the ``bos`` conventions; None without one.
-        eos_id: End of text; None without one.
     """
 
     rows: Int[np.ndarray, "n l"]
     name: str
     fingerprint: str
     vocab_size: int
-    tokenizer: Any = None
     bos_id: int | None = None
-    eos_id: int | None = None
 
 
 def read_data_rows(place: Path, split: str = "validation", max_rows: int | None = None) -> DataRows:
@@ -215,17 +207,22 @@ def read_data_rows(place: Path, split: str = "validation", max_rows: int | None 
     Args:
         place: A store, a folder ``tokens`` of stage 1, or a run folder that holds either.
         split: Its name.
-        max_rows: At most so many rows; all unless told.
+        max_rows: At most so many rows; all unless given.
 
     Raises:
         UsageError: When there are no such data, no such split, or no row in it.
         GdistillError: When the data are damaged.
     """
-    for candidate in (place, place / "store", place / "tokens"):
-        if (candidate / MANIFEST_FILE).is_file():
-            return _of_store(candidate, split, max_rows)
-        if (candidate / TOKENS_FILE).is_file():
-            return _of_tokens(candidate, split, max_rows)
+    for folder in (place, place / "store", place / "tokens"):
+        if (folder / MANIFEST_FILE).is_file():
+            store = ShardStore.open(folder)
+            facts = store.manifest
+            num_rows = _num_rows(folder, split, dict(facts.splits), max_rows)
+            rows = store.split(split, ["tokens"]).read_rows(0, num_rows)["tokens"]
+            fingerprint = str(facts.tokens.get("fingerprint", ""))
+            return _data_rows(folder, split, rows, fingerprint, facts.vocab_size, facts.bos_id)
+        if (folder / TOKENS_FILE).is_file():
+            return _of_tokens(folder, split, max_rows)
     raise UsageError(
         "no data there",
         where=place,
@@ -235,67 +232,38 @@ def read_data_rows(place: Path, split: str = "validation", max_rows: int | None 
     )
 
 
-def _of_store(place: Path, split: str, max_rows: int | None) -> DataRows:
-    store = ShardStore.open(place)
-    manifest = store.manifest
-    num_rows = _num_rows(place, split, dict(manifest.splits), max_rows)
-    rows = store.split(split, ["tokens"]).read_rows(0, num_rows)["tokens"]
-    return DataRows(
-        rows.astype(np.int64),
-        _told(place, split, rows),
-        str(manifest.tokens.get("fingerprint", "")),
-        manifest.vocab_size,
-        manifest.tokenizer,
-        manifest.bos_id,
-        manifest.eos_id,
-    )
+def _data_rows(place: Path, split: str, rows: np.ndarray, *facts: Any) -> DataRows:
+    name = place.resolve().name
+    name = f"{split} split of {name}, {len(rows)} rows of {rows.shape[1]} tokens"
+    return DataRows(rows.astype(np.int64), name, *facts)
 
 
 def _of_tokens(place: Path, split: str, max_rows: int | None) -> DataRows:
     file = place / TOKENS_FILE
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
-        parts = {
-            name: [dict(part) for part in value["parts"]]
+        counts = {
+            name: sum(int(part["num_rows"]) for part in value["parts"])
             for name, value in record["splits"].items()
         }
-        counts = {
-            name: sum(int(part["num_rows"]) for part in value) for name, value in parts.items()
-        }
-        num_rows = _num_rows(place, split, counts, max_rows)
-        files = [place / split / Path(part["name"]).name for part in parts[split]]
-        rows = _read_parts(files, record["row_length"], num_rows)
-        return DataRows(
-            rows,
-            _told(place.parent, split, rows),
-            record["fingerprint"],
-            record["vocab_size"],
-            record["tokenizer"],
-            record["bos_id"],
-            record["eos_id"],
-        )
+        missing, blocks = _num_rows(place, split, counts, max_rows), []
+        for part in record["splits"][split]["parts"]:
+            if missing:
+                table = pq.read_table(
+                    place / split / Path(part["name"]).name, columns=["input_ids"]
+                )
+                ids = np.asarray(table["input_ids"].combine_chunks().flatten())
+                blocks.append(ids.reshape(-1, record["row_length"])[:missing])
+                missing -= len(blocks[-1])
+        if missing:
+            raise ValueError(f"{missing} rows fewer than tokens.json tells of")
+        facts = (record[name] for name in ("fingerprint", "vocab_size", "bos_id"))
+        return _data_rows(place.parent, split, np.concatenate(blocks), *facts)
     except (OSError, ValueError, KeyError, TypeError) as error:
+        remedy = "run stage 1 again"
         raise GdistillError(
-            "damaged token dataset", where=file, got=error, remedy="run stage 1 again"
+            "damaged token dataset", where=file, got=error, remedy=remedy
         ) from error
-
-
-def _read_parts(files: list[Path], row_length: int, num_rows: int) -> Int[np.ndarray, "n l"]:
-    blocks, missing = [], num_rows
-    for file in files:
-        if missing == 0:
-            break
-        column = pq.read_table(file, columns=["input_ids"])["input_ids"].combine_chunks()
-        block = np.asarray(column.flatten()).reshape(-1, row_length)[:missing]
-        blocks.append(block.astype(np.int64))
-        missing -= len(block)
-    if missing:
-        raise ValueError(f"{missing} rows fewer than tokens.json tells of")
-    return np.concatenate(blocks)
-
-
-def _told(place: Path, split: str, rows: np.ndarray) -> str:
-    return f"{split} split of {place.resolve().name}, {len(rows)} rows of {rows.shape[1]} tokens"
 
 
 def _num_rows(place: Path, split: str, counts: dict[str, int], max_rows: int | None) -> int:
@@ -311,78 +279,25 @@ def _num_rows(place: Path, split: str, counts: dict[str, int], max_rows: int | N
     return counts[split] if max_rows is None else min(counts[split], max_rows)
 
 
-# How samples were drawn, as far as their files tell: what must stand beside every score.
-
-
-SAMPLER_FIELDS = (
-    "sampler", "decision", "temperature", "tau", "nucleus_p", "nucleus_rule", "block_size", "cache",
-)  # fmt: skip
-"""Sampler settings that decide a score, in the order of the table."""
-
-
-def drawn_with(samples: SampleSet) -> dict[str, Any]:
-    """Student, sampler and its settings, precision, seed and code version of a file of samples.
-
-    What neither the file nor the ``settings.json`` beside it tells is left out.
-    """
-    settings = samples.settings
-    identity = settings.get("identity")
-    identity = identity if isinstance(identity, Mapping) else {}
-    known = {
-        "student": _student(settings),
-        "weights_sha256": identity.get("weights_sha256"),
-        **{name: samples.sampler.get(name) for name in SAMPLER_FIELDS},
-        "nfe": samples.sampler.get("nfe") or samples.nfe_mean,
-        "precision": settings.get("precision"),
-        "seed": samples.seed,
-        "tokens": range_text(map(len, samples.tokens)),
-        "data": _fingerprint(settings.get("store")),
-        "code_version": settings.get("code_version"),
-    }
-    return {name: value for name, value in known.items() if value is not None}
-
-
-def _student(settings: Mapping[str, Any]) -> str | None:
-    name, config = settings.get("student"), settings.get("student_config")
-    conditioning = config.get("conditioning") if isinstance(config, Mapping) else None
-    if isinstance(conditioning, str) and conditioning != "none":
-        return f"{name} + {conditioning}"
-    return name if isinstance(name, str) else None
-
-
-def _fingerprint(store: object) -> str | None:
-    """Of the token dataset that the student was trained on."""
-    tokens = store.get("tokens") if isinstance(store, Mapping) else None
-    value = tokens.get("fingerprint") if isinstance(tokens, Mapping) else None
-    return value if isinstance(value, str) else None
-
-
-# Reference texts: a .jsonl file with a ``text`` field, as any corpus export has it.
-
-
 def read_references(file: Path) -> list[str]:
-    """The texts of the file, in its order; other fields are not looked at.
+    """The ``text`` of every line, in the file's order; other fields are not looked at.
 
     Raises:
         UsageError: When the file cannot be read or is empty.
         GdistillError: For a line without a text, naming file and line.
     """
-    return [
-        _text(values.get("text"), f"{file}:{line}")
-        for line, values in read_records(file, "reference")
-    ]
-
-
-def _text(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise GdistillError(
-            "a reference has no text",
-            where=where,
-            got="null or no such field" if value is None else short(value),
-            expected='{"text": "..."}',
-            remedy="leave the line out, or give it a text",
-        )
-    return value
+    records = read_records(file, "reference")
+    for line, values in records:
+        text = values.get("text")
+        if not isinstance(text, str):
+            raise GdistillError(
+                "a reference has no text",
+                where=f"{file}:{line}",
+                got="null or no such field" if text is None else short(text),
+                expected='{"text": "..."}',
+                remedy="leave the line out, or give it a text",
+            )
+    return [values["text"] for _, values in records]
 
 
 # Samples on disk: ``samples*.jsonl`` and ``settings.json`` as the sampler leaves them.
@@ -424,14 +339,15 @@ class SampleSet:
         tokens: Token ids of each sample, without special treatment.
         texts: Decoded text of each sample; None where the student had no tokenizer.
         indices: Sample index: with ``seed`` it names the noise the sample was drawn with.
-        nfe: Forward passes made for each sample; None where the file does not tell.
+        nfe: Forward passes made for each sample; None where the file does not say.
         lines: The line of the file that holds each sample, counted from 1.
         seed: Seed of the run.
         sampler: The sampler's settings for this file, its name among them; empty where the file
-            does not tell.
+            does not say.
         settings: Everything else the sampler wrote down.
         source: The jsonl file.
-        verifications: What a verifier accepted of each sample; None unless all of them tell.
+        verifications: What a verifier accepted of each sample; None unless all of them say.
+        processor_seconds_mean: Processor time per sample; None unless all of them say.
     """
 
     name: str
@@ -445,12 +361,12 @@ class SampleSet:
     settings: dict[str, Any]
     source: Path
     verifications: list[Verification] | None = None
+    processor_seconds_mean: float | None = None
 
     @property
     def nfe_mean(self) -> float | None:
-        """Mean number of forward passes; None unless every sample tells its own."""
-        known = [nfe for nfe in self.nfe if nfe is not None]
-        return sum(known) / len(known) if len(known) == len(self.nfe) else None
+        """Mean number of forward passes; None unless every sample says its own."""
+        return _mean(self.nfe)
 
     def require_texts(self) -> list[str]:
         """The texts, for scores that read text.
@@ -458,14 +374,24 @@ class SampleSet:
         Raises:
             GdistillError: For the first sample without a text, naming file and line.
         """
-        return [
-            _require_text(text, f"{self.source}:{line}")
-            for text, line in zip(self.texts, self.lines, strict=True)
-        ]
+        if None in self.texts:
+            raise GdistillError(
+                "a sample has no text",
+                where=f"{self.source}:{self.lines[self.texts.index(None)]}",
+                got="null or no such field",
+                expected='{"tokens": [...], "text": "..."}',
+                remedy="sample from a model folder that holds its tokenizer, or score without "
+                "--judge and --maze",
+            )
+        return self.texts  # type: ignore[return-value]
+
+
+def _mean(values: list[Any]) -> float | None:
+    return None if None in values else sum(values) / len(values)
 
 
 def named_folder(text: str) -> tuple[str, Path]:
-    """``FOLDER`` or ``NAME=FOLDER``: the name, the folder's own unless told, and the folder."""
+    """``FOLDER`` or ``NAME=FOLDER``: the name, the folder's own unless given, and the folder."""
     name, separator, rest = text.partition("=")
     if not separator or Path(text).exists():  # a folder may have = in its name, as a sweep's do
         name, rest = "", text
@@ -482,24 +408,19 @@ def find_sample_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise UsageError("no samples", where=path, got="no such file or folder")
-    files = sorted(path.rglob("*.jsonl"), key=_natural_key)
-    if not files:
-        unfinished = next(path.rglob("*.jsonl.partial"), None)
-        raise UsageError(
-            "no samples",
-            where=path,
-            got=f"only an unfinished file, {unfinished.name}" if unfinished else "no .jsonl file",
-            remedy="run the same gdistill-sample command again to finish it"
-            if unfinished
-            else "write some with gdistill-sample",
-        )
-    return files
 
+    def natural(file: Path) -> list[tuple[int, str]]:
+        """Sorts ``nfe8`` before ``nfe16``, so that a table of budgets reads as a curve."""
+        parts = re.split(r"([0-9]+)", str(file))
+        return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
-def _natural_key(path: Path) -> list[tuple[int, str]]:
-    """Sorts ``nfe8`` before ``nfe16``, so that a table of budgets reads as a curve."""
-    parts = re.split(r"([0-9]+)", str(path))
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+    if files := sorted(path.rglob("*.jsonl"), key=natural):
+        return files
+    got, remedy = "no .jsonl file", "write some with gdistill-sample"
+    if unfinished := next(path.rglob("*.jsonl.partial"), None):
+        got = f"only an unfinished file, {unfinished.name}"
+        remedy = "run the same gdistill-sample command again to finish it"
+    raise UsageError("no samples", where=path, got=got, remedy=remedy)
 
 
 def read_samples(file: Path, folder: Path | None = None) -> SampleSet:
@@ -508,7 +429,7 @@ def read_samples(file: Path, folder: Path | None = None) -> SampleSet:
     Args:
         file: The samples.
         folder: The folder they were found in, which their name leaves out; the file's own unless
-            told.
+            given.
 
     Raises:
         UsageError: When the file cannot be read or is empty.
@@ -520,33 +441,58 @@ def read_samples(file: Path, folder: Path | None = None) -> SampleSet:
     _require_one_run(records, settings, file)
     records.sort(key=lambda record: record.values["index"])
     values = [record.values for record in records]
+
+    def column(name: str) -> list[Any]:
+        return [value[name] for value in values]
+
+    verifications = column("verification")
+    widths = {None if one is None else len(one.reached) for one in verifications}
     return SampleSet(
         name=visible(file.relative_to(folder or file.parent).with_suffix("").as_posix()),
-        tokens=[record["tokens"] for record in values],
-        texts=[record["text"] for record in values],
-        indices=[record["index"] for record in values],
-        nfe=[record["nfe"] for record in values],
+        tokens=column("tokens"),
+        texts=column("text"),
+        indices=column("index"),
+        nfe=column("nfe"),
         lines=[record.line for record in records],
-        seed=next((value["seed"] for value in values if value["seed"] is not None), 0),
+        seed=next((seed for seed in column("seed") if seed is not None), 0),
         sampler=values[0]["settings"],
         settings=settings,
         source=file,
-        verifications=_all_or_none([record["verification"] for record in values]),
+        verifications=None if None in widths or len(widths) > 1 else verifications,
+        processor_seconds_mean=_mean(column("processor_seconds")),
     )
 
 
-def _all_or_none(found: list[Verification | None]) -> list[Verification] | None:
-    known = [one for one in found if one is not None]
-    widths = {len(one.reached) for one in known}
-    return known if len(known) == len(found) and len(widths) == 1 else None
+def _is_count(value: object, end: int = 2**63) -> bool:
+    """True for an int in 0..end - 1; JSON's true and false are no numbers."""
+    return type(value) is int and 0 <= value < end
+
+
+def _is_tokens(value: object) -> bool:
+    return isinstance(value, list) and all(_is_count(token, 2**31) for token in value)
+
+
+def _is_seconds(value: object) -> bool:
+    return type(value) in (int, float) and value >= 0  # type: ignore[operator]
+
+
+FIELDS = {
+    "text": (lambda value: isinstance(value, str), "a string or null"),
+    "config_sha256": (lambda value: isinstance(value, str), "a string or null"),
+    "settings": (lambda value: isinstance(value, dict), "an object, the sampler's settings"),
+    "index": (_is_count, "a whole number >= 0"),
+    "nfe": (_is_count, "a whole number >= 0"),
+    "seed": (_is_count, "a whole number >= 0"),
+    "processor_seconds": (_is_seconds, "seconds, a number >= 0"),
+}
+"""Fields that a line may leave out: what they must be, in code and in words."""
 
 
 def _checked(record: Record, file: Path) -> Record:
     """The record with every field that is read, of its type; the index is the line's by default."""
-    where = f"{file}:{record.line}"
-    values = record.values
-    tokens, text = values.get("tokens"), values.get("text")
-    if not isinstance(tokens, list) or not all(_is_count(token, 2**31) for token in tokens):
+    where, values = f"{file}:{record.line}", record.values
+    tokens = values.get("tokens")
+    if not _is_tokens(tokens):
         raise GdistillError(
             "a sample has no token ids",
             where=where,
@@ -554,22 +500,19 @@ def _checked(record: Record, file: Path) -> Record:
             expected='{"index": int, "tokens": [int in 0..2^31 - 1, ...], "text": str}',
             remedy="give the folder that gdistill-sample wrote",
         )
-    if text is not None and not isinstance(text, str):
-        raise _wrong("text", text, where, "a string or null")
-    defaults = {"index": record.line - 1, "nfe": None, "seed": None}
-    sampler, digest = values.get("settings", {}), values.get("config_sha256")
-    if digest is not None and not isinstance(digest, str):
-        raise _wrong("config_sha256", digest, where, "a string or null")
-    if not isinstance(sampler, dict):
-        raise _wrong("settings", sampler, where, "an object, the sampler's settings")
-    fields: dict[str, Any] = {"tokens": tokens, "text": text}
-    fields |= {"settings": sampler, "config_sha256": digest}
-    fields["verification"] = Verification.of(values)
-    for name, default in defaults.items():
-        value = values.get(name)
-        if value is not None and not _is_count(value):
-            raise _wrong(name, value, where, "a whole number >= 0")
-        fields[name] = default if value is None else value
+    fields: dict[str, Any] = {"tokens": tokens, "verification": Verification.of(values)}
+    for name, (is_fine, expected) in FIELDS.items():
+        fields[name] = values.get(name)
+        if fields[name] is not None and not is_fine(fields[name]):
+            raise GdistillError(
+                f"a sample's {name} is of the wrong kind",
+                where=where,
+                got=short(fields[name]),
+                expected=expected,
+                remedy="write it as gdistill-sample does, or leave it out",
+            )
+    fields["index"] = record.line - 1 if fields["index"] is None else fields["index"]
+    fields["settings"] = fields["settings"] or {}
     return Record(record.line, fields)
 
 
@@ -590,7 +533,7 @@ def _require_one_run(records: list[Record], settings: dict[str, Any], file: Path
         indices.add(values["index"])
         if type(vocab_size) is int and max(values["tokens"], default=0) > vocab_size:
             raise GdistillError(
-                "the samples are of another tokenizer than settings.json tells of",
+                "the samples are of another tokenizer than settings.json says",
                 where=f"{file}:{line}",
                 got=f"token {max(values['tokens'])}",
                 expected=f"at most {vocab_size}",
@@ -612,34 +555,6 @@ def _mixed(where: object, got: object, expected: object, of: str) -> GdistillErr
     )
 
 
-def _is_count(value: object, end: int = 2**63) -> bool:
-    """True for an int in 0..end - 1; JSON's true and false are no numbers."""
-    return type(value) is int and 0 <= value < end
-
-
-def _wrong(name: str, value: object, where: str, expected: str) -> GdistillError:
-    return GdistillError(
-        f"a sample's {name} is of the wrong kind",
-        where=where,
-        got=short(value),
-        expected=expected,
-        remedy="write it as gdistill-sample does, or leave it out",
-    )
-
-
-def _require_text(text: str | None, where: str) -> str:
-    if text is None:
-        raise GdistillError(
-            "a sample has no text",
-            where=where,
-            got="null or no such field",
-            expected='{"tokens": [...], "text": "..."}',
-            remedy="sample from a model folder that holds its tokenizer, or score without "
-            "--judge and --maze",
-        )
-    return text
-
-
 def _read_settings(file: Path) -> dict[str, Any]:
     """The sampler's record; empty where there is none."""
     if not file.exists() and not file.is_symlink():
@@ -654,3 +569,41 @@ def _read_settings(file: Path) -> dict[str, Any]:
             expected="a JSON object",
             remedy="restore the file, or remove it to score without it",
         ) from error
+
+
+SAMPLER_FIELDS = (
+    "sampler", "decision", "temperature", "tau", "nucleus_p", "nucleus_rule", "block_size", "cache",
+)  # fmt: skip
+"""Sampler settings that decide a score, in the order of the table."""
+
+
+def drawn_with(samples: SampleSet) -> dict[str, Any]:
+    """Student, sampler and its settings, precision, seed and code version of a file of samples.
+
+    What neither the file nor the ``settings.json`` beside it says is left out.
+    """
+    settings = samples.settings
+
+    def part(*names: str) -> Any:
+        """A value inside the settings, of which nothing is sure; None where it is not there."""
+        found: Any = settings
+        for name in names:
+            found = found.get(name) if isinstance(found, Mapping) else None
+        return found
+
+    student, conditioning = part("student"), part("student_config", "conditioning")
+    if isinstance(conditioning, str) and conditioning != "none":
+        student = f"{student} + {conditioning}"
+    fingerprint = part("store", "tokens", "fingerprint")
+    known = {
+        "student": student if isinstance(student, str) else None,
+        "weights_sha256": part("identity", "weights_sha256"),
+        **{name: samples.sampler.get(name) for name in SAMPLER_FIELDS},
+        "nfe": samples.sampler.get("nfe") or samples.nfe_mean,
+        "precision": settings.get("precision"),
+        "seed": samples.seed,
+        "tokens": range_text(map(len, samples.tokens)),
+        "data": fingerprint if isinstance(fingerprint, str) else None,
+        "code_version": settings.get("code_version"),
+    }
+    return {name: value for name, value in known.items() if value is not None}

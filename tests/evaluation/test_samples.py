@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from evaluation.samples.samples import find_sample_files, read_references, read_samples
+from evaluation.samples import find_sample_files, read_references, read_samples
 from shards.errors import GdistillError, UsageError
 
 GOOD = {"index": 0, "tokens": [0, 1], "text": "a b", "nfe": 3, "seed": 7}
