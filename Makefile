@@ -23,7 +23,7 @@ TEACHER ?=
 CODEC   ?= posterior
 STUDENT ?= mdlm
 PRESET  ?= tiny
-CONDITIONING ?= $(if $(filter ar,$(STUDENT)),none,gumbel)
+CONDITIONING ?= $(if $(filter ar drafter,$(STUDENT)),none,gumbel)
 # Distillation: token (KL to the teacher's stored probabilities), or sequence (rows it wrote itself).
 KD      ?=
 # two-stage: without noise first, then as many steps with noise that is read behind every block, what measures best
@@ -134,7 +134,7 @@ extract: $(STAMP) ## stage 1 and 2: make extract CORPUS=owt TEACHER=gpt2-large C
 
 train: $(STAMP) ## train a student from shards: make train STUDENT=bd3lm SHARDS=out/owt/store
 	$(BIN)/gdistill-train $(if $(filter paper,$(RECIPE)),run,$(RECIPE)) --store '$(SHARDS)' --student $(STUDENT) \
-	  --preset $(PRESET) --out '$(MODEL)' \
+	  $(if $(filter drafter,$(STUDENT)),--config configs/drafter.toml,--preset $(PRESET)) --out '$(MODEL)' \
 	  $(if $(filter paper,$(RECIPE)),--conditioning $(CONDITIONING)) \
 	  $(if $(KD),--kd $(KD)) $(if $(BACKBONE),--backbone '$(BACKBONE)') \
 	  $(if $(INIT_FROM),--init-from '$(INIT_FROM)') \

@@ -4,37 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.conditioner import dense_pass, keyed_noise, tiled_pass
 from benchmarks.steps import dense_gumbels, dense_loss, tiled_loss
 from benchmarks.synthetic import make_student, random_batch
 from shards.noise.kinds import dense_arrivals
 from shards.noise.philox import PositionKeys
-from trainer.objective.batch import Batch
 from trainer.sampling.noise import TokenRule
-from trainer.students.backbone import load_backbone
 from trainer.students.bd3lm import flex_training_attention, training_mask
 from trainer.students.conditioning import GumbelConditioner
-from trainer.students.configuration import BackboneSettings
 from trainer.students.dit import masked_attention
-from trainer.students.registry import MDLM, Drafter, StudentSettings
+from trainer.students.registry import MDLM, StudentSettings
 
 Checks = dict[str, dict[str, Any]]
 SETTINGS = StudentSettings(
     hidden_size=64, num_layers=2, num_heads=2, condition_size=16, dropout=0.0, conditioning="gumbel"
-)
-
-DRAFTER = StudentSettings(
-    backbone=BackboneSettings(num_proposed=3, num_starts=4, lora_rank=4),
-    dropout=0.0,
-    conditioning="gumbel",
 )
 
 
@@ -45,7 +33,6 @@ def check_everything(vocab_size: int, device: torch.device) -> Checks:
         "draws": lambda: check_draws(vocab_size, device),
         "conditioner": lambda: check_conditioner(vocab_size, device),
         "flex attention": lambda: check_attention(device),
-        "drafter": lambda: check_drafter(vocab_size, device),
         "step": lambda: check_step(vocab_size, device),
     }
     found: Checks = {}
@@ -132,51 +119,6 @@ def check_attention(device: torch.device) -> Checks:
         worst = max(_relative(ours, reference) for reference, ours in pairs[1:])
         found["flex gradient"] = _verdict(worst, 1e-3)
     return found
-
-
-def check_drafter(vocab_size: int, device: torch.device) -> Checks:
-    """A drafter's loss and gradients with FlexAttention against SDPA; off CUDA against itself."""
-    other = "flex" if device.type == "cuda" else "auto"
-    batch = random_batch(4, 32, vocab_size, device, 0, 4)
-    reference, ours = (
-        _drafter_step(choice, vocab_size, batch, device) for choice in ("sdpa", other)
-    )
-    return {
-        "drafter loss": _verdict(_relative(ours[0], reference[0]), 1e-3),
-        "drafter gradient": _verdict(_relative(ours[1], reference[1]), 1e-2),
-    }
-
-
-def _drafter_step(
-    attention: str, vocab_size: int, batch: Batch, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Loss and gradients of random adapters on a random backbone with heads of width 32."""
-    shape = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    settings = replace(DRAFTER, attention=attention)
-    with TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
-        backbone = load_backbone(Path(folder), vocab_size, settings.backbone.dtype)
-        config = Drafter.config_class.build(
-            settings, vocab_size=vocab_size, row_length=32, bos_token_id=0
-        )
-        config.frozen = Drafter.describe(backbone)
-        student = Drafter(config)
-        student.attach(backbone)
-    student = student.to(device).train()
-    for parameter in student.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    loss = student.loss(batch).loss
-    loss.backward()
-    found = [p.grad.flatten() for p in student.parameters() if p.grad is not None]
-    return loss.detach(), torch.cat(found)
 
 
 def _step_gradients(student: MDLM, loss: Tensor) -> Tensor:

@@ -50,9 +50,7 @@ def run(
     student: Annotated[str | None, typer.Option(help="mdlm, bd3lm, ar, medusa or drafter.")] = None,
     preset: Annotated[str | None, typer.Option(help=PRESETS)] = None,
     config: ConfigOption = None,
-    conditioning: Annotated[
-        str | None, typer.Option(help="none, gumbel, or a drafter's uniform.")
-    ] = None,
+    conditioning: Annotated[str | None, typer.Option(help="none or gumbel.")] = None,
     kd: Annotated[
         str | None,
         typer.Option(help="none, token (KL to stored probabilities), or sequence (teacher's rows)"),
@@ -192,13 +190,13 @@ def import_(
 
 @app.command()
 def export(
-    model: Annotated[Path, typer.Argument(help="A trained medusa or drafter student, RUN/model.")],
+    model: Annotated[Path, typer.Argument(help="A trained medusa student, RUN/model.")],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     backbone: Annotated[
         str | None, typer.Option(help="The model it stands on, if not where its config says.")
     ] = None,
 ) -> None:
-    """Write a student as engines load it: vLLM's Medusa heads, or a PEFT folder."""
+    """Write a student as engines load it: vLLM's Medusa heads."""
     from trainer.loading import load_student
     from trainer.serving.export import export as write
 

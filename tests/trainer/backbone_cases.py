@@ -66,6 +66,8 @@ def store_of(path: Path, backbone: Path, **changes: Any) -> Path:
 def backbone_run(backbone: Path, student: str = "medusa", **changes: Any) -> RunConfig:
     """Ten steps of a student on that backbone."""
     chosen = {"model__backbone__location": str(backbone), "student": student, **changes}
+    if student == "drafter":
+        chosen = {"model__conditioning": "none", **chosen}
     run: dict[str, Any] = {"model__backbone__num_proposed": 2, **chosen}
     return tiny_run(**run)
 

@@ -10,64 +10,41 @@ in front of that token is what the heads propose from next. Three rules say what
 - ``typical``: p(draft) > min(epsilon, delta exp(-H(p))), p the backbone at temperature tau (Cai et
   al., arXiv 2401.10774, section 2.3.1). Fast, and no sample of the backbone.
 
-**Drafter.** Tokens are read without adapters, so what they say is the backbone's own verdict, and
-their keys and values serve the slots as they are. A round takes one call or two::
-
-    one    tokens of the last draft, and slots behind each of them, as many as the call may accept:
-           K tokens and K K slots give a + 1 tokens, a of K - 1 drafts accepted
-    two    the last token and its K slots; then the draft. 2 K + 1 positions give a + 2 tokens
-
-So a token costs 1 / (a + 1) calls against 2 / (a + 2). One call is better, by up to two times,
-where a call takes as long as the weights take to be read (few rows on a GPU), and worse by about
-K / 2 times where arithmetic decides (a CPU, many rows). The first slot of a point proposes what the
-backbone says in the same call; it is there to carry that token's noise.
+**Drafter.** With the noise known, softmax(l / tau + xi) of a drafter's logits says how probable it
+is that each token wins the race of its position: near 1 where the race is decided, split where it
+is close. Drafts so form a *tree*: the most probable paths, grown step by step (EAGLE-2's search,
+Li et al., arXiv 2406.16858), more of them where the race is open. One pass of the backbone reads
+the tree; from the row's last token the backbone's own draws, argmax(l + tau xi), are walked along
+its branches until one leaves it. That token is right as well. Any tree gives the same text.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import DynamicCache
 
 from shards.errors import UsageError
-from shards.noise.kinds import Noise
+from trainer.objective.batch import Places
 from trainer.sampling.coupled import VerifiedRows, VerifiedSampler
 from trainer.sampling.fill import Pass
 from trainer.sampling.noise import RowNoise, SampleKeys, check_positive
-from trainer.sampling.verifier import CausalReader, Verifier, hash_of_weights
+from trainer.sampling.verifier import CausalReader, Verifier
 from trainer.students.backbone import BackboneStudent
-from trainer.students.drafter.layout import EMPTY, SlotLayout, states_at
-from trainer.students.drafter.student import ADAPTER, token_uniforms
+from trainer.students.drafter import attention_mask, last_layer_cache
 from trainer.students.registry import Drafter, Medusa, Student
 
 EPSILON, DELTA = 0.1, 1.0
 
 
-class OwnVerifier(Verifier):
-    """The student's backbone, known by its weights without the adapters beside them."""
-
-    @cached_property
-    def weights_sha256(self) -> str:
-        """See :class:`Verifier`."""
-        return hash_of_weights(
-            {
-                name.replace(".base_layer.", "."): value
-                for name, value in self.model.state_dict().items()
-                if f".{ADAPTER}." not in name
-            }
-        )
-
-
-def own_verifier(student: BackboneStudent) -> OwnVerifier:
+def own_verifier(student: BackboneStudent) -> Verifier:
     """The student's own backbone."""
     backbone = student.language_model
-    return OwnVerifier(backbone.network, backbone.vocab_size, backbone.context_length)
+    return Verifier(backbone.network, backbone.vocab_size, backbone.context_length)
 
 
 def wrong_student(label: str, words: str, student: Student, kind: type) -> UsageError:
@@ -227,185 +204,256 @@ def is_typical(
     return log_probs.gather(-1, tokens[..., None])[..., 0].exp() > least
 
 
-class SlotReader(CausalReader):
-    """Next-token logits of B growing rows, and logits of slots behind them.
-
-    Tokens are read as :class:`CausalReader` reads them; what the slots leave in the cache is
-    forgotten at once, so the cache holds the backbone's own keys and values and nothing else.
+class TreeReader(CausalReader):
+    """Next-token logits of B growing rows, and of trees of drafts behind them.
 
     Args:
-        student: Gives backbone, adapters and slots.
+        student: Gives the backbone, and says which of its states are wanted.
         num_rows: B.
+
+    Attributes:
+        states: [B, 2 D] of each row's last token that has been read; None before the first pass.
+        read: [B, n, 2 D] of a tree of which nobody has said yet what is kept.
     """
 
     def __init__(self, student: Drafter, num_rows: int) -> None:
         backbone = student.language_model
         super().__init__(backbone.network, backbone.vocab_size, num_rows, student.device)
-        self.student, self.cache = student, DynamicCache()
+        self.student, self.keeps_hidden = student, True
+        self.states: Float[Tensor, "b d2"] | None = None
+        self.read: Float[Tensor, "b n d2"] | None = None
 
     @torch.no_grad()
-    def read(
-        self,
-        tokens: Int[Tensor, "b l"],
-        stops: Int[Tensor, "b"],
-        num_last: int,
-        starts: Int[Tensor, "b p"],
-        noise_table: Float[Tensor, "b l e"] | None,
-    ) -> tuple[Float[Tensor, "b n v"], Float[Tensor, "b p k v"]]:
-        """Logits behind the last tokens, as :meth:`next_logits`, and those of the slots.
+    def read_rows(self, tokens: Int[Tensor, "b l"], stops: Int[Tensor, "b"]) -> Tensor:
+        """Logits [B, 1, V] behind the tokens before ``stops``; see :meth:`next_logits`."""
+        with self.student.watch() as middle:
+            logits = self.next_logits(tokens, stops, 1)
+        assert self.hidden is not None
+        self.states = torch.cat((middle[0], self.hidden), dim=-1)[:, -1]
+        return logits
+
+    @torch.no_grad()
+    def read_tree(self, tree: Tree, first: Int[Tensor, "b"], most: int) -> Float[Tensor, "b n v"]:
+        """Logits behind a tree's tokens, the first of which is each row's last known one.
 
         Args:
-            tokens: The rows from their beginning; every token before ``stops`` is known.
-            stops: [B] tokens to read, at least one more than ``lengths``.
-            num_last: n, columns of the first result.
-            starts: Starting points of slots, each at most ``stops``; p may be 0.
-            noise_table: Noise embeddings by row position; None without noise.
+            tree: Of depths that are counted from that token.
+            first: [B] the position behind it.
+            most: Length of a finished row: deeper tokens are read at its end, for nobody.
         """
-        student, cache = self.student, self.cache
-        assert cache is not None
-        layout = SlotLayout(starts, student.num_slots, tokens.shape[1])
-        places, is_new, width = self.align(stops)
-        new, num_slots = places.shape[1], layout.places.shape[1]
-        cached = torch.arange(-width, 0, device=tokens.device) + self.lengths[:, None]
-        known = torch.cat((cached.clamp_min(EMPTY), torch.where(is_new, places, EMPTY)), dim=1)
-        hidden = self._states(tokens, places, layout, known, noise_table)
-        if num_slots:
-            cache.crop(-num_slots)
-        self.fit(stops, width + new)
-        proposed = student.logits(hidden[:, new:])
-        shape = (len(tokens), starts.shape[1], student.num_slots, proposed.shape[-1])
-        return student.logits(hidden[:, new - num_last : new]), proposed.view(shape)
-
-    def _states(
-        self,
-        tokens: Int[Tensor, "b l"],
-        places: Int[Tensor, "b m"],
-        layout: SlotLayout,
-        known: Int[Tensor, "b w"],
-        noise_table: Float[Tensor, "b l e"] | None,
-    ) -> Float[Tensor, "b m_and_n d"]:
-        """Last hidden states of the tokens at ``places`` and of the slots behind them."""
-        student, network = self.student, self.model
-        inputs = network.get_input_embeddings()(tokens.gather(1, places))
-        slots = student.slot_inputs(tokens, layout, noise_table)
-        waits = len(student.readings) > 0 and slots.shape[1] > 0  # for what the tokens' call says
-        here = replace(layout, starts=layout.starts[:, :0]) if waits else layout
-        entered = slots[:, : here.places.shape[1], : inputs.shape[2]].to(inputs.dtype)
-        with student.adapters.on_last(entered.shape[1]):
-            hidden = network.base_model(
-                inputs_embeds=torch.cat((inputs, entered), dim=1),
-                position_ids=torch.cat((places, here.positions), dim=1),
-                attention_mask=student.attention_mask(here, known, places.shape[1]),
+        self.num_passes += 1
+        assert self.cache is not None
+        known = self.known()[:, None].expand(-1, tree.tokens.shape[1], -1)
+        seen = torch.cat((known, tree.behind), dim=-1)
+        with self.student.watch() as middle:
+            logits, hidden = self._run(
+                input_ids=tree.tokens,
+                position_ids=(first[:, None] - 1 + tree.depths).clamp_max(most - 1),
+                attention_mask=attention_mask(self.model, seen),
                 past_key_values=self.cache,
                 use_cache=True,
-            ).last_hidden_state
-        if not waits:
-            return hidden
-        columns = layout.starts - 1 - places[:, -1:] + places.shape[1] - 1
-        states = student.read_slots(self.cache, layout, slots, known, states_at(hidden, columns))
-        return torch.cat((hidden, states), dim=1)
+            )
+        self.read = torch.cat((middle[0], hidden), dim=-1)
+        return logits[..., : self.vocab_size].float()
+
+    def follow(self, path: Int[Tensor, "b k"], counts: Int[Tensor, "b"]) -> None:
+        """Of the tree that was read last, keep the first ``counts[b]`` tokens of a path."""
+        everyone = torch.arange(len(path), device=path.device)
+        assert self.read is not None
+        self.states = self.read[everyone, path[everyone, counts - 1]]
+        lengths, width = self.lengths + counts, int(self.lengths.max())
+        place = torch.arange(-int(lengths.max()), 0, device=path.device) + lengths[:, None]
+        ahead = (place - self.lengths[:, None]).clamp(0, path.shape[1] - 1)
+        old = place + (width - self.lengths)[:, None]
+        source = torch.where(place < self.lengths[:, None], old, width + path.gather(1, ahead))
+        self._take(torch.where(place < 0, -1, source), width + self.read.shape[1])
+        self.lengths, self.read = lengths, None
+
+    def select(self, rows: Int[Tensor, "m"]) -> None:
+        """See :class:`CausalReader`."""
+        super().select(rows)
+        self.states = None if self.states is None else self.states[rows]
 
 
-class SlotRows(VerifiedRows):
-    """Rows that one model proposes and verifies.
+@dataclass(frozen=True)
+class Tree:
+    """Drafts of m rows; number 0 is the row's last known token, n the most drafts.
 
     Attributes:
-        logits: [m, K - 1, V] of the tokens from each row's first open position on, as the last
-            call's slots propose them; None where it had no slots.
+        tokens: [m, n + 1], a draft behind the one that it follows.
+        behind: [m, n + 1, n + 1] whether token i has token j in its past, itself included.
     """
+
+    tokens: Int[Tensor, "m n1"]
+    behind: Bool[Tensor, "m n1 n1"]
+
+    @property
+    def depths(self) -> Int[Tensor, "m n1"]:
+        """Tokens between each and number 0, itself included."""
+        return self.behind.sum(dim=-1) - 1
+
+
+class TreeRows(VerifiedRows):
+    """Rows for which a drafter grows trees that its backbone reads."""
 
     student: Drafter
     sampler: DrafterSampler
-    reader: SlotReader
-    logits: Float[Tensor, "m k v"] | None = None
-    slots: Float[Tensor, "m points k v"] | None = None
+    reader: TreeReader
 
-    def make_reader(self, verifier: Verifier) -> SlotReader:
+    def make_reader(self, verifier: Verifier) -> TreeReader:
         """See :class:`VerifiedRows`."""
-        return SlotReader(self.student, len(self.active))
-
-    def reach(self, first: Int[Tensor, "m"]) -> Int[Tensor, "m"]:
-        """See :class:`VerifiedRows`."""
-        return first if self.logits is None else first + self.logits.shape[1]
-
-    def draft(self, tokens: Int[Tensor, "m l"], where: Bool[Tensor, "m l"]) -> Float[Tensor, "n v"]:
-        """See :class:`VerifiedRows`."""
-        assert self.logits is not None
-        rows, places = where.nonzero(as_tuple=True)
-        return self.logits[rows, places - where.int().argmax(dim=1)[rows]]
+        return TreeReader(self.student, len(self.active))
 
     def propose(self) -> Pass:
-        """See :class:`VerifiedRows`; to propose took no pass of its own."""
-        before = self.num_drafts.clone()
-        part = super().propose()
-        self.num_drafts = before
-        return part
+        """See :class:`VerifiedRows`; the first pass reads the given tokens and no drafts."""
+        first, length = self.first[self.active], self.tokens.shape[1]
+        ahead = 0 if self.reader.states is None else int(self.sampler.max_lookahead or 0)
+        # The last token is never drafted: the backbone's own comes as well.
+        self.stops = (first + ahead).clamp_max(length - 1)
+        self.xi: dict[int, Tensor] = {}
+        last = self.tokens[self.active].gather(1, first[:, None] - 1)
+        self.tree = Tree(last, torch.ones_like(last, dtype=torch.bool)[..., None])
+        if bool((self.stops > first).any()):
+            self.tree = self.grow(last, first)
+            self.num_drafts[self.active] += self.stops > first
+        return Pass(self.active, Places(self.active, first), Places(first, first))
 
-    def read(self) -> Float[Tensor, "m width v"]:
-        """See :class:`VerifiedRows`; slots behind each token that this call may accept."""
-        first, width = self.first[self.active], self.places.shape[1]
-        points = torch.arange(width, device=first.device)
-        only_verifies = self.sampler.calls_per_round == 2 and self.logits is not None
-        if self.sampler.max_lookahead == 0 or only_verifies:
-            points = points[:0]
-        starts = torch.minimum(first[:, None] + points, self.stops[:, None])
-        self.num_drafts[self.active] += len(points) > 0
-        logits, slots = self.reader.read(self.drafted, self.stops, width, starts, self.condition)
-        self.slots = slots if len(points) else None
-        return logits
+    def predict(self, part: Pass) -> Float[Tensor, "m n1 v"]:
+        """See :class:`Rows`: the backbone's logits behind all tokens of the trees."""
+        first = self.first[self.active]
+        with torch.autocast(self.tokens.device.type, enabled=False):
+            if self.reader.states is None:
+                return self.reader.read_rows(self.tokens[self.active], first)
+            return self.reader.read_tree(self.tree, first, self.tokens.shape[1])
 
-    def winners(self, logits: Float[Tensor, "n v"], noise: Noise) -> Int[Tensor, "n"]:
-        """See :class:`VerifiedRows`; F^-1(u) where the noise is one uniform per token."""
-        if self.student.settings.conditioning != "uniform":
-            return super().winners(logits, noise)
-        return inverse_cdf(self.sampler.rule.probabilities(logits), token_uniforms(noise))
+    def scores(self, logits: Float[Tensor, "m s v"], distance: int) -> Float[Tensor, "m s v"]:
+        """l + tau xi, float64, at each row's position so far behind the settled ones.
 
-    def learn(self, taken: Bool[Tensor, "m width"]) -> None:
-        """See :class:`VerifiedRows`; the slots behind the last accepted draft propose next."""
-        self.logits = None
-        if self.slots is not None:
-            point = taken.sum(dim=1) - 1
-            self.logits = self.slots[torch.arange(len(point), device=point.device), point, 1:]
+        Of tokens that the rule keeps; those of the others are -inf.
+        """
+        rule = self.sampler.rule
+        if distance not in self.xi:
+            places = (self.first[self.active] + distance).clamp_max(self.tokens.shape[1] - 1)
+            noise = self.noise.at(self.active, places)
+            arrivals = noise.tile(0, noise.vocab_size).to(logits.device)
+            self.xi[distance] = -rule.temperature * arrivals.double().log()[:, None]
+        scores = logits.double() + self.xi[distance]
+        if rule.truncates:
+            kept = rule.probabilities(logits.flatten(0, 1)).view_as(scores) > 0
+            scores = scores.masked_fill(~kept, -torch.inf)
+        return scores
 
-    def select(self, left: Int[Tensor, "k"]) -> None:
-        """See :class:`VerifiedRows`."""
-        super().select(left)
-        self.logits = None if self.logits is None else self.logits[left]
+    def grow(self, last: Int[Tensor, "m 1"], first: Int[Tensor, "m"]) -> Tree:
+        """The ``tree`` most probable drafts, searched along ``width`` paths.
 
+        A child is less probable than its parent, so the search ends where no path can bring a draft
+        that would be among them.
+        """
+        student, reader, sampler = self.student, self.reader, self.sampler
+        assert reader.states is not None and reader.cache is not None
+        cache, known = last_layer_cache(reader.cache), reader.known()[:, None]
+        rows = student.first_rows(last, reader.states[:, None])
+        score = torch.zeros_like(last, dtype=torch.float32)
+        behind = torch.ones_like(last, dtype=torch.bool)[..., None]
+        tokens, scores, pasts, order = [last], list[Tensor](), [behind], last
+        width = min(sampler.width, student.config.vocab_size)
+        for distance in range(int(sampler.max_lookahead or 0)):
+            place = (first - 1 + distance).clamp_max(self.tokens.shape[1] - 1)
+            seen = torch.cat((known.expand(-1, rows.shape[1], -1), behind), dim=-1)
+            output = student.step(rows, place[:, None].expand(rows.shape[:2]), seen, cache)
+            logits = student.logits(output)
+            if sampler.draft == "gumbel":
+                logits = self.scores(logits, distance)
+            race = (logits / sampler.tau).float().log_softmax(dim=-1)
+            best, ids = race.topk(width)
+            score, at = (score[..., None] + best).flatten(1).topk(width)
+            parent = (at // width)[..., None]
+            tokens.append(ids.flatten(1).gather(1, at))
+            past = behind.gather(1, parent.expand(-1, -1, behind.shape[-1]))
+            itself = torch.eye(width, dtype=torch.bool, device=past.device)
+            behind = torch.cat((past, itself.expand(len(past), -1, -1)), dim=-1)
+            scores.append(score), pasts.append(behind)
+            values, order = torch.cat(scores, dim=1).sort(dim=1, descending=True, stable=True)
+            least = values[:, sampler.tree - 1 : sampler.tree]  # none before there are so many
+            if least.shape[1] and bool((least[:, 0] >= score[:, 0]).all()):
+                break
+            rows = student.next_rows(
+                tokens[-1], output.gather(1, parent.expand(-1, -1, output.shape[-1]))
+            )
+        total = behind.shape[-1]
+        whole = torch.cat([pad(past, (0, total - past.shape[-1])) for past in pasts], dim=1)
+        kept = pad(order[:, : sampler.tree].sort(dim=1).values + 1, (1, 0))
+        square = whole.gather(1, kept[..., None].expand(-1, -1, total))
+        square = square.gather(2, kept[:, None].expand(-1, kept.shape[1], -1))
+        return Tree(torch.cat(tokens, dim=1).gather(1, kept), square)
 
-def inverse_cdf(probs: Float[Tensor, "n v"], uniforms: Float[Tensor, "n"]) -> Int[Tensor, "n"]:
-    """F^-1(u) by id, in the precision of float64 probabilities: the first id with F > u."""
-    found = torch.searchsorted(probs.cumsum(dim=-1), uniforms.to(probs.device)[:, None], right=True)
-    return found[:, 0].clamp(max=probs.shape[-1] - 1)
+    def accept(self, logits: Float[Tensor, "m n1 v"], part: Pass) -> tuple[Places, Tensor]:
+        """The backbone's own draws along the tree, up to and with the first that leaves it."""
+        first, tree = self.first[self.active], self.tree
+        depths, everyone = tree.depths, torch.arange(len(first), device=first.device)
+        now, going = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
+        path, drawn, taken = list[Tensor](), list[Tensor](), list[Tensor]()
+        for distance in range(int((self.stops - first).max()) + 1):
+            token = self.scores(logits[everyone, now][:, None], distance)[:, 0].argmax(dim=-1)
+            path.append(now), drawn.append(token), taken.append(going)
+            follows = tree.behind[everyone, :, now] & (depths == distance + 1)
+            follows &= tree.tokens == token[:, None]
+            going = going & follows.any(dim=1) & (first + distance < self.stops)
+            if not bool(going.any()):
+                break
+            now = torch.where(going, follows.int().argmax(dim=1), now)
+        kept = torch.stack(taken, dim=1)
+        num_taken = kept.sum(dim=1)
+        if self.reader.read is not None:
+            self.reader.follow(torch.stack(path, dim=1), num_taken)
+        counts = self.counts
+        distance = torch.arange(counts["drafted"].shape[1], device=first.device)
+        deepest = torch.minimum(depths.amax(dim=1), self.stops - first)
+        is_drafted, accepted = distance < deepest[:, None], distance < num_taken[:, None] - 1
+        counts["drafted"][self.active] += is_drafted
+        counts["reached"][self.active] += is_drafted & (distance < num_taken[:, None])
+        for name in ("accepted", "agreed"):
+            counts[name][self.active] += accepted
+        self.first[self.active] += num_taken
+        row, column = kept.nonzero(as_tuple=True)
+        return Places(self.active[row], first[row] + column), torch.stack(drawn, dim=1)[kept]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrafterSampler(VerifiedSampler):
-    """The backbone's own samples, proposed on its slots.
+    """The backbone's own samples, several per pass, drafted in trees.
 
     Attributes:
-        max_lookahead: Most tokens proposed at a time; None is as many as the student proposes.
-        calls_per_round: 1 reads slots behind every token that may be accepted; 2 reads them when
-            it is known which were.
+        max_lookahead: Most steps of the drafter at a time; None is as many as it was trained on.
+        tree: Most drafts that a pass of the backbone reads.
+        width: Paths that the search follows; 1 is a chain.
 
-    Further settings as in :class:`VerifiedSampler`; ``draft`` left to itself is ``greedy`` where a
-    slot sees its own noise, else ``gumbel``.
+    Further settings as in :class:`VerifiedSampler`; ``draft`` left to itself is ``gumbel``, the
+    tree that the noise makes most probable; ``greedy`` looks at the drafter's logits alone. Of a
+    tree ``drafted`` counts whether it reaches a distance, and ``agreed`` is ``accepted``.
     """
 
     max_lookahead: int | None = None
-    calls_per_round: Literal[1, 2] = 1
+    tree: int = 16
+    width: int = 6
 
     label: ClassVar[str] = "drafter"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("tree", "width"):
+            if (got := getattr(self, name)) < 1:
+                raise UsageError("a count below 1", where=name, got=got)
 
     def load(self, student: Student) -> Verifier:
         """See :class:`VerifiedSampler`."""
         if not isinstance(student, Drafter):
-            raise wrong_student("drafter", "slots of a backbone", student, Drafter)
+            raise wrong_student("drafter", "a layer beside a backbone", student, Drafter)
         return own_verifier(student)
 
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> None:
         """See :class:`VerifiedSampler`; also rows longer than the backbone's attention window:
-        slots and tokens share one mask, which knows no window.
+        the masks of trees know no window.
         """
         self.load(student)
         super().check(student, tokens)
@@ -426,9 +474,9 @@ class DrafterSampler(VerifiedSampler):
 
     def start(
         self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys
-    ) -> SlotRows:
+    ) -> TreeRows:
         """See :class:`Sampler`."""
-        return SlotRows(self, student, tokens, noise, keys)
+        return TreeRows(self, student, tokens, noise, keys)
 
 
 def attention_window(config: Any) -> int | None:

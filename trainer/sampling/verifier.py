@@ -86,7 +86,7 @@ class CausalReader:
         options = {"position_ids": places, "logits_to_keep": num_last}
         logits, hidden = self._run(
             input_ids=tokens.gather(1, places),
-            attention_mask=torch.cat((self._is_known(width), is_new), dim=1).long(),
+            attention_mask=torch.cat((self.known(), is_new), dim=1).long(),
             past_key_values=self.cache,
             use_cache=True,
             **{name: options[name] for name in self.accepted},
@@ -124,7 +124,9 @@ class CausalReader:
         self.hidden = None if hidden is None else hidden[index]
         return logits[index][..., : self.vocab_size].float()
 
-    def _is_known(self, width: int) -> Bool[Tensor, "b width"]:
+    def known(self) -> Bool[Tensor, "b width"]:
+        """Which slots in use hold a token."""
+        width = int(self.lengths.max())
         slots = torch.arange(width, device=self.lengths.device)
         return slots >= width - self.lengths[:, None]
 

@@ -154,13 +154,6 @@ class Student(PreTrainedModel, ABC):
         settings = self.settings
         if settings.conditioning == "none":
             return None
-        if settings.conditioning == "uniform":
-            raise UsageError(
-                "only a drafter reads one uniform per token",
-                where="model.conditioning",
-                got=f"uniform, for {type(self).__name__}",
-                expected="none or gumbel",
-            )
         return GumbelConditioner(
             self.config.vocab_size,
             settings.hidden_size,

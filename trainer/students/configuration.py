@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,10 +58,7 @@ class NoiseSettings:
     layers: tuple[int, ...] = setting(
         (),
         "After how many blocks masked positions attend to the vocabulary with the noise as bias"
-        " (noise cross-attention): [1, 2] is behind the first and behind the second block. Slots of"
-        " a drafter wait there instead (delayed drafting), read which token the one before them"
-        " takes, and go through the backbone's layers above: [3, 3] runs those above the third"
-        " twice.",
+        " (noise cross-attention): [1, 2] is behind the first and behind the second block.",
     )
     top_k: int = setting(
         0,
@@ -164,7 +160,9 @@ class BackboneSettings:
         " what is trained beside it.",
     )
     dtype: Literal["float32", "bfloat16"] = setting("float32", "Precision of its weights.")
-    num_proposed: int = setting(3, "K, tokens that are proposed in one pass.", within="[1, inf)")
+    num_proposed: int = setting(
+        3, "K, tokens that heads propose at once, or steps of a drafter.", within="[1, inf)"
+    )
     own_noise: Literal["hidden", "seen"] = setting(
         "hidden",
         "Whether a proposal sees the noise of its own token too (the paper), or only that of the"
@@ -176,7 +174,6 @@ class BackboneSettings:
         " share: nothing, a product of rank head_rank, or a whole matrix.",
     )
     head_rank: int = setting(64, "See head_output.", within="[1, inf)")
-    lora_rank: int = setting(16, "Rank of a drafter's adapters.", within="[1, inf)")
     num_starts: int = setting(
         32, "Starting points of a row that a drafter learns from at a time.", within="[1, inf)"
     )
@@ -212,10 +209,8 @@ class StudentSettings:
         "Normal initialisation of the token embedding; none is kaiming-uniform.",
         within="(0, inf)",
     )
-    conditioning: Literal["none", "gumbel", "uniform"] = setting(
-        "none",
-        "Whether masked positions see Gumbel noise; a drafter may see one uniform per token"
-        " instead.",
+    conditioning: Literal["none", "gumbel"] = setting(
+        "none", "Whether masked positions see Gumbel noise; a drafter's never do."
     )
     block_size: int | None = setting(
         None, "Tokens per block of a block-diffusion student; none is the row.", within="[1, inf)"
@@ -244,9 +239,8 @@ class StudentSettings:
         require(wide, "attention", self.attention, "sdpa for heads narrower than 16")
         narrow = (noise.rank or 1) <= self.hidden_size
         require(narrow, "noise.rank", noise.rank, f"at most hidden_size = {self.hidden_size}")
-        deepest = math.inf if self.backbone.location else self.num_layers
-        inside = all(1 <= depth <= deepest for depth in noise.layers)
-        require(inside, "noise.layers", noise.layers, f"depths in 1..{deepest}")
+        inside = all(1 <= depth <= self.num_layers for depth in noise.layers)
+        require(inside, "noise.layers", noise.layers, f"depths in 1..{self.num_layers}")
         kind = (self.conditioning, noise.transform)
         readable = not noise.layers or kind == ("gumbel", "gumbel")
         require(readable, "noise.layers", kind, "Gumbel noise as conditioning")
@@ -290,7 +284,13 @@ FLAT_BEFORE = {
     **{name: f"backbone.{name}" for name in _names(BackboneSettings, 2)},
 }
 """What settings were called before they lay in groups, in folders and checkpoints of that time."""
-GONE = {"noise_init": "random", "time_beta": 1.0, "kd_time_step": 1 / 32, "kd_num_steps": 2}
+GONE = {
+    "noise_init": "random",
+    "time_beta": 1.0,
+    "kd_time_step": 1 / 32,
+    "kd_num_steps": 2,
+    "lora_rank": 16,
+}
 """Settings that are no more, and the values at which they did nothing."""
 
 
@@ -306,6 +306,8 @@ def grouped(values: Mapping[str, Any]) -> dict[str, Any]:
             found.setdefault(group, {})[inner] = value
         elif name not in GONE or value != GONE[name]:
             found[name] = value
+    if "lora_rank" in (backbone := found.get("backbone", {})):
+        found["backbone"] = {name: v for name, v in backbone.items() if name != "lora_rank"}
     return found
 
 

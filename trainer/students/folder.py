@@ -30,7 +30,7 @@ NAMES = {
     "medusa": "Medusa",
     "drafter": "Drafter",
 }
-NOISES = {"none": "", "gumbel": " + Gumbel", "uniform": " + one uniform per token"}
+NOISES = {"none": "", "gumbel": " + Gumbel"}
 
 FOLDERS = re.compile(r"(?<![\w.:/])(?:file://)?~?/(?:[^/\s]+/)*|(?<=:)~?/(?!/)(?:[^/\s]+/)*")
 """The folders of an absolute path, bare or behind a scheme's colon; a URL keeps its places."""

@@ -8,7 +8,7 @@ from trainer.students.autoregressive import AR, ARConfig
 from trainer.students.base import LossOutput, Student
 from trainer.students.bd3lm import BD3LM, BD3LMConfig
 from trainer.students.configuration import StudentSettings, read_preset
-from trainer.students.drafter.student import Drafter, DrafterConfig
+from trainer.students.drafter import Drafter, DrafterConfig
 from trainer.students.hugging_face import StudentConfig
 from trainer.students.mdlm import MDLM, MDLMConfig
 from trainer.students.medusa import Medusa, MedusaConfig

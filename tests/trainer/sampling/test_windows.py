@@ -116,7 +116,7 @@ def test_the_window_is_that_of_a_row_alone(family: str, tmp_path: Path) -> None:
 
 
 def backbone_student(folder: Path, kind: str) -> tuple[Student, Any]:
-    """Heads or slots on a Mistral, trained on rows within its window."""
+    """Heads or a layer on a Mistral, trained on rows within its window."""
     model = teacher("mistral")
     model.config.sliding_window = 12
     model.save_pretrained(folder / "backbone")
@@ -130,8 +130,8 @@ def test_heads_and_their_backbone_see_the_window(tmp_path: Path) -> None:
     check(student, "medusa", own_decode(model, ragged(VOCAB)))
 
 
-def test_slots_refuse_rows_beyond_the_window(tmp_path: Path) -> None:
-    """Their tokens and slots share a mask, which knows no window."""
+def test_trees_are_refused_beyond_the_window(tmp_path: Path) -> None:
+    """Their masks know no window; rows within it are the backbone's own."""
     student, _ = backbone_student(tmp_path, "drafter")
     with pytest.raises(UsageError, match=r"length.*got 24 tokens; expected at most 12"):
         draw(student, make_sampler("drafter"), IDS, ragged(VOCAB))

@@ -1,4 +1,4 @@
-"""Exported students compute what they computed: vLLM's Medusa heads, and a PEFT folder."""
+"""Exported students compute what they computed: vLLM's Medusa heads."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from torch.nn.functional import silu
-from transformers import AutoModelForCausalLM
 
 from shards.errors import UsageError
 from tests.trainer.backbone_cases import VOCAB, write_backbone
 from trainer.serving.export import export
 from trainer.students.backbone import load_backbone
 from trainer.students.configuration import BackboneSettings, StudentSettings
-from trainer.students.drafter.student import Drafter
 from trainer.students.mdlm import MDLM
 from trainer.students.medusa import Medusa
 
@@ -58,22 +55,6 @@ def test_medusa_heads_propose_what_they_did(output: str, tmp_path: Path) -> None
         block = hidden + silu(hidden @ weights[f"blocks.{k}.layers.0.weight"].T)
         found = (block @ weights[f"lm_heads.{k}.weight"].T).log_softmax(dim=-1)
         torch.testing.assert_close(found, expected[:, k], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("shape", ["llama", "gpt2"])
-def test_a_drafters_adapters_load_in_peft(shape: str, tmp_path: Path) -> None:
-    backbone = write_backbone(tmp_path / shape, shape)
-    student = on_backbone(Drafter, backbone, "none", lora_rank=3)
-    export(student, tmp_path / "out")
-    plain = AutoModelForCausalLM.from_pretrained(backbone)
-    tokens = torch.arange(8)[None]
-    before = plain(input_ids=tokens).logits
-    loaded = PeftModel.from_pretrained(plain, tmp_path / "out")
-    with student.adapters.on_last(8), torch.no_grad():  # every row is a slot
-        expected = student.language_model.network(input_ids=tokens).logits
-    found = loaded(input_ids=tokens).logits
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
-    assert not torch.allclose(found, before, atol=1e-2)
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
