@@ -35,7 +35,7 @@ from benchmarks.drafting.evaluation import (
     tokens_per_pass,
     tree_proposer,
 )
-from benchmarks.drafting.target import Target, read_text, story_prompts, write_text
+from benchmarks.drafting.target import Target, story_prompts, target_text
 from benchmarks.drafting.training import Training, draft_vocabulary, train
 from benchmarks.measure import machine
 
@@ -49,10 +49,9 @@ class Point:
 
     Args:
         drafter: A trained drafter, or ``n-gram``.
-        passes: Of a ``loop``.
+        passes: Of a ``loop``; 0 is its heads alone.
         tree: Drafts of a tree and paths that its search follows; a chain without.
         blind: The tree is chosen without a look at the noise.
-        greedy: Drafts are argmax(l), no draws.
     """
 
     drafter: str
@@ -60,7 +59,6 @@ class Point:
     passes: int = 1
     tree: tuple[int, int] | None = None
     blind: bool = False
-    greedy: bool = False
 
     @property
     def work(self) -> str:
@@ -72,7 +70,7 @@ class Point:
         """What the table calls it."""
         extra = [f"{self.passes} passes"] if self.drafter.startswith("loop") else []
         extra += [f"tree of {self.tree[0]}"] if self.tree else []
-        extra += [word for word in ("blind", "greedy") if getattr(self, word)]
+        extra += ["blind"] if self.blind else []
         return ", ".join([self.drafter, self.rule, *extra])
 
 
@@ -81,13 +79,11 @@ class Bench:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.settings, self.folder = settings, Path(settings["folder"])
-        self.training = Training(**settings["training"])
+        self.training, text = Training(**settings["training"]), settings["text"]
         self.target = Target(Path(settings["target"]))
-        text = settings["text"]
         prompts = self.prompts(text, text["rows"])
-        folder = self.folder / "text"
-        files = list(write_text(self.target, prompts, text["length"], text["seed"], folder))
-        self.tokens = read_text(files)
+        own = self.target, prompts, text["length"], text["seed"], self.folder / "text"
+        self.tokens = target_text(*own)
         sizes = (self.target.vocab_size, self.training.vocabulary)
         self.ids = draft_vocabulary(self.tokens, *sizes)
         self.forms = {entry["name"]: Form(**entry) for entry in settings["drafter"]}
@@ -103,9 +99,8 @@ class Bench:
 
     def seeds(self, name: str) -> list[int]:
         """The seeds a drafter is trained with."""
-        if name not in self.forms:
-            return [0]
-        return self.settings["seeds"].get(name, self.settings["seeds"]["every"])
+        seeds = self.settings["seeds"]
+        return seeds.get(name, seeds["every"]) if name in self.forms else [0]
 
     def path(self, name: str, seed: int) -> Path:
         """Where a training lies."""
@@ -118,41 +113,29 @@ class Bench:
         drafter.slots = slots
         return drafter.eval()
 
+    @cache  # noqa: B019  (there is one bench in a process)
     def proposer(self, point: Point, seed: int, slots: int) -> Propose:
         """What drafts at a point."""
         if point.drafter not in self.forms:
-            return self.ngrams(slots)
+            return ngram_proposer(self.tokens, slots)
         drafter = self.drafter(point.drafter, seed, slots)
         if point.tree:
             return tree_proposer(drafter, *point.tree, loops=point.passes, blind=point.blind)
-        return proposer(drafter, loops=point.passes, greedy=point.greedy)
-
-    @cache  # noqa: B019  (there is one bench in a process)
-    def ngrams(self, slots: int) -> Propose:
-        """n-gram lookup in the text that drafters are trained on."""
-        return ngram_proposer(self.tokens, slots)
+        return proposer(drafter, loops=point.passes)
 
     def decoded(self, point: Point) -> list[Decoded]:
         """The decodes of every seed; kept in the folder."""
-        part, parts = self.settings["evaluation"], []
+        part, slots, parts = self.settings["evaluation"], self.training.slots, []
         prompts = self.prompts(part, part["prompts"])
         for seed in self.seeds(point.drafter):
             file = self.folder / "decoded" / f"{point.name}-{seed}.pt".replace(" ", "-")
             if not file.exists():
-                propose = self.proposer(point, seed, self.training.slots)
+                propose = self.proposer(point, seed, slots)
+                room = 2 + (point.tree[0] if point.tree else 0)
+                rule = part["tokens"], slots, point.rule, part["seed"]
                 batches = [
-                    decode(
-                        self.target,
-                        propose,
-                        prompts[start : start + BATCH],
-                        part["tokens"],
-                        self.training.slots,
-                        point.rule,
-                        part["seed"],
-                        first_row=start,
-                        room=2 + (point.tree[0] if point.tree else 0),
-                    )
-                    for start in range(0, len(prompts), BATCH)
+                    decode(self.target, propose, rows, *rule, first_row=number * BATCH, room=room)
+                    for number, rows in enumerate(prompts.split(BATCH))
                 ]
                 file.parent.mkdir(exist_ok=True)
                 torch.save(asdict(pooled(batches)), file.with_suffix(".part"))
@@ -166,10 +149,8 @@ class Bench:
         if path.exists():
             return json.loads(path.read_text())
         trees = {point.tree[0] + 1 for point in self.points if point.tree}
-        work: dict[str, tuple[Propose | None, int]] = {
-            f"target {rows}": (None, rows)
-            for rows in sorted({1, *(size + 1 for size in self.sizes), *trees})
-        }
+        sizes = sorted({1, *(size + 1 for size in self.sizes), *trees})
+        work: dict[str, tuple[Propose | None, int]] = {f"target {n}": (None, n) for n in sizes}
         for point in self.points:
             seed = self.seeds(point.drafter)[0]
             for size in [slots] if point.tree else self.sizes:
@@ -186,9 +167,8 @@ class Bench:
         reached, kept = (sum(getattr(p, name) for p in parts) for name in ("reached", "kept"))
         line: dict[str, Any] = {"name": point.name, "seeds": len(parts)}
         line["tokens_per_pass"] = tokens_per_pass(parts)
-        line["kept_by_slot"] = [
-            round(float(n / of), 3) if of else None for n, of in zip(kept, reached, strict=True)
-        ]
+        shares = zip(kept.tolist(), reached.tolist(), strict=True)
+        line["kept_by_slot"] = [round(n / of, 3) if of else None for n, of in shares]
         if point.drafter in self.forms:
             drafter = self.drafter(point.drafter, self.seeds(point.drafter)[0], slots)
             paths = point.tree[1] if point.tree and drafter.form.kind == "steps" else 1
@@ -217,21 +197,17 @@ def write(results: Path, lines: list[dict[str, Any]], report: dict[str, Any]) ->
 
     results.parent.mkdir(parents=True, exist_ok=True)
     results.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    table = ["| drafter, rule | tokens per pass | kept by slot | draft: FLOPs, time |"]
-    table[0] += " speed-up batch 1 | batch 16 | target x10 | x100 |"
-    table.append("|---|---|---|---|---|---|---|---|")
+    columns = "drafter, rule|tokens per pass|kept by slot|draft: FLOPs, time|speed-up batch 1"
+    table = [f"|{columns}|batch 16|target x10|x100|".replace("|", " | ").strip(), "|---" * 8 + "|"]
     figure, axes = pyplot.subplots(figsize=(9, 6))
     for line in lines:
-        mean, low, high = line["tokens_per_pass"]
-        keys = ("batch1_x1", "batch16_x1", "batch1_x10", "batch1_x100")
-        cells = [line["name"], f"{mean:.2f} [{low:.2f}, {high:.2f}]"]
-        cells.append(
-            " ".join("-" if v is None else f"{v:.2f}".lstrip("0") for v in line["kept_by_slot"])
-        )
-        cells.append(f"{line.get('draft_flops', 0):.2f}, {line['draft_time_batch1']:.2f}")
-        cells += ["{:.2f} (k {})".format(*line[f"speed_up_{key}"]) for key in keys]
+        (mean, low, high), at = line["tokens_per_pass"], line["draft_time_batch1"]
+        slots = ["-" if v is None else f"{v:.2f}".lstrip("0") for v in line["kept_by_slot"]]
+        cells = [line["name"], f"{mean:.2f} [{low:.2f}, {high:.2f}]", " ".join(slots)]
+        cells.append(f"{line.get('draft_flops', 0):.2f}, {at:.2f}")
+        for key in ("batch1_x1", "batch16_x1", "batch1_x10", "batch1_x100"):
+            cells.append("{:.2f} (k {})".format(*line[f"speed_up_{key}"]))
         table.append("| " + " | ".join(cells) + " |")
-        at = line["draft_time_batch1"]
         axes.errorbar(at, mean, [[mean - low], [high - mean]], fmt="o", capsize=2)
         offset = {"fontsize": 6, "xytext": (4, 3), "textcoords": "offset points"}
         axes.annotate(line["name"], (at, mean), **offset)
@@ -246,24 +222,18 @@ def main(path: str) -> None:
     """All of it."""
     settings = tomllib.loads(Path(path).read_text())
     torch.set_num_threads(1)
-    bench = Bench(settings)
+    bench, part = Bench(settings), settings["evaluation"]
     (bench.folder / "models").mkdir(parents=True, exist_ok=True)
     for name, form in bench.forms.items():
         for seed in bench.seeds(name):
             train(form, bench.target, bench.tokens, bench.training, seed, bench.path(name, seed))
     decoded = {point.name: bench.decoded(point) for point in bench.points}
-    times, part = bench.times(), settings["evaluation"]
+    times = bench.times()
     lines = [bench.line(point, times) for point in bench.points]
-    given = {
-        name: agreement(
-            bench.target,
-            bench.drafter(name, bench.seeds(name)[0], bench.training.slots),
-            bench.prompts(part, min(64, part["prompts"])),
-            part["seed"],
-        )
-        for name, form in bench.forms.items()
-        if form.kind == "steps"
-    }
+    prompts, given = bench.prompts(part, min(64, part["prompts"])), {}
+    for name in [name for name, form in bench.forms.items() if form.kind == "steps"]:
+        drafter = bench.drafter(name, bench.seeds(name)[0], bench.training.slots)
+        given[name] = agreement(bench.target, drafter, prompts, part["seed"])
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
     report = {
         "commit": commit.strip(),

@@ -82,29 +82,21 @@ class Drafter(nn.Module):
 
     Args:
         ids: The draft vocabulary: the target's ids, the most frequent first; [v].
+        slots: Of a block; a trained drafter may be asked for fewer.
     """
 
-    def __init__(
-        self,
-        form: Form,
-        target: Target,
-        ids: Int[Tensor, "v"],
-        slots: int,
-    ) -> None:
+    def __init__(self, form: Form, target: Target, ids: Int[Tensor, "v"], slots: int) -> None:
         super().__init__()
-        self.form, self.shape = form, target.shape
-        self.slots = slots
-        """Slots of a block; a trained drafter may be asked for fewer."""
-        width = target.shape.width
-        self.register_buffer("embedding", target.embedding.detach(), persistent=False)
-        self.register_buffer("head", target.embedding.detach()[ids].contiguous(), persistent=False)
+        self.form, self.shape, self.slots = form, target.shape, slots
+        width, embedding = target.shape.width, target.embedding.detach()
+        self.register_buffer("embedding", embedding, persistent=False)
+        self.register_buffer("head", embedding[ids].contiguous(), persistent=False)
         self.register_buffer("ids", ids)
         self.states = _linear(2 * width, width)
         self.layers = nn.ModuleList(deepcopy(target.layers[index]) for index in form.layers)
-        self.layers.requires_grad_(True)
         reads = 2 if form.kind == "loop" else 1
         self.norms = nn.ModuleList(deepcopy(target.norm) for _ in range(reads))
-        self.norms.requires_grad_(True)
+        self.requires_grad_(True)
         if form.kind == "slots":
             self.places = nn.Parameter(torch.randn(slots - 1, width) * 0.02)
             self.ahead = _linear(3 * width, width)
@@ -132,12 +124,14 @@ class Drafter(nn.Module):
         if self.form.kind == "steps":
             return self._in_steps(prefix, noise, given)
         first = self.embedding[prefix.tokens] + self.states(_even(prefix.states))
+        every = torch.cat([_even(prefix.states), self.embedding[prefix.tokens]], -1)
         if self.form.kind == "slots":
-            every = torch.cat([_even(prefix.states), self.embedding[prefix.tokens]], -1)
             ahead = self.ahead(every)[:, :, None] + self.places[: self.slots - 1]
-            rows = torch.cat([first[:, :, None], ahead], 2)
-            return [self._pass(prefix, rows)]
-        logits = [self._heads(prefix)]
+            return [self._pass(prefix, torch.cat([first[:, :, None], ahead], 2))]
+        mixed = silu(torch.einsum("baw,kwu->baku", every, self.blocks[: self.slots]))
+        mixed = torch.einsum("baku,kuw->bakw", mixed, self.outs[: self.slots])
+        last = prefix.states[:, :, None, self.shape.width :] / 7
+        logits = [self._logits(last + mixed, 0)]
         for _ in range(loops):
             if noise is None:
                 rows = logits[-1].detach().float().softmax(-1).to(self.head.dtype) @ self.head
@@ -149,14 +143,6 @@ class Drafter(nn.Module):
             rows = torch.cat([first[:, :, None], rows[:, :, :-1]], 2)
             logits.append(self._pass(prefix, rows))
         return logits
-
-    def _heads(self, prefix: Prefix) -> Tensor:
-        width = self.shape.width
-        every = torch.cat([_even(prefix.states), self.embedding[prefix.tokens]], -1)
-        mixed = torch.einsum("baw,kwu->baku", every, self.blocks[: self.slots])
-        mixed = torch.einsum("baku,kuw->bakw", silu(mixed), self.outs[: self.slots])
-        last = prefix.states[:, :, None, width:] / 7
-        return self._logits(last + mixed, 0)
 
     def _pass(self, prefix: Prefix, rows: Tensor) -> Tensor:
         turns = rotary(self.shape, prefix.positions[..., None] + torch.arange(self.slots))
@@ -170,7 +156,7 @@ class Drafter(nn.Module):
         tokens = prefix.tokens[:, :, None]
         for slot in range(self.slots):
             own = every[:, :, slot : slot + 1, : slot + 1]
-            found, grown = self._step(prefix, tokens, slot, own, grown)
+            found, grown = self.grow(prefix, tokens, slot, own, grown)
             logits.append(found)
             if given is not None:
                 tokens = given[:, :, slot : slot + 1]
@@ -182,23 +168,17 @@ class Drafter(nn.Module):
     def grow(
         self,
         prefix: Prefix,
-        tokens: Int[Tensor, "b s"],
+        tokens: Int[Tensor, "b a s"],
         slot: int,
-        own: Bool[Tensor, "b 1 s j"],
+        own: Bool[Tensor, "b a s j"],
         grown: Grown | None,
-    ) -> tuple[Float[Tensor, "b s v"], Grown]:
+    ) -> tuple[Float[Tensor, "b a s v"], Grown]:
         """One step of ``steps`` for s paths: logits behind their tokens, and what was computed.
 
         Args:
             own: Which of all the rows so far, those of this step last, each row is behind.
             grown: What the step before returned; its rows are those that the paths go on from.
         """
-        logits, grown = self._step(prefix, tokens[:, None], slot, own, grown)
-        return logits[:, 0], grown
-
-    def _step(
-        self, prefix: Prefix, tokens: Tensor, slot: int, own: Tensor, grown: Grown | None
-    ) -> tuple[Tensor, Grown]:
         row = self.embedding[tokens]
         if grown is None:
             row = row + self.states(_even(prefix.states))[:, :, None]
@@ -219,17 +199,15 @@ class Drafter(nn.Module):
     def flops(self, context: float, loops: int = 1) -> float:
         """Operations of one draft behind ``context`` tokens: layers, heads, what it reads."""
         width, head = self.shape.width, 2.0 * self.head.numel()
-        passes = loops if self.form.kind == "loop" else 1
+        is_loop = self.form.kind == "loop"
+        passes = loops if is_loop else 1
         row = passes * (len(self.layers) * self.shape.flops(context) + head) + 8.0 * width**2
-        if self.form.kind == "loop":
-            row += head + 8.0 * width**2
-        return self.slots * row
+        return self.slots * (row + (head + 8.0 * width**2 if is_loop else 0))
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:
     layer = nn.Linear(inputs, outputs, bias=False)
-    with torch.no_grad():
-        layer.weight.zero_()
+    nn.init.zeros_(layer.weight)
     return layer
 
 

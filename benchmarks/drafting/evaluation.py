@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from benchmarks.drafting.drafters import Drafter, Prefix
 from benchmarks.drafting.target import Cache, Target, own_text, row_noise
@@ -27,29 +28,28 @@ from benchmarks.drafting.target import Cache, Target, own_text, row_noise
 class Drafts:
     """Tokens [b, k] and their logits [b, k, v] over ``ids`` (None: the draft was no draw).
 
-    Of a tree, ``parents`` says which token each one follows: 0 the text's last, i the draft i - 1.
+    Of a tree, ``behind`` says which tokens each one follows, itself included; number 0 is the
+    text's last token, i the draft i - 1.
     """
 
     tokens: Int[Tensor, "b k"]
     logits: Float[Tensor, "b k v"] | None = None
     ids: Int[Tensor, "v"] | None = None
-    parents: Int[Tensor, "b k"] | None = None
+    behind: Bool[Tensor, "b k1 k1"] | None = None
 
 
 Propose = Callable[[Prefix, Tensor, Tensor], Drafts]
 """Of what the target knows, xi [b, k, vocabulary] and the text [b, l]."""
 
 
-def proposer(drafter: Drafter, *, loops: int = 1, greedy: bool = False) -> Propose:
-    """Drafts argmax(l + xi), or argmax(l)."""
+def proposer(drafter: Drafter, *, loops: int = 1) -> Propose:
+    """Drafts argmax(l + xi)."""
     ids = drafter.ids
     reads = drafter.form.kind == "steps" or drafter.form.noise
 
     def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
         noise = xi[..., ids]
         logits = drafter(prefix, noise[:, None] if reads else None, loops=loops)[-1][:, 0].float()
-        if greedy:
-            return Drafts(ids[logits.argmax(-1)])
         return Drafts(ids[(logits + noise).argmax(-1)], logits, ids)
 
     return propose
@@ -71,36 +71,35 @@ def tree_proposer(
 
     def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
         noise, b = xi[..., drafter.ids], len(xi)
-        tokens, parents, scores = [], [], []
-        # The rows of a level, who is behind whom among all rows so far, and their scores.
-        grown, behind = None, torch.ones(b, 1, 1, dtype=torch.bool)
+        tokens, scores = [], []
+        # Who is behind whom among all tokens so far, and the scores of the last ones' paths.
+        grown, behind, last = None, torch.ones(b, 1, 1, dtype=torch.bool), prefix.tokens
+        pasts, score = [behind], torch.zeros(b, 1)
         at_once = None if steps else drafter(prefix, noise[:, None] if reads else None, loops=loops)
-        last, score, own = prefix.tokens, torch.zeros(b, 1), torch.zeros(b, 1, dtype=torch.long)
         for slot in range(drafter.slots):
             if at_once is None:
-                logits, grown = drafter.grow(prefix, last, slot, behind[:, None], grown)
+                found, grown = drafter.grow(prefix, last[:, None], slot, behind[:, None], grown)
+                logits = found[:, 0]
             else:
                 logits = at_once[-1][:, :, slot].expand(-1, last.shape[1], -1)
             race = (logits.float() + noise[:, slot, None] * (not blind)).log_softmax(-1)
             best, ids = race.topk(width)
-            best, at = (score[..., None] + best).flatten(1).topk(width)
-            from_row = at // width
+            score, at = (score[..., None] + best).flatten(1).topk(width)
+            parent = at // width
             last = drafter.ids[ids.flatten(1).gather(1, at)]
-            parents.append(own.gather(1, from_row))
-            tokens.append(last), scores.append(best)
-            grown = None if grown is None else grown.of(from_row)
-            seen = behind.gather(1, from_row[..., None].expand(-1, -1, behind.shape[-1]))
-            behind = torch.cat([seen, torch.eye(width, dtype=torch.bool).expand(b, -1, -1)], -1)
-            own = 1 + slot * width + torch.arange(width).expand(b, -1)
-            score = best
+            grown = None if grown is None else grown.of(parent)
+            past = behind.gather(1, parent[..., None].expand(-1, -1, behind.shape[-1]))
+            behind = torch.cat([past, torch.eye(width, dtype=torch.bool).expand(b, -1, -1)], -1)
+            tokens.append(last), scores.append(score), pasts.append(behind)
         # A parent is at least as probable as its children and stands before them: stable sorting
-        # keeps it. What is kept is numbered anew, in order of depth.
-        every, parent = torch.cat(scores, 1), torch.cat(parents, 1)
-        kept = every.argsort(dim=1, descending=True, stable=True)[:, :nodes].sort(1).values
-        number = torch.zeros(b, every.shape[1] + 1, dtype=torch.long)
-        number.scatter_(1, kept + 1, torch.arange(1, kept.shape[1] + 1).expand(b, -1))
-        parent = number.gather(1, parent.gather(1, kept))
-        return Drafts(torch.cat(tokens, 1).gather(1, kept), parents=parent)
+        # keeps it.
+        order = torch.cat(scores, 1).argsort(dim=1, descending=True, stable=True)
+        kept = order[:, :nodes].sort(1).values
+        total, index = behind.shape[-1], pad(kept + 1, (1, 0))
+        whole = torch.cat([pad(past, (0, total - past.shape[-1])) for past in pasts], 1)
+        whole = whole.gather(1, index[..., None].expand(-1, -1, total))
+        whole = whole.gather(2, index[:, None].expand(-1, index.shape[1], -1))
+        return Drafts(torch.cat(tokens, 1).gather(1, kept), behind=whole)
 
     return propose
 
@@ -172,24 +171,22 @@ def decode(
     cache.lengths += p - 1
     passes, written = torch.zeros(n, dtype=torch.long), torch.zeros(n, dtype=torch.long)
     reached, kept = torch.zeros(slots), torch.zeros(slots)
-    alive = torch.arange(n)
-    slot = torch.arange(slots + 1)
+    alive, slot = torch.arange(n), torch.arange(slots + 1)
     while len(alive):
-        start = cache.lengths
+        start, everyone = cache.lengths, torch.arange(len(alive))[:, None]
         here = (alive[:, None], start[:, None] + 1 + slot)
         noise, draw, rows = xi[here], draws[here], text[alive]
         token = rows.gather(1, start[:, None])
         prefix = Prefix(states[:, None], token, start[:, None], cache.keys, cache.seen())
         drafts = propose(prefix, noise[:, :slots], rows)
-        tree = None if drafts.parents is None else _ancestors(drafts.parents)
-        logits, read = target.read(torch.cat([token, drafts.tokens], 1), cache, tree)
-        if tree is not None:
-            here_too = torch.arange(len(alive))[:, None]
-            path, count = _walk((logits + noise[here_too, tree[0]]).argmax(-1), drafts, slots)
-            own = (logits[here_too, path] + noise).argmax(-1)
-            read = read[here_too, path]
+        known = torch.cat([token, drafts.tokens], 1)
+        logits, read = target.read(known, cache, drafts.behind)
+        if drafts.behind is not None:
+            path, count = _walk(logits, noise, known, drafts.behind)
+            own = (logits[everyone, path] + noise).argmax(-1)
+            read = read[everyone, path]
             cache.follow(path[:, 1:])
-            drafts = Drafts(torch.cat([token, drafts.tokens], 1).gather(1, path[:, 1:]))
+            drafts = Drafts(known.gather(1, path[:, 1:]))
             same = slot[:-1] < count[:, None]
         elif rule == "coupled":
             own = (logits + noise).argmax(-1)
@@ -204,7 +201,7 @@ def decode(
         passes[alive] += 1
         written[alive] += count + 1
         on = written[alive] < tokens
-        states = read[torch.arange(len(alive)), count][on]
+        states = read[everyone[:, 0], count][on]
         cache.lengths = (start + count + 1)[on]
         if not on.all():
             cache.keys = [(k[on], v[on]) for k, v in cache.keys]
@@ -212,34 +209,24 @@ def decode(
     return Decoded(text, written, passes, reached, kept)
 
 
-def _ancestors(parents: Int[Tensor, "b n"]) -> tuple[Int[Tensor, "b n1"], Tensor]:
-    """Depth of every token of a tree, its root included, and which tokens it is behind."""
-    b, n = parents.shape
-    depth = torch.zeros(b, n + 1, dtype=torch.long)
-    behind = torch.eye(n + 1, dtype=torch.bool).repeat(b, 1, 1)
-    texts = torch.arange(b)
-    for node in range(n):
-        parent = parents[:, node]
-        depth[:, node + 1] = depth[texts, parent] + 1
-        behind[:, node + 1] |= behind[texts, parent]
-    return depth, behind
-
-
 def _walk(
-    own: Int[Tensor, "b n1"], drafts: Drafts, slots: int
+    logits: Float[Tensor, "b n1 v"],
+    noise: Float[Tensor, "b k1 v"],
+    known: Int[Tensor, "b n1"],
+    behind: Bool[Tensor, "b n1 n1"],
 ) -> tuple[Int[Tensor, "b k1"], Int[Tensor, "b"]]:
     """The path of the target's own tokens from the root of a tree, and how many it meets."""
-    assert drafts.parents is not None
-    now = torch.zeros(len(own), 1, dtype=torch.long)
-    path, going = [now], torch.ones(len(own), dtype=torch.bool)
-    count = torch.zeros(len(own), dtype=torch.long)
-    for _ in range(slots):
-        child = (drafts.parents == now) & (drafts.tokens == own.gather(1, now))
+    depth, texts = behind.sum(-1) - 1, torch.arange(len(known))
+    own = (logits + noise[texts[:, None], depth]).argmax(-1)
+    now, count = torch.zeros(len(known), dtype=torch.long), torch.zeros(len(known)).long()
+    path, going = [now], torch.ones(len(known), dtype=torch.bool)
+    for slot in range(noise.shape[1] - 1):
+        child = behind[texts, :, now] & (depth == slot + 1) & (known == own[texts, now][:, None])
         going = going & child.any(1)
-        now = torch.where(going[:, None], child.long().argmax(1, keepdim=True) + 1, now)
+        now = torch.where(going, child.long().argmax(1), now)
         count += going
         path.append(now)
-    return torch.cat(path, 1), count
+    return torch.stack(path, 1), count
 
 
 def _standard(
@@ -251,14 +238,13 @@ def _standard(
     """The token that replaces each draft if it is refused, and which drafts are kept."""
     p = logits.softmax(-1)
     q = torch.zeros_like(p)
+    chosen = drafts.tokens[..., None]
     if drafts.logits is None:
-        q[:, :-1].scatter_(-1, drafts.tokens[..., None], 1.0)
+        q[:, :-1].scatter_(-1, chosen, 1.0)
     else:
         q[:, :-1, drafts.ids] = drafts.logits.softmax(-1)
-    chosen = drafts.tokens[..., None]
-    same = (
-        accept[:, :-1] * q[:, :-1].gather(-1, chosen)[..., 0] < p[:, :-1].gather(-1, chosen)[..., 0]
-    )
+    theirs, ours = (law[:, :-1].gather(-1, chosen)[..., 0] for law in (p, q))
+    same = accept[:, :-1] * ours < theirs
     # Behind the last slot q is 0, and what is left of p is p.
     rest = (p - q).clamp_(min=0).cumsum(-1)
     places = (rest < again[..., None] * rest[..., -1:]).sum(-1)
@@ -267,12 +253,8 @@ def _standard(
 
 def pooled(parts: list[Decoded]) -> Decoded:
     """Batches of rows as one."""
-    columns = [
-        torch.cat([getattr(part, name) for part in parts]) for name in ("text", "tokens", "passes")
-    ]
-    return Decoded(
-        *columns, *(sum(getattr(part, name) for part in parts) for name in ("reached", "kept"))
-    )
+    rows = [torch.cat([getattr(p, name) for p in parts]) for name in ("text", "tokens", "passes")]
+    return Decoded(*rows, sum(p.reached for p in parts), sum(p.kept for p in parts))  # type: ignore[arg-type]
 
 
 def tokens_per_pass(
@@ -287,8 +269,7 @@ def tokens_per_pass(
     counts = [[np.stack([p.tokens.numpy(), p.passes.numpy()]) for p in side] for side in sides]
     size = counts[0][0].shape[1]
     for draw in range(draws + 1):
-        rows = generator.integers(size, size=size) if draw else np.arange(size)
-        rates = []
+        rows, rates = generator.integers(size, size=size) if draw else np.arange(size), []
         for side in counts:
             seeds = generator.integers(len(side), size=len(side)) if draw else range(len(side))
             tokens, passes = sum(side[seed][:, rows].sum(1) for seed in seeds)
@@ -318,9 +299,8 @@ def agreement(
     at = starts.expand(len(text), -1)
     prefix = Prefix(states[:, starts - 1], text[:, starts], at, cache.keys, seen)
     own = drafter(prefix, None, text[:, after])[-1].float()
-    shared = torch.minimum(logits.softmax(-1)[:, after - 1][..., drafter.ids], own.softmax(-1)).sum(
-        -1
-    )
+    theirs = logits.softmax(-1)[:, after - 1][..., drafter.ids]
+    shared = torch.minimum(theirs, own.softmax(-1)).sum(-1)
     race = own + torch.stack([rows[after][..., drafter.ids] for rows in noise])
     found = {"1 - TV": shared, "(1 - TV) / (1 + TV)": shared / (2 - shared)}
     for name, values in (("race", race), ("probability", own)):
@@ -346,16 +326,15 @@ def seconds(
     cache = Cache.empty(len(target.layers), target.shape, batch, 128)
     states = target.read(tokens[:, :-1], cache)[1][:, -1:]
     cache.lengths += len(prompt) - 1
-    least = dict.fromkeys(work, float("inf"))
+    least, token = dict.fromkeys(work, float("inf")), tokens[:, -1:]
     for _ in range(repeats):
         for name, (propose, rows) in work.items():
             xi = torch.zeros(batch, rows, target.vocab_size)
-            token = tokens[:, -1:]
-            at = cache.lengths[:, None]
             begin = time.thread_time()
             if propose is None:
                 target.read(token.expand(-1, rows), cache)
             else:
+                at = cache.lengths[:, None]
                 propose(Prefix(states, token, at, cache.keys, cache.seen()), xi, tokens)
             least[name] = min(least[name], time.thread_time() - begin)
     return least

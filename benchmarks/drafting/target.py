@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
@@ -74,25 +74,23 @@ class Layer(nn.Module):
         b, a, s, width = rows.shape
         kv, d = self.shape.kv_heads, width // self.shape.heads
         mixed = self.qkv(self.before(rows)).view(b, a, s, -1, d)
-        q, k = _turn(mixed[:, :, :, :-kv], turns).split([self.shape.heads, kv], -2)
-        v = mixed[:, :, :, -kv:]
+        turned, v = mixed[:, :, :, :-kv], mixed[:, :, :, -kv:]
+        first, second = turned.chunk(2, -1)
+        turned = turned * turns[0] + torch.cat([-second, first], -1) * turns[1]
+        q, k = turned.split([self.shape.heads, kv], -2)
         if earlier is not None:
             k, v = torch.cat([earlier[0], k], 2), torch.cat([earlier[1], v], 2)
         q = q.reshape(b, a, s, kv, -1, d) * d**-0.5
-        scores = torch.einsum("baskgd,bajkd->bkgasj", q, k).masked_fill(
-            ~own[:, None, None], -torch.inf
-        )
-        if prefix is None:
-            mean = torch.einsum("bkgasj,bajkd->baskgd", scores.float().softmax(-1).to(v.dtype), v)
-        else:
-            assert seen is not None
-            far = torch.einsum("baskgd,btkd->bkgast", q, prefix[0]).masked_fill(
-                ~seen[:, None, None, :, None], -torch.inf
-            )
-            weights = torch.cat([far, scores], -1).float().softmax(-1).to(v.dtype)
-            split = far.shape[-1]
-            mean = torch.einsum("bkgast,btkd->baskgd", weights[..., :split], prefix[1])
-            mean = mean + torch.einsum("bkgasj,bajkd->baskgd", weights[..., split:], v)
+        scores = torch.einsum("baskgd,bajkd->bkgasj", q, k)
+        scores = scores.masked_fill(~own[:, None, None], -torch.inf)
+        if prefix is not None and seen is not None:
+            far = torch.einsum("baskgd,btkd->bkgast", q, prefix[0])
+            far = far.masked_fill(~seen[:, None, None, :, None], -torch.inf)
+            scores = torch.cat([scores, far], -1)
+        weights = scores.float().softmax(-1).to(v.dtype)
+        mean = torch.einsum("bkgasj,bajkd->baskgd", weights[..., : v.shape[2]], v)
+        if prefix is not None:
+            mean = mean + torch.einsum("bkgast,btkd->baskgd", weights[..., v.shape[2] :], prefix[1])
         rows = rows + self.out(mean.reshape(b, a, s, width))
         gate, up = self.gate_up(self.between(rows)).chunk(2, -1)
         return rows + self.down(silu(gate) * up), (k, v)
@@ -106,12 +104,6 @@ def rotary(shape: Shape, positions: Int[Tensor, "*n"]) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def _turn(rows: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-    # Queries and keys lie in front of the values.
-    first, second = rows.chunk(2, -1)
-    return rows * turns[0] + torch.cat([-second, first], -1) * turns[1]
-
-
 class Target(nn.Module):
     """A Llama language model with tied embeddings, read from a folder as transformers writes it."""
 
@@ -119,29 +111,24 @@ class Target(nn.Module):
         super().__init__()
         config = json.loads((folder / "config.json").read_text())
         theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
-        self.shape = Shape(
-            config["hidden_size"],
-            config["intermediate_size"],
-            config["num_attention_heads"],
-            config["num_key_value_heads"],
-            float(theta),
-        )
+        names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        self.shape = Shape(*(config[name] for name in names), float(theta))
         weights = load_file(folder / "model.safetensors")
         self.embedding = nn.Parameter(weights["model.embed_tokens.weight"].float())
         self.layers = nn.ModuleList(Layer(self.shape) for _ in range(config["num_hidden_layers"]))
         self.norm = nn.RMSNorm(self.shape.width, eps=config["rms_norm_eps"])
-        names = {"before": "input_layernorm", "between": "post_attention_layernorm"}
-        names |= {"out": "self_attn.o_proj", "down": "mlp.down_proj"}
+        parts = {
+            "before": ["input_layernorm"],
+            "between": ["post_attention_layernorm"],
+            "qkv": [f"self_attn.{name}_proj" for name in "qkv"],
+            "out": ["self_attn.o_proj"],
+            "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
+            "down": ["mlp.down_proj"],
+        }
         for index, layer in enumerate(self.layers):
-            at = f"model.layers.{index}."
-            state = {f"{own}.weight": weights[f"{at}{name}.weight"] for own, name in names.items()}
-            state["qkv.weight"] = torch.cat(
-                [weights[f"{at}self_attn.{name}_proj.weight"] for name in "qkv"]
-            )
-            state["gate_up.weight"] = torch.cat(
-                [weights[f"{at}mlp.{name}_proj.weight"] for name in ("gate", "up")]
-            )
-            layer.load_state_dict(state)
+            for own, theirs in parts.items():
+                found = [weights[f"model.layers.{index}.{name}.weight"] for name in theirs]
+                layer.get_submodule(own).load_state_dict({"weight": torch.cat(found)})
         self.norm.load_state_dict({"weight": weights["model.norm.weight"]})
         self.requires_grad_(False)
 
@@ -159,32 +146,29 @@ class Target(nn.Module):
         self,
         tokens: Int[Tensor, "b s"],
         cache: Cache | None = None,
-        tree: tuple[Int[Tensor, "b s"], Bool[Tensor, "b s s"]] | None = None,
+        behind: Bool[Tensor, "b s s"] | None = None,
     ) -> tuple[Float[Tensor, "b s v"], Float[Tensor, "b s w2"]]:
         """Logits behind the tokens, and the states that drafters read.
 
         The states are the rows behind the middle layer and behind the last norm, side by side
-        (EAGLE-3 reads several layers too). ``tree`` gives the depth of tokens that do not follow
-        one another, and which of them each is behind.
+        (EAGLE-3 reads several layers too). ``behind`` says of a tree of tokens which of them each
+        follows, itself included.
         """
         b, s = tokens.shape
         start = torch.zeros(b, dtype=torch.long) if cache is None else cache.lengths
         places = start[:, None] + torch.arange(s)
-        own = torch.ones(s, s, dtype=torch.bool).tril().expand(b, 1, s, s)
-        positions = places
-        if tree is not None:
-            positions, own = start[:, None] + tree[0], tree[1][:, None]
-        turns = rotary(self.shape, positions[:, None])
+        if behind is None:
+            behind = torch.ones(s, s, dtype=torch.bool).tril().expand(b, s, s)
+        turns = rotary(self.shape, (start[:, None] + behind.sum(-1) - 1)[:, None])
         seen = None if cache is None else cache.seen()
-        rows, middle = self.embedding[tokens][:, None], None
+        rows = middle = self.embedding[tokens][:, None]
         for index, layer in enumerate(self.layers):
             prefix = None if cache is None else cache.keys[index]
-            rows, keys = layer(rows, turns, own, prefix, seen)
+            rows, keys = layer(rows, turns, behind[:, None], prefix, seen)
             if cache is not None:
                 cache.put(index, places, keys)
             middle = rows if 2 * (index + 1) <= len(self.layers) else middle
         last = self.norm(rows)[:, 0]
-        assert middle is not None
         return last @ self.embedding.T, torch.cat([middle[:, 0], last], -1)
 
 
@@ -199,10 +183,8 @@ class Cache:
     def empty(cls, layers: int, shape: Shape, rows: int, positions: int) -> Cache:
         """A cache of ``positions`` places for each of ``rows`` texts."""
         size = (rows, positions, shape.kv_heads, shape.width // shape.heads)
-        return cls(
-            [(torch.zeros(size), torch.zeros(size)) for _ in range(layers)],
-            torch.zeros(rows, dtype=torch.long),
-        )
+        keys = [(torch.zeros(size), torch.zeros(size)) for _ in range(layers)]
+        return cls(keys, torch.zeros(rows, dtype=torch.long))
 
     def seen(self) -> Bool[Tensor, "b 1 t"]:
         """Which places are valid."""
@@ -216,8 +198,7 @@ class Cache:
 
     def follow(self, path: Int[Tensor, "b k"]) -> None:
         """Behind the first of a tree's tokens, keep those of a path, in its order."""
-        texts = torch.arange(len(path))[:, None]
-        old = self.lengths[:, None] + path
+        texts, old = torch.arange(len(path))[:, None], self.lengths[:, None] + path
         new = self.lengths[:, None] + 1 + torch.arange(path.shape[1])
         for pair in self.keys:
             for place in pair:
@@ -237,11 +218,10 @@ def own_text(
 ) -> Int[Tensor, "b l"]:
     """The prompts, continued to ``length`` tokens by argmax(l + xi) with :func:`row_noise`."""
     b, p = prompts.shape
-    noise = torch.stack(
-        [row_noise(seed, first_row + i, (length, target.vocab_size)) for i in range(b)]
-    )
+    rows = range(first_row, first_row + b)
+    noise = torch.stack([row_noise(seed, row, (length, target.vocab_size)) for row in rows])
     cache = Cache.empty(len(target.layers), target.shape, b, length)
-    tokens, new = prompts, prompts
+    tokens = new = prompts
     for position in range(p, length):
         logits = target.read(new, cache)[0]
         cache.lengths += new.shape[1]
@@ -250,38 +230,26 @@ def own_text(
     return tokens
 
 
-def write_text(
+def target_text(
     target: Target, prompts: Int[Tensor, "n p"], length: int, seed: int, folder: Path
-) -> Iterator[Path]:
-    """One file for every 64 rows; files that are there are kept."""
+) -> Int[Tensor, "n l"]:
+    """:func:`own_text` of all prompts, 64 to a file; files that are there are kept."""
     folder.mkdir(parents=True, exist_ok=True)
+    rows = []
     for start in range(0, len(prompts), 64):
         path = folder / f"{start:06d}.npz"
         if not path.exists():
             tokens = own_text(target, prompts[start : start + 64], length, seed, start)
-            part = path.with_suffix(".part.npz")
-            np.savez(part, tokens=tokens.numpy().astype(np.int32))
-            os.replace(part, path)
-        yield path
+            np.savez(path.with_suffix(".part.npz"), tokens=tokens.numpy().astype(np.int32))
+            os.replace(path.with_suffix(".part.npz"), path)
+        rows.append(np.load(path)["tokens"])
+    return torch.from_numpy(np.concatenate(rows)).long()
 
 
-def read_text(files: Iterable[Path]) -> Int[Tensor, "n l"]:
-    """The rows of files of :func:`write_text`."""
-    return torch.from_numpy(np.concatenate([np.load(path)["tokens"] for path in files])).long()
-
-
-def story_prompts(
-    tokenizer_folder: Path, texts: list[Path], count: int, length: int
-) -> Int[Tensor, "n p"]:
+def story_prompts(folder: Path, texts: list[Path], count: int, length: int) -> Int[Tensor, "n p"]:
     """The first ``length`` tokens, <s> included, of ``count`` stories (cycled when fewer)."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
-    stories = [
-        story.strip()
-        for path in texts
-        for story in path.read_text(encoding="utf-8").split("<|endoftext|>")
-        if len(story) > 200
-    ]
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    parts = [p for path in texts for p in path.read_text("utf-8").split("<|endoftext|>")]
+    stories = [part.strip() for part in parts if len(part) > 200]
     ids = [tokenizer.encode(story[:200]).ids[:length] for story in stories[:count]]
     return torch.tensor([ids[i % len(ids)] for i in range(count)])

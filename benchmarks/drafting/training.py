@@ -70,30 +70,26 @@ def losses(
     generator: torch.Generator,
 ) -> tuple[Tensor, Float[Tensor, "k"]]:
     """The loss of blocks behind the positions ``starts``, and 1 - TV by slot."""
-    b, length = tokens.shape
-    k = drafter.slots
+    (b, length), k = tokens.shape, drafter.slots
     order = torch.full((target.vocab_size,), -1)
     order[drafter.ids] = torch.arange(len(drafter.ids))
+    following, noise = starts[:, None] + torch.arange(1, k + 1), None
     with torch.no_grad():
         cache = Cache.empty(len(target.layers), target.shape, b, length)
         logits, states = target.read(tokens, cache)
-        every = log_softmax(logits, -1)
-        log_p = every[..., drafter.ids]
+        log_p = log_softmax(logits, -1)[..., drafter.ids]
         # The noise at position i chose the token at i, from the logits behind i - 1.
-        following = starts[:, None] + torch.arange(1, k + 1)
-        noise = None
         if drafter.form.noise:
             xi = posterior_noise(log_p[:, :-1].exp(), order[tokens[:, 1:]], generator)
             noise = xi[:, following - 1]
-        given, goal = tokens[:, following], log_p[:, following - 1]
+        goal = log_p[:, following - 1]
         p = goal.exp()
     with torch.autocast("cpu", torch.bfloat16):
         seen = (torch.arange(length) < starts[:, None]).expand(b, -1, -1)
-        positions = starts.expand(b, -1)
-        prefix = Prefix(states[:, starts - 1], tokens[:, starts], positions, cache.keys, seen)
-        every_read = drafter(prefix, noise, given)
-    weights = settings.decay ** torch.arange(k)
-    loss, kept = torch.zeros(()), torch.zeros(k)
+        at = starts.expand(b, -1)
+        prefix = Prefix(states[:, starts - 1], tokens[:, starts], at, cache.keys, seen)
+        every_read = drafter(prefix, noise, tokens[:, following])
+    weights, loss, kept = settings.decay ** torch.arange(k), torch.zeros(()), torch.zeros(k)
     for index, logits in enumerate(every_read):
         log_q = log_softmax(logits.float(), -1)
         kl = (p * (goal - log_q)).sum(-1).mean((0, 1))
@@ -101,8 +97,7 @@ def losses(
             loss = loss + settings.early / (len(every_read) - 1) * (weights * kl).mean()
             continue
         same = torch.minimum(p, log_q.exp()).sum(-1).mean((0, 1))
-        loss = loss + (weights * (settings.kl * kl + 1 - same)).mean()
-        kept = same.detach()
+        loss, kept = loss + (weights * (settings.kl * kl + 1 - same)).mean(), same.detach()
     return loss, kept
 
 
@@ -126,24 +121,22 @@ def train(
     ids = draft_vocabulary(tokens, target.vocab_size, settings.vocabulary)
     drafter = Drafter(form, target, ids, settings.slots)
     steps = max(2, round(settings.flops / step_flops(drafter, target, settings, tokens.shape[1])))
-    matrices = [w for name, w in drafter.named_parameters() if w.ndim == 2 and "places" not in name]
-    inside = {id(w) for w in matrices}
-    others = [w for w in drafter.parameters() if id(w) not in inside]
+    weights = dict(drafter.named_parameters())
+    matrices = [w for name, w in weights.items() if w.ndim == 2 and "places" not in name]
+    others = [w for name, w in weights.items() if w.ndim != 2 or "places" in name]
+    plain = {"lr": settings.rate, "weight_decay": 0.0}
     optimizers = [
-        torch.optim.Muon(
-            matrices, lr=settings.rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
-        ),
-        torch.optim.AdamW(others, lr=settings.rate, weight_decay=0.0, betas=(0.9, 0.98)),
+        torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **plain),
+        torch.optim.AdamW(others, betas=(0.9, 0.98), **plain),
     ]
     done, curve = 0, []
     if path.exists():
         saved = torch.load(path, weights_only=True)
         drafter.load_state_dict(saved["drafter"])
-        if saved["done"] == steps:
-            return drafter.eval()
-        for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(state)
         done, curve = saved["done"], saved["curve"]
+        if done < steps:
+            for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
     recent = torch.zeros(settings.slots)
     for step in range(done, steps):
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
@@ -159,19 +152,14 @@ def train(
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()
-        recent = recent + kept
-        last = step + 1 == steps
+        recent, last = recent + kept, step + 1 == steps
         if (step + 1) % settings.save_every == 0 or last:
-            count = (step % settings.save_every) + 1
-            curve.append([step + 1, *(recent / count).tolist()])
+            curve.append([step + 1, *(recent / (step % settings.save_every + 1)).tolist()])
             recent = torch.zeros(settings.slots)
-            part = path.with_suffix(".part")
             saved = {"drafter": drafter.state_dict(), "done": step + 1, "curve": curve}
             saved["optimizers"] = [] if last else [o.state_dict() for o in optimizers]
-            torch.save(saved, part)
-            os.replace(part, path)
-            say(
-                f"{form.name} seed {seed} step {step + 1} of {steps}: 1 - TV by slot "
-                + " ".join(f"{v:.3f}" for v in curve[-1][1:])
-            )
+            torch.save(saved, path.with_suffix(".part"))
+            os.replace(path.with_suffix(".part"), path)
+            shares = " ".join(f"{v:.3f}" for v in curve[-1][1:])
+            say(f"{form.name} seed {seed} step {step + 1} of {steps}: 1 - TV by slot {shares}")
     return drafter.eval()
