@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tomllib
 from dataclasses import asdict, dataclass
@@ -18,7 +17,6 @@ from typing import Any
 
 import matplotlib
 import torch
-import transformers
 from jaxtyping import Int
 from torch import Tensor
 
@@ -234,11 +232,8 @@ def main(path: str) -> None:
     for name in [name for name, form in bench.forms.items() if form.kind == "steps"]:
         drafter = bench.drafter(name, bench.seeds(name)[0], bench.training.slots)
         given[name] = agreement(bench.target, drafter, prompts, part["seed"])
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
     report = {
-        "commit": commit.strip(),
         "machine": machine(torch.device("cpu")),
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "settings": settings,
         "lines": lines,
         "given the earlier tokens": given,

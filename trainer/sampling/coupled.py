@@ -327,7 +327,7 @@ class VerifiedSampler(Sampler):
         rows.finish()
 
     def choose(
-        self, rows: VerifiedRows, part: Pass, log_probs: Float[Tensor, "n v"]
+        self, rows: VerifiedRows, part: Pass, log_probs: Float[Tensor, "*n v"]
     ) -> tuple[Places, Int[Tensor, "k"]]:
         """See :class:`Sampler`."""
         return rows.accept(log_probs, part)

@@ -229,7 +229,7 @@ class TreeReader(CausalReader):
         with self.student.watch() as middle:
             logits = self.next_logits(tokens, stops, 1)
         assert self.hidden is not None
-        self.states = torch.cat((middle[0], self.hidden), dim=-1)[:, -1]
+        self.states = torch.cat((middle[0][:, -1], self.hidden[:, -1]), dim=-1)
         return logits
 
     @torch.no_grad()
@@ -239,7 +239,7 @@ class TreeReader(CausalReader):
         Args:
             tree: Of depths that are counted from that token.
             first: [B] the position behind it.
-            most: Length of a finished row: deeper tokens are read at its end, for nobody.
+            most: Length of a finished row; what lies deeper is read at its end and not used.
         """
         self.num_passes += 1
         assert self.cache is not None
@@ -316,7 +316,8 @@ class TreeRows(VerifiedRows):
         if bool((self.stops > first).any()):
             self.tree = self.grow(last, first)
             self.num_drafts[self.active] += self.stops > first
-        return Pass(self.active, Places(self.active, first), Places(first, first))
+        places = Places(self.active, first)
+        return Pass(self.active, places, places)
 
     def predict(self, part: Pass) -> Float[Tensor, "m n1 v"]:
         """See :class:`Rows`: the backbone's logits behind all tokens of the trees."""

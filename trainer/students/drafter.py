@@ -162,7 +162,7 @@ class Drafter(BackboneStudent):
             UsageError: For rows of fewer than K + 2 tokens.
         """
         tokens, (num_rows, length) = batch.tokens, batch.tokens.shape
-        num_steps, backbone = self.settings.backbone.num_proposed, self.language_model
+        num_steps = self.settings.backbone.num_proposed
         if length < num_steps + 2:
             raise UsageError(
                 "rows too short for the drafter's steps",
@@ -176,13 +176,8 @@ class Drafter(BackboneStudent):
         if not num_rows:  # a process's share of a last batch; transformers take no such rows
             nothing = sum((weight.sum() * 0.0 for weight in self.parameters()), per_token.sum())
             return LossOutput(nothing, per_token, 0, 0, 1)
-        cache = DynamicCache()
-        with torch.no_grad(), self.watch() as middle:
-            read = backbone.network.base_model(
-                input_ids=tokens, past_key_values=cache, use_cache=True
-            ).last_hidden_state
-        states = torch.cat((middle[0], read), dim=-1)
-        cache = last_layer_cache(cache)
+        states, cache = self.read(tokens)
+        read = states.chunk(2, dim=-1)[1]
         seen = torch.arange(length, device=tokens.device) < starts[..., None]
         own = torch.eye(starts.shape[1], dtype=torch.bool, device=tokens.device)
         own = own.expand(num_rows, -1, -1)
@@ -221,6 +216,16 @@ class Drafter(BackboneStudent):
         parts = [checkpoint(measure, *pair, use_reentrant=False) for pair in pairs]
         kls, losses = zip(*parts, strict=True)  # type: ignore[arg-type]
         return torch.cat(kls), torch.cat(losses)
+
+    @torch.no_grad()
+    def read(self, tokens: Int[Tensor, "b l"]) -> tuple[Float[Tensor, "b l d2"], DynamicCache]:
+        """[m, h] of every token, and the keys and values that the layer attends to."""
+        cache = DynamicCache()
+        with self.watch() as middle:
+            last = self.language_model.network.base_model(
+                input_ids=tokens, past_key_values=cache, use_cache=True
+            ).last_hidden_state
+        return torch.cat((middle[0], last), dim=-1), last_layer_cache(cache)
 
     def first_rows(
         self, tokens: Int[Tensor, "b n"], states: Float[Tensor, "b n d2"]
@@ -313,14 +318,8 @@ class Drafter(BackboneStudent):
             UsageError: For padding or labels.
         """
         self._refuse_unread(attention_mask, options)
-        cache, known = DynamicCache(), input_ids[:, :-1]
-        with torch.no_grad(), self.watch() as middle:
-            read = self.language_model.network.base_model(
-                input_ids=known, past_key_values=cache, use_cache=True
-            ).last_hidden_state
-        cache, logits = last_layer_cache(cache), list[Tensor]()
-        states = torch.cat((middle[0], read), dim=-1)[:, -1:]
-        rows, length = self.first_rows(input_ids[:, -1:], states), known.shape[1]
+        (states, cache), length = self.read(input_ids[:, :-1]), input_ids.shape[1] - 1
+        rows, logits = self.first_rows(input_ids[:, -1:], states[:, -1:]), list[Tensor]()
         for step in range(self.settings.backbone.num_proposed):
             width = length + step + 1
             seen = torch.ones(len(rows), 1, width, dtype=torch.bool, device=rows.device)

@@ -81,13 +81,8 @@ def test_packed_points_learn_what_each_learns_alone(shape: str, tmp_path: Path) 
     log_p = plain(tokens).logits[..., :VOCAB].log_softmax(dim=-1)
     wanted, losses = torch.zeros(tokens.shape), []
     for point in range(1, LENGTH - num_steps):
-        cache, known = DynamicCache(), tokens[:, :point]
-        with student.watch() as middle:
-            student.language_model.network.base_model(input_ids=known, past_key_values=cache)
-        last = plain.base_model(input_ids=known).last_hidden_state
-        states = torch.cat((middle[0], last), dim=-1)[:, -1:]
-        cache = last_layer_cache(cache)
-        rows = student.first_rows(tokens[:, point : point + 1], states)
+        states, cache = student.read(tokens[:, :point])
+        rows = student.first_rows(tokens[:, point : point + 1], states[:, -1:])
         for step in range(num_steps):
             place = point + step
             seen = torch.ones(len(tokens), 1, place + 1, dtype=torch.bool)
