@@ -22,7 +22,7 @@ from shards.language_model.loading import find_pretrained
 from shards.store.store import ShardStore
 from shards.stream.stream import ShardStream
 from trainer.objective.batch import Batch, BatchMaker
-from trainer.sampling.fill import FirstHittingSampler
+from trainer.sampling.orders import FirstHittingSampler
 from trainer.students.registry import BD3LM, MDLM, BD3LMConfig, StudentSettings
 from trainer.training.construction import make_optimizer
 from trainer.training.settings import OptimizationConfig

@@ -32,14 +32,8 @@ from shards.provenance import derive_seed
 from shards.testing import DenseNoise
 from trainer.importing import our_parameters
 from trainer.sampling.block import BlockSampler, SequentialSampler
-from trainer.sampling.fill import (
-    AncestralSampler,
-    FirstHittingSampler,
-    FixedCountSampler,
-    Pass,
-    Rows,
-    Sampler,
-)
+from trainer.sampling.fill import AncestralSampler, Pass, Rows, Sampler
+from trainer.sampling.orders import FirstHittingSampler, FixedCountSampler
 from trainer.students.registry import STUDENTS, Student, StudentSettings
 
 LEVEL = 1e-4

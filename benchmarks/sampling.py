@@ -29,8 +29,9 @@ from shards.console import without_library_bars
 from shards.errors import UsageError
 from trainer.sampling.adaptive import AdaptiveSampler
 from trainer.sampling.block import BlockSampler, SequentialSampler
-from trainer.sampling.fill import AncestralSampler, FirstHittingSampler, Sampler, SampleResult
+from trainer.sampling.fill import AncestralSampler, Sampler, SampleResult
 from trainer.sampling.noise import sampling_noise
+from trainer.sampling.orders import FirstHittingSampler
 from trainer.students.registry import STUDENTS, Student, StudentSettings, read_preset
 
 BLOCK_SIZE = 4

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from shards.errors import UsageError
+from shards.settings import setting
 from trainer.objective.batch import Places
 from trainer.sampling.fill import (
     Pass,
@@ -31,7 +31,6 @@ from trainer.sampling.noise import (
     STEPS_PER_ATTEMPT,
     RowNoise,
     SampleKeys,
-    TokenRule,
     position_chunks,
 )
 from trainer.sampling.verifier import CausalReader, SecondModel
@@ -79,25 +78,11 @@ class AdaptiveSampler(SecondModel, Sampler):
     Further settings as in :class:`SecondModel` and :class:`Sampler`.
     """
 
-    mixture_weight: float = 0.7
-    max_lookahead: int | None = None
+    mixture_weight: float = setting(0.7, within="[0, 1]")
+    max_lookahead: int | None = setting(None, within="[1, inf)")
     temperature: float = 1.0
 
     label: ClassVar[str] = "apd"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.mixture_weight <= 1:
-            got, expected = self.mixture_weight, "in [0, 1]"
-            raise UsageError("bad mixture", where="mixture_weight", got=got, expected=expected)
-        if self.max_lookahead is not None and self.max_lookahead < 1:
-            raise UsageError("a count below 1", where="max_lookahead", got=self.max_lookahead)
-
-    @property
-    def rule(self) -> TokenRule:
-        """How tokens are chosen, of the draft and of the mixture."""
-        nucleus = self.nucleus_p, self.nucleus_rule
-        return TokenRule("categorical", *nucleus, self.temperature, self.top_k)
 
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> None:
         """See :class:`Sampler`; a verifier that does not fit is refused too."""
@@ -148,7 +133,10 @@ class AdaptiveSampler(SecondModel, Sampler):
         num_drafted = row.bincount(minlength=len(part.rows))
         agrees = torch.ones_like(draft, dtype=torch.bool)
         if self.mixture_weight < 1 and bool((num_drafted > 1).any()):
-            verdict = self._read(rows, part, draft)
+            tokens = rows.tokens[part.rows].index_put(part.where.index, draft)
+            last, width = rows.stop - 1, int((rows.stop - rows.first).max())
+            logits = rows.reader.next_logits(tokens, last, width)
+            verdict = logits[row, position - last[row] + width - 1].log_softmax(dim=-1)
             mixed = [
                 self.rule.choose(
                     mixture(log_probs[chunk], verdict[chunk], self.mixture_weight),
@@ -164,16 +152,6 @@ class AdaptiveSampler(SecondModel, Sampler):
         rows.details["drafted"][part.rows] += num_drafted
         rows.details["accepted"][part.rows] += row[kept].bincount(minlength=len(part.rows))
         return Places(part.places.rows[kept], position[kept]), draft[kept]
-
-    def _read(
-        self, rows: AdaptiveRows, part: Pass, draft: Int[Tensor, "n"]
-    ) -> Float[Tensor, "n v"]:
-        """The verifier's log-probabilities at the drafted places."""
-        tokens = rows.tokens[part.rows].index_put(part.where.index, draft)
-        last, width = rows.stop - 1, int((rows.stop - rows.first).max())
-        logits = rows.reader.next_logits(tokens, last, width)
-        row, position = part.where.index
-        return logits[row, position - last[row] + width - 1].log_softmax(dim=-1)
 
 
 def mixture(

@@ -24,27 +24,28 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from shards.errors import UsageError
+from shards.settings import setting
 from trainer.objective.batch import Places
-from trainer.sampling.confidence import (
-    Confidence,
-    ConfidenceOrder,
-    ConfidencePass,
-    confidence_order,
-    most_certain,
-)
 from trainer.sampling.fill import (
+    PASSES,
     DiffusionSampler,
     Pass,
     Rows,
     Sampler,
-    StopRule,
     ancestral_order,
     ancestral_times,
     check_length,
     check_times,
+)
+from trainer.sampling.noise import Decision, RowNoise, SampleKeys
+from trainer.sampling.orders import (
+    Confidence,
+    ConfidencePass,
+    confidence_order,
+    most_certain,
     uniform_order,
 )
-from trainer.sampling.noise import Decision, RowNoise, SampleKeys, TokenRule
+from trainer.sampling.stopping import StopRule
 from trainer.students.registry import AR, BD3LM, Student
 
 TOKENS_BETWEEN_QUESTIONS = 8
@@ -62,13 +63,10 @@ class BlockRows(Rows):
     """
 
     student: BD3LM
-    use_cache = True
 
     def start(self) -> None:
         """See :class:`Rows`."""
-        self.active = self.everyone
-        self.cache = self.student.start_cache(len(self.tokens)) if self.use_cache else None
-        self.condition = None
+        self.active, self.cache, self.condition = self.everyone, None, None
         self.columns, self.window_start = slice(0, 0), 0
 
     def enter(self, block: int) -> None:
@@ -81,15 +79,14 @@ class BlockRows(Rows):
             self.cache.length = 0  # positions shift, so everything visible is read again
         self.window_start, self.levels = window_start, None
         if not self.noise.redraw:
-            masked = self.tokens[self.active, self.columns] == self.student.mask_id
-            self.condition = self.noise.embed(self.student, masked, self.active, self.columns.start)
+            self.condition = self._embed(self.active, None)
 
     def predict(self, part: Pass) -> Float[Tensor, "n v1"]:
         """See :class:`Rows`."""
-        rows = torch.searchsorted(self.active, part.rows)  # their places among the active ones
         if self.cache is None:
             return self.predict_from_window(part)
-        condition, tokens = self._condition(rows, part), self.tokens[part.rows, self.columns]
+        rows = torch.searchsorted(self.active, part.rows)  # their places among the active ones
+        condition, tokens = self._condition(part), self.tokens[part.rows, self.columns]
         where = part.where.shifted(-self.columns.start)
         seen = slice(self.window_start + self.cache.length, self.columns.start)
         if seen.start == seen.stop and 2 * len(rows) < len(self.active):
@@ -109,29 +106,28 @@ class BlockRows(Rows):
     def predict_from_window(self, part: Pass) -> Float[Tensor, "n v1"]:
         """The same without a cache."""
         tokens = self.tokens[part.rows, self.window_start : self.columns.stop]
-        condition = self._condition(torch.searchsorted(self.active, part.rows), part)
+        condition = self._condition(part)
         if condition is not None:
             condition = pad(condition, (0, 0, self.columns.start - self.window_start, 0))
         where = part.where.shifted(-self.window_start)
         return self.student.predict_at(tokens, where, condition, self.level(part))
 
-    def _condition(self, rows: Int[Tensor, "m"], part: Pass) -> Float[Tensor, "m block e"] | None:
-        if not self.noise.redraw:
-            return None if self.condition is None else self.condition[rows]
-        masked = self.tokens[part.rows, self.columns] == self.student.mask_id
-        first = self.columns.start
-        return self.noise.embed(self.student, masked, part.rows, first, part.steps)
+    def _condition(self, part: Pass) -> Float[Tensor, "m block e"] | None:
+        if self.noise.redraw:
+            return self._embed(part.rows, part.steps)
+        rows = torch.searchsorted(self.active, part.rows)
+        return None if self.condition is None else self.condition[rows]
+
+    def _embed(
+        self, rows: Int[Tensor, "m"], steps: Int[Tensor, "m"] | None
+    ) -> Float[Tensor, "m block e"] | None:
+        masked = self.tokens[rows, self.columns] == self.student.mask_id
+        return self.noise.embed(self.student, masked, rows, self.columns.start, steps)
 
     def keep(self, kept: Int[Tensor, "k"]) -> None:
         """Go on with some of the active rows."""
         self.active = self.active[kept]
         self.cache = None if self.cache is None else self.cache.select(kept)
-
-
-class WindowRows(BlockRows):
-    """The same without a cache: every pass reads the whole window."""
-
-    use_cache = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,10 +153,10 @@ class BlockSampler(DiffusionSampler):
     """
 
     inner: Literal["ancestral", "first_hitting", "confidence"] = "ancestral"
-    nfe: int | None = None
-    passes_per_block: int | None = None
+    nfe: int | None = setting(None, within=PASSES)
+    passes_per_block: int | None = setting(None, within=PASSES)
     confidence: Confidence = "margin"
-    order_temperature: float = 0.0
+    order_temperature: float = setting(0.0, within="[0, inf)")
     final_argmax: bool = True
     use_cache: bool = True
 
@@ -168,31 +164,20 @@ class BlockSampler(DiffusionSampler):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        each, remedy = self.passes_per_block, "leave it out"
-        if each is not None and each < 1:
-            raise UsageError("too few forward passes", where="passes_per_block", got=each)
-        if each is not None and self.nfe is not None:
-            got = f"nfe={self.nfe}, passes_per_block={each}"
-            raise UsageError("these exclude each other", where="nfe", got=got, remedy=remedy)
-        for name, got in (("nfe", self.nfe), ("passes_per_block", each)):
-            if self.inner == "first_hitting" and got is not None:
-                what = "first-hitting blocks take one pass per token"
-                raise UsageError(what, where=name, got=got, remedy=remedy)
-        if self.inner != "confidence" and self.certainty != ConfidenceOrder():
-            raise UsageError(
-                "a setting of another order",
-                where="confidence, order_temperature",
-                got=f"{self.confidence}, {self.order_temperature:g} with inner={self.inner}",
-                remedy="leave them out, or --set inner=confidence",
-            )
-        if self.inner != "ancestral" and not self.final_argmax:
-            what, got = "a setting of another order", f"false with inner={self.inner}"
-            raise UsageError(what, where="final_argmax", got=got, remedy=remedy)
-
-    @property
-    def certainty(self) -> ConfidenceOrder:
-        """Which positions of a block come first, where the student says so."""
-        return ConfidenceOrder(self.confidence, self.order_temperature)
+        nfe, each = self.nfe, self.passes_per_block
+        if nfe is not None and each is not None:
+            got = f"nfe={nfe}, passes_per_block={each}"
+            raise UsageError("these exclude each other", where="nfe", got=got)
+        for name, neutral, inner in (
+            ("nfe", None, "ancestral or confidence"),
+            ("passes_per_block", None, "ancestral or confidence"),
+            ("confidence", "margin", "confidence"),
+            ("order_temperature", 0, "confidence"),
+            ("final_argmax", True, "ancestral"),
+        ):
+            if self.inner not in inner and (got := getattr(self, name)) != neutral:
+                got, remedy = f"{got} with inner={self.inner}", f"leave it out, or inner={inner}"
+                raise UsageError("a setting of another order", where=name, got=got, remedy=remedy)
 
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> None:
         """See :class:`Sampler`."""
@@ -210,12 +195,8 @@ class BlockSampler(DiffusionSampler):
         check_times(student, has_times, "--set inner=ancestral --set use_cache=false")
         length, block = tokens.shape[1], student.block_size
         if length % block:
-            raise UsageError(
-                "the block size does not divide the length",
-                where="length",
-                got=length,
-                expected=f"a multiple of {block}",
-            )
+            what, expected = "the block size does not divide the length", f"a multiple of {block}"
+            raise UsageError(what, where="length", got=length, expected=expected)
         if self.nfe is not None and self.nfe < length // block:
             raise UsageError(
                 "fewer forward passes than blocks",
@@ -236,13 +217,14 @@ class BlockSampler(DiffusionSampler):
         self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys
     ) -> BlockRows:
         """See :class:`Sampler`."""
-        return (BlockRows if self.use_cache else WindowRows)(student, tokens, noise, keys)
+        rows = BlockRows(student, tokens, noise, keys)
+        if self.use_cache:
+            rows.cache = rows.student.start_cache(len(tokens))
+        return rows
 
     def order(self, rows: BlockRows) -> Iterator[Pass]:  # type: ignore[override]
         """See :class:`Sampler`; rows that have ended, or will be drawn anew, leave."""
-        size = rows.student.block_size
-        is_last_try = rows.keys.attempt + 1 >= self.stop.max_tries
-        rows.details = {}
+        size, stop, eos = rows.student.block_size, self.stop, rows.student.config.eos_token_id
         low = torch.zeros_like(rows.everyone, dtype=torch.bool)
         for block, budget in enumerate(self.budgets(rows.tokens.shape[1] // size, size)):
             rows.enter(block)
@@ -253,32 +235,28 @@ class BlockSampler(DiffusionSampler):
                 yield from uniform_order(*here, None)
             else:
                 yield from ancestral_order(*here, ancestral_times(budget, self.final_argmax))
-            is_done = self._ended(rows, low, is_last_try)
-            if is_done is not None and bool(is_done.any()):
-                rows.keep((~is_done).nonzero()[:, 0])
+            if stop != StopRule() and bool((done := self._is_done(rows, low)).any()):
+                rows.keep((~done).nonzero()[:, 0])
             if not len(rows.active):
                 break
-        if self.stop.min_entropy_nats is not None:
+        if stop.min_entropy_nats is not None:
             rows.details["low_entropy"] = low
-        eos = rows.student.config.eos_token_id
-        if self.stop.at_eos and eos is not None:  # behind its end a row holds eos
-            lengths = self.stop.ends(rows.tokens, rows.masked, eos)
+        if stop.at_eos and eos is not None:  # behind its end a row holds eos
+            lengths = stop.ends(rows.tokens, rows.masked, eos)
             place = torch.arange(rows.tokens.shape[1], device=lengths.device)
             rows.tokens = torch.where(place < lengths[:, None], rows.tokens, eos)
 
-    def _ended(self, rows: BlockRows, low: Tensor, is_last_try: bool) -> Tensor | None:
-        """Which active rows are done; ``low`` is told of monotonous ones. None: nobody looks."""
-        stop, end = self.stop, rows.columns.stop
-        if stop == StopRule():
-            return None
+    def _is_done(self, rows: BlockRows, low: Bool[Tensor, "b"]) -> Bool[Tensor, "m"]:
+        """Which active rows have ended or will be drawn anew; ``low`` marks monotonous ones."""
+        stop, end, eos = self.stop, rows.columns.stop, rows.student.config.eos_token_id
         tokens, filled = (x[rows.active, :end] for x in (rows.tokens, rows.masked))
-        eos = rows.student.config.eos_token_id
         lengths = stop.ends(tokens, filled, eos)
         has_ended = lengths < end
         if stop.at_eos:
             has_ended |= (tokens[:, -1] == eos) & filled[:, -1]
         monotonous = stop.is_monotonous(tokens, lengths)
         low[rows.active] |= monotonous
+        is_last_try = rows.keys.attempt + 1 >= stop.max_tries
         return has_ended if is_last_try else has_ended | monotonous
 
     def choose(
@@ -286,7 +264,7 @@ class BlockSampler(DiffusionSampler):
     ) -> tuple[Places, Int[Tensor, "k"]]:
         """See :class:`Sampler`."""
         if isinstance(part, ConfidencePass):
-            return most_certain(rows, part, log_probs, self.certainty, self.rule)
+            return most_certain(self, rows, part, log_probs)
         return super().choose(rows, part, log_probs)
 
 
@@ -332,23 +310,14 @@ class SequentialSampler(Sampler):
 
     label: ClassVar[str] = "sequential"
 
-    @property
-    def rule(self) -> TokenRule:
-        """How tokens are chosen."""
-        nucleus = self.nucleus_p, self.nucleus_rule
-        return TokenRule(self.decision, *nucleus, self.temperature, self.top_k)
-
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> None:
         """See :class:`Sampler`."""
         super().check(student, tokens)
         check_length(student, tokens)
         if not isinstance(student, AR):
-            raise UsageError(
-                "the sequential sampler goes from left to right",
-                where="sampler",
-                got=type(student).__name__,
-                expected="an autoregressive student",
-            )
+            what, got = "the sequential sampler goes from left to right", type(student).__name__
+            expected = "an autoregressive student"
+            raise UsageError(what, where="sampler", got=got, expected=expected)
 
     def start(
         self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys

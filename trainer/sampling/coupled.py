@@ -39,7 +39,6 @@ from trainer.sampling.fill import (
     check_length,
     check_times,
     check_tokens,
-    has_gaps,
 )
 from trainer.sampling.noise import (
     RowNoise,
@@ -48,6 +47,7 @@ from trainer.sampling.noise import (
     position_chunks,
     sampling_noise,
 )
+from trainer.sampling.stopping import has_gaps
 from trainer.sampling.verifier import CausalReader, SecondModel, Verifier
 from trainer.students.registry import BD3LM, MDLM, Student
 

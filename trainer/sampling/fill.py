@@ -1,4 +1,4 @@
-"""The loop that all samplers share, and the samplers whose order is drawn beforehand.
+"""The loop that all samplers share, and ancestral sampling.
 
 A sampler says in which order positions are predicted (``order``: an iterator of passes) and by
 which rule tokens are chosen (``choose``); the student predicts (``Rows.predict``); ``fill`` is the
@@ -6,27 +6,25 @@ loop.
 
 The order of a masked diffusion sampler does not depend on the model. In ancestral sampling a token
 stays masked from t to s with probability p(s) / p(t), independently; over all steps that is one
-uniform U per position, the token being revealed in the step where p(s) / p(1) falls below U. The
-first-hitting sampler is the limit of many steps, where only the order of the U matters. So one
+uniform U per position, the token being revealed in the step where p(s) / p(1) falls below U. So one
 uniform per position says, for every NFE, in which step the position is revealed, and steps that
 reveal nothing need no forward pass.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from shards.errors import UsageError
 from shards.noise.kinds import Noise
+from shards.settings import check_bounds, setting
 from trainer.objective.batch import Places, placed
 from trainer.objective.corruption import Schedule, law_of, masking_sigma
 from trainer.sampling.noise import (
@@ -38,16 +36,16 @@ from trainer.sampling.noise import (
     TokenRule,
     check_positive,
 )
+from trainer.sampling.stopping import StopRule
 from trainer.students.registry import BD3LM, MDLM, Student
 
 LAST_TIME = 1e-5
 MOST_STEPS = 1 << 20
 """More steps than any row has tokens; the times of so many still fit in memory."""
+PASSES = f"[1, {MOST_STEPS}]"
 POSITIONS_AT_A_TIME = 8000
 """Most positions whose log-probabilities are held: 1.6 GB at V = 50,257, and below 2^31 elements up
 to V = 268,000, which is as far as kernels count in 32 bits."""
-COUNTS = ("verifier_nfe", "drafted", "agreed", "reached", "accepted")
-"""Details that say what was computed: those of all draws of a sample are summed."""
 
 
 @dataclass(frozen=True)
@@ -66,99 +64,6 @@ class SampleResult:
     nfe: Int[Tensor, "b"]
     lengths: Int[Tensor, "b"]
     details: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class StopRule:
-    """Variable length and redraws; the default does neither.
-
-    Attributes:
-        at_eos: A sample ends with the first eos token that was filled in.
-        min_entropy_nats: A sample is drawn anew when the unigram entropy of its last
-            ``entropy_window`` tokens falls below this (the authors use 4 nats); None never.
-        entropy_window: Tokens looked at; samples that end sooner are not judged, and rows that
-            cannot be so long are refused.
-        max_tries: Draws of one sample before the last one is kept, flagged ``low_entropy``.
-    """
-
-    at_eos: bool = False
-    min_entropy_nats: float | None = None
-    entropy_window: int = 256
-    max_tries: int = 10
-
-    def __post_init__(self) -> None:
-        least = self.min_entropy_nats
-        for name, default in (("entropy_window", 256), ("max_tries", 10)):
-            value = getattr(self, name)
-            if value < 1:
-                raise UsageError("a count below 1", where=f"stop.{name}", got=value)
-            if least is None and value != default:
-                remedy = "give --min-entropy, or leave it out"
-                where = f"stop.{name}"
-                raise UsageError("no sample is redrawn", where=where, got=value, remedy=remedy)
-        if least is not None and not 0 < least < math.inf:
-            where, expected = "stop.min_entropy_nats", "above 0, finite"
-            raise UsageError("bad entropy", where=where, got=least, expected=expected)
-
-    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> None:
-        """Refuse an end of text that cannot be found, or that would cut off given tokens.
-
-        Raises:
-            UsageError: When there is no eos token, given tokens follow positions to fill, or the
-                rows are too short for their entropy to be judged.
-        """
-        length = tokens.shape[1]
-        if self.min_entropy_nats is not None and length < self.entropy_window:
-            raise UsageError(
-                "the entropy of so short rows is never looked at",
-                where="stop.entropy_window",
-                got=f"{self.entropy_window} tokens for rows of {length}",
-                remedy=f"--set stop.entropy_window={length}, or fewer; or no --min-entropy",
-            )
-        if self.at_eos and student.config.eos_token_id is None:
-            raise UsageError("the model has no eos token", where="stop.at_eos")
-        if self.at_eos and has_gaps(student, tokens):
-            raise UsageError(
-                "given tokens stand behind positions to fill",
-                where="stop.at_eos",
-                remedy="an infilled row cannot end early",
-            )
-
-    def ends(
-        self, tokens: Int[Tensor, "b l"], filled: Bool[Tensor, "b l"], eos_id: int | None
-    ) -> Int[Tensor, "b"]:
-        """Length of each row up to its first filled-in eos, which is included."""
-        length = tokens.shape[1]
-        if not self.at_eos or eos_id is None:
-            return tokens.new_full((len(tokens),), length)
-        found = (tokens == eos_id) & filled
-        first = torch.where(found.any(dim=1), found.int().argmax(dim=1) + 1, length)
-        return first.to(tokens.dtype)
-
-    def is_monotonous(
-        self, tokens: Int[Tensor, "b l"], lengths: Int[Tensor, "b"]
-    ) -> Bool[Tensor, "b"]:
-        """Whether the last ``entropy_window`` tokens before each row's end are too uniform."""
-        if self.min_entropy_nats is None or tokens.shape[1] < self.entropy_window:
-            return torch.zeros_like(lengths, dtype=torch.bool)
-        offset = torch.arange(-self.entropy_window, 0, device=tokens.device)
-        index = (lengths[:, None] + offset).clamp_min(0)
-        entropy = unigram_entropy_nats(tokens.gather(1, index))
-        return (lengths >= self.entropy_window) & (entropy < self.min_entropy_nats)
-
-
-def unigram_entropy_nats(tokens: Int[Tensor, "b w"]) -> Float[Tensor, "b"]:
-    """Entropy of the empirical token distribution of each row, nats, float64."""
-    ordered = tokens.sort(dim=1).values
-    counts = torch.searchsorted(ordered, ordered, right=True) - torch.searchsorted(ordered, ordered)
-    # Each of a token's c occurrences contributes -(1/w) log(c/w): together -(c/w) log(c/w).
-    return -(counts.double() / tokens.shape[1]).log().mean(dim=1)
-
-
-def has_gaps(student: Student, tokens: Int[Tensor, "b l"]) -> bool:
-    """Whether given tokens stand behind positions to fill."""
-    masked = tokens == student.mask_id
-    return bool((masked[:, :-1] & ~masked[:, 1:]).any())
 
 
 @dataclass(frozen=True)
@@ -193,7 +98,6 @@ class Rows:
         tokens: [B, L], filled in place.
         masked: [B, L], what is to be filled.
         nfe: [B] forward passes so far.
-        lengths: [B] tokens up to each row's end.
         details: Further results.
         levels: [T + 1] noise level of each step, and of the final fill, that a time-conditioned
             student is told; None for other students.
@@ -205,7 +109,6 @@ class Rows:
         self.student, self.noise, self.keys = student, noise, keys
         self.tokens, self.masked = tokens.clone(), tokens == student.mask_id
         self.nfe = torch.zeros_like(tokens[:, 0])
-        self.lengths = torch.full_like(self.nfe, tokens.shape[1])
         self.everyone = torch.arange(len(tokens), device=tokens.device)
         self.details: dict[str, Tensor] = {}
         self.levels: Float[Tensor, "steps1"] | None = None
@@ -217,11 +120,11 @@ class Rows:
         if not self.noise.redraw:
             self.condition = self.noise.embed(self.student, self.masked, self.everyone)
 
-    def set_times(self, times: Float[Tensor, "steps1"] | None) -> None:
+    def set_times(self, times: Float[Tensor, "steps1"]) -> None:
         """Let a time-conditioned student know the times of the steps to come."""
-        settings = self.student.settings
-        if settings.diffusion.time_conditioning and times is not None:
-            p = law_of(settings.diffusion).masking_probability(times.float())
+        diffusion = self.student.settings.diffusion
+        if diffusion.time_conditioning:
+            p = law_of(diffusion).masking_probability(times.float())
             self.levels = masking_sigma(p).to(self.student.device)
 
     def predict(self, part: Pass) -> Float[Tensor, "n v1"]:
@@ -261,16 +164,14 @@ class Sampler(ABC):
 
     def __post_init__(self) -> None:
         check_positive(tau=self.tau)
+        check_bounds(self)
         _ = self.rule  # which refuses what it cannot follow
-        nfe = getattr(self, "nfe", None)
-        if nfe is not None and not 1 <= nfe <= MOST_STEPS:
-            what = "too few forward passes" if nfe < 1 else "too many forward passes"
-            raise UsageError(what, where="nfe", got=nfe, expected=f"1..{MOST_STEPS}")
 
     @property
     def rule(self) -> TokenRule:
-        """How tokens are chosen."""
-        return TokenRule("categorical", self.nucleus_p, self.nucleus_rule, 1.0, self.top_k)
+        """How tokens are chosen: the settings of the rule that this sampler has."""
+        names = [field.name for field in fields(TokenRule) if hasattr(self, field.name)]
+        return TokenRule(**{name: getattr(self, name) for name in names})
 
     def settled(self, student: Student) -> Sampler:
         """The same sampler with everything written out that it left to the student."""
@@ -297,15 +198,12 @@ class Sampler(ABC):
             UsageError: When it cannot; also a row or a token that no student can start from.
         """
         for name in ("tau", "redraw_noise"):
-            if getattr(self, name, None) and not student.is_conditioned:
-                raise UsageError(
-                    "this student takes no noise",
-                    where=name,
-                    got=getattr(self, name),
-                    remedy=f"leave {name} out, or sample a student trained with conditioning",
-                )
+            if (got := getattr(self, name, None)) and not student.is_conditioned:
+                remedy = f"leave {name} out, or sample a student trained with conditioning"
+                raise UsageError("this student takes no noise", where=name, got=got, remedy=remedy)
         check_tokens(student, tokens)
-        self.stop.check(student, tokens)
+        if self.stop != StopRule():
+            self.stop.check(student, tokens)
 
     def start(
         self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys
@@ -329,14 +227,16 @@ class Sampler(ABC):
         student: Student,
         noise: Noise | None,
         tokens: Int[Tensor, "b l"],
-        ids: Tensor,
+        ids: Int[Tensor, "b"],
         seed: int,
     ) -> RowNoise:
         """The noise as the student reads it; one that takes none gets none."""
-        tau = DEFAULT_TAU if self.tau is None else self.tau
-        redraw = getattr(self, "redraw_noise", False)
-        return RowNoise(noise if student.is_conditioned else None, tokens.shape[1], tau, redraw)
+        if student.is_conditioned and noise is None:
+            raise UsageError("a conditioned student needs noise", where="noise", got="none")
+        redraw, own = getattr(self, "redraw_noise", False), student.is_conditioned
+        return RowNoise(noise if own else None, tokens.shape[1], self.tau or DEFAULT_TAU, redraw)
 
+    @torch.no_grad()
     def sample(
         self,
         student: Student,
@@ -345,10 +245,10 @@ class Sampler(ABC):
         noise: Noise | None,
         seed: int,
     ) -> SampleResult:
-        """Fill the masked positions of B rows.
+        """Fill the masked positions of B rows, without dropout.
 
         Args:
-            student: Of a kind that ``check`` lets pass.
+            student: Of a kind that ``check`` lets pass; left in the mode it was in.
             tokens: The mask id where to fill; other tokens are kept. Position 0 is given.
             sample_ids: Index of each sample: with the seed it names all randomness.
             noise: Noise of B * L positions row by row; None for a student without conditioning.
@@ -363,38 +263,22 @@ class Sampler(ABC):
         """
         self.check(student, tokens)
         use = self.read_noise(student, noise, tokens, sample_ids, seed)
-        if student.is_conditioned and noise is None and use.noise is None:
-            raise UsageError("a conditioned student needs noise", where="noise", got="none")
-        if use.noise is not None and use.noise.num_positions != tokens.numel():
-            raise UsageError(
-                "the noise does not fit the rows",
-                got=f"{use.noise.num_positions} positions",
-                expected=tokens.numel(),
-            )
+        if use.noise is not None and (got := use.noise.num_positions) != tokens.numel():
+            got, expected = f"{got} positions", tokens.numel()
+            raise UsageError("the noise does not fit the rows", got=got, expected=expected)
         settled: Any = self.settled(student)
 
         def draw(rows: Int[Tensor, "m"], attempt: int) -> SampleResult:
             keys = SampleKeys(seed, sample_ids.to(rows.device)[rows], attempt)
             return fill(settled, settled.start(student, tokens[rows], use.of(rows, attempt), keys))
 
-        with inference(student):
-            result = draw(torch.arange(len(tokens), device=tokens.device), 0)
-            if self.stop.min_entropy_nats is None:
-                return result
-            tokens_, nfe, lengths = (x.clone() for x in (result.tokens, result.nfe, result.lengths))
-            details = {name: values.clone() for name, values in result.details.items()}
-            attempts = torch.zeros_like(nfe)
-            for attempt in range(1, self.stop.max_tries):
-                rows = details["low_entropy"].nonzero()[:, 0]
-                if not len(rows):
-                    break
-                again = draw(rows, attempt)
-                tokens_[rows], lengths[rows], attempts[rows] = again.tokens, again.lengths, attempt
-                nfe[rows] += again.nfe
-                for name, values in again.details.items():
-                    before = details[name][rows] if name in COUNTS else 0
-                    details[name][rows] = values + before if name in COUNTS else values
-        return SampleResult(tokens_, nfe, lengths, {**details, "attempt": attempts})
+        was_training = student.training
+        student.eval()
+        try:
+            first = draw(torch.arange(len(tokens), device=tokens.device), 0)
+            return first if self.stop == StopRule() else self.stop.redrawn(first, draw)
+        finally:
+            student.train(was_training)
 
 
 def fill(sampler: Sampler, rows: Rows) -> SampleResult:
@@ -403,25 +287,11 @@ def fill(sampler: Sampler, rows: Rows) -> SampleResult:
         places, tokens = sampler.choose(rows, part, rows.predict(part))
         rows.tokens[places.index] = tokens
         rows.nfe[part.rows] += 1
-    stop, details = sampler.stop, rows.details
-    ends = stop.ends(rows.tokens, rows.masked, rows.student.config.eos_token_id)
-    lengths = torch.minimum(rows.lengths, ends)
-    if stop.min_entropy_nats is not None:
-        monotonous = stop.is_monotonous(rows.tokens, lengths)
-        details["low_entropy"] = details.get("low_entropy", monotonous) | monotonous
-    return SampleResult(rows.tokens, rows.nfe, lengths, details)
-
-
-@contextmanager
-def inference(student: torch.nn.Module) -> Iterator[None]:
-    """No gradients and no dropout; the student is left in the mode it was in."""
-    was_training = student.training
-    student.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        student.train(was_training)
+    whole = torch.full_like(rows.nfe, rows.tokens.shape[1])
+    result = SampleResult(rows.tokens, rows.nfe, whole, rows.details)
+    if sampler.stop == StopRule():
+        return result
+    return sampler.stop.judged(result, rows.masked, rows.student.config.eos_token_id)
 
 
 def check_tokens(student: Student, tokens: Int[Tensor, "b l"]) -> None:
@@ -431,12 +301,9 @@ def check_tokens(student: Student, tokens: Int[Tensor, "b l"]) -> None:
         UsageError: When position 0 is masked or a token is out of the vocabulary.
     """
     if bool((tokens[:, 0] == student.mask_id).any()):
-        raise UsageError(
-            "position 0 is always given",
-            where="tokens[:, 0]",
-            got="the mask id",
-            remedy="begin rows with the bos token or a prompt",
-        )
+        where, remedy = "tokens[:, 0]", "begin rows with the bos token or a prompt"
+        what = "position 0 is always given"
+        raise UsageError(what, where=where, got="the mask id", remedy=remedy)
     outside = (tokens < 0) | (tokens > student.mask_id)
     if bool(outside.any()):
         row, position = outside.nonzero()[0].tolist()
@@ -481,16 +348,15 @@ def require_whole_row_student(student: Student, sampler: str) -> MDLM:
     Raises:
         UsageError: For block-diffusion and autoregressive students.
     """
-    blocks = isinstance(student, BD3LM) and student.num_blocks > 1
-    if not isinstance(student, MDLM) or blocks:
-        raise UsageError(
-            f"the {sampler} sampler fills whole rows",
-            where="sampler",
-            got=type(student).__name__,
-            expected="an MDLM student",
-            remedy="use --sampler block for block diffusion",
-        )
-    return student
+    if isinstance(student, MDLM) and not (isinstance(student, BD3LM) and student.num_blocks > 1):
+        return student
+    raise UsageError(
+        f"the {sampler} sampler fills whole rows",
+        where="sampler",
+        got=type(student).__name__,
+        expected="an MDLM student",
+        remedy="use --sampler block for block diffusion",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -507,21 +373,12 @@ class DiffusionSampler(Sampler):
     decision: Decision = "categorical"
     redraw_noise: bool = False
 
-    @property
-    def rule(self) -> TokenRule:
-        """How tokens are chosen."""
-        nucleus = self.nucleus_p, self.nucleus_rule
-        return TokenRule(self.decision, *nucleus, self.temperature, self.top_k)
-
-    @property
-    def times(self) -> Float[Tensor, "steps1"] | None:
-        """Time at the start of each step, and the last time; None when steps have no time."""
-        return None
+    has_times: ClassVar[bool] = False
 
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> None:
         """See :class:`Sampler`; here for samplers of whole rows."""
         super().check(student, tokens)
-        check_times(student, self.times is not None, "use --sampler ancestral")
+        check_times(student, self.has_times, "use --sampler ancestral")
         check_length(student, tokens)
         require_whole_row_student(student, self.label)
 
@@ -545,54 +402,17 @@ class AncestralSampler(DiffusionSampler):
     Further settings as in :class:`DiffusionSampler`.
     """
 
-    nfe: int = 128
+    nfe: int = setting(128, within=PASSES)
     final_argmax: bool = True
 
     label: ClassVar[str] = "ancestral"
-
-    @property
-    def times(self) -> Float[Tensor, "steps1"]:
-        """t_0 .. t_T, float64."""
-        return ancestral_times(self.nfe, self.final_argmax)
+    has_times: ClassVar[bool] = True
 
     def order(self, rows: Rows) -> Iterator[Pass]:
         """See :class:`Sampler`."""
         columns = slice(0, rows.tokens.shape[1])
-        yield from ancestral_order(rows, rows.everyone, columns, self.times)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FirstHittingSampler(DiffusionSampler):
-    """First-hitting sampling (Zheng et al., arXiv 2409.02908): exact for masked diffusion.
-
-    One uniformly chosen masked token per forward pass, so NFE is the number of masked tokens.
-    Settings as in :class:`DiffusionSampler`.
-    """
-
-    label: ClassVar[str] = "first-hitting"
-
-    def order(self, rows: Rows) -> Iterator[Pass]:
-        """See :class:`Sampler`."""
-        yield from uniform_order(rows, rows.everyone, slice(0, rows.tokens.shape[1]), None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FixedCountSampler(DiffusionSampler):
-    """The same number of uniformly chosen masked tokens in every forward pass.
-
-    Attributes:
-        nfe: Forward passes per sample: each reveals ceil(masked / nfe) tokens.
-
-    Further settings as in :class:`DiffusionSampler`.
-    """
-
-    nfe: int = 128
-
-    label: ClassVar[str] = "fixed-count"
-
-    def order(self, rows: Rows) -> Iterator[Pass]:
-        """See :class:`Sampler`."""
-        yield from uniform_order(rows, rows.everyone, slice(0, rows.tokens.shape[1]), self.nfe)
+        times = ancestral_times(self.nfe, self.final_argmax)
+        yield from ancestral_order(rows, rows.everyone, columns, times)
 
 
 def ancestral_times(num_steps: int, final_argmax: bool) -> Float[Tensor, "steps1"]:
@@ -630,23 +450,6 @@ def ancestral_order(
     yield from planned(active, columns, torch.where(is_left, steps, 0), TokenRule("argmax"))
 
 
-def uniform_order(
-    rows: Rows, active: Int[Tensor, "m"], columns: slice, nfe: int | None
-) -> Iterator[Pass]:
-    """A uniformly random order: ceil(masked / nfe) positions per step, or one.
-
-    The largest uniform comes first, as in ancestral sampling.
-    """
-    masked = rows.tokens[active, columns] == rows.student.mask_id
-    uniform = rows.keys.uniforms("sampling order", active, columns)
-    ordered = torch.where(masked, uniform, -1.0).argsort(dim=-1, descending=True, stable=True)
-    steps = 1 + ordered.argsort(dim=-1)
-    if nfe is not None:
-        per_step = (-(-masked.sum(dim=1, keepdim=True) // nfe)).clamp_min(1)
-        steps = 1 + (steps - 1) // per_step
-    yield from planned(active, columns, torch.where(masked, steps, 0), None)
-
-
 def planned(
     active: Int[Tensor, "m"], columns: slice, steps: Int[Tensor, "m w"], rule: TokenRule | None
 ) -> Iterator[Pass]:
@@ -670,15 +473,10 @@ def planned(
         for part in row_groups(lengths[begin : begin + number]):
             low, high = begin + part.start, begin + part.stop
             some, positions, group = place_data[:, stops[low] - lengths[low] : stops[high - 1]]
-            rows_of_pass, steps_of_pass = group_data[:, low:high]
+            in_pass, step = group_data[:, low:high]
             positions = positions + columns.start
-            yield Pass(
-                active[rows_of_pass],
-                Places(active[some], positions),
-                Places(group - low, positions),
-                steps_of_pass,
-                rule,
-            )
+            places, where = Places(active[some], positions), Places(group - low, positions)
+            yield Pass(active[in_pass], places, where, step, rule)
         begin += number
 
 

@@ -1,93 +1,52 @@
-"""Rows to fill from what a user gives: a first token, prompts, or rows with open positions."""
+"""Rows to fill from what a user gives: prompts, or rows with open positions.
+
+A row is a tuple of token ids, the mask id where to fill.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from shards.errors import UsageError
 from trainer.students.registry import StudentConfig
 
-
-@dataclass(frozen=True)
-class GivenRows:
-    """Partly known rows; sample i fills row i modulo their number.
-
-    Attributes:
-        rows: Token ids of each row, the mask id where to fill.
-        mask_id: The mask id.
-        first_token_is_text: Whether position 0 belongs to the text (no bos stands there).
-    """
-
-    rows: tuple[tuple[int, ...], ...]
-    mask_id: int
-    first_token_is_text: bool = False
-
-    def row(self, index: int) -> tuple[int, ...]:
-        """What is given of sample ``index``."""
-        return self.rows[index % len(self.rows)]
-
-    def tokens(self, indices: Sequence[int], device: torch.device | str) -> Int[Tensor, "b l"]:
-        """The rows of some samples, all of one length."""
-        return torch.tensor([self.row(index) for index in indices], device=device)
-
-    def filled_positions(self, index: int) -> list[int]:
-        """Positions that the sampler fills."""
-        return [place for place, token in enumerate(self.row(index)) if token == self.mask_id]
-
-
-def unconditional(config: StudentConfig, length: int) -> GivenRows:
-    """Only the first token is given: bos, or eos where the tokenizer has no bos.
-
-    Raises:
-        UsageError: When the model has neither.
-    """
-    first = config.first_token_id
-    if first is None:
-        raise UsageError(
-            "the model has no bos and no eos token to begin with",
-            where="--prompt",
-            remedy="give a prompt",
-        )
-    return from_prompts([[]], [first], config, length)
+Row = tuple[int, ...]
 
 
 def from_prompts(
     prompts: Sequence[Sequence[int]], bos: Sequence[int], config: StudentConfig, length: int
-) -> GivenRows:
+) -> tuple[Row, ...]:
     """Rows of bos, prompt and masks."""
-    mask_id, rows = config.vocab_size, []
+    rows = []
     for number, prompt in enumerate(prompts):
-        given = [*bos, *prompt]
+        given, where = (*bos, *prompt), f"prompt {number}"
         if not given:
-            raise UsageError("an empty prompt and no bos token", where=f"prompt {number}")
+            raise UsageError("an empty prompt and no bos token", where=where)
         if len(given) >= length:
-            raise UsageError(
-                "the prompt is longer than the row",
-                where=f"prompt {number}",
-                got=f"{len(given)} tokens with bos",
-                expected=f"at most {length - 1}, so that something is left to fill",
-            )
-        rows.append((*given, *[mask_id] * (length - len(given))))
-    return GivenRows(tuple(rows), mask_id, not bos)
+            what, got = "the prompt is longer than the row", f"{len(given)} tokens with bos"
+            expected = f"at most {length - 1}, so that something is left to fill"
+            raise UsageError(what, where=where, got=got, expected=expected)
+        rows.append((*given, *[config.vocab_size] * (length - len(given))))
+    return tuple(rows)
 
 
-def prompted(texts: Sequence[str], tokenizer: Any, config: StudentConfig, length: int) -> GivenRows:
+def prompted(
+    texts: Sequence[str], tokenizer: Any, config: StudentConfig, length: int
+) -> tuple[Row, ...]:
     """Prompts in front, behind the bos token where the model has one.
 
     Raises:
         UsageError: Without a tokenizer, or when a prompt leaves no position to fill.
     """
     ids = [encode(text, tokenizer, config, "--prompt") for text in texts]
-    bos = [] if config.bos_token_id is None else [config.bos_token_id]
-    return from_prompts(ids, bos, config, length)
+    return from_prompts(ids, _bos(config), config, length)
+
+
+def _bos(config: StudentConfig) -> list[int]:
+    return [] if config.bos_token_id is None else [config.bos_token_id]
 
 
 def encode(text: str, tokenizer: Any, config: StudentConfig, where: str) -> list[int]:
@@ -104,13 +63,9 @@ def encode(text: str, tokenizer: Any, config: StudentConfig, where: str) -> list
     except UnicodeEncodeError as error:
         raise UsageError("not UTF-8 text", where=where, got=error.reason) from error
     ids = tokenizer.encode(text, add_special_tokens=False)
-    if any(token >= config.vocab_size for token in ids):
-        raise UsageError(
-            "the tokenizer gives ids outside the student's vocabulary",
-            where=where,
-            got=max(ids),
-            expected=f"below {config.vocab_size}",
-        )
+    if (got := max(ids, default=0)) >= config.vocab_size:
+        what = "the tokenizer gives ids outside the student's vocabulary"
+        raise UsageError(what, where=where, got=got, expected=f"below {config.vocab_size}")
     return ids
 
 
@@ -126,7 +81,7 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
-def read_infill(path: Path, tokenizer: Any, config: StudentConfig) -> GivenRows:
+def read_infill(path: Path, tokenizer: Any, config: StudentConfig) -> tuple[Row, ...]:
     """Rows with given and open positions from a .jsonl file, one object per line:
 
         {"tokens": [2, 17, null, 9]}                         null where to fill
@@ -143,7 +98,7 @@ def read_infill(path: Path, tokenizer: Any, config: StudentConfig) -> GivenRows:
     ]
     if not rows:
         raise UsageError("no row in the file", where=path)
-    return GivenRows(tuple(rows), config.vocab_size, config.bos_token_id is None)
+    return tuple(rows)
 
 
 def _read_lines(path: Path, option: str) -> list[str]:
@@ -156,48 +111,37 @@ def _read_lines(path: Path, option: str) -> list[str]:
         raise UsageError("not UTF-8 text", where=path, got=error.reason) from error
 
 
-def _parse_infill(line: str, where: str, tokenizer: Any, config: StudentConfig) -> tuple[int, ...]:
-    mask_id = config.vocab_size
+def _parse_infill(line: str, where: str, tokenizer: Any, config: StudentConfig) -> Row:
+    mask_id, most = config.vocab_size, config.row_length
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UsageError("not JSON", where=where, got=error) from error
     if not isinstance(record, Mapping) or not record.keys() & {"tokens", "text"}:
-        raise UsageError(
-            "not a row to fill", where=where, expected='an object with "tokens" or "text"'
-        )
-    if "tokens" in record:
-        tokens = record["tokens"]
-        if not isinstance(tokens, list):
-            raise UsageError("tokens is no list", where=where, got=type(tokens).__name__)
-        for place, token in enumerate(tokens):
-            if token is not None and not (type(token) is int and 0 <= token < mask_id):
-                expected = f"null or an id in 0..{mask_id - 1}"
-                raise UsageError(
-                    "bad token", where=f"{where}, position {place}", got=token, expected=expected
-                )
-        row = [mask_id if token is None else token for token in tokens]
+        expected = 'an object with "tokens" or "text"'
+        raise UsageError("not a row to fill", where=where, expected=expected)
+    name, kind = ("tokens", list) if "tokens" in record else ("text", str)
+    given = record[name]
+    if not isinstance(given, kind):
+        what = f"{name} is no {'list' if kind is list else 'string'}"
+        raise UsageError(what, where=where, got=type(given).__name__)
+    if name == "text":
+        row = _bos(config) + encode(given, tokenizer, config, where)
     else:
-        text = record["text"]
-        if not isinstance(text, str):
-            raise UsageError("text is no string", where=where, got=type(text).__name__)
-        bos = [] if config.bos_token_id is None else [config.bos_token_id]
-        row = bos + encode(text, tokenizer, config, where)
-    places = record.get("masked", [])
-    if not isinstance(places, list) or not all(
-        type(place) is int and 0 <= place < len(row) for place in places
-    ):
-        expected = f"a list of 0..{len(row) - 1}"
+        row = [mask_id if token is None else token for token in given]
+        for place, token in enumerate(given):
+            if token is not None and not (type(token) is int and 0 <= token < mask_id):
+                place, expected = f"{where}, position {place}", f"null or an id in 0..{mask_id - 1}"
+                raise UsageError("bad token", where=place, got=token, expected=expected)
+    places, last = record.get("masked", []), len(row) - 1
+    if not isinstance(places, list) or not all(type(p) is int and 0 <= p <= last for p in places):
+        expected = f"a list of 0..{last}"
         raise UsageError("bad positions", where=where, got=places, expected=expected)
     for place in places:
         row[place] = mask_id
-    if not 2 <= len(row) <= config.row_length:
-        raise UsageError(
-            "a row of this length cannot be filled",
-            where=where,
-            got=f"{len(row)} tokens",
-            expected=f"2..{config.row_length}",
-        )
+    if not 2 <= len(row) <= most:
+        what, got = "a row of this length cannot be filled", f"{len(row)} tokens"
+        raise UsageError(what, where=where, got=got, expected=f"2..{most}")
     if row[0] == mask_id:
         raise UsageError("position 0 is always given", where=where, remedy="put bos there")
     if mask_id not in row:

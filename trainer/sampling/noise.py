@@ -21,7 +21,9 @@ from shards.errors import UsageError
 from shards.noise.kinds import KeyedPrior, Noise, PriorNoise
 from shards.noise.philox import PositionKeys, race, uniforms
 from shards.provenance import derive_seed
+from shards.settings import check_bounds, setting
 from trainer.objective.batch import Places
+from trainer.sampling.nucleus import NucleusRule, truncate_to_nucleus
 from trainer.students.registry import Student
 
 DEFAULT_TAU = 0.85
@@ -30,12 +32,8 @@ STEPS_PER_ATTEMPT = 1 << 20
 MOST_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 25}
 """Most float64 probabilities at a time: 32 MiB on a CPU, of which a draw holds a dozen copies; more
 on a GPU, which small chunks would leave idle."""
-FIRST_CANDIDATES = 512
-"""Sorting a vocabulary of 50,000 costs ten times as much as finding its 512 largest entries, which
-nearly always suffice for a nucleus."""
 
 Decision = Literal["categorical", "argmax"]
-NucleusRule = Literal["strict", "crossing"]
 
 
 def sampling_noise(
@@ -100,7 +98,7 @@ class RowNoise:
         index = rows[:, None] * self.length + torch.arange(self.length, device=rows.device)
         noise = self.noise.select(index.flatten().to(self.noise.device))
         if attempt:
-            noise = _redrawable(noise).redrawn(attempt * STEPS_PER_ATTEMPT)
+            noise = _redrawn(noise, attempt * STEPS_PER_ATTEMPT)
         return replace(self, noise=noise)
 
     def at(self, rows: Int[Tensor, "n"], positions: Int[Tensor, "n"]) -> Noise:
@@ -129,30 +127,25 @@ class RowNoise:
             return None
         row, column = masked.nonzero(as_tuple=True)
         noise = self.at(rows[row], first + column)
-
-        def read(part: Noise) -> Float[Tensor, "n e"]:
-            return student.embed_noise(part.to(row.device), self.tau)
-
         if steps is None or not self.redraw:
-            embedded = read(noise)
+            embedded = student.embed_noise(noise.to(row.device), self.tau)
         else:
-            embedded, step_of = torch.empty(0), steps[row]
+            parts, step_of = [], steps[row]
             for step in steps.unique().tolist():
-                chosen = (step_of == step).nonzero()[:, 0]
-                part = read(_redrawable(noise).redrawn(step).select(chosen.to(noise.device)))
-                if not len(embedded):
-                    embedded = part.new_zeros(len(row), part.shape[-1])
-                embedded[chosen] = part
+                chosen = (step_of == step).nonzero()[:, 0].to(noise.device)
+                drawn = _redrawn(noise, step).select(chosen)
+                parts.append(student.embed_noise(drawn.to(row.device), self.tau))
+            embedded = torch.cat(parts)[step_of.argsort(stable=True).argsort()]
         condition = embedded.new_zeros(*masked.shape, embedded.shape[-1])
         condition[row, column] = embedded
         return condition
 
 
-def _redrawable(noise: Noise) -> PriorNoise:
-    if not isinstance(noise, PriorNoise):
-        remedy = "give sampling_noise"
-        raise UsageError("this noise cannot be redrawn", where="noise", remedy=remedy)
-    return noise
+def _redrawn(noise: Noise, draw: int) -> PriorNoise:
+    if isinstance(noise, PriorNoise):
+        return noise.redrawn(draw)
+    remedy = "give sampling_noise"
+    raise UsageError("this noise cannot be redrawn", where="noise", remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -209,28 +202,18 @@ class TokenRule:
     """
 
     decision: Decision = "categorical"
-    nucleus_p: float = 1.0
+    nucleus_p: float = setting(1.0, within="(0, 1]")
     nucleus_rule: NucleusRule = "strict"
-    temperature: float = 1.0
-    top_k: int | None = None
+    temperature: float = setting(1.0, within="(0, inf)")
+    top_k: int | None = setting(None, within="[1, inf)")
 
     def __post_init__(self) -> None:
-        check_positive(temperature=self.temperature)
-        if not 0 < self.nucleus_p <= 1:
-            expected = "in (0, 1]"
-            raise UsageError(
-                "bad nucleus p", where="nucleus_p", got=self.nucleus_p, expected=expected
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise UsageError("a count below 1", where="top_k", got=self.top_k)
+        check_bounds(self)
         for name, neutral in (("nucleus_p", 1), ("temperature", 1), ("top_k", None)):
-            if self.decision == "argmax" and getattr(self, name) != neutral:
-                raise UsageError(
-                    "the most probable token stays the same whatever the setting",
-                    where=name,
-                    got=getattr(self, name),
-                    remedy="leave it out, or draw with --decision categorical",
-                )
+            if self.decision == "argmax" and (got := getattr(self, name)) != neutral:
+                what = "the most probable token stays the same whatever the setting"
+                remedy = "leave it out, or draw with --decision categorical"
+                raise UsageError(what, where=name, got=got, remedy=remedy)
 
     @property
     def truncates(self) -> bool:
@@ -245,6 +228,8 @@ class TokenRule:
             least = probs.topk(self.top_k, dim=-1).values[..., -1:]
             probs = torch.where(probs >= least, probs, 0.0)  # as transformers: ties stay
             probs = probs / probs.sum(dim=-1, keepdim=True)
+        if self.nucleus_p == 1:
+            return probs
         return truncate_to_nucleus(probs, self.nucleus_p, self.nucleus_rule)
 
     def choose(self, log_probs: Float[Tensor, "n v1"], keys: PositionKeys) -> Int[Tensor, "n"]:
@@ -256,11 +241,8 @@ class TokenRule:
         if self.decision == "argmax":
             return logits.argmax(dim=-1)
         parts = [
-            race(
-                self.probabilities(logits[chunk]),
-                uniforms(keys.select(chunk), 0, logits.shape[1]),
-            )
-            for chunk in position_chunks(len(logits), log_probs.shape[1], logits.device)
+            race(self.probabilities(logits[part]), uniforms(keys.select(part), 0, logits.shape[1]))
+            for part in position_chunks(len(logits), log_probs.shape[1], logits.device)
         ]
         return torch.cat(parts)
 
@@ -274,44 +256,3 @@ def check_positive(**settings: float | None) -> None:
     for name, value in settings.items():
         if value is not None and not (value > 0 and math.isfinite(value)):
             raise UsageError("bad scale", where=name, got=value, expected="above 0, finite")
-
-
-def truncate_to_nucleus(
-    probs: Float[Tensor, "n v"], nucleus_p: float, rule: NucleusRule = "strict"
-) -> Float[Tensor, "n v"]:
-    """Keep the most probable tokens of each row and renormalise.
-
-    ``strict`` is the authors' rule: tokens whose cumulative probability, their own included, is at
-    most p, and always the top token. ``crossing`` is the rule of Holtzman et al. (2020) and of
-    transformers: the smallest set whose probability reaches p, so one token more. Of equally
-    probable tokens the one with the smaller id comes first; no row depends on the others.
-
-    Args:
-        probs: Normalised probabilities; cumulated in their own precision, give float64.
-        nucleus_p: p in (0, 1]; 1 keeps everything.
-        rule: See above.
-    """
-    if nucleus_p >= 1.0:
-        return probs
-
-    def cut(given: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The nucleus among the tokens ``ids``, and its members' places, in descending order."""
-        values, order = given.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
-        cumulative = values.cumsum(dim=-1)
-        within = cumulative <= nucleus_p if rule == "strict" else cumulative - values < nucleus_p
-        within[..., 0] = True
-        kept = values * within
-        kept = kept / kept.sum(dim=-1, keepdim=True)
-        # Behind the last of them may stand further tokens as probable as it: these decide a row
-        # unless those above them pass p.
-        passes = ((cumulative > nucleus_p) & (values > values[..., -1:])).any(dim=-1)
-        return torch.zeros_like(given).scatter_(-1, ids.gather(-1, order), kept), passes
-
-    everything = torch.arange(probs.shape[-1], device=probs.device).expand(probs.shape)
-    if probs.shape[-1] <= 2 * FIRST_CANDIDATES:
-        return cut(probs, everything)[0]
-    truncated, passes = cut(probs, probs.topk(FIRST_CANDIDATES, dim=-1).indices.sort(dim=-1).values)
-    rest = (~passes).nonzero()[:, 0]
-    if len(rest):
-        truncated[rest] = cut(probs[rest], everything[rest])[0]
-    return truncated

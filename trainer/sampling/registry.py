@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 SAMPLERS = {
     "ancestral": "trainer.sampling.fill:AncestralSampler",
-    "first_hitting": "trainer.sampling.fill:FirstHittingSampler",
-    "fixed_count": "trainer.sampling.fill:FixedCountSampler",
-    "confidence": "trainer.sampling.confidence:ConfidenceSampler",
+    "first_hitting": "trainer.sampling.orders:FirstHittingSampler",
+    "fixed_count": "trainer.sampling.orders:FixedCountSampler",
+    "confidence": "trainer.sampling.orders:ConfidenceSampler",
     "block": "trainer.sampling.block:BlockSampler",
     "sequential": "trainer.sampling.block:SequentialSampler",
     "apd": "trainer.sampling.adaptive:AdaptiveSampler",

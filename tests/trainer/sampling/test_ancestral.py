@@ -18,20 +18,22 @@ from shards.testing import DenseNoise
 from tests.trainer.sampling_cases import BOS, LENGTH, draw, noise_for, open_rows, tiny_student
 from trainer.objective.batch import Places
 from trainer.objective.corruption import SCHEDULES
-from trainer.sampling.confidence import ConfidenceSampler
 from trainer.sampling.fill import (
     AncestralSampler,
-    FirstHittingSampler,
-    FixedCountSampler,
     Pass,
     Rows,
     ancestral_steps,
     ancestral_times,
     dense_ranks,
     planned,
-    uniform_order,
 )
 from trainer.sampling.noise import RowNoise, SampleKeys, TokenRule
+from trainer.sampling.orders import (
+    ConfidenceSampler,
+    FirstHittingSampler,
+    FixedCountSampler,
+    uniform_order,
+)
 from trainer.sampling.registry import make_sampler
 from trainer.students.registry import Student
 
@@ -233,10 +235,9 @@ def test_time_conditioned_student_is_told_the_time() -> None:
     result = draw(student, AncestralSampler(nfe=6), IDS)
     assert (result.tokens != student.mask_id).all()
     tokens = open_rows(student, 2)
-    sampler = AncestralSampler(nfe=4, final_argmax=False)
     ids, where = torch.arange(2), Places.of(tokens == student.mask_id)
     rows = Rows(student, tokens, RowNoise(None, LENGTH), SampleKeys(3, ids))
-    rows.set_times(sampler.times)
+    rows.set_times(ancestral_times(4, False))
     with torch.no_grad():
         both = rows.predict(Pass(ids, where, where, torch.tensor([2, 4]))).unflatten(0, (2, -1))
     for slot, t in enumerate((0.75, 0.25)):  # time at the start of steps 2 and 4

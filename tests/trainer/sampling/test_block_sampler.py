@@ -14,13 +14,10 @@ from benchmarks.sampler_statistics import Goldens, run_case
 from shards.errors import UsageError
 from tests.trainer.sampling_cases import LENGTH, VOCAB, draw, noise_for, open_rows, tiny_student
 from trainer.sampling.block import BlockRows, BlockSampler
-from trainer.sampling.fill import (
-    AncestralSampler,
-    FirstHittingSampler,
-    StopRule,
-    unigram_entropy_nats,
-)
+from trainer.sampling.fill import AncestralSampler
 from trainer.sampling.noise import RowNoise, SampleKeys
+from trainer.sampling.orders import FirstHittingSampler
+from trainer.sampling.stopping import StopRule, unigram_entropy_nats
 from trainer.students.registry import Student, StudentSettings
 
 IDS = torch.tensor([4, 0, 11])
@@ -253,7 +250,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(UsageError, match=r"nfe.*got 2.*at least 3"):
         draw(student, BlockSampler(nfe=2), IDS)
     for passes in ({"nfe": 4}, {"passes_per_block": 2}):
-        with pytest.raises(UsageError, match="one pass per token"):
+        with pytest.raises(UsageError, match="another order"):
             BlockSampler(inner="first_hitting", **passes)
     with pytest.raises(UsageError, match="exclude each other"):
         BlockSampler(nfe=4, passes_per_block=2)

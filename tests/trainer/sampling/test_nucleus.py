@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TopPLogitsWarper
 
-from trainer.sampling.noise import FIRST_CANDIDATES, truncate_to_nucleus
+from trainer.sampling.nucleus import FIRST_CANDIDATES, truncate_to_nucleus
 
 
 def random_probs(num_rows: int, size: int, scale: float = 2.0) -> torch.Tensor:

@@ -23,8 +23,8 @@ from benchmarks.float32_truncation import (
 )
 from benchmarks.sampler_statistics import Case, Goldens, chi_square, count_rows, run_case, run_tau
 from trainer.sampling.block import BlockSampler
-from trainer.sampling.fill import FixedCountSampler
 from trainer.sampling.noise import TokenRule
+from trainer.sampling.orders import FixedCountSampler
 
 NUM = 20_000
 
