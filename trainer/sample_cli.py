@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,29 +16,22 @@ from trainer.sampling.registry import SAMPLERS
 SETTINGS = tuple(
     Section(f"--sampler {name}", target, waits_for_torch=True) for name, target in SAMPLERS.items()
 )
+DEFAULT_NUM = 64
 app = command_app()
 
 
 @app.command()
 def sample(
-    checkpoint: Annotated[
-        str, typer.Argument(help="Model folder, the --out of a training, or a hub id.")
-    ],
-    out: Annotated[Path, typer.Option(help="Folder for samples.jsonl and settings.json.")] = Path(
-        "samples"
-    ),
+    checkpoint: Annotated[str, typer.Argument(help="Model, the --out of a training, or a hub id.")],
+    out: Annotated[Path, typer.Option(help="Folder of the samples.")] = Path("samples"),
     num: Annotated[int | None, typer.Option(help="Samples (64; or one per prompt or row).")] = None,
     nfe: Annotated[
-        str | None,
-        typer.Option(help="Forward passes per sequence; 8,16,32 writes one file for each."),
+        str | None, typer.Option(help="Forward passes per sequence; 8,16,32 writes a file each.")
     ] = None,
     passes_per_block: Annotated[
         str | None, typer.Option(help="block: forward passes of each block instead of --nfe.")
     ] = None,
-    sampler: Annotated[
-        str | None,
-        typer.Option(help=f"{', '.join(SAMPLERS)}."),
-    ] = None,
+    sampler: Annotated[str | None, typer.Option(help=f"{', '.join(SAMPLERS)}.")] = None,
     nucleus_p: Annotated[float | None, typer.Option(help="Nucleus p (1 = off).")] = None,
     nucleus_rule: Annotated[
         str | None, typer.Option(help="strict (the authors') or crossing (transformers').")
@@ -47,12 +41,9 @@ def sample(
         float | None, typer.Option(help="Divides the log-probabilities (1 = off).")
     ] = None,
     tau: Annotated[float | None, typer.Option(help="Scale of the Gumbel noise (0.85).")] = None,
-    decision: Annotated[
-        str | None, typer.Option(help="categorical draws, or argmax of x_0.")
-    ] = None,
+    decision: Annotated[str | None, typer.Option(help="categorical draws, or argmax.")] = None,
     verifier: Annotated[
-        str | None,
-        typer.Option(help="apd, coupled: a causal LM of the same tokenizer."),
+        str | None, typer.Option(help="apd, coupled: a causal LM of the same tokenizer.")
     ] = None,
     seed: Annotated[int, typer.Option(help="With the sample index it names all randomness.")] = 0,
     batch_size: Annotated[int, typer.Option(help="Samples at a time; changes no sample.")] = 32,
@@ -69,15 +60,13 @@ def sample(
     precision: Annotated[str, typer.Option(help="fp32, or bf16 for autocast.")] = "fp32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
     backbone: Annotated[
-        str | None,
-        typer.Option(help="Where the student's frozen language model is, if it has moved."),
+        str | None, typer.Option(help="Where the student's frozen language model is, if moved.")
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Further sampler settings, key=value.")
     ] = None,
     sweep: Annotated[
-        str | None,
-        typer.Option(help="nucleus_p=0.7,0.8,0.9: a folder OUT/nucleus_p=0.7 for each value."),
+        str | None, typer.Option(help="nucleus_p=0.7,0.8: a folder OUT/nucleus_p=0.7 for each.")
     ] = None,
     log_format: LogFormatOption = "plain",
 ) -> None:
@@ -85,10 +74,23 @@ def sample(
 
     `gdistill-sample settings [WORD]` lists what --set takes, sampler by sampler.
     """
-    from trainer.sampling.command import Request
-
     use_log_format(log_format)
-    named: dict[str, Any] = {
+    for where, got in (("--num", num), ("--batch-size", batch_size)):
+        if got is not None and got < 1:
+            raise UsageError("a count below 1", where=where, got=got, expected="at least 1")
+    if not 0 <= seed < 2**63:
+        raise UsageError("bad seed", where="--seed", got=seed, expected="0..2^63 - 1")
+    if precision not in ("fp32", "bf16"):
+        expected = "fp32 or bf16"
+        raise UsageError("unknown precision", where="--precision", got=precision, expected=expected)
+    exclude(nfe=nfe, passes_per_block=passes_per_block)
+    exclude(prompt=prompt, prompt_file=prompt_file, infill=infill)
+    exclude("a row to infill has its own length", infill=infill, length=length)
+    counted, text = (
+        ("nfe", nfe) if passes_per_block is None else ("passes_per_block", passes_per_block)
+    )
+    budgets = parse_budgets(f"--{counted.replace('_', '-')}", text)
+    options: dict[str, Any] = {
         "nucleus_p": nucleus_p,
         "nucleus_rule": nucleus_rule,
         "top_k": top_k,
@@ -96,40 +98,57 @@ def sample(
         "tau": tau,
         "decision": decision,
         "verifier": verifier,
+        "stop": given(at_eos=stop_at_eos or None, min_entropy_nats=min_entropy) or None,
     }
-    stop = {"at_eos": stop_at_eos or None, "min_entropy_nats": min_entropy}
-    named["stop"] = {name: value for name, value in stop.items() if value is not None} or None
-    if nfe is not None and passes_per_block is not None:
-        raise UsageError("these exclude each other", where="--nfe, --passes-per-block")
-    request = Request(
-        checkpoint=checkpoint,
-        out=out,
-        num=num,
-        budgets=parse_budgets("--nfe", nfe)
-        or parse_budgets("--passes-per-block", passes_per_block),
-        counted="nfe" if passes_per_block is None else "passes_per_block",
-        sampler=sampler,
-        settings={name: value for name, value in named.items() if value is not None},
-        overrides=tuple(settings or ()),
-        sweep=sweep,
-        seed=seed,
-        batch_size=batch_size,
-        length=length,
-        prompt=prompt,
-        prompt_file=prompt_file,
-        infill=infill,
-        precision=precision,
-        device=device,
-        backbone=backbone,
+
+    from trainer.sampling import command
+
+    loaded = command.open_student(checkpoint, device, backbone)
+    rows = command.rows_to_fill(loaded, length, prompt, prompt_file, infill)
+    is_one_per_row = prompt_file is not None or infill is not None
+    is_unconditional = prompt is None and not is_one_per_row
+    variants = command.sampler_variants(
+        loaded, sampler, given(**options), settings or (), sweep, counted, budgets
     )
-    for run in request.resolve():
-        for path in run.run():
+    runs = [
+        command.SampleRun(
+            loaded=loaded,
+            samplers=samplers,
+            counted=counted,
+            rows=rows,
+            skips_first=is_unconditional or loaded.student.config.bos_token_id is not None,
+            seed=seed,
+            num_samples=num or (len(rows) if is_one_per_row else DEFAULT_NUM),
+            batch_size=batch_size,
+            precision=precision,
+            out=out / folder,
+        )
+        for folder, samplers in variants
+    ]
+    for run in runs:
+        run.check()
+    products = command.choose_products(runs[0])
+    for run in runs:
+        for path in dataclasses.replace(run, products=products).run():
             typer.echo(f"wrote {path}", err=True)
-        for line in run.verification:
+        for line in run.remarks():
             typer.echo(line, err=True)
-        if run.num_flagged:
-            kept = f"{run.num_flagged} samples stayed below the least entropy in every try"
-            typer.echo(f"warning: {kept}; they are flagged low_entropy", err=True)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that were named."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def exclude(remedy: str = "", **options: Any) -> None:
+    """Refuse options that exclude each other.
+
+    Raises:
+        UsageError: Where more than one of them was named.
+    """
+    names = [f"--{name.replace('_', '-')}" for name in given(**options)]
+    if len(names) > 1:
+        raise UsageError("these exclude each other", where=", ".join(names), remedy=remedy)
 
 
 def parse_budgets(option: str, text: str | None) -> tuple[int, ...]:

@@ -15,26 +15,33 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+from transformers import AutoModel
 
 from tests.trainer.sample_cli_cases import WORDS, command, read, save, save_models, without_seconds
 from tests.trainer.sampling_cases import LENGTH, VOCAB, tiny_student
 from trainer.sampling import command as run_module
 from trainer.sampling.command import SampleFile, SampleRun
 from trainer.sampling.noise import sampling_noise
+from trainer.sampling.verifier import load_verifier
 
 
 @pytest.fixture(scope="module")
-def models_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_models(tmp_path_factory.mktemp("models"))
 
 
-def test_files_and_records(models_folder: Path, tmp_path: Path) -> None:
-    arguments = ("--num", 5, "--nfe", 4, "--nucleus-p", 0.9, "--seed", 7, "--out", tmp_path)
-    assert command(models_folder / "mdlm", *arguments) == 0
-    records = read(tmp_path / "samples.jsonl")
+def sampled(*arguments: object, out: Path, file: str = "samples.jsonl") -> list[dict[str, Any]]:
+    """The records that a call writes, without the time they took."""
+    assert command(*arguments, "--out", out) == 0
+    return without_seconds(out / file)
+
+
+def test_files_and_records(models: Path, tmp_path: Path) -> None:
+    arguments = ("--num", 5, "--nfe", 4, "--nucleus-p", 0.9, "--seed", 7)
+    sampled(models / "mdlm", *arguments, out=tmp_path)
     settings = json.loads((tmp_path / "settings.json").read_text())
-    assert [record["index"] for record in records] == list(range(5))
-    for record in records:
+    for index, record in enumerate(read(tmp_path / "samples.jsonl")):
+        assert record["index"] == index
         assert len(record["tokens"]) == LENGTH and max(record["tokens"]) < VOCAB
         assert record["text"].split() == [WORDS[token] for token in record["tokens"][1:]]
         assert record["seed"] == 7 and 1 <= record["nfe"] <= 5 and record["seconds"] > 0
@@ -46,17 +53,16 @@ def test_files_and_records(models_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model", ["mdlm", "plain", "bd3lm", "ar"])
-def test_batch_size_changes_no_sample(model: str, models_folder: Path, tmp_path: Path) -> None:
-    for size in (1, 3, 32):
-        out = tmp_path / str(size)
-        assert command(models_folder / model, "--num", 7, "--batch-size", size, "--out", out) == 0
-    expected = without_seconds(tmp_path / "32" / "samples.jsonl")
-    assert without_seconds(tmp_path / "1" / "samples.jsonl") == expected
-    assert without_seconds(tmp_path / "3" / "samples.jsonl") == expected
+def test_batch_size_changes_no_sample(model: str, models: Path, tmp_path: Path) -> None:
+    one, three, all_seven = (
+        sampled(models / model, "--num", 7, "--batch-size", size, out=tmp_path / str(size))
+        for size in (1, 3, 32)
+    )
+    assert one == three == all_seven and len(one) == 7
 
 
 def test_a_batch_is_cut_where_kernels_could_not_index_its_log_probabilities(
-    models_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit, sizes, draw = 2 * LENGTH * (VOCAB + 1) + 1, [], SampleRun.draw
 
@@ -66,28 +72,24 @@ def test_a_batch_is_cut_where_kernels_could_not_index_its_log_probabilities(
 
     monkeypatch.setattr(run_module, "largest_batch", lambda elements, device: limit // elements)
     monkeypatch.setattr(SampleRun, "draw", watched)
-    assert command(models_folder / "mdlm", "--num", 5, "--nfe", 2, "--out", tmp_path) == 0
+    sampled(models / "mdlm", "--num", 5, "--nfe", 2, out=tmp_path)
     assert sizes == [2, 2, 1]
 
 
-def test_curve_writes_one_file_per_nfe(models_folder: Path, tmp_path: Path) -> None:
-    arguments = (models_folder / "mdlm", "--num", 3, "--nfe", "1,2,8", "--out", tmp_path)
-    assert command(*arguments) == 0
+def test_a_curve_writes_one_file_per_nfe(models: Path, tmp_path: Path) -> None:
+    arguments = (models / "mdlm", "--num", 3, "--nfe")
+    curve = sampled(*arguments, "1,2,8", out=tmp_path, file="samples-nfe8.jsonl")
     for nfe in (1, 2, 8):
         records = read(tmp_path / f"samples-nfe{nfe}.jsonl")
         assert all(record["settings"]["nfe"] == nfe for record in records)
-    single = (models_folder / "mdlm", "--num", 3, "--nfe", "8", "--out", tmp_path / "single")
-    assert command(*single) == 0
-    ours = [record["tokens"] for record in read(tmp_path / "samples-nfe8.jsonl")]
-    alone = [record["tokens"] for record in read(tmp_path / "single" / "samples.jsonl")]
-    assert ours == alone
+    alone = sampled(*arguments, "8", out=tmp_path / "single")
+    assert [record["tokens"] for record in curve] == [record["tokens"] for record in alone]
 
 
-def test_interrupted_run_resumes(
-    models_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_run_resumes(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = (models_folder / "mdlm", "--num", 9, "--nfe", 3, "--batch-size", 2)
-    assert command(*arguments, "--out", tmp_path / "whole") == 0
+    arguments = (models / "mdlm", "--num", 9, "--nfe", 3, "--batch-size", 2)
     written, append = [], SampleFile.append
 
     def stop_in_the_third_batch(self: SampleFile, records: Any) -> None:
@@ -102,9 +104,8 @@ def test_interrupted_run_resumes(
         patch.setattr(SampleFile, "append", stop_in_the_third_batch)
         assert command(*arguments, "--out", tmp_path / "torn") == 130
     assert not (tmp_path / "torn" / "samples.jsonl").exists(), "unfinished must not look finished"
-    assert command(*arguments, "--out", tmp_path / "torn") == 0
-    expected = without_seconds(tmp_path / "whole" / "samples.jsonl")
-    assert without_seconds(tmp_path / "torn" / "samples.jsonl") == expected
+    whole = sampled(*arguments, out=tmp_path / "whole")
+    assert sampled(*arguments, out=tmp_path / "torn") == whole
 
 
 BLOCKED_AT_THE_FOURTH = """
@@ -125,8 +126,8 @@ main()
 """
 
 
-def test_killed_run_resumes(models_folder: Path, tmp_path: Path) -> None:
-    arguments = [models_folder / "mdlm", "--num", 60, "--nfe", 11, "--batch-size", 1]
+def test_a_killed_run_resumes(models: Path, tmp_path: Path) -> None:
+    arguments = [models / "mdlm", "--num", 60, "--nfe", 11, "--batch-size", 1]
     partial = tmp_path / "killed" / "samples.jsonl.partial"
     words = [sys.executable, "-c", BLOCKED_AT_THE_FOURTH, *map(str, arguments)]
     words += ["--out", str(partial.parent)]
@@ -136,27 +137,24 @@ def test_killed_run_resumes(models_folder: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert 1 <= partial.read_bytes().count(b"\n") < 60
-    assert command(*arguments, "--out", partial.parent) == 0
-    assert command(*arguments, "--out", tmp_path / "whole") == 0
-    expected = without_seconds(tmp_path / "whole" / "samples.jsonl")
-    assert without_seconds(partial.parent / "samples.jsonl") == expected
+    resumed = sampled(*arguments, out=partial.parent)
+    assert resumed == sampled(*arguments, out=tmp_path / "whole")
 
 
-def test_finished_run_is_left_alone_and_can_grow(models_folder: Path, tmp_path: Path) -> None:
-    arguments = (models_folder / "mdlm", "--nfe", 2, "--out", tmp_path)
-    assert command(*arguments, "--num", 3) == 0
-    before = (tmp_path / "samples.jsonl").read_bytes()
-    assert command(*arguments, "--num", 3) == 0
-    assert (tmp_path / "samples.jsonl").read_bytes() == before
-    assert command(*arguments, "--num", 5) == 0
-    after = (tmp_path / "samples.jsonl").read_bytes()
-    assert after.startswith(before) and after.count(b"\n") == 5
+def test_a_finished_run_is_left_alone_and_can_grow(models: Path, tmp_path: Path) -> None:
+    arguments, file = (models / "mdlm", "--nfe", 2, "--num"), tmp_path / "samples.jsonl"
+    sampled(*arguments, 3, out=tmp_path)
+    before = file.read_bytes()
+    sampled(*arguments, 3, out=tmp_path)
+    assert file.read_bytes() == before
+    sampled(*arguments, 5, out=tmp_path)
+    assert file.read_bytes().startswith(before) and file.read_bytes().count(b"\n") == 5
 
 
-def test_noise_is_found_again_from_seed_and_index(models_folder: Path, tmp_path: Path) -> None:
+def test_noise_is_found_again_from_seed_and_index(models: Path, tmp_path: Path) -> None:
     """What evaluation relies on: argmax at NFE 1 is a function of the regenerated noise."""
     arguments = ("--num", 4, "--nfe", 1, "--decision", "argmax", "--tau", 1.0, "--seed", 5)
-    assert command(models_folder / "mdlm", *arguments, "--out", tmp_path) == 0
+    records = sampled(models / "mdlm", *arguments, out=tmp_path)
     student = tiny_student("mdlm")
     noise = sampling_noise(5, torch.arange(4), LENGTH, VOCAB)
     condition = student.embed_noise(noise).view(4, LENGTH, -1)
@@ -164,24 +162,21 @@ def test_noise_is_found_again_from_seed_and_index(models_folder: Path, tmp_path:
     tokens[:, 0] = 0
     with torch.no_grad():
         expected = student.predict(tokens, condition).argmax(-1)
-    assert [record["tokens"] for record in read(tmp_path / "samples.jsonl")] == expected.tolist()
+    assert [record["tokens"] for record in records] == expected.tolist()
 
 
-def test_prompts(models_folder: Path, tmp_path: Path) -> None:
-    arguments = (models_folder / "mdlm", "--nfe", 4)
-    assert command(*arguments, "--num", 3, "--prompt", "up up left", "--out", tmp_path / "a") == 0
-    for record in read(tmp_path / "a" / "samples.jsonl"):
+def test_prompts(models: Path, tmp_path: Path) -> None:
+    arguments = (models / "mdlm", "--nfe", 4)
+    for record in sampled(*arguments, "--num", 3, "--prompt", "up up left", out=tmp_path / "a"):
         assert record["tokens"][:4] == [0, 2, 2, 4] and record["num_given"] == 4
         assert record["text"].startswith("up up left")
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("up\n\ndown down\n")
-    assert command(*arguments, "--prompt-file", prompts, "--out", tmp_path / "b") == 0
-    records = read(tmp_path / "b" / "samples.jsonl")
-    assert [record["tokens"][:3] for record in records][1] == [0, 3, 3]
-    assert records[0]["tokens"][:2] == [0, 2] and len(records) == 2
+    first, second = sampled(*arguments, "--prompt-file", prompts, out=tmp_path / "b")
+    assert first["tokens"][:2] == [0, 2] and second["tokens"][:3] == [0, 3, 3]
 
 
-def test_infilling(models_folder: Path, tmp_path: Path) -> None:
+def test_infilling(models: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     lines = [
         {"tokens": [0, 5, None, 7, None, 2]},
@@ -189,109 +184,151 @@ def test_infilling(models_folder: Path, tmp_path: Path) -> None:
         {"text": "up up down left", "masked": [2]},
     ]
     rows.write_text("\n".join(map(json.dumps, lines)))
-    assert command(models_folder / "mdlm", "--infill", rows, "--out", tmp_path / "out") == 0
-    records = read(tmp_path / "out" / "samples.jsonl")
+    records = sampled(models / "mdlm", "--infill", rows, out=tmp_path / "out")
     assert [record["filled"] for record in records] == [[2, 4], [2, 3, 4], [2]]
     expected = [[0, 5, None, 7, None, 2], [0, 5, *[None] * 3, 9, 10, 2], [0, 2, None, 3, 4]]
     for record, given in zip(records, expected, strict=True):
-        assert len(record["tokens"]) == len(given)
-        for ours, theirs in zip(record["tokens"], given, strict=True):
-            assert theirs is None or ours == theirs
+        pairs = zip(record["tokens"], given, strict=True)
+        assert all(theirs is None or ours == theirs for ours, theirs in pairs)
 
 
-def test_variable_length(models_folder: Path, tmp_path: Path) -> None:
-    for model in ("plain", "bd3lm", "ar"):
-        out = tmp_path / model
-        assert command(models_folder / model, "--num", 40, "--stop-at-eos", "--out", out) == 0
-        lengths = set()
-        for record in read(out / "samples.jsonl"):
-            tokens = record["tokens"]
-            assert 1 not in tokens[1:-1], "nothing stands behind the first eos"
-            assert len(tokens) == LENGTH or tokens[-1] == 1
-            lengths.add(len(tokens))
-        assert len(lengths) > 1
+@pytest.mark.parametrize("model", ["plain", "bd3lm", "ar"])
+def test_variable_length(model: str, models: Path, tmp_path: Path) -> None:
+    lengths = set()
+    for record in sampled(models / model, "--num", 40, "--stop-at-eos", out=tmp_path):
+        tokens = record["tokens"]
+        assert 1 not in tokens[1:-1], "nothing stands behind the first eos"
+        assert len(tokens) == LENGTH or tokens[-1] == 1
+        lengths.add(len(tokens))
+    assert len(lengths) > 1
 
 
 def test_monotonous_samples_are_flagged(
-    models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """More entropy than eight tokens can have, so that no draw will do."""
     least = ("--min-entropy", 3, "--set", "stop.entropy_window=8", "--set", "stop.max_tries=2")
-    assert command(models_folder / "plain", "--num", 3, *least, "--out", tmp_path) == 0
+    records = sampled(models / "plain", "--num", 3, *least, out=tmp_path)
     assert "3 samples stayed below the least entropy" in capsys.readouterr().err
-    records = read(tmp_path / "samples.jsonl")
     assert [(record["low_entropy"], record["attempt"]) for record in records] == [(True, 1)] * 3
 
 
-def test_longer_than_trained(models_folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "long"
-    assert command(models_folder / "bd3lm", "--length", 28, "--num", 2, "--out", out) == 0
-    assert all(len(record["tokens"]) == 28 for record in read(out / "samples.jsonl"))
+def test_longer_than_trained(models: Path, tmp_path: Path) -> None:
+    records = sampled(models / "bd3lm", "--length", 28, "--num", 2, out=tmp_path)
+    assert all(len(record["tokens"]) == 28 for record in records)
 
 
-def test_adaptive_parallel_decoding(
-    models_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = (models_folder / "mdlm", "--sampler", "apd", "--num", 3)
-    assert command(*arguments, "--out", tmp_path / "none") == 2
-    assert "verifier" in capsys.readouterr().err
-    own = ("--verifier", models_folder / "ar", "--set", "mixture_weight=0.5")
-    assert command(*arguments, *own, "--out", tmp_path / "own") == 0
-    for record in read(tmp_path / "own" / "samples.jsonl"):
+def test_adaptive_parallel_decoding(models: Path, tmp_path: Path) -> None:
+    own = ("--sampler", "apd", "--verifier", models / "ar", "--set", "mixture_weight=0.5")
+    for record in sampled(models / "mdlm", *own, "--num", 3, out=tmp_path):
         assert 1 <= record["nfe"] <= LENGTH - 1 and 0 < record["acceptance"] <= 1
-    other = save(tmp_path / "other", "ar", "none")
-    tokenizer = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["up"], vocabulary["down"] = vocabulary["down"], vocabulary["up"]
-    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    capsys.readouterr()
-    assert command(*arguments, "--verifier", other, "--out", tmp_path / "out") == 2
-    error = capsys.readouterr().err
-    assert "another tokenizer" in error and "'down' is 2; expected 3" in error
 
 
-def test_a_sweep_writes_a_folder_that_describes_itself(models_folder: Path, tmp_path: Path) -> None:
-    arguments = (models_folder / "mdlm", "--num", 3, "--nfe", 3, "--seed", 4)
+def test_a_sweep_writes_a_folder_that_describes_itself(models: Path, tmp_path: Path) -> None:
+    arguments = (models / "mdlm", "--num", 3, "--nfe", 3, "--seed", 4)
     sweep = (*arguments, "--sweep", "nucleus_p=0.7,1", "--out", tmp_path)
     assert command(*sweep) == 0
     before = (tmp_path / "nucleus_p=1" / "samples.jsonl").read_bytes()
     for value in ("0.7", "1"):
-        folder = tmp_path / f"nucleus_p={value}"
-        alone = tmp_path / "alone" / value
-        assert command(*arguments, "--nucleus-p", value, "--out", alone) == 0
+        folder, alone = tmp_path / f"nucleus_p={value}", tmp_path / "alone" / value
         swept = without_seconds(folder / "samples.jsonl")
-        assert swept == without_seconds(alone / "samples.jsonl")
+        assert swept == sampled(*arguments, "--nucleus-p", value, out=alone)
         settings = json.loads((folder / "settings.json").read_text())
         assert settings["identity"] == json.loads((alone / "settings.json").read_text())["identity"]
         assert settings["code_version"] and settings["precision"] == "fp32"
         assert len(settings["identity"]["weights_sha256"]) == 64
-        assert str(models_folder) not in (folder / "settings.json").read_text()
-        for record in swept:
-            drawn = record["settings"]
-            assert drawn["sampler"] == "ancestral" and drawn["nucleus_p"] == float(value)
-            assert drawn["nfe"] == 3 and drawn["tau"] == 0.85 and record["seed"] == 4
-            assert drawn["decision"] == "categorical" and drawn["temperature"] == 1
+        assert str(models) not in (folder / "settings.json").read_text()
+        drawn = {"sampler": "ancestral", "nucleus_p": float(value), "nfe": 3, "tau": 0.85}
+        drawn |= {"decision": "categorical", "temperature": 1}
+        assert all(record["settings"] | drawn == record["settings"] for record in swept)
     assert command(*sweep) == 0
     assert (tmp_path / "nucleus_p=1" / "samples.jsonl").read_bytes() == before
 
 
 def test_a_model_in_the_hub_cache_is_sampled_by_its_id(
-    models_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     repository = tmp_path / "cache" / "models--someone--student"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("0123abc")
-    shutil.copytree(models_folder / "mdlm", repository / "snapshots" / "0123abc")
+    shutil.copytree(models / "mdlm", repository / "snapshots" / "0123abc")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    arguments = ("--num", 2, "--nfe", 2, "--out")
-    assert command("someone/student", *arguments, tmp_path / "hub") == 0
-    assert command(models_folder / "mdlm", *arguments, tmp_path / "folder") == 0
     ours, theirs = (
-        [record["tokens"] for record in read(tmp_path / name / "samples.jsonl")]
-        for name in ("hub", "folder")
+        [record["tokens"] for record in sampled(model, "--num", 2, "--nfe", 2, out=tmp_path / name)]
+        for name, model in (("hub", "someone/student"), ("folder", models / "mdlm"))
     )
     assert ours == theirs
     capsys.readouterr()
-    assert command("someone/else", *arguments, tmp_path / "none") == 2
+    assert command("someone/else", "--out", tmp_path / "none") == 2
     error = capsys.readouterr().err.strip()
     assert "\n" not in error and "cannot find the student [someone/else]" in error
+
+
+# A folder holds the samples of one run.
+
+
+def with_config(model: Path, folder: Path, **fields: Any) -> Path:
+    """The same weights under another config."""
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "words", "named"),
+    [
+        ("mdlm", {}, ("--seed", 1), "seed]; got 1; expected 0 as there; give another --out"),
+        ("mdlm", {}, ("--tau", 0.5), "sampler.tau"),
+        ("bd3lm", {"block_size": 6}, (), "student_config.block_size"),
+        ("mdlm", {"codec": {"name": "topk", "parameters": {"num_entries": 4}}}, (), "codec"),
+        ("mdlm", {"eos_token_id": 3}, (), "eos_id"),
+    ],
+)
+def test_what_decides_the_samples_is_another_run(
+    model: str, fields: Any, words: Any, named: str, models: Path, tmp_path: Path, capsys: Any
+) -> None:
+    arguments, out = ("--num", 2, "--out", tmp_path / "out"), tmp_path / "out"
+    assert command(models / model, *arguments) == 0
+    before = {name: (out / name).read_bytes() for name in ("samples.jsonl", "settings.json")}
+    other = with_config(models / model, tmp_path / "other", **fields)
+    capsys.readouterr()
+    assert command(other, *words, *arguments) == 2
+    assert f"out: {named}" in capsys.readouterr().err
+    assert {name: (out / name).read_bytes() for name in before} == before
+
+
+def test_another_verifier_in_the_same_place_is_another_run(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verifier = save(tmp_path / "verifier", "ar", "none")
+    arguments = ("--sampler", "apd", "--verifier", verifier, "--num", 2, "--out", tmp_path / "out")
+    for _ in range(2):
+        load_verifier.cache_clear()  # a new process remembers none
+        assert command(models / "mdlm", *arguments) == 0
+    changed = AutoModel.from_pretrained(verifier)
+    changed.backbone.output_layer.linear.bias.data += 1
+    changed.save_pretrained(verifier)
+    load_verifier.cache_clear()
+    assert command(models / "mdlm", *arguments) == 2
+    assert "out: verifier_sha256]" in capsys.readouterr().err
+
+
+def test_what_tolerates_tf32_is_sampled_with_it_and_says_so(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Not under a verifier, whose two passes must agree; nor where autocast has bfloat16."""
+    asked: list[str] = []
+    monkeypatch.setattr(
+        run_module, "allow_tf32", lambda device: (asked.append(device.type), "TF32")[1]
+    )
+    verified = ("--sampler", "apd", "--verifier", models / "ar")
+    cases = {"TF32": (), "float32": verified, "bf16": ("--precision", "bf16")}
+    for name, words in cases.items():
+        sampled(models / "mdlm", *words, "--num", 1, out=tmp_path / name)
+        settings = json.loads((tmp_path / name / "settings.json").read_text())
+        assert settings["products"] == ("TF32" if name == "TF32" else "float32")
+        assert "products" not in settings["identity"]
+        said = " ".join(capsys.readouterr().err.split())
+        assert ("NVIDIA_TF32_OVERRIDE=0" in said) == (name == "TF32")
+    assert asked == ["cpu"]

@@ -14,7 +14,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,196 +37,125 @@ from shards.noise.philox import use_noise_kernel
 from shards.provenance import code_version
 from shards.settings import flatten, merge, nested, parse_override, to_mapping
 from trainer.sampling.fill import Sampler, SampleResult
-from trainer.sampling.given import (
-    GivenRows,
-    prompted,
-    read_infill,
-    read_prompts,
-    unconditional,
-)
 from trainer.sampling.noise import noise_of_rows
 from trainer.sampling.registry import SAMPLERS, make_sampler, sampler_class
 from trainer.students.folder import ModelFolder, open_model
 
-DEFAULT_NUM = 64
 SETTINGS_FILE = "settings.json"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """The options of ``gdistill-sample``.
+def open_student(place: str, device: str, backbone: str | None) -> ModelFolder:
+    """A student from a model folder, the output of a training run, or the hub.
 
-    Attributes:
-        checkpoint: Model folder, the output of a training run, or a hub id.
-        out: Folder for the samples.
-        num: Samples; None is 64, or one per prompt or infill row.
-        budgets: Forward passes of each file; empty leaves the sampler's own.
-        counted: What a budget counts: ``nfe`` or ``passes_per_block``.
-        sampler: Registry name; None takes the one that suits the student.
-        settings: Sampler settings by name.
-        overrides: Further sampler settings, ``key=value``.
-        sweep: ``key=value,value,...``: a folder of samples below ``out`` for each value.
-        seed: Sampling seed.
-        batch_size: Samples per forward pass.
-        length: Tokens per sample; None is the student's row length.
-        prompt: Text that every sample begins with.
-        prompt_file: File of prompts.
-        infill: File of rows with open positions.
-        precision: ``fp32`` or ``bf16``.
+    Args:
+        place: Where it is.
         device: ``auto`` or a torch device.
         backbone: Where the language model is that the student stands on, if not where it says.
+
+    Raises:
+        UsageError: For a device that is not there, or no student of ours.
     """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        on = torch.device(device)
+        torch.zeros(1, device=on).item()  # the meta device holds no values
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise UsageError("no such device", where="--device", got=device) from error
+    if obstacle := use_noise_kernel("auto", on):
+        stderr.print(f"noise kernel: eager on {on}; {obstacle}", markup=False)
+    if not (Path(place).exists() or looks_local(place)):
+        place = str(find_pretrained(place, role="student").folder)
+    return open_model(Path(place), on, backbone)
 
-    checkpoint: str
-    out: Path
-    num: int | None = None
-    budgets: tuple[int, ...] = ()
-    counted: str = "nfe"
-    sampler: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    overrides: tuple[str, ...] = ()
-    sweep: str | None = None
-    seed: int = 0
-    batch_size: int = 32
-    length: int | None = None
-    prompt: str | None = None
-    prompt_file: Path | None = None
-    infill: Path | None = None
-    precision: str = "fp32"
-    device: str = "auto"
-    backbone: str | None = None
 
-    def __post_init__(self) -> None:
-        for name, value in (("--num", self.num), ("--batch-size", self.batch_size)):
-            if value is not None and value < 1:
-                raise UsageError("a count below 1", where=name, got=value, expected="at least 1")
-        if not 0 <= self.seed < 2**63:
-            raise UsageError("bad seed", where="--seed", got=self.seed, expected="0..2^63 - 1")
-        if self.precision not in ("fp32", "bf16"):
-            raise UsageError("unknown precision", where=self.precision, expected="fp32 or bf16")
-        rows = ("prompt", "prompt_file", "infill")
-        for names in (rows, ("infill", "length")):
-            given = [name for name in names if getattr(self, name) is not None]
-            if len(given) > 1:
-                where = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-                remedy = "a row to infill has its own length" if "length" in names else ""
-                raise UsageError("these exclude each other", where=where, remedy=remedy)
+def rows_to_fill(
+    loaded: ModelFolder,
+    length: int | None,
+    prompt: str | None,
+    prompt_file: Path | None,
+    infill: Path | None,
+) -> tuple[tuple[int, ...], ...]:
+    """Token ids of the rows, the mask id where to fill; sample i fills row i modulo their number.
 
-    def resolve(self) -> list[SampleRun]:
-        """Load the student and settle everything else: one run, or one per value of the sweep.
+    Without prompt and infill only the first token is given: bos, or eos where there is no bos.
 
-        Raises:
-            UsageError: For any part of the request that cannot be met.
-        """
-        device = self._device()
-        if obstacle := use_noise_kernel("auto", device):
-            stderr.print(f"noise kernel: eager on {device}; {obstacle}", markup=False)
-        local = Path(self.checkpoint).exists() or looks_local(self.checkpoint)
-        place = (
-            self.checkpoint if local else find_pretrained(self.checkpoint, role="student").folder
-        )
-        loaded = open_model(Path(place), device, self.backbone)
-        name = loaded.student.default_sampler if self.sampler is None else self.sampler
-        name = name.replace("-", "_")
-        settings, given = self._sampler_settings(name), self._given(loaded)
-        runs = []
-        for folder, change in self._variants(settings):
-            sampler = make_sampler(name, **merge(settings, change)).settled(loaded.student)
-            samplers = [self._with_budget(name, sampler, budget) for budget in self.budgets]
-            word = self.counted.replace("_", "-")
-            files = [f"samples-{word}{budget}.jsonl" for budget in self.budgets]
-            run = SampleRun(
-                loaded=loaded,
-                sampler_name=name,
-                samplers=tuple(samplers) or (sampler,),
-                files=tuple(files) if len(files) > 1 else ("samples.jsonl",),
-                counted=self.counted,
-                given=given,
-                seed=self.seed,
-                num_samples=self.num or self._default_num(given),
-                batch_size=self.batch_size,
-                precision=self.precision,
-                out=self.out / folder,
-            )
-            check_given(run)
-            run.samplers[0].check_tokenizer(loaded.tokenizer)
-            runs.append(run)
-        products = "float32"
-        # Lossless decoding compares two passes, which TF32 would part.
-        if self.precision == "fp32" and runs[0].samplers[0].verifier_sha256(loaded.student) is None:
-            products = allow_tf32(device)
-            if products == "TF32":
-                stderr.print("float32 products run as TF32; NVIDIA_TF32_OVERRIDE=0 turns that off")
-        return [dataclasses.replace(run, products=products) for run in runs]
+    Raises:
+        UsageError: For rows that cannot be filled.
+    """
+    config = loaded.student.config
+    length = config.row_length if length is None else length
+    if length < 2:
+        raise UsageError("nothing to fill", where="--length", got=length, expected="at least 2")
+    if (prompt, prompt_file, infill) == (None, None, None):
+        if (first := config.first_token_id) is None:
+            what = "the model has no bos and no eos token to begin with"
+            raise UsageError(what, where="--prompt", remedy="give a prompt")
+        return ((first, *[config.vocab_size] * (length - 1)),)
+    from trainer.sampling.given import prompted, read_infill, read_prompts
 
-    def _sampler_settings(self, name: str) -> dict[str, Any]:
-        """Options and overrides as one mapping."""
-        for key, value in self.settings.items():
-            if not _takes(name, key):
-                having = [other for other in SAMPLERS if _takes(other, key)]
-                raise UsageError(
-                    f"the {name} sampler takes no {key}",
-                    where=f"--{key.replace('_', '-')}",
-                    got=value,
-                    remedy=f"leave it out, or take --sampler {' or '.join(having)}",
-                )
-        settings = dict(self.settings)
-        for text in self.overrides:
-            settings = merge(settings, nested(*parse_override(text)))
-        return settings
+    if infill is not None:
+        return read_infill(infill, loaded.tokenizer, config)
+    texts = [prompt or ""] if prompt_file is None else read_prompts(prompt_file)
+    return prompted(texts, loaded.tokenizer, config, length)
 
-    def _with_budget(self, name: str, sampler: Sampler, budget: int) -> Sampler:
-        """The sampler with so many forward passes."""
-        if not _takes(name, self.counted):
-            other = self.counted == "passes_per_block" and _takes(name, "nfe")
-            raise UsageError(
-                f"the {name} sampler takes no {'NFE' if self.counted == 'nfe' else self.counted}",
-                where=f"--{self.counted.replace('_', '-')}",
-                got=budget,
-                remedy="--nfe counts the passes of a sequence"
-                if other
-                else "its NFE follows from the number of tokens to fill",
-            )
-        return dataclasses.replace(sampler, **{self.counted: budget})
 
-    def _variants(self, settings: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-        """(folder below ``out``, change of the settings) of each run."""
-        if self.sweep is None:
-            return [("", {})]
-        key, values = parse_sweep(self.sweep)
+def sampler_variants(
+    loaded: ModelFolder,
+    name: str | None,
+    options: Mapping[str, Any],
+    overrides: Sequence[str],
+    sweep: str | None,
+    counted: str,
+    budgets: Sequence[int],
+) -> Iterator[tuple[str, tuple[Sampler, ...]]]:
+    """(folder below ``--out``, a sampler for each of its files) for each value of the sweep.
+
+    Args:
+        loaded: The student, which has a sampler that suits it.
+        name: Of the sampler that is asked for.
+        options: Its settings by name.
+        overrides: Further settings, ``key=value``.
+        sweep: ``key=value,value,...``.
+        counted: What a budget counts: ``nfe`` or ``passes_per_block``.
+        budgets: Forward passes of each file; none leaves the sampler's own.
+
+    Raises:
+        UsageError: For an unknown sampler, setting or value.
+    """
+    name = (loaded.student.default_sampler if name is None else name).replace("-", "_")
+    for key, value in options.items():
+        if not _takes(name, key):
+            having = " or ".join(other for other in SAMPLERS if _takes(other, key))
+            where, remedy = f"--{key.replace('_', '-')}", "leave it out, or take --sampler "
+            what = f"the {name} sampler takes no {key}"
+            raise UsageError(what, where=where, got=value, remedy=remedy + having)
+    if budgets and not _takes(name, counted):
+        remedy = "its NFE follows from the number of tokens to fill"
+        if _takes(name, "nfe"):
+            remedy = "--nfe counts the passes of a sequence"
+        what, where = f"the {name} sampler takes no NFE", f"--{counted.replace('_', '-')}"
+        raise UsageError(what, where=where, got=list(budgets), remedy=remedy)
+    settings = dict(options)
+    for text in overrides:
+        settings = merge(settings, nested(*parse_override(text)))
+    variants: list[tuple[str, dict[str, Any]]] = [("", {})]
+    if sweep is not None:
+        key, values = parse_sweep(sweep)
         if key in flatten(settings):
             raise UsageError("named beside the sweep", where=f"--sweep {key}", got=settings)
-        if key == self.counted and self.budgets:
+        if key == counted and budgets:
             raise UsageError("these exclude each other", where=f"--sweep {key}, --{key}")
-        return [(f"{key}={text}", nested(*parse_override(f"{key}={text}"))) for text in values]
+        texts = [f"{key}={value}" for value in values]
+        variants = [(text, nested(*parse_override(text))) for text in texts]
+    for folder, change in variants:
+        sampler = make_sampler(name, **merge(settings, change)).settled(loaded.student)
+        changes = [{counted: budget} for budget in budgets] or [{}]
+        yield folder, tuple(dataclasses.replace(sampler, **change) for change in changes)
 
-    def _device(self) -> torch.device:
-        if self.device == "auto":
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            device = torch.device(self.device)
-            torch.zeros(1, device=device).item()  # the meta device holds no values
-        except (RuntimeError, AssertionError, ImportError) as error:
-            raise UsageError("no such device", where="--device", got=self.device) from error
-        return device
 
-    def _given(self, loaded: ModelFolder) -> GivenRows:
-        config, tokenizer = loaded.student.config, loaded.tokenizer
-        length = config.row_length if self.length is None else self.length
-        if length < 2:
-            raise UsageError("nothing to fill", where="--length", got=length, expected="at least 2")
-        if (self.infill, self.prompt, self.prompt_file) == (None, None, None):
-            return unconditional(config, length)
-        if self.infill is not None:
-            return read_infill(self.infill, tokenizer, config)
-        if self.prompt is not None:
-            return prompted([self.prompt], tokenizer, config, length)
-        assert self.prompt_file is not None
-        return prompted(read_prompts(self.prompt_file), tokenizer, config, length)
-
-    def _default_num(self, given: GivenRows) -> int:
-        many = self.infill is not None or self.prompt_file is not None
-        return len(given.rows) if many else DEFAULT_NUM
+def _takes(name: str, key: str) -> bool:
+    return any(field.name == key for field in dataclasses.fields(sampler_class(name)))
 
 
 def parse_sweep(text: str) -> tuple[str, list[str]]:
@@ -243,35 +172,6 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
     if len(set(map(str.lower, values))) < len(values):
         raise UsageError("a value is named twice", where="--sweep", got=text)
     return key.strip(), values
-
-
-def _takes(name: str, key: str) -> bool:
-    return any(field.name == key for field in dataclasses.fields(sampler_class(name)))
-
-
-def check_given(run: SampleRun) -> None:
-    """Ask every sampler about every row that is to be filled.
-
-    Raises:
-        UsageError: For the first row that cannot be filled.
-    """
-    student = run.loaded.student
-    for sampler in run.samplers:
-        for index in range(min(run.num_samples, len(run.given.rows))):
-            try:
-                sampler.check(student, run.given.tokens([index], student.device))
-            except UsageError as error:
-                if not index:
-                    raise
-                # Name the row that makes the mistake, where those before it do not.
-                where = f"row {index} (the first is 0): {error.where}"
-                raise UsageError(
-                    error.what,
-                    where=where,
-                    got=error.got,
-                    expected=error.expected,
-                    remedy=error.remedy,
-                ) from error
 
 
 class SampleFile:
@@ -301,15 +201,17 @@ class SampleFile:
 
     def _records(self, lines: list[bytes]) -> list[dict[str, Any]]:
         records: dict[int, dict[str, Any]] = {}
+        what, remedy = "a sample line is damaged", "delete the file and sample again"
         for number, line in enumerate(lines, start=1):
             where = f"{self.path}:{number}"
             try:
                 record = json.loads(line)
                 index = record["index"]
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise _damaged(where, error) from error
+                raise GdistillError(what, where=where, got=error, remedy=remedy) from error
             if type(index) is not int or index in records:
-                raise _damaged(where, f"index {index!r}, no number or a second time")
+                got = f"index {index!r}, no number or a second time"
+                raise GdistillError(what, where=where, got=got, remedy=remedy)
             records[index] = record
         return list(records.values())
 
@@ -329,9 +231,8 @@ class SampleFile:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            raise GdistillError(
-                "samples cannot be written", where=self.partial, got=error.strerror
-            ) from error
+            what, got = "samples cannot be written", error.strerror
+            raise GdistillError(what, where=self.partial, got=got) from error
 
     def finish(self) -> None:
         """Sort the lines by index and give the file its name."""
@@ -345,26 +246,247 @@ class SampleFile:
         fsync_path(self.path.parent)
 
 
-def _damaged(where: str, got: object) -> GdistillError:
-    remedy = "delete the file and sample again"
-    return GdistillError("a sample line is damaged", where=where, got=got, remedy=remedy)
+@dataclass(frozen=True, kw_only=True)
+class SampleRun:
+    """Everything that a run needs.
+
+    Attributes:
+        loaded: The student.
+        samplers: One sampler per file.
+        counted: The setting that differs from file to file.
+        rows: From :func:`rows_to_fill`.
+        skips_first: Whether the first token is no text, but the bos that begins a row.
+        seed: Names all randomness, with the sample index.
+        num_samples: Samples per file.
+        batch_size: Samples per forward pass; no sample depends on it.
+        precision: ``fp32``, or ``bf16`` for autocast.
+        out: Folder of the files.
+        products: How float32 matrix products run: ``float32``, or ``TF32`` on a GPU.
+    """
+
+    loaded: ModelFolder
+    samplers: tuple[Sampler, ...]
+    counted: str
+    rows: tuple[tuple[int, ...], ...]
+    skips_first: bool
+    seed: int
+    num_samples: int
+    batch_size: int
+    precision: str
+    out: Path
+    products: str = "float32"
+
+    def check(self) -> None:
+        """Ask every sampler about every row that is to be filled.
+
+        Raises:
+            UsageError: For the first row that cannot be filled, or another tokenizer's verifier.
+        """
+        student = self.loaded.student
+        for sampler in self.samplers:
+            for index in range(min(self.num_samples, len(self.rows))):
+                try:
+                    sampler.check(student, torch.tensor([self.rows[index]], device=student.device))
+                except UsageError as error:
+                    if not index:
+                        raise
+                    # Name the row that makes the mistake, where those before it do not.
+                    where = f"row {index} (the first is 0): {error.where}"
+                    raise UsageError(**{**vars(error), "where": where}) from error
+        self.samplers[0].check_tokenizer(self.loaded.tokenizer)
+
+    @property
+    def files(self) -> list[SampleFile]:
+        """One per sampler."""
+        word, names = self.counted.replace("_", "-"), ["samples.jsonl"]
+        if len(self.samplers) > 1:
+            counts = [getattr(sampler, self.counted) for sampler in self.samplers]
+            names = [f"samples-{word}{count}.jsonl" for count in counts]
+        return [SampleFile(self.out / name) for name in names]
+
+    def identity(self) -> dict[str, Any]:
+        """What decides the samples, as JSON; two runs of one identity give the same samples."""
+        student, first = self.loaded.student, self.samplers[0]
+        config, sampler = student.config, described(first)
+        if len(self.samplers) > 1:
+            sampler.pop(self.counted)  # each file of a curve has its own
+        rows = hashlib.sha256(canonical_json([list(row) for row in self.rows])).hexdigest()
+        return {
+            **({} if config.frozen is None else {"backbone": config.frozen}),
+            "weights_sha256": self.loaded.weights_sha256,
+            "student": type(student).__name__.lower(),
+            "student_config": to_mapping(student.settings),
+            "row_length": config.row_length,
+            "bos_id": config.bos_token_id,
+            "eos_id": config.eos_token_id,
+            "codec": config.codec,
+            "verifier_sha256": first.verifier_sha256(student),
+            "sampler": sampler,
+            "seed": self.seed,
+            "given_rows_sha256": rows,
+            "precision": self.precision,
+            "kind": "curve" if len(self.samplers) > 1 else "single",
+        }
+
+    def settings(self) -> dict[str, Any]:
+        """Content of ``settings.json``."""
+        identity = self.identity()
+        shared = ("student", "student_config", "bos_id", "eos_id", "seed", "precision")
+        named = zip(self.files, self.samplers, strict=True)
+        return {
+            "identity": identity,
+            "config_sha256": hashlib.sha256(canonical_json(identity)).hexdigest(),
+            "checkpoint": published_name(self.loaded.directory),
+            **{name: identity[name] for name in shared},
+            "vocab_size": self.loaded.student.config.vocab_size,
+            "mask_id": self.loaded.student.mask_id,
+            "row_length": len(self.rows[0]),
+            "store": dict(self.loaded.store),
+            "files": {file.path.name: described(sampler) for file, sampler in named},
+            "num_samples": self.num_samples,
+            "products": self.products,
+            "code_version": code_version(),
+            "torch": torch.__version__,
+        }
+
+    def run(self) -> list[Path]:
+        """Draw what is missing; the finished files.
+
+        Raises:
+            UsageError: When the folder holds samples of another run, is being filled by another
+                process, or cannot be made.
+        """
+        settings = self.settings()
+        try:
+            with exclusive(self.out):
+                return self._draw_missing(settings)
+        except OSError as error:
+            where, got = error.filename or self.out, error.strerror
+            raise UsageError("cannot write there", where=where, got=got) from error
+
+    def _draw_missing(self, settings: dict[str, Any]) -> list[Path]:
+        settings_file, files = self.out / SETTINGS_FILE, self.files
+        before = files_of_same_run(settings_file, settings["identity"])
+        settings["files"] = before | settings["files"]
+        missing = [self._missing(file) for file in files]
+        write_json_atomic(settings_file, settings)
+        left = sum(len(self._filled(index)) for indices in missing for index in indices)
+        total = len(files) * sum(len(self._filled(index)) for index in range(self.num_samples))
+        with progress_bar("sample", total, done=total - left) as bar:
+            for sampler, file, indices in zip(self.samplers, files, missing, strict=True):
+                self._fill(sampler, file, indices, settings["config_sha256"], bar)
+                file.finish()
+        return [file.path for file in files]
+
+    def _missing(self, file: SampleFile) -> list[int]:
+        finished = file.finished_indices()
+        needed = max(finished, default=-1) + 1
+        if needed > self.num_samples:
+            what, got = "the file holds more samples than asked for", f"--num {self.num_samples}"
+            raise UsageError(what, where=file.path, got=got, expected=f"at least {needed}")
+        return [index for index in range(self.num_samples) if index not in finished]
+
+    def _fill(
+        self, sampler: Sampler, file: SampleFile, indices: list[int], digest: str, bar: Bar
+    ) -> None:
+        settings = described(sampler)
+        common = {"seed": self.seed, "settings": settings, "config_sha256": digest}
+        for batch in self._batches(indices):
+            started, worked = time.perf_counter(), time.process_time()
+            result = self.draw(sampler, batch)
+            taken = time.perf_counter() - started, time.process_time() - worked
+            for name, seconds in zip(("seconds", "processor_seconds"), taken, strict=True):
+                common[name] = round(seconds / len(batch), 6)
+            file.append(self._record(result, *place) | common for place in enumerate(batch))
+            bar.advance(sum(len(self._filled(index)) for index in batch))
+            bar.note(f"{settings['sampler']}, {result.nfe.float().mean():.1f} NFE")
+
+    def _batches(self, indices: Sequence[int]) -> Iterator[list[int]]:
+        """Samples of one row length, ``batch_size`` at a time; fewer where a GPU's kernels could
+        not index their log-probabilities.
+        """
+        columns, device = self.loaded.student.config.vocab_size + 1, self.loaded.student.device
+
+        def length(index: int) -> int:
+            return len(self._row(index))
+
+        for num_tokens, group in itertools.groupby(sorted(indices, key=length), key=length):
+            size = min(self.batch_size, largest_batch(num_tokens * columns, device))
+            members = list(group)
+            yield from (members[at : at + size] for at in range(0, len(members), size))
+
+    def _row(self, index: int) -> tuple[int, ...]:
+        return self.rows[index % len(self.rows)]
+
+    def _filled(self, index: int) -> list[int]:
+        """Positions that the sampler fills."""
+        mask_id = self.loaded.student.mask_id
+        return [place for place, token in enumerate(self._row(index)) if token == mask_id]
+
+    def draw(self, sampler: Sampler, indices: Sequence[int]) -> SampleResult:
+        """The samples of some indices."""
+        student = self.loaded.student
+        tokens = torch.tensor([self._row(index) for index in indices], device=student.device)
+        ids = torch.tensor(indices, device=student.device)
+        enabled = self.precision == "bf16"
+        with torch.autocast(student.device.type, torch.bfloat16, enabled=enabled):
+            noise = noise_of_rows(student, self.seed, ids, tokens.shape[1])
+            return sampler.sample(student, tokens, ids, noise, self.seed)
+
+    def _record(self, result: SampleResult, slot: int, index: int) -> dict[str, Any]:
+        tokens, text = result.tokens[slot, : int(result.lengths[slot])].tolist(), None
+        if (tokenizer := self.loaded.tokenizer) is not None:
+            text = tokenizer.decode(tokens[self.skips_first :], skip_special_tokens=False)
+        filled = self._filled(index)
+        num_given = len(self._row(index)) - len(filled)
+        record: dict[str, Any] = {"index": index, "tokens": tokens, "text": text}
+        record["nfe"] = int(result.nfe[slot])
+        if filled[0] != num_given:  # not simply the row's end
+            record["filled"] = filled
+        record["num_given"] = num_given
+        return record | {name: values[slot].tolist() for name, values in result.details.items()}
+
+    def remarks(self) -> Iterator[str]:
+        """What a verified run was like, a line per file; and samples of too little entropy."""
+        num_flagged = 0
+        for file in self.files:
+            records = file.read()
+            if "reached" in records[0]:
+                yield f"{file.path.name}: {verified_line(records)}"
+            num_flagged += sum(record.get("low_entropy") is True for record in records)
+        if num_flagged:
+            kept = f"{num_flagged} samples stayed below the least entropy in every try"
+            yield f"warning: {kept}; they are flagged low_entropy"
 
 
-def student_identity(loaded: ModelFolder) -> dict[str, Any]:
-    """The weights, the time bounds among them, and what is made of them: JSON."""
-    student = loaded.student
-    config = student.config
-    frozen = {} if config.frozen is None else {"backbone": config.frozen}
-    return {
-        **frozen,
-        "weights_sha256": loaded.weights_sha256,
-        "student": type(student).__name__.lower(),
-        "student_config": to_mapping(student.settings),
-        "row_length": config.row_length,
-        "bos_id": config.bos_token_id,
-        "eos_id": config.eos_token_id,
-        "codec": config.codec,
-    }
+def choose_products(run: SampleRun) -> str:
+    """Let float32 matrix products run as TF32, where the device has it and the sampler bears it."""
+    # Lossless decoding compares two passes, which TF32 would part.
+    verified = run.samplers[0].verifier_sha256(run.loaded.student) is not None
+    if run.precision != "fp32" or verified:
+        return "float32"
+    products = allow_tf32(run.loaded.student.device)
+    if products == "TF32":
+        stderr.print("float32 products run as TF32; NVIDIA_TF32_OVERRIDE=0 turns that off")
+    return products
+
+
+def described(sampler: Sampler) -> dict[str, Any]:
+    """Name and settings of a sampler as JSON, other models by name."""
+    of = {target.partition(":")[2]: name for name, target in SAMPLERS.items()}
+    settings = {"sampler": of[type(sampler).__name__], **to_mapping(sampler)}
+    if "verifier" in settings:
+        settings["verifier"] = published_name(settings["verifier"])
+    return settings
+
+
+def published_name(place: str | Path) -> str:
+    """The last two parts of a folder's path, which tell it from its neighbours; a hub id as it is.
+
+    Samples are shown to others, whom the paths of this machine do not concern.
+    """
+    folder = Path(place)
+    return "/".join(folder.resolve().parts[-2:]) if folder.exists() else str(place)
 
 
 def files_of_same_run(settings_file: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -389,218 +511,12 @@ def files_of_same_run(settings_file: Path, identity: Mapping[str, Any]) -> dict[
     for name in sorted(saved.keys() | ours.keys()):
         old, new = saved.get(name, "absent"), ours.get(name, "absent")
         if old != new:
+            what, where = "the folder holds samples of another run", settings_file.parent
+            expected, remedy = f"{old} as there", "give another --out"
             raise UsageError(
-                "the folder holds samples of another run",
-                where=f"{settings_file.parent}: {name}",
-                got=new,
-                expected=f"{old} as there",
-                remedy="give another --out",
+                what, where=f"{where}: {name}", got=new, expected=expected, remedy=remedy
             )
     return files
-
-
-@dataclass(frozen=True)
-class SampleRun:
-    """Everything that a run needs.
-
-    Attributes:
-        loaded: The student.
-        sampler_name: Registry name of the sampler.
-        samplers: One sampler per file.
-        files: Names of the files, one per sampler.
-        counted: The setting that differs from file to file.
-        given: What is given of each sample.
-        seed: Names all randomness, with the sample index.
-        num_samples: Samples per file.
-        batch_size: Samples per forward pass; no sample depends on it.
-        precision: ``fp32``, or ``bf16`` for autocast.
-        out: Folder of the files.
-        products: How float32 matrix products run: ``float32``, or ``TF32`` on a GPU.
-    """
-
-    loaded: ModelFolder
-    sampler_name: str
-    samplers: tuple[Sampler, ...]
-    files: tuple[str, ...]
-    counted: str
-    given: GivenRows
-    seed: int
-    num_samples: int
-    batch_size: int
-    precision: str
-    out: Path
-    products: str = "float32"
-
-    def identity(self) -> dict[str, Any]:
-        """What decides the samples, as JSON; two runs of one identity give the same samples."""
-        first = self.samplers[0]
-        sampler = self._described(first)
-        if len(self.samplers) > 1:
-            sampler.pop(self.counted)  # each file of a curve has its own
-        rows = hashlib.sha256(canonical_json([list(row) for row in self.given.rows])).hexdigest()
-        return {
-            **student_identity(self.loaded),
-            "verifier_sha256": first.verifier_sha256(self.loaded.student),
-            "sampler": sampler,
-            "seed": self.seed,
-            "given_rows_sha256": rows,
-            "precision": self.precision,
-            "kind": "curve" if len(self.samplers) > 1 else "single",
-        }
-
-    def settings(self) -> dict[str, Any]:
-        """Content of ``settings.json``."""
-        identity = self.identity()
-        student = self.loaded.student
-        return {
-            "identity": identity,
-            "config_sha256": hashlib.sha256(canonical_json(identity)).hexdigest(),
-            "checkpoint": published_name(self.loaded.directory),
-            "student": type(student).__name__.lower(),
-            "student_config": to_mapping(student.settings),
-            "vocab_size": student.config.vocab_size,
-            "mask_id": student.mask_id,
-            "bos_id": student.config.bos_token_id,
-            "eos_id": student.config.eos_token_id,
-            "row_length": len(self.given.rows[0]),
-            "store": dict(self.loaded.store),
-            "files": {
-                name: self._described(sampler)
-                for name, sampler in zip(self.files, self.samplers, strict=True)
-            },
-            "seed": self.seed,
-            "num_samples": self.num_samples,
-            "precision": self.precision,
-            "products": self.products,
-            "code_version": code_version(),
-            "torch": torch.__version__,
-        }
-
-    def _described(self, sampler: Sampler) -> dict[str, Any]:
-        """All settings of a sampler, other models by name."""
-        settings = {"sampler": self.sampler_name, **to_mapping(sampler)}
-        if "verifier" in settings:
-            settings["verifier"] = published_name(settings["verifier"])
-        return settings
-
-    def run(self) -> list[Path]:
-        """Draw what is missing; the finished files.
-
-        Raises:
-            UsageError: When the folder holds samples of another run, is being filled by another
-                process, or cannot be made.
-        """
-        settings = self.settings()
-        try:
-            with exclusive(self.out):
-                return self._draw_missing(settings)
-        except OSError as error:
-            where, got = error.filename or self.out, error.strerror
-            raise UsageError("cannot write there", where=where, got=got) from error
-
-    def _draw_missing(self, settings: dict[str, Any]) -> list[Path]:
-        before = files_of_same_run(self.out / SETTINGS_FILE, settings["identity"])
-        settings["files"] = {**before, **settings["files"]}
-        files = [SampleFile(self.out / name) for name in self.files]
-        missing = [self._missing(file) for file in files]
-        write_json_atomic(self.out / SETTINGS_FILE, settings)
-        num_new = [sum(len(self.given.filled_positions(i)) for i in indices) for indices in missing]
-        total = len(files) * sum(
-            len(self.given.filled_positions(i)) for i in range(self.num_samples)
-        )
-        with progress_bar("sample", total, done=total - sum(num_new)) as bar:
-            for sampler, file, indices in zip(self.samplers, files, missing, strict=True):
-                self._fill(sampler, file, indices, settings["config_sha256"], bar)
-                file.finish()
-        return [file.path for file in files]
-
-    @property
-    def verification(self) -> list[str]:
-        """What a verified run was like, a line per file; nothing for other samplers."""
-        lines = []
-        for path in (self.out / name for name in self.files):
-            records = SampleFile(path).read()
-            if "reached" in records[0]:
-                lines.append(f"{path.name}: {verified_line(records)}")
-        return lines
-
-    @property
-    def num_flagged(self) -> int:
-        """Samples that were kept although their entropy stayed too low."""
-        files = [SampleFile(self.out / name) for name in self.files]
-        return sum(record.get("low_entropy") is True for file in files for record in file.read())
-
-    def _missing(self, file: SampleFile) -> list[int]:
-        finished = file.finished_indices()
-        needed = max(finished, default=-1) + 1
-        if needed > self.num_samples:
-            raise UsageError(
-                "the file holds more samples than asked for",
-                where=file.path,
-                got=f"--num {self.num_samples}",
-                expected=f"at least {needed}",
-            )
-        return [index for index in range(self.num_samples) if index not in finished]
-
-    def _fill(
-        self, sampler: Sampler, file: SampleFile, indices: list[int], digest: str, bar: Bar
-    ) -> None:
-        settings = self._described(sampler)
-        common = {"seed": self.seed, "settings": settings, "config_sha256": digest}
-        for batch in self._batches(indices):
-            started, worked = time.perf_counter(), time.process_time()
-            result = self.draw(sampler, batch)
-            took = {
-                "seconds": round((time.perf_counter() - started) / len(batch), 6),
-                "processor_seconds": round((time.process_time() - worked) / len(batch), 6),
-            }
-            file.append(
-                {**self._record(result, slot, index), **common, **took}
-                for slot, index in enumerate(batch)
-            )
-            bar.advance(sum(len(self.given.filled_positions(index)) for index in batch))
-            bar.note(f"{self.sampler_name}, {result.nfe.float().mean():.1f} NFE")
-
-    def _batches(self, indices: Sequence[int]) -> Iterator[list[int]]:
-        """Samples of one row length, ``batch_size`` at a time; fewer where a GPU's kernels could
-        not index their log-probabilities.
-        """
-        columns, device = self.loaded.student.config.vocab_size + 1, self.loaded.student.device
-        by_length = sorted(indices, key=lambda index: (len(self.given.row(index)), index))
-        for length, group in itertools.groupby(by_length, key=lambda i: len(self.given.row(i))):
-            members = list(group)
-            size = min(self.batch_size, largest_batch(length * columns, device))
-            for first in range(0, len(members), size):
-                yield members[first : first + size]
-
-    def draw(self, sampler: Sampler, indices: Sequence[int]) -> SampleResult:
-        """The samples of some indices."""
-        student = self.loaded.student
-        tokens = self.given.tokens(indices, student.device)
-        ids = torch.tensor(indices, device=student.device)
-        kind = student.device.type
-        with torch.autocast(kind, torch.bfloat16, enabled=self.precision == "bf16"):
-            noise = noise_of_rows(student, self.seed, ids, tokens.shape[1])
-            return sampler.sample(student, tokens, ids, noise, self.seed)
-
-    def _record(self, result: SampleResult, slot: int, index: int) -> dict[str, Any]:
-        tokens = result.tokens[slot, : int(result.lengths[slot])].tolist()
-        filled = self.given.filled_positions(index)
-        record: dict[str, Any] = {"index": index, "tokens": tokens, "text": self._text(tokens)}
-        record["nfe"] = int(result.nfe[slot])
-        if filled[0] != len(self.given.row(index)) - len(filled):  # not simply the row's end
-            record["filled"] = filled
-        record["num_given"] = len(self.given.row(index)) - len(filled)
-        for name, values in result.details.items():
-            record[name] = values[slot].tolist()
-        return record
-
-    def _text(self, tokens: list[int]) -> str | None:
-        tokenizer = self.loaded.tokenizer
-        if tokenizer is None:
-            return None
-        text = tokens if self.given.first_token_is_text else tokens[1:]
-        return tokenizer.decode(text, skip_special_tokens=False)
 
 
 def verified_line(records: Sequence[Mapping[str, Any]]) -> str:
@@ -608,22 +524,14 @@ def verified_line(records: Sequence[Mapping[str, Any]]) -> str:
     passes = sum(record["verifier_nfe"] for record in records)
     own = sum(record["nfe"] for record in records)
     accepted = sum(sum(record["accepted"]) for record in records)
-    shares = []
-    for distance in range(len(records[0]["drafted"])):
-        drafted = sum(record["drafted"][distance] for record in records)
-        agreed = sum(record["agreed"][distance] for record in records)
-        shares.append(f"{agreed / drafted:.2f}" if drafted else "-")
+    drafted, agreed = (
+        [sum(at) for at in zip(*(record[name] for record in records), strict=True)]
+        for name in ("drafted", "agreed")
+    )
+    counts = zip(agreed, drafted, strict=True)
+    shares = " ".join(f"{one / of:.2f}" if of else "-" for one, of in counts)
     # Each pass of the verifier gives what it accepts and one token of its own.
     return (
         f"{(accepted + passes) / passes:.2f} tokens per pass of the verifier ({passes} passes, "
-        f"{own} of the student); agreement by distance {' '.join(shares)}"
+        f"{own} of the student); agreement by distance {shares}"
     )
-
-
-def published_name(place: str | Path) -> str:
-    """The last two parts of a folder's path, which tell it from its neighbours; a hub id as it is.
-
-    Samples are shown to others, whom the paths of this machine do not concern.
-    """
-    folder = Path(place)
-    return "/".join(folder.resolve().parts[-2:]) if folder.exists() else str(place)

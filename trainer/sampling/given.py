@@ -16,23 +16,6 @@ from trainer.students.registry import StudentConfig
 Row = tuple[int, ...]
 
 
-def from_prompts(
-    prompts: Sequence[Sequence[int]], bos: Sequence[int], config: StudentConfig, length: int
-) -> tuple[Row, ...]:
-    """Rows of bos, prompt and masks."""
-    rows = []
-    for number, prompt in enumerate(prompts):
-        given, where = (*bos, *prompt), f"prompt {number}"
-        if not given:
-            raise UsageError("an empty prompt and no bos token", where=where)
-        if len(given) >= length:
-            what, got = "the prompt is longer than the row", f"{len(given)} tokens with bos"
-            expected = f"at most {length - 1}, so that something is left to fill"
-            raise UsageError(what, where=where, got=got, expected=expected)
-        rows.append((*given, *[config.vocab_size] * (length - len(given))))
-    return tuple(rows)
-
-
 def prompted(
     texts: Sequence[str], tokenizer: Any, config: StudentConfig, length: int
 ) -> tuple[Row, ...]:
@@ -41,8 +24,18 @@ def prompted(
     Raises:
         UsageError: Without a tokenizer, or when a prompt leaves no position to fill.
     """
-    ids = [encode(text, tokenizer, config, "--prompt") for text in texts]
-    return from_prompts(ids, _bos(config), config, length)
+    rows = []
+    for number, text in enumerate(texts):
+        given = _bos(config) + encode(text, tokenizer, config, "--prompt")
+        where, got = f"prompt {number}", f"{len(given)} tokens with bos"
+        if not given:
+            raise UsageError("an empty prompt and no bos token", where=where)
+        if len(given) >= length:
+            expected = f"at most {length - 1}, so that something is left to fill"
+            what = "the prompt is longer than the row"
+            raise UsageError(what, where=where, got=got, expected=expected)
+        rows.append((*given, *[config.vocab_size] * (length - len(given))))
+    return tuple(rows)
 
 
 def _bos(config: StudentConfig) -> list[int]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -90,12 +91,9 @@ def register() -> None:
     is_registered = True
     version = vllm.__version__.split("+")[0]
     if version not in TRIED:
-        logger.warning(
-            "gdistill: shared noise was tried with vLLM %s; this is %s: certify what it serves",
-            ", ".join(TRIED),
-            version,
-        )
-    _replace(GPUModelRunner, "_sample", lambda stock: _keyed_step(stock))
+        told = "gdistill: shared noise was tried with vLLM %s; this is %s: certify what it serves"
+        logger.warning(told, ", ".join(TRIED), version)
+    _replace(GPUModelRunner, "_sample", _keyed_step)
     _replace(GPUModelRunner, "propose_draft_token_ids", lambda stock: _safe_drafts(stock, logger))
     _replace(TopKTopPSampler, "__init__", _keyed_draw)
     _replace(rejection_sampler, "rejection_sample", _keyed_acceptance)
@@ -217,45 +215,26 @@ def expand(
 
 def _keyed_acceptance(stock: Any) -> Any:
     """``rejection_sample`` by equality."""
+    signature = inspect.signature(stock)
 
-    def rejection_sample(
-        draft_token_ids: Tensor,
-        num_draft_tokens: list[int],
-        max_spec_len: int,
-        cu_num_draft_tokens: Tensor,
-        draft_probs: Tensor | None,
-        target_logits: Tensor,
-        bonus_token_ids: Tensor,
-        sampling_metadata: Any,
-        synthetic_mode: bool = False,
-        **named: Any,
-    ) -> Tensor:
-        keyed = sampling_metadata.generators
-        if not isinstance(keyed, KeyedRows) or synthetic_mode:
-            return stock(
-                draft_token_ids,
-                num_draft_tokens,
-                max_spec_len,
-                cu_num_draft_tokens,
-                draft_probs,
-                target_logits,
-                bonus_token_ids,
-                sampling_metadata,
-                synthetic_mode=synthetic_mode,
-                **named,
-            )
-        counts = torch.tensor(num_draft_tokens, device=target_logits.device)
+    def rejection_sample(*given: Any, **named: Any) -> Tensor:
+        asked = signature.bind(*given, **named).arguments
+        metadata, logits = asked["sampling_metadata"], asked["target_logits"]
+        keyed = metadata.generators
+        if not isinstance(keyed, KeyedRows) or asked.get("synthetic_mode"):
+            return stock(*given, **named)
+        counts = torch.tensor(asked["num_draft_tokens"], device=logits.device)
         keys = keyed.drafted
         assert keys is not None
-        if sampling_metadata.all_greedy:
-            targets = target_logits.argmax(dim=-1)
+        if metadata.all_greedy:
+            targets = logits.argmax(dim=-1)
         else:
             greedy = None
-            if not sampling_metadata.all_random:
-                greedy = (sampling_metadata.temperature == 0).repeat_interleave(counts)
-            targets = draw(target_logits, keys.seeds, keys.positions, keys.dtype, greedy)
-        bonus = bonus_token_ids[:, 0].long()
-        return keep_agreeing(draft_token_ids.long(), targets, counts, bonus, max_spec_len)
+            if not metadata.all_random:
+                greedy = (metadata.temperature == 0).repeat_interleave(counts)
+            targets = draw(logits, keys.seeds, keys.positions, keys.dtype, greedy)
+        drafts, bonus = asked["draft_token_ids"].long(), asked["bonus_token_ids"][:, 0].long()
+        return keep_agreeing(drafts, targets, counts, bonus, asked["max_spec_len"])
 
     return rejection_sample
 
@@ -268,15 +247,11 @@ class Requests:
         ids: Their names in the engine.
         seeds: [b] int64, on the CPU.
         temperatures: [b] float32; 0 is greedy.
-        top_k: [b]; None where no request cuts.
-        top_p: [b]; None where no request cuts.
     """
 
     ids: list[str]
     seeds: Int[Tensor, "b"]
     temperatures: Tensor
-    top_k: Tensor | None
-    top_p: Tensor | None
 
 
 def requests_of(runner: Any) -> Requests:
@@ -284,17 +259,10 @@ def requests_of(runner: Any) -> Requests:
     batch = runner.input_batch
     ids = list(batch.req_ids[: batch.num_reqs])
     seeds = [seed_of(name, runner.requests[name].sampling_params.seed) for name in ids]
-    metadata = batch.sampling_metadata
-    temperatures = metadata.temperature
+    temperatures = batch.sampling_metadata.temperature
     if temperatures is None:
         temperatures = torch.zeros(len(ids))
-    return Requests(
-        ids=ids,
-        seeds=torch.tensor(seeds, dtype=torch.int64),
-        temperatures=temperatures,
-        top_k=metadata.top_k,
-        top_p=metadata.top_p,
-    )
+    return Requests(ids, torch.tensor(seeds, dtype=torch.int64), temperatures)
 
 
 def _safe_drafts(stock: Any, logger: Any) -> Any:

@@ -146,16 +146,3 @@ def test_noise_cut_at_k_keeps_the_weight_of_the_rest(
     expected = torch.einsum("nk,nkd->nd", shares, student.conditioner.weight[noise.drawn.ids])
     torch.testing.assert_close(embedded, expected, rtol=1e-4, atol=1e-5)
     assert float(rest.mean()) > float(rates.sum(1).median()) / 4, "the rest must count"
-
-
-def test_samples_differ_by_seed_by_sample_and_by_draw() -> None:
-    def noise(seed: int = 0, draw: int = 0) -> Tensor:
-        whole = sampling_noise(seed, torch.tensor([3, 7]), 4, 50, draw=draw)
-        return dense_arrivals(whole).unflatten(0, (2, 4))
-
-    first = noise()
-    assert len(first.unique()) == first.numel()  # every sample, position and entry by itself
-    assert not bool(torch.isin(noise(seed=1), first).any())
-    assert not bool(torch.isin(noise(draw=1), first).any())
-    alone = dense_arrivals(sampling_noise(0, torch.tensor([7]), 4, 50))
-    assert torch.equal(alone, first[1])
