@@ -182,13 +182,9 @@ class BlockSampler(DiffusionSampler):
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> None:
         """See :class:`Sampler`."""
         if not isinstance(student, BD3LM):
-            raise UsageError(
-                "the block sampler fills block by block",
-                where="sampler",
-                got=type(student).__name__,
-                expected="a BD3-LM student",
-                remedy="use --sampler ancestral for an MDLM",
-            )
+            what, got = "the block sampler fills block by block", type(student).__name__
+            expected, remedy = "a BD3-LM student", "use --sampler ancestral for an MDLM"
+            raise UsageError(what, where="sampler", got=got, expected=expected, remedy=remedy)
         Sampler.check(self, student, tokens)
         has_times = self.inner == "ancestral" and not self.use_cache
         # Finished blocks are read at the time of the current one, so no cache can hold them.
@@ -198,13 +194,10 @@ class BlockSampler(DiffusionSampler):
             what, expected = "the block size does not divide the length", f"a multiple of {block}"
             raise UsageError(what, where="length", got=length, expected=expected)
         if self.nfe is not None and self.nfe < length // block:
-            raise UsageError(
-                "fewer forward passes than blocks",
-                where="nfe",
-                got=self.nfe,
-                expected=f"at least {length // block}, one for each block of {block} tokens",
-                remedy="--passes-per-block counts the passes of each block",
-            )
+            what, got = "fewer forward passes than blocks", self.nfe
+            expected = f"at least {length // block}, one for each block of {block} tokens"
+            remedy = "--passes-per-block counts the passes of each block"
+            raise UsageError(what, where="nfe", got=got, expected=expected, remedy=remedy)
 
     def budgets(self, num_blocks: int, block_size: int) -> list[int]:
         """Most forward passes of each block."""

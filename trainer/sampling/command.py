@@ -185,25 +185,17 @@ class SampleFile:
         self.path = path
         self.partial = path.with_name(f"{path.name}.partial")
 
-    def finished_indices(self) -> set[int]:
-        """Indices of the samples that are safely written; repairs a torn last line.
+    def read(self) -> list[dict[str, Any]]:
+        """The samples that are safely written; repairs a torn last line of an unfinished file.
 
         Raises:
             GdistillError: When a line in the middle is not a sample, or one of its own.
         """
-        if self.path.is_file():
-            return {record["index"] for record in self.read()}
-        return {record["index"] for record in self._records(whole_lines(self.partial))}
-
-    def read(self) -> list[dict[str, Any]]:
-        """The samples of the finished file."""
-        return self._records(self.path.read_bytes().splitlines())
-
-    def _records(self, lines: list[bytes]) -> list[dict[str, Any]]:
+        is_finished, what = self.path.is_file(), "a sample line is damaged"
+        lines = self.path.read_bytes().splitlines() if is_finished else whole_lines(self.partial)
         records: dict[int, dict[str, Any]] = {}
-        what, remedy = "a sample line is damaged", "delete the file and sample again"
         for number, line in enumerate(lines, start=1):
-            where = f"{self.path}:{number}"
+            where, remedy = f"{self.path}:{number}", "delete the file and sample again"
             try:
                 record = json.loads(line)
                 index = record["index"]
@@ -238,8 +230,7 @@ class SampleFile:
         """Sort the lines by index and give the file its name."""
         if self.path.is_file():
             return
-        records = self._records(self.partial.read_bytes().splitlines())
-        records.sort(key=lambda record: record["index"])
+        records = sorted(self.read(), key=lambda record: record["index"])
         lines = "".join(json.dumps(record) + "\n" for record in records)
         write_bytes_atomic(self.path, lines.encode())
         self.partial.unlink()
@@ -298,11 +289,11 @@ class SampleRun:
     @property
     def files(self) -> list[SampleFile]:
         """One per sampler."""
-        word, names = self.counted.replace("_", "-"), ["samples.jsonl"]
-        if len(self.samplers) > 1:
-            counts = [getattr(sampler, self.counted) for sampler in self.samplers]
-            names = [f"samples-{word}{count}.jsonl" for count in counts]
-        return [SampleFile(self.out / name) for name in names]
+        if len(self.samplers) == 1:
+            return [SampleFile(self.out / "samples.jsonl")]
+        word = self.counted.replace("_", "-")
+        counts = (getattr(sampler, self.counted) for sampler in self.samplers)
+        return [SampleFile(self.out / f"samples-{word}{count}.jsonl") for count in counts]
 
     def identity(self) -> dict[str, Any]:
         """What decides the samples, as JSON; two runs of one identity give the same samples."""
@@ -379,7 +370,7 @@ class SampleRun:
         return [file.path for file in files]
 
     def _missing(self, file: SampleFile) -> list[int]:
-        finished = file.finished_indices()
+        finished = {record["index"] for record in file.read()}
         needed = max(finished, default=-1) + 1
         if needed > self.num_samples:
             what, got = "the file holds more samples than asked for", f"--num {self.num_samples}"

@@ -307,12 +307,10 @@ def check_tokens(student: Student, tokens: Int[Tensor, "b l"]) -> None:
     outside = (tokens < 0) | (tokens > student.mask_id)
     if bool(outside.any()):
         row, position = outside.nonzero()[0].tolist()
-        raise UsageError(
-            "a token is not in the vocabulary",
-            where=f"row {row}, position {position}",
-            got=int(tokens[row, position]),
-            expected=f"0..{student.mask_id - 1}, or the mask id {student.mask_id}",
-        )
+        where, got = f"row {row}, position {position}", int(tokens[row, position])
+        expected = f"0..{student.mask_id - 1}, or the mask id {student.mask_id}"
+        what = "a token is not in the vocabulary"
+        raise UsageError(what, where=where, got=got, expected=expected)
 
 
 def check_length(student: Student, tokens: Int[Tensor, "b l"]) -> None:
@@ -321,14 +319,10 @@ def check_length(student: Student, tokens: Int[Tensor, "b l"]) -> None:
     Raises:
         UsageError: If they are.
     """
-    if tokens.shape[1] > student.config.row_length:
-        raise UsageError(
-            "rows longer than the student's",
-            where="length",
-            got=f"{tokens.shape[1]} tokens",
-            expected=f"at most {student.config.row_length}",
-            remedy="only the block sampler goes beyond the trained length",
-        )
+    if tokens.shape[1] > (most := student.config.row_length):
+        what, got, expected = "rows longer than the student's", tokens.shape[1], f"at most {most}"
+        remedy = "only the block sampler goes beyond the trained length"
+        raise UsageError(what, where="length", got=got, expected=expected, remedy=remedy)
 
 
 def check_times(student: Student, has_times: bool, remedy: str) -> None:
@@ -350,13 +344,9 @@ def require_whole_row_student(student: Student, sampler: str) -> MDLM:
     """
     if isinstance(student, MDLM) and not (isinstance(student, BD3LM) and student.num_blocks > 1):
         return student
-    raise UsageError(
-        f"the {sampler} sampler fills whole rows",
-        where="sampler",
-        got=type(student).__name__,
-        expected="an MDLM student",
-        remedy="use --sampler block for block diffusion",
-    )
+    what, got = f"the {sampler} sampler fills whole rows", type(student).__name__
+    expected, remedy = "an MDLM student", "use --sampler block for block diffusion"
+    raise UsageError(what, where="sampler", got=got, expected=expected, remedy=remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

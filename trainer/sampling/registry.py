@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shards.errors import UsageError, did_you_mean
+from shards.settings import from_mapping
 
 if TYPE_CHECKING:
     from trainer.sampling.fill import Sampler
@@ -49,6 +50,4 @@ def make_sampler(name: str, **settings: Any) -> Sampler:
     Raises:
         UsageError: For an unknown name or setting (naming the nearest known one), or a bad value.
     """
-    from shards.settings import from_mapping
-
     return from_mapping(sampler_class(name), settings, where=name)

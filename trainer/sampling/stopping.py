@@ -54,12 +54,9 @@ class StopRule:
                     where, remedy = f"stop.{name}", "give --min-entropy, or leave it out"
                     raise UsageError("no sample is redrawn", where=where, got=got, remedy=remedy)
         elif length < window:
-            raise UsageError(
-                "the entropy of so short rows is never looked at",
-                where="stop.entropy_window",
-                got=f"{window} tokens for rows of {length}",
-                remedy=f"--set stop.entropy_window={length}, or fewer; or no --min-entropy",
-            )
+            what, got = "so short rows are never judged", f"{window} tokens for rows of {length}"
+            remedy = f"--set stop.entropy_window={length}, or fewer; or no --min-entropy"
+            raise UsageError(what, where="stop.entropy_window", got=got, remedy=remedy)
         if self.at_eos and student.config.eos_token_id is None:
             raise UsageError("the model has no eos token", where="stop.at_eos")
         if self.at_eos and has_gaps(student, tokens):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,28 +59,14 @@ class Prefix:
     hidden: Float[Tensor, "d"] | None = None
 
 
-class Drafts(Protocol):
-    """Proposals of one kind of student."""
-
-    def draft(self, prefixes: list[Prefix], most: int) -> list[list[int]]:
-        """Up to ``most`` tokens behind each prefix."""
-        ...
-
-
-def noise_of(prefixes: list[Prefix], places: Int[Tensor, "b k"], vocab_size: int) -> KeyedPrior:
-    """The engine's noise of k places of each of b requests, row-major."""
-    seeds = torch.tensor([prefix.seed for prefix in prefixes], dtype=torch.int64)
-    keys = EngineKeys(seeds.repeat_interleave(places.shape[1]), places.flatten())
-    return KeyedPrior(keys, vocab_size)
-
-
 def embeddings(
     student: Student, prefixes: list[Prefix], places: Int[Tensor, "b k"]
 ) -> Float[Tensor, "b k e"]:
     """Noise embeddings of places, each request's at its temperature."""
     rows = []
     for prefix, own in zip(prefixes, places, strict=True):
-        noise = noise_of([prefix], own[None], student.config.vocab_size)
+        keys = EngineKeys(torch.full_like(own, prefix.seed), own)
+        noise = KeyedPrior(keys, student.config.vocab_size)
         rows.append(student.embed_noise(noise, prefix.temperature))
     return torch.stack(rows)
 
@@ -113,7 +99,7 @@ class RowDrafts:
         self.inner: Drafter | None = None
 
     def draft(self, prefixes: list[Prefix], most: int) -> list[list[int]]:
-        """See :class:`Drafts`."""
+        """Up to ``most`` tokens behind each prefix."""
         length = self.student.config.row_length
         fitting = [i for i, prefix in enumerate(prefixes) if len(prefix.tokens) < length]
         drafts: list[list[int]] = [[] for _ in prefixes]
@@ -176,7 +162,7 @@ class NextTokenDrafts:
         self.student = student
 
     def draft(self, prefixes: list[Prefix], most: int) -> list[list[int]]:
-        """See :class:`Drafts`."""
+        """See :class:`RowDrafts`."""
         written = [list(prefix.tokens) for prefix in prefixes]
         for _ in range(most):
             longest = min(max(map(len, written)), self.student.config.row_length)
@@ -206,7 +192,7 @@ class HeadDrafts:
         self.student = student
 
     def draft(self, prefixes: list[Prefix], most: int) -> list[list[int]]:
-        """See :class:`Drafts`."""
+        """See :class:`RowDrafts`."""
         hidden = torch.stack([prefix.hidden for prefix in prefixes if prefix.hidden is not None])
         count = min(most, self.student.settings.backbone.num_proposed)
         first = torch.tensor([len(prefix.tokens) for prefix in prefixes])
@@ -222,6 +208,9 @@ class HeadDrafts:
         return race(log_probs.flatten(0, 1), prefixes, rows, places).view(-1, count).tolist()
 
 
+Drafts = RowDrafts | NextTokenDrafts | HeadDrafts
+
+
 def drafts_of(student: Student) -> Drafts:
     """The student's way of drafting.
 
@@ -234,13 +223,9 @@ def drafts_of(student: Student) -> Drafts:
         return NextTokenDrafts(student)
     if isinstance(student, Medusa):
         return HeadDrafts(student)
-    raise UsageError(
-        "this student does not draft in an engine",
-        where=SETTING,
-        got=type(student).__name__,
-        expected="an mdlm, bd3lm, ar or medusa student",
-        remedy="draft with it by gdistill-sample",
-    )
+    what, expected = "this student does not draft in an engine", "mdlm, bd3lm, ar or medusa"
+    got, remedy = type(student).__name__, "draft with it by gdistill-sample"
+    raise UsageError(what, where=SETTING, got=got, expected=expected, remedy=remedy)
 
 
 class StudentDrafter:
@@ -260,23 +245,15 @@ class StudentDrafter:
         settings = vllm_config.additional_config
         place = settings.get(SETTING) if isinstance(settings, dict) else None
         if place is None:
-            raise UsageError(
-                "no student to draft with",
-                where="--additional-config",
-                got=settings,
-                expected=f'{{"{SETTING}": "RUN/model"}}',
-            )
+            what, expected = "no student to draft with", f'{{"{SETTING}": "RUN/model"}}'
+            raise UsageError(what, where="--additional-config", got=settings, expected=expected)
         self.most: int = vllm_config.speculative_config.num_speculative_tokens
         model = vllm_config.model_config
         self.student = load_student(place)
-        size = self.student.config.vocab_size
-        if size > model.get_vocab_size():
-            raise UsageError(
-                "the student has more tokens than the target",
-                where=place,
-                got=size,
-                expected=model.get_vocab_size(),
-            )
+        size, most = self.student.config.vocab_size, model.get_vocab_size()
+        if size > most:
+            what = "the student has more tokens than the target"
+            raise UsageError(what, where=place, got=size, expected=most)
         require_same_tokenizer(model.model, load_tokenizer(find_model(Path(place))))
         self.drafts = drafts_of(self.student)
         self.needs_hidden = isinstance(self.student, Medusa)
@@ -322,24 +299,22 @@ class StudentDrafter:
             raise UsageError("this drafter needs the plugin", remedy="set VLLM_PLUGINS=gdistill")
         counts = self.counts or [0] * len(sampled_token_ids)
         ends = np.cumsum([count + 1 for count in counts])
-        prefixes, rows = [], []
+        prefixes: dict[int, Prefix] = {}
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         for row, drawn in enumerate(sampled_token_ids):
             if not drawn:
                 continue
             last = int(ends[row]) - counts[row] - 1 + len(drawn) - 1
             hidden = self.hidden[last] if self.needs_hidden and self.hidden is not None else None
-            prefixes.append(
-                Prefix(
-                    name=requests.ids[row],
-                    tokens=token_ids_cpu[row, : num_tokens_no_spec[row]].tolist(),
-                    seed=int(requests.seeds[row]),
-                    temperature=float(requests.temperatures[row]),
-                    hidden=hidden,
-                )
+            prefixes[row] = Prefix(
+                name=requests.ids[row],
+                tokens=token_ids_cpu[row, : num_tokens_no_spec[row]].tolist(),
+                seed=int(requests.seeds[row]),
+                temperature=float(requests.temperatures[row]),
+                hidden=hidden,
             )
-            rows.append(row)
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if prefixes:
-            for row, tokens in zip(rows, self.drafts.draft(prefixes, self.most), strict=True):
+            found = self.drafts.draft([*prefixes.values()], self.most)
+            for row, tokens in zip(prefixes, found, strict=True):
                 drafts[row] = tokens
         return drafts

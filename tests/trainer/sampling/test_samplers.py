@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -18,6 +21,7 @@ from shards.testing import DenseNoise
 from tests.trainer.sampling_cases import BOS, LENGTH, draw, noise_for, open_rows, tiny_student
 from trainer.objective.batch import Places
 from trainer.objective.corruption import SCHEDULES
+from trainer.sampling import fill
 from trainer.sampling.fill import (
     AncestralSampler,
     Pass,
@@ -67,22 +71,28 @@ def case_of(case: str, conditioning: str, verifier: str) -> tuple[Student, Any]:
 
 @pytest.mark.parametrize("conditioning", ["none", "gumbel"])
 @pytest.mark.parametrize("case", CASES)
-def test_promises(case: str, conditioning: str, verifier: str) -> None:
+def test_promises(
+    case: str, conditioning: str, verifier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows are filled, given tokens kept; a sample depends on seed and index, not on the batch."""
     student, sampler = case_of(case, conditioning, verifier)
     tokens = open_rows(student, len(IDS))
     tokens[1, 4:7] = torch.tensor([3, 8, 3])
     tokens[2, 1:] = 4
     tokens[3, 1:9] = 6
-    given = tokens != student.mask_id
+    known = tokens != student.mask_id
     student.train()
     together = draw(student, sampler, IDS, tokens)
     assert student.training, "the mode is restored"
     student.eval()
-    assert torch.equal(together.tokens[given], tokens[given])
+    assert torch.equal(together.tokens[known], tokens[known])
     assert (together.tokens < student.mask_id).all() and (together.tokens >= 0).all()
     assert (together.lengths == LENGTH).all()
     assert together.nfe[2] == 0, "nothing to fill, nothing to run"
+    with monkeypatch.context() as patch:
+        patch.setattr(fill, "POSITIONS_AT_A_TIME", 7)  # in many groups of rows
+        grouped = draw(student, sampler, IDS, tokens)
+    assert torch.equal(grouped.tokens, together.tokens) and torch.equal(grouped.nfe, together.nfe)
     calls: list[int] = []
     student.backbone.register_forward_hook(lambda *_: calls.append(1))
     for slot, sample_id in enumerate(IDS):
@@ -93,6 +103,17 @@ def test_promises(case: str, conditioning: str, verifier: str) -> None:
     if getattr(sampler, "decision", "categorical") == "categorical" or student.is_conditioned:
         other = draw(student, sampler, IDS, tokens, seed=4)
         assert not torch.equal(other.tokens, together.tokens)
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.integers(1, 30))
+def test_groups_cover_the_rows_once_and_keep_to_the_bound(counts: list[int], most: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fill, "POSITIONS_AT_A_TIME", most)
+        groups = [counts[group] for group in fill.row_groups(counts)]
+    assert [count for group in groups for count in group] == counts
+    assert all(group and (sum(group) <= most or len(group) == 1) for group in groups)
+    pairs = itertools.pairwise(groups)
+    assert all(sum(one) + two[0] > most for one, two in pairs), "a group could be larger"
 
 
 def test_race_goldens(golden: Path) -> None:

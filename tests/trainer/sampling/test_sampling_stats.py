@@ -21,10 +21,8 @@ from benchmarks.float32_truncation import (
     simulate,
     through_the_sampler,
 )
-from benchmarks.sampler_statistics import Case, Goldens, chi_square, count_rows, run_case, run_tau
-from trainer.sampling.block import BlockSampler
+from benchmarks.sampler_statistics import Goldens, chi_square, run_case, run_tau
 from trainer.sampling.noise import TokenRule
-from trainer.sampling.orders import FixedCountSampler
 
 NUM = 20_000
 
@@ -110,36 +108,3 @@ def test_the_short_cut_is_the_sampler() -> None:
 def test_tau_has_its_own_distribution(goldens: Goldens) -> None:
     assert run_tau(goldens, 0.5, NUM, judged_by=0.5).passed
     assert not run_tau(goldens, 0.5, NUM, judged_by=1.0).passed
-
-
-def test_rows_of_any_length_are_counted_by_their_place() -> None:
-    rows = torch.tensor([[9, 0, 1, 2, 0], [9, 2, 2, 2, 2], [9, 0, 1, 2, 0]])
-    counts = count_rows(rows, 3)
-    assert counts.shape == (3, 3, 3, 3) and int(counts.sum()) == 3
-    assert (int(counts[0, 1, 2, 0]), int(counts[2, 2, 2, 2])) == (2, 1)
-
-
-@pytest.mark.parametrize(
-    ("case", "row_length", "block_size", "expected"),
-    [
-        ("bd3lm.fixed_k_T1.p1.0", 12, 4, {"nfe": 3, "inner": "ancestral", "final_argmax": False}),
-        ("bd3lm.fixed_k_T4.p1.0", 12, 4, {"nfe": None, "inner": "first_hitting"}),
-        ("bd3lm.first_hitting.p0.9", 12, 3, {"inner": "first_hitting", "nucleus_p": 0.9}),
-        ("mdlm.fixed_k_T2.p1.0", 6, 6, {"nfe": 2}),  # 3 of 5 masked tokens, then 2
-        ("mdlm.fixed_k_T6.p1.0", 6, 6, {"nfe": 5}),
-        ("mdlm.fixed_k_T1.p1.0", 6, 6, {"nfe": 1}),
-    ],
-)
-def test_cases_of_other_sizes_reveal_as_many_tokens_a_pass(
-    case: str, row_length: int, block_size: int, expected: dict
-) -> None:
-    sampler = Case.parse(case).config(False, row_length, block_size)
-    assert isinstance(sampler, BlockSampler if case.startswith("bd3lm") else FixedCountSampler)
-    assert {name: getattr(sampler, name) for name in expected} == expected
-
-
-@pytest.mark.parametrize(("case", "row_length"), [("bd3lm.fixed_k_T2", 8), ("mdlm.fixed_k_T3", 17)])
-def test_a_case_that_no_sampler_of_ours_draws_is_no_pass(case: str, row_length: int) -> None:
-    """Two at a time in blocks of four; five of sixteen at a time, which no even passes are."""
-    with pytest.raises(ValueError, match="tokens a pass"):
-        Case.parse(f"{case}.p1.0").config(False, row_length, 4)
