@@ -15,6 +15,7 @@ from shards.testing import DenseNoise, given_posterior
 from trainer.importing import our_parameters
 from trainer.objective.batch import Batch, Places
 from trainer.objective.corruption import Corruption, corruption_from_uniforms
+from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.configuration import DiffusionSettings, NoiseSettings
 from trainer.students.registry import STUDENTS, Student, StudentSettings
 
@@ -178,14 +179,13 @@ def mismatches(got: Tensor, want: Tensor) -> float:
     return float((got != want).sum())
 
 
-def condition_of(student: Student, gumbel: Tensor, tokens: Tensor) -> Tensor:
+def condition_of(student: Student, gumbel: Tensor, tokens: Tensor) -> EmbeddedNoise:
     """[B, L, D] noise embeddings of every position; position 0 has none and stays 0."""
     everywhere = torch.ones(tokens.shape, dtype=torch.bool)
     everywhere[:, 1 : 1 + gumbel.shape[1]] = False
     filled = ~everywhere
-    embedded = student.embed_noise(row_noise(gumbel, tokens.shape[1]).at(filled))
-    blank = torch.zeros(*tokens.shape, embedded.shape[-1])
-    return blank.index_put(filled.nonzero(as_tuple=True), embedded)
+    noise = student.embed_noise(row_noise(gumbel, tokens.shape[1]).at(filled))
+    return noise.laid_out(filled.nonzero(as_tuple=True), tokens.shape)
 
 
 def posterior_of(logits: Tensor, tokens: Tensor, zeta: Tensor, zeta_0: Tensor) -> Tensor:

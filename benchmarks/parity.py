@@ -42,6 +42,7 @@ from trainer.objective.corruption import (
 )
 from trainer.students.bd3lm import training_mask
 from trainer.students.dit import Rotary, sigma_features
+from trainer.students.fused_head import weighted_nll
 from trainer.students.registry import AR, BD3LM, Student
 from trainer.training.construction import ExponentialMovingAverage, clip_gradients, make_optimizer
 from trainer.training.settings import OptimizationConfig
@@ -53,12 +54,12 @@ def diffusion_case(folder: Path, name: str) -> list[Comparison]:
     student = student_of(golden, folder)
     batch = batch_of(golden)
     counted = golden["attention_mask"].bool()
-    corruption = replace(corruption_of(golden, student.settings), counted=counted)
+    corruption = corruption_of(golden, student.settings)
     found = [
         _noise_comparisons(golden),
         _corruption_comparisons(golden, corruption),
         _prediction_comparisons(golden, student, batch, corruption),
-        _loss_comparisons(golden, student, batch, corruption),
+        _loss_comparisons(golden, student, batch, corruption, counted),
         gradient_comparisons(golden, student),
     ]
     return [Comparison(name, *entry) for part in found for entry in part]
@@ -94,10 +95,8 @@ def _prediction_comparisons(
     condition = None
     if batch.noise is not None:
         rows = corruption.mask
-        embedded = student.embed_noise(batch.noise.at(rows))
-        condition = torch.zeros(*rows.shape, embedded.shape[-1]).index_put(
-            rows.nonzero(as_tuple=True), embedded
-        )
+        noise = student.embed_noise(batch.noise.at(rows))
+        condition = noise.laid_out(rows.nonzero(as_tuple=True), rows.shape)
     with torch.no_grad():
         logits = student.denoise(golden["xt"], golden["x0"], condition, golden["sigma_in"])
     log_probs = substituted_log_probs(logits, golden["xt"], student.mask_id)
@@ -108,13 +107,17 @@ def _prediction_comparisons(
 
 
 def _loss_comparisons(
-    golden: Golden, student: Student, batch: Batch, corruption: Corruption
+    golden: Golden, student: Student, batch: Batch, corruption: Corruption, counted: Tensor
 ) -> list[Entry]:
-    output = student.corrupted_loss(batch, corruption)
+    share = counted.float().mean()  # the authors' padded tokens; rows of a store have none
+    output = student.corrupted_loss(
+        batch, replace(corruption, weight=corruption.weight * counted / share)
+    )
     output.loss.backward()
-    evaluation = output.nll_sum / output.num_tokens
+    token_nlls = output.token_nlls * share
+    evaluation = token_nlls.sum() / counted[:, 1:].sum()
     return [
-        ("token_loss", relative(output.token_nlls, golden["nlls"]), 1e-5),
+        ("token_loss", relative(token_nlls, golden["nlls"]), 1e-5),
         ("loss_train", relative(output.loss.detach(), golden["loss_train"]), 1e-5),
         ("loss_eval", relative(evaluation, golden["loss_eval"]), 1e-5),
     ]
@@ -176,7 +179,7 @@ def n_minus_2_case(folder: Path) -> list[Comparison]:
     mask = (tokens == student.mask_id) & covered
     with torch.no_grad():
         embedded = student.embed_noise(row_noise(gumbel, tokens.shape[1]).at(mask))
-        embeddings = student.inject(student.backbone.vocab_embed(tokens), mask, embedded)
+        embeddings, _ = student.inject(student.backbone.vocab_embed(tokens), mask, embedded)
         level = student.backbone.embed_sigma(golden["sigma_in"])
         hidden = student.contextualize(embeddings, tokens, level)
         head = student.backbone.output_layer
@@ -220,15 +223,23 @@ def autoregressive_case(folder: Path) -> list[Comparison]:
     assert isinstance(student, AR)
     tokens = golden["x0"]
     logits = student(tokens[:, :-1]).logits
-    output = student.loss(batch_of(golden), counted=golden["attention_mask"].bool())
-    output.loss.backward()
+    counted = golden["attention_mask"][:, 1:].float()
+    head, hidden = student.backbone.output_layer, student._hidden(tokens[:, :-1])
+    loss, nlls = weighted_nll(
+        head.features(hidden, None).flatten(0, 1),
+        head.linear,
+        tokens[:, 1:].flatten(),
+        (counted / counted.sum()).flatten(),
+        student.mask_id,
+    )
+    loss.backward()
     cache = student.start_cache(tokens.shape[0])
     steps = [student.predict_next(tokens[:, i : i + 1], cache) for i in range(tokens.shape[1] - 1)]
     entries = [
         ("raw_logits", absolute(logits, golden["raw_logits"]), 5e-5),
         ("log_probs (cache)", absolute(torch.stack(steps, 1), golden["log_probs"]), 5e-5),
-        ("nlls", relative(output.token_nlls[:, 1:], golden["nlls"]), 1e-5),
-        ("loss_train", relative(output.loss.detach(), golden["loss_train"]), 1e-5),
+        ("nlls", relative(nlls.view_as(counted) * counted, golden["nlls"]), 1e-5),
+        ("loss_train", relative(loss.detach(), golden["loss_train"]), 1e-5),
         *gradient_comparisons(golden, student),
     ]
     return [Comparison("ar", *entry) for entry in entries]

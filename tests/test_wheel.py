@@ -53,7 +53,7 @@ def test_the_wheel_holds_the_packages_with_their_data(installed: Path) -> None:
         path.relative_to(REPOSITORY)
         for package in ("shards", "pipeline", "trainer", "evaluation")
         for path in (REPOSITORY / package).rglob("*")
-        if path.is_file() and path.suffix in (".py", ".toml", ".html")
+        if path.is_file() and path.suffix in (".py", ".toml", ".html", ".md")
     }
     assert [path for path in data if not (installed / path).is_file()] == []
 

@@ -4,7 +4,7 @@ class Distilled(DistillationMixin, transformers.Trainer): ...  # or trl.SFTTrain
 
 A row of the store is a packed sequence. The loss of a token is (1 - weight) NLL + weight T^2
 KL(teacher || student), with the teacher's listed tokens as outcomes of their own and all others as
-one outcome (:class:`trainer.students.fused_head.Outcomes`). docs/trainers.md is the recipe.
+one outcome (:class:`trainer.objective.distillation.Outcomes`). docs/trainers.md is the recipe.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 from shards.errors import UsageError
 from shards.store.store import ShardStore
 from shards.stream.stream import ShardStream
-from trainer.students.fused_head import NOWHERE, Distillation, Outcomes, tempered_kl
+from trainer.objective.distillation import NOWHERE, Distillation, Outcomes, tempered_kl
 
 IGNORED = -100
 """The label that transformers leave out of a loss."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,23 +69,21 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:
             total = sum(record.file_size for record in archive.infolist())
         # torch.save compresses nothing: an archive that unpacks to more than its size is a bomb.
-        is_plain = total <= path.stat().st_size
-        names = get_unsafe_globals_in_checkpoint(path) if is_plain else []
-        stands: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
-            (_as_dict if n == "collections.defaultdict" else Inert, n) for n in names
-        ]
-        with safe_globals(stands):
-            loaded = torch.load(path, map_location="cpu", weights_only=True) if is_plain else None
+        is_plain, loaded = total <= path.stat().st_size, None
+        if is_plain:
+            names = get_unsafe_globals_in_checkpoint(path)
+            stands = [(_as_dict if n == "collections.defaultdict" else Inert, n) for n in names]
+            with safe_globals(stands):  # type: ignore[arg-type]
+                loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may raise anything at all
         reason = first_line(error)
         raise GdistillError("cannot read the checkpoint", where=path, got=reason) from error
+    if isinstance(loaded, dict):
+        return loaded
+    got, expected = type(loaded).__name__, "a dict"
     if not is_plain:
-        expected = "records as torch.save stores them, uncompressed"
-        raise GdistillError("not a checkpoint", where=path, got=f"{total:,} B", expected=expected)
-    if not isinstance(loaded, dict):
-        kind = type(loaded).__name__
-        raise GdistillError("not a checkpoint", where=path, got=kind, expected="a dict")
-    return loaded
+        got, expected = f"{total:,} B", "records as torch.save stores them, uncompressed"
+    raise GdistillError("not a checkpoint", where=path, got=got, expected=expected)
 
 
 def plain_config(value: Any) -> Any:
@@ -98,17 +96,14 @@ def plain_config(value: Any) -> Any:
         return plain_config(state.get("_content", state.get("_val")))
     if isinstance(value, dict):
         return {str(key): plain_config(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_config(entry) for entry in value]
-    return value
+    return [plain_config(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
 NOISE_WEIGHT = "gumbel_noise_embed.linear.weight"
 ROTARY = "rotary_emb.inv_freq"
+"""A buffer; all other entries of the backbone are parameters."""
 SIGMA_WEIGHT = "sigma_map.mlp.0.weight"
-BUFFERS = (ROTARY,)
 PREFIX = "backbone."
-COMPILED = "_orig_mod."
 IGNORED = ("teacher_model.", "sampling_eps_min", "sampling_eps_max")
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 """How the authors' configs point from one value to another."""
@@ -139,13 +134,9 @@ def our_parameters(reference: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Only the noise projection changes shape: theirs is (D, V), ours (V, D).
     """
-    ours: dict[str, Tensor] = {}
-    for name, value in reference.items():
-        if name == NOISE_WEIGHT:
-            ours["conditioner.weight"] = value.T.contiguous()
-        elif name not in BUFFERS:
-            ours[f"{PREFIX}{name}"] = value
-    return ours
+    ours = {f"{PREFIX}{name}": value for name, value in reference.items() if name != ROTARY}
+    noise = ours.pop(f"{PREFIX}{NOISE_WEIGHT}", None)
+    return ours if noise is None else {**ours, "conditioner.weight": noise.T.contiguous()}
 
 
 def backbone_of(state: Mapping[Any, Any]) -> tuple[dict[str, Tensor], list[str]]:
@@ -154,11 +145,9 @@ def backbone_of(state: Mapping[Any, Any]) -> tuple[dict[str, Tensor], list[str]]
     unexpected = []
     for key, value in state.items():
         name = key if isinstance(key, str) else f"a {type(key).__name__}"
-        if name.startswith(IGNORED):
-            continue
         if name.startswith(PREFIX) and isinstance(value, Tensor):
-            backbone[name.removeprefix(PREFIX).replace(COMPILED, "")] = value
-        else:
+            backbone[name.removeprefix(PREFIX).replace("_orig_mod.", "")] = value
+        elif not name.startswith(IGNORED):
             unexpected.append(name)
     return backbone, unexpected
 
@@ -171,9 +160,9 @@ def with_ema(backbone: Mapping[str, Tensor], ema: Any) -> dict[str, Tensor]:
     """
     shadows = ema.get("shadow_params") if isinstance(ema, dict) else None
     shadows = [s for s in shadows if isinstance(s, Tensor)] if isinstance(shadows, list) else None
-    names = [name for name in backbone if name not in BUFFERS]
-    remedy = "import the raw weights (without EMA) if those will do"
+    names = [name for name in backbone if name != ROTARY]
     if not shadows:
+        remedy = "import the raw weights (without EMA) if those will do"
         raise GdistillError("the checkpoint has no EMA weights", where="ema", remedy=remedy)
     if len(shadows) != len(names):
         got, expected = f"{len(shadows)} tensors", f"{len(names)}, one per parameter"
@@ -188,37 +177,14 @@ def with_ema(backbone: Mapping[str, Tensor], ema: Any) -> dict[str, Tensor]:
 def settings_from(
     backbone: Mapping[str, Tensor], config: Mapping[str, Any], bounds: tuple[float, float]
 ) -> StudentSettings:
-    """Architecture from the shapes; what shapes do not show from the checkpoint's own config."""
-    num_layers = _require_architecture(backbone)
-    width = backbone["vocab_embed.embedding"].shape[1]
+    """Architecture from the shapes; what shapes do not show from the checkpoint's own config.
+
+    Raises:
+        GdistillError: Where the keys are not those of the authors' DiT.
+    """
     level = backbone.get(SIGMA_WEIGHT)
-    loss_weighting = "rate" if setting(config, "algo.mdlm_loss_scale", False) else "schedule"
-    values = {
-        "hidden_size": width,
-        "num_layers": num_layers,
-        "num_heads": width // (2 * backbone[ROTARY].shape[0]),
-        "condition_size": 128 if level is None else level.shape[0],
-        "mlp_ratio": backbone["blocks.0.mlp.0.weight"].shape[0] // width,
-        "dropout": setting(config, "model.dropout", 0.1),
-        "conditioning": "gumbel" if NOISE_WEIGHT in backbone else "none",
-        "noise": {"injection": setting(config, "model.gumbel_inject_mode", "replace")},
-        "diffusion": {
-            "schedule": setting(config, "noise.type", "loglinear"),
-            "time_conditioning": setting(config, "algo.time_conditioning", False),
-            "loss_weighting": loss_weighting,
-            "min_time": bounds[0],
-            "max_time": bounds[1],
-        },
-    }
-    return from_mapping(StudentSettings, values, where="the checkpoint's config")
-
-
-def _require_architecture(backbone: Mapping[str, Tensor]) -> int:
-    """The number of blocks of the authors' DiT; a GdistillError where the keys are not its."""
     needed = {"vocab_embed.embedding": 2, ROTARY: 1, "blocks.0.mlp.0.weight": 2}
-    if SIGMA_WEIGHT in backbone:
-        needed[SIGMA_WEIGHT] = 2
-    for name, num_axes in needed.items():
+    for name, num_axes in {**needed, **({} if level is None else {SIGMA_WEIGHT: 2})}.items():
         shape = tuple(backbone[name].shape) if name in backbone else ()
         if len(shape) != num_axes or 0 in shape:
             raise GdistillError(
@@ -231,7 +197,27 @@ def _require_architecture(backbone: Mapping[str, Tensor]) -> int:
     if numbers != set(map(str, range(len(numbers)))):
         got, expected = sorted(numbers)[:8], "blocks 0, 1, 2 and so on"
         raise GdistillError("blocks are missing", where="state_dict", got=got, expected=expected)
-    return len(numbers)
+    width = backbone["vocab_embed.embedding"].shape[1]
+    values = {
+        "hidden_size": width,
+        "num_layers": len(numbers),
+        "num_heads": width // (2 * backbone[ROTARY].shape[0]),
+        "condition_size": 128 if level is None else level.shape[0],
+        "mlp_ratio": backbone["blocks.0.mlp.0.weight"].shape[0] // width,
+        "dropout": setting(config, "model.dropout", 0.1),
+        "conditioning": "gumbel" if NOISE_WEIGHT in backbone else "none",
+        "noise": {"injection": setting(config, "model.gumbel_inject_mode", "replace")},
+        "diffusion": {
+            "schedule": setting(config, "noise.type", "loglinear"),
+            "time_conditioning": setting(config, "algo.time_conditioning", False),
+            "loss_weighting": "rate"
+            if setting(config, "algo.mdlm_loss_scale", False)
+            else "schedule",
+            "min_time": bounds[0],
+            "max_time": bounds[1],
+        },
+    }
+    return from_mapping(StudentSettings, values, where="the checkpoint's config")
 
 
 Value = TypeVar("Value", bool, int, float, str)
@@ -243,11 +229,10 @@ def setting(config: Mapping[str, Any], path: str, default: Value) -> Value:
     Raises:
         GdistillError: For a value of another type.
     """
-    value = _lookup(config, path)
+    value, kind = _lookup(config, path), type(default)
     if value is None:
         return default
-    kind = type(default)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and type(value) is int:
         return float(value)  # type: ignore[return-value]
     if type(value) is not kind:
         where, got = f"config: {path}", f"{value!r:.80}"
@@ -264,13 +249,6 @@ def _lookup(config: Mapping[str, Any], path: str, depth: int = 0) -> Any:
     if reference is None:
         return value
     return _lookup(config, reference[1], depth + 1) if depth < MAX_REFERENCES else None
-
-
-def student_name(backbone: Mapping[str, Tensor], config: Mapping[str, Any], clipped: bool) -> str:
-    """Registry name: without sigma it is the autoregressive baseline, [x_t ; x_0] is BD3-LM."""
-    if SIGMA_WEIGHT not in backbone:
-        return "ar"
-    return "bd3lm" if setting(config, "algo.cross_attn", clipped) else "mdlm"
 
 
 def student_from(
@@ -290,6 +268,10 @@ def student_from(
         block_size: Tokens per block, likewise.
         bos_and_eos: Of the tokenizer; without one, GPT-2's: the last token is both.
 
+    Returns:
+        Registry name and student: without a noise level it is the autoregressive baseline, with
+        [x_t ; x_0] BD3-LM.
+
     Raises:
         UsageError: When neither the checkpoint nor the caller says how long rows or blocks are.
         GdistillError: When keys are missing, unexpected or of another shape; all are listed.
@@ -301,26 +283,25 @@ def student_from(
     hyper_parameters = plain_config(checkpoint.get("hyper_parameters"))
     config = hyper_parameters.get("config") if isinstance(hyper_parameters, dict) else None
     config = config if isinstance(config, dict) else {}
-    settings = settings_from(backbone, config, _clips(state))
-    name = student_name(backbone, config, "sampling_eps_min" in state)
+    settings, name = settings_from(backbone, config, _clips(state)), "ar"
+    if SIGMA_WEIGHT in backbone:
+        is_block = setting(config, "algo.cross_attn", "sampling_eps_min" in state)
+        name = "bd3lm" if is_block else "mdlm"
     length = row_length or _stated(config, "model.length", "row length", "1024 for OpenWebText's")
     if name == "bd3lm":
         size = block_size or _stated(config, "block_size", "block size", "4, 8 or 16")
         settings = replace(settings, block_size=size)
-    vocab_size = backbone["vocab_embed.embedding"].shape[0] - 1
-    bos, eos = bos_and_eos or (vocab_size - 1, vocab_size - 1)
     parameters = our_parameters(with_ema(backbone, checkpoint.get("ema")) if ema else backbone)
     _require_memory(parameters)
-    student_class = STUDENTS[name]
-    student = student_class(
-        student_class.config_class.build(
-            settings,
-            vocab_size=vocab_size,
-            row_length=length,
-            bos_token_id=bos,
-            eos_token_id=eos,
-        )
-    )
+    vocab_size = backbone["vocab_embed.embedding"].shape[0] - 1
+    bos, eos = bos_and_eos or (vocab_size - 1, vocab_size - 1)
+    data = {
+        "vocab_size": vocab_size,
+        "row_length": length,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+    }
+    student = STUDENTS[name](STUDENTS[name].config_class.build(settings, **data))
     _load_exactly(student, parameters, unexpected)
     return name, student.eval()
 
@@ -340,28 +321,28 @@ def _clips(state: Mapping[Any, Any]) -> tuple[float, float]:
 
 def _stated(config: Mapping[str, Any], path: str, what: str, example: str) -> int:
     value = setting(config, path, 0)
-    if value < 1:
-        where, option = f"config: {path}", f"--{what.replace(' ', '-')}"
-        remedy = f"pass {option} ({example} students)"
-        got = value or "nothing"
-        raise UsageError(
-            f"the checkpoint does not say its {what}", where=where, got=got, remedy=remedy
-        )
-    return value
+    if value >= 1:
+        return value
+    raise UsageError(
+        f"the checkpoint does not say its {what}",
+        where=f"config: {path}",
+        got=value or "nothing",
+        remedy=f"pass --{what.replace(' ', '-')} ({example} students)",
+    )
 
 
 def _require_memory(parameters: Mapping[str, Tensor]) -> None:
     """Refuse tensors that claim more than is stored: a few bytes could ask for all memory."""
-    claimed = sum(value.numel() * value.element_size() for value in parameters.values())
-    storages = [value.untyped_storage() for value in parameters.values() if _is_plain(value)]
-    stored = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    if len(storages) < len(parameters) or claimed > sum(stored.values()):
-        got, expected = f"{claimed:,} bytes", "weights that are stored whole, on the CPU"
-        raise GdistillError("not the weights of a model", got=got, expected=expected)
-
-
-def _is_plain(value: Tensor) -> bool:
-    return value.device.type == "cpu" and value.layout == torch.strided and not value.is_quantized
+    values = parameters.values()
+    claimed = sum(value.numel() * value.element_size() for value in values)
+    if all(
+        v.device.type == "cpu" and v.layout == torch.strided and not v.is_quantized for v in values
+    ):
+        storages = [value.untyped_storage() for value in values]
+        if claimed <= sum({each.data_ptr(): each.nbytes() for each in storages}.values()):
+            return
+    got, expected = f"{claimed:,} bytes", "weights that are stored whole, on the CPU"
+    raise GdistillError("not the weights of a model", got=got, expected=expected)
 
 
 def _load_exactly(
@@ -372,15 +353,12 @@ def _load_exactly(
     unexpected = unexpected + sorted(parameters.keys() - own.keys())
     shapes = [
         f"{name} {tuple(parameters[name].shape)} for {tuple(own[name].shape)}"
-        for name in own.keys() & parameters.keys()
+        for name in sorted(own.keys() & parameters.keys())
         if own[name].shape != parameters[name].shape
     ]
     if missing or unexpected or shapes:
-        raise GdistillError(
-            "the checkpoint does not fit",
-            where=type(student).__name__,
-            got=f"missing {missing}, unexpected {unexpected}, other shapes {sorted(shapes)}",
-        )
+        got = f"missing {missing}, unexpected {unexpected}, other shapes {shapes}"
+        raise GdistillError("the checkpoint does not fit", where=type(student).__name__, got=got)
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(parameters[name])
@@ -410,17 +388,20 @@ def import_checkpoint(
         UsageError: When the checkpoint is absent, the folder is taken, or the tokenizer is another.
         GdistillError: When the file cannot be read or does not fit.
     """
-    ckpt, out = Path(ckpt), Path(out)
+    ckpt, out, words = Path(ckpt), Path(out), None
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError("the output folder is taken", where=out, remedy="name a new one")
-    words = None if tokenizer is None else _open_tokenizer(tokenizer)
+    if tokenizer is not None:
+        try:
+            here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+            words = AutoTokenizer.from_pretrained(tokenizer, **here)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            what = "no tokenizer there"
+            raise UsageError(what, where="--tokenizer", got=tokenizer) from error
+    ends = None if words is None else (words.bos_token_id, words.eos_token_id)
     checkpoint = read_checkpoint(ckpt)
     name, student = student_from(
-        checkpoint,
-        ema=ema,
-        row_length=row_length,
-        block_size=block_size,
-        bos_and_eos=None if words is None else (words.bos_token_id, words.eos_token_id),
+        checkpoint, ema=ema, row_length=row_length, block_size=block_size, bos_and_eos=ends
     )
     if words is not None and len(words) != student.config.vocab_size:
         got, expected = f"{len(words):,} tokens", f"{student.config.vocab_size:,} as the student's"
@@ -429,18 +410,8 @@ def import_checkpoint(
         student.save_pretrained(out)
         if words is not None:
             words.save_pretrained(out)
-    step = checkpoint.get("global_step")
+    step, weights = checkpoint.get("global_step"), "ema" if ema else "raw"
     step = step if isinstance(step, int) else None
-    weights = "ema" if ema else "raw"
     source = {"file": ckpt.name, "sha256": sha256_file(ckpt), "weights": weights}
     write_json_atomic(out / "import.json", {**source, "student": name, "global_step": step})
-    return Imported(name, out, sum(p.numel() for p in student.parameters()), weights, step)
-
-
-def _open_tokenizer(location: str) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(
-            location, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError("no tokenizer there", where="--tokenizer", got=location) from error
+    return Imported(name, out, student.num_parameters(), weights, step)

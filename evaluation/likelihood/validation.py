@@ -22,6 +22,7 @@ from shards.stream.stream import RowBatch
 from trainer.objective.batch import Batch, BatchMaker, Places
 from trainer.objective.corruption import FULL
 from trainer.sampling.noise import sampling_noise
+from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.registry import AR, Student
 
 
@@ -64,11 +65,10 @@ class PriorRowNoise:
         """The same noise, drawn on that device."""
         return replace(self, row_ids=self.row_ids.to(device))
 
-    def embeddings(self, masked: Bool[Tensor, "b l"]) -> Tensor:
-        """[B, L, E] noise embeddings, zeros where a token is known."""
-        values = self.student.embed_noise(self.at(masked))
-        result = values.new_zeros(*masked.shape, values.shape[-1])
-        return result.index_put(masked.nonzero(as_tuple=True), values)
+    def embeddings(self, masked: Bool[Tensor, "b l"]) -> EmbeddedNoise:
+        """Laid out like the rows, zeros where a token is known."""
+        noise = self.student.embed_noise(self.at(masked))
+        return noise.laid_out(masked.nonzero(as_tuple=True), masked.shape)
 
 
 # Validation perplexity of a student, with the noise it was given said beside the number.

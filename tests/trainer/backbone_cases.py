@@ -15,7 +15,8 @@ from transformers import (
 )
 
 from shards.language_model.loading import find_pretrained
-from tests.trainer.run_cases import VOCAB, tiny_run, write_store
+from tests.trainer.run_cases import VOCAB as VOCAB
+from tests.trainer.run_cases import tiny_run, write_store
 from trainer.training.settings import RunConfig
 
 SHAPES = ("llama", "qwen2", "gpt2")
@@ -24,19 +25,10 @@ PADDED = 16
 
 def tiny_config(shape: str, num_logits: int = PADDED, **changes: Any) -> PretrainedConfig:
     """The shapes of known families at tiny depth: padded heads, tied or not, grouped queries."""
-    common: dict[str, Any] = {
-        "vocab_size": num_logits,
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "max_position_embeddings": 64,
-    }
-    grouped = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
+    common: dict[str, Any] = {"vocab_size": num_logits, "max_position_embeddings": 64}
+    common |= {"bos_token_id": 0, "eos_token_id": 1}
+    grouped = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    grouped |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     if shape == "llama":  # as Llama 3.2 1B: grouped queries, tied head
         return LlamaConfig(**{**common, **grouped, "tie_word_embeddings": True, **changes})
     if shape == "qwen2":  # as Qwen2.5: biases in q, k, v
@@ -68,8 +60,4 @@ def backbone_run(backbone: Path, student: str = "medusa", **changes: Any) -> Run
     chosen = {"model__backbone__location": str(backbone), "student": student, **changes}
     if student == "drafter":
         chosen = {"model__conditioning": "none", **chosen}
-    run: dict[str, Any] = {"model__backbone__num_proposed": 2, **chosen}
-    return tiny_run(**run)
-
-
-__all__ = ["SHAPES", "VOCAB", "backbone_run", "store_of", "tiny_config", "write_backbone"]
+    return tiny_run(**{"model__backbone__num_proposed": 2, **chosen})

@@ -16,7 +16,7 @@ from shards.errors import UsageError
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import ROWS, VOCAB, teacher_logits, write_store
 from trainer.distillation import IGNORED, DistillationLoss, DistillationMixin, store_rows
-from trainer.students.fused_head import Distillation
+from trainer.objective.distillation import Distillation
 
 
 def batch_of(store: Path, num_rows: int = 6) -> dict[str, Any]:

@@ -157,7 +157,7 @@ def test_noise_is_found_again_from_seed_and_index(models: Path, tmp_path: Path) 
     records = sampled(models / "mdlm", *arguments, out=tmp_path)
     student = tiny_student("mdlm")
     noise = sampling_noise(5, torch.arange(4), LENGTH, VOCAB)
-    condition = student.embed_noise(noise).view(4, LENGTH, -1)
+    condition = student.embed_noise(noise).unflatten((4, LENGTH))
     tokens = torch.full((4, LENGTH), student.mask_id)
     tokens[:, 0] = 0
     with torch.no_grad():

@@ -102,14 +102,8 @@ class Batch:
 
     def rows(self, part: slice) -> Batch:
         """Some of the rows, with their times, masks and noise."""
-        return replace(
-            self,
-            tokens=self.tokens[part],
-            token_log_probs=self.token_log_probs[part],
-            row_ids=self.row_ids[part],
-            slots=self.slots[part],
-            noise=None if self.noise is None else self.noise.rows(part),
-        )
+        noise = None if self.noise is None else self.noise.rows(part)
+        return replace(self, noise=noise, **{name: getattr(self, name)[part] for name in BY_ROW})
 
     def to(self, device: torch.device) -> Batch:
         """The same rows on another device, without waiting for it.
@@ -118,14 +112,11 @@ class Batch:
         """
         if self.tokens.device == device:
             return self
-        return replace(
-            self,
-            tokens=placed(self.tokens, device),
-            token_log_probs=placed(self.token_log_probs, device),
-            row_ids=placed(self.row_ids, device),
-            slots=placed(self.slots, device),
-            noise=None if self.noise is None else self.noise.to(device),
-        )
+        moved = {name: placed(getattr(self, name), device) for name in BY_ROW}
+        return replace(self, noise=None if self.noise is None else self.noise.to(device), **moved)
+
+
+BY_ROW = ("tokens", "token_log_probs", "row_ids", "slots")
 
 
 @dataclass(frozen=True)
@@ -155,45 +146,28 @@ class StoredRowNoise:
     def at(self, where: Bool[Tensor, "b l"] | Places) -> Noise:
         """See :class:`RowNoise`."""
         places = Places.of(where)
-        row_ids = self.row_ids[places.rows]
-        keys = PositionKeys(self.seed, row_ids, places.positions, self.draw)
-        return self.codec.decode(
-            {name: places.read(array) for name, array in self.arrays.items()},
-            places.read(self.tokens),
-            places.read(self.token_log_probs),
-            keys,
-            self.resources,
-        )
+        keys = PositionKeys(self.seed, self.row_ids[places.rows], places.positions, self.draw)
+        return self.codec.decode(*self._read(places), keys, self.resources)
 
     def distribution(self, where: Bool[Tensor, "b l"] | Places) -> Probabilities:
         """See :meth:`Batch.distribution`."""
-        places = Places.of(where)
-        return self.codec.distribution(
-            {name: places.read(array) for name, array in self.arrays.items()},
-            places.read(self.tokens),
-            places.read(self.token_log_probs),
-            self.resources,
-        )
+        return self.codec.distribution(*self._read(Places.of(where)), self.resources)
+
+    def _read(self, places: Places) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        arrays = {name: places.read(array) for name, array in self.arrays.items()}
+        return arrays, places.read(self.tokens), places.read(self.token_log_probs)
 
     def rows(self, part: slice) -> StoredRowNoise:
         """The noise of some of the rows."""
-        return replace(
-            self,
-            arrays={name: array[part] for name, array in self.arrays.items()},
-            tokens=self.tokens[part],
-            token_log_probs=self.token_log_probs[part],
-            row_ids=self.row_ids[part],
-        )
+        arrays = {name: array[part] for name, array in self.arrays.items()}
+        own = {name: getattr(self, name)[part] for name in BY_ROW[:3]}
+        return replace(self, arrays=arrays, **own)
 
     def to(self, device: torch.device) -> StoredRowNoise:
         """The same rows, cut to the slots that they use."""
-        return replace(
-            self,
-            arrays={n: placed(a, device) for n, a in self.codec.cut(self.arrays).items()},
-            tokens=placed(self.tokens, device),
-            token_log_probs=placed(self.token_log_probs, device),
-            row_ids=placed(self.row_ids, device),
-        )
+        arrays = {n: placed(array, device) for n, array in self.codec.cut(self.arrays).items()}
+        own = {name: placed(getattr(self, name), device) for name in BY_ROW[:3]}
+        return replace(self, arrays=arrays, **own)
 
 
 def placed(array: Tensor, device: torch.device) -> Tensor:
@@ -251,24 +225,17 @@ class BatchMaker:
             epoch=rows.epoch,
             seed=self.seed,
         )
-        return replace(batch, noise=self._noise(batch, arrays)) if self.with_noise else batch
-
-    def _noise(self, batch: Batch, arrays: dict[str, Tensor]) -> StoredRowNoise:
+        if not self.with_noise:
+            return batch
         codec = self.store.codec
-        fresh = derive_seed(self.seed, "noise")
-        return StoredRowNoise(
-            codec=codec,
-            arrays=arrays,
-            tokens=batch.tokens,
-            token_log_probs=batch.token_log_probs,
-            row_ids=batch.row_ids,
-            seed=fresh if codec.is_fresh else self.store.manifest.noise_seed(self.split),
-            draw=self._draw(batch.epoch) if codec.is_fresh else 0,
-            resources=self._resources,
+        seed, draw = self.store.manifest.noise_seed(self.split), 0
+        if codec.is_fresh:
+            seed = derive_seed(self.seed, "noise")
+            draw = batch.epoch if self.num_draws is None else batch.epoch % self.num_draws
+        own = batch.tokens, batch.token_log_probs, batch.row_ids
+        return replace(
+            batch, noise=StoredRowNoise(codec, arrays, *own, seed, draw, self._resources)
         )
-
-    def _draw(self, epoch: int) -> int:
-        return epoch if self.num_draws is None else epoch % self.num_draws
 
 
 # Where a mask is true, listed once: a list of unknown length makes the host wait for the GPU.
@@ -346,9 +313,9 @@ class CopiesAhead:
     def of(self, batch: Batch) -> Iterator[tuple[Batch, bool]]:
         """The parts of a batch on the device in turn, and whether each is the last."""
         if self._stream is None:
-            num_parts = 1 if self.size is None else max(1, -(-batch.num_rows // self.size))
-            for index, part in enumerate(batch.micro_batches(self.size)):
-                yield part.to(self.device), index == num_parts - 1
+            parts = list(batch.micro_batches(self.size))
+            for part in parts:
+                yield part.to(self.device), part is parts[-1]
             return
         if self._announced is None or self._announced[0] is not batch:
             self.announce(batch)

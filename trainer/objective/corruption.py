@@ -29,7 +29,9 @@ NUM_STREAMS = 100
 ROUNDS_AT_ONCE = 16
 """Redraws between two questions whether any is left, on a GPU, whose answer the host waits for; one
 too many changes nothing."""
-RATE_EPS = 1e-3
+MAX_ROUNDS = 10_000
+FLOOR = 1e-3
+"""Of the authors' schedules, where p or 1 - p would vanish."""
 
 
 @dataclass(frozen=True)
@@ -42,21 +44,18 @@ class Schedule:
 
 def _power(exponent: float) -> Schedule:
     def probability(t: Tensor) -> Tensor:
-        return t.pow(exponent).clamp_min(1e-3)
+        return t.pow(exponent).clamp_min(FLOOR)
 
-    def weight(t: Tensor) -> Tensor:
-        return exponent * t.pow(exponent - 1) / probability(t)
-
-    return Schedule(probability, weight)
+    return Schedule(probability, lambda t: exponent * t.pow(exponent - 1) / probability(t))
 
 
 def _cosine_probability(t: Tensor) -> Tensor:
-    return 1 - (1 - 1e-3) * torch.cos(t * math.pi / 2)
+    return 1 - (1 - FLOOR) * torch.cos(t * math.pi / 2)
 
 
 def _cosine_weight(t: Tensor) -> Tensor:
-    slope = (1 - 1e-3) * torch.sin(t * math.pi / 2) * math.pi / 2
-    return slope / (_cosine_probability(t) + 1e-3)
+    slope = (1 - FLOOR) * torch.sin(t * math.pi / 2) * math.pi / 2
+    return slope / (_cosine_probability(t) + FLOOR)
 
 
 def _log_probability(t: Tensor) -> Tensor:
@@ -76,12 +75,12 @@ SCHEDULES: dict[str, Schedule] = {
 
 def total_noise(t: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     """sigma(t) = -log(1 - (1 - 1e-3) t), the older MDLM's loglinear noise."""
-    return -torch.log1p(-(1 - RATE_EPS) * t)
+    return -torch.log1p(-(1 - FLOOR) * t)
 
 
 def rate_noise(t: Float[Tensor, "*s"]) -> Float[Tensor, "*s"]:
     """d sigma / dt."""
-    return (1 - RATE_EPS) / (1 - (1 - RATE_EPS) * t)
+    return (1 - FLOOR) / (1 - (1 - FLOOR) * t)
 
 
 RATE_SCHEDULE = Schedule(
@@ -111,21 +110,23 @@ def stratified_times(
     global_batch_size: int,
     min_time: float,
     max_time: float,
-    quantile: Callable[[Tensor], Tensor] = lambda v: v,
+    fully_masked_share: float = 0.0,
 ) -> Float[Tensor, "b blocks"]:
     """t = v (max - min) + min, v = (u/N + i/N) mod 1 with i = slot * nb + block, N = batch * nb.
 
     In float32 in the authors' order: near t = 1 sigma = -log(1 - p) shows every last bit of t.
 
-    ``slots`` are the rows' indices in the *global* batch, so every rank gets its own strata.
-    ``quantile`` maps v, uniform and stratified, to another distribution on [0, 1].
+    ``slots`` are the rows' indices in the *global* batch, so every rank gets its own strata. With a
+    share of fully masked blocks v is mapped to 1 with that probability, else to all of [0, 1].
     """
     num_blocks = uniforms.shape[1]
     block = torch.arange(num_blocks, device=uniforms.device)
     stratum = slots.to(uniforms.device)[:, None] * num_blocks + block
     num_strata = global_batch_size * num_blocks
-    t = quantile((uniforms / num_strata + stratum / num_strata) % 1)
-    return t * (max_time - min_time) + min_time
+    v = fully_masked_quantile(
+        (uniforms / num_strata + stratum / num_strata) % 1, fully_masked_share
+    )
+    return v * (max_time - min_time) + min_time
 
 
 def fully_masked_quantile(v: Float[Tensor, "*s"], share: float) -> Float[Tensor, "*s"]:
@@ -152,13 +153,13 @@ def draw_mask(
         bounds: (low, high) masked fraction to enforce; None enforces nothing. A low of 1e-3 and a
             high of 1 are open.
     """
-    first = uniforms(0)
-    num_blocks = probability.shape[1]
+    first, num_blocks = uniforms(0), probability.shape[1]
     block_size = first.shape[1] // num_blocks
     p = probability.repeat_interleave(block_size, dim=1)
     mask = first <= p
     if bounds is not None:
-        mask = _redraw(mask, uniforms, p, num_blocks, bounds)
+        require_reachable(bounds, block_size)
+        mask = _redraw(mask, uniforms, p, num_blocks, (_enforced_low(bounds), bounds[1]))
     mask[:, 0] = False
     return mask
 
@@ -170,25 +171,18 @@ def _redraw(
     num_blocks: int,
     bounds: tuple[float, float],
 ) -> Tensor:
-    block_size = mask.shape[1] // num_blocks
-    require_reachable(bounds, block_size)
-    low = _enforced_low(bounds)
-    if low <= 0 and bounds[1] >= 1:
+    if bounds[0] <= 0 and bounds[1] >= 1:
         return mask
     every = 1 if mask.device.type == "cpu" else ROUNDS_AT_ONCE
-    for round_number in range(1, 10_000):
+    for round_number in range(1, MAX_ROUNDS):
         fraction = masked_fraction(mask, num_blocks)
-        outside = (fraction < low) | (fraction > bounds[1])
+        outside = (fraction < bounds[0]) | (fraction > bounds[1])
         if round_number % every == 0 and not bool(outside.any()):
             return mask
-        again = outside.repeat_interleave(block_size, dim=1)
+        again = outside.repeat_interleave(mask.shape[1] // num_blocks, dim=1)
         mask = torch.where(again, uniforms(round_number) < p, mask)
-    raise GdistillError(
-        "no mask fits the clips",
-        where="resample",
-        got=f"{round_number} redraws within {bounds}",
-        remedy="widen min_time and max_time",
-    )
+    got, remedy = f"{MAX_ROUNDS} redraws within {bounds}", "widen min_time and max_time"
+    raise GdistillError("no mask fits the clips", where="resample", got=got, remedy=remedy)
 
 
 def _enforced_low(bounds: tuple[float, float]) -> float:
@@ -247,8 +241,7 @@ def row_uniforms(purpose: str, batch: Batch, stream: int, count: int) -> Float[T
     seed = derive_seed(batch.seed, purpose, stream // NUM_STREAMS)
     keys = PositionKeys(seed, batch.row_ids, torch.zeros_like(batch.row_ids), batch.epoch)
     bits = stream_bits(keys, stream % NUM_STREAMS, count)
-    largest = 1.0 - 2.0**-24
-    return ((bits.double() + 0.5) * 2.0**-32).float().clamp_max(largest)
+    return ((bits.double() + 0.5) * 2.0**-32).float().clamp_max(1.0 - 2.0**-24)
 
 
 @dataclass(frozen=True)
@@ -260,36 +253,17 @@ class Corruption:
         mask: [B, L] True where masked.
         weight: [B, L] loss weight of each token.
         sigma: [B] noise level of the row's first block.
-        counted: [B, L] tokens that count in the loss and its denominator; None counts all.
     """
 
     t: Float[Tensor, "b blocks"]
     mask: Bool[Tensor, "b l"]
     weight: Float[Tensor, "b l"]
     sigma: Float[Tensor, "b"]
-    counted: Bool[Tensor, "b l"] | None = None
 
     @cached_property
     def places(self) -> Places:
         """The masked places, counted once."""
         return Places.of(self.mask)
-
-    @property
-    def num_counted(self) -> int:
-        """Tokens in the training loss's denominator."""
-        return self.mask.numel() if self.counted is None else int(self.counted.sum())
-
-    @property
-    def num_scored(self) -> int:
-        """The same without position 0, which is given: the denominator of a validation loss."""
-        if self.counted is None:
-            return self.mask[:, 1:].numel()
-        return int(self.counted[:, 1:].sum())
-
-    @property
-    def token_weight(self) -> Float[Tensor, "b l"]:
-        """Loss weights, zero where a token does not count."""
-        return self.weight if self.counted is None else self.weight * self.counted
 
 
 def corruption_from_uniforms(
@@ -301,17 +275,11 @@ def corruption_from_uniforms(
     bounds: tuple[float, float],
 ) -> Corruption:
     """Times, masks and weights from given uniforms; see ``stratified_times`` and ``draw_mask``."""
-    schedule = law_of(settings)
-    t = stratified_times(
-        time_uniforms,
-        slots,
-        global_batch_size,
-        *bounds,
-        lambda v: fully_masked_quantile(v, settings.fully_masked_share),
-    )
-    p = schedule.masking_probability(t)
+    law, share = law_of(settings), settings.fully_masked_share
+    t = stratified_times(time_uniforms, slots, global_batch_size, *bounds, share)
+    p = law.masking_probability(t)
     mask = draw_mask(mask_uniforms, p, bounds if settings.resample else None)
-    weight = clipped_loss_weight(schedule.loss_weight(t), bounds[0])
+    weight = clipped_loss_weight(law.loss_weight(t), bounds[0])
     if settings.max_loss_weight is not None:
         weight = weight.clamp_max(settings.max_loss_weight)
     weight = weight.repeat_interleave(mask.shape[1] // t.shape[1], dim=1)
@@ -322,15 +290,13 @@ def corrupt(
     rows: Batch, settings: DiffusionSettings, num_blocks: int, bounds: tuple[float, float]
 ) -> Corruption:
     """Times and masks of a batch, a pure function of (seed, epoch, row ids, slots)."""
-    length = rows.tokens.shape[1]
-    return corruption_from_uniforms(
-        row_uniforms("time", rows, 0, num_blocks),
-        lambda round_number: row_uniforms("mask", rows, round_number, length),
-        rows.slots,
-        rows.global_batch_size,
-        settings,
-        bounds,
-    )
+    times, length = row_uniforms("time", rows, 0, num_blocks), rows.tokens.shape[1]
+
+    def uniforms(round_number: int) -> Tensor:
+        return row_uniforms("mask", rows, round_number, length)
+
+    size = rows.global_batch_size
+    return corruption_from_uniforms(times, uniforms, rows.slots, size, settings, bounds)
 
 
 # Masked positions whose noise knows nothing of their token, as a sampler's does not.
@@ -351,17 +317,8 @@ def partly_prior(noise: Noise, batch: Batch, places: Places, share: float) -> No
         batch: Gives the names of the draws.
         places: Where the n positions stand in the batch.
         share: In [0, 1].
-
-    Raises:
-        UsageError: Where a store keeps a draw of the noise instead of the distribution.
     """
-    if not isinstance(noise, KeyedPosterior):
-        raise UsageError(
-            "noise that was drawn when the store was written cannot be drawn again",
-            where="model.noise.prior_share",
-            got=share,
-            remedy="extract with the codec posterior or hidden, or leave it out",
-        )
+    assert isinstance(noise, KeyedPosterior)  # a run on another store is not begun
     uniforms = row_uniforms("prior noise", batch, 0, batch.tokens.shape[1])
     return replace(noise, is_prior=places.read(uniforms.to(noise.device)) < share)
 
@@ -382,9 +339,7 @@ def candidates() -> tuple[Clips, ...]:
     return tuple(clips)
 
 
-def clip_variance(
-    block_nlls: Sequence[Float[Tensor, "_ blocks"]],
-) -> float:
+def clip_variance(block_nlls: Sequence[Float[Tensor, "_ blocks"]]) -> float:
     """Sum over validation batches (up to 100) of the variance of a batch's block-mean NLLs.
 
     Each entry is one *global* batch, gathered over ranks, so the result does not depend on how
@@ -404,11 +359,11 @@ def best_clips(block_nlls: Mapping[Clips, Sequence[Float[Tensor, "_ blocks"]]]) 
     """
     variances = {clips: clip_variance(values) for clips, values in block_nlls.items()}
     finite = {clips: value for clips, value in variances.items() if math.isfinite(value)}
-    if not finite:
-        raise GdistillError(
-            "the clipped-schedule search saw no finite variance",
-            where="search_schedule",
-            got=f"{len(variances)} candidates",
-            remedy="validate on more than one block and check the validation loss",
-        )
-    return min(finite, key=finite.__getitem__)
+    if finite:
+        return min(finite, key=finite.__getitem__)
+    raise GdistillError(
+        "the clipped-schedule search saw no finite variance",
+        where="search_schedule",
+        got=f"{len(variances)} candidates",
+        remedy="validate on more than one block and check the validation loss",
+    )

@@ -46,6 +46,7 @@ from trainer.sampling.orders import (
     uniform_order,
 )
 from trainer.sampling.stopping import StopRule
+from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.registry import AR, BD3LM, Student
 
 TOKENS_BETWEEN_QUESTIONS = 8
@@ -98,8 +99,7 @@ class BlockRows(Rows):
         # does not grow: alone they would read the finished block with the next one.
         everywhere = Places(rows[where.rows], where.positions)
         if condition is not None:
-            blank = condition.new_zeros(len(self.active), *condition.shape[1:])
-            condition = blank.index_put((rows,), condition)
+            condition = condition.laid_out((rows,), (len(self.active), tokens.shape[1]))
         everyone, finished = (self.tokens[self.active, part] for part in (self.columns, seen))
         return self.student.predict_after(finished, everyone, everywhere, condition, self.cache)
 
@@ -108,11 +108,12 @@ class BlockRows(Rows):
         tokens = self.tokens[part.rows, self.window_start : self.columns.stop]
         condition = self._condition(part)
         if condition is not None:
-            condition = pad(condition, (0, 0, self.columns.start - self.window_start, 0))
+            before = (0, 0, self.columns.start - self.window_start, 0)
+            condition = condition.map(lambda part: pad(part, before))
         where = part.where.shifted(-self.window_start)
         return self.student.predict_at(tokens, where, condition, self.level(part))
 
-    def _condition(self, part: Pass) -> Float[Tensor, "m block e"] | None:
+    def _condition(self, part: Pass) -> EmbeddedNoise | None:
         if self.noise.redraw:
             return self._embed(part.rows, part.steps)
         rows = torch.searchsorted(self.active, part.rows)
@@ -120,7 +121,7 @@ class BlockRows(Rows):
 
     def _embed(
         self, rows: Int[Tensor, "m"], steps: Int[Tensor, "m"] | None
-    ) -> Float[Tensor, "m block e"] | None:
+    ) -> EmbeddedNoise | None:
         masked = self.tokens[rows, self.columns] == self.student.mask_id
         return self.noise.embed(self.student, masked, rows, self.columns.start, steps)
 

@@ -49,6 +49,7 @@ from trainer.sampling.noise import (
 )
 from trainer.sampling.stopping import has_gaps
 from trainer.sampling.verifier import CausalReader, SecondModel, Verifier
+from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.registry import BD3LM, MDLM, Student
 
 Draft = Literal["greedy", "gumbel"]
@@ -388,9 +389,7 @@ class Drafter(Protocol):
         ...
 
 
-def drafter_of(
-    student: MDLM, condition: Float[Tensor, "b l e"] | None, num_rows: int
-) -> WholeRowDrafter:
+def drafter_of(student: MDLM, condition: EmbeddedNoise | None, num_rows: int) -> WholeRowDrafter:
     """The :class:`Drafter` that a student is for ``num_rows`` rows.
 
     Args:
@@ -406,7 +405,7 @@ def drafter_of(
 class WholeRowDrafter:
     """An MDLM reads the whole row, masks and all, as it did in training."""
 
-    def __init__(self, student: Any, condition: Float[Tensor, "b l e"] | None) -> None:
+    def __init__(self, student: Any, condition: EmbeddedNoise | None) -> None:
         self.student, self.condition = student, condition
 
     def reach(self, first: Int[Tensor, "m"]) -> Int[Tensor, "m"]:
@@ -431,9 +430,7 @@ class BlockDrafter(WholeRowDrafter):
     row that is ahead reads its further ones again, and a row that is behind sees nothing of them.
     """
 
-    def __init__(
-        self, student: BD3LM, condition: Float[Tensor, "b l e"] | None, num_rows: int
-    ) -> None:
+    def __init__(self, student: BD3LM, condition: EmbeddedNoise | None, num_rows: int) -> None:
         super().__init__(student, condition)
         self.cache = student.start_cache(num_rows)
 

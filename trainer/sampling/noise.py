@@ -24,6 +24,7 @@ from shards.provenance import derive_seed
 from shards.settings import check_bounds, setting
 from trainer.objective.batch import Places
 from trainer.sampling.nucleus import NucleusRule, truncate_to_nucleus
+from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.registry import Student
 
 DEFAULT_TAU = 0.85
@@ -113,7 +114,7 @@ class RowNoise:
         rows: Int[Tensor, "m"],
         first: int = 0,
         steps: Int[Tensor, "m"] | None = None,
-    ) -> Float[Tensor, "m w e"] | None:
+    ) -> EmbeddedNoise | None:
         """What the student reads at masked positions, zero elsewhere; None without noise.
 
         Args:
@@ -135,10 +136,9 @@ class RowNoise:
                 chosen = (step_of == step).nonzero()[:, 0].to(noise.device)
                 drawn = _redrawn(noise, step).select(chosen)
                 parts.append(student.embed_noise(drawn.to(row.device), self.tau))
-            embedded = torch.cat(parts)[step_of.argsort(stable=True).argsort()]
-        condition = embedded.new_zeros(*masked.shape, embedded.shape[-1])
-        condition[row, column] = embedded
-        return condition
+            order = step_of.argsort(stable=True).argsort()
+            embedded = EmbeddedNoise.cat(parts)[order]
+        return embedded.laid_out((row, column), masked.shape)
 
 
 def _redrawn(noise: Noise, draw: int) -> PriorNoise:

@@ -89,7 +89,7 @@ class MedusaRows(VerifiedRows):
                 self.student.settings.backbone.num_proposed + 1, device=first.device
             )
             index = (first.clamp_min(1) - 1)[:, None] + window
-            padded = pad(self.condition, (0, 0, 0, len(window) - 1))
+            padded = pad(self.condition.embedding, (0, 0, 0, len(window) - 1))
             embedded = padded[torch.arange(len(tokens), device=first.device)[:, None], index]
         return self.student.propose(self.hidden, embedded)[rows, places - first[rows]]
 

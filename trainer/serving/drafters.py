@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import pad
 
 from shards.errors import UsageError
 from shards.noise.kinds import KeyedPrior
@@ -30,6 +29,7 @@ from trainer.sampling.verifier import require_same_tokenizer
 from trainer.serving.coupling import draw
 from trainer.serving.plugin import Requests
 from trainer.students.autoregressive import AR
+from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.folder import find_model, load_tokenizer
 from trainer.students.mdlm import MDLM
 from trainer.students.medusa import Medusa
@@ -61,14 +61,14 @@ class Prefix:
 
 def embeddings(
     student: Student, prefixes: list[Prefix], places: Int[Tensor, "b k"]
-) -> Float[Tensor, "b k e"]:
+) -> EmbeddedNoise:
     """Noise embeddings of places, each request's at its temperature."""
     rows = []
     for prefix, own in zip(prefixes, places, strict=True):
         keys = EngineKeys(torch.full_like(own, prefix.seed), own)
         noise = KeyedPrior(keys, student.config.vocab_size)
         rows.append(student.embed_noise(noise, prefix.temperature))
-    return torch.stack(rows)
+    return EmbeddedNoise.cat(rows).unflatten(places.shape)
 
 
 def race(
@@ -94,7 +94,7 @@ class RowDrafts:
 
     def __init__(self, student: MDLM) -> None:
         self.student = student
-        self.conditions: dict[str, Tensor] = {}
+        self.conditions: dict[str, EmbeddedNoise] = {}
         self.names: list[str] = []
         self.inner: Drafter | None = None
 
@@ -136,7 +136,7 @@ class RowDrafts:
         self.names = names
         return self.inner
 
-    def _condition(self, chosen: list[Prefix]) -> Float[Tensor, "b l e"]:
+    def _condition(self, chosen: list[Prefix]) -> EmbeddedNoise:
         """Noise embeddings of the places to fill; a request's are computed once."""
         length = self.student.config.row_length
         kept = {}
@@ -144,11 +144,12 @@ class RowDrafts:
             known = self.conditions.get(prefix.name)
             if known is None:
                 start = len(prefix.tokens)
-                own = embeddings(self.student, [prefix], torch.arange(start, length)[None])[0]
-                known = pad(own, (0, 0, start, 0))
+                places = torch.arange(start, length)[None]
+                own = embeddings(self.student, [prefix], places)
+                known = own.laid_out((torch.zeros_like(places), places), (1, length))
             kept[prefix.name] = known
         self.conditions = kept
-        return torch.stack(list(kept.values()))
+        return EmbeddedNoise.cat(list(kept.values()))
 
 
 class NextTokenDrafts:
@@ -199,7 +200,7 @@ class HeadDrafts:
         embedded = None
         if self.student.is_conditioned:
             window = torch.arange(-1, self.student.settings.backbone.num_proposed)
-            embedded = embeddings(self.student, prefixes, first[:, None] + window)
+            embedded = embeddings(self.student, prefixes, first[:, None] + window).embedding
         log_probs = self.student.propose(hidden.float(), embedded)[:, :count]
         if self.student.sees_own_noise:
             return log_probs.argmax(dim=-1).tolist()

@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers.modeling_outputs import CausalLMOutput
 
 from shards.errors import UsageError
 from trainer.objective.batch import Batch, Places
 from trainer.objective.corruption import masked_log_probs
 from trainer.students.base import LossOutput, Student
-from trainer.students.dit import KeyValueCache, causal_attention, full_attention
+from trainer.students.configuration import require
+from trainer.students.dit import KeyValueCache, States, Tokens, causal_attention, full_attention
 from trainer.students.fused_head import weighted_nll
 from trainer.students.hugging_face import StudentConfig
 
@@ -37,13 +39,8 @@ class AR(Student):
     reads = ("kd",)
 
     def __init__(self, config: StudentConfig) -> None:
-        if config.settings.conditioning != "none":
-            raise UsageError(
-                "the autoregressive baseline takes no noise",
-                where="conditioning",
-                got=config.settings.conditioning,
-                expected="none",
-            )
+        kind = config.settings.conditioning
+        require(kind == "none", "conditioning", kind, "none: this baseline takes no noise")
         super().__init__(config)
 
     @property
@@ -57,46 +54,28 @@ class AR(Student):
         """All but the last, after which there is nothing to predict."""
         return self.config.row_length - 1
 
-    def loss(
-        self,
-        batch: Batch,
-        *,
-        time_bounds: tuple[float, float] | None = None,
-        counted: Bool[Tensor, "b l"] | None = None,
-    ) -> LossOutput:
+    def loss(self, batch: Batch, *, time_bounds: tuple[float, float] | None = None) -> LossOutput:
         """Mean NLL of tokens 1..L-1 given the tokens before them; with ``kd=token`` mixed with KL.
 
         Args:
             batch: Rows; their noise is not looked at.
             time_bounds: Without meaning here.
-            counted: Tokens that count in the loss; None counts all.
         """
         inputs, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
-        scored = torch.ones_like(targets, dtype=torch.bool) if counted is None else counted[:, 1:]
-        num_tokens = targets.numel() if counted is None else int(scored.sum())
-        head = self.backbone.output_layer
-        weights = scored.float() / num_tokens
+        head, num_tokens = self.backbone.output_layer, targets.numel()
         loss, nlls = weighted_nll(
             head.features(self._hidden(inputs), None).flatten(0, 1),
             head.linear,
             targets.flatten(),
-            weights.flatten(),
+            torch.full((num_tokens,), 1 / num_tokens, device=targets.device),
             self.mask_id,
             self._distillation(batch, _all_but_first(batch.tokens)),
         )
-        return LossOutput(
-            loss=loss,
-            token_nlls=torch.nn.functional.pad(nlls.view_as(scored) * scored, (1, 0)),
-            num_tokens=num_tokens,
-            num_masked=targets.numel(),
-            num_blocks=1,
-        )
+        token_nlls = pad(nlls.view_as(targets), (1, 0))
+        return LossOutput(loss, token_nlls, num_tokens, num_masked=num_tokens, num_blocks=1)
 
     def forward(
-        self,
-        input_ids: Int[Tensor, "b l"],
-        attention_mask: Shaped[Tensor, "b l"] | None = None,
-        **options: Any,
+        self, input_ids: Tokens, attention_mask: Shaped[Tensor, "b l"] | None = None, **options: Any
     ) -> CausalLMOutput:
         """Raw logits [B, l, V + 1]; those at position i are about token i + 1.
 
@@ -111,12 +90,12 @@ class AR(Student):
         self._refuse_unread(attention_mask, options)
         return CausalLMOutput(logits=self._project(self._hidden(input_ids), None))
 
-    def _hidden(self, tokens: Int[Tensor, "b l"]) -> Float[Tensor, "b l d"]:
+    def _hidden(self, tokens: Tokens) -> States:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self.backbone(self.backbone.vocab_embed(tokens), None, positions, causal_attention)
 
     def predict(
-        self, tokens: Int[Tensor, "b l"], noise_embeddings: Float[Tensor, "b l d"] | None = None
+        self, tokens: Tokens, noise_embeddings: States | None = None
     ) -> Float[Tensor, "b l v1"]:
         """Log-probabilities of the token after each position."""
         return masked_log_probs(self(tokens).logits, self.mask_id)
@@ -148,7 +127,7 @@ class AR(Student):
         return masked_log_probs(self._project(hidden[:, -1:], None)[:, 0], self.mask_id)
 
 
-def _all_but_first(tokens: Int[Tensor, "b l"]) -> Places:
+def _all_but_first(tokens: Tokens) -> Places:
     """Every place but those of column 0, row-major, listed without asking a mask."""
     rows, length = tokens.shape
     index = torch.arange(rows * (length - 1), device=tokens.device)

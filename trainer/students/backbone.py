@@ -105,12 +105,9 @@ class FrozenBackbone:
             if share <= HEAD_TOLERANCES[dtype]:
                 return
             got = f"logits that differ from its product by {share:.2g} of their spread"
-        raise UsageError(
-            "the backbone's output layer cannot be continued",
-            where=f"backbone, {self.files.name}",
-            got=got,
-            expected="logits = W h, with h the last hidden state",
-        )
+        what = "the backbone's output layer cannot be continued"
+        expected = "logits = W h, with h the last hidden state"
+        raise UsageError(what, where=f"backbone, {self.files.name}", got=got, expected=expected)
 
 
 def attention_window(files: PretrainedFiles) -> int | None:
@@ -149,27 +146,20 @@ def load_backbone(location: str | Path, vocab_size: int, dtype: DtypeName) -> Fr
 def require_backbone(
     got: FrozenBackbone, weights_sha256: object, name: object, remedy: str
 ) -> FrozenBackbone:
-    """The backbone, if it has the weights that are expected.
-
-    Args:
-        got: The loaded one.
-        weights_sha256: The expected hash; None where none was recorded.
-        name: Of the expected model, for the message.
-        remedy: What to do otherwise.
+    """The backbone, if it has the weights of the expected model, which is called ``name``.
 
     Raises:
         UsageError: Naming both hashes.
     """
-    ours = got.files.weights_sha256
-    if ours != weights_sha256:
-        raise UsageError(
-            "another backbone",
-            where=f"backbone, {got.files.name}",
-            got=f"weights_sha256 {ours}",
-            expected=f"{weights_sha256 or 'no recorded hash'} of {name}",
-            remedy=remedy,
-        )
-    return got
+    if got.files.weights_sha256 == weights_sha256:
+        return got
+    raise UsageError(
+        "another backbone",
+        where=f"backbone, {got.files.name}",
+        got=f"weights_sha256 {got.files.weights_sha256}",
+        expected=f"{weights_sha256 or 'no recorded hash'} of {name}",
+        remedy=remedy,
+    )
 
 
 # What students on a frozen backbone share: how they are made, kept and found their backbone.
@@ -198,12 +188,9 @@ class BackboneStudent(Student, ABC):
         """
         place, dtype = settings.backbone.location, settings.backbone.dtype
         if place is None:
-            raise UsageError(
-                "the student stands on a language model",
-                where="model.backbone.location",
-                got="none",
-                remedy="--backbone FOLDER or a hub id: the teacher of the shards",
-            )
+            what, where = "the student stands on a language model", "model.backbone.location"
+            remedy = "--backbone FOLDER or a hub id: the teacher of the shards"
+            raise UsageError(what, where=where, got="none", remedy=remedy)
         backbone = load_backbone(place, manifest.vocab_size, dtype)
         teacher = manifest.teacher
         remedy = "self-distillation: give the teacher of the shards, or extract from this backbone"

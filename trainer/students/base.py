@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -20,13 +20,13 @@ from shards.errors import UsageError
 from shards.noise.kinds import Noise
 from shards.store.manifest import Manifest
 from trainer.objective.batch import Batch, Places
-from trainer.students.conditioning import GumbelConditioner
+from trainer.objective.distillation import Distillation
+from trainer.students.conditioning import EmbeddedNoise, GumbelConditioner
 from trainer.students.configuration import StudentSettings
 from trainer.students.decoder import DecoderBackbone
-from trainer.students.dit import DiT
-from trainer.students.fused_head import Distillation
+from trainer.students.dit import DiT, Level, States, Tokens
 from trainer.students.hugging_face import StudentConfig
-from trainer.students.noise_attention import pack_noise
+from trainer.students.noise_attention import layer_scores
 
 UNREAD = {
     "use_cache": (True, False),
@@ -89,11 +89,8 @@ class Student(PreTrainedModel, ABC):
     uses_sigma = True
     default_sampler = "ancestral"
     reads: ClassVar[tuple[str, ...]] = (
-        "noise",
-        "diffusion",
-        "kd",
-        "language_model",
-        "predicts_next",
+        *("noise", "diffusion", "kd"),
+        *("language_model", "predicts_next"),
     )
     """Settings and groups of them beside the widths; see :func:`unread_settings`."""
 
@@ -119,13 +116,9 @@ class Student(PreTrainedModel, ABC):
     @classmethod
     def configure(cls, settings: StudentSettings, manifest: Manifest) -> StudentConfig:
         """The config of a student with these settings for that store."""
-        return cls.config_class.build(
-            settings,
-            vocab_size=manifest.vocab_size,
-            row_length=manifest.row_length,
-            bos_token_id=manifest.bos_id,
-            eos_token_id=manifest.eos_id,
-        )
+        ends = {"bos_token_id": manifest.bos_id, "eos_token_id": manifest.eos_id}
+        size, length = manifest.vocab_size, manifest.row_length
+        return cls.config_class.build(settings, vocab_size=size, row_length=length, **ends)
 
     @classmethod
     def make(cls, settings: StudentSettings, manifest: Manifest) -> Student:
@@ -151,17 +144,11 @@ class Student(PreTrainedModel, ABC):
         return {}
 
     def _make_conditioner(self) -> GumbelConditioner | None:
-        settings = self.settings
+        settings, noise = self.settings, self.settings.noise
         if settings.conditioning == "none":
             return None
-        return GumbelConditioner(
-            self.config.vocab_size,
-            settings.hidden_size,
-            settings.noise.transform,
-            settings.noise.prior_weight,
-            settings.noise.rank,
-            settings.noise.projection == "tied",
-        )
+        sizes, is_tied = (self.config.vocab_size, settings.hidden_size), noise.projection == "tied"
+        return GumbelConditioner(*sizes, noise.transform, noise.prior_weight, noise.rank, is_tied)
 
     @torch.no_grad()
     def _init_weights(self, module: torch.nn.Module) -> None:
@@ -235,6 +222,12 @@ class Student(PreTrainedModel, ABC):
         return self.conditioner is not None
 
     @property
+    def noise_parameters(self) -> dict[str, nn.Parameter]:
+        """Name -> weight, of all that come with noise."""
+        parts = ("conditioner.", "backbone.noise_readings.")
+        return {name: p for name, p in self.named_parameters() if name.startswith(parts)}
+
+    @property
     def reads_codec(self) -> bool:
         """Whether training reads the codec's arrays: for noise, or the teacher's probabilities."""
         return self.is_conditioned or self.settings.kd.kind == "token"
@@ -268,81 +261,34 @@ class Student(PreTrainedModel, ABC):
             return None
         return Distillation(batch.distribution(places), kd.weight, kd.temperature)
 
-    def embed_noise(self, noise: Noise, tau: float = 1.0) -> Float[Tensor, "n e"]:
-        """Embeddings of n noise vectors for ``predict``: D numbers each.
-
-        A student that reads the noise again (``noise.layers``) needs what it reads too: V shares
-        behind the D numbers, or 2 K numbers for K candidates. These must stay float32.
+    def embed_noise(self, noise: Noise, tau: float = 1.0) -> EmbeddedNoise:
+        """What the student reads of n noise vectors, as ``predict`` takes it.
 
         Raises:
             UsageError: When the student was trained without noise, or on another vocabulary.
         """
         if self.conditioner is None:
             raise UsageError("this student takes no noise", where="conditioning", got="none")
-        table = None
-        if self.settings.noise.projection == "tied":
+        settings, table = self.settings.noise, None
+        if settings.projection == "tied":
             table = self.backbone.vocab_embed.embedding[: self.config.vocab_size]
-        embedded = self.conditioner(noise, tau, table)
-        if not self.settings.noise.layers:
-            return embedded
+        embedding = self.conditioner(noise, tau, table)
+        if not settings.layers:
+            return EmbeddedNoise(embedding)
         unigram = self.conditioner.unigram_log_probs
-        prior = 0.0 if unigram is None else self.settings.noise.prior_weight * unigram
-        packed = pack_noise(noise, tau, prior, self.settings.noise.top_k)
-        return torch.cat((embedded, packed), dim=-1)
+        prior = 0.0 if unigram is None else settings.prior_weight * unigram
+        return EmbeddedNoise(embedding, *layer_scores(noise, tau, prior, settings.top_k))
 
-    def inject(
-        self,
-        embeddings: Float[Tensor, "b l d"],
-        masked: Bool[Tensor, "b l"] | Places,
-        noise_embeddings: Float[Tensor, "n e"],
-    ) -> Float[Tensor, "b l e"]:
-        """Put n noise embeddings at the n masked positions (row-major), replacing or adding.
+    @property
+    def adds_noise(self) -> bool:
+        """Whether noise embeddings are added to the mask's, and do not replace it."""
+        return self.settings.noise.injection == "add"
 
-        What is longer than the embeddings, the noise for later layers, goes behind them: zeros
-        at other positions. Where states predict the next token, noise lies one to the left of its
-        own, at the state that it is to decide.
-        """
-        index, width = Places.of(masked).index, embeddings.shape[-1]
-        if self.settings.predicts_next:
-            index = (index[0], index[1] - 1)
-        values = noise_embeddings[:, :width].to(embeddings.dtype)
-        filled = embeddings.index_put(
-            index, values, accumulate=self.settings.noise.injection == "add"
-        )
-        if noise_embeddings.shape[1] == width:
-            return filled
-        later = noise_embeddings[:, width:]
-        packed = later.new_zeros(*embeddings.shape[:2], later.shape[1]).index_put(index, later)
-        return torch.cat((filled, packed), dim=-1)
-
-    def blend(
-        self,
-        embeddings: Float[Tensor, "b l d"],
-        masked: Bool[Tensor, "b l"],
-        noise_embeddings: Float[Tensor, "b l e"],
-    ) -> Float[Tensor, "b l e"]:
-        """:meth:`inject` of noise embeddings that are laid out like the row; no place is listed."""
-        here, width = masked[..., None], embeddings.shape[-1]
-        if self.settings.predicts_next:  # position 0 is never masked
-            here, noise_embeddings = here.roll(-1, dims=1), noise_embeddings.roll(-1, dims=1)
-        values = noise_embeddings[..., :width].to(embeddings.dtype)
-        added = embeddings + values if self.settings.noise.injection == "add" else values
-        filled = torch.where(here, added, embeddings)
-        if noise_embeddings.shape[-1] == width:
-            return filled
-        return torch.cat((filled, torch.where(here, noise_embeddings[..., width:], 0.0)), dim=-1)
-
-    def _project(
-        self, hidden: Float[Tensor, "b l d"], sigma_embedding: Float[Tensor, "rows c"] | None
-    ) -> Float[Tensor, "b l v1"]:
+    def _project(self, hidden: States, level: Level) -> Float[Tensor, "b l v1"]:
         head = self.backbone.output_layer
-        return head(head.features(hidden, sigma_embedding))
+        return head(head.features(hidden, level))
 
-    def masked_positions(self, tokens: Int[Tensor, "b l"]) -> Bool[Tensor, "b l"]:
-        """Where a row is still to be filled."""
-        return tokens == self.mask_id
-
-    def generate(self, *args: Any, **kwargs: Any) -> Int[Tensor, "b l"]:
+    def generate(self, *args: Any, **kwargs: Any) -> Tokens:
         """Rows of tokens: :func:`trainer.loading.generate` of this student."""
         # The samplers stand above the students, so they are looked up when they are called.
         return import_module("trainer.loading").generate(self, *args, **kwargs)

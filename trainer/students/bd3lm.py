@@ -12,17 +12,26 @@ finished blocks in memory, ``finished`` being what the cache lacks of them::
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import no_type_check
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import pad
 
 from shards.console import stderr
 from shards.errors import UsageError, first_line
 from trainer.objective.batch import Places
-from trainer.students.dit import Attend, KeyValueCache, full_attention, masked_attention
+from trainer.students.conditioning import EmbeddedNoise, LayerNoise
+from trainer.students.dit import (
+    Attend,
+    KeyValueCache,
+    Level,
+    States,
+    Tokens,
+    full_attention,
+    masked_attention,
+)
 from trainer.students.hugging_face import StudentConfig
 from trainer.students.mdlm import MDLM
 
@@ -67,10 +76,8 @@ def flex_obstacle(device: torch.device) -> str:
         return f"it has no gradient on {device.type}"
     try:
         attend = flex_training_attention(64, 16, device)
-        query, key, value = (
-            torch.zeros(2, 1, 128, 16, device=device, requires_grad=True) for _ in range(3)
-        )
-        attend(query, key, value).sum().backward()
+        zeros = torch.zeros(2, 1, 128, 16, device=device, requires_grad=True)
+        attend(zeros, zeros, zeros).sum().backward()
     except Exception as error:  # whatever a compiler may lack
         return first_line(error)
     return ""
@@ -85,15 +92,12 @@ def flex_training_attention(row_length: int, block_size: int, device: torch.devi
     """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    @no_type_check
+    def sees(batch, head, query, key):
+        return training_pattern(query, key, row_length, block_size)
+
     length = 2 * row_length
-    mask = create_block_mask(
-        lambda batch, head, query, key: training_pattern(query, key, row_length, block_size),
-        None,
-        None,
-        length,
-        length,
-        device=device,
-    )
+    mask = create_block_mask(sees, None, None, length, length, device=device)
     kernel = torch.compile(flex_attention) if device.type == "cuda" else flex_attention
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -137,57 +141,38 @@ class BD3LM(MDLM):
         return length * (length if self.num_blocks == 1 else length + self.block_size)
 
     def contextualize(
-        self,
-        embeddings: Float[Tensor, "b l e"],
-        clean: Int[Tensor, "b l"],
-        sigma_embedding: Float[Tensor, "rows c"] | None,
-    ) -> Float[Tensor, "b l d"]:
+        self, embeddings: States, clean: Tokens, level: Level, noise: LayerNoise | None = None
+    ) -> States:
         """Hidden states of the noised half of [x_t ; x_0].
 
         A single block never looks at x_0, so the clean half is left out then.
         """
         if self.num_blocks == 1:
-            return super().contextualize(embeddings, clean, sigma_embedding)
+            return super().contextualize(embeddings, clean, level, noise)
         length = clean.shape[1]
-        both = torch.cat((embeddings, self._embed_clean(clean, embeddings)), dim=1)
+        known = self.backbone.vocab_embed(clean).to(embeddings.dtype)
+        both = torch.cat((embeddings, known), dim=1)
         positions = torch.arange(length, device=clean.device).repeat(2)
         attend = self._training_attention(length, clean.device)
-        return self.backbone(both, sigma_embedding, positions, attend)[:, :length]
+        hidden = self.backbone(both, level, positions, attend, noise=noise)
+        return hidden[:, :length]
 
     def _training_attention(self, length: int, device: torch.device) -> Attend:
         choice = self.settings.attention
         if choice == "auto":
-            wide_enough = self.backbone.head_width >= 16
-            choice = "sdpa"
-            if device.type == "cuda" and wide_enough:
-                choice = "sdpa" if _told_obstacle(device) else "flex"
+            can = device.type == "cuda" and self.backbone.head_width >= 16
+            choice = "flex" if can and not _told_obstacle(device) else "sdpa"
         if choice == "flex" and device.type != "cuda" and torch.is_grad_enabled():
-            raise UsageError(
-                "FlexAttention has no gradient on this device",
-                where="model.attention",
-                got=f"flex on {device.type}",
-                remedy="set model.attention=auto, which takes sdpa here",
-            )
+            what, got = "FlexAttention has no gradient on this device", f"flex on {device.type}"
+            remedy = "set model.attention=auto, which takes sdpa here"
+            raise UsageError(what, where="model.attention", got=got, remedy=remedy)
         if choice == "flex":
             return flex_training_attention(length, self.block_size, device)
         return masked_attention(training_mask(length, self.block_size, device))
 
-    def sampling_states(
-        self,
-        tokens: Int[Tensor, "b l"],
-        noise_embeddings: Float[Tensor, "b l e"] | None = None,
-        sigma: Float[Tensor, "b"] | None = None,
-    ) -> tuple[Float[Tensor, "b l d"], Float[Tensor, "rows c"] | None]:
-        """Hidden states of a sampling pass: each block sees itself and the blocks before it.
-
-        ``tokens`` may be a prefix of the row, [B, l] with l <= L.
-        """
-        length = tokens.shape[1]
-        level = self._embed_sigma(sigma)
-        positions = torch.arange(length, device=tokens.device)
-        mask = block_causal_mask(length, self.block_size, tokens.device)
-        embeddings = self.embed(tokens, noise_embeddings)
-        return self.backbone(embeddings, level, positions, masked_attention(mask)), level
+    def sampling_attention(self, length: int) -> Attend:
+        """See :class:`MDLM`: each block sees itself and the blocks before it."""
+        return masked_attention(block_causal_mask(length, self.block_size, self.device))
 
     def start_cache(self, batch_size: int) -> KeyValueCache:
         """Empty memory for the keys and values of ``batch_size`` rows.
@@ -196,11 +181,9 @@ class BD3LM(MDLM):
             UsageError: For a time-conditioned student, whose finished blocks change with time.
         """
         if self.settings.diffusion.time_conditioning:
-            raise UsageError(
-                "a time-conditioned student has no block cache",
-                where="time_conditioning",
-                remedy="sample without one (use_cache=false), or with predict over the prefix",
-            )
+            what = "a time-conditioned student has no block cache"
+            remedy = "sample without one (use_cache=false), or with predict over the prefix"
+            raise UsageError(what, where="time_conditioning", remedy=remedy)
         return self.backbone.start_cache(batch_size, self.config.row_length)
 
     @torch.no_grad()
@@ -209,7 +192,7 @@ class BD3LM(MDLM):
         finished: Int[Tensor, "b new"],
         block_tokens: Int[Tensor, "b open"],
         where: Bool[Tensor, "b open"] | Places,
-        noise_embeddings: Float[Tensor, "b open e"] | None,
+        noise_embeddings: EmbeddedNoise | None,
         cache: KeyValueCache,
     ) -> Float[Tensor, "n v1"]:
         """``predict_at`` for a block whose predecessors' keys and values are kept.
@@ -228,23 +211,19 @@ class BD3LM(MDLM):
         """
         new = finished.shape[1]
         both = torch.cat((finished, block_tokens), dim=1)
-        embeddings = self.embed(block_tokens, noise_embeddings)
+        embeddings, noise = self.embed(block_tokens, noise_embeddings)
         if new:
-            embeddings = torch.cat((self._embed_clean(finished, embeddings), embeddings), dim=1)
+            known = self.backbone.vocab_embed(finished).to(embeddings.dtype)
+            embeddings = torch.cat((known, embeddings), dim=1)
+            if noise is not None:
+                noise = replace(noise, places=noise.places.shifted(new))
         keys = torch.arange(cache.length + both.shape[1], device=both.device)
-        positions, level = keys[cache.length :], self._embed_sigma(None)
+        positions, level = keys[cache.length :], self._level(None)
         allowed = positions[:, None] // self.block_size >= keys[None, :] // self.block_size
         attend = masked_attention(allowed) if both.shape[1] > self.block_size else full_attention
-        hidden = self.backbone(embeddings, level, positions, attend, cache)[:, new:]
+        hidden = self.backbone(embeddings, level, positions, attend, cache, noise)[:, new:]
         cache.length += new
         return self._log_probs_at(hidden, where, level)
-
-    def _embed_clean(
-        self, tokens: Int[Tensor, "b new"], noised: Float[Tensor, "b l e"]
-    ) -> Float[Tensor, "b new e"]:
-        """Embeddings of known tokens, to be put beside noised ones; they have no noise to read."""
-        clean = self.backbone.vocab_embed(tokens).to(noised.dtype)
-        return pad(clean, (0, noised.shape[-1] - clean.shape[-1]))
 
 
 @functools.lru_cache(maxsize=16)

@@ -9,15 +9,76 @@ Which entries of the noise there are, and how they are walked, the noise knows i
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from shards.errors import UsageError
 from shards.noise.embedding import Transform, Weighting
 from shards.noise.kinds import Noise
+from trainer.objective.batch import Places
+
+
+@dataclass(frozen=True)
+class EmbeddedNoise:
+    """What a student reads of the noise of n positions, or of rows of them (zero at known tokens).
+
+    Attributes:
+        embedding: [*shape, D] softmax(tau xi + w log q) W, for the first layer.
+        scores: [*shape, K] float32, tau xi + w log q less a number per position, for the layers of
+            ``noise.layers``; None without these.
+        ids: [*shape, K] int32, which entries of the vocabulary they are of; None is all of them.
+    """
+
+    embedding: Float[Tensor, "*shape d"]
+    scores: Float[Tensor, "*shape k"] | None = None
+    ids: Int[Tensor, "*shape k"] | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> EmbeddedNoise:
+        """The same change of all that there is."""
+        parts = (self.embedding, self.scores, self.ids)
+        return EmbeddedNoise(*(None if part is None else change(part) for part in parts))  # type: ignore[arg-type]
+
+    def __getitem__(self, index: Any) -> EmbeddedNoise:
+        return self.map(lambda part: part[index])
+
+    def laid_out(self, index: tuple[Tensor, ...], shape: Sequence[int]) -> EmbeddedNoise:
+        """A batch of that shape: these positions at ``index``, zero elsewhere."""
+        return self.map(lambda part: part.new_zeros(*shape, part.shape[-1]).index_put(index, part))
+
+    def unflatten(self, sizes: Sequence[int]) -> EmbeddedNoise:
+        """The first axis as these."""
+        return self.map(lambda part: part.unflatten(0, sizes))
+
+    @classmethod
+    def cat(cls, parts: Sequence[EmbeddedNoise]) -> EmbeddedNoise:
+        """One behind the other, along the first axis."""
+        columns = zip(*((p.embedding, p.scores, p.ids) for p in parts), strict=True)
+        return cls(*(None if each[0] is None else torch.cat(each) for each in columns))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class LayerNoise:
+    """What later layers read of the noise: scores and ids of :class:`EmbeddedNoise`, [n, K].
+
+    Attributes:
+        places: Where in the batch the n positions are.
+        scores: See there.
+        ids: See there.
+    """
+
+    places: Places
+    scores: Float[Tensor, "n k"]
+    ids: Int[Tensor, "n k"] | None = None
+
+    @classmethod
+    def of(cls, noise: EmbeddedNoise, places: Places) -> LayerNoise | None:
+        """That of n positions; None where no later layer reads any."""
+        return None if noise.scores is None else cls(places, noise.scores, noise.ids)
 
 
 class GumbelConditioner(nn.Module):

@@ -15,26 +15,27 @@ PRESETS = Path(__file__).resolve().parent.parent / "presets" / "students"
 
 
 def require(condition: bool, name: str, got: object, expected: str) -> None:
-    """Refuse a setting of a student.
-
-    Raises:
-        UsageError: Where the condition does not hold.
-    """
+    """A :class:`UsageError` about a setting of a student where the condition does not hold."""
     if not condition:
         raise UsageError("bad student setting", where=f"model.{name}", got=got, expected=expected)
 
 
 @dataclass(frozen=True)
 class NoiseSettings:
-    """How the noise of masked positions enters a student."""
+    """How the noise of masked positions enters a student.
+
+    ``layers`` say after how many blocks masked positions attend to the vocabulary with the noise as
+    bias (noise cross-attention): [1, 2] is behind the first and behind the second block.
+
+    With a ``prior_share`` a student learns to weigh the noise against what it reads: a sampler's
+    noise knows nothing of the tokens already drawn.
+    """
 
     injection: Literal["replace", "add"] = setting(
         "replace", "Noise embedding in place of the mask embedding, or added to it."
     )
     transform: Literal["gumbel", "gaussian", "uniform"] = setting(
-        "gumbel",
-        "Marginal of the noise fed to softmax: the Gumbel draw itself, or the same draw transformed"
-        " monotonically to a Gaussian or a uniform (the paper's ablations).",
+        "gumbel", "Marginal of the noise fed to softmax (the paper's ablations transform the draw)."
     )
     prior_weight: float = setting(
         0.0, "w in softmax(xi + w log q), q the corpus unigram; 0 is the paper.", within="[0, inf)"
@@ -42,30 +43,13 @@ class NoiseSettings:
     projection: Literal["own", "tied"] = setting(
         "own", "W of its own, or tied: the token embedding times a D x D matrix."
     )
-    rank: int | None = setting(
-        None,
-        "r of a W of its own that is the product of V x r and r x D; none is V x D.",
-        within="[1, inf)",
-    )
+    rank: int | None = setting(None, "r where W is V x r times r x D.", within="[1, inf)")
     tau: float = setting(1.0, "Scale of xi in training (a sampler has its own).", within="(0, inf)")
-    prior_share: float = setting(
-        0.0,
-        "Share of the masked positions that see prior noise in training, which knows nothing of"
-        " their token, as a sampler's noise knows nothing of the tokens already drawn: so a student"
-        " learns to weigh the noise against what it reads. 0 is the paper.",
-        within="[0, 1)",
-    )
+    prior_share: float = setting(0.0, "Share of positions under prior noise.", within="[0, 1)")
     layers: tuple[int, ...] = setting(
-        (),
-        "After how many blocks masked positions attend to the vocabulary with the noise as bias"
-        " (noise cross-attention): [1, 2] is behind the first and behind the second block.",
+        (), "Blocks behind which masked positions attend to the vocabulary, noise as bias."
     )
-    top_k: int = setting(
-        0,
-        "Ids of largest tau xi + w log q that this attention looks at; 0 is the whole vocabulary,"
-        " which holds V numbers per masked position.",
-        within="[0, inf)",
-    )
+    top_k: int = setting(0, "Largest entries that these look at; 0 is all V.", within="[0, inf)")
 
     def __post_init__(self) -> None:
         check_bounds(self, "model.noise")
@@ -77,43 +61,29 @@ class NoiseSettings:
 
 @dataclass(frozen=True)
 class DiffusionSettings:
-    """Times, masks and their weights in the loss."""
+    """Times, masks and their weights in the loss.
+
+    A masked token weighs p'(t) / p(t) (``schedule``, as in BD3-LM; 1/t for loglinear), or as in the
+    older MDLM with p = (1 - 1e-3) t (``rate``). Validation keeps these weights whatever the cap.
+    """
 
     schedule: Literal["loglinear", "square", "square_root", "log", "cosine"] = setting(
         "loglinear", "Masking probability as a function of time."
     )
     loss_weighting: Literal["schedule", "rate"] = setting(
-        "schedule",
-        "schedule weighs a masked token by p'(t) / p(t) (BD3-LM; 1/t for loglinear); rate is the"
-        " older MDLM form with p = (1 - 1e-3) t.",
+        "schedule", "Weight of a masked token: p'(t) / p(t), or the older MDLM's."
     )
     max_loss_weight: float | None = setting(
         None,
-        "Cap of that weight: min(1/t, cap), so that 1 weighs every masked token alike. Training"
-        " only: validation keeps the bound's weight. None is no cap.",
+        "Cap of that weight in training; 1 weighs every masked token alike.",
         within="(0, inf)",
     )
-    fully_masked_share: float = setting(
-        0.0,
-        "Share of the rows (BD3-LM: blocks) of a batch that train at max_time, where few-step"
-        " decoding begins.",
-        within="[0, 1]",
-    )
-    min_time: float = setting(
-        1e-3,
-        "Lower clip of t; with search_schedule only where the search starts.",
-        within="(0, 1]",
-    )
+    fully_masked_share: float = setting(0.0, "Share of blocks at max_time.", within="[0, 1]")
+    min_time: float = setting(1e-3, "Lower clip of t, where a search starts.", within="(0, 1]")
     max_time: float = setting(1.0, "Upper clip of t.", within="(0, 1]")
-    resample: bool = setting(
-        False, "Draw blocks anew whose masked fraction leaves [min_time, max_time]."
-    )
-    search_schedule: bool = setting(
-        False, "Choose the clips by the variance of the loss at every validation (var_min)."
-    )
-    time_conditioning: bool = setting(
-        False, "Tell the backbone the noise level; otherwise it always sees 0."
-    )
+    resample: bool = setting(False, "Draw blocks anew whose masked fraction leaves the clips.")
+    search_schedule: bool = setting(False, "Choose the clips by the loss's variance (var_min).")
+    time_conditioning: bool = setting(False, "Tell the backbone the noise level, and not 0.")
 
     def __post_init__(self) -> None:
         check_bounds(self, "model.diffusion")
@@ -128,22 +98,18 @@ class DiffusionSettings:
 
 @dataclass(frozen=True)
 class DistillationSettings:
-    """Knowledge distillation beside the noise, or without it."""
+    """Knowledge distillation beside the noise, or without it.
+
+    ``token`` adds the KL from the teacher's stored probabilities at the predicted positions,
+    ``sequence`` demands a store whose rows the teacher wrote.
+    """
 
     kind: Literal["none", "token", "sequence"] = setting(
-        "none",
-        "token adds the KL from the teacher's stored probabilities at the predicted positions,"
-        " sequence demands a store whose rows the teacher wrote.",
+        "none", "token: the KL from the teacher's probabilities; sequence: the teacher's own rows."
     )
-    weight: float = setting(
-        1.0,
-        "Share of the KL in the loss, the rest is the tokens' NLL; token only.",
-        within="(0, 1]",
-    )
+    weight: float = setting(1.0, "Share of the KL in the loss; token only.", within="(0, 1]")
     temperature: float = setting(
-        1.0,
-        "T of both distributions in the KL, which is scaled by T^2; token only.",
-        within="(0, inf)",
+        1.0, "T of the KL, which is scaled by T^2; token only.", within="(0, inf)"
     )
 
     def __post_init__(self) -> None:
@@ -152,28 +118,25 @@ class DistillationSettings:
 
 @dataclass(frozen=True)
 class BackboneSettings:
-    """The frozen language model that Medusa heads or a drafter stand on, and what is on it."""
+    """The frozen language model that Medusa heads or a drafter stand on, and what is on it.
 
-    location: str | None = setting(
-        None,
-        "Folder or hub id: the teacher of the shards. The student's own widths are then those of"
-        " what is trained beside it.",
-    )
+    A proposal may see the noise of its own token too (``seen``, the paper), or only that of the
+    tokens before it (``hidden``): then its own noise is added when it decodes. A head's output
+    layer is the backbone's, and what it learns beside that: nothing, a product, or a whole matrix.
+    """
+
+    location: str | None = setting(None, "Folder or hub id: the teacher of the shards.")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "Precision of its weights.")
     num_proposed: int = setting(
         3, "K, tokens that heads propose at once, or steps of a drafter.", within="[1, inf)"
     )
     own_noise: Literal["hidden", "seen"] = setting(
-        "hidden",
-        "Whether a proposal sees the noise of its own token too (the paper), or only that of the"
-        " tokens before it; then its own noise is added when it decodes.",
+        "hidden", "Whether a proposal sees the noise of its own token."
     )
     head_output: Literal["shared", "low_rank", "full"] = setting(
-        "shared",
-        "What a Medusa head learns of its output layer beside the backbone's own, which all heads"
-        " share: nothing, a product of rank head_rank, or a whole matrix.",
+        "shared", "What a Medusa head learns of its output layer."
     )
-    head_rank: int = setting(64, "See head_output.", within="[1, inf)")
+    head_rank: int = setting(64, "Rank of a low_rank head_output.", within="[1, inf)")
     num_starts: int = setting(
         32, "Starting points of a row that a drafter learns from at a time.", within="[1, inf)"
     )
@@ -184,47 +147,35 @@ class BackboneSettings:
 
 @dataclass(frozen=True)
 class StudentSettings:
-    """Architecture and objective of a student; everything but the vocabulary and the row length."""
+    """Architecture and objective of a student; everything but the vocabulary and the row length.
+
+    Draws of dropout are keyed by step and process and follow the micro-batches, so with it runs of
+    different world sizes differ in these draws. With ``predicts_next`` a state predicts the token
+    after its own, as in a language model (DiffuLLaMA's shift); noise then lies one to the left too.
+    ``--init-from`` a language model fills in ``language_model``. On a backbone the widths are those
+    of what is trained beside it.
+    """
 
     hidden_size: int = setting(768, "Width D.", within="[1, inf)")
     num_layers: int = setting(12, "Transformer blocks.", within="[1, inf)")
-    num_heads: int = setting(
-        12, "Attention heads; must divide hidden_size into even head widths.", within="[1, inf)"
-    )
-    condition_size: int = setting(
-        128, "Width of the noise-level vector behind adaLN.", within="[1, inf)"
-    )
+    num_heads: int = setting(12, "Attention heads, of even width.", within="[1, inf)")
+    condition_size: int = setting(128, "Width of the vector behind adaLN.", within="[1, inf)")
     mlp_ratio: int = setting(4, "Hidden width of the MLP over hidden_size.", within="[1, inf)")
-    dropout: float = setting(
-        0.1,
-        "Residual dropout probability. Its draws are keyed by step and process and follow the"
-        " micro-batches, so with it runs of different world sizes differ in these draws.",
-        within="[0, 1)",
-    )
+    dropout: float = setting(0.1, "Residual dropout probability.", within="[0, 1)")
     attention: Literal["auto", "sdpa", "flex"] = setting(
         "auto", "FlexAttention or SDPA for block masks; auto takes flex on CUDA."
     )
     embedding_init_std: float | None = setting(
-        None,
-        "Normal initialisation of the token embedding; none is kaiming-uniform.",
-        within="(0, inf)",
+        None, "Normal initial token embedding; none is kaiming-uniform.", within="(0, inf)"
     )
     conditioning: Literal["none", "gumbel"] = setting(
         "none", "Whether masked positions see Gumbel noise; a drafter's never do."
     )
-    block_size: int | None = setting(
-        None, "Tokens per block of a block-diffusion student; none is the row.", within="[1, inf)"
-    )
+    block_size: int | None = setting(None, "Tokens per block; none is the row.", within="[1, inf)")
     language_model: dict[str, Any] | None = setting(
-        None,
-        "Configuration of the model of transformers whose layers, of these widths, the student has"
-        " in place of a DiT; --init-from such a model fills it in.",
+        None, "Configuration of transformers' model whose layers stand in place of a DiT's."
     )
-    predicts_next: bool = setting(
-        False,
-        "Whether a state predicts the token after its own, as in a language model (DiffuLLaMA's"
-        " shift); noise then lies one to the left too.",
-    )
+    predicts_next: bool = setting(False, "Whether a state predicts the token after its own.")
     noise: NoiseSettings = setting(factory=NoiseSettings)
     diffusion: DiffusionSettings = setting(factory=DiffusionSettings)
     kd: DistillationSettings = setting(factory=DistillationSettings)
@@ -233,18 +184,18 @@ class StudentSettings:
     def __post_init__(self) -> None:
         check_bounds(self, "model")
         decoder, noise = self.language_model is not None, self.noise
+        inside = all(1 <= depth <= self.num_layers for depth in noise.layers)
+        kind = (self.conditioning, noise.transform)
+        readable = not noise.layers or kind == ("gumbel", "gumbel")
+        timed = self.diffusion.time_conditioning and decoder
         heads = decoder or self.hidden_size % (2 * self.num_heads) == 0
         require(heads, "hidden_size", self.hidden_size, f"a multiple of {2 * self.num_heads}")
         wide = self.attention != "flex" or self.hidden_size >= 16 * self.num_heads
         require(wide, "attention", self.attention, "sdpa for heads narrower than 16")
         narrow = (noise.rank or 1) <= self.hidden_size
         require(narrow, "noise.rank", noise.rank, f"at most hidden_size = {self.hidden_size}")
-        inside = all(1 <= depth <= self.num_layers for depth in noise.layers)
         require(inside, "noise.layers", noise.layers, f"depths in 1..{self.num_layers}")
-        kind = (self.conditioning, noise.transform)
-        readable = not noise.layers or kind == ("gumbel", "gumbel")
         require(readable, "noise.layers", kind, "Gumbel noise as conditioning")
-        timed = self.diffusion.time_conditioning and decoder
         require(not timed, "diffusion.time_conditioning", True, "false: a decoder knows no time")
         require(not self.predicts_next or decoder, "predicts_next", True, "false for a DiT")
         added = self.conditioning == "none" or noise.injection == "add" or not self.predicts_next
@@ -258,14 +209,9 @@ def unread_settings(reads: tuple[str, ...]) -> set[str]:
         reads: What it reads: groups (``noise``) and single settings (``noise.transform``). Every
             student reads its widths and ``conditioning``.
     """
-    groups = {"noise", "diffusion", "kd", "backbone"}
     single = {"block_size", "language_model", "predicts_next"}
-    names = {n for n in flatten(to_mapping(StudentSettings())) if n.split(".")[0] in groups}
+    names = {name for name in flatten(to_mapping(StudentSettings())) if "." in name}
     return {n for n in names | single if not {n, n.split(".")[0]} & set(reads)}
-
-
-def _names(settings: type[Any], first: int) -> list[str]:
-    return [field.name for field in dataclasses.fields(settings)[first:]]
 
 
 FLAT_BEFORE = {
@@ -275,13 +221,13 @@ FLAT_BEFORE = {
     "noise_readings": "noise.layers",
     "reading_candidates": "noise.top_k",
     "noise_schedule": "diffusion.schedule",
-    **{name: f"diffusion.{name}" for name in _names(DiffusionSettings, 1)},
+    **{f.name: f"diffusion.{f.name}" for f in dataclasses.fields(DiffusionSettings)[1:]},
     "kd": "kd.kind",
     "kd_weight": "kd.weight",
     "kd_temperature": "kd.temperature",
     "backbone": "backbone.location",
     "backbone_dtype": "backbone.dtype",
-    **{name: f"backbone.{name}" for name in _names(BackboneSettings, 2)},
+    **{f.name: f"backbone.{f.name}" for f in dataclasses.fields(BackboneSettings)[2:]},
 }
 """What settings were called before they lay in groups, in folders and checkpoints of that time."""
 GONE = {

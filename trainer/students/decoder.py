@@ -18,9 +18,17 @@ from torch.nn.functional import dropout
 from transformers import AttentionInterface, AutoConfig, AutoModel
 
 from shards.errors import UsageError, first_line
-from trainer.students.dit import Attend, Embedding, KeyValueCache, OutputProjection
+from trainer.students.conditioning import LayerNoise
+from trainer.students.dit import (
+    Attend,
+    Embedding,
+    KeyValueCache,
+    Level,
+    OutputProjection,
+    States,
+    noise_layers,
+)
 from trainer.students.hugging_face import StudentConfig
-from trainer.students.noise_attention import NoiseToRead, make_readings
 
 ATTENTION = "gdistill_student"
 
@@ -29,27 +37,17 @@ class Pass:
     """One call of the network, as its attention and the hooks behind its layers see it.
 
     No dataclass: FSDP makes copies of those on the way into a layer.
-
-    Args:
-        attend: Who attends to whom.
-        cache: Keys and values of finished tokens.
-        dropout: Probability of dropping an entry of what a layer adds.
-        noise: What is read behind layers.
-        readings: Depth -> reading.
-        head: E, the weights of the output layer.
     """
 
     def __init__(
         self,
+        backbone: DecoderBackbone,
         attend: Attend,
         cache: KeyValueCache | None,
-        dropout: float,
-        noise: NoiseToRead | None,
-        readings: nn.ModuleDict,
-        head: Tensor,
+        noise: LayerNoise | None,
     ) -> None:
-        self.attend, self.cache, self.dropout = attend, cache, dropout
-        self.noise, self.readings, self.head = noise, readings, head
+        self.attend, self.cache, self.noise, self.dropout = attend, cache, noise, backbone.dropout
+        self.noise_layers, self.head = backbone.noise_readings, backbone.output_layer.linear.weight
 
 
 def _attention(
@@ -92,8 +90,8 @@ def _behind_layer(
     if run.dropout and module.training:
         before = inputs[0] if inputs else named["hidden_states"]
         states = before + dropout(states - before, run.dropout)
-    if run.noise is not None and str(depth) in run.readings:
-        states = run.readings[str(depth)](states, run.noise, run.head)
+    if run.noise is not None and str(depth) in run.noise_layers:
+        states = run.noise_layers[str(depth)](states, run.noise, run.head)
     return (states, *output[1:]) if isinstance(output, tuple) else states
 
 
@@ -108,35 +106,32 @@ def layer_lists(network: Any) -> list[tuple[nn.Module, str]]:
     ]
 
 
+def _layers(network: Any) -> nn.ModuleList:
+    ((parent, name),) = layer_lists(network)
+    return getattr(parent, name)
+
+
 def empty_network(decoder: dict[str, Any]) -> Any:
     """The network of a configuration, initial weights, without token embeddings.
 
     Raises:
         UsageError: If transformers does not know it, or cannot run it with another attention.
     """
-    values = dict(decoder)
     try:
-        kind = AutoConfig.for_model(values.pop("model_type"), **values)
-        network = AutoModel.from_config(kind, attn_implementation=ATTENTION)
+        config = AutoConfig.for_model(**decoder)
+        network = AutoModel.from_config(config, attn_implementation=ATTENTION)
     except (KeyError, ValueError, TypeError, ImportError) as error:
         raise cannot_become_a_student(decoder.get("model_type"), first_line(error)) from error
     lists = layer_lists(network)
     if len(lists) != 1:
-        got = f"{len(lists)} lists of its layers"
-        raise cannot_become_a_student(decoder.get("model_type"), got)
+        raise cannot_become_a_student(decoder["model_type"], f"{len(lists)} lists of its layers")
     for module in network.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0  # the student's own is between layers
     for depth, layer in enumerate(_layers(network), start=1):
-        hook = functools.partial(_behind_layer, depth)
-        layer.register_forward_hook(hook, with_kwargs=True)
+        layer.register_forward_hook(functools.partial(_behind_layer, depth), with_kwargs=True)
     network.set_input_embeddings(nn.Identity())
     return network
-
-
-def _layers(network: Any) -> nn.ModuleList:
-    ((parent, name),) = layer_lists(network)
-    return getattr(parent, name)
 
 
 def cannot_become_a_student(model_type: object, got: str) -> UsageError:
@@ -145,8 +140,7 @@ def cannot_become_a_student(model_type: object, got: str) -> UsageError:
         "this language model cannot become a student",
         where=f"model.language_model, {model_type}",
         got=got,
-        expected="a decoder of transformers that takes other attention kernels (Llama, Qwen, "
-        "GPT-2, ...)",
+        expected="a decoder of transformers that takes other attention kernels (Llama, GPT-2, ...)",
     )
 
 
@@ -157,9 +151,7 @@ class PlainHead(nn.Module):
         super().__init__()
         self.linear = OutputProjection(config.settings.hidden_size, config.vocab_size + 1)
 
-    def features(
-        self, x: Float[Tensor, "b l d"], sigma_embedding: Float[Tensor, "rows c"] | None
-    ) -> Float[Tensor, "b l d"]:
+    def features(self, x: States, level: Level) -> States:
         """What the projection sees."""
         return x.to(self.linear.weight.dtype)
 
@@ -188,22 +180,14 @@ class DecoderBackbone(nn.Module):
             config.vocab_size + 1, settings.hidden_size, settings.embedding_init_std
         )
         self.output_layer = PlainHead(config)
-        self.num_candidates = settings.noise.top_k
-        self.noise_readings = make_readings(
-            config.vocab_size, settings.hidden_size, settings.noise.layers
-        )
+        self.noise_readings = noise_layers(config)
         self.dropout, self.predicts_next = settings.dropout, settings.predicts_next
         shape = self.network.config.get_text_config(decoder=True)
-        self.head_width = getattr(shape, "head_dim", None) or (
-            shape.hidden_size // shape.num_attention_heads
-        )
-        self.num_key_value_heads = (
-            getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
-        )
-        self.num_matrix_weights = sum(
-            weight.numel() for weight in self.blocks.parameters() if weight.ndim > 1
-        )
-        self.attended_width = shape.num_attention_heads * self.head_width
+        heads = shape.num_attention_heads
+        self.head_width = getattr(shape, "head_dim", None) or shape.hidden_size // heads
+        self.num_key_value_heads = getattr(shape, "num_key_value_heads", None) or heads
+        self.num_matrix_weights = sum(w.numel() for w in self.blocks.parameters() if w.ndim > 1)
+        self.attended_width = heads * self.head_width
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -215,28 +199,21 @@ class DecoderBackbone(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "b l e"],
-        sigma_embedding: Float[Tensor, "rows c"] | None,
+        x: States,
+        level: Level,
         positions: Int[Tensor, "l"],
         attend: Attend,
         cache: KeyValueCache | None = None,
-    ) -> Float[Tensor, "b l d"]:
+        noise: LayerNoise | None = None,
+    ) -> States:
         """Embeddings -> last hidden states, behind the network's own final norm.
 
         Where they predict the next token, the state of position i is put at i + 1, whose token it
         is about; position 0 is never predicted.
         """
-        x, noise = NoiseToRead.split(x, self.vocab_embed.embedding.shape[1], self.num_candidates)
         # A rank's share of a last batch may be empty, which the layers cannot reshape.
         rows = x if len(x) else x.new_zeros(1, *x.shape[1:])
-        run = Pass(
-            attend,
-            cache,
-            self.dropout,
-            noise,
-            self.noise_readings,
-            self.output_layer.linear.weight,
-        )
+        run = Pass(self, attend, cache, noise)
         states = self.network(
             inputs_embeds=rows, position_ids=positions[None], use_cache=False, student_pass=run
         ).last_hidden_state
@@ -246,13 +223,5 @@ class DecoderBackbone(nn.Module):
 
     def start_cache(self, batch_size: int, capacity: int) -> KeyValueCache:
         """Empty key/value memory for ``capacity`` tokens per row."""
-        weight = self.vocab_embed.embedding
-        shape = (
-            len(self.blocks),
-            batch_size,
-            self.num_key_value_heads,
-            capacity,
-            self.head_width,
-        )
-        zeros = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
-        return KeyValueCache(zeros, zeros.clone())
+        shape = batch_size, self.num_key_value_heads, capacity, self.head_width
+        return KeyValueCache.empty(self.vocab_embed.embedding, len(self.blocks), *shape)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, no_type_check
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,9 +20,14 @@ from torch.nn.functional import (
     silu,
 )
 
+from trainer.students.conditioning import LayerNoise
 from trainer.students.hugging_face import StudentConfig
-from trainer.students.noise_attention import NoiseToRead, make_readings
+from trainer.students.noise_attention import VocabularyAttention
 
+Tokens = Int[Tensor, "b l"]
+States = Float[Tensor, "b l d"]
+Level = Float[Tensor, "rows c"] | None
+"""The vector behind every adaLN, of each row or one for all; None for a plain transformer."""
 Heads = Float[Tensor, "b heads l width"]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(query, key, value), each [B, heads, length, head width] -> attended values like query."""
@@ -79,10 +85,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def masked_attention(allowed: Bool[Tensor, "*rows q k"]) -> Attend:
     """SDPA restricted to the allowed (query, key) pairs; [B, 1, q or 1, k] tells rows apart."""
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return dot_product_attention(query, key, value, attn_mask=allowed)
-
-    return attend
+    return functools.partial(dot_product_attention, attn_mask=allowed)
 
 
 @dataclass
@@ -99,6 +102,12 @@ class KeyValueCache:
     values: Float[Tensor, "layers b heads capacity width"]
     length: int = 0
 
+    @classmethod
+    def empty(cls, weight: Tensor, *shape: int) -> KeyValueCache:
+        """Memory of ``keys``' shape, of a weight's precision and device."""
+        zeros = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        return cls(zeros, zeros.clone())
+
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Put the new tokens behind the finished ones; return all keys and values so far."""
         stop = self.length + key.shape[-2]
@@ -111,10 +120,8 @@ class KeyValueCache:
     def select(self, rows: Int[Tensor, "m"], room: int | None = None) -> KeyValueCache:
         """A copy of some rows' finished tokens, with room for further ones (None: the capacity)."""
         spare = self.keys.shape[-2] - self.length if room is None else room
-        keys, values = (
-            pad(memory[..., : self.length, :].index_select(1, rows), (0, 0, 0, spare))
-            for memory in (self.keys, self.values)
-        )
+        finished = (memory[..., : self.length, :] for memory in (self.keys, self.values))
+        keys, values = (pad(f.index_select(1, rows), (0, 0, 0, spare)) for f in finished)
         return KeyValueCache(keys, values, self.length)
 
 
@@ -125,8 +132,6 @@ class KeyValueCache:
 
 LAYER_NORM_EPS = 1e-5
 NUM_FREQUENCIES = 128
-Modulation = Float[Tensor, "rows 1 d"] | float
-Half = Callable[..., Any]
 
 
 class Embedding(nn.Module):
@@ -176,15 +181,12 @@ class SigmaEmbedding(nn.Module):
 
     def __init__(self, condition_size: int) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(
-            nn.Linear(2 * NUM_FREQUENCIES, condition_size),
-            nn.SiLU(),
-            nn.Linear(condition_size, condition_size),
-        )
+        first = nn.Linear(2 * NUM_FREQUENCIES, condition_size)
+        last = nn.Linear(condition_size, condition_size)
+        self.mlp = nn.Sequential(first, nn.SiLU(), last)
 
     def forward(self, sigma: Float[Tensor, "b"]) -> Float[Tensor, "b c"]:
-        features = sigma_features(sigma)
-        return silu(self.mlp(features.to(next(self.mlp.parameters()).dtype)))
+        return silu(self.mlp(sigma_features(sigma).to(next(self.mlp.parameters()).dtype)))
 
 
 class AdaLN(nn.Linear):
@@ -199,9 +201,18 @@ class AdaLN(nn.Linear):
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
-    def chunks(self, sigma_embedding: Float[Tensor, "rows c"]) -> tuple[Tensor, ...]:
+    def chunks(self, level: Float[Tensor, "rows c"]) -> tuple[Tensor, ...]:
         """The modulations, each [rows, 1, D]."""
-        return self(sigma_embedding)[:, None, :].chunk(self.num_chunks, dim=-1)
+        return self(level)[:, None, :].chunk(self.num_chunks, dim=-1)
+
+
+def noise_layers(config: StudentConfig) -> nn.ModuleDict:
+    """Noise cross-attention for each depth of ``noise.layers``, by its name."""
+    size, settings = config.vocab_size, config.settings
+    layers = {
+        str(d): VocabularyAttention(size, settings.hidden_size) for d in settings.noise.layers
+    }
+    return nn.ModuleDict(layers)
 
 
 class OutputProjection(nn.Linear):
@@ -213,113 +224,47 @@ class OutputProjection(nn.Linear):
         nn.init.zeros_(self.bias)
 
 
-# A compiler traces the halves of a block, and cannot trace run-time type checks.
-@no_type_check
-def _before_attention(
-    block: Block, x: Tensor, shift: Modulation, scale: Modulation, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states [B, L, D] -> queries, keys, values, each [B, heads, L, head width]."""
-    batch, length, width = x.shape
-    normed = block.norm1(x) * (1 + scale) + shift
-    packed = block.attn_qkv(normed.to(block.attn_qkv.weight.dtype))
-    heads = packed.view(batch, length, 3, block.num_heads, width // block.num_heads)
-    query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
-    rotary = Rotary(cos, sin)
-    return rotary.rotate(query), rotary.rotate(key), value
-
-
-@no_type_check
-def _after_attention(
-    block: Block,
-    x: Tensor,
-    attended: Tensor,
-    gate1: Modulation,
-    shift2: Modulation,
-    scale2: Modulation,
-    gate2: Modulation,
-) -> Tensor:
-    """Hidden states and what was attended to -> hidden states behind the block."""
-    attended = block.attn_out(attended.transpose(1, 2).reshape(x.shape))
-    x = x + gate1 * dropout(attended, block.dropout, block.training)
-    normed = block.norm2(x) * (1 + scale2) + shift2
-    updated = block.mlp(normed.to(block.attn_qkv.weight.dtype))
-    return x + gate2 * dropout(updated, block.dropout, block.training)
-
-
-HALVES: tuple[Half, Half] = (_before_attention, _after_attention)
-
-
-def compiled_halves(backend: str | Callable[..., Any] = "inductor") -> tuple[Half, Half]:
-    """For all blocks of a student: their weights are arguments of the graphs.
-
-    A graph is made for each of: with gradients and without, one row and more.
-    """
-
-    def compiled(half: Half) -> Half:
-        kernel = torch.compile(half, backend=backend, fullgraph=True, isolate_recompiles=True)  # type: ignore[call-overload]
-
-        def run(block: Block, *inputs: Tensor | float) -> Any:
-            for each in inputs:  # one graph for all batch sizes but 1; cosines and sines have none
-                if isinstance(each, Tensor) and each.ndim > 2 and each.shape[0] > 1:
-                    torch._dynamo.maybe_mark_dynamic(each, 0)
-            return kernel(block, *inputs)
-
-        return run
-
-    return compiled(_before_attention), compiled(_after_attention)
-
-
 class Block(nn.Module):
-    """Pre-norm attention and MLP; with a noise-level width also adaLN shifts, scales and gates.
-
-    Attention lies between two halves, of which :func:`compiled_halves` are a faster form: whatever
-    attends, and with whatever cache, they are the same graphs, and the weights keep their names.
-    """
+    """Pre-norm attention and MLP; with a noise-level width also adaLN shifts, scales and gates."""
 
     def __init__(self, config: StudentConfig, layer: int, condition_size: int | None) -> None:
         super().__init__()
         settings = config.settings
-        width = settings.hidden_size
+        width, inner = settings.hidden_size, settings.mlp_ratio * settings.hidden_size
         self.layer, self.num_heads, self.dropout = layer, settings.num_heads, settings.dropout
         self.norm1 = LayerNorm(width)
         self.attn_qkv = nn.Linear(width, 3 * width, bias=False)
         self.attn_out = nn.Linear(width, width, bias=False)
         self.norm2 = LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, settings.mlp_ratio * width),
-            nn.GELU(approximate="tanh"),
-            nn.Linear(settings.mlp_ratio * width, width),
-        )
+        gelu = nn.GELU(approximate="tanh")
+        self.mlp = nn.Sequential(nn.Linear(width, inner), gelu, nn.Linear(inner, width))
         self.adaLN_modulation = AdaLN(condition_size, width, 6) if condition_size else None
-        self.halves = HALVES
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether its halves are compiled ones."""
-        return self.halves is not HALVES
-
-    def _modulations(self, sigma_embedding: Tensor | None) -> tuple[Modulation, ...]:
-        if self.adaLN_modulation is None or sigma_embedding is None:
-            return 0.0, 0.0, 1.0, 0.0, 0.0, 1.0
-        return self.adaLN_modulation.chunks(sigma_embedding)
 
     def forward(
         self,
-        x: Float[Tensor, "b l d"],
-        sigma_embedding: Float[Tensor, "rows c"] | None,
+        x: States,
+        level: Level,
         rotary: Rotary,
         attend: Attend,
         cache: KeyValueCache | None = None,
-    ) -> Float[Tensor, "b l d"]:
-        shift, scale, *others = self._modulations(sigma_embedding)
-        # A rank's share of a last batch may be empty, which neither graphs nor attention kernels
-        # of GPUs take.
-        before, after = self.halves if len(x) else HALVES
-        query, key, value = before(self, x, shift, scale, rotary.cos, rotary.sin)
+    ) -> States:
+        modulation: tuple[Tensor | float, ...] = (0.0, 0.0, 1.0, 0.0, 0.0, 1.0)
+        if self.adaLN_modulation is not None and level is not None:
+            modulation = self.adaLN_modulation.chunks(level)
+        shift1, scale1, gate1, shift2, scale2, gate2 = modulation
+        dtype = self.attn_qkv.weight.dtype
+        packed = self.attn_qkv((self.norm1(x) * (1 + scale1) + shift1).to(dtype))
+        heads = packed.view(*x.shape[:2], 3, self.num_heads, x.shape[2] // self.num_heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        query, key = rotary.rotate(query), rotary.rotate(key)
         if cache is not None:
             key, value = cache.write(self.layer, key, value)
+        # A rank's share of a last batch may be empty, which attention kernels of GPUs do not take.
         attended = attend(query, key, value) if len(x) else value
-        return after(self, x, attended, *others)
+        attended = self.attn_out(attended.transpose(1, 2).reshape(x.shape))
+        x = x + gate1 * dropout(attended, self.dropout, self.training)
+        updated = self.mlp((self.norm2(x) * (1 + scale2) + shift2).to(dtype))
+        return x + gate2 * dropout(updated, self.dropout, self.training)
 
 
 class Head(nn.Module):
@@ -332,13 +277,11 @@ class Head(nn.Module):
         self.linear = OutputProjection(width, config.vocab_size + 1)
         self.adaLN_modulation = AdaLN(condition_size, width, 2) if condition_size else None
 
-    def features(
-        self, x: Float[Tensor, "b l d"], sigma_embedding: Float[Tensor, "rows c"] | None
-    ) -> Float[Tensor, "b l d"]:
+    def features(self, x: States, level: Level) -> States:
         """What the projection sees."""
         normed = self.norm_final(x)
-        if self.adaLN_modulation is not None and sigma_embedding is not None:
-            shift, scale = self.adaLN_modulation.chunks(sigma_embedding)
+        if self.adaLN_modulation is not None and level is not None:
+            shift, scale = self.adaLN_modulation.chunks(level)
             normed = normed * (1 + scale) + shift
         return normed.to(self.linear.weight.dtype)
 
@@ -362,14 +305,10 @@ class DiT(nn.Module):
             config.vocab_size + 1, settings.hidden_size, settings.embedding_init_std
         )
         self.sigma_map = SigmaEmbedding(condition_size) if condition_size else None
-        self.blocks = nn.ModuleList(
-            Block(config, layer, condition_size) for layer in range(settings.num_layers)
-        )
+        layers = range(settings.num_layers)
+        self.blocks = nn.ModuleList(Block(config, layer, condition_size) for layer in layers)
         self.output_layer = Head(config, condition_size)
-        self.num_candidates = settings.noise.top_k
-        self.noise_readings = make_readings(
-            config.vocab_size, settings.hidden_size, settings.noise.layers
-        )
+        self.noise_readings = noise_layers(config)
         self.num_matrix_weights = (4 + 2 * settings.mlp_ratio) * settings.hidden_size**2
         self.num_matrix_weights *= settings.num_layers
         self.attended_width = settings.hidden_size
@@ -380,30 +319,26 @@ class DiT(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "b l e"],
-        sigma_embedding: Float[Tensor, "rows c"] | None,
+        x: States,
+        level: Level,
         positions: Int[Tensor, "l"],
         attend: Attend,
         cache: KeyValueCache | None = None,
-    ) -> Float[Tensor, "b l d"]:
+        noise: LayerNoise | None = None,
+    ) -> States:
         """Embeddings -> hidden states before the final norm.
 
-        Behind the D numbers of an embedding may lie the noise that later layers read, packed
-        (``Student.inject``). ``sigma_embedding`` has one row per batch row, or a single row
-        for all of them.
+        ``level`` has one row per batch row, or a single row for all of them.
         """
-        x, noise = NoiseToRead.split(x, self.vocab_embed.embedding.shape[1], self.num_candidates)
         rotary = Rotary.of(positions, self.head_width)
         for depth, block in enumerate(self.blocks, start=1):
-            x = block(x, sigma_embedding, rotary, attend, cache)
+            x = block(x, level, rotary, attend, cache)
             if noise is not None and str(depth) in self.noise_readings:
                 x = self.noise_readings[str(depth)](x, noise, self.output_layer.linear.weight)
         return x
 
     def start_cache(self, batch_size: int, capacity: int) -> KeyValueCache:
         """Empty key/value memory for ``capacity`` tokens per row."""
-        weight = self.vocab_embed.embedding
-        num_heads = self.blocks[0].num_heads
-        shape = (len(self.blocks), batch_size, num_heads, capacity, self.head_width)
-        zeros = torch.zeros(shape, dtype=weight.dtype, device=weight.device)  # type: ignore[arg-type]
-        return KeyValueCache(zeros, zeros.clone())
+        num_heads, weight = self.blocks[0].num_heads, self.vocab_embed.embedding
+        shape: Any = len(self.blocks), batch_size, num_heads, capacity, self.head_width
+        return KeyValueCache.empty(weight, *shape)

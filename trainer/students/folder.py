@@ -1,4 +1,13 @@
-"""The model card: what the student is, what it was trained on, how well, how to use it."""
+"""A model folder: how it is written, described and read back.
+
+::
+
+    model/
+        config.json, model.safetensors      averaged weights
+        tokenizer files, corpus/            as the store carries them
+        student.json                        run config, store essentials, last validation
+        README.md                           model card
+"""
 
 from __future__ import annotations
 
@@ -23,6 +32,8 @@ from shards.errors import GdistillError, UsageError
 from shards.store.store import ShardStore
 from trainer.students.registry import Student, StudentConfig
 
+STUDENT_FILE = "student.json"
+CARD = Path(__file__).resolve().parent.parent / "presets" / "model_card.md"
 NAMES = {
     "mdlm": "MDLM",
     "bd3lm": "BD3-LM",
@@ -31,196 +42,15 @@ NAMES = {
     "drafter": "Drafter",
 }
 NOISES = {"none": "", "gumbel": " + Gumbel"}
-
 FOLDERS = re.compile(r"(?<![\w.:/])(?:file://)?~?/(?:[^/\s]+/)*|(?<=:)~?/(?!/)(?:[^/\s]+/)*")
 """The folders of an absolute path, bare or behind a scheme's colon; a URL keeps its places."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-
-TEMPLATE = """\
----
-{metadata}
----
-# {title}
-
-{sentence}
-
-| | |
-|---|---|
-| parameters | {parameters:,} |
-| row length | {row_length} tokens |
-| vocabulary | {vocab_size} and the mask, id {mask_id} |
-| corpus | {corpus} |
-| teacher | {teacher} |
-| codec | {codec} |
-| training | {steps:,} steps of {batch} rows ({tokens:,} tokens), seed {seed} |
-
-## Scores
-
-{scores}
-
-## Use
-
-```sh
-gdistill-sample PATH-TO-THIS-FOLDER --num 64 {options}--out samples/
-gdistill-eval samples/
-```
-
-```python
-import trainer
-
-student = trainer.load_student("PATH-TO-THIS-FOLDER")
-rows = student.generate(num_samples=4, {settings}seed=0)
-tokenizer = trainer.load_tokenizer("PATH-TO-THIS-FOLDER")  # None: trained without text
-texts = tokenizer and tokenizer.batch_decode(rows)
-```
-
-The model's code is that of gdistill, which must be installed; there is none in this folder. Its
-packages are called `trainer` and `shards`: where the folder that Python starts in holds a file
-`trainer.py` or `shards.py` of your own, Python imports that instead ("'trainer' is not a package"),
-so start elsewhere or rename it. For transformers' own classes one import comes first, or they say
-that they do not know the model type `{model_type}`:
-
-```python
-import trainer.loading  # registers the model type; AutoModel and {auto_class} then load it
-from transformers import AutoModel
-
-student = AutoModel.from_pretrained("PATH-TO-THIS-FOLDER")
-```
-
-`student.json` holds the full
-configuration and the identity of the shards. The license is not chosen: whoever publishes the model
-sets it, with regard to those of the teacher and the corpus.
-"""
-
-
 NEAREST: dict[str, dict[str, Any]] = {
     "mdlm": {"sampler": "confidence", "decision": "categorical", "tau": 1.0, "temperature": 0.7},
     "bd3lm": {"sampler": "block", "inner": "confidence", "decision": "argmax", "tau": 1.0},
 }
 """How students that read their noise in later layers too are nearest the text, as ``make sample``
 draws them; all others are drawn as the sampler's defaults say."""
-
-
-def without_places(value: Any) -> Any:
-    """A record for others to read: absolute paths in it become the names at their ends."""
-    if isinstance(value, Mapping):
-        return {key: without_places(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_places(entry) for entry in value]
-    return FOLDERS.sub("", value) if isinstance(value, str) else value
-
-
-def _metadata(name: str, store: Mapping[str, Any]) -> str:
-    """The front matter that the Hugging Face hub reads, as YAML."""
-    teacher, corpus = str(store["teacher"].get("id", "")), str(store["tokens"].get("corpus", ""))
-    scheme, _, rest = corpus.partition(":")
-    data = ModelCardData(
-        library_name="transformers",
-        license="unknown",
-        base_model=teacher if HUB_ID.fullmatch(teacher) else None,
-        datasets=[rest.split(":")[0]] if scheme == "hf" else None,
-        tags=["gdistill", "diffusion-language-model", name],
-    )
-    return data.to_yaml()
-
-
-def model_card(record: Mapping[str, Any], student: Student) -> str:
-    """Markdown with the front matter that the Hugging Face hub reads.
-
-    Args:
-        record: Content of ``student.json``.
-        student: The model.
-    """
-    run, store = record["run"]["config"], record["run"]["store"]
-    name = str(run["student"])
-    conditioned = student.is_conditioned
-    title = NAMES.get(name, name) + NOISES[student.settings.conditioning]
-    sampling = NEAREST.get(name, {}) if student.settings.noise.layers else {}
-    if name not in ("ar", "medusa", "drafter"):
-        sampling = {"nfe": 16, **sampling}
-    flags = {"sampler", "nfe", "decision", "tau"}
-    words = [f"--{n} {v}" if n in flags else f"--set {n}={v}" for n, v in sampling.items()]
-    return TEMPLATE.format(
-        metadata=_metadata(name, store),
-        title=title,
-        sentence=_sentence(conditioned)
-        + _backbone(student.config.frozen)
-        + _decoder(student.settings.language_model),
-        model_type=student.config.model_type,
-        auto_class="AutoModelForCausalLM" if name == "ar" else "AutoModelForMaskedLM",
-        parameters=student.num_parameters(),
-        row_length=store["row_length"],
-        vocab_size=store["vocab_size"],
-        mask_id=store["mask_id"],
-        corpus=_describe(store["tokens"].get("corpus", "not recorded")),
-        teacher=_describe(store["teacher"]),
-        codec=_describe(store["codec"]),
-        steps=record["step"],
-        tokens=record["step"] * run["training"]["global_batch_size"] * store["row_length"],
-        options="".join(f"{word} " for word in words),
-        settings="".join(f"{n}={v!r}, " for n, v in sampling.items()),
-        batch=run["training"]["global_batch_size"],
-        seed=run["seed"],
-        scores=_scores(record.get("validation")),
-    )
-
-
-def _sentence(conditioned: bool) -> str:
-    if not conditioned:
-        return "A student trained on token rows, without the teacher's noise, as a baseline."
-    return (
-        "A parallel decoder trained by Gumbel distillation: masked positions see the posterior "
-        "Gumbel noise under which the autoregressive teacher produces the text."
-    )
-
-
-def _backbone(frozen: Mapping[str, Any] | None) -> str:
-    """Which language model a student needs that stands on one."""
-    if frozen is None:
-        return ""
-    name = without_places(frozen["name"])
-    return (
-        f" It stands on the language model {name}, which is not in this folder and which it cannot "
-        f"do without: the one of weights_sha256 `{frozen['weights_sha256']}`; another is refused."
-    )
-
-
-def _decoder(decoder: Mapping[str, Any] | None) -> str:
-    """Whose layers a student has that is no DiT."""
-    if decoder is None:
-        return ""
-    return f" Its layers are those of a {decoder['model_type']} language model of transformers."
-
-
-def _describe(value: Any) -> str:
-    """A value for a table cell; nested mappings as ``key value`` lists."""
-    if isinstance(value, Mapping):
-        parts = [f"{key} {_describe(entry)}" for key, entry in value.items() if entry not in ({},)]
-        return ", ".join(parts) or "-"
-    return str(value).replace("|", "\\|").replace("\n", " ")
-
-
-def _scores(validation: Mapping[str, Any] | None) -> str:
-    if not validation:
-        return "No validation split."
-    kind = "given the noise" if validation["conditional"] else "bound"
-    return (
-        f"Validation, averaged weights: {validation['nll_nats']:.4f} nats per token ({kind}), "
-        f"perplexity {validation['perplexity']:.3f}, {validation['num_tokens']:,} tokens."
-    )
-
-
-# A model folder: how it is named, written and read back.
-#
-# model/
-#     config.json, model.safetensors      averaged weights
-#     tokenizer files, corpus/            as the store carries them
-#     student.json                        run config, store essentials, last validation
-#     README.md                           model card
-
-
-STUDENT_FILE = "student.json"
-WEIGHTS_PATTERN = "*.safetensors"
 
 
 def export_model(
@@ -257,6 +87,95 @@ def export_model(
     publish_folder(temporary, directory)
 
 
+def without_places(value: Any) -> Any:
+    """A record for others to read: absolute paths in it become the names at their ends."""
+    if isinstance(value, Mapping):
+        return {key: without_places(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_places(entry) for entry in value]
+    return FOLDERS.sub("", value) if isinstance(value, str) else value
+
+
+def model_card(record: Mapping[str, Any], student: Student) -> str:
+    """What the student is, what it was trained on, how well, how to use it: Markdown for the hub.
+
+    Args:
+        record: Content of ``student.json``.
+        student: The model.
+    """
+    run, store = record["run"]["config"], record["run"]["store"]
+    name, batch = str(run["student"]), run["training"]["global_batch_size"]
+    teacher, corpus = str(store["teacher"].get("id", "")), str(store["tokens"].get("corpus", ""))
+    scheme, _, rest = corpus.partition(":")
+    metadata = ModelCardData(
+        library_name="transformers",
+        license="unknown",
+        base_model=teacher if HUB_ID.fullmatch(teacher) else None,
+        datasets=[rest.split(":")[0]] if scheme == "hf" else None,
+        tags=["gdistill", "diffusion-language-model", name],
+    )
+    sampling = NEAREST.get(name, {}) if student.settings.noise.layers else {}
+    if name not in ("ar", "medusa", "drafter"):
+        sampling = {"nfe": 16, **sampling}
+    flags = {"sampler", "nfe", "decision", "tau"}
+    words = [f"--{n} {v} " if n in flags else f"--set {n}={v} " for n, v in sampling.items()]
+    scores, validation = "No validation split.", record.get("validation")
+    if validation:
+        kind = "given the noise" if validation["conditional"] else "bound"
+        scores = (
+            f"Validation, averaged weights: {validation['nll_nats']:.4f} nats per token ({kind}), "
+            f"perplexity {validation['perplexity']:.3f}, {validation['num_tokens']:,} tokens."
+        )
+    return CARD.read_text(encoding="utf-8").format(
+        metadata=metadata.to_yaml(),
+        title=NAMES.get(name, name) + NOISES[student.settings.conditioning],
+        sentence=_description(student),
+        model_type=student.config.model_type,
+        auto_class="AutoModelForCausalLM" if name == "ar" else "AutoModelForMaskedLM",
+        parameters=student.num_parameters(),
+        **{key: store[key] for key in ("row_length", "vocab_size", "mask_id")},
+        corpus=_cell(store["tokens"].get("corpus", "not recorded")),
+        teacher=_cell(store["teacher"]),
+        codec=_cell(store["codec"]),
+        steps=record["step"],
+        tokens=record["step"] * batch * store["row_length"],
+        options="".join(words),
+        settings="".join(f"{n}={v!r}, " for n, v in sampling.items()),
+        batch=batch,
+        seed=run["seed"],
+        scores=scores,
+    )
+
+
+def _description(student: Student) -> str:
+    """How the student was trained, and whose network it needs or has."""
+    text = "A student trained on token rows, without the teacher's noise, as a baseline."
+    if student.is_conditioned:
+        text = (
+            "A parallel decoder trained by Gumbel distillation: masked positions see the posterior "
+            "Gumbel noise under which the autoregressive teacher produces the text."
+        )
+    frozen, decoder = student.config.frozen, student.settings.language_model
+    if frozen is not None:
+        text += (
+            f" It stands on the language model {without_places(frozen['name'])}, which is not in "
+            f"this folder and which it cannot do without: the one of weights_sha256 "
+            f"`{frozen['weights_sha256']}`; another is refused."
+        )
+    if decoder is not None:
+        text += (
+            f" Its layers are those of a {decoder['model_type']} language model of transformers."
+        )
+    return text
+
+
+def _cell(value: Any) -> str:
+    """A value for a table cell; nested mappings as ``key value`` lists."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_cell(each)}" for key, each in value.items() if each != {}) or "-"
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
 @dataclass(frozen=True)
 class ModelFolder:
     """A student and what lies beside its weights.
@@ -286,8 +205,7 @@ class ModelFolder:
 
 def weights_sha256(directory: Path) -> str:
     """Hash of the weights: of the file, or of the files' hashes where there are several."""
-    hashes = [sha256_file(path) for path in sorted(directory.glob(WEIGHTS_PATTERN))]
-    return hashes[0] if len(hashes) == 1 else "+".join(hashes)
+    return "+".join(sha256_file(path) for path in sorted(directory.glob("*.safetensors")))
 
 
 def open_model(
@@ -326,15 +244,14 @@ def find_model(path: Path) -> Path:
     for candidate in (path / "model", path):
         if is_model(candidate):
             return candidate
-    unfinished = path.is_dir() and any((path / "checkpoints").glob("*"))
-    raise UsageError(
-        "no model there",
-        where=path,
-        got="an unfinished training run" if unfinished else "no config.json of a model",
-        remedy="finish the run with the same gdistill-train command"
-        if unfinished
-        else "give a training run's --out folder or the model/ folder in it",
+    got, remedy = (
+        "no config.json of a model",
+        "give a run's --out folder or the model/ folder in it",
     )
+    if path.is_dir() and any((path / "checkpoints").glob("*")):
+        got = "an unfinished training run"
+        remedy = "finish the run with the same gdistill-train command"
+    raise UsageError("no model there", where=path, got=got, remedy=remedy)
 
 
 def is_model(directory: Path) -> bool:
@@ -352,39 +269,27 @@ def read_model(directory: Path) -> Student:
         UsageError: When the folder holds no student of ours, or a weight is missing, left over or
             of another shape; the library would put a random one in its place.
     """
+    here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
-        config = AutoConfig.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
+        config = AutoConfig.from_pretrained(directory, **here)
         if not isinstance(config, StudentConfig):
-            raise _not_ours(directory, config.model_type)
-        with without_library_bars():
-            student, found = AutoModel.from_pretrained(
-                directory,
-                local_files_only=True,
-                trust_remote_code=False,
-                dtype=torch.float32,
-                output_loading_info=True,
+            raise UsageError(
+                "not a gdistill student",
+                where=directory,
+                got=config.model_type,
+                remedy="train one with gdistill-train, or convert with gdistill-train import",
             )
+        here |= {"dtype": torch.float32, "output_loading_info": True}
+        with without_library_bars():
+            student, found = AutoModel.from_pretrained(directory, **here)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UsageError("the model cannot be loaded", where=directory, got=error) from error
-    if not isinstance(student, Student):
-        raise _not_ours(directory, type(student).__name__)
     wrong = {kind: sorted(map(str, names)) for kind, names in found.items() if names}
     if wrong:
         listed = "; ".join(f"{kind}: {', '.join(names[:3])}" for kind, names in wrong.items())
         remedy = "copy the folder again, or finish the run that writes it"
         raise UsageError("the weights do not fit", where=directory, got=listed, remedy=remedy)
     return student
-
-
-def _not_ours(directory: Path, kind: str) -> UsageError:
-    return UsageError(
-        "not a gdistill student",
-        where=directory,
-        got=kind,
-        remedy="train one with gdistill-train, or convert with gdistill-train import",
-    )
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -401,13 +306,12 @@ def load_tokenizer(path: str | Path) -> Any:
     if not directory.is_dir():
         raise UsageError("no model there", where=path, got="no such folder")
     if not any(
-        (directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
+        (directory / f"{name}.json").is_file() for name in ("tokenizer", "tokenizer_config")
     ):
         return None
     try:
-        return AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
+        here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        return AutoTokenizer.from_pretrained(directory, **here)
     except (OSError, ValueError, KeyError) as error:
         raise GdistillError("the tokenizer cannot be loaded", where=directory, got=error) from error
 

@@ -10,7 +10,6 @@ chunk (of a quarter of the rows, since it keeps intermediate results).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,104 +20,8 @@ from torch.nn.functional import pad
 
 from shards.language_model.forward import largest_batch
 from shards.noise.embedding import add_product, even_width, product_dtype
-from shards.noise.kinds import HeadAndTail, Probabilities
 from trainer.objective.corruption import MASK_LOGIT_OFFSET
-
-# Token-level knowledge distillation: the teacher's probabilities as target, not its one token.
-#
-# Where a store lists some tokens and the mass of the others, the others are one outcome, for the
-# teacher and for the student alike: both normalise over the same outcomes, and within the rest the
-# student keeps its own proportions. Where all V probabilities are known nothing is approximated.
-
-
-NOWHERE = -2e6
-"""Log-probability of listed tokens among the rest: finite, so that gradients are, and exp is 0."""
-
-
-@dataclass(frozen=True)
-class Outcomes:
-    """What the teacher tells apart at n positions, and how likely that is.
-
-    Attributes:
-        log_probs: [n, o] float32, nats, -inf where impossible. Over all V tokens, or over k listed
-            ones and, last, all others together (o = k + 1).
-        ids: [n, k] listed tokens, an id past V in unused slots; None where all V are told apart.
-    """
-
-    log_probs: Float[Tensor, "n o"]
-    ids: Int[Tensor, "n k"] | None = None
-
-    @classmethod
-    def of(cls, teacher: Probabilities) -> Outcomes:
-        """The outcomes of a stored distribution."""
-        size = teacher.vocab_size
-        if not isinstance(teacher, HeadAndTail):
-            return cls(teacher.tile(0, size).log())
-        head = teacher.head
-        is_whole = head.used.sum(dim=1) == size  # then what is left over is rounding, and no token
-        rest = teacher.tail_mass.masked_fill(is_whole, 0.0)
-        probs = torch.cat((head.values.masked_fill(~head.used, 0.0), rest[:, None]), dim=1)
-        return cls(probs.log(), head.ids.masked_fill(~head.used, size))
-
-    def group(self, log_probs: Float[Tensor, "n v1"]) -> Float[Tensor, "n o"]:
-        """A student's log-probabilities over V tokens and the mask, summed within outcomes."""
-        if self.ids is None:
-            return log_probs[:, : self.log_probs.shape[1]]
-        rest = log_probs.scatter(1, self.ids, NOWHERE).logsumexp(dim=1, keepdim=True)
-        return torch.cat((log_probs.gather(1, self.ids), rest), dim=1)
-
-
-def tempered_kl(
-    teacher: Float[Tensor, "n o"], student: Float[Tensor, "n o"], temperature: float = 1.0
-) -> Float[Tensor, "n"]:
-    """T^2 KL(p || q) in nats, p and q proportional to the T-th roots (Hinton et al. 2015, eq. 4).
-
-    T^2 keeps the gradient's size; at T = 1 it is the forward KL itself.
-
-    Args:
-        teacher: Log-probabilities, up to a constant per row; -inf where impossible.
-        student: The same of the student, with gradient.
-        temperature: T.
-    """
-    target = (teacher / temperature).log_softmax(dim=1)
-    found = (student / temperature).log_softmax(dim=1)
-    possible = target > -torch.inf
-    gaps = torch.where(possible, target, 0.0) - found
-    return temperature**2 * (target.exp() * gaps).sum(dim=1)
-
-
-@dataclass(frozen=True)
-class Distillation:
-    """The loss of n positions with a teacher: (1 - weight) NLL + weight KL.
-
-    Attributes:
-        teacher: Its stored distribution at the n positions.
-        weight: Share of the KL.
-        temperature: T of both distributions in the KL.
-    """
-
-    teacher: Probabilities
-    weight: float = 1.0
-    temperature: float = 1.0
-
-    def losses(
-        self, log_probs: Float[Tensor, "c v1"], targets: Int[Tensor, "c"], rows: slice
-    ) -> Float[Tensor, "c"]:
-        """Of some of the positions, nats.
-
-        Args:
-            log_probs: The student's, over V tokens and the mask (about -1e6), with gradient.
-            targets: The corpus tokens.
-            rows: Which of the n positions these are.
-        """
-        outcomes = Outcomes.of(self.teacher.select(rows))
-        kl = tempered_kl(outcomes.log_probs, outcomes.group(log_probs), self.temperature)
-        nll = -log_probs.gather(1, targets[:, None])[:, 0]
-        return (1 - self.weight) * nll + self.weight * kl
-
-
-# Output projection and cross-entropy.
-
+from trainer.objective.distillation import Distillation
 
 CHUNK_ROWS = {"cpu": 512, "cuda": 4096}
 HEAD_MULTIPLE = {"cpu": 1, "cuda": 64}
@@ -141,33 +44,40 @@ class WeightedNLL(torch.autograd.Function):
         dtype: torch.dtype,
         distillation: Distillation | None,
     ) -> tuple[Float[Tensor, ""], Float[Tensor, "n"]]:
-        needs_gradient = any(ctx.needs_input_grad[:3])
-        nlls = torch.empty(len(targets), device=features.device)
-        losses = nlls if distillation is None else torch.empty_like(nlls)
+        device, size, is_distilled = features.device, len(bias), distillation is not None
+        nlls = torch.empty(len(targets), device=device)
+        losses = torch.empty_like(nlls) if is_distilled else nlls
         narrow, narrow_bias = padded_head(weight, bias, dtype)
-        gradients = _empty_gradients(features, narrow) if needs_gradient else None
-        width = chunk_rows(features.device, len(narrow), distillation is not None)
-        width = even_width(len(targets), width)
-        with torch.autocast(features.device.type, enabled=False):
+        gradients: tuple[Tensor, ...] = ()
+        if any(ctx.needs_input_grad[:3]):
+            blank = torch.empty if len(features) else torch.zeros
+            gradients = (
+                torch.empty(features.shape, device=device),
+                blank(narrow.shape, device=device),
+                torch.zeros(len(narrow), device=device),
+            )
+        width = even_width(len(targets), chunk_rows(device, len(narrow), is_distilled))
+        with torch.autocast(device.type, enabled=False):
             for start in range(0, len(targets), width):
                 rows = slice(start, start + width)
-                inputs = features[rows].to(dtype)
+                inputs, wanted, weights = features[rows].to(dtype), targets[rows], row_weights[rows]
                 logits = torch.addmm(narrow_bias, inputs, narrow.T).float()
                 logits[:, mask_id] += MASK_LOGIT_OFFSET
-                nlls[rows] = _row_nlls(logits, targets[rows])
-                slope = None
+                own = logits.gather(-1, wanted[:, None])[:, 0]
+                nlls[rows] = logits.logsumexp(dim=-1) - own
                 if distillation is not None:
-                    losses[rows], slope = _distilled(
-                        distillation, logits[:, : len(bias)], targets[rows], row_weights[rows], rows
-                    )
-                    slope = pad(slope, (0, len(narrow) - len(bias)))
-                elif needs_gradient:
-                    slope = _slope_(logits, nlls[rows], targets[rows], row_weights[rows])
-                if gradients is not None and slope is not None:
-                    _accumulate(gradients, rows, slope, inputs, narrow)
-        if gradients is not None:  # without the padding's
-            gradients = gradients[0], gradients[1][: len(bias)], gradients[2][: len(bias)]
-        ctx.save_for_backward(*(gradients or ()))
+                    known = logits[:, :size]
+                    losses[rows], slope = _distilled(distillation, known, wanted, weights, rows)
+                    slope = pad(slope, (0, len(narrow) - size))
+                elif gradients:
+                    slope = _slope_(logits, nlls[rows] + own, wanted, weights)
+                if gradients:
+                    gradients[2].add_(slope.sum(dim=0))
+                    slope = slope.to(dtype)
+                    gradients[0][rows] = slope @ narrow
+                    add_product(gradients[1], slope.T, inputs, first=start == 0)
+        # The padding's gradients stay here.
+        ctx.save_for_backward(*gradients[:1], *(gradient[:size] for gradient in gradients[1:]))
         ctx.dtypes = features.dtype, weight.dtype, bias.dtype
         ctx.mark_non_differentiable(nlls)
         return (losses * row_weights).sum(), nlls
@@ -176,14 +86,11 @@ class WeightedNLL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         scaled = [
-            (gradient.mul_(grad_loss) if gradient.dtype == torch.float32 else gradient * grad_loss)
+            gradient.mul_(grad_loss) if gradient.dtype == torch.float32 else gradient * grad_loss
             for gradient in ctx.saved_tensors
         ]
         cast = [value.to(dtype) for value, dtype in zip(scaled, ctx.dtypes, strict=True)]
         return *cast, None, None, None, None, None
-
-
-Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 def chunk_rows(device: torch.device, num_columns: int, is_distilled: bool) -> int:
@@ -207,23 +114,9 @@ def padded_head(
     return wide, pad(bias.to(dtype), (0, missing), value=-torch.inf)
 
 
-def _empty_gradients(features: Tensor, weight: Tensor) -> Gradients:
-    device = features.device
-    return (
-        torch.empty(features.shape, device=device),
-        (torch.empty if len(features) else torch.zeros)(weight.shape, device=device),
-        torch.zeros(len(weight), device=device),
-    )
-
-
-def _row_nlls(logits: Float[Tensor, "c v1"], targets: Int[Tensor, "c"]) -> Float[Tensor, "c"]:
-    return logits.logsumexp(dim=-1) - logits.gather(-1, targets[:, None])[:, 0]
-
-
-def _slope_(logits: Tensor, nlls: Tensor, targets: Tensor, row_weights: Tensor) -> Tensor:
+def _slope_(logits: Tensor, normalizers: Tensor, targets: Tensor, row_weights: Tensor) -> Tensor:
     """w (p - onehot), written over the logits."""
-    log_normalizer = nlls + logits.gather(-1, targets[:, None])[:, 0]
-    slope = logits.sub_(log_normalizer[:, None]).exp_()
+    slope = logits.sub_(normalizers[:, None]).exp_()
     slope.scatter_add_(1, targets[:, None], slope.new_full((len(targets), 1), -1.0))
     return slope.mul_(row_weights[:, None])
 
@@ -237,16 +130,6 @@ def _distilled(
         losses = distillation.losses(logits.log_softmax(dim=-1), targets, rows)
         (slope,) = torch.autograd.grad((losses * row_weights).sum(), logits)
     return losses.detach(), slope
-
-
-def _accumulate(
-    gradients: Gradients, rows: slice, slope: Tensor, inputs: Tensor, weight: Tensor
-) -> None:
-    grad_features, grad_weight, grad_bias = gradients
-    grad_bias += slope.sum(dim=0)
-    narrow = slope.to(inputs.dtype)
-    grad_features[rows] = narrow @ weight
-    add_product(grad_weight, narrow.T, inputs, first=rows.start == 0)
 
 
 def weighted_nll(
@@ -269,13 +152,6 @@ def weighted_nll(
         mask_id: Column whose probability is zero.
         distillation: The teacher at the same rows, and how much it counts.
     """
-    return WeightedNLL.apply(  # type: ignore[no-any-return]
-        features,
-        projection.weight,
-        projection.bias,
-        targets,
-        row_weights,
-        mask_id,
-        product_dtype(projection.weight),
-        distillation,
-    )
+    weight, bias = projection.weight, projection.bias
+    rest = targets, row_weights, mask_id, product_dtype(weight), distillation
+    return WeightedNLL.apply(features, weight, bias, *rest)  # type: ignore[no-any-return]

@@ -66,39 +66,29 @@ class StudentConfig(PretrainedConfig):
         for name in values.keys() - known:
             hint = did_you_mean(name, known, "it was written by another version, or changed")
             raise UsageError("unknown config key", where=f"config.json: {name}", remedy=hint)
-        given = {name: value for name, value in values.items() if name in ours}
-        settings = from_mapping(StudentSettings, given)
+        settings = from_mapping(StudentSettings, {n: v for n, v in values.items() if n in ours})
         for name, value in to_mapping(settings).items():
             setattr(self, name, value)
         super().__post_init__(**{n: v for n, v in values.items() if n not in ours})
         # Not mask_token_id: transformers would warn that it lies past the vocabulary, as it should.
         self.mask_id = self.vocab_size
-        self._check(settings)
+        require(self.vocab_size >= 2, "vocab_size", self.vocab_size, "at least 2")
+        require(self.row_length >= 2, "row_length", self.row_length, "at least 2")
+        count, size = settings.noise.top_k, self.vocab_size
+        require(count <= size, "noise.top_k", count, f"at most V = {size}")
+        block, expected = settings.block_size, f"a divisor of row_length = {self.row_length}"
+        require(not self.row_length % (block or self.row_length), "block_size", block, expected)
 
     @classmethod
-    def build(
-        cls,
-        settings: StudentSettings,
-        *,
-        vocab_size: int,
-        row_length: int,
-        bos_token_id: int | None = None,
-        eos_token_id: int | None = None,
-    ) -> StudentConfig:
-        """The config of a student with these settings over this vocabulary and row length."""
-        return cls(
-            vocab_size=vocab_size,
-            row_length=row_length,
-            bos_token_id=bos_token_id,
-            eos_token_id=eos_token_id,
-            **to_mapping(settings),
-        )
+    def build(cls, settings: StudentSettings, **data: int | None) -> StudentConfig:
+        """The config of these settings over data: ``vocab_size``, ``row_length`` and so on."""
+        return cls(**data, **to_mapping(settings))
 
     @property
     def settings(self) -> StudentSettings:
         """The user's part of the config, typed and validated."""
-        names = [field.name for field in dataclasses.fields(StudentSettings)]
-        return from_mapping(StudentSettings, {name: getattr(self, name) for name in names})
+        fields = dataclasses.fields(StudentSettings)
+        return from_mapping(StudentSettings, {f.name: getattr(self, f.name) for f in fields})
 
     @property
     def first_token_id(self) -> int | None:
@@ -109,16 +99,3 @@ class StudentConfig(PretrainedConfig):
     def tokens_per_block(self) -> int:
         """Block size in tokens; the whole row when none is set."""
         return getattr(self, "block_size", None) or self.row_length
-
-    def _check(self, settings: StudentSettings) -> None:
-        require(self.vocab_size >= 2, "vocab_size", self.vocab_size, "at least 2")
-        require(self.row_length >= 2, "row_length", self.row_length, "at least 2")
-        count, size = settings.noise.top_k, self.vocab_size
-        require(count <= size, "noise.top_k", count, f"at most V = {size}")
-        if self.row_length % (settings.block_size or self.row_length):
-            raise UsageError(
-                "rows do not split into blocks",
-                where="block_size",
-                got=settings.block_size,
-                expected=f"a divisor of row_length = {self.row_length}",
-            )

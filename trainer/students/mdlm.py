@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 from transformers.modeling_outputs import MaskedLMOutput
 
@@ -19,7 +19,8 @@ from trainer.objective.corruption import (
     substituted_log_probs,
 )
 from trainer.students.base import LossOutput, Student
-from trainer.students.dit import KeyValueCache, full_attention, masked_attention
+from trainer.students.conditioning import EmbeddedNoise, LayerNoise
+from trainer.students.dit import Attend, Level, States, Tokens, full_attention, masked_attention
 from trainer.students.fused_head import weighted_nll
 from trainer.students.hugging_face import StudentConfig
 
@@ -50,8 +51,7 @@ class MDLM(Student):
             batch: Rows with their noise (needed when the student is conditioned).
             time_bounds: Clips of t instead of the student's own (validation, schedule search).
         """
-        corruption = self.corrupt(batch, time_bounds)
-        return self.corrupted_loss(batch, corruption)
+        return self.corrupted_loss(batch, self.corrupt(batch, time_bounds))
 
     def corrupt(self, batch: Batch, time_bounds: tuple[float, float] | None = None) -> Corruption:
         """Times, mask and loss weights of a batch; those of the bound where clips are given."""
@@ -63,32 +63,37 @@ class MDLM(Student):
         """The loss of given times and masks."""
         places = corruption.places
         noised = batch.tokens.masked_fill(corruption.mask, self.mask_id)
-        embeddings = self.backbone.vocab_embed(noised)
+        embeddings, noise = self.backbone.vocab_embed(noised), None
         if self.conditioner is not None:
-            embeddings = self.inject(embeddings, places, self._batch_noise(batch, places))
-        sigma_embedding = self._embed_sigma(corruption.sigma)
-        hidden = self.contextualize(embeddings, batch.tokens, sigma_embedding)
+            embeddings, noise = self.inject(embeddings, places, self._batch_noise(batch, places))
+        level = self._level(corruption.sigma)
+        hidden = self.contextualize(embeddings, batch.tokens, level, noise)
+        head = self.backbone.output_layer
         loss, nlls = weighted_nll(
-            self._masked_features(hidden, places, sigma_embedding),
-            self.backbone.output_layer.linear,
+            places.read(head.features(hidden, level)),
+            head.linear,
             places.read(batch.tokens),
-            places.read(corruption.token_weight) / corruption.num_counted,
+            places.read(corruption.weight) / corruption.mask.numel(),
             self.mask_id,
             self._distillation(batch, places),
         )
-        return self._summarise(loss, nlls, corruption)
+        blank = torch.zeros(batch.tokens.shape, device=nlls.device)
+        return LossOutput(
+            loss=loss,
+            token_nlls=blank.index_put(places.index, nlls) * corruption.weight,
+            num_tokens=batch.tokens[:, 1:].numel(),  # position 0 is given
+            num_masked=len(places),
+            num_blocks=self.num_blocks,
+        )
 
     def contextualize(
-        self,
-        embeddings: Float[Tensor, "b l e"],
-        clean: Int[Tensor, "b l"],
-        sigma_embedding: Float[Tensor, "rows c"] | None,
-    ) -> Float[Tensor, "b l d"]:
+        self, embeddings: States, clean: Tokens, level: Level, noise: LayerNoise | None = None
+    ) -> States:
         """Hidden states of the noised row; ``clean`` is for subclasses that look at it."""
         positions = torch.arange(embeddings.shape[1], device=embeddings.device)
-        return self.backbone(embeddings, sigma_embedding, positions, full_attention)
+        return self.backbone(embeddings, level, positions, full_attention, noise=noise)
 
-    def _batch_noise(self, batch: Batch, places: Places) -> Float[Tensor, "n e"]:
+    def _batch_noise(self, batch: Batch, places: Places) -> EmbeddedNoise:
         if batch.noise is None:
             remedy = "read it from a store whose codec gives noise"
             raise UsageError("the batch carries no noise", where="conditioning", remedy=remedy)
@@ -97,40 +102,22 @@ class MDLM(Student):
             noise = partly_prior(noise, batch, places, self.settings.noise.prior_share)
         return self.embed_noise(noise, self.settings.noise.tau)
 
-    def _embed_sigma(self, sigma: Float[Tensor, "b"] | None) -> Float[Tensor, "rows c"] | None:
+    def _level(self, sigma: Float[Tensor, "b"] | None) -> Level:
         if sigma is None or not self.settings.diffusion.time_conditioning:
             sigma = torch.zeros(1, device=self.device)
         return self.backbone.embed_sigma(sigma)
 
-    def _masked_features(
-        self, hidden: Tensor, where: Bool[Tensor, "b l"] | Places, sigma_embedding: Tensor | None
-    ) -> Float[Tensor, "n d"]:
-        features = self.backbone.output_layer.features(hidden, sigma_embedding)
-        return Places.of(where).read(features)
-
     def _log_probs_at(
-        self, hidden: Tensor, where: Bool[Tensor, "b l"] | Places, sigma_embedding: Tensor | None
+        self, hidden: Tensor, where: Bool[Tensor, "b l"] | Places, level: Level
     ) -> Float[Tensor, "n v1"]:
-        features = self._masked_features(hidden, where, sigma_embedding)
-        return masked_log_probs(self.backbone.output_layer(features), self.mask_id)
-
-    def _summarise(
-        self, loss: Float[Tensor, ""], nlls: Float[Tensor, "n"], corruption: Corruption
-    ) -> LossOutput:
-        blank = torch.zeros(corruption.mask.shape, device=nlls.device)
-        per_token = blank.index_put(corruption.places.index, nlls) * corruption.token_weight
-        return LossOutput(
-            loss=loss,
-            token_nlls=per_token,
-            num_tokens=corruption.num_scored,
-            num_masked=nlls.shape[0],
-            num_blocks=self.num_blocks,
-        )
+        head = self.backbone.output_layer
+        features = Places.of(where).read(head.features(hidden, level))
+        return masked_log_probs(head(features), self.mask_id)
 
     def forward(
         self,
-        input_ids: Int[Tensor, "b l"],
-        noise_embeddings: Float[Tensor, "b l e"] | None = None,
+        input_ids: Tokens,
+        noise_embeddings: EmbeddedNoise | None = None,
         sigma: Float[Tensor, "b"] | None = None,
         attention_mask: Shaped[Tensor, "b l"] | None = None,
         **options: Any,
@@ -156,59 +143,99 @@ class MDLM(Student):
                 where="noise_embeddings",
                 remedy="pass student.embed_noise(noise), or call student.generate",
             )
-        return MaskedLMOutput(logits=self._logits(input_ids, noise_embeddings, sigma))
+        states = self.sampling_states(input_ids, noise_embeddings, sigma)
+        return MaskedLMOutput(logits=self._project(*states))
 
-    def _logits(
-        self, tokens: Tensor, noise_embeddings: Tensor | None, sigma: Tensor | None
-    ) -> Float[Tensor, "b l v1"]:
-        return self._project(*self.sampling_states(tokens, noise_embeddings, sigma))
+    def sampling_attention(self, length: int) -> Attend:
+        """Who sees whom in a sampling pass over the row, or a prefix of it: everyone everyone."""
+        return full_attention
 
     def sampling_states(
         self,
-        tokens: Int[Tensor, "b l"],
-        noise_embeddings: Float[Tensor, "b l e"] | None = None,
+        tokens: Tokens,
+        noise_embeddings: EmbeddedNoise | None = None,
         sigma: Float[Tensor, "b"] | None = None,
-    ) -> tuple[Float[Tensor, "b l d"], Float[Tensor, "rows c"] | None]:
+        attend: Attend | None = None,
+    ) -> tuple[States, Level]:
         """Hidden states of a sampling pass and the noise-level vector that the head needs."""
-        level = self._embed_sigma(sigma)
-        return self.contextualize(self.embed(tokens, noise_embeddings), tokens, level), level
+        embeddings, noise = self.embed(tokens, noise_embeddings)
+        positions, level = torch.arange(tokens.shape[1], device=tokens.device), self._level(sigma)
+        attend = self.sampling_attention(tokens.shape[1]) if attend is None else attend
+        return self.backbone(embeddings, level, positions, attend, noise=noise), level
 
     def denoise(
         self,
-        noised: Int[Tensor, "b l"],
-        clean: Int[Tensor, "b l"],
-        noise_embeddings: Float[Tensor, "b l e"] | None = None,
+        noised: Tokens,
+        clean: Tokens,
+        noise_embeddings: EmbeddedNoise | None = None,
         sigma: Float[Tensor, "b"] | None = None,
     ) -> Float[Tensor, "b l v1"]:
         """Raw logits of a training pass at every position; ``clean`` matters to block models."""
-        level = self._embed_sigma(sigma)
-        hidden = self.contextualize(self.embed(noised, noise_embeddings), clean, level)
-        return self._project(hidden, level)
+        embeddings, noise = self.embed(noised, noise_embeddings)
+        level = self._level(sigma)
+        return self._project(self.contextualize(embeddings, clean, level, noise), level)
+
+    def inject(
+        self, embeddings: States, masked: Bool[Tensor, "b l"] | Places, noise: EmbeddedNoise
+    ) -> tuple[States, LayerNoise | None]:
+        """Put the noise of n masked positions (row-major) there, replacing embeddings or adding.
+
+        Where states predict the next token, noise lies one to the left of its own position, at the
+        state that it is to decide.
+
+        Returns:
+            The embeddings, and what later layers read.
+        """
+        places = Places.of(masked).shifted(-1 if self.settings.predicts_next else 0)
+        values, is_added = noise.embedding.to(embeddings.dtype), self.adds_noise
+        filled = embeddings.index_put(places.index, values, accumulate=is_added)
+        return filled, LayerNoise.of(noise, places)
+
+    def blend(
+        self, embeddings: States, masked: Bool[Tensor, "b l"], noise: EmbeddedNoise
+    ) -> tuple[States, LayerNoise | None]:
+        """:meth:`inject` of noise that is laid out like the row, without listing any place.
+
+        Only what later layers read is listed: listing makes the host wait for a GPU.
+        """
+        here, values = masked[..., None], noise.embedding.to(embeddings.dtype)
+        if self.settings.predicts_next:  # position 0 is never masked
+            here, values = here.roll(-1, dims=1), values.roll(-1, dims=1)
+        filled = torch.where(here, embeddings + values if self.adds_noise else values, embeddings)
+        if noise.scores is None:
+            return filled, None
+        places = Places.of(masked)
+        shifted = places.shifted(-1 if self.settings.predicts_next else 0)
+        return filled, LayerNoise.of(noise[places.index], shifted)
+
+    def masked_positions(self, tokens: Tokens) -> Bool[Tensor, "b l"]:
+        """Where a row is still to be filled."""
+        return tokens == self.mask_id
 
     def embed(
-        self, tokens: Int[Tensor, "b l"], noise_embeddings: Float[Tensor, "b l e"] | None
-    ) -> Float[Tensor, "b l e"]:
-        """Token embeddings with the noise embeddings at masked positions."""
+        self, tokens: Tokens, noise_embeddings: EmbeddedNoise | None
+    ) -> tuple[States, LayerNoise | None]:
+        """Token embeddings with the noise of masked positions, and what later layers read of it."""
         embeddings = self.backbone.vocab_embed(tokens)
         if noise_embeddings is None:
-            return embeddings
+            return embeddings, None
         return self.blend(embeddings, self.masked_positions(tokens), noise_embeddings)
 
     def predict(
         self,
-        tokens: Int[Tensor, "b l"],
-        noise_embeddings: Float[Tensor, "b l e"] | None = None,
+        tokens: Tokens,
+        noise_embeddings: EmbeddedNoise | None = None,
         sigma: Float[Tensor, "b"] | None = None,
     ) -> Float[Tensor, "b l v1"]:
         """Log-probabilities of x_0 (SUBS): one-hot where a token is known, the mask never."""
-        logits = self._logits(tokens, noise_embeddings, sigma)
+        logits = self._project(*self.sampling_states(tokens, noise_embeddings, sigma))
         return substituted_log_probs(logits, tokens, self.mask_id)
 
     def predict_at(
         self,
-        tokens: Int[Tensor, "b l"],
+        tokens: Tokens,
         where: Bool[Tensor, "b l"] | Places,
-        noise_embeddings: Float[Tensor, "b l e"] | None = None,
+        noise_embeddings: EmbeddedNoise | None = None,
         sigma: Float[Tensor, "b"] | None = None,
         visible: Bool[Tensor, "b l"] | None = None,
     ) -> Float[Tensor, "n v1"]:
@@ -216,46 +243,6 @@ class MDLM(Student):
 
         Positions outside ``visible`` are not attended to, as if the row ended before them.
         """
-        if visible is None:
-            hidden, level = self.sampling_states(tokens, noise_embeddings, sigma)
-        else:
-            level = self._embed_sigma(sigma)
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-            attend = masked_attention(visible[:, None, None, :])
-            hidden = self.backbone(self.embed(tokens, noise_embeddings), level, positions, attend)
-        return self._log_probs_at(hidden, where, level)
-
-    def start_cache(self, batch_size: int) -> KeyValueCache:
-        """Empty memory for the keys and values of ``batch_size`` rows.
-
-        Raises:
-            UsageError: Where states predict the next token: those before new ones are not kept.
-        """
-        if self.settings.predicts_next:
-            raise UsageError(
-                "a student that predicts the next token keeps no cache",
-                where="model.predicts_next",
-                remedy="draw with another sampler (ancestral, confidence, ...)",
-            )
-        return self.backbone.start_cache(batch_size, self.config.row_length)
-
-    @torch.no_grad()
-    def predict_behind(
-        self,
-        tokens: Int[Tensor, "b new"],
-        where: Bool[Tensor, "b new"] | Places,
-        noise_embeddings: Float[Tensor, "b new e"] | None,
-        cache: KeyValueCache,
-    ) -> Float[Tensor, "n v1"]:
-        """``predict_at`` for the tokens behind the cached ones, which are not read again.
-
-        Attention has no direction here, so cached keys and values are those of an earlier state of
-        the row: an approximation, exact only with an empty cache. The cache then holds the new
-        tokens too; set its ``length`` back to read some of them again.
-        """
-        level, stop = self._embed_sigma(None), cache.length + tokens.shape[1]
-        positions = torch.arange(cache.length, stop, device=tokens.device)
-        embeddings = self.embed(tokens, noise_embeddings)
-        hidden = self.backbone(embeddings, level, positions, full_attention, cache)
-        cache.length = stop
+        attend = None if visible is None else masked_attention(visible[:, None, None, :])
+        hidden, level = self.sampling_states(tokens, noise_embeddings, sigma, attend)
         return self._log_probs_at(hidden, where, level)

@@ -27,6 +27,7 @@ from shards.errors import UsageError
 from trainer.objective.batch import Batch, Places
 from trainer.students.backbone import BackboneStudent, FrozenBackbone
 from trainer.students.base import LossOutput
+from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.dit import Block, LayerNorm, Rotary, causal_attention
 from trainer.students.fused_head import CHUNK_ROWS
 from trainer.students.hugging_face import StudentConfig
@@ -59,9 +60,8 @@ class NoiseSequence(nn.Module):
         super().__init__()
         settings = config.settings
         self.head_width = settings.hidden_size // settings.num_heads
-        self.blocks = nn.ModuleList(
-            Block(config, layer, None) for layer in range(settings.num_layers)
-        )
+        layers = range(settings.num_layers)
+        self.blocks = nn.ModuleList(Block(config, layer, None) for layer in layers)
         self.norm = LayerNorm(settings.hidden_size)
 
     def forward(self, embedded: Float[Tensor, "n w e"]) -> Float[Tensor, "n w e"]:
@@ -92,9 +92,8 @@ class MedusaHead(nn.Module):
             self.output = ZeroLinear(width, vocab_size)
         elif settings.backbone.head_output == "low_rank":
             rank = settings.backbone.head_rank
-            self.output = nn.Sequential(
-                nn.Linear(width, rank, bias=False), ZeroLinear(rank, vocab_size)
-            )
+            down, up = nn.Linear(width, rank, bias=False), ZeroLinear(rank, vocab_size)
+            self.output = nn.Sequential(down, up)
 
     def features(
         self, hidden: Float[Tensor, "*n d"], noise: Float[Tensor, "*n e"] | None
@@ -149,12 +148,9 @@ class Medusa(BackboneStudent):
         tokens, num_heads = batch.tokens, len(self.heads)
         num_anchors = tokens.shape[1] - 1 - num_heads
         if num_anchors < 1:
-            raise UsageError(
-                "rows too short for the heads",
-                where="model.backbone.num_proposed",
-                got=num_heads,
-                expected=f"at most {tokens.shape[1] - 2} for rows of {tokens.shape[1]} tokens",
-            )
+            what, where = "rows too short for the heads", "model.backbone.num_proposed"
+            expected = f"at most {tokens.shape[1] - 2} for rows of {tokens.shape[1]} tokens"
+            raise UsageError(what, where=where, got=num_heads, expected=expected)
         hidden = self.language_model.hidden(tokens)[:, :num_anchors].flatten(0, 1)
         noise = None if not self.is_conditioned else self.noise_states(self._embed_rows(batch))
         raw = torch.tensor([HEAD_DECAY**k for k in range(1, num_heads + 1)])
@@ -164,14 +160,8 @@ class Medusa(BackboneStudent):
             condition = None if noise is None else noise[:, :num_anchors, k - 1].flatten(0, 1)
             nlls.append(weights[k - 1] * self._head_nlls(k - 1, hidden, condition, targets))
         total = torch.stack(nlls).sum(dim=0).view(len(tokens), num_anchors)
-        count = max(1, total.numel())
-        return LossOutput(
-            loss=total.sum() / count,
-            token_nlls=pad(total.detach(), (1, num_heads)),
-            num_tokens=total.numel(),
-            num_masked=total.numel() * num_heads,
-            num_blocks=1,
-        )
+        count, token_nlls = total.numel(), pad(total.detach(), (1, num_heads))
+        return LossOutput(total.sum() / max(1, count), token_nlls, count, count * num_heads, 1)
 
     def _head_nlls(
         self, index: int, hidden: Tensor, noise: Tensor | None, targets: Int[Tensor, "n"]
@@ -196,9 +186,8 @@ class Medusa(BackboneStudent):
         where = torch.ones_like(batch.tokens, dtype=torch.bool)
         where[:, 0] = False
         places = Places.of(where)
-        embedded = self.embed_noise(batch.noise.at(places))
-        rows = embedded.new_zeros(*batch.tokens.shape, embedded.shape[-1])
-        return rows.index_put(places.index, embedded)
+        noise = self.embed_noise(batch.noise.at(places))
+        return noise.laid_out(places.index, batch.tokens.shape).embedding
 
     def noise_states(self, embedded: Float[Tensor, "b l e"]) -> Float[Tensor, "b a k e"]:
         """z of heads 1..K behind each of the tokens 0 .. L-2-K.
@@ -232,9 +221,7 @@ class Medusa(BackboneStudent):
         """
         if self.is_conditioned and embedded is None:
             raise UsageError("a conditioned student needs noise", where="noise", got="none")
-        states = None
-        if self.is_conditioned and embedded is not None:
-            states = self._states(embedded)
+        states = None if embedded is None or not self.is_conditioned else self._states(embedded)
         logits = []
         heads: Any = self.heads
         for k, head in enumerate(heads):
@@ -245,7 +232,7 @@ class Medusa(BackboneStudent):
     def forward(
         self,
         input_ids: Int[Tensor, "b l"],
-        noise_embeddings: Float[Tensor, "b m e"] | None = None,
+        noise_embeddings: EmbeddedNoise | None = None,
         attention_mask: Shaped[Tensor, "b l"] | None = None,
         **options: Any,
     ) -> CausalLMOutput:
@@ -264,7 +251,7 @@ class Medusa(BackboneStudent):
         hidden = self.language_model.hidden(input_ids)
         windows = None
         if noise_embeddings is not None:
-            width = len(self.heads) + 1
-            windows = noise_embeddings[:, 1:].unfold(1, width, 1).transpose(2, 3).flatten(0, 1)
+            behind = noise_embeddings.embedding[:, 1:]
+            windows = behind.unfold(1, len(self.heads) + 1, 1).transpose(2, 3).flatten(0, 1)
         proposed: Any = self.propose(hidden.flatten(0, 1), windows)
         return CausalLMOutput(logits=proposed.unflatten(0, input_ids.shape))

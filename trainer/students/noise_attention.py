@@ -10,16 +10,11 @@ Over all V a reading costs two products with [V, D] matrices per masked position
 scores: meant for small vocabularies. Over K candidates, the ids of largest tau xi + w log q, it
 gathers 2 K rows of D numbers and holds [n, K]; what is gathered is never written down. The noise
 is drawn once more to find them, for a few positions at a time.
-
-Between the noise embeddings and the layers they travel as float32 numbers behind the embeddings,
-through whatever samplers do with these: V shares, or K ids and K scores; zeros at known tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +25,7 @@ from torch.nn.functional import embedding_bag, layer_norm
 
 from shards.noise.embedding import Tiles, even_width, tile_shape
 from shards.noise.kinds import Noise
+from trainer.students.conditioning import LayerNoise
 
 LEAST_SCORE = -1e4
 """Of an entry that was truncated away: its share is 0, and so is its gradient, which -inf makes
@@ -46,14 +42,7 @@ def noise_scores(
     return log_prior - tau * arrivals.log()
 
 
-def noise_shares(
-    noise: Noise, tau: float, log_prior: Float[Tensor, "v"] | float
-) -> Float[Tensor, "n v"]:
-    """softmax(tau xi + log prior), held whole."""
-    return torch.softmax(noise_scores(noise, tau, log_prior), dim=-1)
-
-
-def likeliest_entries(
+def most_probable_entries(
     noise: Noise, count: int, tau: float, log_prior: Float[Tensor, "v"] | float
 ) -> tuple[Int[Tensor, "n k"], Float[Tensor, "n k"]]:
     """The ``count`` largest of tau xi + log prior per position, in no order: ids and scores.
@@ -77,51 +66,16 @@ def searched_at_once(num_positions: int, vocab_size: int, device: torch.device) 
     return even_width(num_positions, max(FEWEST_POSITIONS, positions * ids // vocab_size))
 
 
-def pack_noise(
-    noise: Noise, tau: float, log_prior: Float[Tensor, "v"] | float, num_candidates: int
-) -> Float[Tensor, "n e"]:
-    """What later layers read: V shares, or K ids (from 1; 0 is nothing) and K scores."""
-    if not num_candidates:
-        return noise_shares(noise, tau, log_prior)
-    ids, scores = likeliest_entries(noise, num_candidates, tau, log_prior)
-    return torch.cat(((ids + 1).float(), scores), dim=-1)
-
-
-@dataclass(frozen=True)
-class NoiseToRead:
-    """The noise of a batch's n masked positions, as its readings take it.
-
-    Attributes:
-        index: Rows and columns of these positions.
-        scores: tau xi + w log q, up to a number per position.
-        ids: Which entries of the vocabulary these are; None is all of them.
-    """
-
-    index: tuple[Int[Tensor, "n"], ...]
-    scores: Float[Tensor, "n k"]
-    ids: Int[Tensor, "n k"] | None = None
-
-    @classmethod
-    def split(
-        cls, x: Float[Tensor, "b l e"], width: int, num_candidates: int
-    ) -> tuple[Float[Tensor, "b l d"], NoiseToRead | None]:
-        """Embeddings, and the noise that lies behind their ``width`` numbers, if any does."""
-        if x.shape[-1] == width:
-            return x, None
-        # contiguous: a view would keep all of it for the backward pass
-        return x[..., :width].contiguous(), cls.unpack(x[..., width:], num_candidates)
-
-    @classmethod
-    def unpack(cls, packed: Float[Tensor, "b l e"], num_candidates: int) -> NoiseToRead:
-        """The inverse of :func:`pack_noise`, of noise laid out like the rows."""
-        assert packed.dtype == torch.float32, "ids are not kept by anything narrower"
-        index = packed.any(dim=-1).nonzero(as_tuple=True)
-        entries = packed[index]
-        if not num_candidates:
-            return cls(index, entries.log().clamp_min(LEAST_SCORE))
-        ids, scores = entries.split(num_candidates, dim=-1)
-        scores = scores - scores.amax(dim=-1, keepdim=True)
-        return cls(index, scores.clamp_min(LEAST_SCORE), ids.int() - 1)
+def layer_scores(
+    noise: Noise, tau: float, log_prior: Float[Tensor, "v"] | float, top_k: int
+) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"] | None]:
+    """What later layers read: scores, the largest of a position 0, and the ids of ``top_k`` > 0."""
+    if top_k:
+        ids, scores = most_probable_entries(noise, top_k, tau, log_prior)
+        ids = ids.int()
+    else:
+        ids, scores = None, noise_scores(noise, tau, log_prior)
+    return (scores - scores.amax(dim=-1, keepdim=True)).clamp_min(LEAST_SCORE), ids
 
 
 def mix_rows(
@@ -195,7 +149,7 @@ class VocabularyAttention(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(
-        self, x: Float[Tensor, "b l d"], noise: NoiseToRead, head: Float[Tensor, "v1 d"]
+        self, x: Float[Tensor, "b l d"], noise: LayerNoise, head: Float[Tensor, "v1 d"]
     ) -> Float[Tensor, "b l d"]:
         """Hidden states, with what was read added at the masked positions.
 
@@ -206,15 +160,8 @@ class VocabularyAttention(nn.Module):
         """
         ids, table = noise.ids, head if noise.ids is not None else head[:-1]
         with torch.autocast(x.device.type, enabled=False):  # near ties of l + xi are lost in bf16
-            query = self.gamma * layer_norm(x[noise.index].float(), self.gamma.shape)
+            query = self.gamma * layer_norm(noise.places.read(x).float(), self.gamma.shape)
             scores = row_products(query, table.float(), ids) + noise.scores
             shares = torch.softmax(self.log_beta.exp() * scores, dim=-1)
             read = mix_rows(shares, self.weight.float(), ids)
-        return x.index_put(noise.index, read.to(x.dtype), accumulate=True)
-
-
-def make_readings(vocab_size: int, hidden_size: int, depths: Iterable[int]) -> nn.ModuleDict:
-    """A reading for each depth, by its name."""
-    return nn.ModuleDict(
-        {str(depth): VocabularyAttention(vocab_size, hidden_size) for depth in depths}
-    )
+        return x.index_put(noise.places.index, read.to(x.dtype), accumulate=True)

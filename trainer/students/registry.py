@@ -5,13 +5,17 @@ from __future__ import annotations
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from trainer.students.autoregressive import AR, ARConfig
-from trainer.students.base import LossOutput, Student
+from trainer.students.base import LossOutput as LossOutput
+from trainer.students.base import Student
 from trainer.students.bd3lm import BD3LM, BD3LMConfig
-from trainer.students.configuration import StudentSettings, read_preset
-from trainer.students.drafter import Drafter, DrafterConfig
-from trainer.students.hugging_face import StudentConfig
+from trainer.students.configuration import StudentSettings as StudentSettings
+from trainer.students.configuration import read_preset as read_preset
+from trainer.students.drafter import Drafter
+from trainer.students.drafter import DrafterConfig as DrafterConfig
+from trainer.students.hugging_face import StudentConfig as StudentConfig
 from trainer.students.mdlm import MDLM, MDLMConfig
-from trainer.students.medusa import Medusa, MedusaConfig
+from trainer.students.medusa import Medusa
+from trainer.students.medusa import MedusaConfig as MedusaConfig
 
 STUDENTS: dict[str, type[Student]] = {
     "mdlm": MDLM,
@@ -27,22 +31,3 @@ for _student in STUDENTS.values():
 AutoModelForMaskedLM.register(MDLMConfig, MDLM, exist_ok=True)
 AutoModelForMaskedLM.register(BD3LMConfig, BD3LM, exist_ok=True)
 AutoModelForCausalLM.register(ARConfig, AR, exist_ok=True)
-
-__all__ = [
-    "AR",
-    "BD3LM",
-    "MDLM",
-    "STUDENTS",
-    "ARConfig",
-    "BD3LMConfig",
-    "Drafter",
-    "DrafterConfig",
-    "LossOutput",
-    "MDLMConfig",
-    "Medusa",
-    "MedusaConfig",
-    "Student",
-    "StudentConfig",
-    "StudentSettings",
-    "read_preset",
-]

@@ -43,24 +43,15 @@ class Calls:
 
 
 def change(**entries: Any) -> Callable[[State], None]:
-    def apply(checkpoint: State) -> None:
-        checkpoint.update(entries)
-
-    return apply
+    return lambda checkpoint: checkpoint.update(entries)
 
 
 def change_state(name: str, value: Any) -> Callable[[State], None]:
-    def apply(checkpoint: State) -> None:
-        checkpoint["state_dict"][name] = value
-
-    return apply
+    return lambda checkpoint: checkpoint["state_dict"].update({name: value})
 
 
 def change_config(**settings: Any) -> Callable[[State], None]:
-    def apply(checkpoint: State) -> None:
-        checkpoint["hyper_parameters"]["config"] = {"model": {"length": 8}, **settings}
-
-    return apply
+    return change(hyper_parameters={"config": {"model": {"length": 8}, **settings}})
 
 
 CASES: dict[str, Callable[[State], None]] = {
@@ -134,29 +125,26 @@ def rewrite(path: Path, change: Callable[[str, bytes], bytes], compress: bool = 
             archive.writestr(name, change(name, content))
 
 
-def with_pickle(content: bytes) -> Callable[[str, bytes], bytes]:
-    return lambda name, old: content if name.endswith("data.pkl") else old
+def with_record(end: str, change: Callable[[bytes], bytes], compress: bool = False) -> Any:
+    """Rewrites the records whose names hold ``end``."""
+    return lambda path: rewrite(path, lambda n, old: change(old) if end in n else old, compress)
 
 
-ARCHIVES: dict[str, Callable[[Path], None]] = {
-    "an empty file": lambda path: path.write_bytes(b"") and None,
-    "a pickle without an archive": lambda path: path.write_bytes(pickle.dumps({})) and None,
+def with_pickle(content: bytes) -> Any:
+    return with_record("data.pkl", lambda old: content)
+
+
+ARCHIVES: dict[str, Callable[[Path], Any]] = {
+    "an empty file": lambda path: path.write_bytes(b""),
+    "a pickle without an archive": lambda path: path.write_bytes(pickle.dumps({})),
     "an archive of nothing": lambda path: zipfile.ZipFile(path, "w").close(),
-    "no pickle": lambda path: rewrite(path, with_pickle(b"")),
-    "a pickle of noise": lambda path: rewrite(path, with_pickle(bytes(range(256)))),
-    "a pickle that ends early": lambda path: rewrite(
-        path, lambda name, old: old[: len(old) // 2] if name.endswith("data.pkl") else old
-    ),
-    "a number": lambda path: rewrite(path, with_pickle(pickle.dumps(3, protocol=2))),
-    "weights cut short": lambda path: rewrite(
-        path, lambda name, old: old[:5] if "/data/" in name else old
-    ),
-    "a bomb": lambda path: rewrite(
-        path, lambda name, old: b"\0" * 10**7 if "/data/" in name else old, compress=True
-    ),
-    "pickles nested without end": lambda path: rewrite(
-        path, with_pickle(b"\x80\x02" + b"(" * 10**5 + b"t" * 10**5 + b".")
-    ),
+    "no pickle": with_pickle(b""),
+    "a pickle of noise": with_pickle(bytes(range(256))),
+    "a pickle that ends early": with_record("data.pkl", lambda old: old[: len(old) // 2]),
+    "a number": with_pickle(pickle.dumps(3, protocol=2)),
+    "weights cut short": with_record("/data/", lambda old: old[:5]),
+    "a bomb": with_record("/data/", lambda old: b"\0" * 10**7, compress=True),
+    "pickles nested without end": with_pickle(b"\x80\x02" + b"(" * 10**5 + b"t" * 10**5 + b"."),
 }
 
 
@@ -178,7 +166,7 @@ def test_a_pickle_cannot_change_torch(tmp_path: Path) -> None:
     stream = b"\x80\x02}X\x01\x00\x00\x00aNctorch._utils\n_rebuild_tensor_v2\n"
     stream += b"}X\x08\x00\x00\x00poisonedI1\nsb0s."
     torch.save(small_checkpoint(), tmp_path / "odd.ckpt")
-    rewrite(tmp_path / "odd.ckpt", with_pickle(stream))
+    with_pickle(stream)(tmp_path / "odd.ckpt")
     with contextlib.suppress(GdistillError):
         read_checkpoint(tmp_path / "odd.ckpt")
     assert vars(torch._utils._rebuild_tensor_v2) == before
@@ -192,9 +180,6 @@ def test_plain_containers_come_back_as_they_are(tmp_path: Path) -> None:
     checkpoint["counts"] = collections.defaultdict(int, a=2)
     torch.save(checkpoint, tmp_path / "good.ckpt")
     read = read_checkpoint(tmp_path / "good.ckpt")
-    assert (
-        read["order"] == {"a": 1}
-        and read["counts"] == {"a": 2}
-        and isinstance(read["foreign"], Inert)
-    )
+    assert (read["order"], read["counts"]) == ({"a": 1}, {"a": 2})
+    assert isinstance(read["foreign"], Inert)
     assert torch.equal(read["state_dict"][EMBEDDING], torch.zeros(12, 8))

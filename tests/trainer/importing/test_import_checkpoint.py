@@ -15,6 +15,7 @@ from transformers import AutoModel, PreTrainedTokenizerFast
 import trainer
 from benchmarks.goldens import absolute, condition_of
 from shards.errors import GdistillError, UsageError
+from shards.settings import merge, nested
 from trainer.importing import (
     Inert,
     backbone_of,
@@ -52,23 +53,18 @@ def test_logits_match(golden: Path, tmp_path: Path, name: str, weights: str) -> 
     with torch.no_grad():
         logits = logits_of(student, expected)
     assert absolute(logits, expected[f"logits_{weights}_weights"]) <= 5e-5
+    backbone, unexpected = backbone_of(read_checkpoint(golden / f"{name}.ckpt")["state_dict"])
+    told = json.loads((golden / f"{name}_expected.json").read_text())
+    order = [key for key in backbone if key != "rotary_emb.inv_freq"]
+    assert (order, unexpected) == (told["ema_parameter_order"], [])
     other = "raw" if weights == "ema" else "ema"
     assert absolute(logits, expected[f"logits_{other}_weights"]) > 1e-2
     assert done.weights == weights
     assert json.loads((tmp_path / "model" / "import.json").read_text())["weights"] == weights
-    config = json.loads((golden / f"{name}_expected.json").read_text())["config"]
+    config = told["config"]
     assert student.config.row_length == config["length"]
     if isinstance(student, BD3LM):
         assert student.block_size == config["block_size"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_ema_order_is_the_documented_one(golden: Path, name: str) -> None:
-    checkpoint = read_checkpoint(golden / f"{name}.ckpt")
-    backbone, unexpected = backbone_of(checkpoint["state_dict"])
-    order = json.loads((golden / f"{name}_expected.json").read_text())["ema_parameter_order"]
-    assert [key for key in backbone if key != "rotary_emb.inv_freq"] == order
-    assert not unexpected
 
 
 def loaded(golden: Path) -> dict[str, Any]:
@@ -127,10 +123,8 @@ def test_foreign_classes_are_read_but_never_run(golden: Path, tmp_path: Path) ->
     read = read_checkpoint(path)
     assert not fired.exists()
     assert isinstance(read["hyper_parameters"]["tokenizer"], Inert)
-    assert plain_config(read["hyper_parameters"]["config"])["model"] == {
-        "length": 16,
-        "dropout": 0.0,
-    }
+    plain = plain_config(read["hyper_parameters"]["config"])
+    assert plain["model"] == {"length": 16, "dropout": 0.0}
     name, student = student_from(read)
     assert (name, student.config.row_length) == ("mdlm", 16)
 
@@ -152,26 +146,17 @@ def test_unreadable_files_are_explained(tmp_path: Path, golden: Path) -> None:
     with pytest.raises(GdistillError, match="DiT"):
         import_checkpoint(other, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_taken_folder_is_left_alone(golden: Path, tmp_path: Path) -> None:
-    (tmp_path / "note").write_text("mine")
     with pytest.raises(UsageError, match="taken"):
         import_checkpoint(golden / "mdlm-tiny.ckpt", tmp_path)
 
 
 def with_config(golden: Path, name: str, **settings: Any) -> dict[str, Any]:
     """A golden checkpoint under another config (dotted names with ``__``)."""
-    checkpoint = read_checkpoint(golden / f"{name}.ckpt")
     config: dict[str, Any] = {}
     for path, value in settings.items():
-        *tables, last = path.split("__")
-        table = config
-        for key in tables:
-            table = table.setdefault(key, {})
-        table[last] = value
-    checkpoint["hyper_parameters"] = {"config": config}
-    return checkpoint
+        config = merge(config, nested(path.split("__"), value))
+    checkpoint = read_checkpoint(golden / f"{name}.ckpt")
+    return {**checkpoint, "hyper_parameters": {"config": config}}
 
 
 def test_what_shapes_do_not_show_comes_from_the_config(golden: Path) -> None:
@@ -207,13 +192,6 @@ def test_references_in_the_config_are_followed(golden: Path) -> None:
         student_from(circle)
 
 
-def test_block_size_must_be_known(golden: Path) -> None:
-    checkpoint = with_config(golden, "bd3lms-tiny", model__length=16)
-    with pytest.raises(UsageError, match=r"block size.*--block-size"):
-        student_from(checkpoint)
-    assert student_from(checkpoint, block_size=8)[1].settings.block_size == 8
-
-
 def test_a_tokenizer_comes_along(golden: Path, tmp_path: Path) -> None:
     vocab_size = student_from(loaded(golden))[1].config.vocab_size
     names = ["<s>", "</s>", *(f"w{i}" for i in range(vocab_size - 2))]
@@ -237,9 +215,18 @@ def test_a_tokenizer_comes_along(golden: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_row_length_must_be_known(golden: Path) -> None:
-    checkpoint = loaded(golden)
-    checkpoint["hyper_parameters"] = {}
-    with pytest.raises(UsageError, match=r"row length.*--row-length"):
+@pytest.mark.parametrize(
+    ("name", "config", "missing"),
+    [
+        ("bd3lms-tiny", {"model__length": 16}, {"block_size": 8}),
+        ("mdlm-gumbel-tiny", {}, {"row_length": 16}),
+    ],
+)
+def test_what_the_config_lacks_must_be_given(
+    golden: Path, name: str, config: dict[str, Any], missing: dict[str, int]
+) -> None:
+    checkpoint, (option, value) = with_config(golden, name, **config), *missing.items()
+    words = option.split("_")
+    with pytest.raises(UsageError, match=rf"{' '.join(words)}.*--{'-'.join(words)}"):
         student_from(checkpoint)
-    assert student_from(checkpoint, row_length=16)[1].config.row_length == 16
+    assert getattr(student_from(checkpoint, **missing)[1].config, option) == value

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from shards.noise.kinds import KeyedPosterior, dense_arrivals
-from shards.noise.philox import PositionKeys
 from shards.provenance import derive_seed
 from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch, ShardStream
@@ -18,7 +17,6 @@ from trainer.objective.batch import Batch, BatchMaker, CopiesAhead, StoredRowNoi
 from trainer.objective.corruption import FULL, corrupt
 from trainer.students.configuration import DiffusionSettings
 from trainer.training.construction import build_student
-from trainer.training.settings import RunConfig
 
 CPU = torch.device("cpu")
 
@@ -146,10 +144,8 @@ def test_every_micro_batch_has_every_kind_of_time() -> None:
 
 
 def test_micro_batches_give_the_whole_batchs_gradient(store: Path) -> None:
-    config: RunConfig = tiny_run()
-    student = build_student(config, ShardStore.open(store), None)
-    batch = make_batch(store)
-    gradients = []
+    student = build_student(tiny_run(), ShardStore.open(store), None)
+    batch, gradients = make_batch(store), []
     for size in (None, 3):
         student.zero_grad()
         for part in batch.micro_batches(size):
@@ -157,15 +153,6 @@ def test_micro_batches_give_the_whole_batchs_gradient(store: Path) -> None:
         gradients.append([p.grad.clone() for p in student.parameters() if p.grad is not None])
     for whole, summed in zip(*gradients, strict=True):
         torch.testing.assert_close(summed, whole, rtol=1e-4, atol=1e-6)
-
-
-def test_keys_name_rows_not_slots(store: Path) -> None:
-    batch, mask = make_batch(store), a_mask()
-    part = list(batch.micro_batches(3))[1]
-    assert part.noise is not None
-    noise = part.noise.at(mask[part.slots])
-    assert isinstance(noise, KeyedPosterior) and isinstance(noise.keys, PositionKeys)
-    assert set(noise.keys.rows.tolist()) <= {1, 4, 7}
 
 
 def test_frozen_noise_of_different_splits_is_independent(tmp_path: Path) -> None:

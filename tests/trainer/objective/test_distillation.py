@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
 from shards.noise.kinds import DenseProbabilities, Entries, HeadAndTail
-from trainer.students.fused_head import Distillation, Outcomes, tempered_kl
+from trainer.objective.distillation import Distillation, Outcomes, tempered_kl
 
 VOCAB = 23
 
@@ -39,6 +40,11 @@ def listed(log_probs: torch.Tensor, num_entries: int, unigram: torch.Tensor) -> 
 
 
 UNIFORM = torch.full((VOCAB,), 1 / VOCAB)
+TARGETS = torch.zeros(40, dtype=torch.int64)
+
+
+def losses_of(teacher: Any, student: torch.Tensor, **settings: float) -> torch.Tensor:
+    return Distillation(teacher, **settings).losses(student, TARGETS, slice(None))
 
 
 def test_kl_of_a_listed_token_and_the_rest_by_hand() -> None:
@@ -66,55 +72,38 @@ def test_a_dense_teacher_gives_the_dense_kl(temperature: float) -> None:
     target = (teacher / temperature).log_softmax(-1)
     found = (student[:, :VOCAB] / temperature).log_softmax(-1)
     expected = functional.kl_div(found, target, reduction="none", log_target=True).sum(1)
-    distillation = Distillation(DenseProbabilities(teacher), 1.0, temperature)
-    losses = distillation.losses(student, torch.zeros(40, dtype=torch.int64), slice(None))
+    losses = losses_of(DenseProbabilities(teacher), student, temperature=temperature)
     torch.testing.assert_close(losses, temperature**2 * expected, rtol=1e-4, atol=1e-6)
 
 
-def test_all_tokens_but_one_listed_is_the_dense_kl() -> None:
-    """The rest is one token then: nothing is lost."""
+def test_nothing_is_lost_where_the_rest_is_one_token_or_none() -> None:
+    """What rounding leaves over when every token is listed is no token, and costs nothing."""
     teacher, student = dense(), student_log_probs()
-    targets = torch.zeros(40, dtype=torch.int64)
-    everything = slice(None)
-    whole = Distillation(DenseProbabilities(teacher)).losses(student, targets, everything)
-    part = listed(teacher, VOCAB - 1, UNIFORM)
-    found = Distillation(part).losses(student, targets, everything)
-    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-6)
-
-
-def test_what_is_left_over_when_every_token_is_listed_costs_nothing() -> None:
-    teacher, student = dense(), student_log_probs()
-    probs = teacher.exp()
-    used = torch.ones_like(probs, dtype=torch.bool)
-    ids = torch.arange(VOCAB).expand(40, -1)
-    part = HeadAndTail(Entries(ids, probs, used), torch.full((40,), 1e7), UNIFORM)
-    targets = torch.zeros(40, dtype=torch.int64)
-    whole = Distillation(DenseProbabilities(teacher)).losses(student, targets, slice(None))
-    found = Distillation(part).losses(student, targets, slice(None))
-    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-6)
+    whole = losses_of(DenseProbabilities(teacher), student)
+    used = torch.ones_like(teacher, dtype=torch.bool)
+    entries = Entries(torch.arange(VOCAB).expand(40, -1), teacher.exp(), used)
+    every = HeadAndTail(entries, torch.full((40,), 1e7), UNIFORM)
+    for part in (listed(teacher, VOCAB - 1, UNIFORM), every):
+        torch.testing.assert_close(losses_of(part, student), whole, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_entries", [1, 4, 12])
 def test_coarser_outcomes_lose_divergence_and_are_zero_at_equality(num_entries: int) -> None:
     """Data processing: grouping never raises a KL; a student equal to the teacher has none left."""
     teacher, student = dense(), student_log_probs()
-    targets = torch.zeros(40, dtype=torch.int64)
-    part = Distillation(listed(teacher, num_entries, UNIFORM))
-    whole = Distillation(DenseProbabilities(teacher)).losses(student, targets, slice(None))
-    found = part.losses(student, targets, slice(None))
+    part = listed(teacher, num_entries, UNIFORM)
+    whole, found = losses_of(DenseProbabilities(teacher), student), losses_of(part, student)
     assert (found >= -1e-5).all() and (found <= whole + 1e-5).all()
     assert (found < whole - 1e-3).any()
     alike = functional.pad(teacher, (0, 1), value=-1e6)
-    assert float(part.losses(alike, targets, slice(None)).abs().max()) < 1e-5
+    assert float(losses_of(part, alike).abs().max()) < 1e-5
 
 
 def test_within_the_rest_the_student_keeps_its_proportions() -> None:
     """The gradient on an unlisted logit is q (1 - p_rest / q_rest); on a listed one q - p."""
     teacher = listed(dense(), 4, UNIFORM)
     logits = student_log_probs().detach().requires_grad_()
-    losses = Distillation(teacher).losses(
-        logits.log_softmax(-1), torch.zeros(40, dtype=torch.int64), slice(None)
-    )
+    losses = losses_of(teacher, logits.log_softmax(-1))
     (gradient,) = torch.autograd.grad(losses.sum(), logits)
     q = logits.detach().softmax(-1)[:, :VOCAB]
     ids = teacher.head.ids[:, :-1]
@@ -129,10 +118,9 @@ def test_within_the_rest_the_student_keeps_its_proportions() -> None:
 def test_outcomes_are_normalised_and_rows_are_the_rows_asked_for() -> None:
     part = listed(dense(), 4, UNIFORM)
     assert torch.allclose(Outcomes.of(part).log_probs.exp().sum(1), torch.ones(40), atol=1e-5)
-    student, targets = student_log_probs(), torch.zeros(40, dtype=torch.int64)
-    whole = Distillation(part).losses(student, targets, slice(None))
-    some = Distillation(part).losses(student[10:20], targets[10:20], slice(10, 20))
-    torch.testing.assert_close(some, whole[10:20], rtol=1e-5, atol=1e-7)
+    student = student_log_probs()
+    some = Distillation(part).losses(student[10:20], TARGETS[10:20], slice(10, 20))
+    torch.testing.assert_close(some, losses_of(part, student)[10:20], rtol=1e-5, atol=1e-7)
 
 
 def test_impossible_tokens_give_finite_gradients() -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from shards.errors import UsageError
-from shards.noise.kinds import KeyedPosterior, dense_arrivals
+from shards.noise.kinds import KeyedPosterior
 from shards.store.store import ShardStore
 from tests.trainer.objective.test_batch import a_mask, make_batch
 from tests.trainer.run_cases import LENGTH, tiny_run, write_store
 from trainer.objective.batch import Batch, Places
 from trainer.objective.corruption import corrupt, partly_prior
-from trainer.students.configuration import DiffusionSettings, NoiseSettings
+from trainer.students.configuration import DiffusionSettings
 from trainer.training.construction import build_student
 
 
@@ -89,20 +89,6 @@ def test_stores_of_frozen_draws_are_refused_before_training(store: Path, tmp_pat
     config = tiny_run(model__noise__prior_share=0.2)
     with pytest.raises(UsageError, match=r"prior_share.*codec seeded"):
         build_student(config, ShardStore.open(frozen), None)
-    batch, places = make_batch(frozen), Places.of(a_mask())
-    assert batch.noise is not None
-    with pytest.raises(UsageError, match="cannot be drawn again"):
-        partly_prior(batch.noise.at(places), batch, places, 0.2)
-    assert dense_arrivals(batch.noise.at(places)).isfinite().all()
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.0, math.nan])
-def test_bad_shares(share: float) -> None:
+    without = tiny_run(model__conditioning="none", model__noise__prior_share=0.2)
     with pytest.raises(UsageError, match="prior_share"):
-        NoiseSettings(prior_share=share)
-
-
-def test_a_student_without_noise_has_no_use_for_it(store: Path) -> None:
-    config = tiny_run(model__conditioning="none", model__noise__prior_share=0.2)
-    with pytest.raises(UsageError, match="prior_share"):
-        build_student(config, ShardStore.open(store), None)
+        build_student(without, ShardStore.open(store), None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shards.errors import UsageError
-from tests.trainer.students.test_mdlm import LENGTH, VOCAB, make_student
+from tests.trainer.students.student_cases import LENGTH, VOCAB, make_student
 from trainer.loading import generate
 
 

@@ -159,7 +159,7 @@ def test_heads_are_shown_the_noise_of_the_tokens_they_propose(
     result = draw(student, MedusaSampler(max_lookahead=1), IDS[:1], tokens)
     noise = sampling_noise(3, IDS[:1], LONG, VOCAB)
     with torch.no_grad():
-        embedded = student.embed_noise(noise, 1.0)
+        embedded = student.embed_noise(noise, 1.0).embedding
         hidden = student.language_model.hidden(result.tokens)[0]
     first = 2
     for h, e in seen:

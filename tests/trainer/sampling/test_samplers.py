@@ -33,6 +33,7 @@ from trainer.sampling.fill import (
 from trainer.sampling.noise import RowNoise, SampleKeys
 from trainer.sampling.orders import FirstHittingSampler, FixedCountSampler, uniform_order
 from trainer.sampling.registry import make_sampler
+from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.registry import Student
 
 IDS = torch.tensor([5, 0, 17, 2, 9])
@@ -171,7 +172,7 @@ def test_one_argmax_step_is_the_argmax_of_x0() -> None:
     assert noise is not None
     result = draw(student, AncestralSampler(nfe=1, decision="argmax", tau=1.0), ids)
     xi = -noise.tile(0, 11).view(6, LENGTH, 11).log()
-    condition = torch.softmax(xi, dim=-1) @ student.conditioner.weight
+    condition = EmbeddedNoise(torch.softmax(xi, dim=-1) @ student.conditioner.weight)
     with torch.no_grad():
         expected = student.predict(tokens, condition).argmax(-1)
     assert torch.equal(result.tokens, expected)

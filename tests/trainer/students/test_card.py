@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from tests.trainer.sampling_cases import LENGTH, tiny_student
-from tests.trainer.students.test_mdlm import make_student
+from tests.trainer.students.student_cases import make_student
 from trainer.students.folder import model_card, without_places
 
 ROOT = Path(__file__).parents[3]
@@ -73,11 +73,9 @@ def test_absolute_paths_become_names(told: object, published: object) -> None:
     assert without_places({"a": [told]}) == {"a": [published]}
 
 
-def wanted_by_make(kind: str) -> set[str]:
-    """The options of ``make sample`` for the default recipe."""
-    makefile = (ROOT / "Makefile").read_text()
-    (line,) = re.findall(rf"^NEAREST_{kind} *= (.*)$", makefile, re.MULTILINE)
-    return set(re.findall(r"--[a-z]+ \S+", line))
+def options_of(line: str) -> set[tuple[str, float | str]]:
+    pairs = re.findall(r"(--[a-z]+) (\S+)", line)
+    return {(name, float(word) if word[0].isdigit() else word) for name, word in pairs}
 
 
 @pytest.mark.parametrize("kind", ["mdlm", "bd3lm"])
@@ -89,14 +87,9 @@ def test_the_card_samples_as_make_sample_does(kind: str, layers: tuple[int, ...]
     told["run"]["config"]["student"] = kind
     card = model_card(told, student)
     (command,) = re.findall(r"^gdistill-sample .*$", card, re.MULTILINE)
-    given = {
-        (name, float(value) if value[0].isdigit() else value)
-        for name, value in (word.split(" ") for word in re.findall(r"--[a-z]+ \S+", command))
-    }
-    expected = {
-        (name, float(value) if value[0].isdigit() else value)
-        for name, value in (word.split(" ") for word in wanted_by_make(kind))
-    }
+    makefile = (ROOT / "Makefile").read_text()
+    (line,) = re.findall(rf"^NEAREST_{kind} *= (.*)$", makefile, re.MULTILINE)
+    given, expected = options_of(command), options_of(line)
     assert expected <= given if layers else not expected & given
     assert ("--nfe", 16.0) in given
     assert "(640 tokens)" in card  # 10 steps of 8 rows of 8

@@ -31,8 +31,7 @@ NOISE = {
     "model__noise__prior_weight": 1.0,
     "model__noise__layers": "[1,2]",
 }
-LLAMA_MATRICES = 2 * (16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24)
-"""Two layers: queries, keys and values of two heads of four, output, three matrices of the MLP."""
+TOKENS = torch.arange(LENGTH)[None] % VOCAB
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +65,27 @@ def batch_of(store: ShardStore, num_rows: int = 3) -> Batch:
     return maker(next(iter(stream)), 1)
 
 
-def states(student: Student, tokens: torch.Tensor, attend: Any) -> torch.Tensor:
-    backbone = student.backbone
-    positions = torch.arange(tokens.shape[1])
-    return backbone(backbone.vocab_embed(tokens), None, positions, attend)
+def states(student: Student, attend: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
+    embedded = student.backbone.vocab_embed(tokens)
+    return student.backbone(embedded, None, torch.arange(tokens.shape[1]), attend)
+
+
+def shaken(student: Student) -> Student:
+    """With weights of the noise that do something."""
+    torch.manual_seed(0)
+    for weight in student.noise_parameters.values():
+        torch.nn.init.normal_(weight, std=0.3)
+    return student
+
+
+def changed(tokens: torch.Tensor, *places: int) -> torch.Tensor:
+    other = tokens.clone()
+    other[:, list(places)] = (other[:, list(places)] + 1) % VOCAB
+    return other
 
 
 def logits_to_the_left(student: Student, tokens: torch.Tensor) -> torch.Tensor:
-    return student.backbone.output_layer(states(student, tokens, causal_attention))
+    return student.backbone.output_layer(states(student, causal_attention, tokens))
 
 
 def test_attending_to_the_left_it_says_what_the_model_says(model: Path, store: ShardStore) -> None:
@@ -90,45 +102,35 @@ def test_attending_to_the_left_it_says_what_the_model_says(model: Path, store: S
     torch.testing.assert_close(shifted[:, 1:, :VOCAB], expected[:, :-1], rtol=1e-4, atol=1e-4)
 
 
-def test_an_mdlm_of_it_sees_both_sides(model: Path, store: ShardStore) -> None:
-    student = student_from(model, store)
-    tokens = torch.arange(LENGTH)[None] % VOCAB
-    other = tokens.clone()
-    other[0, -1] += 1
-    first = [student(each).logits[0, 0] for each in (tokens, other)]
+def test_what_it_sees(model: Path, store: ShardStore) -> None:
+    """An MDLM both sides; a block of a BD3-LM itself and the clean past."""
+    mdlm = student_from(model, store)
+    first = [mdlm(each).logits[0, 0] for each in (TOKENS, changed(TOKENS, -1))]
     assert not torch.allclose(*first, atol=1e-3)
-
-
-def test_a_block_of_it_sees_itself_and_the_clean_past(model: Path, store: ShardStore) -> None:
     student = student_from(model, store, student="bd3lm", model__block_size=4)
-    clean = torch.arange(LENGTH)[None] % VOCAB
-    noised = clean.clone()
+    noised = TOKENS.clone()
     noised[0, 5:7] = student.mask_id
-    base = student.denoise(noised, clean)[:, 4:]
-    unseen, future = noised.clone(), clean.clone()
+    base = student.denoise(noised, TOKENS)[:, 4:]
+    unseen = noised.clone()
     unseen[:, :4] = student.mask_id
-    future[:, 4:] = (clean[:, 4:] + 1) % VOCAB
-    torch.testing.assert_close(student.denoise(unseen, future)[:, 4:], base, rtol=0, atol=1e-5)
-    past, beside = clean.clone(), noised.clone()
-    past[:, 1] += 1
-    beside[:, 7] += 1
-    assert not torch.allclose(student.denoise(noised, past)[:, 4:], base, atol=1e-3)
-    assert not torch.allclose(student.denoise(beside, clean)[:, 4], base[:, 0], atol=1e-3)
+    same = student.denoise(unseen, changed(TOKENS, 4, 5, 6, 7))[:, 4:]
+    torch.testing.assert_close(same, base, rtol=0, atol=1e-5)
+    past = student.denoise(noised, changed(TOKENS, 1))[:, 4:]
+    beside = student.denoise(changed(noised, 7), TOKENS)[:, 4]
+    assert not torch.allclose(past, base, atol=1e-3)
+    assert not torch.allclose(beside, base[:, 0], atol=1e-3)
 
 
 def test_blocks_behind_a_cache_are_those_of_the_whole_row(model: Path, store: ShardStore) -> None:
     """Keys and values of grouped heads, at their positions, with noise in every block."""
-    torch.manual_seed(0)
-    student = student_from(model, store, student="bd3lm", model__block_size=4, **NOISE)
-    for name, weight in student.named_parameters():
-        if "noise_readings" in name or "conditioner" in name:
-            torch.nn.init.normal_(weight, std=0.3)
+    student = shaken(student_from(model, store, student="bd3lm", model__block_size=4, **NOISE))
     batch = batch_of(store)
     tokens = batch.tokens.clone()
     tokens[:, 5:] = student.mask_id
     everywhere = torch.ones(tokens.shape, dtype=torch.bool)
     assert batch.noise is not None
-    condition = student.embed_noise(batch.noise.at(everywhere), 0.85).view(3, LENGTH, -1).detach()
+    condition = student.embed_noise(batch.noise.at(everywhere), 0.85)
+    condition = condition.unflatten((3, LENGTH)).map(torch.detach)
     whole = student.predict(tokens, condition)[:, 4:]
     masked = tokens[:, 4:] == student.mask_id
     cache = student.start_cache(3)
@@ -167,7 +169,7 @@ def test_a_reading_behind_the_last_layer_lies_before_the_final_norm(
     tokens[:, 3] = student.mask_id
     assert batch.noise is not None
     condition = student.embed_noise(batch.noise.at(torch.ones_like(tokens, dtype=torch.bool)))
-    condition = condition.view(1, LENGTH, -1).detach()
+    condition = condition.unflatten((1, LENGTH)).map(torch.detach)
     before = student(tokens, condition).logits
     torch.nn.init.normal_(reading.weight)
     after = student(tokens, condition).logits
@@ -183,34 +185,25 @@ def test_training_and_sampling_put_the_noise_at_the_same_states(
     model: Path, store: ShardStore, student: str
 ) -> None:
     """The loss places n noise embeddings, a sampler has them laid out like the row."""
-    torch.manual_seed(0)
     blocks = {"student": student, **({"model__block_size": 4} if student == "bd3lm" else {})}
-    reader = student_from(model, store, **blocks, **NOISE)
+    reader = shaken(student_from(model, store, **blocks, **NOISE))
     assert isinstance(reader, MDLM)
-    for name, weight in reader.named_parameters():
-        if "noise_readings" in name or "conditioner" in name:
-            torch.nn.init.normal_(weight, std=0.3)
     batch = batch_of(store)
     corruption = reader.corrupt(batch)
     places = corruption.places
     nlls = places.read(reader.corrupted_loss(batch, corruption).token_nlls)
     assert batch.noise is not None
-    embedded = reader.embed_noise(batch.noise.at(places))
-    row = embedded.new_zeros(*batch.tokens.shape, embedded.shape[1])
-    row = row.index_put(places.index, embedded)
+    row = reader.embed_noise(batch.noise.at(places)).laid_out(places.index, batch.tokens.shape)
     noised = batch.tokens.masked_fill(corruption.mask, reader.mask_id)
     logits = reader.denoise(noised, batch.tokens, row)[..., :VOCAB]
     expected = -places.read(logits.log_softmax(-1).gather(-1, batch.tokens[..., None])[..., 0])
-    weights = places.read(corruption.token_weight)
+    weights = places.read(corruption.weight)
     torch.testing.assert_close(nlls, expected.detach() * weights, rtol=1e-4, atol=1e-5)
 
 
 def test_states_that_predict_the_next_token_need_those_before(
     llama: Path, store: ShardStore
 ) -> None:
-    """A cache keeps keys and values, no states."""
-    with pytest.raises(UsageError, match=r"keeps no cache.*predicts_next"):
-        student_from(llama, store).start_cache(1)
     network = network_settings(llama, MDLM)["model"]
     added = NoiseSettings(injection="add")
     settings = dataclasses.replace(run_from(llama).model, conditioning="gumbel", noise=added)
@@ -219,26 +212,24 @@ def test_states_that_predict_the_next_token_need_those_before(
         dataclasses.replace(settings, noise=NoiseSettings())
     with pytest.raises(UsageError, match=r"predicts_next.*false for a DiT"):
         dataclasses.replace(settings, language_model=None)
+    with pytest.raises(UsageError, match=r"time_conditioning.*no time"):
+        run_from(llama, model__diffusion__time_conditioning="true")
 
 
 def test_dropout_is_of_what_a_layer_adds(llama: Path, store: ShardStore) -> None:
     """Nearly all of it dropped, the states are the embeddings, normalised."""
     student = student_from(llama, store, student="bd3lm", model__dropout=1 - 1e-7)
-    tokens = torch.arange(LENGTH)[None] % VOCAB
-    embedded = student.backbone.vocab_embed(tokens)
-    torch.manual_seed(0)
-    dropped = states(student.train(), tokens, full_attention)
+    dropped = states(student.train(), full_attention)
+    embedded = student.backbone.vocab_embed(TOKENS)
     torch.testing.assert_close(dropped, student.backbone.network.norm(embedded))
-    kept = states(student.eval(), tokens, full_attention)
-    assert not torch.allclose(kept, dropped, atol=1e-2)
+    assert not torch.allclose(states(student.eval(), full_attention), dropped, atol=1e-2)
 
 
 def test_the_networks_own_dropout_is_off(model: Path, store: ShardStore) -> None:
     """GPT-2 has three kinds of it; the student's is the only one, and 0 here."""
     student = student_from(model, store)
-    tokens = torch.arange(LENGTH)[None] % VOCAB
-    kept = states(student, tokens, full_attention)
-    assert torch.equal(states(student.train(), tokens, full_attention), kept)
+    kept = states(student, full_attention)
+    assert torch.equal(states(student.train(), full_attention), kept)
 
 
 def test_no_rows_give_gradients_of_zero(model: Path, store: ShardStore) -> None:
@@ -266,13 +257,13 @@ def test_the_folder_stands_alone(model: Path, store: ShardStore, tmp_path: Path)
 
 
 def test_what_it_costs(llama: Path, store: ShardStore) -> None:
-    """6 FLOPs a weight of the layers and token, 12 per layer, pair and width attended."""
-    student = student_from(llama, store)
-    attention = 12 * 2 * 16 * LENGTH**2
-    assert student.flops_per_row == 6 * LLAMA_MATRICES * LENGTH + attention
-    dit = build_student(tiny_run(model__num_layers=2, model__mlp_ratio=3), store, None)
-    matrices = 2 * (4 * 16 * 16 + 2 * 3 * 16 * 16)
-    assert dit.flops_per_row == 6 * matrices * LENGTH + attention
+    """6 FLOPs a weight of the layers and token, 12 per layer, pair and width attended.
+
+    Two layers: queries, keys and values of two heads of four, output, three matrices of the MLP.
+    """
+    matrices = 2 * (16 * 16 + 2 * 16 * 8 + 16 * 16 + 3 * 16 * 24)
+    expected = 6 * matrices * LENGTH + 12 * 2 * 16 * LENGTH**2
+    assert student_from(llama, store).flops_per_row == expected
 
 
 def test_a_network_without_weights_is_initialised(llama: Path, store: ShardStore) -> None:
@@ -285,31 +276,16 @@ def test_a_network_without_weights_is_initialised(llama: Path, store: ShardStore
     assert 0 < float(fresh.detach().std()) < 0.5
 
 
-def scaled_gpt2() -> GPT2Config:
-    sizes: dict[str, Any] = {
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_positions": 64,
-        "vocab_size": VOCAB,
-    }
-    return GPT2Config(**sizes, scale_attn_by_inverse_layer_idx=True)
-
-
 def test_attention_keeps_the_scale_of_its_layer(store: ShardStore, tmp_path: Path) -> None:
     """A model whose second layer's scores are halved; that it is the same model is tried inside."""
     torch.manual_seed(0)
-    network = AutoModelForCausalLM.from_config(scaled_gpt2())
+    sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    config = GPT2Config(**sizes, vocab_size=VOCAB, scale_attn_by_inverse_layer_idx=True)
+    network = AutoModelForCausalLM.from_config(config)
     for weight in network.parameters():
         if weight.ndim == 2:
             torch.nn.init.normal_(weight, std=0.5)
     network.save_pretrained(tmp_path / "model")
     student = student_from(tmp_path / "model", store)
-    tokens = torch.arange(LENGTH)[None] % VOCAB
-    expected = network.eval()(tokens).logits[:, :-1]
-    torch.testing.assert_close(logits_to_the_left(student, tokens)[:, 1:, :VOCAB], expected)
-
-
-def test_a_language_model_knows_no_time(llama: Path) -> None:
-    with pytest.raises(UsageError, match=r"time_conditioning.*no time"):
-        run_from(llama, model__diffusion__time_conditioning="true")
+    expected = network.eval()(TOKENS).logits[:, :-1]
+    torch.testing.assert_close(logits_to_the_left(student, TOKENS)[:, 1:, :VOCAB], expected)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from shards.noise.kinds import DenseProbabilities
+from trainer.objective.distillation import Distillation
 from trainer.students import fused_head
-from trainer.students.fused_head import Distillation, weighted_nll
+from trainer.students.fused_head import weighted_nll
 
 ROWS, WIDTH, VOCAB = 23, 8, 17
 

@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForCausalLM, CohereConfig
 
 from shards.errors import UsageError
 from shards.language_model.loading import find_pretrained
 from shards.store.store import ShardStore
+from shards.stream.stream import ShardStream
 from tests.trainer.backbone_cases import SHAPES, backbone_run, store_of, write_backbone
 from tests.trainer.run_cases import LENGTH, VOCAB, assert_same_run
 from tests.trainer.training.test_resume import run_with_signal
 from trainer.loading import load_student
 from trainer.objective.batch import BatchMaker
+from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.registry import Medusa
 from trainer.training.construction import build_student
 from trainer.training.loop import Trainer, train
@@ -44,8 +46,6 @@ def fresh(places: tuple[Path, Path], **changes: Any) -> Medusa:
 def first_batch(store: Path, num_rows: int = 3) -> Any:
     opened = ShardStore.open(store)
     make = BatchMaker(opened, "train", 0, torch.device("cpu"), True)
-    from shards.stream.stream import ShardStream
-
     stream = ShardStream(opened.split("train", make.arrays), seed=0, global_batch_size=num_rows)
     return make(next(iter(stream)), 0)
 
@@ -71,7 +71,7 @@ def test_at_step_0_every_head_is_the_backbones(shape: str, dtype: str, tmp_path:
     with torch.no_grad():
         network = student.language_model.network
         logits = network(input_ids=tokens).logits[..., :VOCAB].float()
-        proposed = student(tokens, noise).logits
+        proposed = student(tokens, EmbeddedNoise(noise)).logits
     assert proposed.shape == (3, 6, NUM_HEADS, VOCAB)
     # Equal up to the order of sums: another kernel, a step of bfloat16 for logits of about 8.
     room = 1e-4 if dtype == "float32" else 0.07
@@ -90,7 +90,7 @@ def test_noise_reaches_no_head_that_proposes_an_earlier_token(
     student = shaken(fresh(places, model__backbone__own_noise=own))
     tokens = torch.randint(VOCAB, (1, 4), generator=torch.Generator().manual_seed(2))
     noise = torch.randn(1, 4 + NUM_HEADS + 1, 16, requires_grad=True)
-    proposed = student(tokens, noise).logits
+    proposed = student(tokens, EmbeddedNoise(noise)).logits
     for anchor in range(4):
         for k in range(1, NUM_HEADS + 1):
             (gradient,) = torch.autograd.grad(
@@ -114,7 +114,7 @@ def test_the_loss_is_that_of_the_proposals(places: tuple[Path, Path]) -> None:
     with torch.no_grad():
         embedded = student._embed_rows(batch)
         anchors = LENGTH - 1 - NUM_HEADS
-        proposed = student(batch.tokens[:, :anchors], embedded).logits
+        proposed = student(batch.tokens[:, :anchors], EmbeddedNoise(embedded)).logits
     total = 0.0
     for k, weight in ((1, 0.8), (2, 0.64)):
         targets = batch.tokens[:, 1 + k : 1 + k + anchors, None]
@@ -149,7 +149,7 @@ def test_frozen_weights_stay_and_the_folder_holds_heads_alone(
     assert config["frozen"]["weights_sha256"] == find_pretrained(backbone).weights_sha256
     assert str(tmp_path) not in (out / "model" / "config.json").read_text()
     loaded = AutoModel.from_pretrained(out / "model").eval()
-    tokens, noise = torch.zeros(1, 2, dtype=torch.int64), torch.randn(1, 5, 16)
+    tokens, noise = torch.zeros(1, 2, dtype=torch.int64), EmbeddedNoise(torch.randn(1, 5, 16))
     mine = load_student(out)(tokens, noise).logits
     assert torch.allclose(loaded(tokens, noise).logits, mine, atol=1e-5)
 
@@ -158,9 +158,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     places: tuple[Path, Path], tmp_path: Path
 ) -> None:
     backbone, store = places
-    config = backbone_run(
-        backbone, model__backbone__head_output="full", training__micro_batch_size=3
-    )
+    changes = {"model__backbone__head_output": "full", "training__micro_batch_size": 3}
+    config = backbone_run(backbone, **changes)
     assert train(config, store, tmp_path / "whole")
     assert not run_with_signal(config, store, tmp_path / "parts", at_step=4)
     assert train(config, store, tmp_path / "parts")
@@ -199,9 +198,8 @@ def test_other_backbones_are_refused_by_hash(places: tuple[Path, Path], tmp_path
     moved = tmp_path / "elsewhere"
     (tmp_path / "run" / "model").rename(moved)
     config = json.loads((moved / "config.json").read_text())
-    (moved / "config.json").write_text(
-        json.dumps({**config, "backbone": {**config["backbone"], "location": "../gone"}})
-    )
+    config["backbone"]["location"] = "../gone"
+    (moved / "config.json").write_text(json.dumps(config))
     with pytest.raises(UsageError, match="cannot be loaded") as refused:
         load_student(moved)
     assert ours in str(refused.value) and "--backbone" in str(refused.value)
@@ -210,17 +208,10 @@ def test_other_backbones_are_refused_by_hash(places: tuple[Path, Path], tmp_path
 
 def test_settings_that_would_be_idle_are_refused(places: tuple[Path, Path], tmp_path: Path) -> None:
     backbone, store = places
-    for name, value in (
-        ("diffusion.search_schedule", "true"),
-        ("block_size", 4),
-        ("kd.kind", "token"),
-    ):
+    idle = {"diffusion.search_schedule": "true", "block_size": 4, "kd.kind": "token"}
+    for name, value in idle.items():
         with pytest.raises(UsageError, match=f"model.{name}"):
-            train(
-                backbone_run(backbone, **{f"model__{name}": value}),
-                store,
-                tmp_path / "run",
-            )
+            train(backbone_run(backbone, **{f"model__{name}": value}), store, tmp_path / "run")
     with pytest.raises(UsageError, match=r"model\.backbone"):
         train(backbone_run(backbone, student="mdlm"), store, tmp_path / "run")
     with pytest.raises(UsageError, match="too short"):
@@ -228,16 +219,8 @@ def test_settings_that_would_be_idle_are_refused(places: tuple[Path, Path], tmp_
 
 
 def test_a_backbone_that_scales_its_logits_is_refused(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, CohereConfig
-
-    config = CohereConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        logit_scale=0.1,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    config = CohereConfig(vocab_size=VOCAB, num_hidden_layers=1, logit_scale=0.1, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "backbone")
     store = store_of(tmp_path / "store", tmp_path / "backbone")
     with pytest.raises(UsageError, match="cannot be continued"):

@@ -55,9 +55,8 @@ def test_a_diffusion_student_pays_the_dense_kl_where_it_is_masked(
     noised = batch.tokens.masked_fill(corruption.mask, student.mask_id)
     noise = None
     if student.is_conditioned and batch.noise is not None:
-        embedded = student.embed_noise(batch.noise.at(corruption.mask))
-        noise = torch.zeros(*noised.shape, embedded.shape[-1])
-        noise[corruption.mask] = embedded
+        noise = student.embed_noise(batch.noise.at(corruption.mask))
+        noise = noise.laid_out(corruption.places.index, noised.shape)
     with torch.no_grad():
         found = student.denoise(noised, batch.tokens, noise)[..., :VOCAB].log_softmax(-1)
         teacher = teacher_logits()[batch.tokens[:, :-1]].log_softmax(-1)

@@ -1,0 +1,308 @@
+"""MDLM and BD3-LM as Hugging Face models, as objectives, and behind a cache."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+
+from shards.errors import UsageError
+from shards.settings import resolve, to_mapping
+from tests.trainer.students.student_cases import (
+    BLOCK,
+    LENGTH,
+    TINY,
+    VOCAB,
+    make_batch,
+    make_student,
+)
+from trainer.objective.corruption import FULL
+from trainer.students import bd3lm
+from trainer.students.bd3lm import flex_training_attention, training_mask
+from trainer.students.conditioning import EmbeddedNoise
+from trainer.students.dit import full_attention, masked_attention
+from trainer.students.registry import BD3LM, MDLM, MDLMConfig, StudentSettings, read_preset
+
+CPU = torch.device("cpu")
+KINDS = pytest.mark.parametrize("kind", [MDLM, BD3LM])
+
+
+@KINDS
+def test_round_trip_through_auto_classes(tmp_path: Path, kind: type[MDLM]) -> None:
+    """Weights, clips and the corpus' unigram; the same weights elsewhere may sum in other order."""
+    student, batch = make_student(kind, noise={"prior_weight": 1.0}), make_batch()
+    student.time_bounds.copy_(torch.tensor([0.3, 0.8]))
+    student.conditioner.set_unigram(torch.arange(VOCAB).float().log_softmax(0))
+    student.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path).eval()
+    assert type(loaded) is type(AutoModelForMaskedLM.from_pretrained(tmp_path)) is kind
+    assert loaded.config.settings == student.settings and loaded.clips == (0.3, 0.8)
+    assert AutoConfig.from_pretrained(tmp_path).vocab_size == VOCAB
+    saved, read = student.state_dict(), loaded.state_dict()
+    assert saved.keys() == read.keys()
+    assert all(torch.equal(saved[name], read[name]) for name in saved)
+    torch.testing.assert_close(loaded.loss(batch).loss, student.loss(batch).loss)
+
+
+def test_fresh_student_predicts_uniformly() -> None:
+    student = MDLM(MDLMConfig.build(TINY, vocab_size=VOCAB, row_length=LENGTH)).eval()
+    log_probs = student.predict(torch.full((2, LENGTH), student.mask_id))
+    assert torch.allclose(log_probs[..., :VOCAB].exp(), torch.full((), 1 / VOCAB))
+
+
+def test_predict_carries_known_tokens_and_never_the_mask() -> None:
+    student, batch = make_student(), make_batch()
+    tokens = batch.tokens.clone()
+    tokens[:, 3:] = student.mask_id
+    log_probs = student.predict(tokens)
+    assert torch.equal(log_probs[:, :3].argmax(-1), batch.tokens[:, :3])
+    assert (log_probs[:, :3].amax(-1) == 0).all()
+    assert (log_probs[:, 3:, student.mask_id] < -9e5).all()
+    assert torch.allclose(log_probs[:, 3:].exp().sum(-1), torch.ones(()))
+
+
+def test_validation_keeps_the_bound() -> None:
+    """Training's weights and times do not enter a loss whose clips are given."""
+    plain, batch = make_student(), make_batch()
+    tuned = make_student(diffusion={"max_loss_weight": 1.0, "fully_masked_share": 0.5})
+    bound = plain.corrupt(batch, FULL)
+    assert torch.equal(tuned.corrupt(batch, FULL).t, bound.t)
+    assert torch.equal(tuned.corrupt(batch, FULL).weight, bound.weight)
+    assert (tuned.corrupt(batch).weight == 1).all()
+    assert not torch.equal(tuned.corrupt(batch).t, plain.corrupt(batch).t)
+
+
+def test_loss_equals_dense_formulation() -> None:
+    student, batch = make_student(), make_batch()
+    corruption = student.corrupt(batch)
+    student.loss(batch).loss.backward()
+    sparse = {name: p.grad.clone() for name, p in student.named_parameters()}
+    student.zero_grad()
+    noised = batch.tokens.masked_fill(corruption.mask, student.mask_id)
+    xi = -torch.log(batch.noise.arrivals)
+    condition = EmbeddedNoise(torch.softmax(xi, dim=-1) @ student.conditioner.weight)
+    log_probs = student.predict(noised, condition)
+    nll = -log_probs.gather(-1, batch.tokens[..., None])[..., 0]
+    dense = (nll * corruption.weight * corruption.mask).sum() / batch.tokens.numel()
+    dense.backward()
+    assert torch.allclose(student.loss(batch).loss, dense, rtol=1e-5)
+    for name, parameter in student.named_parameters():
+        assert torch.allclose(sparse[name], parameter.grad, rtol=1e-4, atol=1e-6), name
+
+
+def test_split_batch_gives_the_same_loss() -> None:
+    student, batch = make_student(), make_batch()
+    whole = student.loss(batch)
+    parts = [student.loss(batch.rows(rows)) for rows in (slice(0, 2), slice(2, 4))]
+    token_nlls = torch.cat([part.token_nlls for part in parts])
+    assert torch.allclose(token_nlls, whole.token_nlls, atol=1e-5)
+    assert torch.allclose((parts[0].loss + parts[1].loss) / 2, whole.loss, rtol=1e-5)
+
+
+def test_blocks_of_the_loss() -> None:
+    student, batch = make_student(BD3LM), make_batch()
+    output = student.loss(batch)
+    assert output.block_nlls.shape == (4, 2)
+    assert torch.allclose(output.block_nlls.sum() * BLOCK, output.nll_sum)
+    assert torch.allclose(output.nll_sum / batch.tokens.numel(), output.loss, rtol=1e-5)
+    assert student.loss(batch, time_bounds=(0.9, 1.0)).num_masked > output.num_masked
+
+
+def test_conditioned_student_needs_noise() -> None:
+    with pytest.raises(UsageError, match="no noise"):
+        make_student().loss(dataclasses.replace(make_batch(), noise=None))
+    noise = make_batch().noise.at(torch.ones(4, LENGTH, dtype=torch.bool))
+    with pytest.raises(UsageError, match="takes no noise"):
+        make_student(conditioning="none").embed_noise(noise)
+
+
+def test_forward_refuses_what_it_would_ignore() -> None:
+    student, tokens, known = make_student(), torch.full((4, LENGTH), VOCAB), make_batch().tokens
+    padded = torch.ones_like(known)
+    padded[0, -1] = 0
+    for given, change, named in (
+        (tokens, {}, r"needs the noise.*noise_embeddings"),
+        (known, {"attention_mask": padded}, "attention_mask"),
+        (known, {"labels": known}, r"labels.*student\.loss"),
+        (known, {"output_hidden_states": True}, "output_hidden_states"),
+        (known, {"inputs_embeds": torch.zeros(1)}, "inputs_embeds"),
+    ):
+        with pytest.raises(UsageError, match=named):
+            student(given, **change)
+    plain = make_student(conditioning="none")
+    whole = {"attention_mask": torch.ones_like(known), "use_cache": True, "return_dict": None}
+    assert torch.equal(plain(tokens, **whole).logits, plain(tokens).logits)
+
+
+@pytest.mark.parametrize("name", ["tiny", "small", "medium", "maze"])
+def test_presets_are_valid(name: str) -> None:
+    assert StudentSettings(**read_preset(name)).num_layers >= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"hidden_size": 15}, "hidden_size"),
+        ({"dropout": 1.0}, "dropout"),
+        ({"block_size": 3}, "block_size"),
+        ({"num_heads": 4, "attention": "flex"}, "attention"),
+        ({"diffusion": {"min_time": 0.9, "max_time": 0.5}}, "min_time"),
+        ({"diffusion": {"max_loss_weight": 0.0}}, "max_loss_weight"),
+        ({"diffusion": {"max_loss_weight": float("inf")}}, "max_loss_weight"),
+        ({"diffusion": {"fully_masked_share": 1.1}}, "fully_masked_share"),
+        ({"diffusion": {"fully_masked_share": -0.1}}, "fully_masked_share"),
+        ({"noise": {"injection": "concat"}}, "injection"),
+        ({"noise": {"prior_weight": -1.0}}, "prior_weight"),
+        ({"noise": {"prior_share": -0.1}}, "prior_share"),
+        ({"noise": {"prior_share": 1.0}}, "prior_share"),
+        ({"noise": {"prior_share": float("nan")}}, "prior_share"),
+        ({"noise": {"layers": [0]}}, r"noise\.layers"),
+        ({"noise": {"layers": [3]}}, r"noise\.layers"),
+        ({"noise": {"layers": [1]}, "conditioning": "none"}, r"noise\.layers"),
+        ({"noise": {"layers": [1], "transform": "uniform"}}, r"noise\.layers"),
+        ({"noise": {"layers": [1], "top_k": -1}}, "noise.top_k.*got -1"),
+        ({"noise": {"top_k": 2}}, "noise.top_k.*got 2"),
+        ({"noise": {"layers": [1], "top_k": VOCAB + 1}}, rf"noise.top_k.*at most V = {VOCAB}"),
+    ],
+)
+def test_bad_settings_are_named(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        MDLMConfig.build(
+            resolve(StudentSettings, to_mapping(TINY), change), vocab_size=VOCAB, row_length=LENGTH
+        )
+
+
+def test_bfloat16_weights_and_autocast_change_little(tmp_path: Path) -> None:
+    student, batch = make_student(), make_batch()
+    exact = student.loss(batch).loss.item()
+    student.save_pretrained(tmp_path)
+    narrow = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    rounded = narrow.loss(batch).loss
+    rounded.backward()
+    assert rounded.item() == pytest.approx(exact, rel=2e-2)
+    assert narrow.conditioner.weight.grad.dtype == torch.bfloat16
+    assert narrow.predict(torch.full((2, LENGTH), narrow.mask_id)).isfinite().all()
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = student.loss(batch).loss
+    rounded.backward()
+    assert rounded.item() == pytest.approx(exact, rel=2e-2)
+    assert all(p.grad is None or p.grad.dtype == torch.float32 for p in student.parameters())
+
+
+def test_dropout_is_of_what_a_block_adds() -> None:
+    """In training nearly all of it is dropped, and the embeddings stay; elsewhere nothing is."""
+    student = make_student(dropout=1 - 1e-7).train()
+    x, level = torch.randn(2, LENGTH, 16), student.backbone.embed_sigma(torch.zeros(1))
+    run = (x, level, torch.arange(LENGTH), full_attention)
+    torch.testing.assert_close(student.backbone(*run), x, rtol=0, atol=1e-5)
+    assert not torch.allclose(student.eval().backbone(*run), x, atol=1e-2)
+
+
+# Attention in blocks.
+
+
+def test_flex_and_sdpa_agree() -> None:
+    query, key, value = torch.randn(3, 2, 2, 2 * LENGTH, 16).unbind(0)
+    dense = masked_attention(training_mask(LENGTH, BLOCK, CPU))(query, key, value)
+    found = flex_training_attention(LENGTH, BLOCK, CPU)(query, key, value)
+    assert torch.allclose(found, dense, atol=1e-5)
+    sdpa, flex = (make_student(BD3LM, attention=name) for name in ("sdpa", "flex"))
+    batch = make_batch()
+    noised = batch.tokens.masked_fill(sdpa.corrupt(batch).mask, sdpa.mask_id)
+    with torch.no_grad():
+        expected = sdpa.denoise(noised, batch.tokens)
+        assert torch.allclose(flex.denoise(noised, batch.tokens), expected, atol=1e-5)
+    with pytest.raises(UsageError, match=r"no gradient.*model\.attention.*auto"):
+        flex.loss(batch)
+
+
+def test_one_block_is_mdlm() -> None:
+    block = make_student(BD3LM, block_size=None)
+    plain = make_student(hidden_size=32)
+    plain.load_state_dict(block.state_dict())
+    batch = make_batch()
+    assert torch.equal(block.loss(batch).loss, plain.loss(batch).loss)
+
+
+def test_later_blocks_and_the_noised_past_are_not_seen() -> None:
+    """Of [0..3 | 4..7], the second block noised: its own tokens and the clean first block."""
+    student, clean = make_student(BD3LM), make_batch().tokens
+    noised = clean.clone()
+    noised[:, 5:] = student.mask_id
+    base = student.denoise(noised, clean)[:, 4:]
+    changed, future, past = noised.clone(), clean.clone(), clean.clone()
+    changed[:, :4] = student.mask_id
+    future[:, 4:] = (future[:, 4:] + 1) % VOCAB
+    past[:, 1] = (past[:, 1] + 1) % VOCAB
+    assert torch.allclose(base, student.denoise(changed, future)[:, 4:], atol=1e-6)
+    assert not torch.allclose(base, student.denoise(noised, past)[:, 4:], atol=1e-4)
+    first = student.denoise(noised, clean)[:, :4]
+    assert torch.allclose(first, student.denoise(noised, future)[:, :4], atol=1e-6)
+
+
+def test_cache_equals_the_whole_prefix_with_noise_in_every_block() -> None:
+    student, batch = make_student(BD3LM, block_size=2), make_batch(3)
+    tokens = batch.tokens.clone()
+    tokens[:, 5:6] = student.mask_id
+    everywhere = torch.ones(tokens.shape, dtype=torch.bool)
+    condition = student.embed_noise(batch.noise.at(everywhere), 0.85)
+    condition = condition.unflatten((3, LENGTH)).map(torch.detach)
+    block, own, nothing = tokens[:, 4:6], condition[:, 4:6], tokens[:, :0]
+    masked = block == student.mask_id
+    whole = student.predict(tokens[:, :6], condition[:, :6])[:, 4:]
+    prompt, stepwise = student.start_cache(3), student.start_cache(3)
+    student.predict_after(tokens[:, :4], block, masked, own, prompt)
+    for start in (0, 2):
+        student.predict_after(tokens[:, start : start + 2], block, masked, own, stepwise)
+    for cache in (prompt, stepwise):
+        assert cache.length == 4
+        for _ in range(2):
+            found = student.predict_after(nothing, block, masked, own, cache)
+            assert torch.allclose(found, whole[masked], atol=1e-5)
+        part = torch.tensor([2, 0])
+        some = student.predict_after(
+            nothing[part], block[part], masked[part], own[part], cache.select(part)
+        )
+        assert torch.allclose(some, whole[part][masked[part]], atol=1e-5)
+    with pytest.raises(UsageError, match="time-conditioned"):
+        make_student(BD3LM, diffusion={"time_conditioning": True}).start_cache(1)
+
+
+def test_clips_are_kept_and_enforced_when_they_close() -> None:
+    """They pass through a float32 buffer, in which 1e-3 is a little more than 1e-3: still open."""
+    for low, high in ((4e-7, 1.0), (1e-3, 0.95), (0.123456, 0.7)):
+        assert make_student(diffusion={"min_time": low, "max_time": high}).clips == (low, high)
+    free, batch = make_student(BD3LM), make_batch(64)
+    mask = make_student(BD3LM, diffusion={"resample": True}).corrupt(batch).mask
+    assert torch.equal(mask, free.corrupt(batch).mask)
+    assert bool((~mask.unflatten(1, (-1, BLOCK)).any(dim=-1)).any())
+    closed = {"resample": True, "min_time": 0.5, "max_time": 0.5}
+    mask = make_student(BD3LM, diffusion=closed).corrupt(batch).mask
+    assert bool((mask[:, BLOCK:].sum(-1) == BLOCK // 2).all())
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flex"])
+def test_no_rows_cost_nothing(attention: str) -> None:
+    with torch.no_grad():
+        output = make_student(BD3LM, attention=attention).loss(make_batch(2).rows(slice(0)))
+    assert output.nll_sum == 0.0 and output.num_tokens == output.num_masked == 0
+
+
+def test_training_goes_on_without_flexattention_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no gcc")
+
+    device = torch.device("cuda", 3)
+    monkeypatch.setattr(bd3lm, "flex_training_attention", broken)
+    bd3lm.flex_obstacle.cache_clear()
+    bd3lm._told_obstacle.cache_clear()
+    assert [bd3lm._told_obstacle(device) for _ in range(2)] == ["no gcc", "no gcc"]
+    said = capsys.readouterr().err
+    assert said.count("FlexAttention fails: no gcc") == 1 and "sdpa on cuda:3" in said
+    assert "no gradient" in bd3lm.flex_obstacle(CPU)
