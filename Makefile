@@ -55,7 +55,7 @@ JOBS    ?= 2
 EXTRAS  ?= dev
 THREADS ?= 1
 PORTABLE ?= default:1 avx2:2
-SENSITIVE = tests/pipeline/teacher tests/pipeline/maze tests/pipeline/extract/test_way.py \
+SENSITIVE = tests/pipeline/teacher tests/pipeline/test_maze.py tests/pipeline/extract/test_environment.py \
             tests/shards/noise tests/shards/language_model tests/trainer/students
 
 export TOKENIZERS_PARALLELISM ?= true

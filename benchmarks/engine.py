@@ -23,8 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.measure import machine
 from pipeline.run import run_extraction
-from pipeline.settings import resolve_request
-from pipeline.workers import Worker
+from pipeline.settings import Worker, resolve_request
 from shards.atomic import write_json_atomic
 from shards.store.store import ShardStore
 from tests.pipeline.engine.engine_server import EngineServer

@@ -40,15 +40,15 @@ from transformers.utils import logging as transformers_logging
 from benchmarks.measure import best, interleaved_seconds, machine
 from pipeline.corpus.config import corpus_config
 from pipeline.extract import Extractor, resources_on
-from pipeline.manifest import rows_per_unit
-from pipeline.settings import StoreSettings
+from pipeline.run import rows_per_unit
+from pipeline.settings import StoreSettings, Worker
 from pipeline.teacher import Teacher, automatic_batch_size, rows_tensor
 from pipeline.tokens.build import prepare_tokens
-from pipeline.workers import StopRequest, Worker
 from shards.atomic import write_json_atomic
 from shards.codec.protocol import Codec
 from shards.codec.registry import CODECS, codec_parameters, make_codec
 from shards.console import Bar
+from shards.interrupts import StopRequest
 from shards.language_model.forward import BatchSize, resolve_device
 from shards.language_model.loading import find_pretrained
 from shards.store.manifest import Manifest

@@ -7,8 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pipeline.settings import PlanOptions, resolve_request
-from pipeline.workers import Worker
+from pipeline.settings import PlanOptions, Worker, resolve_request
 from shards.console import LogFormatOption, command_app, run_command, use_log_format
 from shards.errors import UsageError
 from shards.settings import Section, settings_app

@@ -14,10 +14,12 @@ from __future__ import annotations
 import glob
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,27 +32,26 @@ from requests.adapters import HTTPAdapter
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.corpus.config import scheme_of
-from pipeline.extract import with_position_0, write_all
-from pipeline.manifest import build_manifest, corpus_unigram, side_files
+from pipeline.corpus.documents import Tally
+from pipeline.extract import ShardWork, resources_on, with_position_0
+from pipeline.run import begin_store, build_manifest, corpus_unigram, report, tokenize
 from pipeline.scored import ScoredRow, ScoreFiles, row_of_response, same_length
-from pipeline.settings import EngineSettings, ExtractRequest
-from pipeline.steps import report, tokenize, write_config
-from pipeline.tokens.build import write_given_rows
-from pipeline.tokens.dataset import TokenDataset
-from pipeline.tokens.tokenizer import load_tokenizer
-from pipeline.workers import StopRequest, Worker
-from shards.atomic import require_writable, write_json_atomic
+from pipeline.settings import EngineSettings, ExtractRequest, Worker
+from pipeline.tokens.build import check_identity
+from pipeline.tokens.dataset import PartWriter, TokenDataset, write_record
+from pipeline.tokens.tokenizer import load_tokenizer, tokenizer_sha256
+from shards.atomic import publish_folder, require_writable, write_json_atomic
 from shards.codec.posterior import PosteriorCodec
 from shards.console import Bar
 from shards.errors import GdistillError, UsageError
-from shards.store.manifest import ShardRange
-from shards.store.writer import ShardWriter
+from shards.store.layout import ShardRange
+from shards.store.location import file_claim
 
 MAX_MEAN_CHANGE_NATS = 0.05
 """Between two scorings of a row by one model: bf16 kernels differ with the batch, models more."""
 TRIED_IDS = 12
 ENGINE_FILE = "engine.json"
-POLL_SECONDS = 1.0
+SAME_MODEL = "serve the model that the run began with, then run the same command again"
 ROWS_AT_ONCE = 64
 """Rows fetched between two looks at whether the process was asked to stop."""
 PATHS = {"prompt_logprobs": "/v1/completions", "echo": "/v1/completions", "sglang": "/generate"}
@@ -70,20 +71,19 @@ class Engine:
         if key:
             self._session.headers["Authorization"] = f"Bearer {key}"
         # Who is there is asked by one who waits; scores, by a run that would lose its pace.
-        for path, tries in (("/", 3), (PATHS[settings.dialect], settings.max_tries)):
+        scores = PATHS[settings.dialect], settings.max_tries, 0.5, 0.25
+        for path, tries, factor, jitter in (("/", 3, 0.1, 0.0), scores):
             retry = urllib3.Retry(
                 total=min(tries, settings.max_tries) - 1,
-                backoff_factor=0.5 if path != "/" else 0.1,
-                backoff_jitter=0.25 if path != "/" else 0.0,
+                backoff_factor=factor,
+                backoff_jitter=jitter,
                 backoff_max=60,
                 status_forcelist=(429, 500, 502, 503, 504),
                 allowed_methods=None,
                 raise_on_status=False,
             )
-            adapter = HTTPAdapter(
-                pool_maxsize=settings.in_flight, pool_block=True, max_retries=retry
-            )
-            self._session.mount(self._base + path, adapter)
+            pool = {"pool_maxsize": settings.in_flight, "pool_block": True}
+            self._session.mount(self._base + path, HTTPAdapter(**pool, max_retries=retry))
 
     @cached_property
     def _card(self) -> Mapping[str, Any]:
@@ -93,13 +93,9 @@ class Engine:
         wanted = self.settings.model or (next(iter(cards)) if len(cards) == 1 else None)
         if wanted in cards:
             return cards[wanted]
-        raise UsageError(
-            "no model is named" if wanted is None else "the engine does not serve this model",
-            where=self.settings.url,
-            got=wanted,
-            expected=f"one of {[*cards]}",
-            remedy="--set engine.model=NAME",
-        )
+        what = "no model is named" if wanted is None else "the engine does not serve this model"
+        where, expected, remedy = self.settings.url, f"one of {[*cards]}", "--set engine.model=NAME"
+        raise UsageError(what, where=where, got=wanted, expected=expected, remedy=remedy)
 
     @property
     def model(self) -> str:
@@ -124,13 +120,8 @@ class Engine:
 
     def identity(self) -> dict[str, Any]:
         """What decides the scores, for a store's manifest."""
-        num_top = self.settings.num_top
-        return {
-            "id": self.model,
-            "engine_version": self.version,
-            "num_top": num_top,
-            "temperature": 1.0,
-        }
+        asked = {"num_top": self.settings.num_top, "temperature": 1.0}
+        return {"id": self.model, "engine_version": self.version, **asked}
 
     def try_out(self) -> None:
         """Score a dozen ids: what the server refuses for every row is told before stage 1.
@@ -143,15 +134,14 @@ class Engine:
         try:
             self._score(ids, "a dozen ids, to try it out")
         except GdistillError as error:
-            raise UsageError(
-                f"the engine cannot be used: {error.what}",
-                where=error.where,
-                got=error.got,
-                expected=error.expected,
-                remedy=f"it must give {self.settings.num_top} log-probabilities at every position"
-                f" of a prompt (engine.num_top; vLLM: --max-logprobs {self.settings.num_top};"
-                " SGLang: --set engine.dialect=sglang)",
-            ) from error
+            what, most = f"the engine cannot be used: {error.what}", self.settings.num_top
+            remedy = (
+                f"it must give {most} log-probabilities at every position of a prompt"
+                f" (engine.num_top; vLLM: --max-logprobs {most};"
+                " SGLang: --set engine.dialect=sglang)"
+            )
+            told = {"where": error.where, "got": error.got, "expected": error.expected}
+            raise UsageError(what, **told, remedy=remedy) from error
 
     def score(self, rows: Sequence[Sequence[int]], names: Sequence[str]) -> Iterator[ScoredRow]:
         """Scores of rows in their order, ``in_flight`` requests at a time.
@@ -175,37 +165,21 @@ class Engine:
         body = self._request([int(token) for token in token_ids])
         response = self._asked("POST", PATHS[self.settings.dialect], body, where)
         if (found := response.get("model", self.model)) != self.model:
-            raise GdistillError(
-                "the engine's model changed",
-                where=where,
-                got=found,
-                expected=self.model,
-                remedy="serve the model that the run began with, then run the same command again",
-            )
+            what, wanted = "the engine's model changed", self.model
+            raise GdistillError(what, where=where, got=found, expected=wanted, remedy=SAME_MODEL)
         sizes = {"vocab_size": self.vocab_size, "num_top": self.settings.num_top}
         return row_of_response(response, token_ids, **sizes, where=where)
 
     def _request(self, ids: list[int]) -> dict[str, Any]:
         num_top = self.settings.num_top
         if self.settings.dialect == "sglang":
-            return {
-                "input_ids": ids,
-                "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-                "return_logprob": True,
-                "logprob_start_len": 0,
-                "top_logprobs_num": num_top,
-            }
-        asked = {"prompt_logprobs": num_top}
-        if self.settings.dialect == "echo":
-            asked = {"echo": True, "logprobs": num_top}
-        return {
-            "model": self.model,
-            "prompt": ids,
-            "max_tokens": 1,
-            "temperature": 1.0,
-            "return_tokens_as_token_ids": True,
-            **asked,
-        }
+            sampling = {"max_new_tokens": 1, "temperature": 1.0}
+            asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": num_top}
+            return {"input_ids": ids, "sampling_params": sampling, **asked}
+        echo = {"echo": True, "logprobs": num_top}
+        asked = echo if self.settings.dialect == "echo" else {"prompt_logprobs": num_top}
+        sampling = {"max_tokens": 1, "temperature": 1.0, "return_tokens_as_token_ids": True}
+        return {"model": self.model, "prompt": ids, **sampling, **asked}
 
     def require_unchanged(self, token_ids: Sequence[int], log_probs: np.ndarray) -> None:
         """Score a row again that was scored when the store was begun.
@@ -220,13 +194,10 @@ class Engine:
         again = self._score(token_ids, "the first row, scored again").token_log_probs
         change = float(np.abs(again[1:] - np.asarray(log_probs)[1:]).mean())
         if change > MAX_MEAN_CHANGE_NATS:
-            raise GdistillError(
-                "the engine's model changed under the same name",
-                where=self.settings.url,
-                got=f"log p of the first row moved by {change:.3f} nats a token",
-                expected=f"at most {MAX_MEAN_CHANGE_NATS}",
-                remedy="serve the model that the run began with, then run the same command again",
-            )
+            what, where = "the engine's model changed under the same name", self.settings.url
+            got = f"log p of the first row moved by {change:.3f} nats a token"
+            expected = f"at most {MAX_MEAN_CHANGE_NATS}"
+            raise GdistillError(what, where=where, got=got, expected=expected, remedy=SAME_MODEL)
 
     def _asked(self, method: str, path: str, body: Any = None, where: str = "") -> dict[str, Any]:
         where, seconds = where or self._base + path, self.settings.timeout_seconds
@@ -247,12 +218,9 @@ class Engine:
 
 
 def _failed(where: str, got: str) -> GdistillError:
-    return GdistillError(
-        "the engine does not answer",
-        where=where,
-        got=" ".join(got.split()),
-        remedy="see the server's log, then run the same command again: shards are kept",
-    )
+    remedy = "see the server's log, then run the same command again: shards are kept"
+    what, got = "the engine does not answer", " ".join(got.split())
+    return GdistillError(what, where=where, got=got, remedy=remedy)
 
 
 # The run.
@@ -260,6 +228,8 @@ def _failed(where: str, got: str) -> GdistillError:
 
 Fetch = Callable[[ShardRange, np.ndarray], Sequence[ScoredRow]]
 """Scores of some rows of a split, given their range and their token ids [n, L]."""
+Prepared = tuple[Fetch, dict[str, Any], TokenDataset]
+"""Where scores come from, their identity for the manifest, and the rows."""
 
 
 def run_scored(request: ExtractRequest, worker: Worker) -> list[str]:
@@ -271,65 +241,56 @@ def run_scored(request: ExtractRequest, worker: Worker) -> list[str]:
     """
     started = time.monotonic()
     tokenizer = require_tokenizer(request)
-    codec = require_posterior(request, len(tokenizer))
+    codec = _require_posterior(request, len(tokenizer))
     require_writable(request.out)
-    prepare = open_files if request.settings.engine.url is None else ask_engine
-    fetch, identity, dataset = prepare(request, codec, tokenizer, worker)
+    if request.settings.engine.url is None:
+        fetch, identity, dataset = _open_files(request, codec, tokenizer)
+    else:
+        fetch, identity, dataset = _ask_engine(request, tokenizer, worker)
     manifest = build_manifest(request, dataset, identity)
     resources = {"unigram_log_probs": corpus_unigram(dataset)}
-    sides = side_files(request.corpus, dataset)
-    writer = ShardWriter.create_or_resume(request.store, manifest, resources, sides)
-    write_config(request.out / "config.json", request)
-    tensors = {name: torch.from_numpy(array) for name, array in resources.items()}
-    work = ScoreWriter(fetch, dataset, codec, writer, tensors, StopRequest())
-    write_all(work, writer.all_pending(), worker, "scores")
+    writer = begin_store(request, dataset, manifest, resources)
+    tensors = resources_on(torch.device("cpu"), resources)
+    work = ScoreWriter(writer=writer, codec=codec, resources=tensors, dataset=dataset, fetch=fetch)
+    work.write_all(worker, "scores")
     seconds = time.monotonic() - started - work.seconds_waiting
     lines = report(request, dataset, writer, work.num_extracted_tokens, seconds)
     return lines if worker.is_main else []
 
 
-def require_posterior(request: ExtractRequest, vocab_size: int) -> PosteriorCodec:
+def _require_posterior(request: ExtractRequest, vocab_size: int) -> PosteriorCodec:
     """The codec, if the most probable tokens are enough for it; else a UsageError."""
     codec = request.codec
+    what = "this codec needs the teacher's whole distribution, which engines do not give"
     if request.settings.mode != "parallel":
         raise UsageError("an engine scores rows, it writes none", where="--mode", got="sequential")
-    if not isinstance(codec, PosteriorCodec) or codec.num_entries >= vocab_size:
-        whole = isinstance(codec, PosteriorCodec)
-        raise UsageError(
-            "this codec needs the teacher's whole distribution, which engines do not give",
-            where="codec.num_entries" if whole else "--codec",
-            got=codec.num_entries if whole else codec.name,
-            expected=f"below the vocabulary's {vocab_size}" if whole else "posterior",
-        )
+    if not isinstance(codec, PosteriorCodec):
+        raise UsageError(what, where="--codec", got=codec.name, expected="posterior")
+    if codec.num_entries >= vocab_size:
+        where, expected = "codec.num_entries", f"below the vocabulary's {vocab_size}"
+        raise UsageError(what, where=where, got=codec.num_entries, expected=expected)
     return codec
 
 
 def require_tokenizer(request: ExtractRequest) -> PreTrainedTokenizerBase:
     """The tokenizer of the engine's model; a UsageError if none is named."""
     if request.settings.teacher.tokenizer is None:
-        raise UsageError(
-            "no tokenizer",
-            where="--tokenizer",
-            expected="folder or hub id of the tokenizer that the engine's model uses",
-        )
+        expected = "folder or hub id of the tokenizer that the engine's model uses"
+        raise UsageError("no tokenizer", where="--tokenizer", expected=expected)
     return load_tokenizer(request.settings.teacher.tokenizer)
 
 
-Prepared = tuple[Fetch, dict[str, Any], TokenDataset]
-"""Where scores come from, their identity for the manifest, and the rows."""
-
-
-def open_files(
-    request: ExtractRequest, codec: PosteriorCodec, tokenizer: PreTrainedTokenizerBase, _: Worker
+def _open_files(
+    request: ExtractRequest, codec: PosteriorCodec, tokenizer: PreTrainedTokenizerBase
 ) -> Prepared:
     """Rows that lie scored in files, the last ones for validation; all are checked on the way."""
-    pattern = scheme_of(request.corpus.source)[1]
+    pattern, where = scheme_of(request.corpus.source)[1], "--from-logprobs"
     paths = [Path(name) for name in sorted(glob.glob(pattern))]
     if not paths:
-        raise UsageError("no such file", where="--from-logprobs", got=pattern)
+        raise UsageError("no such file", where=where, got=pattern)
     files = ScoreFiles.open(paths, len(tokenizer), codec.num_entries)
     if not files.num_rows:
-        raise UsageError("the files have no rows", where="--from-logprobs", got=pattern)
+        raise UsageError("the files have no rows", where=where, got=pattern)
     fraction = request.corpus.validation_fraction
     border = files.num_rows - max(round(files.num_rows * fraction), int(fraction > 0))
     splits = {"train": range(border), "validation": range(border, files.num_rows)}
@@ -346,13 +307,48 @@ def open_files(
 
     corpus = {"source": request.corpus.source, "sha256": files.sha256, "row_length": row_length}
     given = {split: blocks(places) for split, places in splits.items()}
-    dataset = write_given_rows(given, row_length, tokenizer, request.out, corpus)
-    identity = {"id": "scores", "scores_sha256": files.sha256, "num_top": files.num_top}
-    return fetch, identity, dataset
+    dataset = _write_given_rows(given, tokenizer, request.out, corpus)
+    return fetch, {"id": "scores", "scores_sha256": files.sha256, "num_top": files.num_top}, dataset
 
 
-def ask_engine(
-    request: ExtractRequest, _: PosteriorCodec, tokenizer: PreTrainedTokenizerBase, worker: Worker
+def _write_given_rows(
+    blocks: Mapping[str, Iterator[np.ndarray]],
+    tokenizer: PreTrainedTokenizerBase,
+    out: Path,
+    corpus: dict[str, Any],
+) -> TokenDataset:
+    """Write ``out/tokens`` from blocks of rows, [n, L] int32, by split.
+
+    ``corpus`` says what the rows are. If rows of it are there, they are opened; those of another
+    are a UsageError.
+    """
+    own = {"sha256": tokenizer_sha256(tokenizer), "vocab_size": len(tokenizer)}
+    identity = {"corpus": corpus, "special_ids": {}, "tokenizer": own, "sources": {}}
+    done, work = out / "tokens", out / ".tokens.partial"
+    out.mkdir(parents=True, exist_ok=True)
+    with file_claim(out / ".tokens.lock", wait=True):
+        if done.exists():
+            dataset = TokenDataset.open(done)
+            check_identity(dataset.record["identity"], identity, done)
+            return dataset
+        shutil.rmtree(work, ignore_errors=True)
+        parts = {}
+        for split, rows in blocks.items():
+            writer, closed = PartWriter(work / split, corpus["row_length"]), []
+            for block in rows:
+                writer.write(block)
+                if writer.is_full:
+                    closed.append(writer.close())
+            parts[split] = [part for part in [*closed, writer.close()] if part is not None]
+        counts = {split: {"num_dropped_tokens": 0, **asdict(Tally())} for split in parts}
+        border_ids = {"bos_id": tokenizer.bos_token_id, "eos_id": tokenizer.eos_token_id}
+        write_record(work, parts, counts, identity, corpus, tokenizer, border_ids)
+        publish_folder(work, done)
+        return TokenDataset.open(done)
+
+
+def _ask_engine(
+    request: ExtractRequest, tokenizer: PreTrainedTokenizerBase, worker: Worker
 ) -> Prepared:
     """A server, once it is known to score such rows and to be the one that the run began with."""
     engine, request = checked_engine(request, tokenizer)
@@ -386,64 +382,38 @@ def checked_engine(
     engine = Engine(request.settings.engine, len(tokenizer))
     limit = engine.row_limit
     request = request.with_row_length(limit)
-    if limit is not None and (request.corpus.row_length or 0) > limit:
-        raise UsageError(
+    length = request.corpus.row_length
+    if limit is not None and (length or 0) > limit:
+        what, where = (
             "rows are longer than the engine can score",
-            where=f"row_length, {engine.settings.url}",
-            got=request.corpus.row_length,
-            expected=f"at most {limit}: the server's context is {limit + 1}, and it writes a token",
-            remedy=f"--row-length {limit}",
+            f"row_length, {engine.settings.url}",
         )
+        expected = f"at most {limit}: the server's context is {limit + 1}, and it writes a token"
+        remedy = f"--row-length {limit}"
+        raise UsageError(what, where=where, got=length, expected=expected, remedy=remedy)
     engine.try_out()
     return engine, request
 
 
-@dataclass
-class ScoreWriter:
+@dataclass(kw_only=True)
+class ScoreWriter(ShardWork):
     """Writes every shard that no other process writes, from scores that ``fetch`` gives."""
 
-    fetch: Fetch
-    dataset: TokenDataset
     codec: PosteriorCodec
-    writer: ShardWriter
-    resources: dict[str, torch.Tensor]
-    stop: StopRequest
-    num_extracted_tokens: int = 0
-    seconds_waiting: float = field(default=0.0, init=False)
+    dataset: TokenDataset
+    fetch: Fetch
 
-    def run(self, shards: list[ShardRange], worker: Worker, bar: Bar) -> None:
-        """Returns when all shards are done, whoever did them.
-
-        Raises:
-            Stopped: If the process was asked to end; finished shards are kept.
-            GdistillError: For scores that cannot be used, or an engine that fails.
-        """
-        held = [shard for shard in worker.order(shards) if not self._write_free(shard, bar)]
-        while held:
-            bar.note(f"waiting for {held[0]}")
-            self.stop.pause(POLL_SECONDS)
-            self.seconds_waiting += POLL_SECONDS
-            held = [shard for shard in held if not self._write_free(shard, bar)]
-
-    def _write_free(self, shard: ShardRange, bar: Bar) -> bool:
-        """Whether the shard is done now; a free one is done here."""
-        self.stop.check()
-        with self.writer.claim(shard) as mine:
-            if not mine:
-                return self.writer.is_done(shard)
-            bar.note(str(shard))
+    def extract(self, shard: ShardRange, claim: ExitStack, bar: Bar) -> None:
+        with claim:
             parts = []
             for start in range(shard.start, shard.stop, ROWS_AT_ONCE):
                 self.stop.check()
-                stop = min(start + ROWS_AT_ONCE, shard.stop)
-                part = ShardRange(shard.split, shard.index, start, stop)
+                part = replace(shard, start=start, stop=min(start + ROWS_AT_ONCE, shard.stop))
                 tokens = self.dataset.read_rows(part.split, part.start, part.stop)
                 parts.append(self._encode(part, tokens, self.fetch(part, tokens)))
                 bar.advance(tokens.size)
             arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-            self.writer.write(shard, arrays)
-        self.num_extracted_tokens += shard.num_rows * self.dataset.row_length
-        return True
+            self.write(shard, arrays)
 
     def _encode(
         self, part: ShardRange, tokens: np.ndarray, rows: Sequence[ScoredRow]

@@ -10,30 +10,46 @@ A shard is encoded whole, then written at once. Where a batch begins and ends is
 shard, so the bytes do not depend on who computes it or what was interrupted. Another batch size
 changes nothing but the rounding of the teacher's float arithmetic.
 
-Shards that other processes hold come last: see :mod:`pipeline.workers`.
+There is no coordination of processes but the ledger and the claims of shards. Every process begins
+with its own share, then takes up what nobody is working on. What others hold it comes back to at
+the end, and stays until each such shard is finished or, its holder dead, can be taken over: a
+process that ends without an error leaves a complete store.
 """
 
 from __future__ import annotations
 
-import queue
+import importlib.metadata
+import os
+import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.teacher import RawLogits, Teacher, check_output, rows_tensor
-from pipeline.workers import Stopped, StopRequest, Worker
+from pipeline.settings import ExtractSettings, Worker
+from pipeline.teacher import RawLogits, Teacher, automatic_batch_size, check_output, rows_tensor
 from shards.codec.protocol import Codec, TeacherOutput
 from shards.console import Bar, progress_bar, stderr
-from shards.language_model.forward import BatchSize, in_batches, is_out_of_memory, largest_batch
-from shards.store.manifest import ShardRange
+from shards.errors import UsageError
+from shards.interrupts import Stopped, StopRequest
+from shards.language_model.forward import (
+    BatchSize,
+    in_batches,
+    is_out_of_memory,
+    largest_batch,
+    require_indexable,
+)
+from shards.noise.philox import noise_kernel
+from shards.store.layout import ShardRange
+from shards.store.manifest import Manifest, read_ways, record_ways
 from shards.store.writer import ShardWriter
 
 Note = Callable[[str], None]
@@ -44,40 +60,94 @@ Process = Callable[[TeacherOutput], TeacherOutput]
 LIVE_BATCHES_CPU, LIVE_BATCHES_GPU, LIVE_SHARDS = 2, 3, 2
 CPU_PART_ELEMENTS = 1 << 19
 POLL_SECONDS = 1.0
+ROUNDING_NATS = 2e-4
+"""Twice the most that log p of a token moved between CPU kernels, threads and rows per pass in
+float32: 9.3e-5, with stories260K on 65,536 tokens of text, log p down to -32."""
 
 
-@runtime_checkable
-class Work(Protocol):
-    """Computes and writes shards: an extractor, or a writer of an engine's scores."""
+@dataclass(kw_only=True)
+class ShardWork:
+    """Writes the shards of a store that no other process writes.
+
+    Attributes:
+        codec: What is stored of the teacher's distribution.
+        resources: The store's, where the codec encodes.
+        stop: Asked between two pieces of work.
+        seconds_waiting: Time spent with nothing to do but wait for other processes.
+    """
 
     writer: ShardWriter
-    stop: StopRequest
+    codec: Codec
+    resources: Mapping[str, Tensor]
+    stop: StopRequest = field(default_factory=lambda: StopRequest(signal.SIGTERM))
+    num_extracted_tokens: int = 0
+    seconds_waiting: float = 0.0
+
+    def write_all(self, worker: Worker, stage: str) -> None:
+        """Do the pending shards behind a progress bar; returns when all are done by somebody.
+
+        Raises:
+            Stopped: With what remains.
+        """
+        writer, manifest, pending = self.writer, self.writer.manifest, self.writer.all_pending()
+        total = sum(manifest.splits.values()) * manifest.row_length
+        done = total - sum(map(self.num_tokens, pending))
+        bar = progress_bar(stage, total, done=done, main_process=worker.is_main)
+        with self.stop.listening(), bar as shown:
+            try:
+                self.run(pending, worker, shown)
+            except Stopped as error:
+                got = f"{len(writer.all_pending())} shards still to do"
+                remedy = "run the same command again to finish"
+                where = writer.location.url
+                raise Stopped(error.what, where=where, got=got, remedy=remedy) from error
 
     def run(self, shards: list[ShardRange], worker: Worker, bar: Bar) -> None:
-        """Every shard that no other process does; Stopped if the process was asked to end."""
-        ...
+        """Write every shard that no other process finishes; free ones in this worker's order.
 
+        Raises:
+            Stopped: If the process was asked to end; shards not in the ledger are not begun.
+            GdistillError: For rows or scores that cannot be used, or storage that fails.
+        """
+        held = worker.order(shards)
+        while held := [shard for shard in held if not self._take(shard, bar)]:
+            self.settle()
+            names = str(held[0]) + (f" and {len(held) - 1} more" if len(held) > 1 else "")
+            bar.note(f"waiting for {names}")
+            if not self.seconds_waiting:  # workers without a bar say it too, once
+                stderr.print(
+                    f"waiting for {names}: another process is at it; "
+                    "if it dies, the shard is done here; stop this process whenever you like"
+                )
+            self.stop.pause(POLL_SECONDS)
+            self.seconds_waiting += POLL_SECONDS
 
-def write_all(work: Work, pending: Sequence[ShardRange], worker: Worker, stage: str) -> None:
-    """Do the pending shards behind a progress bar; returns when all are done, whoever did them.
+    def _take(self, shard: ShardRange, bar: Bar) -> bool:
+        """Whether the shard is done or in work here now; another process holds it if not."""
+        self.stop.check()
+        claim = ExitStack()
+        if claim.enter_context(self.writer.claim(shard)):
+            bar.note(str(shard))
+            self.extract(shard, claim, bar)
+            return True
+        claim.close()
+        if is_done := self.writer.is_done(shard):
+            bar.advance(self.num_tokens(shard))
+        return is_done
 
-    Raises:
-        Stopped: With what remains.
-    """
-    writer, manifest = work.writer, work.writer.manifest
-    total = sum(manifest.splits.values()) * manifest.row_length
-    done = total - sum(shard.num_rows for shard in pending) * manifest.row_length
-    bar = progress_bar(stage, total, done=done, main_process=worker.is_main)
-    with work.stop.listening(), bar as shown:
-        try:
-            work.run([*pending], worker, shown)
-        except Stopped as error:
-            raise Stopped(
-                "stopped by SIGTERM",
-                where=writer.location.url,
-                got=f"{len(writer.all_pending())} shards still to do",
-                remedy="run the same command again to finish",
-            ) from error
+    def extract(self, shard: ShardRange, claim: ExitStack, bar: Bar) -> None:
+        """Write a shard, now or soon; close the claim when it is written or has failed."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """What failed here must end this process before it waits: others may wait for it."""
+
+    def num_tokens(self, shard: ShardRange) -> int:
+        return shard.num_rows * self.writer.manifest.row_length
+
+    def write(self, shard: ShardRange, arrays: dict[str, np.ndarray]) -> None:
+        self.writer.write(shard, arrays)
+        self.num_extracted_tokens += self.num_tokens(shard)
 
 
 class Background:
@@ -94,13 +164,10 @@ class Background:
 
     def __init__(self, name: str, limit: int) -> None:
         self._slots = threading.BoundedSemaphore(limit)
-        self._tasks: queue.Queue[tuple[Callable[..., object], tuple[Any, ...], bool] | None]
-        self._tasks = queue.Queue()
+        self._pool = ThreadPoolExecutor(1, name)
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
 
     def __enter__(self) -> Background:
-        self._thread.start()
         return self
 
     def __exit__(
@@ -109,8 +176,7 @@ class Background:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._tasks.put(None)
-        self._thread.join()
+        self._pool.shutdown()
         if error is None:
             self._raise()
 
@@ -125,39 +191,31 @@ class Background:
         """Give back room that was reserved and is not needed."""
         self._slots.release()
 
-    def submit(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Hand over a task for which room was reserved."""
-        self._tasks.put((function, arguments, True))
-
-    def append(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Hand over a small task that needs no reservation."""
-        self._tasks.put((function, arguments, False))
+    def submit(self, *task: Any, reserved: bool = True) -> None:
+        """Hand over a function and its arguments; small tasks need no reservation."""
+        self._pool.submit(self._work, [*task], reserved)
 
     def wait(self) -> None:
         """Until every task is done."""
-        done = threading.Event()
-        self.append(done.set)
-        while not done.wait(0.2):
-            if not self._thread.is_alive() or self._error is not None:
-                break
+        self._pool.submit(int).result()
         self._raise()
 
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            function, arguments, reserved = task
-            try:
-                if self._error is None:
-                    function(*arguments)
-            except BaseException as error:
-                self._error = error
-            finally:
-                del task, function, arguments
-                if reserved:
-                    self._slots.release()
+    def _work(self, task: list[Any], reserved: bool) -> None:
+        try:
+            function, *arguments = task
+            task.clear()  # a batch must be gone before there is room for the next one
+            if self._error is None:
+                function(*arguments)
+        except BaseException as error:
+            self._error = error
+        finally:
+            del function, arguments
+            if reserved:
+                self._slots.release()
 
 
 def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -166,10 +224,9 @@ def to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     On a GPU the copies go to pinned memory on a stream of their own, so that kernels of the next
     batch run meanwhile.
     """
-    devices = {tensor.device for tensor in tensors.values()}
-    if not any(device.type == "cuda" for device in devices):
+    device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+    if device is None:
         return dict(tensors)
-    device = devices.pop()
     stream = _copy_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     host = {}
@@ -193,6 +250,13 @@ def with_position_0(values: Tensor) -> np.ndarray:
     return np.concatenate([np.zeros_like(array[:, :1]), array], axis=1)
 
 
+def resources_on(device: torch.device, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """A store's resources where the codec encodes."""
+    return {
+        name: torch.from_numpy(np.ascontiguousarray(a)).to(device) for name, a in arrays.items()
+    }
+
+
 @dataclass(frozen=True)
 class ShardArrays:
     """The arrays of one shard while they are filled, position 0 left at zero."""
@@ -206,53 +270,31 @@ class ShardArrays:
             self.arrays[name][first : first + len(tensor), 1:] = tensor.numpy()
 
 
-@dataclass
-class Extractor:
-    """Runs the shards of one store; see :meth:`run`.
+@dataclass(kw_only=True)
+class Extractor(ShardWork):
+    """Asks a teacher that runs here; see :meth:`run`.
 
     Attributes:
         read_rows: Where rows come from.
-        resources: The store's, where the codec encodes.
         process: Applied to the teacher's distribution before it is stored (temperature, nucleus).
-        seconds_waiting: Time spent with nothing to do but wait for other processes.
     """
 
     teacher: Teacher
     read_rows: ReadRows
-    codec: Codec
-    writer: ShardWriter
-    resources: dict[str, Tensor]
     batch_size: BatchSize
-    stop: StopRequest
     process: Process | None = None
-    num_extracted_tokens: int = 0
-    seconds_waiting: float = 0.0
     _claims: dict[ShardRange, ExitStack] = field(default_factory=dict)
     _encoded: BatchSize | None = None
     _buffer: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def run(self, shards: list[ShardRange], worker: Worker, bar: Bar) -> None:
-        """Extract every shard that no other process finishes; free ones in this worker's order.
-
-        Returns when all shards are done, whoever did them.
-
-        Raises:
-            Stopped: If the process was asked to end; shards not in the ledger are not begun.
-            GdistillError: For rows or logits that cannot be used, or storage that fails.
-        """
         live = LIVE_BATCHES_GPU if self._on_gpu else LIVE_BATCHES_CPU
         try:
             with (
-                Background("store", LIVE_SHARDS) as storage,
-                Background("encode", live) as encoder,
+                Background("store", LIVE_SHARDS) as self._storage,
+                Background("encode", live) as self._encoder,
             ):
-                held = worker.order(shards)
-                while held := self._extract_free(held, encoder, storage, bar):
-                    # What failed here must end this process before it waits: others may be
-                    # waiting for the shards that it holds.
-                    encoder.wait()
-                    storage.wait()
-                    self._wait(held, bar)
+                super().run(shards, worker, bar)
         finally:
             for claim in self._claims.values():
                 claim.close()
@@ -262,83 +304,47 @@ class Extractor:
     def _on_gpu(self) -> bool:
         return self.teacher.device.type == "cuda"
 
-    def _extract_free(
-        self, shards: list[ShardRange], encoder: Background, storage: Background, bar: Bar
-    ) -> list[ShardRange]:
-        """Extract what is free; returns what other processes hold."""
-        held = []
-        for shard in shards:
-            self.stop.check()
-            claim = ExitStack()
-            if claim.enter_context(self.writer.claim(shard)):
-                self._claims[shard] = claim
-                self._extract(shard, encoder, storage, bar)
-                continue
-            claim.close()
-            if self.writer.is_done(shard):
-                bar.advance(self._num_tokens(shard))
-            else:
-                held.append(shard)
-        return held
+    def settle(self) -> None:
+        self._encoder.wait()
+        self._storage.wait()
 
-    def _wait(self, held: list[ShardRange], bar: Bar) -> None:
-        """Let other processes get on with their shards for a moment, and say so."""
-        shards = str(held[0]) + (f" and {len(held) - 1} more" if len(held) > 1 else "")
-        bar.note(f"waiting for {shards}")
-        if not self.seconds_waiting:  # workers without a bar say it too, once
-            stderr.print(
-                f"waiting for {shards}: another process is at it; "
-                "if it dies, the shard is done here; stop this process whenever you like"
-            )
-        self.stop.pause(POLL_SECONDS)
-        self.seconds_waiting += POLL_SECONDS
-
-    def _num_tokens(self, shard: ShardRange) -> int:
-        return shard.num_rows * self.writer.manifest.row_length
-
-    def _extract(
-        self, shard: ShardRange, encoder: Background, storage: Background, bar: Bar
-    ) -> None:
+    def extract(self, shard: ShardRange, claim: ExitStack, bar: Bar) -> None:
+        self._claims[shard] = claim
         rows = self.read_rows(shard.split, shard.start, shard.stop, bar.note)
         bar.note(str(shard))
         manifest = self.writer.manifest
         shape, specs = (shard.num_rows, manifest.row_length), manifest.all_arrays.items()
-        arrays = ShardArrays(
-            shard, {n: np.zeros((*shape, *s.trailing_shape), np.dtype(s.dtype)) for n, s in specs}
-        )
+        empty = {n: np.zeros((*shape, *s.trailing_shape), np.dtype(s.dtype)) for n, s in specs}
+        arrays = ShardArrays(shard, empty)
         arrays.arrays["tokens"][:] = rows
         tokens = rows_tensor(rows)
         for part in self.batch_size.parts(shard.num_rows):
-            self._forward(tokens, part, arrays, encoder, bar)
-        encoder.append(self._hand_over, arrays, storage)
+            self._forward(tokens, part, arrays, bar)
+        self._encoder.submit(self._hand_over, arrays, reserved=False)
 
-    def _forward(
-        self, tokens: Tensor, part: slice, arrays: ShardArrays, encoder: Background, bar: Bar
-    ) -> None:
+    def _forward(self, tokens: Tensor, part: slice, arrays: ShardArrays, bar: Bar) -> None:
         """One forward pass; two of half the rows, and so on, where memory runs out."""
         self.stop.check()
-        encoder.reserve()
+        self._encoder.reserve()
         row_ids = torch.arange(part.start, part.stop) + arrays.shard.start
         try:
             raw = self.teacher.forward(tokens[part], row_ids, self.codec.needs_hidden)
         except Exception as error:
-            encoder.cancel_reservation()
+            self._encoder.cancel_reservation()
             if not is_out_of_memory(error):
                 raise
             self.batch_size.halve(error)
         else:
-            encoder.submit(self._encode, raw, part.start, arrays, bar)
+            self._encoder.submit(self._encode, raw, part.start, arrays, bar)
             return
-        encoder.wait()
+        self._encoder.wait()
         torch.cuda.empty_cache()  # nothing, where there is no GPU
         for smaller in self.batch_size.parts(part.stop - part.start):
             moved = slice(part.start + smaller.start, part.start + smaller.stop)
-            self._forward(tokens, moved, arrays, encoder, bar)
+            self._forward(tokens, moved, arrays, bar)
 
     @torch.inference_mode()
     def _encode(self, raw: RawLogits, first: int, arrays: ShardArrays, bar: Bar) -> None:
-        split = arrays.shard.split
-
         def work(part: slice) -> None:
             rows = raw.rows(part)
             output = rows.normalise(self.teacher.vocab_size, self._memory(rows))
@@ -348,14 +354,14 @@ class Extractor:
             encoded["token_log_probs"] = output.token_log_probs
             encoded = to_host(encoded)
             if not torch.isfinite(encoded["token_log_probs"]).all():
-                check_output(output, split)
+                check_output(output, arrays.shard.split)
             arrays.fill(first + part.start, encoded)
 
         if self._encoded is None:  # on a CPU few enough for their temporaries to stay in its cache
-            elements, device = raw.logits[0].numel(), raw.logits.device
-            most = largest_batch(elements, device)
+            elements = raw.logits[0].numel()
+            few = max(1, CPU_PART_ELEMENTS // elements)
             self._encoded = BatchSize(
-                most if raw.logits.is_cuda else max(1, CPU_PART_ELEMENTS // elements)
+                largest_batch(elements, raw.logits.device) if raw.logits.is_cuda else few
             )
         in_batches(work, len(raw.logits), self._encoded)
         bar.advance(raw.tokens.shape[0] * (raw.tokens.shape[1] + 1))
@@ -371,18 +377,110 @@ class Extractor:
             self._buffer = torch.empty(raw.logits.numel())
         return self._buffer
 
-    def _hand_over(self, arrays: ShardArrays, storage: Background) -> None:
-        storage.reserve()
-        storage.submit(self._write, arrays)
+    def _hand_over(self, arrays: ShardArrays) -> None:
+        self._storage.reserve()
+        self._storage.submit(self._write, arrays)
 
     def _write(self, arrays: ShardArrays) -> None:
-        self.writer.write(arrays.shard, arrays.arrays)
-        self.num_extracted_tokens += self._num_tokens(arrays.shard)
+        self.write(arrays.shard, arrays.arrays)
         self._claims.pop(arrays.shard).close()
 
 
-def resources_on(device: torch.device, arrays: dict[str, np.ndarray]) -> dict[str, Tensor]:
-    """A store's resources where the codec encodes."""
-    return {
-        name: torch.from_numpy(np.ascontiguousarray(a)).to(device) for name, a in arrays.items()
-    }
+# How this process computes.
+
+
+@dataclass(frozen=True)
+class ComputeEnvironment:
+    """What decides the last bits of a forward pass.
+
+    The workers of one store compute alike: the first one's environment is recorded, and others
+    take over threads and rows of a forward pass. The rest they can only have or not; one that
+    differs there computes the same log-probabilities within rounding, so it says so.
+
+    Attributes:
+        device: ``cpu``, or the GPU's name; ``4 x`` before it where the teacher lies on several.
+        threads: CPU threads of a forward pass; 0 on a GPU.
+        rows_per_pass: Rows of a forward pass.
+        kernels: Instruction set of the CPU's kernels; on a GPU, whether TF32 is allowed, and where
+            the noise kernel could not be compiled.
+        attention: Attention kernel by transformers' name.
+        compiled: Whether the model runs through ``torch.compile``.
+        torch: Version.
+        transformers: Version.
+    """
+
+    device: str
+    threads: int
+    rows_per_pass: int
+    kernels: str
+    attention: str
+    compiled: bool
+    torch: str
+    transformers: str
+
+    def difference(self, other: Mapping[str, Any]) -> str:
+        """``name value, was value`` of every field that differs; empty if none does."""
+        differing = [(name, v) for name, v in asdict(self).items() if v != other.get(name)]
+        return ", ".join(f"{name} {value} (was {other.get(name)})" for name, value in differing)
+
+
+def settle_environment(
+    writer: ShardWriter, settings: ExtractSettings, teacher: Teacher
+) -> ComputeEnvironment:
+    """Fix how this process computes, like the store's first worker where it can, and record it.
+
+    Raises:
+        UsageError: If it computes differently and the settings are strict.
+    """
+    what = "this process computes differently from the store's first worker"
+    with writer.location.claim("way", wait=True):  # two that begin at once agree on who is first
+        known = read_ways(writer.location)
+        first = known[0] if known else {}
+        own = _own_environment(writer.manifest, settings, teacher, first)
+        difference = own.difference(first) if first else ""
+        if difference and settings.strict:
+            remedy = "run it on the same hardware and software, or without --strict"
+            raise UsageError(what, where=writer.location.url, got=difference, remedy=remedy)
+        record_ways(writer.location, [asdict(own)])
+    if difference:
+        agree = f"log-probabilities agree within rounding ({ROUNDING_NATS:g} nats in float32)"
+        stderr.print(f"{what}: {difference}; {agree}")
+    return own
+
+
+def _own_environment(
+    manifest: Manifest, settings: ExtractSettings, teacher: Teacher, first: Mapping[str, Any]
+) -> ComputeEnvironment:
+    on_gpu = teacher.device.type == "cuda"
+    device = torch.cuda.get_device_name(teacher.device) if on_gpu else "cpu"
+    if teacher.num_devices > 1:
+        device = f"{teacher.num_devices} x {device}"
+    followed = first if str(first.get("device")).endswith("cpu") != on_gpu else {}
+    threads = 0
+    if not on_gpu:
+        threads = settings.threads or followed.get("threads") or torch.get_num_threads()
+        torch.set_num_threads(threads)
+    rows = settings.batch_size or followed.get("rows_per_pass")
+    length, width = manifest.row_length, teacher.files.num_logits
+    if not rows:
+        weight_bytes = sum(p.numel() * p.element_size() for p in teacher.model.parameters())
+        rows = automatic_batch_size(length, width, weight_bytes, teacher.device)
+    require_indexable(length * width, teacher.device, "extract shorter rows: --row-length")
+    return ComputeEnvironment(
+        device=device,
+        threads=threads,
+        rows_per_pass=min(rows, largest_batch(length * width, teacher.device)),
+        kernels=_kernels(on_gpu),
+        attention=str(getattr(teacher.model.config, "_attn_implementation", None)),
+        compiled=settings.teacher.compiled,
+        torch=torch.__version__,
+        transformers=importlib.metadata.version("transformers"),
+    )
+
+
+def _kernels(on_gpu: bool) -> str:
+    if on_gpu:
+        products = "TF32" if torch.backends.cuda.matmul.allow_tf32 else "float32"
+        return products + ("" if noise_kernel("cuda") == "compiled" else ", eager noise")
+    kept = os.environ.get("MKL_CBWR")
+    return torch.backends.cpu.get_cpu_capability() + (f" MKL_CBWR={kept}" if kept else "")

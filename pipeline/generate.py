@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from pipeline.settings import SequentialSettings
@@ -29,7 +29,7 @@ from pipeline.tokens.dataset import TokenDataset
 from shards.codec.protocol import TeacherOutput
 from shards.language_model.forward import BatchSize, in_batches
 from shards.noise.gumbel import gumbel_argmax
-from shards.noise.kinds import KeyedPrior
+from shards.noise.kinds import KeyedPrior, truncate_to_nucleus
 from shards.noise.philox import PositionKeys
 from shards.provenance import derive_seed
 
@@ -40,26 +40,9 @@ GPU_CACHE_SHARE = 0.5
 STEP_BYTES_PER_LOGIT = 72
 """Of one step: noise (int64 words, eager), log-probabilities, their copies in float64."""
 SORTED_AT_ONCE = 1 << 26
-"""Log-probabilities in one sort, which takes 28 bytes for each: 1.9 GB."""
+"""Log-probabilities in one sort, which takes some 40 bytes for each."""
 Note = Callable[[str], None]
 Check = Callable[[], None]
-
-
-def nucleus(log_probs: Float[Tensor, "*batch v"], p: float) -> Bool[Tensor, "*batch v"]:
-    """The most probable tokens whose cumulative probability stays within p, and the top token.
-
-    Some rows at a time: what sorting needs is seven times as much as the log-probabilities.
-    """
-    rows = log_probs.reshape(-1, log_probs.shape[-1])
-    parts = rows.split(max(1, SORTED_AT_ONCE // rows.shape[1]))
-    return torch.cat([_nucleus(part, p) for part in parts]).view(log_probs.shape)
-
-
-def _nucleus(log_probs: Float[Tensor, "n v"], p: float) -> Bool[Tensor, "n v"]:
-    ordered, ids = log_probs.sort(dim=-1, descending=True, stable=True)
-    kept = ordered.double().exp().cumsum(-1) <= p
-    kept[..., 0] = True
-    return torch.zeros_like(kept).scatter_(-1, ids, kept)
 
 
 def processed(
@@ -77,7 +60,10 @@ def processed(
         log_probs = (log_probs / settings.temperature).log_softmax(-1)
     if settings.nucleus_p == 1.0:
         return log_probs
-    kept = nucleus(log_probs, settings.nucleus_p)
+    rows, p = log_probs.reshape(-1, log_probs.shape[-1]), settings.nucleus_p
+    parts = rows.split(max(1, SORTED_AT_ONCE // rows.shape[1]))
+    kept = torch.cat([truncate_to_nucleus(part.double().exp(), p) > 0 for part in parts])
+    kept = kept.view(log_probs.shape)
     if tokens is not None:
         kept.scatter_(-1, tokens[..., None], True)
     return log_probs.masked_fill(~kept, -torch.inf).log_softmax(-1)
@@ -137,16 +123,13 @@ def rows_at_once(teacher: Teacher, row_length: int) -> int:
     and values of a large model's rows are what takes memory, and on a GPU the distributions of a
     step: fewer rows there.
     """
-    weights = [*teacher.model.parameters()]
+    weights, files = [*teacher.model.parameters()], teacher.files
     token_bytes = cached_token_bytes(
-        teacher.files.text_config, teacher.hidden_size, weights[0].element_size()
+        files.text_config, teacher.hidden_size, weights[0].element_size()
     )
-    return rows_that_fit(
-        teacher.device,
-        row_length * token_bytes,
-        teacher.files.num_logits,
-        sum(weight.numel() * weight.element_size() for weight in weights),
-    )
+    weight_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
+    sizes = row_length * token_bytes, files.num_logits, weight_bytes
+    return rows_that_fit(teacher.device, *sizes)
 
 
 def rows_that_fit(
@@ -191,21 +174,14 @@ class GeneratedRows:
 
     def read(self, split: str, start: int, stop: int, note: Note) -> np.ndarray:
         """Rows start..stop-1 of a split, [n, L] int32; a pure function of both."""
-        row_ids = torch.arange(start, stop)
+        row_ids, length = torch.arange(start, stop), self.dataset.row_length
         first = torch.full_like(row_ids, self.dataset.bos_id)
-        rows = torch.zeros(stop - start, self.dataset.row_length, dtype=torch.int64)
+        rows = torch.zeros(stop - start, length, dtype=torch.int64)
+        seed = derive_seed(self.seed, "sequential rows", split)
 
         def work(part: slice) -> None:
-            rows[part] = generate_rows(
-                self.teacher,
-                first[part],
-                row_ids[part],
-                self.dataset.row_length,
-                derive_seed(self.seed, "sequential rows", split),
-                self.settings,
-                note,
-                self.check,
-            ).cpu()
+            begun = self.teacher, first[part], row_ids[part], length, seed
+            rows[part] = generate_rows(*begun, self.settings, note, self.check).cpu()
 
         in_batches(work, stop - start, self.batch_size)
         return rows.numpy().astype(np.int32)

@@ -1,36 +1,58 @@
-"""The embedded corpus: the ways through a small grid within a move limit, enumerated exactly.
+"""The embedded corpus, the ways through a small grid within a move limit, and its own teacher.
 
 A layout is a rectangle of ``.`` (free), ``#`` (wall), one ``S`` and one ``T``; cells are (row,
 column) from the upper left. A document is one simple path from S to T of at most ``max_moves``
 moves, written ``up up right ...``. The corpus is drawn uniformly with replacement from all of them.
+
+The teacher is an ordinary causal LM of transformers, trained on the spot. The folder it leaves
+behind is a plain Hugging Face model directory; nothing downstream knows that it came from here.
+``training.json`` in it records the settings and how close the model came to the distribution of
+the paths; it is part of the folder, which appears whole or not at all.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import shutil
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging as transformers_logging
 
+from pipeline.corpus.documents import Known, RawDocument, Source
+from shards.atomic import publish_folder, write_json_atomic
+from shards.console import progress_bar
 from shards.errors import UsageError, did_you_mean
-from shards.provenance import generator
+from shards.provenance import derive_seed, generator
+from shards.settings import check_bounds, setting, to_mapping
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 TOKENS = ("<bos>", "<eos>", *MOVES)
 """The maze vocabulary in id order: 0..5."""
-
+BOS, EOS = 0, 1
 DEFAULT_MAX_MOVES = 9
 NUM_DOCUMENTS = {"train": 2000, "validation": 500}
-
 LAYOUTS = {
     "k4": (".....", "..#..", "..#..", ".S#.T"),
     "m57": ("#....", ".....", ".....", ".S#.T"),
 }
-
+RECORD = "training.json"
 Cell = tuple[int, int]
 Moves = tuple[str, ...]
 
@@ -50,19 +72,15 @@ class MazeLayout:
     max_moves: int = DEFAULT_MAX_MOVES
 
     def __post_init__(self) -> None:
-        where = f"maze layout {self.name}"
-        if not self.rows or len({len(row) for row in self.rows}) != 1 or not self.rows[0]:
-            raise UsageError(
-                "the maze is not a rectangle", where=where, got=[len(row) for row in self.rows]
-            )
-        cells = "".join(self.rows)
+        where, cells = f"maze layout {self.name}", "".join(self.rows)
+        widths = [len(row) for row in self.rows]
+        if len(set(widths)) != 1 or not widths[0]:
+            raise UsageError("the maze is not a rectangle", where=where, got=widths)
         if stray := sorted(set(cells) - set(".#ST")):
             raise UsageError("unknown cell in the maze", where=where, got=stray, expected=". # S T")
         for mark in "ST":
-            if cells.count(mark) != 1:
-                raise UsageError(
-                    f"the maze needs exactly one {mark}", where=where, got=cells.count(mark)
-                )
+            if (count := cells.count(mark)) != 1:
+                raise UsageError(f"the maze needs exactly one {mark}", where=where, got=count)
         if self.max_moves < 1:
             raise UsageError("max_moves must be at least 1", where=where, got=self.max_moves)
 
@@ -89,38 +107,25 @@ class MazeLayout:
         return inside and self.rows[row][column] != "#"
 
     def paths(self) -> list[Moves]:
-        """All simple paths from S to T of at most ``max_moves`` moves, breadth first.
+        """All simple paths from S to T of at most ``max_moves`` moves.
 
         Ordered by length, then by the order of ``MOVES`` at the first difference.
         """
-        found: list[Moves] = []
-        frontier: list[tuple[Moves, tuple[Cell, ...]]] = [((), (self.start,))]
-        while frontier:
-            frontier, arrived = self._extend(frontier)
-            found += arrived
+        found = sorted(self._continued((), (self.start,)), key=len)
         if not found:
-            raise UsageError(
-                "no way through the maze",
-                where=f"maze layout {self.name}",
-                expected=f"a path from S to T of at most {self.max_moves} moves",
-            )
+            expected = f"a path from S to T of at most {self.max_moves} moves"
+            where = f"maze layout {self.name}"
+            raise UsageError("no way through the maze", where=where, expected=expected)
         return found
 
-    def _extend(
-        self, frontier: list[tuple[Moves, tuple[Cell, ...]]]
-    ) -> tuple[list[tuple[Moves, tuple[Cell, ...]]], list[Moves]]:
-        longer: list[tuple[Moves, tuple[Cell, ...]]] = []
-        arrived: list[Moves] = []
-        for moves, cells in frontier:
+    def _continued(self, moves: Moves, cells: tuple[Cell, ...]) -> Iterator[Moves]:
+        if cells[-1] == self.target:
+            yield moves
+        elif len(moves) < self.max_moves:
             for move, (down, right) in MOVES.items():
                 cell = (cells[-1][0] + down, cells[-1][1] + right)
-                if cell in cells or not self.is_free(cell):
-                    continue
-                if cell == self.target:
-                    arrived.append((*moves, move))
-                elif len(moves) + 1 < self.max_moves:
-                    longer.append(((*moves, move), (*cells, cell)))
-        return longer, arrived
+                if cell not in cells and self.is_free(cell):
+                    yield from self._continued((*moves, move), (*cells, cell))
 
     def artifact(self) -> dict[str, Any]:
         """What the scores need to know of the maze, JSON-ready."""
@@ -147,60 +152,71 @@ def load_maze(layout: str | Path) -> MazeLayout:
         return MazeLayout(str(layout), LAYOUTS[str(layout)])
     path = Path(layout)
     if not path.is_file():
-        raise UsageError(
-            "unknown maze layout",
-            where=f"maze:{layout}",
-            expected=f"one of {sorted(LAYOUTS)} or a layout file",
-            remedy=did_you_mean(str(layout), LAYOUTS),
-        )
+        expected = f"one of {sorted(LAYOUTS)} or a layout file"
+        where, remedy = f"maze:{layout}", did_you_mean(str(layout), LAYOUTS)
+        raise UsageError("unknown maze layout", where=where, expected=expected, remedy=remedy)
     try:
         text = path.read_text(encoding="utf-8")
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        values = tomllib.loads(text) if path.suffix == ".toml" else {"rows": lines}
     except UnicodeDecodeError as error:
         raise UsageError("the maze layout is not UTF-8 text", where=path, got=error) from error
-    if path.suffix != ".toml":
-        return MazeLayout(
-            path.stem, tuple(line.strip() for line in text.splitlines() if line.strip())
-        )
-    return _maze_from_toml(path, text)
-
-
-def _maze_from_toml(path: Path, text: str) -> MazeLayout:
-    try:
-        values = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError("the maze layout is not TOML", where=path, got=error) from error
-    rows, max_moves = values.pop("rows", None), values.pop("max_moves", DEFAULT_MAX_MOVES)
+    rows: Any = values.pop("rows", None)
+    max_moves = values.pop("max_moves", DEFAULT_MAX_MOVES)
     well_typed = isinstance(rows, list) and all(isinstance(row, str) for row in rows)
     if values or not well_typed or not isinstance(max_moves, int):
-        raise UsageError(
-            "malformed maze layout",
-            where=path,
-            got=sorted(values) or rows,
-            expected='rows = ["....", ...] and, optionally, max_moves',
-        )
+        got, expected = sorted(values) or rows, 'rows = ["....", ...] and, optionally, max_moves'
+        raise UsageError("malformed maze layout", where=path, got=got, expected=expected)
     return MazeLayout(path.stem, tuple(rows), max_moves)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Refuse a teacher (``name``) that does not speak in moves."""
-    unknown = sorted(set(MOVES) - set(tokenizer.get_vocab()))
-    if unknown:
-        raise UsageError(
-            "the teacher does not know the moves of a maze",
-            where=f"--teacher {name}",
-            got=f"no token {unknown[0]!r}",
-            expected=f"the tokens {', '.join(MOVES)}",
-            remedy="leave --teacher out: a maze trains its own",
-        )
+    if unknown := sorted(set(MOVES) - set(tokenizer.get_vocab())):
+        what, where = "the teacher does not know the moves of a maze", f"--teacher {name}"
+        got, expected = f"no token {unknown[0]!r}", f"the tokens {', '.join(MOVES)}"
+        remedy = "leave --teacher out: a maze trains its own"
+        raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy)
 
 
 def draw_documents(maze: MazeLayout, num_documents: int, seed: int, split: str) -> list[str]:
     """Paths drawn uniformly with replacement, as documents; a pure function of the arguments."""
-    documents = [" ".join(path) for path in maze.paths()]
-    chosen = torch.randint(
-        len(documents), (num_documents,), generator=generator(seed, "maze paths", split)
+    documents, draws = (
+        [" ".join(path) for path in maze.paths()],
+        generator(seed, "maze paths", split),
     )
+    chosen = torch.randint(len(documents), (num_documents,), generator=draws)
     return [documents[index] for index in chosen.tolist()]
+
+
+@dataclass(frozen=True)
+class MazePaths(Source):
+    """The documents of a split of a layout."""
+
+    maze: MazeLayout
+    num_documents: int
+    seed: int
+    split: str
+
+    @classmethod
+    def of(cls, layout: str, seed: int, split: str) -> MazePaths:
+        return cls(load_maze(layout), NUM_DOCUMENTS[split], seed, split)
+
+    @cached_property
+    def _documents(self) -> list[str]:
+        return draw_documents(self.maze, self.num_documents, self.seed, self.split)
+
+    def count(self) -> int:
+        return self.num_documents
+
+    def documents(self, start: int, stop: int) -> Iterator[RawDocument]:
+        for index, document in enumerate(self._documents[start:stop], start):
+            yield RawDocument(document, f"maze:{self.maze.name}", index)
+
+    def identity(self, known: Known = MappingProxyType({})) -> list[dict[str, Any]]:
+        return [{**self.maze.artifact(), "seed": self.seed, "num_documents": self.num_documents}]
 
 
 def maze_tokenizer(model_max_length: int = DEFAULT_MAX_MOVES + 2) -> PreTrainedTokenizerFast:
@@ -209,8 +225,204 @@ def maze_tokenizer(model_max_length: int = DEFAULT_MAX_MOVES + 2) -> PreTrainedT
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        bos_token=TOKENS[0],
-        eos_token=TOKENS[1],
+        bos_token=TOKENS[BOS],
+        eos_token=TOKENS[EOS],
         model_max_length=model_max_length,
         clean_up_tokenization_spaces=False,
     )
+
+
+# The teacher.
+
+
+@dataclass(frozen=True)
+class MazeTeacherConfig:
+    """Shape and schedule of the teacher; the defaults are the full protocol's.
+
+    Attributes:
+        learning_rate: Peak of a linear warm-up and cosine decay (AdamW).
+        batch_size: Rows per step; a corpus of fewer distinct rows is trained on whole.
+    """
+
+    num_layers: int = setting(8, within="[1, inf)")
+    num_heads: int = setting(8, within="[1, inf)")
+    hidden_size: int = setting(128, within="[1, inf)")
+    num_steps: int = setting(400, within="[1, inf)")
+    learning_rate: float = setting(1e-3, within="(0, inf)")
+    batch_size: int = setting(256, within="[1, inf)")
+    num_documents: int = setting(NUM_DOCUMENTS["train"], within="[1, inf)")
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_bounds(self, "maze teacher")
+        if self.hidden_size % (2 * self.num_heads):
+            what, got = "hidden_size is no even multiple of num_heads", self.hidden_size
+            raise UsageError(what, where="maze teacher", got=got, expected=f"2 x {self.num_heads}")
+
+
+def demo_teacher_config(seed: int = 0) -> MazeTeacherConfig:
+    """A smaller teacher for a quick walk through the system."""
+    return MazeTeacherConfig(4, hidden_size=64, num_steps=300, learning_rate=4e-3, seed=seed)
+
+
+@dataclass(frozen=True)
+class MazeTeacherReport:
+    """How close the teacher came to its corpus.
+
+    Attributes:
+        path_probabilities: The teacher's probability of each path, in ``MazeLayout.paths()`` order.
+        total_variation: Distance to the uniform distribution over the paths; probability that
+            leaves the set of paths counts.
+        total_variation_to_corpus: The same to the paths' shares in the training rows.
+        loss_nats: Mean negative log-likelihood of a training row.
+        entropy_nats: Entropy of the paths' shares in the training rows: the least possible loss.
+    """
+
+    path_probabilities: tuple[float, ...]
+    total_variation: float
+    total_variation_to_corpus: float
+    loss_nats: float
+    entropy_nats: float
+
+
+def path_rows(paths: list[Moves], row_length: int) -> Int[Tensor, "n l"]:
+    """Rows bos + moves + eos padding, as the ``pad`` packing makes them; int64."""
+    rows = torch.full((len(paths), row_length), EOS)
+    rows[:, 0] = BOS
+    for row, path in zip(rows, paths, strict=True):
+        row[1 : len(path) + 1] = torch.tensor([TOKENS.index(move) for move in path])
+    return rows
+
+
+def row_log_probs(model: LlamaForCausalLM, rows: Int[Tensor, "n l"]) -> Float[Tensor, "n"]:
+    """Log-probability in nats of every row given its first token; float32."""
+    logits = model(input_ids=rows[:, :-1], use_cache=False).logits.float()
+    return logits.log_softmax(-1).gather(-1, rows[:, 1:, None]).squeeze(-1).sum(-1)
+
+
+def train_maze_teacher(
+    maze: MazeLayout, out: Path, config: MazeTeacherConfig | None = None
+) -> MazeTeacherReport:
+    """Train the teacher of ``maze`` and save it to ``out``; a finished one is left as it is.
+
+    Args:
+        out: The model directory (weights as safetensors, tokenizer, ``maze.json`` with the
+            teacher's path probabilities, ``training.json``).
+
+    Raises:
+        UsageError: If ``out`` holds something else, or a teacher of other settings.
+    """
+    config = config or MazeTeacherConfig()
+    settings = {"maze": maze.artifact(), "config": to_mapping(config)}
+    if out.exists():
+        return _finished(out, settings)
+    model, report = _train(maze, config)
+    temporary = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    transformers_logging.disable_progress_bar()  # one bar per stage, and it is ours
+    model.save_pretrained(temporary)
+    maze_tokenizer(maze.row_length).save_pretrained(temporary)
+    probabilities = {"teacher_probabilities": list(report.path_probabilities)}
+    artifact = {**maze.artifact(), "seed": config.seed, **probabilities}
+    write_json_atomic(temporary / "maze.json", artifact)
+    write_json_atomic(temporary / RECORD, {**settings, "report": to_mapping(report)})
+    publish_folder(temporary, out)
+    return report
+
+
+def _finished(out: Path, settings: dict[str, Any]) -> MazeTeacherReport:
+    """The report of the teacher that is already there."""
+    try:
+        record = json.loads((out / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        what, expected = "the folder is no maze teacher", f"a {RECORD} in it"
+        remedy = "choose another folder"
+        raise UsageError(what, where=out, expected=expected, remedy=remedy) from error
+    for part, wanted in settings.items():
+        for key, value in wanted.items():
+            if (found := record.get(part, {}).get(key)) != value:
+                what, where = "a maze teacher with other settings is there", f"{out}: {part}.{key}"
+                remedy = "choose another folder or remove this one"
+                raise UsageError(what, where=where, got=found, expected=value, remedy=remedy)
+    report = record["report"]
+    return MazeTeacherReport(tuple(report.pop("path_probabilities")), **report)
+
+
+def _train(
+    maze: MazeLayout, config: MazeTeacherConfig
+) -> tuple[LlamaForCausalLM, MazeTeacherReport]:
+    documents = draw_documents(maze, config.num_documents, config.seed, "train")
+    rows = path_rows([tuple(document.split()) for document in documents], maze.row_length)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(config.seed, "maze teacher weights"))
+        shape = LlamaConfig(
+            vocab_size=len(TOKENS),
+            hidden_size=config.hidden_size,
+            intermediate_size=4 * config.hidden_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_heads,
+            max_position_embeddings=maze.row_length,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+            tie_word_embeddings=False,
+        )
+        model = LlamaForCausalLM(shape).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)
+    warmup = max(1, config.num_steps // 20)
+
+    def factor(step: int) -> float:
+        """Linear warm-up, then half a cosine down to 0."""
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, config.num_steps - warmup)))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    order = generator(config.seed, "maze teacher batches")
+    with progress_bar("maze teacher", config.num_steps, unit="step") as bar:
+        for _ in range(config.num_steps):
+            batch, weights = _batch(rows, config.batch_size, order)
+            loss = -(weights * row_log_probs(model, batch)).sum()
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            bar.advance(1)
+            bar.note(f"loss {loss.item():.3f} nats/row")
+    model.eval()
+    return model, _report(model, maze, rows)
+
+
+def _batch(
+    rows: Int[Tensor, "n l"], batch_size: int, order: torch.Generator
+) -> tuple[Int[Tensor, "b l"], Float[Tensor, "b"]]:
+    """Distinct rows with their shares: equal rows need one forward pass, the loss is the same."""
+    distinct, counts = rows.unique(dim=0, return_counts=True)
+    if len(distinct) > batch_size:
+        chosen = torch.randint(len(rows), (batch_size,), generator=order)
+        distinct, counts = rows[chosen].unique(dim=0, return_counts=True)
+    return distinct, counts / counts.sum()
+
+
+@torch.no_grad()
+def _report(
+    model: LlamaForCausalLM, maze: MazeLayout, rows: Int[Tensor, "n l"]
+) -> MazeTeacherReport:
+    paths = path_rows(maze.paths(), maze.row_length)
+    model_probs = row_log_probs(model, paths).double().exp()
+    shares = (rows[:, None] == paths[None]).all(-1).double().mean(0)
+    seen = shares > 0
+    return MazeTeacherReport(
+        path_probabilities=tuple(model_probs.tolist()),
+        total_variation=_total_variation(model_probs, torch.full_like(shares, 1 / len(paths))),
+        total_variation_to_corpus=_total_variation(model_probs, shares),
+        loss_nats=-(shares[seen] * model_probs[seen].log()).sum().item(),
+        entropy_nats=-(shares[seen] * shares[seen].log()).sum().item(),
+    )
+
+
+def _total_variation(model_probs: Float[Tensor, "n"], target: Float[Tensor, "n"]) -> float:
+    """Half the L1 distance; what the model puts outside the n paths belongs to it."""
+    outside = (1 - model_probs.sum()).clamp(min=0)
+    return (((model_probs - target).abs().sum() + outside) / 2).item()

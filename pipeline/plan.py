@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import stdev
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,13 +27,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from pipeline.corpus.config import CorpusConfig
 from pipeline.corpus.documents import Span, Tally, plan_spans, read_span
 from pipeline.extract import with_position_0
-from pipeline.maze_teacher import MazeTeacherConfig, demo_teacher_config
 from pipeline.run import check_teacher, known_teacher, own_teacher, require_store_place
-from pipeline.settings import TOKENS_RECORD, ExtractRequest, PlanOptions
+from pipeline.settings import TOKENS_RECORD, ExtractRequest, PlanOptions, Worker
 from pipeline.teacher import Teacher, rows_tensor
 from pipeline.tokens.dataset import TokenDataset
 from pipeline.tokens.tokenizer import encode, load_tokenizer
-from pipeline.workers import Worker
 from shards.codec.ids import unigram_log_probs
 from shards.codec.protocol import Codec, TeacherOutput
 from shards.codec.registry import CODECS, codec_parameters, make_codec
@@ -113,8 +112,7 @@ class Plan:
     def table(self) -> list[str]:
         """For people: one column per corpus."""
         amounts = self.num_tokens.values()
-        rows = [["", *self.num_tokens]]
-        rows.append(["tokens", *(f"{n:,}" for n in amounts)])
+        rows = [["", *self.num_tokens], ["tokens", *(f"{n:,}" for n in amounts)]]
         rows.append(["rows", *(f"{-(-n // self.row_length):,}" for n in amounts)])
         for codec, size in self.bytes_per_token.items():
             label = f"{'*' if codec == self.chosen_codec else ' '}{codec} ({size:.1f} B/token)"
@@ -125,30 +123,32 @@ class Plan:
         for rate in self.rates:
             found = [n / rate.tokens_per_second / 3600 for n in amounts]
             rows.append([f"stage 2: hours of {rate.machine}", *map(_amount, found)])
-            if self.price_per_hour is not None:
-                prices = (_amount(hour * self.price_per_hour) for hour in found)
-                rows.append([f"  price at {self.price_per_hour:g} per hour", *prices])
+            if (price := self.price_per_hour) is not None:
+                prices = (_amount(hour * price) for hour in found)
+                rows.append([f"  price at {price:g} per hour", *prices])
         return aligned(rows)
 
     def lines(self) -> list[str]:
         """The table with what it rests on."""
-        teacher, lines = self.teacher, []
+        teacher, speeds = self.teacher, []
         if self.stage_1:
-            lines.append(
+            speeds.append(
                 f"stage 1: {self.stage_1:,.0f} tokens/s here, measured just now; it needs no GPU:"
                 " `gdistill-extract tokens` does it on a node of CPUs before the GPUs start"
             )
-        for rate in self.rates:
-            speed = f"{rate.tokens_per_second:,.0f} tokens/s of {rate.machine}"
-            lines.append(f"stage 2: {speed}, {rate.origin}")
+        speeds += [
+            f"stage 2: {rate.tokens_per_second:,.0f} tokens/s of {rate.machine}, {rate.origin}"
+            for rate in self.rates
+        ]
+        window = filesize.decimal(WINDOW_BYTES)
         return [
             f"teacher {teacher.name}: {teacher.num_parameters:,} parameters, "
             f"V = {teacher.vocab_size:,}, rows of {self.row_length}",
             f"tokens: {self.token_origin}",
             f"bytes: {self.byte_origin}; * is the codec asked for",
-            *lines,
-            f"training: shuffling keeps at most {filesize.decimal(WINDOW_BYTES)} of decoded "
-            "chunks in memory, over all ranks",
+            *speeds,
+            f"training: shuffling keeps at most {window} of decoded chunks in memory, "
+            "over all ranks",
             "",
             *self.table(),
         ]
@@ -178,39 +178,41 @@ def make_plan(request: ExtractRequest, known: PlanOptions | None = None) -> Plan
     known = known or PlanOptions()
     files, settings = planned_teacher(request), request.settings
     if files is None:
-        is_demo = settings.teacher.preset == "demo"
-        config = demo_teacher_config() if is_demo else MazeTeacherConfig()
-        weights = 16 * config.num_layers * config.hidden_size**2
-        name = f"maze teacher ({settings.teacher.preset})"
-        shape = TeacherShape(name, 6, config.hidden_size, weights)
+        from pipeline.maze import TOKENS, MazeTeacherConfig, demo_teacher_config
+
+        preset = settings.teacher.preset
+        config = demo_teacher_config() if preset == "demo" else MazeTeacherConfig()
+        weights, width = 16 * config.num_layers * config.hidden_size**2, config.hidden_size
+        shape = TeacherShape(f"maze teacher ({preset})", len(TOKENS), width, weights)
         request = request.with_row_length(None)
     else:
         num_parameters = count_parameters(files)  # first: it knows what is no language model
         request, tokenizer = check_teacher(request, files)
         shape = TeacherShape(files.name, len(tokenizer), files.hidden_size, num_parameters)
-    row_length = request.corpus.row_length or 0
-    given = None if known.tokens is None else round(known.tokens)
-    sample, codec = sample_corpus(request, files, given), request.codec
-    own = {} if sample.num_tokens is None else {"this corpus": sample.num_tokens}
+    row_length, codec = request.corpus.row_length or 0, request.codec
+    sample = sample_corpus(request, files)
+    num_tokens, origin = sample.num_tokens, sample.origin
+    if known.tokens is not None:
+        num_tokens, origin = round(known.tokens), "as given"
+    own = {} if num_tokens is None else {"this corpus": num_tokens}
     codecs = [codec if name == codec.name else make_codec(name) for name in CODECS]
     scored: dict[str, float] = {}
     if files and sample.rows is not None and shape.num_parameters <= LARGEST_TRIED_TEACHER:
-        location, dtype = settings.teacher.location or files.folder, settings.teacher.dtype
         with contextlib.suppress(GdistillError):  # no weights here: none are fetched for a plan
-            found = find_pretrained(location, local_files_only=True)
-            teacher = Teacher.load(found, dtype, "cpu", vocab_size=shape.vocab_size)
+            place = settings.teacher.location or files.folder
+            found = find_pretrained(place, local_files_only=True)
+            dtype, size = settings.teacher.dtype, shape.vocab_size
+            teacher = Teacher.load(found, dtype, "cpu", vocab_size=size)
             scored = scored_bytes_per_token(codecs, teacher, sample.rows)
     sizes = shape.vocab_size, shape.hidden_size, row_length
     synthetic = [each for each in codecs if each.name not in scored]
+    measured = {each.name: measured_bytes_per_token(each, *sizes) for each in synthetic}
     return Plan(
         teacher=shape,
         row_length=row_length,
         num_tokens={**own, **REFERENCE_TOKENS},
-        token_origin=sample.origin,
-        bytes_per_token={
-            **{each.name: measured_bytes_per_token(each, *sizes) for each in synthetic},
-            **scored,
-        },
+        token_origin=origin,
+        bytes_per_token={**measured, **scored},
         byte_origin=OF_CORPUS if scored else SYNTHETIC,
         chosen_codec=codec.name,
         rates=planned_rates(request, shape.num_parameters, known.rate),
@@ -228,9 +230,8 @@ def count_parameters(files: PretrainedFiles) -> int:
     """
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                files.config, trust_remote_code=files.trust_remote_code
-            )
+            trusted = {"trust_remote_code": files.trust_remote_code}
+            model = AutoModelForCausalLM.from_config(files.config, **trusted)
     except Exception as error:  # transformers lets errors of many libraries through
         raise not_causal_lm(files, error) from error
     return sum(parameter.numel() for parameter in model.parameters())
@@ -258,10 +259,8 @@ def planned_rates(
             rate = float(json.loads(file.read_text(encoding="utf-8"))["tokens_per_second"])
             PlanOptions(rate=rate)  # refuses what is no rate
         except (OSError, ValueError, KeyError, TypeError, UsageError) as error:
-            remedy = "remove the file, or give --rate"
-            raise GdistillError(
-                "cannot read an earlier run's rate", where=file, got=error, remedy=remedy
-            ) from error
+            what, remedy = "cannot read an earlier run's rate", "remove the file, or give --rate"
+            raise GdistillError(what, where=file, got=error, remedy=remedy) from error
         return [Rate(rate, "one process", f"measured by the run in {request.out}")]
     flops, dtype = 2 * num_parameters, request.settings.teacher.dtype
     device, rates = request.settings.device, []
@@ -345,25 +344,19 @@ class CorpusSample:
     rows: np.ndarray | None = None
 
 
-def sample_corpus(
-    request: ExtractRequest, files: PretrainedFiles | None, given: int | None
-) -> CorpusSample:
+def sample_corpus(request: ExtractRequest, files: PretrainedFiles | None) -> CorpusSample:
     """Count the corpus at hand, or estimate it.
 
     Args:
         request: With its row length settled.
         files: The teacher's, for its tokenizer; None for a maze.
-        given: The user's own figure for the corpus.
     """
     try:
-        if (request.out / TOKENS_RECORD).is_file():
-            found = _counted(request)
-        else:
-            found = _estimated(request, files)
+        is_read = (request.out / TOKENS_RECORD).is_file()
+        return _counted(request) if is_read else _estimated(request, files)
     except GdistillError as error:
         reason = f"the corpus cannot be read here ({error}); give --tokens for its own column"
-        found = CorpusSample(None, reason)
-    return found if given is None else replace(found, num_tokens=given, origin="as given")
+        return CorpusSample(None, reason)
 
 
 def _counted(request: ExtractRequest) -> CorpusSample:
@@ -507,34 +500,27 @@ def scored_bytes_per_token(
 
 
 def _stored_bytes(codec: Codec, output: TeacherOutput, resources: dict[str, Tensor]) -> float:
+    """Of a store of one shard of one chunk."""
     rows, tokens, vocab_size = output.log_probs.shape
     hidden_size = None if output.hidden is None else output.hidden.shape[-1]
     encoded = dict(codec.encode(output, 0, resources))
     encoded |= {"token_log_probs": output.token_log_probs, "tokens": output.tokens.int()}
-    manifest = one_shard_manifest(codec, rows, tokens + 1, vocab_size, hidden_size)
-    arrays = {name: with_position_0(tensor) for name, tensor in encoded.items()}
-    files = encode_shard(manifest, manifest.shard("train", 0), arrays)
-    return sum(map(len, files.values())) / (rows * tokens)
-
-
-def one_shard_manifest(
-    codec: Codec, rows: int, row_length: int, vocab_size: int, hidden_size: int | None
-) -> Manifest:
-    """A store of one shard of one chunk, to see what a codec's arrays take."""
-    return Manifest(
+    nothing: dict[str, dict[str, Any]] = {name: {} for name in ("teacher", "tokenizer", "tokens")}
+    manifest = Manifest(
         codec={"name": codec.name, "parameters": codec_parameters(codec)},
         arrays=codec.array_specs(vocab_size, hidden_size),
         vocab_size=vocab_size,
-        row_length=row_length,
+        row_length=tokens + 1,
         splits={"train": rows},
         rows_per_shard=rows,
         rows_per_chunk=rows,
-        teacher={},
-        tokenizer={},
-        tokens={},
+        **nothing,
         seed=0,
         versions={},
     )
+    arrays = {name: with_position_0(tensor) for name, tensor in encoded.items()}
+    files = encode_shard(manifest, shard_ranges(manifest, "train")[0], arrays)
+    return sum(map(len, files.values())) / (rows * tokens)
 
 
 # What a run would do, found out without writing a byte.

@@ -5,44 +5,50 @@ Stage 1 may take hours; what a run would be refused for after it is asked here, 
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
+import json
 import time
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.corpus.config import scheme_of
-from pipeline.engine import checked_engine, require_tokenizer, run_scored
-from pipeline.extract import Extractor, Process, ReadRows, resources_on, write_all
-from pipeline.manifest import (
-    build_manifest,
-    corpus_unigram,
-    rows_per_unit,
-    settle_environment,
-    side_files,
-    teacher_identity,
-)
-from pipeline.settings import TOKENS_RECORD, ExtractRequest
-from pipeline.steps import corpus_lines, report, tokenize, write_config
+from pipeline.corpus.config import CorpusConfig, scheme_of, split_field
+from pipeline.corpus.documents import Tally
+from pipeline.extract import Extractor, resources_on, settle_environment
+from pipeline.settings import TOKENS_RECORD, ExtractRequest, StoreSettings, Worker
 from pipeline.teacher import Teacher, check_row_length, check_vocabulary, tokenizer_size
-from pipeline.tokens.dataset import TokenDataset
+from pipeline.tokens.build import prepare_tokens
+from pipeline.tokens.dataset import TokenDataset, rows_per_group
 from pipeline.tokens.tokenizer import load_tokenizer
-from pipeline.workers import StopRequest, Worker
-from shards.atomic import require_writable
+from shards.atomic import require_writable, write_json_atomic
+from shards.codec.ids import unigram_log_probs
+from shards.codec.protocol import ArraySpec
+from shards.codec.registry import codec_parameters
 from shards.console import stderr
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import BatchSize, resolve_device
-from shards.language_model.loading import PretrainedFiles, check_device_map, find_pretrained
+from shards.language_model.loading import (
+    PretrainedFiles,
+    check_device_map,
+    find_pretrained,
+    looks_local,
+)
 from shards.noise.philox import use_noise_kernel
 from shards.store.location import file_claim, open_location
-from shards.store.manifest import MANIFEST_FILE, Manifest
+from shards.store.manifest import MANIFEST_FILE, STORE_ARRAYS, Manifest
 from shards.store.store import ShardStore
 from shards.store.writer import ShardWriter
+from shards.stream.order import MIXED_CHUNK_BYTES
+from shards.tools.description import Description
 
 MOST_OTHER_TOKENS = 0.01
+CHUNK_TOKENS = 1 << 12
+SHARD_TOKENS, SHARD_BYTES = 1 << 18, 256 << 20
 
 
 def run_extraction(request: ExtractRequest, worker: Worker) -> list[str]:
@@ -55,6 +61,8 @@ def run_extraction(request: ExtractRequest, worker: Worker) -> list[str]:
         GdistillError: If something fails on the way; finished shards are kept.
     """
     if request.is_scored:
+        from pipeline.engine import run_scored
+
         return run_scored(request, worker)
     started, settings = time.monotonic(), request.settings
     device = resolve_device(worker.device(settings.device))
@@ -63,16 +71,34 @@ def run_extraction(request: ExtractRequest, worker: Worker) -> list[str]:
     check_device_map(settings.teacher.device_map)  # refuses a device that is not there
     files = known_teacher(request, weights=True)
     request, tokenizer = check_teacher(request, files)
-    teacher = LazyTeacher(request, files, len(tokenizer), device)
+
+    @cache
+    def loaded() -> Teacher:
+        """The teacher with its weights, once it has done what the run will ask for.
+
+        Where nothing is left to do it is never loaded.
+        """
+        asked = settings.teacher
+        how = {"attention": asked.attention, "compiled": asked.compiled}
+        how |= {"vocab_size": len(tokenizer), "device_map": asked.device_map}
+        teacher = Teacher.load(files, asked.dtype, device, **how)
+        teacher.try_out(request.codec.needs_hidden, settings.mode == "sequential")
+        return teacher
+
     if not (begun and (request.out / TOKENS_RECORD).is_file()):
-        _ = teacher.loaded  # what its weights are refused for comes before hours of tokenization
+        loaded()  # what its weights are refused for comes before hours of tokenization
     dataset = tokenize(request, tokenizer, worker)
-    inputs = Inputs(request, teacher, dataset)
-    writer, resources = inputs.begin_store()
+    identity = teacher_identity(files, settings.teacher.dtype)
+    manifest = build_manifest(request, dataset, identity, files.hidden_size)
+    resources = _kept_resources(request.store, manifest)
+    if resources is None:
+        resources = _made_resources(request, dataset, loaded)
+    writer = begin_store(request, dataset, manifest, resources, files.folder)
     num_tokens, waiting = 0, 0.0
     if writer.all_pending():
-        done = extract(inputs, writer, resources, worker)
-        num_tokens, waiting = done.num_extracted_tokens, done.seconds_waiting
+        work = _extractor(request, dataset, loaded(), writer, resources)
+        work.write_all(worker, "extract")
+        num_tokens, waiting = work.num_extracted_tokens, work.seconds_waiting
     lines = report(request, dataset, writer, num_tokens, time.monotonic() - started - waiting)
     if padding := files.num_logits - len(tokenizer):
         width = f"{files.num_logits:,}"
@@ -88,9 +114,11 @@ def run_tokens(request: ExtractRequest, worker: Worker) -> list[str]:
         GdistillError: If the corpus cannot be read.
     """
     require_writable(request.out)
-    if request.corpus.source.startswith("scores:"):
+    if scheme_of(request.corpus.source)[0] == "scores":
         raise UsageError("scored rows are tokens already", where="--corpus")
     if request.is_scored:
+        from pipeline.engine import checked_engine, require_tokenizer
+
         tokenizer = require_tokenizer(request)
         _, request = checked_engine(request, tokenizer)
     else:
@@ -99,33 +127,19 @@ def run_tokens(request: ExtractRequest, worker: Worker) -> list[str]:
     return [f"tokens {dataset.path}", *corpus_lines(dataset)] if worker.is_main else []
 
 
-# What stage 2 starts from.
+# Before stage 1.
 
 
-@dataclass
-class LazyTeacher:
-    """The teacher, loaded when it is first needed: never, where nothing is left to do."""
+def require_store_place(store: str) -> bool:
+    """Refuse a place where no store can be, before anything costly; whether one is begun there.
 
-    request: ExtractRequest
-    files: PretrainedFiles
-    vocab_size: int
-    device: torch.device
-
-    @cached_property
-    def loaded(self) -> Teacher:
-        """The teacher with its weights, once it has done what the run will ask for."""
-        settings = self.request.settings
-        teacher = Teacher.load(
-            self.files,
-            settings.teacher.dtype,
-            self.device,
-            vocab_size=self.vocab_size,
-            attention=settings.teacher.attention,
-            compiled=settings.teacher.compiled,
-            device_map=settings.teacher.device_map,
-        )
-        teacher.try_out(self.request.codec.needs_hidden, settings.mode == "sequential")
-        return teacher
+    Raises:
+        UsageError: If the place is a file, or its scheme is not known here.
+        GdistillError: If it cannot be reached.
+    """
+    if Path(store).is_file():
+        raise UsageError("the store is a folder", where="--store", got=f"the file {store}")
+    return open_location(store).size(MANIFEST_FILE) is not None
 
 
 def known_teacher(request: ExtractRequest, weights: bool = False) -> PretrainedFiles:
@@ -134,12 +148,12 @@ def known_teacher(request: ExtractRequest, weights: bool = False) -> PretrainedF
     Raises:
         UsageError: If there is no teacher.
     """
-    settings = request.settings.teacher
-    location = settings.location or train_own_teacher(request)
+    asked = request.settings.teacher
+    location = asked.location or train_own_teacher(request)
     return find_pretrained(
         location,
-        revision=settings.revision,
-        trust_remote_code=settings.trust_remote_code,
+        revision=asked.revision,
+        trust_remote_code=asked.trust_remote_code,
         weights=weights,
     )
 
@@ -156,13 +170,13 @@ def own_teacher(request: ExtractRequest) -> tuple[str, Path]:
 def train_own_teacher(request: ExtractRequest) -> Path:
     """The teacher of a maze, trained once into ``<out>/teacher``."""
     layout, out = own_teacher(request)
-    from pipeline import maze, maze_teacher
+    from pipeline import maze
 
     is_demo = request.settings.teacher.preset == "demo"
-    config = maze_teacher.demo_teacher_config() if is_demo else maze_teacher.MazeTeacherConfig()
+    config = maze.demo_teacher_config() if is_demo else maze.MazeTeacherConfig()
     config = replace(config, seed=request.corpus.seed)
     with file_claim(request.out / ".teacher.lock", wait=True):
-        maze_teacher.train_maze_teacher(maze.load_maze(layout), out, config)
+        maze.train_maze_teacher(maze.load_maze(layout), out, config)
     return out
 
 
@@ -177,15 +191,15 @@ def check_teacher(
     Raises:
         UsageError: If teacher, tokenizer, rows, corpus and store do not fit together.
     """
-    settings = request.settings.teacher
+    asked = request.settings.teacher.tokenizer
     request = request.with_row_length(files.context_length)
     assert request.corpus.row_length is not None
     check_row_length(files, request.corpus.row_length)
-    place = settings.tokenizer or files.folder
-    tokenizer = load_tokenizer(place)
-    check_vocabulary(files.num_logits, len(tokenizer), f"{place} and {files.name}")
-    if settings.tokenizer is not None and tokenizer_size(files) is not None:
-        _check_same_tokens(tokenizer, load_tokenizer(files.folder), f"{place} and {files.name}")
+    place = asked or files.folder
+    tokenizer, where = load_tokenizer(place), f"{place} and {files.name}"
+    check_vocabulary(files.num_logits, len(tokenizer), where)
+    if asked is not None and tokenizer_size(files) is not None:
+        _check_same_tokens(tokenizer, load_tokenizer(files.folder), where)
     if scheme_of(request.corpus.source)[0] == "maze":
         from pipeline.maze import check_vocabulary as check_moves
 
@@ -207,109 +221,323 @@ def _check_same_tokens(
     given = {index: token for token, index in tokenizer.get_vocab().items()}
     others = sorted(index for index in given if index in own and own[index] != given[index])
     if len(others) > MOST_OTHER_TOKENS * len(given):
-        first = others[0]
-        raise UsageError(
-            "the tokenizer is of another family than the teacher",
-            where=where,
-            got=f"{len(others):,} ids that mean other tokens: {first} is {given[first]!r}",
-            expected=f"{own[first]!r}, as beside the teacher",
-            remedy="leave --tokenizer out",
-        )
+        first, what = others[0], "the tokenizer is of another family than the teacher"
+        got = f"{len(others):,} ids that mean other tokens: {first} is {given[first]!r}"
+        expected, remedy = f"{own[first]!r}, as beside the teacher", "leave --tokenizer out"
+        raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy)
 
 
-def require_store_place(store: str) -> bool:
-    """Refuse a place where no store can be, before anything costly; whether one is begun there.
+def tokenize(
+    request: ExtractRequest, tokenizer: PreTrainedTokenizerBase, worker: Worker
+) -> TokenDataset:
+    """Stage 1, or its rows if they are there."""
+    limits, is_main = request.row_limits, worker.is_main
+    dataset = prepare_tokens(
+        request.corpus, tokenizer, request.out, limits=limits, main_process=is_main
+    )
+    if (got := dataset.max_token_id) >= dataset.vocab_size:
+        what, expected = "token id outside the vocabulary", f"below {dataset.vocab_size}"
+        raise UsageError(what, where=dataset.path, got=got, expected=expected)
+    return dataset
+
+
+# What decides the content of a store: its manifest.
+
+
+def corpus_unigram(dataset: TokenDataset) -> np.ndarray:
+    """Log-probability of each token in the training rows; [V] float32, nats."""
+    split = "train" if dataset.num_rows("train") else dataset.splits[-1]
+    sizes = dataset.num_rows(split), dataset.row_length, dataset.vocab_size
+    group = rows_per_group(dataset.row_length)
+    return unigram_log_probs(lambda i, j: dataset.read_rows(split, i, j), *sizes, group)
+
+
+def bytes_per_token(arrays: dict[str, ArraySpec]) -> int:
+    """Bytes of one token before compression, its id and log-probability included."""
+    specs = [*STORE_ARRAYS.values(), *arrays.values()]
+    return sum(np.dtype(s.dtype).itemsize * int(np.prod(s.trailing_shape)) for s in specs)
+
+
+def rows_per_unit(
+    row_length: int, arrays: dict[str, ArraySpec], settings: StoreSettings
+) -> tuple[int, int]:
+    """Rows of a chunk and of a shard: a few thousand and 2^18 tokens, bounded in bytes, or as set.
 
     Raises:
-        UsageError: If the place is a file, or its scheme is not known here.
-        GdistillError: If it cannot be reached.
+        UsageError: If a shard of the rows set is no whole number of chunks.
     """
-    if Path(store).is_file():
-        raise UsageError("the store is a folder", where="--store", got=f"the file {store}")
-    return open_location(store).size(MANIFEST_FILE) is not None
+    row_bytes = row_length * bytes_per_token(arrays)
+    fitting = max(1, min(CHUNK_TOKENS // row_length, MIXED_CHUNK_BYTES // row_bytes))
+    chunk = settings.rows_per_chunk or fitting
+    if settings.rows_per_chunk is None and settings.rows_per_shard is not None:
+        chunk = next(c for c in range(chunk, 0, -1) if settings.rows_per_shard % c == 0)
+    wanted = min(SHARD_TOKENS // row_length, SHARD_BYTES // row_bytes)
+    shard = settings.rows_per_shard or max(1, wanted // chunk) * chunk
+    if shard % chunk:
+        what, where = "a shard is not a whole number of chunks", "store.rows_per_shard"
+        expected = f"a multiple of {chunk}, store.rows_per_chunk"
+        raise UsageError(what, where=where, got=shard, expected=expected)
+    return chunk, shard
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """What stage 2 starts from: the request with its row length settled, teacher and rows."""
-
-    request: ExtractRequest
-    teacher: LazyTeacher
-    dataset: TokenDataset
-
-    def begin_store(self) -> tuple[ShardWriter, dict[str, np.ndarray]]:
-        """Create the store or take it up; with the arrays that its codec keeps once."""
-        request, files = self.request, self.teacher.files
-        identity = teacher_identity(files, request.settings.teacher.dtype)
-        manifest = build_manifest(request, self.dataset, identity, files.hidden_size)
-        resources = kept_resources(request.store, manifest) or self.make_resources()
-        sides = side_files(request.corpus, self.dataset, files.folder)
-        writer = ShardWriter.create_or_resume(request.store, manifest, resources, sides)
-        write_config(request.out / "config.json", request)
-        return writer, resources
-
-    def make_resources(self) -> dict[str, np.ndarray]:
-        """The arrays that the codec wants once per store."""
-        resources: dict[str, np.ndarray] = {}
-        for name in self.request.codec.resource_names:
-            if name == "unigram_log_probs":
-                resources[name] = corpus_unigram(self.dataset)
-            elif name in ("lm_head", "lm_head_bias"):
-                weight, bias = self.teacher.loaded.lm_head
-                value = weight if name == "lm_head" else bias
-                zeros = np.zeros(len(weight), np.float32)
-                resources[name] = zeros if value is None else value.numpy()
-            else:
-                raise GdistillError("the codec wants an unknown resource", got=name)
-        return resources
+def teacher_identity(files: PretrainedFiles, dtype: str) -> dict[str, object]:
+    """A teacher that runs here, by its files."""
+    hashes = {"weights_sha256": files.weights_sha256, "config_sha256": files.config_sha256}
+    return {"id": files.name, **hashes, "dtype": dtype}
 
 
-def kept_resources(location: str, manifest: Manifest) -> dict[str, np.ndarray] | None:
+def build_manifest(
+    request: ExtractRequest,
+    dataset: TokenDataset,
+    teacher: Mapping[str, object],
+    hidden_size: int | None = None,
+) -> Manifest:
+    """The identity of the store that this request makes.
+
+    Args:
+        request: With its row length settled.
+        dataset: The token rows.
+        teacher: Who scored them.
+        hidden_size: D of a teacher that runs here.
+    """
+    settings, codec, record = request.settings, request.codec, dataset.record
+    arrays = codec.array_specs(dataset.vocab_size, hidden_size)
+    chunk, shard = rows_per_unit(dataset.row_length, arrays, settings.store)
+    rows = {split: request.stored_rows(split, dataset.num_rows(split)) for split in dataset.splits}
+    identity: dict[str, object] = {
+        "corpus": public_source(record["corpus"]["source"]),
+        "fingerprint": dataset.fingerprint,
+        "mode": settings.mode,
+    }
+    if settings.mode == "sequential":
+        sampling = settings.sequential
+        identity["temperature"] = sampling.temperature
+        identity["nucleus_p"] = sampling.nucleus_p
+    tokenizer = record["tokenizer"]
+    name = Path(tokenizer["id"]).name if looks_local(tokenizer["id"]) else tokenizer["id"]
+    # Versions of what writes posteriors, tokens, metadata and compression. Those that move the
+    # last bits of log-probabilities (torch, transformers) are no part of the identity.
+    packages = ("gdistill", "numcodecs", "tokenizers", "zarr")
+    return Manifest(
+        codec={"name": codec.name, "parameters": codec_parameters(codec)},
+        arrays=arrays,
+        vocab_size=dataset.vocab_size,
+        row_length=dataset.row_length,
+        splits={split: count for split, count in rows.items() if count},
+        rows_per_shard=shard,
+        rows_per_chunk=chunk,
+        teacher=dict(teacher),
+        tokenizer={"id": name, "sha256": tokenizer["sha256"]},
+        tokens=identity,
+        seed=settings.seed,
+        versions={package: importlib.metadata.version(package) for package in packages},
+        bos_id=dataset.bos_id,
+        eos_id=dataset.eos_id,
+    )
+
+
+def public_source(source: str) -> str:
+    """A corpus by name: a store may be published, and where its files lay is nobody's business.
+
+    What was read is in the fingerprint of the token rows.
+    """
+    scheme, rest = scheme_of(source)
+    place, field = split_field(rest)
+    if scheme != "hf" or looks_local(place):
+        place = Path(place).name
+    return f"{scheme}:{place}{f'#{field}' if field else ''}" if rest else source
+
+
+# Stage 2.
+
+
+def begin_store(
+    request: ExtractRequest,
+    dataset: TokenDataset,
+    manifest: Manifest,
+    resources: dict[str, np.ndarray],
+    teacher: Path | None = None,
+) -> ShardWriter:
+    """Create the store or take it up, the resolved request beside it.
+
+    Its side files make it self-contained: the tokenizer, and what scores need of a corpus.
+
+    Args:
+        teacher: Folder of one that runs here.
+    """
+    place = dataset.tokenizer_path
+    sides = {
+        f"tokenizer/{path.relative_to(place).as_posix()}": path.read_bytes()
+        for path in sorted(place.rglob("*"))
+        if path.is_file()
+    }
+    scheme, layout = scheme_of(request.corpus.source)
+    if scheme == "maze" and teacher is not None:
+        record = teacher / "maze.json"  # with the path probabilities of a teacher trained here
+        known = record.is_file()
+        sides["corpus/maze.json"] = record.read_bytes() if known else _maze(request.corpus, layout)
+    writer = ShardWriter.create_or_resume(request.store, manifest, resources, sides)
+    write_config(request.out / "config.json", request)
+    return writer
+
+
+def _maze(corpus: CorpusConfig, layout: str) -> bytes:
+    from pipeline.maze import load_maze
+
+    artifact = {**load_maze(layout or "k4").artifact(), "seed": corpus.seed}
+    return json.dumps(artifact, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def write_config(path: Path, request: ExtractRequest) -> None:
+    """The resolved request beside its outputs; a file that says the same is left alone."""
+    values = request.to_mapping()
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads(path.read_text(encoding="utf-8")) == values:
+            return
+    write_json_atomic(path, values)
+
+
+def _kept_resources(location: str, manifest: Manifest) -> dict[str, np.ndarray] | None:
     """The resources of a store of this identity that is already there, if they are intact.
 
     Making them anew may take the teacher, which a finished store does not need.
     """
     try:
         store = ShardStore.open(location, allow_incomplete=True)
-        if store.manifest.difference(manifest.with_files(store.manifest.files)) is not None:
-            return None
-        return {name: tensor.numpy() for name, tensor in store.resources.items()}
+        if store.manifest.difference(manifest.with_files(store.manifest.files)) is None:
+            return {name: tensor.numpy() for name, tensor in store.resources.items()}
     except GdistillError:  # no store, or a damaged one: made and judged by the writer
-        return None
+        pass
+    return None
 
 
-def extract(
-    inputs: Inputs, writer: ShardWriter, resources: dict[str, np.ndarray], worker: Worker
+def _made_resources(
+    request: ExtractRequest, dataset: TokenDataset, teacher: Callable[[], Teacher]
+) -> dict[str, np.ndarray]:
+    """The arrays that the codec wants once per store; ``teacher()`` is asked for its head."""
+    resources: dict[str, np.ndarray] = {}
+    for name in request.codec.resource_names:
+        if name == "unigram_log_probs":
+            resources[name] = corpus_unigram(dataset)
+        elif name in ("lm_head", "lm_head_bias"):
+            weight, bias = teacher().lm_head
+            value = weight if name == "lm_head" else bias
+            resources[name] = np.zeros(len(weight), np.float32) if value is None else value.numpy()
+        else:
+            raise GdistillError("the codec wants an unknown resource", got=name)
+    return resources
+
+
+def _extractor(
+    request: ExtractRequest,
+    dataset: TokenDataset,
+    teacher: Teacher,
+    writer: ShardWriter,
+    resources: dict[str, np.ndarray],
 ) -> Extractor:
-    """Stage 2 of this process; what it did, when all shards are done.
-
-    Raises:
-        Stopped: With what remains.
-    """
-    stop, teacher, settings = StopRequest(), inputs.teacher.loaded, inputs.request.settings
+    """Stage 2 of this process, its compute environment settled."""
+    settings = request.settings
     if obstacle := use_noise_kernel("auto", teacher.device):
         stderr.print(f"noise kernel: eager on {teacher.device}; {obstacle}", markup=False)
     environment = settle_environment(writer, settings, teacher)
-    process: Process | None = None
-    if settings.mode == "parallel":
-        read: ReadRows = lambda split, start, stop, note: inputs.dataset.read_rows(  # noqa: E731
-            split, start, stop
-        )
-    else:
+    extractor = Extractor(
+        writer=writer,
+        codec=request.codec,
+        resources=resources_on(teacher.device, resources),
+        teacher=teacher,
+        read_rows=lambda split, start, stop, note: dataset.read_rows(split, start, stop),
+        batch_size=BatchSize(environment.rows_per_pass),
+    )
+    if settings.mode == "sequential":
         from pipeline.generate import GeneratedRows, ProcessOutput
 
-        sampling = settings.sequential
-        rows = GeneratedRows(teacher, inputs.dataset, sampling, settings.seed, stop.check)
-        read, process = rows.read, ProcessOutput(sampling)
-    extractor = Extractor(
-        teacher=teacher,
-        read_rows=read,
-        process=process,
-        codec=inputs.request.codec,
-        writer=writer,
-        resources=resources_on(teacher.device, resources),
-        batch_size=BatchSize(environment.rows_per_pass),
-        stop=stop,
-    )
-    write_all(extractor, writer.all_pending(), worker, "extract")
+        sampling, check = settings.sequential, extractor.stop.check
+        rows = GeneratedRows(teacher, dataset, sampling, settings.seed, check)
+        extractor.read_rows, extractor.process = rows.read, ProcessOutput(sampling)
     return extractor
+
+
+# The end.
+
+
+def corpus_lines(dataset: TokenDataset) -> list[str]:
+    """What stage 1 read, left out and repaired, split by split."""
+    lines = []
+    for split, record in dataset.record["splits"].items():
+        tally = Tally(**{name: record[name] for name in vars(Tally())})
+        documents = [f"{tally.num_documents:,} documents"] * bool(tally.num_documents)
+        parts = [*documents, f"{record['num_rows']:,} rows"]  # scored rows come without documents
+        notes = {
+            "empty documents left out": tally.num_empty,
+            "documents of bad UTF-8": tally.num_bad_utf8,
+            "control characters kept": tally.num_control_characters,
+            "special tokens spelled out in the text": record.get("num_special_tokens", 0),
+            "tokens left over": record["num_dropped_tokens"],
+        }
+        parts += [f"{count:,} {what}" for what, count in notes.items() if count]
+        parts += ["cut there, as asked"] * record.get("was_cut", False)
+        lines.append(f"  {split:<14} {', '.join(parts)}")
+    return lines
+
+
+def report(
+    request: ExtractRequest,
+    dataset: TokenDataset,
+    writer: ShardWriter,
+    num_tokens: int,
+    seconds: float,
+) -> list[str]:
+    """The store in numbers, kept as ``summary.json`` too.
+
+    ``num_tokens`` there counts position 0; ``shard_bytes`` are those of ``num_bytes`` that grow
+    with the corpus, and what ``bytes_per_token`` is of; ``fp16_bytes_per_token`` is what the noise
+    as fp16 vectors would take, 2 V.
+
+    Args:
+        request: What was asked for.
+        dataset: The rows.
+        writer: The store's.
+        num_tokens: Those that this process extracted.
+        seconds: The time that took it.
+
+    Raises:
+        GdistillError: If files of finished shards went missing meanwhile.
+    """
+    if not writer.is_complete():
+        what = "finished shards went missing while the run was on"
+        remedy = "run the same command again"
+        raise GdistillError(what, where=request.store, remedy=remedy)
+    store = ShardStore.open(request.store)
+    found = Description.of(store)
+    num_rows = sum(store.manifest.splits.values())
+    per_token, fp16 = found.shard_bytes / found.num_tokens, found.fp16_vector_bytes_per_token
+    done = "nothing was left to do"
+    if num_tokens:
+        done = f"{num_tokens / seconds:,.0f} tokens/s"
+        record = {
+            "num_rows": num_rows,
+            "num_tokens": found.num_tokens,
+            "num_bytes": found.num_bytes,
+            "shard_bytes": found.shard_bytes,
+            "fp16_bytes_per_token": fp16,
+            "bytes_per_token": per_token,
+            "fp16_ratio": fp16 / per_token,
+            "seconds": seconds,
+            "num_tokens_of_this_process": num_tokens,
+            "tokens_per_second": num_tokens / seconds,
+        }
+        # All workers end at once; one that finds another at it leaves it to that one.
+        with file_claim(request.out / ".summary.lock", wait=False) as mine:
+            if mine:
+                write_json_atomic(request.out / "summary.json", record)
+    return [
+        "corpus",
+        *corpus_lines(dataset),
+        f"store {request.store}",
+        f"  rows           {num_rows:,}",
+        f"  tokens         {found.num_tokens:,}",
+        f"  bytes          {found.num_bytes:,}",
+        f"  bytes/token    {per_token:.1f}",
+        f"  fp16 vectors   {fp16:,} bytes/token: {fp16 / per_token:.1f} x this store",
+        f"  seconds        {seconds:.1f} ({done})",
+    ]

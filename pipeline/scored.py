@@ -29,6 +29,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -104,64 +105,50 @@ def scored_row(
         raise GdistillError("a scored row's lists differ in length", where=where, got=got)
     ids = np.asarray(id_list(token_ids, where), dtype=np.int64)
     _require_known(ids, vocab_size, vocab_size, where)
-    row = ScoredRow(
-        ids,
-        np.zeros(length, np.float32),
-        np.full((length, num_top), -1, np.int64),
-        np.full((length, num_top), -np.inf, np.float32),
-    )
+    top_ids = np.full((length, num_top), -1, np.int64)
+    top_log_probs = np.full((length, num_top), -np.inf, np.float32)
+    row = ScoredRow(ids, np.zeros(length, np.float32), top_ids, top_log_probs)
     padded = vocab_size + max(127, vocab_size // 19)
     for position in range(1, length):
         place = f"{where}, position {position}"
         found = {name: _log_prob(value, place) for name, value in (tops[position] or {}).items()}
         if not found:
-            raise GdistillError(
-                "a position without its most probable tokens",
-                where=place,
-                expected="a list of ids with log-probabilities at every position but the first",
-                remedy="ask the engine for prompt log-probabilities of at least one token",
-            )
+            what = "a position without its most probable tokens"
+            remedy = "ask the engine for prompt log-probabilities of at least one token"
+            raise GdistillError(what, where=place, remedy=remedy)
         _require_known(np.fromiter(found, np.int64), vocab_size, padded, place)
-        own = _log_prob(token_log_probs[position], place)
-        _check_mass(found, own, int(ids[position]), place)
+        own, token = _log_prob(token_log_probs[position], place), int(ids[position])
+        if abs(found.get(token, own) - own) > MAX_DISAGREEMENT_NATS:
+            got = f"token {token}: {own:.4f} by itself, {found[token]:.4f} among the most probable"
+            raise GdistillError("a token has two log-probabilities", where=place, got=got)
+        mass = sum(math.exp(value) for value in ({**found, token: own}).values())
+        if mass > MAX_MASS:
+            remedy = "log-probabilities must be of the model itself: temperature 1, no penalties"
+            what, got = "probabilities add up to more than 1", f"{mass:.5f}"
+            raise GdistillError(what, where=place, got=got, remedy=remedy)
         row.token_log_probs[position] = own
-        real = [(token, value) for token, value in found.items() if token < vocab_size]
-        best = sorted(real, key=lambda item: (-item[1], item[0]))[:num_top]
-        row.top_ids[position, : len(best)] = [token for token, _ in best]
-        row.top_log_probs[position, : len(best)] = [log_prob for _, log_prob in best]
+        real = [(-value, token) for token, value in found.items() if token < vocab_size]
+        for rank, (value, token) in enumerate(sorted(real)[:num_top]):
+            top_ids[position, rank], top_log_probs[position, rank] = token, -value
     return row
-
-
-def _check_mass(found: dict[int, float], own: float, token: int, where: str) -> None:
-    if token in found and abs(found[token] - own) > MAX_DISAGREEMENT_NATS:
-        got = f"token {token}: {own:.4f} by itself, {found[token]:.4f} among the most probable"
-        raise GdistillError("a token has two log-probabilities", where=where, got=got)
-    mass = float(np.exp(np.fromiter(({**found, token: own}).values(), float)).sum())
-    if mass > MAX_MASS:
-        raise GdistillError(
-            "probabilities add up to more than 1",
-            where=where,
-            got=f"{mass:.5f}",
-            remedy="log-probabilities must be of the model itself: temperature 1, no penalties",
-        )
 
 
 def id_list(values: Any, where: str) -> list[int]:
     """Token ids as they came from a file or a server; a GdistillError if they are none."""
+    wrong: Any = values
     if isinstance(values, list | tuple):
-        wrong = [v for v in values if isinstance(v, bool) or not isinstance(v, int)]
-        wrong = wrong or [v for v in values if abs(v) >= 1 << 62]
-        if not wrong:
+        bad = [v for v in values if type(v) is not int or abs(v) >= 1 << 62]
+        if not bad:
             return [*values]
-        values = wrong[0]
-    got = repr(values)[:60]
+        wrong = bad[0]
+    got = repr(wrong)[:60]
     raise GdistillError("not token ids", where=where, got=got, expected="a list of integers")
 
 
 def _log_prob(value: object, where: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    number = float(value) if is_number else float("nan")  # type: ignore[arg-type]
-    if not np.isfinite(number) or number > MAX_LOG_PROB:
+    number = float(value) if is_number else math.nan  # type: ignore[arg-type]
+    if not math.isfinite(number) or number > MAX_LOG_PROB:
         got, expected = repr(value)[:60], "a finite number, at most 0"
         raise GdistillError("not a log-probability", where=where, got=got, expected=expected)
     return min(number, 0.0)
@@ -170,13 +157,13 @@ def _log_prob(value: object, where: str) -> float:
 def _require_known(ids: np.ndarray, vocab_size: int, limit: int, where: str) -> None:
     unknown = ids[(ids < 0) | (ids >= limit)]
     if len(unknown):
-        raise GdistillError(
+        what, got, expected = (
             "token id outside the vocabulary",
-            where=where,
-            got=int(unknown[0]),
-            expected=f"0 to {vocab_size - 1}",
-            remedy="name the tokenizer that the engine's model uses",
+            unknown[0],
+            f"0 to {vocab_size - 1}",
         )
+        remedy = "name the tokenizer that the engine's model uses"
+        raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
 
 
 # A server's answer.
@@ -203,8 +190,7 @@ def row_of_response(
     if isinstance(meta, Mapping):
         scores = _generated(meta, sent, where)
     elif not isinstance(choice, Mapping):
-        got = str(response)[:120]
-        expected = "one of /v1/completions or /generate"
+        got, expected = str(response)[:120], "one of /v1/completions or /generate"
         raise GdistillError("not an engine's answer", where=where, got=got, expected=expected)
     elif tops := choice.get("prompt_logprobs") or response.get("prompt_logprobs"):
         scores = _by_position(tops, sent, where)
@@ -223,16 +209,14 @@ def _by_position(tops: Any, sent: list[int], where: str) -> Scores:
     if not isinstance(tops, list) or len(tops) != len(sent):
         count = len(tops) if isinstance(tops, list) else repr(tops)[:40]
         raise _other_tokenization(where, f"scores of {count} positions", f"{len(sent)}")
-    log_probs: list[Any] = [None]
     named: list[Top] = [None]
     for position, entries in enumerate(tops[1:], start=1):
         place = f"{where}, position {position}"
         found = _numbers(entries, place)
         if found and sent[position] not in found:
             raise _other_tokenization(place, f"ids {sorted(found)[:5]}", str(sent[position]))
-        log_probs.append(found.get(sent[position]))
         named.append(found)
-    return log_probs, named
+    return [found and found.get(token) for found, token in zip(named, sent, strict=True)], named
 
 
 def _echoed(scores: Mapping[str, Any], sent: list[int], where: str) -> Scores:
@@ -240,11 +224,9 @@ def _echoed(scores: Mapping[str, Any], sent: list[int], where: str) -> Scores:
     missing = [key for key in ("tokens", "token_logprobs", "top_logprobs") if key not in scores]
     if missing:
         raise GdistillError("the engine's logprobs lack a field", where=where, expected=missing[0])
-    names = [_id_of(name, where) for name in scores["tokens"][: len(sent)]]
-    _require_sent(names, sent, where)
-    tops: list[Top] = [None]
-    for position, entries in enumerate(scores["top_logprobs"][1 : len(sent)], start=1):
-        tops.append(_numbers(entries, f"{where}, position {position}"))
+    _require_sent([_id_of(name, where) for name in scores["tokens"][: len(sent)]], sent, where)
+    entries = enumerate(scores["top_logprobs"][1 : len(sent)], start=1)
+    tops = [None, *(_numbers(found, f"{where}, position {i}") for i, found in entries)]
     return list(scores["token_logprobs"][: len(sent)]), tops
 
 
@@ -271,57 +253,44 @@ def _entries(entries: Any, where: str) -> list[tuple[int, Any]]:
 
 def _numbers(entries: Any, where: str) -> dict[int, Any]:
     """id -> log-probability, from either way of writing an entry."""
-    if not entries:
-        return {}
-    if not isinstance(entries, Mapping):
+    if entries and not isinstance(entries, Mapping):
         got = repr(entries)[:60]
         raise GdistillError("not a table of most probable tokens", where=where, got=got)
     return {
         _id_of(name, where): value.get("logprob") if isinstance(value, Mapping) else value
-        for name, value in entries.items()
+        for name, value in (entries or {}).items()
     }
 
 
 def _id_of(name: object, where: str) -> int:
     text = str(name).removeprefix("token_id:")
     if not text.lstrip("-").isdigit():
-        raise GdistillError(
-            "the engine names tokens by text",
-            where=where,
-            got=repr(name),
-            expected="ids, as in token_id:464 (return_tokens_as_token_ids, vLLM)",
-            remedy="for SGLang: --set engine.dialect=sglang",
-        )
+        what, got = "the engine names tokens by text", repr(name)
+        expected = "ids, as in token_id:464 (return_tokens_as_token_ids, vLLM)"
+        remedy = "for SGLang: --set engine.dialect=sglang"
+        raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
     return int(text)
 
 
 def _require_sent(names: list[int], sent: list[int], where: str) -> None:
     if names != sent:
-        first = next(
-            (i for i, token in enumerate(sent) if names[i : i + 1] != [token]), len(sent) - 1
-        )
+        differs = (i for i, token in enumerate(sent) if names[i : i + 1] != [token])
+        first = next(differs, len(sent) - 1)
         got = str(names[first]) if first < len(names) else "no further token"
         raise _other_tokenization(f"{where}, position {first}", got, str(sent[first]))
 
 
 def _unscored(where: str, got: str) -> GdistillError:
-    return GdistillError(
-        "the engine gave no log-probabilities of the prompt",
-        where=where,
-        got=got[:200],
-        expected="prompt_logprobs, logprobs of an echoed prompt, or meta_info.input_token_logprobs",
-        remedy="serve the model with vLLM, or with SGLang and --set engine.dialect=sglang",
-    )
+    what = "the engine gave no log-probabilities of the prompt"
+    expected = "prompt_logprobs, logprobs of an echoed prompt, or meta_info.input_token_logprobs"
+    remedy = "serve the model with vLLM, or with SGLang and --set engine.dialect=sglang"
+    return GdistillError(what, where=where, got=got[:200], expected=expected, remedy=remedy)
 
 
 def _other_tokenization(where: str, got: str, expected: str) -> GdistillError:
-    return GdistillError(
-        "the engine scored another tokenization of the text",
-        where=where,
-        got=got,
-        expected=expected,
-        remedy="serve the model with this tokenizer, and without added special tokens",
-    )
+    what = "the engine scored another tokenization of the text"
+    remedy = "serve the model with this tokenizer, and without added special tokens"
+    return GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
 
 
 # Files.
@@ -396,15 +365,13 @@ class ScoreFiles:
         """Open ``.parquet`` and ``.jsonl`` files.
 
         Raises:
-            UsageError: For no file, or one of another kind.
+            UsageError: For a file of another kind.
             GdistillError: If one cannot be read or lacks a column.
         """
         kinds = {".parquet": ParquetFile, ".jsonl": JsonLinesFile}
-        unknown = [path for path in paths if path.suffix not in kinds]
-        if unknown or not paths:
-            expected = "files that end in .parquet or .jsonl, or a pattern such as 'DIR/*.jsonl'"
-            got = unknown[0] if unknown else "no file"
-            raise UsageError("no scored rows", where="--from-logprobs", got=got, expected=expected)
+        if unknown := [path for path in paths if path.suffix not in kinds]:
+            where, expected = "--from-logprobs", "files that end in .parquet or .jsonl"
+            raise UsageError("no scored rows", where=where, got=unknown[0], expected=expected)
         try:
             files = tuple(kinds[path.suffix](path) for path in sorted(paths))
         except OSError as error:
@@ -426,14 +393,12 @@ class ScoreFiles:
 
     def read(self, start: int, stop: int) -> list[ScoredRow]:
         """Rows start..stop-1."""
-        return [self._row(index) for index in range(start, stop)]
-
-    def _row(self, index: int) -> ScoredRow:
+        rows, first = [], 0
         for file in self.files:
-            if index < file.num_rows:
-                return self._parse(file.record(index), f"{file.path}, row {index + 1}")
-            index -= file.num_rows
-        raise IndexError(index)
+            for index in range(max(0, start - first), min(file.num_rows, stop - first)):
+                rows.append(self._parse(file.record(index), f"{file.path}, row {index + 1}"))
+            first += file.num_rows
+        return rows
 
     def _parse(self, record: Mapping[str, Any], where: str) -> ScoredRow:
         sizes: dict[str, Any] = {"vocab_size": self.vocab_size, "num_top": self.num_top}
@@ -446,12 +411,8 @@ class ScoreFiles:
         if ids is None and isinstance(choices, list) and choices and isinstance(choices[0], dict):
             ids = choices[0].get("prompt_token_ids")
         if ids is None:
-            raise GdistillError(
-                "a row without token ids",
-                where=where,
-                got=sorted(record),
-                expected="token_ids, or an engine's answer with prompt_token_ids",
-            )
+            got, expected = sorted(record), "token_ids, or an engine's answer with prompt_token_ids"
+            raise GdistillError("a row without token ids", where=where, got=got, expected=expected)
         return row_of_response(body, ids, **sizes, where=where)
 
 
@@ -464,22 +425,24 @@ def _own_schema(record: Mapping[str, Any], where: str) -> tuple[Any, Any, list[T
             expected = "a list for each row; see gdistill-extract --help"
             raise GdistillError("a column of another type", where=where, got=got, expected=expected)
     ids, log_probs = record["top_ids"], record["top_log_probs"]
-    if len(ids) != len(log_probs):
-        got = f"{len(ids)} and {len(log_probs)} positions"
-        raise GdistillError("top_ids and top_log_probs differ", where=where, got=got)
+    _require_as_many(ids, log_probs, where)
     pairs = enumerate(zip(ids, log_probs, strict=True))
     tops: list[Top] = [_table(*pair, f"{where}, position {i}") for i, pair in pairs]
     return record["token_ids"], record["token_log_probs"], tops
+
+
+def _require_as_many(ids: list[Any], log_probs: Any, where: str) -> None:
+    count = len(log_probs) if isinstance(log_probs, list) else 0
+    if len(ids) != count:
+        got = f"{len(ids)} and {count}"
+        raise GdistillError("top_ids and top_log_probs differ", where=where, got=got)
 
 
 def _table(ids: Any, log_probs: Any, where: str) -> dict[int, Any] | None:
     if not ids and not log_probs:
         return None
     named = id_list(ids or [], where)
-    if not isinstance(log_probs, list) or len(named) != len(log_probs):
-        count = len(log_probs) if isinstance(log_probs, list) else 0
-        got = f"{len(named)} ids, {count} log-probabilities"
-        raise GdistillError("top_ids and top_log_probs differ", where=where, got=got)
+    _require_as_many(named, log_probs, where)
     if len(set(named)) < len(named):
         twice = next(token for token in named if named.count(token) > 1)
         raise GdistillError("a token is twice among the most probable", where=where, got=twice)
@@ -490,11 +453,8 @@ def same_length(rows: Sequence[ScoredRow], row_length: int, where: str) -> np.nd
     """The token ids of rows, [n, L] int32; all rows of a store have one length."""
     wrong = next((r for r in rows if len(r.token_ids) != row_length), None)
     if wrong is not None:
-        raise GdistillError(
-            "rows of different lengths",
-            where=where,
-            got=f"{len(wrong.token_ids)} tokens",
-            expected=f"{row_length}, as the first row",
-            remedy="score rows of one length: pack the text before it goes to the engine",
-        )
+        got, expected = f"{len(wrong.token_ids)} tokens", f"{row_length}, as the first row"
+        remedy = "score rows of one length: pack the text before it goes to the engine"
+        what = "rows of different lengths"
+        raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
     return np.stack([row.token_ids for row in rows]).astype(np.int32)

@@ -20,15 +20,25 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pipeline.corpus.config import CorpusConfig, corpus_config
+from pipeline.corpus.config import CorpusConfig, corpus_config, scheme_of
 from shards.errors import UsageError, did_you_mean
-from shards.settings import merge, nested, parse_override, read_toml, resolve, to_mapping
+from shards.settings import (
+    check_bounds,
+    merge,
+    nested,
+    parse_override,
+    read_toml,
+    resolve,
+    setting,
+    to_mapping,
+)
 
 if TYPE_CHECKING:
     from shards.codec.protocol import Codec
@@ -42,15 +52,15 @@ LONGEST_DEFAULT_ROW = 1024
 TOKENS_RECORD = "tokens/tokens.json"
 """In a run's folder: stage 1 is finished."""
 OF_OWN_TEACHER = ("device", "batch_size", "threads", "strict")
-
-
-def _require(settings: object, least: int, *names: str, table: str = "") -> None:
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and value < least:
-            raise UsageError(
-                "out of range", where=f"{table}{name}", got=value, expected=f"{least} or more"
-            )
+RANKS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+"""A process's number, how many there are, its number on its machine: as torchrun (and
+``accelerate launch``), Open MPI, MPICH and srun call them."""
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -95,14 +105,13 @@ class StoreSettings:
     """
 
     location: str | None = None
-    rows: int | None = None
-    validation_rows: int | None = None
-    rows_per_shard: int | None = None
-    rows_per_chunk: int | None = None
+    rows: int | None = setting(None, within="[1, inf)")
+    validation_rows: int | None = setting(None, within="[0, inf)")
+    rows_per_shard: int | None = setting(None, within="[1, inf)")
+    rows_per_chunk: int | None = setting(None, within="[1, inf)")
 
     def __post_init__(self) -> None:
-        _require(self, 1, "rows", "rows_per_shard", "rows_per_chunk", table="store.")
-        _require(self, 0, "validation_rows", table="store.")
+        check_bounds(self, "store")
 
 
 @dataclass(frozen=True)
@@ -115,16 +124,12 @@ class SequentialSettings:
         batch_size: Rows written side by side; by memory by default.
     """
 
-    temperature: float = 1.0
-    nucleus_p: float = 1.0
-    batch_size: int | None = None
+    temperature: float = setting(1.0, within="(0, inf)")
+    nucleus_p: float = setting(1.0, within="(0, 1]")
+    batch_size: int | None = setting(None, within="[1, inf)")
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < float("inf"):
-            raise UsageError("out of range", where="sequential.temperature", got=self.temperature)
-        if not 0 < self.nucleus_p <= 1:
-            raise UsageError("out of range", where="sequential.nucleus_p", got=self.nucleus_p)
-        _require(self, 1, "batch_size", table="sequential.")
+        check_bounds(self, "sequential")
 
 
 @dataclass(frozen=True)
@@ -145,17 +150,15 @@ class EngineSettings:
 
     url: str | None = None
     model: str | None = None
-    num_top: int = 20
-    in_flight: int = 8
-    max_tries: int = 8
-    timeout_seconds: float = 300.0
+    num_top: int = setting(20, within="[1, inf)")
+    in_flight: int = setting(8, within="[1, inf)")
+    max_tries: int = setting(8, within="[1, inf)")
+    timeout_seconds: float = setting(300.0, within="(0, inf)")
     dialect: Literal["prompt_logprobs", "echo", "sglang"] = "prompt_logprobs"
     api_key_variable: str = "OPENAI_API_KEY"
 
     def __post_init__(self) -> None:
-        _require(self, 1, "num_top", "in_flight", "max_tries", table="engine.")
-        if not self.timeout_seconds > 0:
-            raise UsageError("out of range", where="engine.timeout_seconds", expected="above 0")
+        check_bounds(self, "engine")
         if self.url is not None and not self.url.startswith(("http://", "https://")):
             raise UsageError("not an address", where="engine.url", got=self.url, expected="http://")
 
@@ -174,10 +177,10 @@ class ExtractSettings:
     """
 
     mode: Literal["parallel", "sequential"] = "parallel"
-    seed: int = 0
+    seed: int = setting(0, within="[0, 9223372036854775808)")
     device: str = "auto"
-    batch_size: int | None = None
-    threads: int | None = None
+    batch_size: int | None = setting(None, within="[1, inf)")
+    threads: int | None = setting(None, within="[1, inf)")
     strict: bool = False
     teacher: TeacherSettings = field(default_factory=TeacherSettings)
     store: StoreSettings = field(default_factory=StoreSettings)
@@ -185,9 +188,7 @@ class ExtractSettings:
     engine: EngineSettings = field(default_factory=EngineSettings)
 
     def __post_init__(self) -> None:
-        _require(self, 1, "batch_size", "threads")
-        if not 0 <= self.seed < 1 << 63:
-            raise UsageError("out of range", where="seed", got=self.seed, expected="0 to 2^63 - 1")
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
@@ -221,6 +222,79 @@ class PlanOptions:
 
 
 @dataclass(frozen=True)
+class Worker:
+    """One of ``count`` processes at work on the same store.
+
+    Attributes:
+        index: 0 .. count - 1; number 0 shows progress.
+        count: How many there are.
+        local_index: Number among the processes of this machine: chooses the GPU.
+    """
+
+    index: int = 0
+    count: int = 1
+    local_index: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            where = "--workers"
+            raise UsageError("no workers", where=where, got=self.count, expected="at least 1")
+        if not 0 <= self.index < self.count:
+            got, expected = f"{self.index} of {self.count}", f"0 to {self.count - 1}"
+            raise UsageError("no such worker", where="--worker", got=got, expected=expected)
+
+    @classmethod
+    def from_environment(
+        cls, index: int | None, count: int | None, environment: Mapping[str, str] = os.environ
+    ) -> Worker:
+        """The options if given, else what the launcher (torchrun, mpirun, srun) says.
+
+        Raises:
+            UsageError: If only one of the two options is given, they do not fit, or a variable
+                of the launcher is no number.
+        """
+
+        def number(name: str) -> int:
+            try:
+                return int(environment[name])
+            except ValueError as error:
+                what, where = "a launcher's variable is no number", f"environment variable {name}"
+                got, remedy = repr(environment[name]), "unset it, or give --worker and --workers"
+                raise UsageError(what, where=where, got=got, remedy=remedy) from error
+
+        if (index is None) != (count is None):
+            raise UsageError("--worker and --workers belong together")
+        if index is not None and count is not None:
+            local = next((name for *_, name in RANKS if name in environment), None)
+            return cls(index, count, None if local is None else number(local))
+        for rank, size, local_rank in RANKS:
+            if rank in environment and size in environment:
+                local = local_rank if local_rank in environment else rank
+                return cls(number(rank), number(size), number(local))
+        return cls()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks for all."""
+        return self.index == 0
+
+    def device(self, name: str) -> str:
+        """The device of this process: its own GPU where there are several."""
+        import torch
+
+        if self.local_index is None or name not in ("auto", "cuda"):
+            return name
+        if name == "auto" and not torch.cuda.is_available():
+            return "cpu"
+        return f"cuda:{self.local_index % max(1, torch.cuda.device_count())}"
+
+    def order(self, items: Sequence[Item]) -> list[Item]:
+        """Own items first (every ``count``-th), then the others', starting with the next worker."""
+        firsts = [(self.index + shift) % self.count for shift in range(self.count)]
+        return [item for first in firsts for item in items[first :: self.count]]
+
+
+@dataclass(frozen=True)
 class ExtractRequest:
     """One resolved run of ``gdistill-extract``."""
 
@@ -237,14 +311,13 @@ class ExtractRequest:
     @property
     def is_scored(self) -> bool:
         """Whether the teacher runs elsewhere: an engine is asked, or has answered."""
-        return self.settings.engine.url is not None or self.corpus.source.startswith("scores:")
+        return self.settings.engine.url is not None or scheme_of(self.corpus.source)[0] == "scores"
 
     @property
     def row_limits(self) -> dict[str, int]:
         """The most rows of each split that has a limit."""
-        settings = self.settings.store
-        own = settings.validation_rows
-        limits = {"train": settings.rows, "validation": settings.rows if own is None else own}
+        rows, own = self.settings.store.rows, self.settings.store.validation_rows
+        limits = {"train": rows, "validation": rows if own is None else own}
         return {split: rows for split, rows in limits.items() if rows is not None}
 
     def stored_rows(self, split: str, available: int) -> int:
@@ -288,27 +361,25 @@ def resolve_request(
     if re.match(r"[a-z][a-z0-9+]+:/", str(out)):
         remedy = "token rows are kept locally; --store takes a URL for the shards"
         raise UsageError("the folder of a run is local", where="--out", got=out, remedy=remedy)
-    values = read_toml(config_file) if config_file else {}
-    values = merge(values, _without_none(options))
+    values = merge(read_toml(config_file) if config_file else {}, _without_none(options))
     for text in overrides:
         values = merge(values, nested(*parse_override(text)))
     known = sorted([*TABLES_APART, *(each.name for each in fields(ExtractSettings))])
     if unknown := [key for key in values if key not in known]:
         hint = did_you_mean(unknown[0], known, f"known keys: {known}")
         raise UsageError("unknown config key", where=unknown[0], remedy=hint)
-    tables = {name: values.pop(name, {}) for name in TABLES_APART}
-    for name, table in tables.items():
-        if not isinstance(table, Mapping):
+    for name in TABLES_APART:
+        if not isinstance(table := values.get(name, {}), Mapping):
             got = repr(table)
             raise UsageError("wrong type in config", where=name, got=got, expected="a table")
-    corpus, codec = (dict(table) for table in tables.values())
+    corpus, codec = (dict(values.pop(name, {})) for name in TABLES_APART)
     spec = corpus.pop("spec", None) or corpus.pop("source", None)
     if not isinstance(spec, str):
         expected = "files (stories.txt), a preset (owt, lm1b, maze, ...), or a TOML file"
         raise UsageError("no corpus", where="--corpus", expected=expected)
     settings = resolve(ExtractSettings, values)
     _check_meaning(settings, values, from_files=spec.startswith("scores:"))
-    chosen = corpus_config(spec, settings=corpus, is_read=(out / TOKENS_RECORD).is_file())
+    chosen = corpus_config(spec, corpus, is_read=(out / TOKENS_RECORD).is_file())
     from shards.codec.registry import make_codec  # late: it waits for torch
 
     name = codec.pop("name", DEFAULT_CODEC)

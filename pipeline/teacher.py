@@ -100,17 +100,12 @@ def check_output(output: TeacherOutput, split: str = "") -> None:
         GdistillError: Names row and position.
     """
     picked = output.token_log_probs.cpu()
-    bad = ~torch.isfinite(picked)
-    if bad.any():
-        row, position = (int(index) for index in bad.nonzero()[0])
-        raise GdistillError(
-            "the teacher gave NaN or infinite logits",
-            where=f"{split} row {int(output.rows[row])}, position {position + 1}".strip(),
-            got=f"log-probability {float(picked[row, position])} of token "
-            f"{int(output.tokens[row, position])}",
-            expected="a finite number",
-            remedy="try --dtype float32; is the row text that the teacher can score?",
-        )
+    for row, position in (~torch.isfinite(picked)).nonzero()[:1].tolist():
+        what = "the teacher gave NaN or infinite logits"
+        where = f"{split} row {int(output.rows[row])}, position {position + 1}".strip()
+        got = f"log-probability {picked[row, position]} of token {output.tokens[row, position]}"
+        remedy = "try --dtype float32; is the row text that the teacher can score?"
+        raise GdistillError(what, where=where, got=got, expected="a finite number", remedy=remedy)
 
 
 def rows_tensor(rows: np.ndarray) -> Int[Tensor, "b l"]:
@@ -125,26 +120,19 @@ def check_vocabulary(num_logits: int, vocab_size: int, where: object) -> None:
     """
     padding = num_logits - vocab_size
     if padding < 0 or padding > max(LARGEST_PADDING, LARGEST_PADDING_SHARE * num_logits):
-        raise UsageError(
-            "tokenizer and teacher have different vocabularies",
-            where=where,
-            got=f"a tokenizer of {vocab_size} tokens",
-            expected=f"one for the teacher's {num_logits} logits",
-            remedy="give the tokenizer that the teacher was trained with (--tokenizer)",
-        )
+        what = "tokenizer and teacher have different vocabularies"
+        got, expected = f"a tokenizer of {vocab_size}", f"one for the teacher's {num_logits} logits"
+        remedy = "give the tokenizer that the teacher was trained with (--tokenizer)"
+        raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy)
 
 
 def check_row_length(files: PretrainedFiles, row_length: int) -> None:
     """Refuse rows longer than the teacher's context."""
     limit = files.context_length
     if limit is not None and row_length > limit:
-        raise UsageError(
-            "rows are longer than the teacher's context",
-            where=f"row_length, teacher {files.name}",
-            got=row_length,
-            expected=f"at most {limit}",
-            remedy=f"--row-length {limit}",
-        )
+        what, where = "rows are longer than the teacher's context", f"teacher {files.name}"
+        expected, remedy = f"at most {limit}", f"--row-length {limit}"
+        raise UsageError(what, where=where, got=row_length, expected=expected, remedy=remedy)
 
 
 class Teacher:
@@ -160,8 +148,7 @@ class Teacher:
     def __init__(self, loaded: CausalModel, vocab_size: int) -> None:
         self.files, self.model, self.head = loaded.files, loaded.network, loaded.head
         self.dtype, self.device = loaded.dtype, loaded.device
-        self.vocab_size = vocab_size
-        self.scorer: Any = self.model
+        self.vocab_size, self._scorer = vocab_size, loaded.network
 
     @classmethod
     def load(
@@ -196,18 +183,11 @@ class Teacher:
         if vocab_size is None:
             vocab_size = tokenizer_size(files) or files.num_logits
         check_vocabulary(files.num_logits, vocab_size, files.name)
-        loaded = load_causal_model(
-            files,
-            dtype,
-            place,
-            vocab_size=vocab_size,
-            attention=attention,
-            float32_logits=True,
-            device_map=device_map,
-        )
+        how = {"attention": attention, "float32_logits": True, "device_map": device_map}
+        loaded = load_causal_model(files, dtype, place, vocab_size=vocab_size, **how)
         teacher = cls(loaded, vocab_size)
         if compiled:
-            teacher.scorer = torch.compile(loaded.network, dynamic=False)
+            teacher._scorer = torch.compile(loaded.network, dynamic=False)
         return teacher
 
     @property
@@ -259,10 +239,13 @@ class Teacher:
                 hidden state is asked for where logits are not a linear function of it.
         """
         check_row_length(self.files, rows.shape[1])
-        self._check_ids(rows, row_ids)
+        for row, position in ((rows < 0) | (rows >= self.vocab_size)).nonzero()[:1].tolist():
+            what, where = "token id outside the teacher's vocabulary", f"row {int(row_ids[row])}"
+            where, expected = f"{where}, position {position}", f"0 to {self.vocab_size - 1}"
+            raise UsageError(what, where=where, got=int(rows[row, position]), expected=expected)
         rows = sent(rows, self.device)
         try:
-            logits = self.scorer(input_ids=rows[:, :-1], use_cache=False).logits
+            logits = self._scorer(input_ids=rows[:, :-1], use_cache=False).logits
             hidden = self._hidden(logits) if need_hidden else None
         finally:  # a smaller batch needs the memory of one that did not fit
             self._forget()
@@ -283,8 +266,8 @@ class Teacher:
         """
         for name, weight in self.model.named_parameters():
             if not weight.is_meta and torch.isnan(weight).any():
-                where = self.files.folder
-                raise GdistillError("the teacher's weights hold NaN", where=where, got=name)
+                what, where = "the teacher's weights hold NaN", self.files.folder
+                raise GdistillError(what, where=where, got=name)
         row = probe_rows(self.vocab_size, min(TRIED_TOKENS, self.context_length or TRIED_TOKENS))
         if need_hidden:
             self.forward(row[:1], torch.arange(1), need_hidden=True)
@@ -304,22 +287,15 @@ class Teacher:
         Raises:
             UsageError: If the model keeps no key-value cache.
         """
+        last = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
         try:
-            output = self.model(
-                input_ids=tokens.to(self.device),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
+            output = self.model(input_ids=tokens.to(self.device), **last)
         finally:
             self._forget()
         cache = getattr(output, "past_key_values", None)
         if cache is None:
-            raise UsageError(
-                "this teacher keeps no key-value cache",
-                where=self.files.name,
-                remedy="use --mode parallel",
-            )
+            what, remedy = "this teacher keeps no key-value cache", "use --mode parallel"
+            raise UsageError(what, where=self.files.name, remedy=remedy)
         logits = output.logits[:, -1, : self.vocab_size]
         return logits.log_softmax(-1, dtype=torch.float32), cache
 
@@ -327,24 +303,11 @@ class Teacher:
         if self.head is not None:
             self.head.forget()
 
-    def _check_ids(self, rows: Tensor, row_ids: Tensor) -> None:
-        bad = (rows < 0) | (rows >= self.vocab_size)
-        if bad.any():
-            row, position = (int(index) for index in bad.nonzero()[0])
-            raise UsageError(
-                "token id outside the teacher's vocabulary",
-                where=f"row {int(row_ids[row])}, position {position}",
-                got=int(rows[row, position]),
-                expected=f"0 to {self.vocab_size - 1}",
-            )
-
     def _require_head(self) -> Float32Head:
         if self.head is None:
-            raise UsageError(
-                "this teacher's output layer is not a plain linear layer",
-                where=self.files.name,
-                remedy="choose a codec that needs no LM head",
-            )
+            what = "this teacher's output layer is not a plain linear layer"
+            remedy = "choose a codec that needs no LM head"
+            raise UsageError(what, where=self.files.name, remedy=remedy)
         return self.head
 
     def _hidden(self, logits: Tensor) -> Tensor:
@@ -352,12 +315,9 @@ class Teacher:
         assert head.last_hidden is not None and head.last_logits is not None
         last = head.last_logits.to(logits.device)
         if logits is not last and not torch.equal(logits, last):
-            raise UsageError(
-                "this teacher changes its logits after the LM head",
-                where=self.files.name,
-                expected="logits that are a linear function of the last hidden state",
-                remedy="choose another codec than hidden",
-            )
+            what, remedy = "this teacher changes its logits after the LM head", "use another codec"
+            expected = "logits that are a linear function of the last hidden state"
+            raise UsageError(what, where=self.files.name, expected=expected, remedy=remedy)
         return head.last_hidden.to(logits.device)
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 from shards.errors import GdistillError
 
+STOP_CHECK_SECONDS = 0.2
 INTERRUPTED = "interrupted; run the same command again to resume"
 
 
@@ -54,6 +56,19 @@ class StopRequest:
     def is_pending(self) -> bool:
         """Whether this process was asked to stop."""
         return self.signal_number is not None
+
+    def check(self) -> None:
+        """Raises :class:`Stopped` if this process was asked to stop."""
+        if self.signal_number is not None:
+            raise Stopped(f"stopped by {signal.Signals(self.signal_number).name}")
+
+    def pause(self, seconds: float) -> None:
+        """Sleep; raises :class:`Stopped` as soon as this process is asked to stop."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self.check()
+            time.sleep(min(left, STOP_CHECK_SECONDS))
+        self.check()
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.is_pending and number == signal.SIGINT:

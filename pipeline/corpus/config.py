@@ -10,14 +10,14 @@ Nothing here reads a document, so that asking for help or a wrong word costs no 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from glob import has_magic, iglob
 from pathlib import Path
 from typing import Any, Literal
 
 from shards.errors import UsageError, did_you_mean
-from shards.settings import parse_override, read_toml, resolve
+from shards.settings import check_bounds, read_toml, resolve, setting
 
 PRESETS = Path(__file__).parent / "presets"
 SPLITS = ("train", "validation")
@@ -34,9 +34,7 @@ Packing = Literal["concat", "wrap", "pad"]
 SpecialTokens = Literal["text", "token"]
 MEANT_FOR = {
     "field": ("jsonl", "csv", "parquet", "hf"),
-    "split": ("hf",),
-    "revision": ("hf",),
-    "validation_split": ("hf",),
+    **dict.fromkeys(("split", "revision", "validation_split"), ("hf",)),
     "document_separator": ("text",),
     "seed": ("maze",),
 }
@@ -66,7 +64,8 @@ class CorpusConfig:
         detokenizer: See :mod:`pipeline.corpus.detokenize`.
         keep_empty: Keep documents of nothing but white space (they leave separators behind).
         on_bad_utf8: ``error``, ``replace`` or ``skip``; see :mod:`pipeline.corpus.documents`.
-        packing, group_documents: See :mod:`pipeline.tokens.packing`.
+        packing: ``concat``, ``wrap`` or ``pad``; see :mod:`pipeline.tokens.build`.
+        group_documents: Pack so many documents by themselves, and drop the rest of each group.
         row_length: Tokens of a row; None lets the command choose from the teacher's context.
         separate_train, separate_validation: Whether a separator follows each document of a stream.
         bos_id, eos_id, separator_id: Override what the tokenizer says (``special_ids``).
@@ -82,16 +81,16 @@ class CorpusConfig:
     revision: str | None = None
     validation_source: str | None = None
     validation_split: str | None = None
-    validation_documents: int = 0
-    validation_fraction: float = 0.01
-    limit_documents: int | None = None
+    validation_documents: int = setting(0, within="[0, inf)")
+    validation_fraction: float = setting(0.01, within="[0, 1]")
+    limit_documents: int | None = setting(None, within="[1, inf)")
     document_separator: str = "<|endoftext|>"
     detokenizer: str = "none"
     keep_empty: bool = False
     on_bad_utf8: BadUtf8 = "error"
     packing: Packing = "concat"
-    group_documents: int = 0
-    row_length: int | None = None
+    group_documents: int = setting(0, within="[0, inf)")
+    row_length: int | None = setting(None, within="[2, inf)")
     separate_train: bool = True
     separate_validation: bool = True
     bos_id: int | None = None
@@ -102,25 +101,13 @@ class CorpusConfig:
 
     def __post_init__(self) -> None:
         scheme_of(self.source)
+        check_bounds(self, "corpus")
         if self.detokenizer != "none":
             from pipeline.corpus.detokenize import detokenizer
 
             detokenizer(self.detokenizer)  # refuses an unknown one
-        limits = {
-            "validation_fraction": (0 <= self.validation_fraction <= 1, "0 to 1"),
-            "validation_documents": (self.validation_documents >= 0, "0 or more"),
-            "group_documents": (self.group_documents >= 0, "0 or more"),
-            "row_length": (self.row_length is None or self.row_length >= 2, "2 or more"),
-            "limit_documents": (
-                self.limit_documents is None or self.limit_documents > 0,
-                "1 or more",
-            ),
-            "document_separator": (bool(self.document_separator.strip()), "some text"),
-        }
-        for name, (good, expected) in limits.items():
-            if not good:
-                got, where = repr(getattr(self, name)), f"corpus.{name}"
-                raise UsageError("value out of range", where=where, got=got, expected=expected)
+        if not self.document_separator.strip():
+            raise UsageError("no separator", where="corpus.document_separator")
         if self.validation_source and self.validation_split:
             raise UsageError("validation_source and validation_split exclude each other")
         if self.group_documents and self.packing == "pad":
@@ -157,17 +144,13 @@ def _unknown(spec: str) -> UsageError:
 
 
 def corpus_config(
-    spec: str,
-    overrides: Iterable[str] = (),
-    settings: dict[str, Any] | None = None,
-    is_read: bool = False,
+    spec: str, settings: Mapping[str, Any] | None = None, *, is_read: bool = False
 ) -> CorpusConfig:
     """The configuration of a corpus named on the command line.
 
     Args:
         spec: Preset, TOML file, source, or the path of files.
-        overrides: ``key=value`` texts; they win.
-        settings: Further values by field name; None values are ignored.
+        settings: Further values by field name; they win, and None values are ignored.
         is_read: Stage 1 is finished, and files may have gone since.
 
     Raises:
@@ -175,9 +158,6 @@ def corpus_config(
             kind of source does not look at.
     """
     given = {key: value for key, value in (settings or {}).items() if value is not None}
-    for text in overrides:
-        path, value = parse_override(text)
-        given[".".join(path)] = value
     config = resolve(CorpusConfig, _base(spec, is_read), given)
     _check_meaning(config, given)
     scheme, rest = scheme_of(config.source)
@@ -192,17 +172,13 @@ def _check_meaning(config: CorpusConfig, given: dict[str, Any]) -> None:
     """Refuse settings that nothing would look at."""
     sources = [source for source in (config.source, config.validation_source) if source]
     schemes = {scheme_of(source)[0] for source in sources}
-    defaults = {field.name: field.default for field in fields(CorpusConfig)}
-    for name, fitting in MEANT_FOR.items():
-        value = getattr(config, name)
-        if name in given and value != defaults[name] and not schemes & set(fitting):
-            raise UsageError(
-                f"this setting means nothing for a {'/'.join(sorted(schemes))}: source",
-                where=f"corpus.{name}",
-                got=repr(value),
-                expected=f"a source of {', '.join(f'{scheme}:' for scheme in fitting)}",
-                remedy="leave it out",
-            )
+    for field in fields(config):
+        value, fitting = getattr(config, field.name), MEANT_FOR.get(field.name, schemes)
+        if field.name in given and value != field.default and not schemes.intersection(fitting):
+            what = f"this setting means nothing for a {'/'.join(sorted(schemes))}: source"
+            where, expected = f"corpus.{field.name}", f"a source of {': '.join(fitting)}:"
+            remedy, got = "leave it out", repr(value)
+            raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy)
     named = split_field(scheme_of(config.source)[1])[1]
     if named and given.get("field", named) != named and len(sources) == 1:
         got = f"{given['field']!r} and #{named}"
@@ -237,17 +213,12 @@ def _source_of_path(spec: str, is_read: bool) -> str:
             raise UsageError("no such corpus file", where=where, expected=expected)
         raise _unknown(spec)
     if os.path.isdir(pattern):
-        raise UsageError(
-            "the corpus path is a directory",
-            where=where,
-            expected="a file or a glob",
-            remedy=f"for all text files in it: '{spec.rstrip('/')}/*.txt'",
-        )
+        expected, remedy = "a file or a glob", f"all text files in it: '{spec.rstrip('/')}/*.txt'"
+        what = "the corpus path is a directory"
+        raise UsageError(what, where=where, expected=expected, remedy=remedy)
     if suffix not in SUFFIXES:
-        raise UsageError(
-            "the suffix does not tell what the corpus file holds",
-            where=where,
-            expected=f"one of {', '.join(SUFFIXES)}, also with .gz or .zst",
-            remedy=f"say it: text:{spec}, jsonl:{spec}#field, ...",
-        )
+        what = "the suffix does not tell what the corpus file holds"
+        expected = f"one of {', '.join(SUFFIXES)}, also with .gz or .zst"
+        remedy = f"say it: text:{spec}, jsonl:{spec}#field, ..."
+        raise UsageError(what, where=where, expected=expected, remedy=remedy)
     return f"{SUFFIXES[suffix]}:{spec}"

@@ -1,26 +1,233 @@
 """Numbered documents of clean text, and which of them belong to which split.
 
-Documents are UTF-8. One that is not is an error by default, or repaired with U+FFFD, or left out;
-a lone surrogate (from a JSON escape) is treated the same way. Control characters (C0 but for tab,
-line feed and carriage return, and DEL) are part of the text: they are kept and counted.
+A source gives documents as found, bytes or text. They are UTF-8: one that is not is an error by
+default, or repaired with U+FFFD, or left out; a lone surrogate (from a JSON escape) is treated the
+same way. Control characters (C0 but for tab, line feed and carriage return, and DEL) are part of
+the text: they are kept and counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from glob import glob, has_magic
+from itertools import accumulate, islice
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+import pyarrow as pa
 
 from pipeline.corpus.config import BadUtf8, CorpusConfig, scheme_of, split_field
-from pipeline.corpus.detokenize import detokenizer
-from pipeline.corpus.hub import HubDataset, MazePaths
-from pipeline.corpus.sources import RawDocument, Source, TextFiles
-from pipeline.corpus.tables import TABLES
+from shards.atomic import sha256_file
 from shards.errors import GdistillError, UsageError
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BUFFER_BYTES = 1 << 20
+COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 CONTROL_BYTES = bytes(sorted((set(range(32)) - set(b"\t\n\r")) | {127}))
 MANY_HELD_OUT = 100
 """From so many held-out documents on, a share of them is a share of the text, near enough."""
 MOST_HELD_OUT = 0.05
+Known = Mapping[str, dict[str, Any]]
+"""Identities of files, by path, that an earlier run noted."""
+
+
+class RawDocument(NamedTuple):
+    """One document as found: undecoded bytes, or text from a source that decodes by itself.
+
+    Its ``offset`` in ``origin`` (a file or data set) is a byte offset (after decompression) when
+    ``content`` is bytes of a text file, else a row or line number.
+    """
+
+    content: bytes | str
+    origin: str
+    offset: int
+
+
+class Source(ABC):
+    """Numbered documents that can be read again; the numbering counts empty ones too."""
+
+    @abstractmethod
+    def count(self) -> int:
+        """How many documents there are."""
+
+    @abstractmethod
+    def documents(self, start: int, stop: int) -> Iterator[RawDocument]:
+        """Documents start..stop-1, in order, holding one (or one read batch) at a time."""
+
+    def text(self, decoded: str, raw: RawDocument) -> str:
+        """The document's text within its decoded content: all of it, or a JSON field, say."""
+        return decoded
+
+    def place(self, raw: RawDocument, byte: int) -> str:
+        """Names byte ``byte`` of ``raw.content`` for an error message."""
+        return f"{raw.origin}: row {raw.offset}, byte {byte}"
+
+    @abstractmethod
+    def identity(self, known: Known = MappingProxyType({})) -> list[dict[str, Any]]:
+        """JSON-ready facts that change when the content does; ``sha256`` for files.
+
+        A file that still has the size and modification time in ``known`` is not hashed again.
+        """
+
+
+@dataclass(frozen=True)
+class Files(Source):
+    """Files in name order, each a run of documents; ``pattern`` is a path or a glob."""
+
+    pattern: str
+
+    @cached_property
+    def paths(self) -> list[Path]:
+        return expand(self.pattern)
+
+    @cached_property
+    def _counts(self) -> list[int]:
+        return [self.count_file(path) for path in self.paths]
+
+    @abstractmethod
+    def of_file(self, path: Path) -> Iterator[RawDocument]:
+        """The documents of one of the files, in one pass."""
+
+    def count_file(self, path: Path) -> int:
+        """How many documents a file has."""
+        return sum(1 for _ in self.of_file(path))
+
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def documents(self, start: int, stop: int) -> Iterator[RawDocument]:
+        firsts = accumulate(self._counts, initial=0)
+        for path, count, first in zip(self.paths, self._counts, firsts, strict=False):
+            if first < stop and start < first + count:
+                yield from islice(self.of_file(path), max(0, start - first), stop - first)
+
+    def identity(self, known: Known = MappingProxyType({})) -> list[dict[str, Any]]:
+        return [file_identity(path, known) for path in self.paths]
+
+
+@dataclass(frozen=True)
+class TextFiles(Files):
+    """Plain text; a file's end always ends a document.
+
+    Line ends around a document are not part of it; a leading byte order mark is not part of a
+    file. Documents of nothing but white space are not counted, except with ``line``.
+
+    Attributes:
+        separator: ``line`` (every line is a document), ``blank_line`` (paragraphs), ``file``
+            (every file is one document), or the text of a line that stands between documents.
+    """
+
+    separator: str
+
+    def place(self, raw: RawDocument, byte: int) -> str:
+        return f"{raw.origin}: byte {raw.offset + byte}"
+
+    def of_file(self, path: Path) -> Iterator[RawDocument]:
+        with open_bytes(path) as file:
+            if self.separator == "line":
+                found = _lines(file)
+            elif self.separator == "file":
+                found = iter(_trimmed(0, [file.read()]))
+            else:
+                marker = "" if self.separator == "blank_line" else self.separator
+                found = _blocks(file, marker.encode())
+            for offset, content in found:
+                yield RawDocument(content, str(path), offset)
+
+
+def _lines(file: io.BufferedReader) -> Iterator[tuple[int, bytes]]:
+    offset = 0
+    for line in file:
+        kept = line.removeprefix(BYTE_ORDER_MARK) if offset == 0 else line
+        yield offset + len(line) - len(kept), kept.rstrip(b"\r\n")
+        offset += len(line)
+
+
+def _blocks(file: io.BufferedReader, marker: bytes) -> Iterator[tuple[int, bytes]]:
+    """Runs of lines between lines that, stripped, equal ``marker``."""
+    block: list[bytes] = []
+    begin = offset = 0
+    for line in file:
+        offset += len(line)
+        # startswith first: stripping each of a billion lines costs more than reading them.
+        if (not marker or line.startswith(marker)) and line.strip() == marker:
+            yield from _trimmed(begin, block)
+            block, begin = [], offset
+        else:
+            block.append(line)
+    yield from _trimmed(begin, block)
+
+
+def _trimmed(begin: int, block: list[bytes]) -> list[tuple[int, bytes]]:
+    """The block without line ends around it and where it begins; nothing if it is blank."""
+    content = b"".join(block)
+    kept = content.removeprefix(BYTE_ORDER_MARK) if begin == 0 else content
+    kept = kept.lstrip(b"\r\n")
+    return [(begin + len(content) - len(kept), kept.rstrip(b"\r\n"))] if kept.strip() else []
+
+
+def expand(pattern: str) -> list[Path]:
+    """The files of a path or glob, sorted by name; at least one, none of them a directory."""
+    pattern = os.path.expanduser(pattern)
+    is_glob = has_magic(pattern) and not os.path.exists(pattern)  # a name may hold [1]
+    names = sorted(glob(pattern, recursive=True)) if is_glob else [pattern] if pattern else []
+    paths = [Path(name) for name in names if not (is_glob and os.path.isdir(name))]
+    if not paths:
+        what = "no file matches the corpus pattern" if pattern else "the corpus names no file"
+        raise UsageError(what, where=pattern)
+    for path in paths:
+        if path.is_dir():
+            what, remedy = "the corpus path is a directory", f"all files in it: '{path}/*'"
+            raise UsageError(what, where=path, expected="a file or a glob", remedy=remedy)
+        if not path.exists():
+            raise UsageError("no such corpus file", where=path)
+    return paths
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[io.BufferedReader]:
+    """The file's bytes, decompressed if it ends in ``.gz`` or ``.zst``.
+
+    Frames that follow each other in one file are read as one text.
+
+    Raises:
+        GdistillError: For a file that cannot be read, or is damaged or cut short; names it.
+    """
+    kind = COMPRESSION.get(path.suffix.lower())
+    try:
+        with pa.input_stream(str(path), compression=kind) as file:
+            yield io.BufferedReader(cast(io.RawIOBase, file), BUFFER_BYTES)
+    except OSError as error:
+        what = "the compressed corpus file is damaged" if kind else "cannot read the corpus file"
+        raise GdistillError(what, where=path, got=error) from error
+
+
+def file_identity(path: Path, known: Known) -> dict[str, Any]:
+    """Path, size, modification time and sha256 of one file as stored."""
+    if str(path) in known and looks_unchanged(known[str(path)]):
+        return known[str(path)]
+    before = path.stat()
+    times = {"num_bytes": before.st_size, "modified_ns": before.st_mtime_ns}
+    return {"path": str(path), **times, "sha256": sha256_file(path)}
+
+
+def looks_unchanged(known: dict[str, Any]) -> bool:
+    """Whether a file still has the size and modification time noted with its hash."""
+    try:
+        found = Path(known["path"]).stat()
+    except OSError:
+        return False
+    return (found.st_size, found.st_mtime_ns) == (known["num_bytes"], known["modified_ns"])
+
+
+# Clean text.
 
 
 @dataclass
@@ -42,48 +249,39 @@ class Tally:
     num_control_characters: int = 0
 
 
-def decode_document(
-    raw: RawDocument, source: Source, on_bad_utf8: BadUtf8, tally: Tally
-) -> str | None:
+def _decoded(raw: RawDocument, source: Source, policy: BadUtf8, tally: Tally) -> str | None:
     """The document's clean text, counted in ``tally``; None if the policy leaves it out.
 
     Raises:
         GdistillError: For text that is not UTF-8, under the policy ``error``.
     """
 
-    def repaired(byte: int, found: str) -> bool:
-        if on_bad_utf8 == "error":
-            raise GdistillError(
-                "the text is not UTF-8",
-                where=source.place(raw, byte),
-                got=found,
-                remedy="convert it, or --set corpus.on_bad_utf8=replace (or skip)",
-            )
+    def refuse(byte: int, got: str) -> None:
         tally.num_bad_utf8 += 1
-        return on_bad_utf8 == "replace"
+        if policy == "error":
+            where = source.place(raw, byte)
+            remedy = "convert it, or --set corpus.on_bad_utf8=replace (or skip)"
+            raise GdistillError("the text is not UTF-8", where=where, got=got, remedy=remedy)
 
-    content = raw.content
-    if isinstance(content, bytes):
+    encoded, decoded = b"", raw.content
+    if isinstance(decoded, bytes):
         try:
-            decoded = content.decode()
+            encoded, decoded = decoded, decoded.decode()
         except UnicodeDecodeError as error:
-            at = error.start
-            if not repaired(at, f"byte 0x{content[at]:02x} ({error.reason})"):
+            refuse(error.start, f"byte 0x{encoded[error.start]:02x} ({error.reason})")
+            if policy == "skip":
                 return None
-            decoded = content.decode("utf-8", "replace")
-            content = decoded
-    else:
-        decoded = content
+            decoded = encoded.decode("utf-8", "replace")
+            encoded = b""
     text = source.text(decoded, raw)
     try:
-        same = text is decoded and isinstance(content, bytes)
-        encoded = content if same else text.encode()
+        encoded = encoded if encoded and text is decoded else text.encode()
     except UnicodeEncodeError as error:
-        if not repaired(error.start, "a lone surrogate"):
+        refuse(error.start, "a lone surrogate")
+        if policy == "skip":
             return None
         encoded = text.encode("utf-8", "replace")
         text = encoded.decode()
-    assert isinstance(encoded, bytes)
     tally.num_control_characters += len(encoded) - len(encoded.translate(None, CONTROL_BYTES))
     tally.num_bytes += len(encoded)
     return text
@@ -103,18 +301,20 @@ def open_source(config: CorpusConfig, split: str) -> Source | None:
         elif scheme_of(source)[0] != "maze":
             return None
     scheme, rest = scheme_of(source)
-    if scheme == "scores":
-        remedy = "extract from them: they are packed and scored already"
-        raise UsageError(
-            "rows that an engine scored are no text", where=config.source, remedy=remedy
-        )
     if scheme == "text":
         return TextFiles(rest, config.document_separator)
+    if scheme == "scores":
+        what, remedy = "rows that an engine scored are no text", "extract: they are packed already"
+        raise UsageError(what, where=config.source, remedy=remedy)
+    if scheme == "maze":
+        from pipeline.maze import MazePaths
+
+        return MazePaths.of(rest or "k4", config.seed, split)
+    from pipeline.corpus.tables import TABLES, HubDataset
+
     if scheme in TABLES:
         pattern, named = split_field(rest)
         return TABLES[scheme](pattern, named or config.field)
-    if scheme == "maze":
-        return MazePaths.of(rest or "k4", config.seed, split)
     name, _, variant = rest.partition(":")
     return HubDataset(name, variant or None, hub_split, config.field, config.revision)
 
@@ -161,16 +361,14 @@ def plan_spans(config: CorpusConfig) -> list[Span]:
     assert train is not None
     count = _limited_count(train, config)
     if validation is not None:
-        held_out = _limited_count(validation, config)
-        return [Span("train", train, 0, count), Span("validation", validation, 0, held_out)]
+        return [
+            Span("train", train, 0, count),
+            Span("validation", validation, 0, _limited_count(validation, config)),
+        ]
     held_out, fraction = config.validation_documents, config.validation_fraction
     if held_out > count:
-        raise UsageError(
-            "more documents are to be held out than there are",
-            where="corpus.validation_documents",
-            got=held_out,
-            expected=f"at most {count}",
-        )
+        what, where = "more documents are held out than there are", "corpus.validation_documents"
+        raise UsageError(what, where=where, got=held_out, expected=f"at most {count}")
     if not held_out and 0 < fraction < 1 and round(fraction * count) < MANY_HELD_OUT:
         return _fair_spans(train, count, fraction)
     cut = count - (held_out or round(fraction * count))
@@ -189,12 +387,11 @@ def _fair_spans(source: Source, count: int, fraction: float) -> list[Span]:
         text = content if isinstance(content, str) else content.decode("utf-8", "replace")
         sizes.append(len(source.text(text, raw)))
     total = sum(sizes)
-    tails = [0]  # characters of the last 0, 1, 2, ... documents, one at least left to train
-    for size in sizes[:0:-1]:
-        tails.append(tails[-1] + size)
+    # Characters of the last 0, 1, 2, ... documents, one at least left to train.
+    tails = [*accumulate(sizes[:0:-1], initial=0)]
     wanted = fraction * total
     held_out = min(range(len(tails)), key=lambda tail: abs(tails[tail] - wanted))
-    if not tails[held_out] and len(tails) > 1:
+    if not tails[held_out]:
         held_out = next((tail for tail in range(len(tails)) if tails[tail]), 0)
     if wanted / 2 <= tails[held_out] <= max(1.5 * wanted, MOST_HELD_OUT * total) and held_out:
         cut = count - held_out
@@ -222,10 +419,12 @@ def read_span(
     """(document number in the source, clean text) of a span, from document ``start`` on."""
     detokenize = None
     if config.detokenizer != "none":
+        from pipeline.corpus.detokenize import detokenizer
+
         detokenize = detokenizer(config.detokenizer)
     first = span.start if start is None else start
     for number, raw in enumerate(span.source.documents(first, span.stop), first):
-        text = decode_document(raw, span.source, config.on_bad_utf8, tally)
+        text = _decoded(raw, span.source, config.on_bad_utf8, tally)
         if text is None:
             continue
         part = span.part(number, text)
@@ -234,6 +433,6 @@ def read_span(
         text = detokenize(part) if detokenize else part
         if not config.keep_empty and (not text or text.isspace()):
             tally.num_empty += 1
-            continue
-        tally.num_documents += 1
-        yield number, text
+        else:
+            tally.num_documents += 1
+            yield number, text

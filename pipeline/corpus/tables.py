@@ -1,6 +1,6 @@
-"""Documents in a field of a table: JSON lines, CSV and Parquet files, plain or compressed.
+"""Documents in a field of a table: JSON lines, CSV and Parquet files, and data sets of the hub.
 
-``datasets`` reads them too, but says neither line nor byte of what is wrong, and stops for no bad
+``datasets`` reads files too, but says neither line nor byte of what is wrong, and stops for no bad
 UTF-8. A field that is null is empty.
 """
 
@@ -9,15 +9,33 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.corpus.sources import BYTE_ORDER_MARK, Files, RawDocument, TextFiles, open_bytes
+from pipeline.corpus.documents import (
+    BYTE_ORDER_MARK,
+    Files,
+    Known,
+    RawDocument,
+    Source,
+    TextFiles,
+    file_identity,
+    open_bytes,
+)
 from shards.errors import GdistillError, UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+else:
+    Dataset = Any
 
 BATCH_ROWS = 256
 LONGEST_CSV_FIELD = 1 << 30
@@ -35,22 +53,19 @@ class JsonLines(Files):
                 yield raw._replace(offset=number)
 
     def text(self, decoded: str, raw: RawDocument) -> str:
-        where = f"{raw.origin}: line {raw.offset}"
+        what, where = "malformed JSON line", f"{raw.origin}: line {raw.offset}"
         try:
             record = json.loads(decoded)
         except (ValueError, RecursionError) as error:
-            raise GdistillError("malformed JSON line", where=where, got=error) from error
+            raise GdistillError(what, where=where, got=error) from error
         if not isinstance(record, dict):
-            got = type(record).__name__
-            raise GdistillError("malformed JSON line", where=where, got=got, expected="an object")
+            raise GdistillError(what, where=where, got=type(record).__name__, expected="an object")
         value = record.get(self.field)
         if not isinstance(value, str):
-            raise GdistillError(
-                f"no text in field {self.field!r}",
-                where=where,
-                got=f"fields {sorted(record)}" if value is None else type(value).__name__,
-                remedy=did_you_mean(self.field, record.keys() - {self.field}),
-            )
+            got = f"fields {sorted(record)}" if value is None else type(value).__name__
+            remedy = did_you_mean(self.field, record.keys() - {self.field})
+            what = f"no text in field {self.field!r}"
+            raise GdistillError(what, where=where, got=got, remedy=remedy)
         return value
 
     def place(self, raw: RawDocument, byte: int) -> str:
@@ -119,12 +134,9 @@ class CsvFiles(Files):
                     content = values[at].encode("utf-8", "surrogateescape")
                     yield RawDocument(content, str(path), row)
             except csv.Error as error:
-                raise GdistillError(
-                    "cannot read the CSV file",
-                    where=f"{path}: line {reader.line_num}",
-                    got=error,
-                    expected="a line of column names, then rows of as many fields",
-                ) from error
+                what, where = "cannot read the CSV file", f"{path}: line {reader.line_num}"
+                expected = "a line of column names, then rows of as many fields"
+                raise GdistillError(what, where=where, got=error, expected=expected) from error
 
 
 TABLES = {"jsonl": JsonLines, "csv": CsvFiles, "parquet": ParquetFiles}
@@ -134,3 +146,63 @@ def _require_column(column: str, path: Path, names: list[str]) -> None:
     if column not in names:
         remedy = did_you_mean(column, names, "name one: PATH#column")
         raise UsageError(f"no column {column!r}", where=path, got=f"columns {names}", remedy=remedy)
+
+
+@dataclass(frozen=True)
+class HubDataset(Source):
+    """One split of a data set of the hub, or of a folder that ``datasets`` loads.
+
+    Memory-mapped by ``datasets``; no code of a repository is run.
+    """
+
+    name: str
+    config: str | None
+    split: str
+    field: str
+    revision: str | None
+
+    @cached_property
+    def _rows(self) -> Dataset:
+        import datasets  # late: other corpora need not wait for it
+
+        where = f"hf:{self.name}" + (f":{self.config}" if self.config else "")
+        name, what = os.path.expanduser(self.name), "cannot load the data set"
+        if (os.path.isabs(name) or self.name.startswith(".")) and not os.path.isdir(name):
+            raise UsageError("no such folder of a data set", where=where)
+        try:
+            given = {"split": self.split, "revision": self.revision}
+            rows = datasets.load_dataset(name, self.config, **given)
+        except ValueError as error:  # an unknown configuration or split, which it lists
+            raise UsageError(what, where=where, got=error) from error
+        except Exception as error:
+            got = f"{type(error).__name__}: {error}"
+            remedy = "is the name right and the hub (or its cache) within reach?"
+            raise GdistillError(what, where=where, got=got, remedy=remedy) from error
+        if self.field not in (names := rows.column_names):
+            got, remedy = f"fields {names}", did_you_mean(self.field, names)
+            raise UsageError(f"no field {self.field!r}", where=where, got=got, remedy=remedy)
+        kind = getattr(rows.features[self.field], "dtype", "")
+        if kind not in ("string", "large_string"):
+            raise UsageError(f"field {self.field!r} holds no text", where=where, got=kind)
+        return rows.select_columns([self.field])
+
+    def count(self) -> int:
+        return len(self._rows)
+
+    def documents(self, start: int, stop: int) -> Iterator[RawDocument]:
+        for begin in range(start, stop, BATCH_ROWS):
+            batch = self._rows[begin : min(begin + BATCH_ROWS, stop)][self.field]
+            for row, value in enumerate(batch, begin):
+                yield RawDocument(value or "", f"hf:{self.name}", row)
+
+    def identity(self, known: Known = MappingProxyType({})) -> list[dict[str, Any]]:
+        rows, folder = self._rows, Path(os.path.expanduser(self.name))
+        facts = {"config": self.config, "split": self.split, "num_rows": len(rows)}
+        if folder.is_dir():  # where it lies says nothing: its files do
+            files = sorted(path for path in folder.rglob("*") if path.is_file())
+            hidden = [any(p[0] == "." for p in path.relative_to(folder).parts) for path in files]
+            kept = [path for path, is_hidden in zip(files, hidden, strict=True) if not is_hidden]
+            return [facts, *(file_identity(path, known) for path in kept)]
+        return [
+            facts | {"name": self.name, "revision": self.revision, "fingerprint": rows._fingerprint}
+        ]

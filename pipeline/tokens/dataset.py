@@ -19,7 +19,8 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +73,20 @@ class PartWriter:
     """
 
     def __init__(self, folder: Path, row_length: int, num_closed: int = 0) -> None:
-        self.folder, self.row_length, self.num_closed = folder, row_length, num_closed
+        self.folder, self.row_length = folder, row_length
         kind = pa.list_(pa.int32(), row_length)
         self._schema = pa.schema([pa.field(COLUMN, kind, nullable=False)])
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(".*.tmp"):
             leftover.unlink()
-        self._start()
+        self._start(num_closed)
 
-    def _start(self) -> None:
+    def _start(self, number: int) -> None:
         self._file: pq.ParquetWriter | None = None
         self._pending: list[np.ndarray] = []
         self._num_pending, self.num_rows, self._max_token_id = 0, 0, -1
         self._digest = hashlib.sha256()
-        self.name = f"part-{self.num_closed:05d}.parquet"
+        self._number, self.name = number, f"part-{number:05d}.parquet"
 
     @property
     def is_full(self) -> bool:
@@ -105,7 +106,7 @@ class PartWriter:
         self._flush(self._num_pending // group * group)
 
     def _flush(self, num_rows: int) -> None:
-        """Hand the first pending rows to the file, a row group at a time."""
+        """Hand the first pending rows to the file, in row groups."""
         if not num_rows:
             return
         if self._file is None:
@@ -116,13 +117,11 @@ class PartWriter:
                 use_dictionary=False,
                 write_page_checksum=True,
             )
-        rows, group = np.concatenate(self._pending), rows_per_group(self.row_length)
-        for start in range(0, num_rows, group):
-            part = rows[start : min(start + group, num_rows)]
-            values = pa.array(np.ascontiguousarray(part).reshape(-1), pa.int32())
-            column = pa.FixedSizeListArray.from_arrays(values, type=self._schema.field(0).type)
-            table = pa.Table.from_arrays([column], schema=self._schema)
-            self._file.write_table(table, row_group_size=group)
+        rows = np.concatenate(self._pending)
+        values = pa.array(np.ascontiguousarray(rows[:num_rows]).reshape(-1), pa.int32())
+        column = pa.FixedSizeListArray.from_arrays(values, type=self._schema.field(0).type)
+        table = pa.Table.from_arrays([column], schema=self._schema)
+        self._file.write_table(table, row_group_size=rows_per_group(self.row_length))
         self._pending = [rows[num_rows:]]
         self._num_pending -= num_rows
 
@@ -140,8 +139,7 @@ class PartWriter:
         fsync_path(self.folder)
         sizes = self.num_rows, path.stat().st_size
         part = Part(self.name, *sizes, self._digest.hexdigest(), self._max_token_id)
-        self.num_closed += 1
-        self._start()
+        self._start(self._number + 1)
         return part
 
 
@@ -169,13 +167,9 @@ def write_record(
     tokenizer.save_pretrained(work / "tokenizer")
     splits, content = {}, {}
     for split, found in parts.items():
-        num_rows = sum(part.num_rows for part in found)
-        splits[split] = {
-            "num_rows": num_rows,
-            "num_tokens": num_rows * row_length,
-            **counts[split],
-            "parts": [asdict(part) for part in found],
-        }
+        rows = sum(part.num_rows for part in found)
+        sizes = {"num_rows": rows, "num_tokens": rows * row_length}
+        splits[split] = {**sizes, **counts[split], "parts": [asdict(part) for part in found]}
         content[split] = [[part.num_rows, part.tokens_sha256] for part in found]
     # Equal rows in equal parts, equal fingerprint.
     digest = hashlib.sha256(canonical_json({"row_length": row_length, "splits": content}))
@@ -187,10 +181,7 @@ def write_record(
         "row_length": row_length,
         "vocab_size": len(tokenizer),
         **border_ids,
-        "tokenizer": {
-            "id": str(tokenizer.name_or_path),
-            "sha256": tokenizer_sha256(tokenizer),
-        },
+        "tokenizer": {"id": str(tokenizer.name_or_path), "sha256": tokenizer_sha256(tokenizer)},
         "splits": splits,
         "versions": {"transformers": transformers.__version__},
     }
@@ -198,16 +189,32 @@ def write_record(
 
 
 class TokenDataset:
-    """Reader of a finished stage 1. Memory: one row group at a time, per split.
+    """Reader of a finished stage 1; see :meth:`open`. Memory: two row groups at a time.
 
     Attributes:
-        path: The ``tokens`` folder.
+        path: The ``tokens`` folder; ``tokenizer_path`` is the tokenizer's in it.
         record: The parsed ``tokens.json``.
+        fingerprint: Identifies the rows.
+        row_length: Tokens of a row, L.
+        vocab_size: Entries of the tokenizer, special tokens included.
+        max_token_id: The largest id in any row; -1 without rows.
+        splits: Their names.
     """
 
     def __init__(self, path: Path, record: dict[str, Any]) -> None:
-        self.path, self.record = path, record
-        self.tokenizer_path = path / "tokenizer"
+        self.path, self.record, self.tokenizer_path = path, record, path / "tokenizer"
+        self.fingerprint: str = record["fingerprint"]
+        self.row_length: int = record["row_length"]
+        self.vocab_size: int = record["vocab_size"]
+        self.bos_id: int = record["bos_id"]
+        self.eos_id: int = record["eos_id"]
+        self.splits: tuple[str, ...] = tuple(record["splits"])
+        self._parts = {
+            split: [Part(**part) for part in found["parts"]]
+            for split, found in record["splits"].items()
+        }
+        every = [part for parts in self._parts.values() for part in parts]
+        self.max_token_id = max((part.max_token_id for part in every), default=-1)
         self._group = lru_cache(maxsize=2)(self._read_group)
 
     @classmethod
@@ -219,90 +226,49 @@ class TokenDataset:
             IntegrityError: If the record lacks a field, or a part is missing or truncated.
         """
         path = Path(path)
-        remedy = f"remove {path} and run stage 1 again"
+        file, remedy = path / RECORD, f"remove {path} and run stage 1 again"
         try:
-            record = json.loads((path / RECORD).read_text(encoding="utf-8"))
+            record = json.loads(file.read_text(encoding="utf-8"))
         except OSError as error:
             expected = f"a {RECORD} in it"
             raise UsageError("no finished token data set", where=path, expected=expected) from error
         except (ValueError, RecursionError) as error:
-            raise IntegrityError("damaged file", where=path / RECORD, got=error) from error
+            raise IntegrityError("damaged file", where=file, got=error) from error
         if not isinstance(record, dict):
             got = type(record).__name__
-            raise IntegrityError("damaged file", where=path / RECORD, got=got, expected="an object")
+            raise IntegrityError("damaged file", where=file, got=got, expected="an object")
         if (version := record.get("format_version")) != FORMAT_VERSION:
-            raise UsageError(
-                "token data set of another format version",
-                where=path,
-                got=version,
-                expected=FORMAT_VERSION,
-                remedy="run stage 1 again into a new folder",
-            )
+            what, remedy = "token rows of another format version", "run stage 1 in a new folder"
+            expected = FORMAT_VERSION
+            raise UsageError(what, where=path, got=version, expected=expected, remedy=remedy)
         if missing := [name for name in FIELDS if name not in record]:
-            where, got = path / RECORD, missing[0]
-            raise IntegrityError("a field is missing", where=where, got=got, remedy=remedy)
-        dataset = cls(path, record)
+            raise IntegrityError("a field is missing", where=file, got=missing[0], remedy=remedy)
         try:
-            for split in dataset.splits:
-                for part in dataset.parts(split):
+            dataset = cls(path, record)
+            for split, parts in dataset._parts.items():
+                for part in parts:
                     safe_name(f"{split}/{part.name}")  # the folder may come from anywhere
         except (KeyError, TypeError, AttributeError, UsageError) as error:
-            where, got = path / RECORD, str(error)[:400]
-            raise IntegrityError(
-                "malformed list of parts", where=where, got=got, remedy=remedy
-            ) from error
-        for split in dataset.splits:
-            for part in dataset.parts(split):
-                file = path / split / part.name
-                size = file.stat().st_size if file.is_file() else None
+            what, got = "malformed list of parts", str(error)[:400]
+            raise IntegrityError(what, where=file, got=got, remedy=remedy) from error
+        for split, parts in dataset._parts.items():
+            for part in parts:
+                place = path / split / part.name
+                size = place.stat().st_size if place.is_file() else None
                 if size != part.num_bytes:
+                    what = f"token rows are {'missing' if size is None else 'truncated'}"
+                    got = "no file" if size is None else f"{size} bytes"
+                    expected = f"{part.num_bytes} bytes"
                     raise IntegrityError(
-                        f"token rows are {'missing' if size is None else 'truncated'}",
-                        where=file,
-                        got="no file" if size is None else f"{size} bytes",
-                        expected=f"{part.num_bytes} bytes",
-                        remedy=remedy,
+                        what, where=place, got=got, expected=expected, remedy=remedy
                     )
         return dataset
 
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the rows."""
-        return self.record["fingerprint"]
-
-    @property
-    def row_length(self) -> int:
-        """Tokens per row, L."""
-        return self.record["row_length"]
-
-    @property
-    def vocab_size(self) -> int:
-        """Entries of the tokenizer, special tokens included."""
-        return self.record["vocab_size"]
-
-    @property
-    def max_token_id(self) -> int:
-        """The largest id in any row; -1 without rows."""
-        parts = [part for name in self.splits for part in self.parts(name)]
-        return max((part.max_token_id for part in parts), default=-1)
-
-    @property
-    def bos_id(self) -> int:
-        return self.record["bos_id"]
-
-    @property
-    def eos_id(self) -> int:
-        return self.record["eos_id"]
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        return tuple(self.record["splits"])
-
     def parts(self, split: str) -> list[Part]:
         """The files of a split, in row order."""
-        if split not in self.record["splits"]:
+        if split not in self._parts:
             raise UsageError("unknown split", where=self.path, got=split, expected=self.splits)
-        return [Part(**part) for part in self.record["splits"][split]["parts"]]
+        return self._parts[split]
 
     def num_rows(self, split: str) -> int:
         """Rows of a split."""
@@ -318,28 +284,16 @@ class TokenDataset:
         if not 0 <= start <= stop <= self.num_rows(split):
             raise IndexError(f"rows {start}..{stop} of {self.num_rows(split)} in {split!r}")
         blocks = [np.empty((0, self.row_length), np.int32)]
-        firsts = self._firsts[split]
+        firsts = [*accumulate((part.num_rows for part in self._parts[split]), initial=0)]
         while start < stop:
-            first, part, group = firsts[bisect.bisect_right(firsts, (start, 1 << 62, 0)) - 1]
-            blocks.append(self._group(split, part, group)[start - first : stop - first])
+            part = bisect.bisect_right(firsts, start) - 1
+            group, offset = divmod(start - firsts[part], rows_per_group(self.row_length))
+            blocks.append(self._group(split, part, group)[offset : offset + stop - start])
             start += len(blocks[-1])
         return np.concatenate(blocks)
 
-    @cached_property
-    def _firsts(self) -> dict[str, list[tuple[int, int, int]]]:
-        """For each split: (first row, part, row group in the part) of every row group."""
-        per_group = rows_per_group(self.row_length)
-        table: dict[str, list[tuple[int, int, int]]] = {}
-        for split in self.splits:
-            first, groups = 0, table.setdefault(split, [])
-            for index, part in enumerate(self.parts(split)):
-                starts = range(0, part.num_rows, per_group)
-                groups += [(first + at, index, group) for group, at in enumerate(starts)]
-                first += part.num_rows
-        return table
-
     def _read_group(self, split: str, part: int, group: int) -> np.ndarray:
-        path = self.path / split / self.parts(split)[part].name
+        path = self.path / split / self._parts[split][part].name
         try:
             file = pq.ParquetFile(path, page_checksum_verification=True)
             column = file.read_row_group(group, columns=[COLUMN]).column(0).combine_chunks()

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -30,7 +29,6 @@ NUM_ENCODERS = 2
 """Batches tokenized side by side, so that the end of one idles no core."""
 Ids = np.ndarray
 """Token ids, int32."""
-Item = TypeVar("Item")
 
 
 def load_tokenizer(location: str | Path) -> PreTrainedTokenizerBase:
@@ -39,19 +37,15 @@ def load_tokenizer(location: str | Path) -> PreTrainedTokenizerBase:
     Raises:
         UsageError: If there is none, or it has no fast (``tokenizers``) form.
     """
-    place = os.path.expanduser(location)
+    place, expected = os.path.expanduser(location), "a folder with tokenizer.json"
     if looks_local(str(location)) and not Path(place).is_dir():
-        expected = "a folder with tokenizer.json"
         raise UsageError("no such tokenizer folder", where=location, expected=expected)
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            "cannot load a tokenizer",
-            where=location,
-            got=first_line(error),
-            expected="a folder with tokenizer.json, or the hub id of a model",
-        ) from error
+        got, expected = first_line(error), f"{expected}, or the hub id of a model"
+        what = "cannot load a tokenizer"
+        raise UsageError(what, where=location, got=got, expected=expected) from error
     backend(tokenizer)
     return tokenizer
 
@@ -60,11 +54,9 @@ def backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     """The ``tokenizers`` object behind a tokenizer, with truncation and padding off."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(fast, Tokenizer):
-        raise UsageError(
-            "the tokenizer has no fast form",
-            where=getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__,
-            expected="one that the tokenizers library can load (tokenizer.json)",
-        )
+        where = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+        expected = "one that the tokenizers library can load (tokenizer.json)"
+        raise UsageError("the tokenizer has no fast form", where=where, expected=expected)
     fast.no_truncation()
     fast.no_padding()
     return fast
@@ -110,19 +102,15 @@ def special_ids(
     bos = bos if config.bos_id is None else config.bos_id
     bos, eos = (eos if bos is None else bos), (bos if eos is None else eos)
     if bos is None or eos is None:
-        raise UsageError(
-            "the tokenizer has neither a bos nor an eos token",
-            where=tokenizer.name_or_path,
-            remedy="name one: --set corpus.eos_id=N (and corpus.bos_id=N if it is another)",
-        )
+        what = "the tokenizer has neither a bos nor an eos token"
+        remedy = "name one: --set corpus.eos_id=N (and corpus.bos_id=N if it is another)"
+        raise UsageError(what, where=tokenizer.name_or_path, remedy=remedy)
     wanted = config.separate_train if split == "train" else config.separate_validation
     separator = (eos if config.separator_id is None else config.separator_id) if wanted else None
     for name, value in (("bos_id", bos), ("eos_id", eos), ("separator_id", separator)):
         if value is not None and not 0 <= value < len(tokenizer):
-            expected = f"0 to {len(tokenizer) - 1}"
-            raise UsageError(
-                "id outside the vocabulary", where=f"corpus.{name}", got=value, expected=expected
-            )
+            what, expected = "id outside the vocabulary", f"0 to {len(tokenizer) - 1}"
+            raise UsageError(what, where=f"corpus.{name}", got=value, expected=expected)
     return SpecialIds(bos, eos, separator)
 
 
@@ -149,15 +137,13 @@ def batches(
         most_tokens: Tokens that are wanted in all. Where few are, the groups are small, so that
             little is read in vain: a token has four characters, as a rule.
     """
+    most = min(BATCH_CHARACTERS, 4 * most_tokens)
     texts: list[str] = []
     num_characters, number = 0, -1
     for number, text in documents:
         texts.append(text)
         num_characters += len(text)
-        if (
-            num_characters >= min(BATCH_CHARACTERS, 4 * most_tokens)
-            or len(texts) >= BATCH_DOCUMENTS
-        ):
+        if num_characters >= most or len(texts) >= BATCH_DOCUMENTS:
             yield TextBatch(texts, number + 1, replace(tally))
             texts, num_characters = [], 0
     if texts:
@@ -172,9 +158,7 @@ def special_token_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase,
-    texts: list[str],
-    special_tokens: SpecialTokens = "token",
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], special_tokens: SpecialTokens = "token"
 ) -> list[Ids]:
     """Ids of each text, no special tokens added, on all cores.
 
@@ -192,37 +176,23 @@ def encode(
         encoded = fast.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encoded]
     except Exception as error:  # the library raises bare Exception, for an unknown word say
-        raise GdistillError(
-            "the tokenizer cannot encode the text",
-            where=tokenizer.name_or_path,
-            got=error,
-            remedy="is this the tokenizer of this corpus?",
-        ) from error
+        what, remedy = "the tokenizer cannot encode the text", "is it the tokenizer of this corpus?"
+        where = tokenizer.name_or_path
+        raise GdistillError(what, where=where, got=error, remedy=remedy) from error
 
 
 def encoded(
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Iterator[TextBatch],
-    special_tokens: SpecialTokens = "text",
+    tokenizer: PreTrainedTokenizerBase, texts: Iterator[TextBatch], special_tokens: SpecialTokens
 ) -> Iterator[tuple[TextBatch, list[Ids]]]:
     """Batches with their ids, in order; reading and tokenizing run ahead in threads."""
-    with ThreadPoolExecutor(NUM_ENCODERS) as pool:
-        pending: deque[tuple[TextBatch, Future[list[Ids]]]] = deque()
-        for batch in _ahead(texts):
+    pending: deque[tuple[TextBatch, Future[list[Ids]]]] = deque()
+    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(NUM_ENCODERS) as pool:
+        read = reader.submit(next, texts, None)
+        while (batch := read.result()) is not None:
+            read = reader.submit(next, texts, None)
             pending.append((batch, pool.submit(encode, tokenizer, batch.texts, special_tokens)))
             if len(pending) > NUM_ENCODERS:
                 done, ids = pending.popleft()
                 yield done, ids.result()
-        while pending:
-            done, ids = pending.popleft()
+        for done, ids in pending:
             yield done, ids.result()
-
-
-def _ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """The same items, drawn in a thread that stays an item ahead."""
-    end = object()
-    with ThreadPoolExecutor(1) as pool:
-        pending = pool.submit(next, items, end)
-        while (item := pending.result()) is not end:
-            pending = pool.submit(next, items, end)
-            yield item  # type: ignore[misc]

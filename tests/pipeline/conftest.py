@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.corpus.config import CorpusConfig
-from pipeline.tokens import dataset as token_writer
-from pipeline.tokens import dataset as tokens
-from pipeline.tokens import tokenizer as tokenization
+from pipeline.tokens import dataset, tokenizer
+from pipeline.tokens.build import prepare_tokens
+from pipeline.tokens.dataset import TokenDataset
 from tests.pipeline.extract_cases import contents, options, run, save_teacher, write_corpus
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat,", "and", "then;", "Quick!", "old's"]
+Prepare = Callable[..., TokenDataset]
 
 
 @pytest.fixture(scope="session")
@@ -38,9 +42,8 @@ def bpe_tokenizer(sentences: list[str]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )  # type: ignore[call-arg]
     backend.train_from_iterator(sentences, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<|endoftext|>", eos_token="<|endoftext|>"
-    )
+    ends = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **ends)
 
 
 @pytest.fixture
@@ -48,17 +51,27 @@ def sentence_corpus(tmp_path: Path, sentences: list[str]) -> CorpusConfig:
     """500 sentences, one per line, the last 50 held out, in rows of 16."""
     path = tmp_path / "corpus.txt"
     path.write_text("\n".join(sentences) + "\n")
-    return CorpusConfig(
-        f"text:{path}", document_separator="line", row_length=16, validation_documents=50
-    )
+    settings: dict[str, Any] = {"document_separator": "line", "validation_documents": 50}
+    return CorpusConfig(f"text:{path}", row_length=16, **settings)
+
+
+@pytest.fixture
+def prepare(sentence_corpus: CorpusConfig, bpe_tokenizer: PreTrainedTokenizerFast) -> Prepare:
+    """Stage 1 of the sentences, with changed settings, into a folder."""
+
+    def prepared(out: Path, limits: Any = None, **changes: Any) -> TokenDataset:
+        config = dataclasses.replace(sentence_corpus, **changes)
+        return prepare_tokens(config, bpe_tokenizer, out, limits=limits)
+
+    return prepared
 
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts, row groups and batches small enough for a small corpus to have many."""
-    monkeypatch.setattr(token_writer, "PART_TOKENS", 800)
-    monkeypatch.setattr(tokens, "ROW_GROUP_TOKENS", 160)
-    monkeypatch.setattr(tokenization, "BATCH_DOCUMENTS", 40)
+    monkeypatch.setattr(dataset, "PART_TOKENS", 800)
+    monkeypatch.setattr(dataset, "ROW_GROUP_TOKENS", 160)
+    monkeypatch.setattr(tokenizer, "BATCH_DOCUMENTS", 40)
 
 
 @pytest.fixture(scope="session")
@@ -74,10 +87,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def reference(
-    tmp_path_factory: pytest.TempPathFactory, teacher: Path, corpus: Path
-) -> dict[str, bytes]:
-    """The small store as one process writes it."""
-    out = tmp_path_factory.mktemp("reference")
+def finished(tmp_path_factory: pytest.TempPathFactory, teacher: Path, corpus: Path) -> Path:
+    """Folder of a run of one process; not to be written to."""
+    out = tmp_path_factory.mktemp("run")
     run(out, options(teacher, corpus))
-    return contents(out / "store")
+    return out
+
+
+@pytest.fixture(scope="session")
+def reference(finished: Path) -> dict[str, bytes]:
+    """The small store as one process writes it."""
+    return contents(finished / "store")

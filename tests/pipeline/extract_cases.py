@@ -11,8 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from pipeline.run import run_extraction
-from pipeline.settings import resolve_request
-from pipeline.workers import Worker
+from pipeline.settings import Worker, resolve_request
 from shards.store.store import ShardStore
 
 WORDS = ["<bos>", "<eos>", *(f"w{i}" for i in range(21))]

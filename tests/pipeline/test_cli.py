@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.maze_teacher import MazeTeacherConfig
+from pipeline.maze import MazeTeacherConfig
 from pipeline.settings import resolve_request
 from pipeline.teacher import RawLogits, Teacher
 from shards.errors import UsageError
@@ -314,7 +314,7 @@ def test_maze_brings_its_own_teacher(
     small = MazeTeacherConfig(
         num_layers=2, num_heads=2, hidden_size=32, num_steps=120, learning_rate=1e-2
     )
-    monkeypatch.setattr("pipeline.maze_teacher.demo_teacher_config", lambda: small)
+    monkeypatch.setattr("pipeline.maze.demo_teacher_config", lambda: small)
     words = ["--corpus", "maze:k4", "--teacher-preset", "demo", "--out", tmp_path]
     words += ["--device", "cpu", "--set", "corpus.limit_documents=50"]
     code, _, err = command(*words)

@@ -21,11 +21,9 @@ from transformers import (
 )
 
 from pipeline.extract import Extractor
-from pipeline.manifest import public_source
 from pipeline.plan import make_plan, what_would_be_done
-from pipeline.run import run_extraction
-from pipeline.settings import ExtractRequest, PlanOptions, resolve_request
-from pipeline.workers import Worker
+from pipeline.run import public_source, run_extraction
+from pipeline.settings import ExtractRequest, PlanOptions, Worker, resolve_request
 from shards.errors import GdistillError, UsageError
 from shards.store.store import ShardStore
 from tests.pipeline.extract_cases import (

@@ -23,7 +23,7 @@ from shards.noise.philox import PositionKeys, race, uniforms
 from shards.provenance import derive_seed
 from shards.settings import check_bounds, setting
 from trainer.objective.batch import Places
-from trainer.sampling.nucleus import NucleusRule, truncate_to_nucleus
+from shards.noise.nucleus import NucleusRule, truncate_to_nucleus
 from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.registry import Student
 

@@ -1,9 +1,12 @@
+"""Documents of every kind of source, and what divides them into splits."""
+
 from __future__ import annotations
 
 import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +16,8 @@ import zstandard
 from pipeline.corpus.config import CorpusConfig, corpus_config, preset_names
 from pipeline.corpus.documents import Tally, open_source, plan_spans, read_span
 from shards.errors import GdistillError, UsageError
+
+ALL = {"validation_fraction": 0.0}
 
 
 def read_documents(
@@ -24,7 +29,8 @@ def read_documents(
             yield from (text for _, text in read_span(span, config, tally or Tally()))
 
 
-def everything(config: CorpusConfig) -> list[str]:
+def everything(spec: str | CorpusConfig, **settings: Any) -> list[str]:
+    config = spec if isinstance(spec, CorpusConfig) else corpus_config(spec, settings)
     return [text for split in ("train", "validation") for text in read_documents(config, split)]
 
 
@@ -41,17 +47,15 @@ def everything(config: CorpusConfig) -> list[str]:
 def test_documents_of_a_text_file(tmp_path: Path, separator: str, expected: list[str]) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one\n\nstill one\n<|endoftext|>\ntwo  \n<|endoftext|>\n\nthree\n")
-    config = CorpusConfig(f"text:{path}", document_separator=separator, validation_fraction=0.0)
-    assert everything(config) == expected
+    assert everything(f"text:{path}", document_separator=separator, **ALL) == expected
 
 
 def test_line_ends_and_byte_order_marks_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfone\r\n<|endoftext|>\r\n\r\n<|endoftext|>\ntwo\r\nlines\r\n")
-    config = CorpusConfig(f"text:{path}", validation_fraction=0.0)
-    assert everything(config) == ["one", "two\r\nlines"]
-    lines = CorpusConfig(f"text:{path}", document_separator="line", validation_fraction=0.0)
-    assert everything(lines) == ["one", "<|endoftext|>", "<|endoftext|>", "two", "lines"]
+    assert everything(f"text:{path}", **ALL) == ["one", "two\r\nlines"]
+    lines = everything(f"text:{path}", document_separator="line", **ALL)
+    assert lines == ["one", "<|endoftext|>", "<|endoftext|>", "two", "lines"]
 
 
 def test_globs_and_compression(tmp_path: Path) -> None:
@@ -60,24 +64,36 @@ def test_globs_and_compression(tmp_path: Path) -> None:
     packed = zstandard.compress(b"zstd\n<|endoftext|>\n") + zstandard.compress(b"second frame")
     (tmp_path / "c.txt.zst").write_bytes(packed)
     (tmp_path / "folder.txt").mkdir()
-    config = CorpusConfig(f"text:{tmp_path}/*.txt*", validation_fraction=0.0)
-    assert everything(config) == ["plain", "gzip", "zstd", "second frame"]
+    found = everything(f"text:{tmp_path}/*.txt*", **ALL)
+    assert found == ["plain", "gzip", "zstd", "second frame"]
 
 
 def test_json_lines_and_parquet(tmp_path: Path) -> None:
-    lines = tmp_path / "a.jsonl"
+    lines, table = tmp_path / "a.jsonl", tmp_path / "a.parquet"
     lines.write_text('{"text": "no", "story": "one"}\n\n{"story": "tw\\u00f6"}\n')
     config = CorpusConfig(f"jsonl:{lines}#story", validation_fraction=0.5)
     assert list(read_documents(config)) == ["one"]
     assert list(read_documents(config, "validation")) == ["twö"]
 
-    table = tmp_path / "a.parquet"
     pq.write_table(pa.table({"body": ["a", None, "b"] * 1000}), table, row_group_size=700)
     config = CorpusConfig(f"parquet:{table}", field="body", validation_documents=1500)
     assert list(read_documents(config)) == ["a", "b"] * 500
     tally = Tally()
     assert len(list(read_documents(config, "validation", tally))) == 1000
     assert (tally.num_documents, tally.num_empty, tally.num_bytes) == (1000, 500, 1000)
+
+
+def test_csv_files(tmp_path: Path) -> None:
+    """Other columns may hold anything; a range is that part of the whole."""
+    rows = "".join(f"{i},{'word ' * 300}{i}\n" for i in range(5000))
+    (tmp_path / "a.csv").write_text(f"n,text\n{rows}not a number,last\n")
+    source = open_source(corpus_config(f"{tmp_path}/a.csv"), "train")
+    assert source is not None and source.count() == 5001
+    whole = list(source.documents(0, 5001))
+    assert whole[-1].content == b"last" and whole[4321].content.endswith(b" 4321")  # type: ignore[arg-type]
+    assert list(source.documents(4990, 4995)) == whole[4990:4995]
+    (tmp_path / "b.csv").write_bytes("\ufefftext,n\n".encode() + b'"bad \xff byte",1\n\n,2\n')
+    assert everything(f"{tmp_path}/b.csv", on_bad_utf8="skip", **ALL) == []
 
 
 def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,10 +107,8 @@ def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(read_documents(held_out)) == ["a", "b"]
     assert list(read_documents(held_out, "validation")) == ["c"]
     own = CorpusConfig(f"hf:{folder}", validation_split="validation")
-    assert (list(read_documents(own)), list(read_documents(own, "validation"))) == (
-        ["a", "b", "c"],
-        ["d"],
-    )
+    assert list(read_documents(own)) == ["a", "b", "c"]
+    assert list(read_documents(own, "validation")) == ["d"]
     pq.write_table(pa.table({"text": ["a", None, "b"]}), folder / "test.parquet")
     nothing = CorpusConfig(f"hf:{folder}", split="test", validation_fraction=0.0)
     tally = Tally()
@@ -102,14 +116,64 @@ def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.Monkey
     (folder / "test.parquet").unlink()
     first, second = (open_source(own, "train"), open_source(own, "train"))
     assert first is not None and second is not None and first.identity() == second.identity()
-    with pytest.raises(UsageError, match=r"no field 'txt'.*did you mean 'text'"):
-        list(read_documents(CorpusConfig(f"hf:{folder}", field="txt")))
-    with pytest.raises(UsageError, match="holds no text"):
-        list(read_documents(CorpusConfig(f"hf:{folder}", field="label")))
-    with pytest.raises(UsageError, match="cannot load the data set"):
-        list(read_documents(CorpusConfig(f"hf:{folder}", split="tset")))
-    with pytest.raises(UsageError, match="no such folder of a data set"):
-        list(read_documents(CorpusConfig(f"hf:{tmp_path}/nowhere")))
+    for place, change, message in (
+        (folder, {"field": "txt"}, r"no field 'txt'.*did you mean 'text'"),
+        (folder, {"field": "label"}, "holds no text"),
+        (folder, {"split": "tset"}, "cannot load the data set"),
+        (tmp_path / "nowhere", {}, "no such folder of a data set"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            everything(f"hf:{place}", **change)
+
+
+def test_a_local_folder_of_a_data_set_is_known_by_its_content(tmp_path: Path) -> None:
+    identities = []
+    for name, text in (("one", "a"), ("two", "a"), ("three", "b")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text(json.dumps({"text": text}) + "\n")
+        source = open_source(CorpusConfig(f"hf:{tmp_path / name}"), "train")
+        assert source is not None
+        local = ("path", "modified_ns")
+        identities.append(
+            [{k: v for k, v in fact.items() if k not in local} for fact in source.identity()]
+        )
+    assert identities[0] == identities[1] != identities[2]
+    assert len(identities[0][1]["sha256"]) == 64
+
+
+def test_bare_paths_tell_their_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("a story")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"a packed story", mtime=0))
+    (tmp_path / "c.jsonl").write_text(json.dumps({"story": "a line"}) + "\n")
+    (tmp_path / "d.csv").write_text('id,story\n1,"a row, ""quoted""\nin two lines"\n')
+    (tmp_path / "e.tsv").write_text("id\tstory\nx\ta tab\n")
+    pq.write_table(pa.table({"story": ["a cell"]}), tmp_path / "f.parquet")
+    expected = {
+        "a.txt": "a story",
+        "b.txt.gz": "a packed story",
+        "c.jsonl#story": "a line",
+        "d.csv#story": 'a row, "quoted"\nin two lines',
+        "e.tsv#story": "a tab",
+        "f.parquet#story": "a cell",
+    }
+    for spec, text in expected.items():
+        for place in (spec, f"./{spec}", f"{tmp_path}/{spec}"):
+            assert everything(place, **ALL) == [text]
+    assert corpus_config("*.txt").source == "text:*.txt"
+
+
+def test_odd_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that hold what a pattern or a #field is written with, and suffixes in capitals."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a[1].txt", "C#.txt", "B.TXT"):
+        (tmp_path / name).write_text(name)
+        assert everything(name, **ALL) == [name]
+    (tmp_path / "a#b.jsonl").write_text('{"body": "x", "text": "y"}\n')
+    for spec, text in (("a#b.jsonl#body", "x"), ("a#b.jsonl", "y")):
+        assert everything(spec, **ALL) == [text]
+    pq.write_table(pa.table({"text": pa.array(["a", "b", "a"]).dictionary_encode()}), "c.parquet")
+    assert everything("c.parquet", **ALL) == ["a", "b", "a"]
 
 
 @pytest.mark.parametrize(
@@ -136,80 +200,115 @@ def test_split_rules_keep_order(
 
 def test_a_source_of_its_own_for_validation(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("train")
-    (tmp_path / "b.txt").write_text("held out")
-    config = CorpusConfig(f"text:{tmp_path}/a.txt", validation_source=f"text:{tmp_path}/b.txt")
-    assert everything(config) == ["train", "held out"]
+    (tmp_path / "b.jsonl").write_text('{"text": "held out"}\n' * 5)
+    config = CorpusConfig(f"text:{tmp_path}/a.txt", validation_source=f"jsonl:{tmp_path}/b.jsonl")
+    assert everything(config) == ["train"] + ["held out"] * 5
+    limited = CorpusConfig(
+        f"text:{tmp_path}/a.txt",
+        validation_source=f"jsonl:{tmp_path}/b.jsonl",
+        limit_documents=2,
+    )
+    assert everything(limited) == ["train", "held out", "held out"]
 
 
-def test_a_single_document_is_divided_at_white_space(tmp_path: Path) -> None:
-    text = " ".join(f"word{number}" for number in range(1000))
-    (tmp_path / "a.txt").write_text(text)
-    config = CorpusConfig(f"text:{tmp_path}/a.txt", validation_fraction=0.1)
-    tally = Tally()
-    (train,), (validation,) = (
-        read_documents(config, split, tally) for split in ("train", "validation")
-    )
-    assert tally.num_bytes == len(text)
-    assert train + validation == text
-    assert validation.startswith(" word") and len(validation) == pytest.approx(
-        len(text) / 10, abs=9
-    )
+@pytest.mark.parametrize(
+    ("sizes", "fraction"),
+    [
+        ([4000, 5000, 6000, 3000], 0.01),
+        ([4000, 5000], 0.01),
+        ([7000], 0.1),
+        ([100] * 30 + [9000], 0.1),
+        ([9000] + [100] * 30, 0.1),
+        ([1000] * 200, 0.02),
+        ([50, 50, 7000], 0.05),
+    ],
+)
+def test_what_is_held_out_is_a_share_of_the_text(
+    tmp_path: Path, sizes: list[int], fraction: float
+) -> None:
+    """A document may be divided for it, at white space."""
+    for number, size in enumerate(sizes):
+        words = " ".join(f"{number}-{i}" for i in range(size // 5))
+        (tmp_path / f"{number:03d}.txt").write_text(words)
+    config, tally = CorpusConfig(f"text:{tmp_path}/*.txt", validation_fraction=fraction), Tally()
+    train = list(read_documents(config, "train", tally))
+    validation = list(read_documents(config, "validation", tally))
+    share = sum(map(len, validation)) / sum(map(len, train + validation))
+    assert train and 0.4 * fraction < share < 1.6 * fraction
+    original = [path.read_text() for path in sorted(tmp_path.glob("*.txt"))]
+    assert "".join(train + validation) == "".join(original)
+    assert tally.num_bytes == sum(map(len, original))
+    assert validation[0].startswith(" ") or validation[0] in original
 
 
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
+    path, lines = tmp_path / "a.txt", tmp_path / "a.jsonl"
     path.write_bytes(b"good\n<|endoftext|>\nbad \xff text\n<|endoftext|>\ngood\n")
-    where = rf"{path}: byte {5 + 14 + 4}\]; got byte 0xff"
-    with pytest.raises(GdistillError, match=where):
-        everything(CorpusConfig(f"text:{path}"))
     for policy, expected in (("replace", ["good", "bad � text", "good"]), ("skip", ["good"] * 2)):
-        tally = Tally()
-        config = CorpusConfig(f"text:{path}", on_bad_utf8=policy, validation_fraction=0.0)  # type: ignore[arg-type]
+        tally, settings = Tally(), {"on_bad_utf8": policy, **ALL}
+        config = corpus_config(f"text:{path}", settings)
         assert list(read_documents(config, "train", tally)) == expected
         assert tally.num_bad_utf8 == 1
-
-
-def test_bad_utf8_in_other_sources(tmp_path: Path) -> None:
-    lines, table = tmp_path / "a.jsonl", tmp_path / "a.parquet"
     lines.write_bytes(b'{"text": "ok"}\n{"text": "\\ud800 lone"}\n')
+    assert everything(f"jsonl:{lines}", on_bad_utf8="replace", **ALL) == ["ok", "? lone"]
     column = pa.array([b"ok", b"\xff"]).view(pa.string())
-    pq.write_table(pa.table({"text": column}), table)
-    with pytest.raises(GdistillError, match="lone surrogate"):
-        everything(CorpusConfig(f"jsonl:{lines}"))
-    with pytest.raises(GdistillError, match="row 1, byte 0"):
-        everything(CorpusConfig(f"parquet:{table}"))
-    replaced = CorpusConfig(f"jsonl:{lines}", on_bad_utf8="replace", validation_fraction=0.0)
-    assert everything(replaced) == ["ok", "? lone"]
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    for name, message in (
+        ("a.txt", rf"{path}: byte {5 + 14 + 4}\]; got byte 0xff"),
+        ("a.jsonl", "lone surrogate"),
+        ("a.parquet", "row 1, byte 0"),
+    ):
+        with pytest.raises(GdistillError, match=message):
+            everything(f"{tmp_path}/{name}")
 
 
 def test_control_characters_are_kept_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"a\x00b\tc\x7f\x1b\n")
-    tally = Tally()
-    config = CorpusConfig(f"text:{path}", validation_fraction=0.0)
+    tally, config = Tally(), corpus_config(f"text:{path}", ALL)
     assert list(read_documents(config, "train", tally)) == ["a\x00b\tc\x7f\x1b"]
     assert tally.num_control_characters == 3
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("spec", "settings", "message"),
     [
-        ("wikitxt2", "did you mean 'wikitext2'"),
-        ("txt:a.txt", "did you mean 'text"),
-        ("text:{folder}/none.txt", "no such corpus file"),
-        ("text:{folder}/*.none", "no file matches"),
-        ("text:{folder}", "is a directory"),
-        ("text:", "names no file"),
-        ("maze:k5", "did you mean 'k4'"),
-        ("parquet:{folder}/a.parquet#txet", "did you mean 'text'"),
-        ("parquet:{folder}/a.parquet#n", "holds no text"),
-        ("{folder}/no.toml", "cannot read the config file"),
+        ("wikitxt2", {}, "did you mean 'wikitext2'"),
+        ("txt:a.txt", {}, "did you mean 'text"),
+        ("text:{folder}/none.txt", {}, "no such corpus file"),
+        ("text:{folder}/*.none", {}, "no file matches"),
+        ("text:{folder}", {}, "is a directory"),
+        ("text:", {}, "names no file"),
+        ("maze:k5", {}, "did you mean 'k4'"),
+        ("parquet:{folder}/a.parquet#txet", {}, "did you mean 'text'"),
+        ("parquet:{folder}/a.parquet#n", {}, "holds no text"),
+        ("{folder}/a.csv#txt", {}, "did you mean 'text'"),
+        ("{folder}/no.toml", {}, "cannot read the config file"),
+        ("none.txt", {}, "no such corpus file"),
+        ("/none/at/all", {}, "no such corpus file"),
+        ("{folder}", {}, "is a directory"),
+        ("{folder}/g.bin", {}, "suffix does not tell"),
+        ("text:{folder}/a.csv", {"validation_documents": 2}, r"held out.*got 2; .*at most 1"),
+        ("text:{folder}/a.csv", {"document_separator": " "}, "document_separator"),
+        ("text:{folder}/a.csv", {"field": "story"}, r"means nothing.*corpus\.field"),
+        ("text:{folder}/a.csv", {"split": "test"}, r"means nothing.*corpus\.split"),
+        ("text:{folder}/a.csv", {"seed": 3}, r"means nothing.*corpus\.seed"),
+        ("text:{folder}/a.csv", {"revision": "main"}, r"means nothing.*corpus\.revision"),
+        ("jsonl:a.jsonl", {"document_separator": "line"}, "document_separator"),
+        ("jsonl:a.jsonl#text", {"field": "story"}, "two fields"),
+        ("owt", {"row_lenght": 32}, "did you mean 'row_length'"),
+        ("owt", {"validation_fraction": 1.5}, "validation_fraction"),
+        ("owt", {"detokenizer": "ptbb"}, "did you mean 'ptb'"),
     ],
 )
-def test_requests_that_make_no_sense(tmp_path: Path, spec: str, message: str) -> None:
+def test_requests_that_make_no_sense(
+    tmp_path: Path, spec: str, settings: dict[str, Any], message: str
+) -> None:
     pq.write_table(pa.table({"text": ["a"], "n": [1]}), tmp_path / "a.parquet")
+    (tmp_path / "a.csv").write_text("text\na\n")
+    (tmp_path / "g.bin").write_text("x")
     with pytest.raises(UsageError, match=message):
-        everything(corpus_config(spec.format(folder=tmp_path)))
+        everything(spec.format(folder=tmp_path), **settings)
 
 
 @pytest.mark.parametrize(
@@ -219,61 +318,64 @@ def test_requests_that_make_no_sense(tmp_path: Path, spec: str, message: str) ->
         ("a.jsonl", b'{"text": 3}\n', "got int"),
         ("a.jsonl", b'{"text": "a"}\n[1]\n', r"a.jsonl: line 2\].*got list"),
         ("a.jsonl", b'{"text"\n', "malformed JSON line"),
+        ("a.jsonl", b'{"text": "a"}\n' + b"[" * 100_000 + b"\n", "malformed JSON line"),
         ("a.txt.gz", gzip.compress(b"a" * 10_000, mtime=0)[:-12], "file is damaged"),
         ("a.txt.zst", b"not zstd", "file is damaged"),
         ("b.txt.zst", zstandard.compress(b"a" * 10_000)[:-2], "file is damaged.*Truncated"),
         ("a.parquet", b"not parquet", "not a Parquet file"),
         ("a.txt", b"\n \n<|endoftext|>\n", "no documents"),
         ("empty.jsonl", b"", "no documents"),
+        ("a.csv", b'text\nfine\n"cut in the mid', r"cannot read the CSV file.*a\.csv: line 3"),
+        ("b.csv", b'text\n"bad \xff byte"\n', r"not UTF-8.*row 0, byte 4"),
+        ("c.csv", b"n,text\n1,2,3\n", r"cannot read the CSV file.*c\.csv"),
     ],
 )
 def test_broken_sources(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
-    scheme = "text" if ".txt" in name else name.rpartition(".")[2]
     with pytest.raises(GdistillError, match=message):
-        everything(CorpusConfig(f"{scheme}:{tmp_path}/{name}"))
-
-
-def test_more_held_out_than_there_is(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one")
-    with pytest.raises(UsageError, match=r"held out.*got 2; expected at most 1"):
-        plan_spans(CorpusConfig(f"text:{tmp_path}/a.txt", validation_documents=2))
-
-
-@pytest.mark.parametrize("name", preset_names())
-def test_presets_are_well_formed(name: str) -> None:
-    config = corpus_config(name)
-    assert config.row_length and config.row_length >= 11
+        everything(f"{tmp_path}/{name}")
 
 
 def test_presets_are_the_ones_promised() -> None:
     promised = "ag_news arxiv lambada lm1b maze owt ptb pubmed tinystories wikitext103 wikitext2"
     evaluated = [name for name in preset_names() if name.startswith("eval_")]
     assert preset_names() == sorted([*promised.split(), *evaluated])
+    assert all((corpus_config(name).row_length or 0) >= 11 for name in preset_names())
     owt, lm1b = corpus_config("owt"), corpus_config("lm1b")
     assert (owt.packing, owt.row_length, owt.validation_documents) == ("concat", 1024, 100_000)
     assert (lm1b.packing, lm1b.row_length, lm1b.detokenizer) == ("wrap", 128, "lm1b")
 
 
-def test_overrides_settings_and_files(tmp_path: Path) -> None:
+def test_the_seven_validation_corpora_are_packed_alike() -> None:
+    names = ["ptb", "wikitext", "lm1b", "lambada", "ag_news", "pubmed", "arxiv"]
+    configs = {name: corpus_config(f"eval_{name}") for name in names}
+    packings = {
+        (config.packing, config.row_length, config.separate_validation, config.validation_fraction)
+        for config in configs.values()
+    }
+    assert packings == {("concat", 1024, False, 1.0)}
+    # The text itself is that of the presets for training.
+    for name in ("ptb", "lm1b", "lambada", "ag_news", "pubmed", "arxiv"):
+        own, evaluated = corpus_config(name), configs[name]
+        assert (evaluated.source, evaluated.field) == (own.source, own.field)
+        assert evaluated.detokenizer == own.detokenizer
+        assert evaluated.split == (own.validation_split or own.split)
+
+
+def test_settings_win_over_files(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('source = "text:a.txt"\nrow_length = 64\npacking = "wrap"\n')
-    config = corpus_config(
-        str(path), ["row_length=32"], {"bos_id": 3, "row_length": 48, "eos_id": None}
-    )
-    assert (config.packing, config.row_length, config.bos_id) == ("wrap", 32, 3)
+    config = corpus_config(str(path), {"bos_id": 3, "row_length": 48, "eos_id": None})
+    assert (config.packing, config.row_length, config.bos_id) == ("wrap", 48, 3)
     assert corpus_config("maze:m57").row_length == 11
     assert corpus_config("text:a.txt").row_length is None
-    with pytest.raises(UsageError, match="did you mean 'row_length'"):
-        corpus_config("owt", ["row_lenght=32"])
-    with pytest.raises(UsageError, match="validation_fraction"):
-        corpus_config("owt", ["validation_fraction=1.5"])
+    assert corpus_config("jsonl:a.jsonl", {"validation_split": "none"}).validation_split is None
 
 
-def test_maze_documents_are_the_teachers_training_rows(tmp_path: Path) -> None:
+def test_maze_documents_are_the_teachers_training_rows() -> None:
     from pipeline.maze import draw_documents, load_maze
 
-    config = corpus_config("maze:m57", settings={"seed": 5})
+    config = corpus_config("maze:m57", {"seed": 5})
     assert list(read_documents(config)) == draw_documents(load_maze("m57"), 2000, 5, "train")
     assert len(list(read_documents(config, "validation"))) == 500
     assert json.dumps(open_source(config, "train").identity())  # type: ignore[union-attr]

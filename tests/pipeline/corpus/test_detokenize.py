@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.corpus.config import CorpusConfig
 from pipeline.corpus.detokenize import DETOKENIZERS, detokenizer
-from shards.errors import UsageError
 
 CASES = {
     "wikitext": [
@@ -52,8 +50,3 @@ CASES = {
 def test_rewrites(name: str) -> None:
     for tokenized, expected in CASES[name]:
         assert detokenizer(name)(tokenized) == expected
-
-
-def test_an_unknown_detokenizer_names_the_nearest() -> None:
-    with pytest.raises(UsageError, match="did you mean 'wikitext'"):
-        CorpusConfig("text:a", detokenizer="wikitex")

@@ -14,9 +14,8 @@ import pytest
 
 from pipeline import cli
 from pipeline.run import run_extraction
-from pipeline.settings import resolve_request
+from pipeline.settings import Worker, resolve_request
 from pipeline.tokens.dataset import PartWriter
-from pipeline.workers import Worker
 from shards.errors import GdistillError, UsageError
 from shards.store.store import ShardStore
 from tests.pipeline.engine.engine_server import EngineServer

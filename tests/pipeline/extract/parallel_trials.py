@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 from multiprocessing import get_context
@@ -12,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.run import run_extraction
-from pipeline.settings import resolve_request
+from pipeline.settings import Worker, resolve_request
 from pipeline.teacher import RawLogits, Teacher
-from pipeline.workers import Worker
 from shards.errors import GdistillError
 
 _context = get_context("forkserver")
@@ -45,12 +42,6 @@ def _work(out: Path, given: dict[str, Any], worker: Worker, pause_seconds: float
         sys.exit(error.exit_code)
 
 
-def run_all(out: Path, given: dict[str, Any], count: int) -> list[int | None]:
-    """``count`` workers at once; their exit codes."""
-    processes = [start(out, given, Worker(index, count)) for index in range(count)]
-    return [end(process) for process in processes]
-
-
 def end(process: BaseProcess) -> int | None:
     """Wait for a worker; its exit code."""
     process.join()
@@ -61,9 +52,3 @@ def wait_for_shards(store: Path, count: int) -> None:
     """Until that many shards are in the ledger."""
     while len(list(store.glob("ledger/*/*.json"))) < count:
         time.sleep(0.02)
-
-
-def terminate(process: BaseProcess) -> None:
-    """SIGTERM, as a scheduler sends it."""
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGTERM)

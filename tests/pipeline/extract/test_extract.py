@@ -1,7 +1,11 @@
+"""What a store of stage 2 holds, that it resumes to the same bytes, and that memory may run out."""
+
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,15 +13,13 @@ import torch
 from torch import Tensor
 
 from pipeline.extract import Extractor
-from pipeline.manifest import corpus_unigram, rows_per_unit
+from pipeline.run import corpus_unigram, rows_per_unit
 from pipeline.settings import StoreSettings
-from pipeline.teacher import RawLogits, Teacher, automatic_batch_size
+from pipeline.teacher import RawLogits, Teacher
 from pipeline.tokens.dataset import TokenDataset
-from pipeline.workers import Worker
 from shards.codec.posterior import PosteriorCodec
 from shards.codec.registry import make_codec
 from shards.errors import GdistillError, UsageError
-from shards.language_model.forward import BatchSize
 from shards.noise.gumbel import gumbel_argmax
 from shards.noise.kinds import dense_arrivals
 from shards.noise.philox import PositionKeys
@@ -26,7 +28,6 @@ from shards.store.store import ShardStore
 from shards.store.verification import verify
 from shards.store.writer import ShardWriter
 from tests.pipeline.extract_cases import (
-    ROW_LENGTH,
     VOCAB_SIZE,
     contents,
     options,
@@ -36,23 +37,26 @@ from tests.pipeline.extract_cases import (
 )
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, teacher: Path, corpus: Path) -> Path:
-    out = tmp_path_factory.mktemp("run")
-    run(out, options(teacher, corpus))
-    return out
+def rows_of(dataset: TokenDataset, split: str) -> np.ndarray:
+    return dataset.read_rows(split, 0, dataset.num_rows(split))
+
+
+def fail(message: str) -> Any:
+    return lambda *_, **__: pytest.fail(message)
+
+
+def out_of_memory(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
 
 def test_store_holds_rows_and_what_the_teacher_says_of_them(finished: Path, teacher: Path) -> None:
-    store = ShardStore.open(finished / "store")
-    dataset = TokenDataset.open(finished / "tokens")
+    store, dataset = ShardStore.open(finished / "store"), TokenDataset.open(finished / "tokens")
     model = Teacher.load(teacher, device="cpu")
     assert store.manifest.vocab_size == VOCAB_SIZE
     assert verify(finished / "store") == []
     for split in ("train", "validation"):
-        reader = store.split(split)
-        rows = dataset.read_rows(split, 0, dataset.num_rows(split))
-        arrays = reader.read_rows(0, reader.num_rows)
+        rows = rows_of(dataset, split)
+        arrays = store.split(split).read_rows(0, len(rows))
         assert np.array_equal(arrays["tokens"], rows)
         tokens = torch.from_numpy(rows).long()
         log_probs = model.log_probs(tokens).gather(-1, tokens[:, 1:, None]).squeeze(-1)
@@ -61,10 +65,31 @@ def test_store_holds_rows_and_what_the_teacher_says_of_them(finished: Path, teac
         for name, array in arrays.items():
             if name != "tokens":
                 assert not array[:, 0].any(), f"{name} has something at position 0"
+    # What makes it self-contained, and the packages that decide meaning. Those that move last
+    # bits stand beside it, so that an upgrade does not end a store.
+    assert set(store.files("tokenizer")) == {"tokenizer.json", "tokenizer_config.json"}
+    assert set(store.manifest.versions) == {"gdistill", "numcodecs", "tokenizers", "zarr"}
+    (way,) = read_ways(store.location)
+    assert way["torch"] == torch.__version__
 
 
-def test_frozen_noise_reproduces_every_token(tmp_path: Path, teacher: Path, corpus: Path) -> None:
-    store = run(tmp_path, options(teacher, corpus, codec={"name": "full", "num_entries": None}))
+def test_unigram_is_the_smoothed_count(finished: Path) -> None:
+    dataset = TokenDataset.open(finished / "tokens")
+    rows = rows_of(dataset, "train")[:, 1:]
+    counts = np.array([(rows == token).sum() for token in range(VOCAB_SIZE)])
+    expected = np.log((counts + 0.5) / (rows.size + VOCAB_SIZE / 2))
+    assert np.allclose(corpus_unigram(dataset), expected, atol=1e-6)
+    assert counts[0] == 0, "an unseen token is smoothed, not impossible"
+    stored = ShardStore.open(finished / "store").resources["unigram_log_probs"]
+    assert np.allclose(stored, expected, atol=1e-6)
+
+
+def test_frozen_noise_reproduces_every_token_and_differs_between_splits(
+    tmp_path: Path, teacher: Path, corpus: Path
+) -> None:
+    given = options(teacher, corpus, codec={"name": "full", "num_entries": None})
+    given["corpus"] |= {"validation_source": f"text:{corpus}"}
+    store = run(tmp_path, given)
     arrays = store.split("train").read_rows(0, store.split("train").num_rows)
     tokens = torch.from_numpy(arrays["tokens"]).long()
     rows, positions = torch.ones_like(tokens).bool().nonzero(as_tuple=True)
@@ -78,19 +103,12 @@ def test_frozen_noise_reproduces_every_token(tmp_path: Path, teacher: Path, corp
     )
     log_probs = Teacher.load(teacher, device="cpu").log_probs(tokens).flatten(0, 1)
     assert torch.equal(gumbel_argmax(log_probs, dense_arrivals(noise)), tokens[:, 1:].flatten())
-
-
-def test_equal_rows_of_two_splits_have_noise_of_their_own(
-    tmp_path: Path, teacher: Path, corpus: Path
-) -> None:
-    given = options(teacher, corpus, codec={"name": "full", "num_entries": None})
-    given["corpus"] |= {"validation_source": f"text:{corpus}"}
-    store = run(tmp_path, given)
-    train, held_out = (store.split(s).read_rows(0, 20) for s in ("train", "validation"))
-    assert np.array_equal(train["tokens"], held_out["tokens"])
-    assert np.array_equal(train["token_log_probs"], held_out["token_log_probs"])
-    name = max(store.manifest.arrays, key=lambda array: train[array].nbytes)
-    assert (train[name][:, 1:] != held_out[name][:, 1:]).mean() > 0.9
+    # Equal rows of two splits have noise of their own.
+    held_out = store.split("validation").read_rows(0, 20)
+    for name in ("tokens", "token_log_probs"):
+        assert np.array_equal(arrays[name][:20], held_out[name])
+    name = max(store.manifest.arrays, key=lambda array: arrays[array].nbytes)
+    assert (arrays[name][:20, 1:] != held_out[name][:, 1:]).mean() > 0.9
 
 
 def test_rerun_of_a_finished_store_changes_nothing_and_loads_no_weights(
@@ -101,7 +119,7 @@ def test_rerun_of_a_finished_store_changes_nothing_and_loads_no_weights(
         return {path: path.stat().st_mtime_ns for path in files if path.suffix != ".lock"}
 
     before = times()
-    monkeypatch.setattr(Teacher, "load", lambda *_, **__: pytest.fail("the teacher was loaded"))
+    monkeypatch.setattr(Teacher, "load", fail("the teacher was loaded"))
     run(finished, options(teacher, corpus))
     assert times() == before
 
@@ -113,7 +131,7 @@ def test_rerun_takes_the_head_from_the_store_and_repairs_a_damaged_one(
     run(tmp_path, given)
     before = contents(tmp_path / "store")
     with monkeypatch.context() as patch:
-        patch.setattr(Teacher, "load", lambda *_, **__: pytest.fail("the teacher was loaded"))
+        patch.setattr(Teacher, "load", fail("the teacher was loaded"))
         run(tmp_path, given)
     assert contents(tmp_path / "store") == before
     head = next(name for name in before if name.startswith("resources/lm_head/c/"))
@@ -122,62 +140,35 @@ def test_rerun_takes_the_head_from_the_store_and_repairs_a_damaged_one(
     assert contents(tmp_path / "store") == before
 
 
-def test_the_identity_names_every_package_that_decides_meaning(finished: Path) -> None:
-    """Those that move last bits stand beside it, so that an upgrade does not end a store."""
-    store = ShardStore.open(finished / "store")
-    versions = store.manifest.versions
-    assert set(versions) == {"gdistill", "numcodecs", "tokenizers", "zarr"}
-    assert all(versions.values())
-    (way,) = read_ways(store.location)
-    assert way["torch"] == torch.__version__
-
-
 @pytest.mark.parametrize("fail_at", [0, 1, 4])
 def test_an_interrupted_run_resumes_to_the_same_bytes(
     tmp_path: Path,
-    finished: Path,
     teacher: Path,
     corpus: Path,
+    reference: dict[str, bytes],
     monkeypatch: pytest.MonkeyPatch,
     fail_at: int,
 ) -> None:
+    """And a finished shard is not computed again."""
     forward, calls = Teacher.forward, []
 
-    def failing(self: Teacher, rows: torch.Tensor, *rest: object) -> RawLogits:
+    def failing(self: Teacher, rows: Tensor, *rest: Any) -> RawLogits:
         calls.append(len(rows))
         if len(calls) > 4 * fail_at + 2:
             raise KeyboardInterrupt
-        return forward(self, rows, *rest)  # type: ignore[arg-type]
+        return forward(self, rows, *rest)
 
-    monkeypatch.setattr(Teacher, "forward", failing)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Teacher, "forward", failing)
         run(tmp_path, options(teacher, corpus))
-    partial = ShardStore.open(tmp_path / "store", allow_incomplete=True)
-    total = sum(-(-rows // 16) for rows in partial.manifest.splits.values())
-    assert len(partial.unfinished()) == total - fail_at
-    assert not list((tmp_path / "store").glob(".claims/*"))
-    monkeypatch.undo()
+    calls.clear()
+    left = ShardStore.open(tmp_path / "store", allow_incomplete=True).unfinished()
+    fail_at = 10**6
+    monkeypatch.setattr(Teacher, "forward", failing)
     run(tmp_path, options(teacher, corpus))
-    assert contents(tmp_path / "store") == contents(finished / "store")
-
-
-def test_a_finished_shard_is_not_computed_again(
-    tmp_path: Path, teacher: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(tmp_path, options(teacher, corpus))
-    victim = tmp_path / "store" / "ledger" / "train" / "000002.json"
-    victim.unlink()
-    extracted: list[int] = []
-    forward = Teacher.forward
-
-    def counting(self: Teacher, rows: torch.Tensor, *rest: object) -> RawLogits:
-        extracted.append(len(rows))
-        return forward(self, rows, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Teacher, "forward", counting)
-    run(tmp_path, options(teacher, corpus))
-    assert sum(extracted) == 16
-    assert victim.exists()
+    # One short row more, by which the teacher is tried out where stage 1 is not known to be done.
+    assert sum(calls) - sum(shard.num_rows for shard in left) in (0, 1)
+    assert contents(tmp_path / "store") == reference
 
 
 def test_out_of_memory_halves_the_batch_and_loses_nothing(
@@ -185,11 +176,11 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(
 ) -> None:
     forward, sizes = Teacher.forward, []
 
-    def cramped(self: Teacher, rows: torch.Tensor, *rest: object) -> RawLogits:
+    def cramped(self: Teacher, rows: Tensor, *rest: Any) -> RawLogits:
         if len(rows) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+            out_of_memory()
         sizes.append(len(rows))
-        return forward(self, rows, *rest)  # type: ignore[arg-type]
+        return forward(self, rows, *rest)
 
     monkeypatch.setattr(Teacher, "forward", cramped)
     store = run(tmp_path, options(teacher, corpus, batch_size=16))
@@ -197,60 +188,52 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(
     mine, reference = (ShardStore.open(p / "store").split("train") for p in (tmp_path, finished))
     ours, theirs = mine.read_rows(0, mine.num_rows), reference.read_rows(0, mine.num_rows)
     assert np.array_equal(ours["tokens"], theirs["tokens"])
-    difference = np.abs(ours["token_log_probs"] - theirs["token_log_probs"]).max()
-    assert difference < 1e-5
+    assert np.abs(ours["token_log_probs"] - theirs["token_log_probs"]).max() < 1e-5
     assert store.manifest.sha256 == reference.manifest.sha256, "batch size is no identity"
 
 
-def test_out_of_memory_at_one_row_is_one_error(
-    tmp_path: Path, teacher: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> RawLogits:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-
-    monkeypatch.setattr(Teacher, "forward", full)
-    with pytest.raises(GdistillError, match="batch of one row"):
-        run(tmp_path, options(teacher, corpus))
-
-
 def test_encoding_that_runs_out_of_memory_goes_on_in_halves(
-    tmp_path: Path, finished: Path, teacher: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    teacher: Path,
+    corpus: Path,
+    reference: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     normalise = RawLogits.normalise
 
-    def cramped(self: RawLogits, vocab_size: int, buffer: Tensor | None = None) -> object:
-        if len(self.tokens) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-        return normalise(self, vocab_size, buffer)
+    def cramped(self: RawLogits, *rest: Any) -> object:
+        return out_of_memory() if len(self.tokens) > 1 else normalise(self, *rest)
 
     monkeypatch.setattr(RawLogits, "normalise", cramped)
     run(tmp_path, options(teacher, corpus))
-    assert contents(tmp_path / "store") == contents(finished / "store")
+    assert contents(tmp_path / "store") == reference
 
 
-def test_a_codec_that_runs_out_of_memory_at_one_row_is_one_error(
-    tmp_path: Path, teacher: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+def disk_full(*_: Any) -> None:
+    raise GdistillError("disk full")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "broken", "message"),
+    [
+        (Teacher, "forward", out_of_memory, "batch of one row"),
+        (PosteriorCodec, "encode", out_of_memory, "batch of one row"),
+        (Extractor, "_encode", disk_full, "disk full"),
+        (ShardWriter, "write", disk_full, "disk full"),
+    ],
+)
+def test_errors_of_every_thread_end_the_run_in_one_line(
+    tmp_path: Path,
+    teacher: Path,
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: type,
+    name: str,
+    broken: Any,
+    message: str,
 ) -> None:
-    def cramped(*_: object) -> object:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
-
-    monkeypatch.setattr(PosteriorCodec, "encode", cramped)
-    with pytest.raises(GdistillError, match="batch of one row"):
-        run(tmp_path, options(teacher, corpus))
-
-
-@pytest.mark.parametrize("where", ["encode", "write"])
-def test_errors_of_the_background_threads_end_the_run(
-    tmp_path: Path, teacher: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    def broken(*_: object) -> None:
-        raise GdistillError("disk full")
-
-    if where == "write":
-        monkeypatch.setattr(ShardWriter, "write", broken)
-    else:
-        monkeypatch.setattr(Extractor, "_encode", broken)
-    with pytest.raises(GdistillError, match="disk full"):
+    monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(GdistillError, match=message):
         run(tmp_path, options(teacher, corpus))
     monkeypatch.undo()
     run(tmp_path, options(teacher, corpus))
@@ -268,7 +251,7 @@ def test_errors_of_the_background_threads_end_the_run(
     ],
 )
 def test_another_identity_is_refused_by_field(
-    finished: Path, teacher: Path, corpus: Path, change: dict, field: str
+    finished: Path, teacher: Path, corpus: Path, change: dict[str, Any], field: str
 ) -> None:
     before = contents(finished)
     with pytest.raises(UsageError, match=rf"begun with other inputs.*{field}.*got .*expected "):
@@ -276,20 +259,22 @@ def test_another_identity_is_refused_by_field(
     assert contents(finished) == before
 
 
-def test_other_weights_of_the_same_name_are_refused(
+def test_another_teacher_or_corpus_of_the_same_name_is_refused(
     tmp_path: Path, finished: Path, corpus: Path, teacher: Path
 ) -> None:
     other = save_teacher(tmp_path / teacher.name, seed=1)
     with pytest.raises(UsageError, match=r"teacher\.weights_sha256"):
         run(finished, options(other, corpus))
-
-
-def test_a_corpus_that_changed_between_the_stages_is_refused(tmp_path: Path, teacher: Path) -> None:
-    corpus = write_corpus(tmp_path / "corpus.txt")
-    run(tmp_path / "out", options(teacher, corpus))
-    write_corpus(corpus, seed=1)
+    changed = shutil.copytree(teacher, tmp_path / "changed" / teacher.name)
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps({**config, "layer_norm_epsilon": 1e-4}))
+    with pytest.raises(UsageError, match=r"teacher\.config_sha256"):
+        run(finished, options(changed, corpus))
+    own = write_corpus(tmp_path / "corpus.txt")
+    run(tmp_path / "out", options(teacher, own))
+    write_corpus(own, seed=1)
     with pytest.raises(GdistillError, match="not the one that was tokenized"):
-        run(tmp_path / "out", options(teacher, corpus))
+        run(tmp_path / "out", options(teacher, own))
 
 
 def test_rows_limit_takes_the_first_rows(
@@ -305,38 +290,9 @@ def test_rows_limit_takes_the_first_rows(
     assert np.array_equal(rows, dataset.read_rows("train", 0, 20))
 
 
-def test_side_files_make_the_store_self_contained(finished: Path) -> None:
-    store = ShardStore.open(finished / "store")
-    assert set(store.files("tokenizer")) == {"tokenizer.json", "tokenizer_config.json"}
-    assert "unigram_log_probs" in store.resources
-
-
-def test_unigram_is_the_smoothed_count(finished: Path) -> None:
-    dataset = TokenDataset.open(finished / "tokens")
-    rows = dataset.read_rows("train", 0, dataset.num_rows("train"))[:, 1:]
-    counts = np.array([(rows == token).sum() for token in range(VOCAB_SIZE)])
-    expected = np.log((counts + 0.5) / (rows.size + VOCAB_SIZE / 2))
-    assert np.allclose(corpus_unigram(dataset), expected, atol=1e-6)
-    assert counts[0] == 0, "an unseen token is smoothed, not impossible"
-
-
 def test_sizes_of_chunks_and_shards_are_bounded_in_tokens_and_bytes() -> None:
-    codec = make_codec("posterior")
-    assert rows_per_unit(1024, codec.array_specs(50257, None), StoreSettings()) == (4, 256)
+    arrays = make_codec("posterior").array_specs(50257, None)
+    assert rows_per_unit(1024, arrays, StoreSettings()) == (4, 256)
     full = make_codec("full").array_specs(50257, None)
     assert rows_per_unit(1024, full, StoreSettings())[0] == 1
     assert rows_per_unit(1024, full, StoreSettings(rows_per_shard=6))[1] == 6
-
-
-def test_batches_tile_the_rows_and_the_automatic_size_is_fixed() -> None:
-    parts = list(BatchSize(4).parts(10))
-    assert [(part.start, part.stop) for part in parts] == [(0, 4), (4, 8), (8, 10)]
-    cpu = torch.device("cpu")
-    assert automatic_batch_size(1024, 50257, 0, cpu) == 1
-    assert automatic_batch_size(ROW_LENGTH, VOCAB_SIZE, 0, cpu) * ROW_LENGTH <= 1 << 12
-
-
-def test_own_shards_come_first_then_everybody_elses() -> None:
-    assert Worker(1, 3).order([0, 1, 2, 3, 4]) == [1, 4, 2, 0, 3]
-    assert Worker().order([0, 1, 2]) == [0, 1, 2]
-    assert Worker(5, 6).order([0, 1]) == [0, 1]

@@ -12,7 +12,6 @@ from pipeline.generate import (
     GeneratedRows,
     cached_token_bytes,
     generate_rows,
-    nucleus,
     processed,
     rows_at_once,
     rows_that_fit,
@@ -35,6 +34,7 @@ from tests.pipeline.extract_cases import (
 )
 
 PLAIN = SequentialSettings()
+WRITTEN = {"mode": "sequential", "codec": {"name": "full", "num_entries": None}}
 
 
 @pytest.fixture(scope="module")
@@ -76,15 +76,6 @@ def test_cached_generation_is_gumbel_max_over_the_full_forward_pass(teacher: Tea
     assert torch.equal(rows, expected)
 
 
-def test_rows_do_not_depend_on_what_shares_their_batch(teacher: Teacher) -> None:
-    first, row_ids = torch.arange(6), torch.arange(6)
-    together = generate_rows(teacher, first, row_ids, ROW_LENGTH, stream_seed=1)
-    for row in range(6):
-        part = slice(row, row + 1)
-        alone = generate_rows(teacher, first[part], row_ids[part], ROW_LENGTH, stream_seed=1)
-        assert torch.equal(alone[0], together[row])
-
-
 def test_tokens_follow_the_teachers_distribution(teacher: Teacher) -> None:
     num_rows = 4000
     first = torch.full((num_rows,), 4)
@@ -101,14 +92,7 @@ def test_tokens_follow_the_teachers_distribution(teacher: Teacher) -> None:
 def test_stored_noise_reproduces_every_token_when_rows_are_scored_again(
     tmp_path: Path, folder: Path, corpus: Path, teacher: Teacher, sampling: dict
 ) -> None:
-    given = options(
-        folder,
-        corpus,
-        mode="sequential",
-        codec={"name": "full", "num_entries": None},
-        sequential=sampling,
-        store={"rows": 40},
-    )
+    given = options(folder, corpus, **WRITTEN, sequential=sampling, store={"rows": 40})
     noise, tokens = stored_noise(run(tmp_path, given), "train")
     log_probs = teacher.log_probs(tokens)
     log_probs = processed(log_probs, SequentialSettings(**sampling), tokens[:, 1:])
@@ -120,20 +104,13 @@ def test_stored_noise_of_generated_rows_is_standard_gumbel(
     tmp_path: Path, folder: Path, corpus: Path
 ) -> None:
     """Would fail if tokens were chosen by the stream that the codec draws its noise from."""
-    given = options(
-        folder,
-        corpus,
-        mode="sequential",
-        codec={"name": "full", "num_entries": None},
-        store={"rows": 200, "validation_rows": 0},
-    )
+    given = options(folder, corpus, **WRITTEN, store={"rows": 200, "validation_rows": 0})
     noise, _ = stored_noise(run(tmp_path, given), "train")
     gumbels = -dense_arrivals(noise).log()
     # Entries of one position are independent, and positions too: n = 200 * 11 * V variates.
     assert stats.kstest(gumbels.flatten().numpy(), "gumbel_r").pvalue > 1e-3
-    assert (
-        stats.kstest(gumbels.max(-1).values.numpy() - np.log(VOCAB_SIZE), "gumbel_r").pvalue > 1e-3
-    )
+    largest = gumbels.max(-1).values.numpy() - np.log(VOCAB_SIZE)
+    assert stats.kstest(largest, "gumbel_r").pvalue > 1e-3
 
 
 def test_generated_store_is_the_same_in_one_run_and_after_an_interruption(
@@ -142,6 +119,10 @@ def test_generated_store_is_the_same_in_one_run_and_after_an_interruption(
     given = options(folder, corpus, mode="sequential", store={"rows": 40, "validation_rows": 4})
     whole = run(tmp_path / "whole", given)
     assert whole.manifest.splits == {"train": 40, "validation": 4}
+    train, held_out = (
+        whole.split(name).read_rows(0, 4)["tokens"] for name in ("train", "validation")
+    )
+    assert (train != held_out).any(axis=1).all(), "splits have noise of their own"
     read, calls = GeneratedRows.read, []
 
     def failing(self: GeneratedRows, *arguments: object) -> object:
@@ -170,17 +151,6 @@ def test_rows_begin_like_documents_and_go_beyond_the_corpus(
     rows = store.split("train").read_rows(0, 130)["tokens"]
     assert (rows[:, 0] == dataset.bos_id).all()
     assert len(np.unique(rows, axis=0)) > 100, "beyond the corpus nothing repeats"
-
-
-def test_splits_are_written_with_noise_of_their_own(
-    tmp_path: Path, folder: Path, corpus: Path
-) -> None:
-    given = options(folder, corpus, mode="sequential", store={"rows": 4, "validation_rows": 4})
-    store = run(tmp_path, given)
-    train, validation = (
-        store.split(split).read_rows(0, 4)["tokens"] for split in ("train", "validation")
-    )
-    assert (train != validation).any(axis=1).all()
 
 
 def test_rows_at_once_are_many_for_small_models_and_bounded_in_memory(teacher: Teacher) -> None:
@@ -231,24 +201,20 @@ def test_mode_and_sampling_are_part_of_the_identity(
 ) -> None:
     small = {"rows": 4, "validation_rows": 0}
     run(tmp_path, options(folder, corpus, mode="sequential", store=small))
-    with pytest.raises(UsageError, match=r"tokens\.mode"):
-        run(tmp_path, options(folder, corpus, store=small))
-    warm = {"temperature": 0.9}
-    with pytest.raises(UsageError, match=r"tokens\.temperature"):
-        run(tmp_path, options(folder, corpus, mode="sequential", store=small, sequential=warm))
-    cut = {"nucleus_p": 0.9}
-    with pytest.raises(UsageError, match=r"tokens\.nucleus_p"):
-        run(tmp_path, options(folder, corpus, mode="sequential", store=small, sequential=cut))
+    for field, change in (
+        ("mode", {}),
+        ("temperature", {"mode": "sequential", "sequential": {"temperature": 0.9}}),
+        ("nucleus_p", {"mode": "sequential", "sequential": {"nucleus_p": 0.9}}),
+    ):
+        with pytest.raises(UsageError, match=rf"tokens\.{field}"):
+            run(tmp_path, options(folder, corpus, store=small, **change))
 
 
 def test_nucleus_by_hand() -> None:
     log_probs = torch.tensor([[0.5, 0.1, 0.3, 0.1], [0.95, 0.05, 1e-9, 1e-9]]).log()
-    assert nucleus(log_probs, 0.85).tolist() == [
-        [True, False, True, False],
-        [True, False, False, False],
-    ]
     cut = processed(log_probs, SequentialSettings(nucleus_p=0.85))
     assert cut[0].exp().tolist() == pytest.approx([0.625, 0, 0.375, 0])
+    assert cut[1].exp().tolist() == [1, 0, 0, 0]
     kept = processed(log_probs, SequentialSettings(nucleus_p=0.85), torch.tensor([1, 3]))
     assert torch.isfinite(kept[torch.arange(2), torch.tensor([1, 3])]).all()
     warm = processed(log_probs, SequentialSettings(temperature=2.0))
@@ -269,10 +235,11 @@ def test_temperature_comes_before_the_nucleus() -> None:
 def test_rows_depend_on_the_seed_the_row_and_the_position(teacher: Teacher) -> None:
     first, ids = torch.zeros(40, dtype=torch.int64), torch.arange(40)
     rows = generate_rows(teacher, first, ids, ROW_LENGTH, stream_seed=1)
-    assert torch.equal(rows, generate_rows(teacher, first, ids, ROW_LENGTH, stream_seed=1))
     other = generate_rows(teacher, first, ids, ROW_LENGTH, stream_seed=2)
     moved = generate_rows(teacher, first, ids + 1, ROW_LENGTH, stream_seed=1)
+    alone = generate_rows(teacher, first[3:4], ids[3:4], ROW_LENGTH, stream_seed=1)
     assert torch.equal(moved[:-1], rows[1:]), "row r is row r, whatever came before"
+    assert torch.equal(alone[0], rows[3]), "and whatever shares its batch"
     assert (rows != other).any(1).float().mean() > 0.8
     # With one draw for every position a row would repeat the token its noise likes best.
     assert (rows[:, 1:] != rows[:, 1:2]).any(1).float().mean() > 0.5
@@ -284,9 +251,10 @@ def test_the_nucleus_does_not_depend_on_how_many_rows_are_sorted_at_once(
 ) -> None:
     log_probs = torch.randn(3, 4, 7, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     monkeypatch.setattr("pipeline.generate.SORTED_AT_ONCE", at_once)
-    kept = nucleus(log_probs, 0.6)
+    settings = SequentialSettings(nucleus_p=0.6)
+    kept = processed(log_probs, settings) > -torch.inf
     ordered = log_probs.double().exp().sort(-1, descending=True).values.cumsum(-1)
     counts = (ordered <= 0.6).sum(-1).clamp_min(1)
     least = log_probs.sort(-1, descending=True).values.gather(-1, counts[..., None] - 1)
     assert torch.equal(kept, log_probs >= least)
-    assert nucleus(log_probs[:0], 0.6).shape == (0, 4, 7)
+    assert processed(log_probs[:0], settings).shape == (0, 4, 7)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.manifest import bytes_per_token, rows_per_unit
+from pipeline.run import bytes_per_token, rows_per_unit
 from pipeline.settings import StoreSettings
 from shards.codec.registry import make_codec
 from shards.stream.order import LaneOrder, shuffling_of

@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import TopPLogitsWarper
 
+from shards.noise.nucleus import FIRST_CANDIDATES, truncate_to_nucleus
 from tests.trainer.sampling_cases import draw, tiny_student
 from trainer.sampling import noise as draws
 from trainer.sampling.adaptive import AdaptiveSampler
 from trainer.sampling.fill import AncestralSampler
 from trainer.sampling.noise import SampleKeys, TokenRule
-from trainer.sampling.nucleus import FIRST_CANDIDATES, truncate_to_nucleus
 
 WIDE = 8 * FIRST_CANDIDATES
 

@@ -158,12 +158,6 @@ def test_a_corpus_out_of_reach_leaves_the_reference_columns(tmp_path: Path, teac
     assert "cannot be read here" in plan.token_origin
 
 
-def test_plan_of_the_maze_needs_no_teacher_yet(tmp_path: Path) -> None:
-    request = resolve_request(tmp_path, {"corpus": {"spec": "maze:k4"}})
-    plan = make_plan(request)
-    assert plan.num_tokens["this corpus"] == 2500 * 11
-
-
 def test_a_teacher_that_writes_is_planned_as_it_is_run(tmp_path: Path) -> None:
     """It writes as many training rows as asked for; of validation no more than there are, but for
     a number of its own."""
@@ -176,14 +170,6 @@ def test_a_teacher_that_writes_is_planned_as_it_is_run(tmp_path: Path) -> None:
     ):
         request = resolve_request(tmp_path, {**given, "store": store})
         assert make_plan(request).num_tokens["this corpus"] == rows * 11
-
-
-def test_rows_that_the_teacher_cannot_see_are_refused(
-    tmp_path: Path, teacher: Path, corpus: Path
-) -> None:
-    given = options(teacher, corpus, corpus={"row_length": CONTEXT_LENGTH + 1})
-    with pytest.raises(UsageError, match="context"):
-        make_plan(resolve_request(tmp_path, given))
 
 
 def test_codec_sizes_are_those_of_real_shards() -> None:

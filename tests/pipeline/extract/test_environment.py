@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from pipeline import manifest as ways
+from pipeline import extract
 from shards.console import progress_bar
 from shards.errors import IntegrityError, UsageError
 from shards.store.location import as_location
@@ -19,10 +20,18 @@ from tests.pipeline.extract_cases import contents, options, run
 
 
 @pytest.fixture(autouse=True)
-def threads_of_others() -> Any:
+def threads_of_others() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What extraction says."""
+    lines: list[str] = []
+    monkeypatch.setattr(extract.stderr, "print", lambda line, **_: lines.append(line))
+    return lines
 
 
 def half_done(out: Path) -> None:
@@ -32,7 +41,7 @@ def half_done(out: Path) -> None:
 
 
 def test_later_workers_take_over_threads_and_rows_per_pass(
-    tmp_path: Path, teacher: Path, corpus: Path
+    tmp_path: Path, teacher: Path, corpus: Path, said: list[str]
 ) -> None:
     run(tmp_path, options(teacher, corpus, threads=2, batch_size=3))
     whole = contents(tmp_path / "store")
@@ -42,82 +51,12 @@ def test_later_workers_take_over_threads_and_rows_per_pass(
     half_done(tmp_path)
     torch.set_num_threads(1)
     run(tmp_path, options(teacher, corpus, batch_size=None, threads=None, strict=True))
-    assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 2 and said == []
     assert contents(tmp_path / "store") == whole
     assert verify(tmp_path / "store") == []
-
-
-@pytest.mark.parametrize("obstacle", ["", "no Triton here"])
-def test_extraction_asks_for_the_compiled_noise_kernel_and_says_why_it_has_none(
-    tmp_path: Path,
-    teacher: Path,
-    corpus: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    obstacle: str,
-) -> None:
-    """Before the way is settled, which records it; on the device that the teacher is on."""
-    calls: list[object] = []
-
-    def use(kernel: str, device: torch.device) -> str:
-        calls.append((kernel, device.type))
-        return obstacle
-
-    settle = ways.settle_environment
-    monkeypatch.setattr("pipeline.run.use_noise_kernel", use)
-    monkeypatch.setattr(
-        "pipeline.run.settle_environment", lambda *given: (calls.append("way"), settle(*given))[1]
-    )
-    run(tmp_path, options(teacher, corpus))
-    assert calls == [("auto", "cpu"), "way"]
-    assert ("noise kernel: eager on cpu; no Triton here" in capsys.readouterr().err) == bool(
-        obstacle
-    )
-
-
-@pytest.mark.parametrize("kernel", ["compiled", "eager"])
-def test_the_way_of_a_gpu_says_where_its_noise_is_eager(
-    monkeypatch: pytest.MonkeyPatch, kernel: str
-) -> None:
-    monkeypatch.setattr(ways, "noise_kernel", lambda device: kernel)
-    assert ways._kernels(True).endswith(", eager noise") == (kernel == "eager")
-
-
-def test_who_computes_differently_is_told_and_with_strict_refused(
-    tmp_path: Path,
-    teacher: Path,
-    corpus: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    given = options(teacher, corpus, threads=1)
-    store = run(tmp_path, given)
-    said: list[str] = []
-    monkeypatch.setattr(ways.stderr, "print", said.append)
     half_done(tmp_path)
-    monkeypatch.setattr(ways, "_kernels", lambda on_gpu: "OTHER")
-    left = [shard for shard in store.manifest.splits if store.unfinished()]
-    assert left
-    before = contents(tmp_path / "store")
-    with pytest.raises(UsageError, match=r"computes differently.*OTHER \(was .*--strict"):
-        run(tmp_path, {**given, "strict": True})
-    assert contents(tmp_path / "store") == before and said == []
-    finished = run(tmp_path, given)
-    (line,) = said
-    assert "kernels OTHER" in line and "threads" not in line and f"{ways.ROUNDING_NATS:g}" in line
-    assert [way["kernels"] == "OTHER" for way in read_ways(finished.location)] == [False, True]
-    assert finished.unfinished() == [] and verify(tmp_path / "store") == []
-
-
-def test_threads_of_ones_own_are_told(
-    tmp_path: Path, teacher: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(tmp_path, options(teacher, corpus, threads=1))
-    half_done(tmp_path)
-    said: list[str] = []
-    monkeypatch.setattr(ways.stderr, "print", said.append)
-    run(tmp_path, options(teacher, corpus, threads=2))
-    assert len(said) == 1 and "threads 2 (was 1)" in said[0]
+    run(tmp_path, options(teacher, corpus, batch_size=3, threads=1))
+    assert len(said) == 1 and "threads 1 (was 2)" in said[0]
 
 
 def test_a_store_without_the_record_goes_on(tmp_path: Path, teacher: Path, corpus: Path) -> None:
@@ -130,9 +69,67 @@ def test_a_store_without_the_record_goes_on(tmp_path: Path, teacher: Path, corpu
     assert contents(tmp_path / "store") == whole
 
 
-def test_ways_add_up_in_order_and_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("obstacle", ["", "no Triton here"])
+def test_extraction_asks_for_the_compiled_noise_kernel_and_says_why_it_has_none(
+    tmp_path: Path,
+    teacher: Path,
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: list[str],
+    obstacle: str,
+) -> None:
+    """Before the environment is settled, which records it; on the device that the teacher is on."""
+    calls: list[object] = []
+
+    def use(kernel: str, device: torch.device) -> str:
+        calls.append((kernel, device.type))
+        return obstacle
+
+    settle = extract.settle_environment
+    monkeypatch.setattr("pipeline.run.use_noise_kernel", use)
+    monkeypatch.setattr(
+        "pipeline.run.settle_environment", lambda *given: (calls.append("way"), settle(*given))[1]
+    )
+    run(tmp_path, options(teacher, corpus))
+    assert calls == [("auto", "cpu"), "way"]
+    assert said == ["noise kernel: eager on cpu; no Triton here"] * bool(obstacle)
+
+
+@pytest.mark.parametrize("kernel", ["compiled", "eager"])
+def test_the_environment_of_a_gpu_says_where_its_noise_is_eager(
+    monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    monkeypatch.setattr(extract, "noise_kernel", lambda device: kernel)
+    assert extract._kernels(True).endswith(", eager noise") == (kernel == "eager")
+
+
+def test_who_computes_differently_is_told_and_with_strict_refused(
+    tmp_path: Path,
+    teacher: Path,
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    said: list[str],
+) -> None:
+    given = options(teacher, corpus, threads=1)
+    run(tmp_path, given)
+    half_done(tmp_path)
+    monkeypatch.setattr(extract, "_kernels", lambda on_gpu: "OTHER")
+    before = contents(tmp_path / "store")
+    with pytest.raises(UsageError, match=r"computes differently.*OTHER \(was .*--strict"):
+        run(tmp_path, {**given, "strict": True})
+    assert contents(tmp_path / "store") == before and said == []
+    store = run(tmp_path, given)
+    (line,) = said
+    rounding = f"{extract.ROUNDING_NATS:g}"
+    assert "kernels OTHER" in line and "threads" not in line and rounding in line
+    assert [way["kernels"] == "OTHER" for way in read_ways(store.location)] == [False, True]
+    assert store.unfinished() == [] and verify(tmp_path / "store") == []
+
+
+def test_environments_add_up_in_order_and_once(tmp_path: Path) -> None:
     place = as_location(tmp_path)
-    record_ways(place, [{"a": 1}, {"a": 2}, {"a": 1}])
+    ways: list[dict[str, Any]] = [{"a": 1}, {"a": 2}, {"a": 1}]
+    record_ways(place, ways)
     record_ways(place, [{"a": 3}, {"a": 2}])
     assert read_ways(place) == [{"a": 1}, {"a": 2}, {"a": 3}]
     before = (tmp_path / COMPUTED_FILE).stat().st_mtime_ns
@@ -161,6 +158,5 @@ def test_progress_in_a_log_file_is_lines(
         bar.advance(9_000)
         now += 30
         assert capsys.readouterr().err == ""
-    assert (
-        capsys.readouterr().err == "extract: 12.0k/12.0k tok, 111 tok/s, 0:01:30 so far, train/0\n"
-    )
+    line = capsys.readouterr().err
+    assert line == "extract: 12.0k/12.0k tok, 111 tok/s, 0:01:30 so far, train/0\n"
