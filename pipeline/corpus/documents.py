@@ -265,8 +265,9 @@ def _decoded(raw: RawDocument, source: Source, policy: BadUtf8, tally: Tally) ->
 
     encoded, decoded = b"", raw.content
     if isinstance(decoded, bytes):
+        encoded = decoded
         try:
-            encoded, decoded = decoded, decoded.decode()
+            decoded = encoded.decode()
         except UnicodeDecodeError as error:
             refuse(error.start, f"byte 0x{encoded[error.start]:02x} ({error.reason})")
             if policy == "skip":

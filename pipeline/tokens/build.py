@@ -375,7 +375,7 @@ def _tokenize(
     config: CorpusConfig,
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
-    limit: float,
+    limit: int | float,
     progress: _Progress,
     bar: Bar,
     save: Callable[[], None],

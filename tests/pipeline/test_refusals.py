@@ -1,8 +1,7 @@
-"""What a run is refused for is said before stage 1, which may take hours."""
+"""What a run is refused for is said before stage 1, which may take hours; what ends it later."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -36,52 +35,40 @@ from tests.pipeline.extract_cases import (
 )
 
 
-def refused(out: Path, given: dict[str, Any], match: str, error: type = UsageError) -> None:
-    with pytest.raises(error, match=match):
+def refused(out: Path, given: dict[str, Any], match: str) -> None:
+    with pytest.raises(GdistillError, match=match):
         run(out, given)
     assert not (out / "tokens").exists() and not (out / "store").exists()
 
 
 def test_teachers_that_cannot_score(tmp_path: Path, teacher: Path, corpus: Path) -> None:
-    bare = tmp_path / "bare"
-    shutil.copytree(teacher, bare)
-    (bare / "model.safetensors").unlink()
-    refused(tmp_path / "a", options(bare, corpus), "the teacher has no weights")
-
-    bert = BertConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=CONTEXT_LENGTH,
-    )
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "intermediate_size": 16}
+    bert = BertConfig(**sizes, **heads, max_position_embeddings=CONTEXT_LENGTH)
+    scaled = GraniteConfig(**sizes, **heads, logits_scaling=2.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         BertForMaskedLM(bert).save_pretrained(tmp_path / "bert")
-    given = options(save_tokenizer(tmp_path / "bert"), corpus)
-    refused(tmp_path / "b", given, "the teacher is not causal")
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "num_hidden_layers": 1}
-        heads = {"num_attention_heads": 2, "intermediate_size": 16, "logits_scaling": 2.0}
-        GraniteForCausalLM(GraniteConfig(**sizes, **heads)).save_pretrained(tmp_path / "scaled")
+        GraniteForCausalLM(scaled).save_pretrained(tmp_path / "scaled")
         MambaForCausalLM(MambaConfig(**sizes, state_size=4)).save_pretrained(tmp_path / "mamba")
-    given = options(save_tokenizer(tmp_path / "scaled"), corpus)
-    given["codec"] = {"name": "hidden"}
-    refused(tmp_path / "d", given, "changes its logits after the LM head")
-    given = options(save_tokenizer(tmp_path / "mamba"), corpus, mode="sequential")
-    refused(tmp_path / "e", given, "keeps no key-value cache")
+    for name in ("bert", "scaled", "mamba"):
+        save_tokenizer(tmp_path / name)
+    (shutil.copytree(teacher, tmp_path / "bare") / "model.safetensors").unlink()
     tensors = load_file(teacher / "model.safetensors")
     tensors["transformer.h.1.mlp.c_fc.bias"][3] = torch.nan
-    shutil.copytree(teacher, tmp_path / "nan")
-    save_file(tensors, tmp_path / "nan/model.safetensors", metadata={"format": "pt"})
-    given = options(tmp_path / "nan", corpus)
-    refused(tmp_path / "f", given, r"weights hold NaN.*h\.1\.mlp\.c_fc\.bias", GdistillError)
-
-    named = options(teacher, corpus, teacher={"attention": "foo"})
-    refused(tmp_path / "c", named, r"attention kernel cannot be used.*got foo")
+    nan = shutil.copytree(teacher, tmp_path / "nan") / "model.safetensors"
+    save_file(tensors, nan, metadata={"format": "pt"})
+    shutil.copytree(teacher, tmp_path / "plain")
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("bare", {}, "the teacher has no weights"),
+        ("bert", {}, "the teacher is not causal"),
+        ("scaled", {"codec": {"name": "hidden", "num_entries": None}}, "changes its logits after"),
+        ("mamba", {"mode": "sequential"}, "keeps no key-value cache"),
+        ("nan", {}, r"weights hold NaN.*h\.1\.mlp\.c_fc\.bias"),
+        ("plain", {"teacher": {"attention": "foo"}}, r"attention kernel cannot.*got foo"),
+    ]
+    for name, changes, match in cases:
+        refused(tmp_path / "out", options(tmp_path / name, corpus, **changes), match)
 
 
 WAYS: dict[str, Callable[[ExtractRequest], object]] = {
@@ -95,27 +82,22 @@ WAYS: dict[str, Callable[[ExtractRequest], object]] = {
 def test_a_run_a_plan_and_a_dry_run_refuse_alike(
     way: str, tmp_path: Path, teacher: Path, corpus: Path
 ) -> None:
-    words = [*WORDS[:2], *reversed(WORDS[2:])]
-    other = str(save_tokenizer(tmp_path / "other", words))
-    wide = str(save_tokenizer(tmp_path / "wide", [*WORDS, "more"]))
-    maze = options(teacher, corpus)
-    maze["corpus"] = {"spec": "maze:k4"}
-    none = options(teacher, corpus)
-    none["teacher"] = {}
-    cases = {
-        "of another family": options(teacher, corpus, teacher={"tokenizer": other}),
-        "vocabular": options(teacher, corpus, teacher={"tokenizer": wide}),
-        "no such tokenizer": options(teacher, corpus, teacher={"tokenizer": "./nowhere"}),
-        "does not know the moves.*leave --teacher out": maze,
-        "no teacher": none,
-        r"store\.rows_per_shard.*got 15.*multiple of 8": options(
-            teacher, corpus, store={"rows_per_shard": 15}
-        ),
-        r"context": options(teacher, corpus, corpus={"row_length": CONTEXT_LENGTH + 1}),
-        r"no revisions.*teacher\.revision.*'main'": options(
-            teacher, corpus, teacher={"revision": "main"}
-        ),
+    other = save_tokenizer(tmp_path / "other", [*WORDS[:2], *reversed(WORDS[2:])])
+    wide = save_tokenizer(tmp_path / "wide", [*WORDS, *(f"x{i}" for i in range(64))])
+    maze, none = options(teacher, corpus), options(teacher, corpus)
+    maze["corpus"], none["teacher"] = {"spec": "maze:k4"}, {}
+    changes: dict[str, dict[str, Any]] = {
+        "of another family": {"teacher": {"tokenizer": str(other)}},
+        rf"a tokenizer of {len(WORDS) + 64}.*teacher's {VOCAB_SIZE}": {
+            "teacher": {"tokenizer": str(wide)}
+        },
+        "no such tokenizer": {"teacher": {"tokenizer": "./nowhere"}},
+        r"store\.rows_per_shard.*got 15.*multiple of 8": {"store": {"rows_per_shard": 15}},
+        "context": {"corpus": {"row_length": CONTEXT_LENGTH + 1}},
+        r"no revisions.*teacher\.revision.*'main'": {"teacher": {"revision": "main"}},
     }
+    cases = {match: options(teacher, corpus, **change) for match, change in changes.items()}
+    cases |= {"does not know the moves.*leave --teacher out": maze, "no teacher": none}
     for match, given in cases.items():
         request = resolve_request(tmp_path / "out", given)
         with pytest.raises(UsageError, match=match):
@@ -136,39 +118,36 @@ def test_an_engine_leaves_no_revision_to_us(tmp_path: Path, teacher: Path, corpu
 
 
 def test_stores_that_cannot_be(tmp_path: Path, teacher: Path, corpus: Path) -> None:
-    given = options(teacher, corpus, store={"location": "foo://bucket/store"})
-    refused(tmp_path / "a", given, "foo")
     (tmp_path / "file").write_text("mine")
-    given = options(teacher, corpus, store={"location": str(tmp_path / "file")})
-    refused(tmp_path / "b", given, "the store is a folder")
+    for place, match in (("foo://bucket/store", "foo"), (f"{tmp_path}/file", "store is a folder")):
+        refused(tmp_path / "out", options(teacher, corpus, store={"location": place}), match)
     assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_the_manifest_names_the_corpus_and_not_its_place(
-    tmp_path: Path, teacher: Path, corpus: Path
+    finished: Path, teacher: Path, corpus: Path
 ) -> None:
-    run(tmp_path, options(teacher, corpus))
-    manifest = (tmp_path / "store" / "manifest.json").read_text()
-    assert str(tmp_path) not in manifest and str(corpus.parent) not in manifest
-    assert str(teacher.parent) not in manifest
-    store = ShardStore.open(tmp_path / "store")
+    manifest = (finished / "store" / "manifest.json").read_text()
+    for place in (finished, corpus.parent, teacher.parent):
+        assert str(place) not in manifest
+    store = ShardStore.open(finished / "store")
     assert store.manifest.tokens["corpus"] == f"text:{corpus.name}"
-    assert public_source("jsonl:/home/me/a.jsonl#text") == "jsonl:a.jsonl#text"
-    assert public_source("hf:org/name:config") == "hf:org/name:config"
-    assert public_source("hf:/home/me/data") == "hf:data"
-    assert public_source("maze") == "maze" and public_source("maze:k4") == "maze:k4"
+    for source, public in (
+        ("jsonl:/home/me/a.jsonl#text", "jsonl:a.jsonl#text"),
+        ("hf:org/name:config", "hf:org/name:config"),
+        ("hf:/home/me/data", "hf:data"),
+        ("maze", "maze"),
+        ("maze:k4", "maze:k4"),
+    ):
+        assert public_source(source) == public
 
 
 def test_one_process_speaks_for_all(
     tmp_path: Path, teacher: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = options(teacher, corpus)
-    request = resolve_request(tmp_path, given)
+    request = resolve_request(tmp_path, options(teacher, corpus))
     assert run_extraction(request, Worker(1, 2)) == []
-    assert any(
-        "tokens/s" in line or "nothing was left" in line
-        for line in run_extraction(request, Worker(0, 2))
-    )
+    assert any("nothing was left" in line for line in run_extraction(request, Worker(0, 2)))
     assert capsys.readouterr().err == "", "the silent worker found all the work"
 
 
@@ -184,12 +163,3 @@ def test_a_shard_that_goes_missing_meanwhile_is_no_success(
     monkeypatch.setattr(Extractor, "run", losing)
     with pytest.raises(GdistillError, match=r"went missing.*same command again"):
         run(tmp_path, options(teacher, corpus))
-
-
-def test_the_resolved_request_lies_beside_its_outputs(
-    tmp_path: Path, teacher: Path, corpus: Path
-) -> None:
-    run(tmp_path, options(teacher, corpus, seed=5))
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert written["seed"] == 5 and written["codec"]["num_entries"] == 5
-    assert written["teacher"]["location"] == str(teacher)

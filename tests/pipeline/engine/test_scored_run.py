@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline import cli
 from pipeline.run import run_extraction
 from pipeline.settings import Worker, resolve_request
 from pipeline.tokens.dataset import PartWriter
 from shards.errors import GdistillError, UsageError
 from shards.store.store import ShardStore
+from tests.commands import call
 from tests.pipeline.engine.engine_server import EngineServer
 from tests.pipeline.extract_cases import VOCAB_SIZE, contents, options
 from tests.pipeline.extract_cases import run as run_own
@@ -106,22 +106,29 @@ def test_another_model_at_the_same_address_is_refused_on_resume(
             run_scored(tmp_path / "run", given)
 
 
-def scored_lines(teacher: Path, rows: list[list[int]]) -> list[dict[str, Any]]:
+@pytest.fixture
+def rows() -> list[list[int]]:
+    return np.random.default_rng(1).integers(2, VOCAB_SIZE, (30, 12)).tolist()
+
+
+@pytest.fixture
+def given(teacher: Path, tmp_path: Path, rows: list[list[int]]) -> dict[str, Any]:
+    """A request for a file of those rows, as a server answered them."""
     server = EngineServer(teacher)
     answers = [server.completion({"prompt": row, "prompt_logprobs": NUM_TOP}) for row in rows]
-    return [{"prompt_token_ids": row, **a} for row, a in zip(rows, answers, strict=True)]
-
-
-def test_files_of_scores_become_a_store(teacher: Path, tmp_path: Path) -> None:
-    rows = np.random.default_rng(1).integers(2, VOCAB_SIZE, (30, 12)).tolist()
-    lines = scored_lines(teacher, rows)
+    lines = [{"prompt_token_ids": row, **a} for row, a in zip(rows, answers, strict=True)]
     (tmp_path / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    given: dict[str, Any] = {
+    return {
         "corpus": {"spec": f"scores:{tmp_path}/*.jsonl", "validation_fraction": 0.1},
         "codec": {"name": "posterior", "num_entries": NUM_TOP},
         "teacher": {"tokenizer": str(teacher)},
         "store": {"rows_per_shard": 8, "rows_per_chunk": 4},
     }
+
+
+def test_files_of_scores_become_a_store(
+    tmp_path: Path, given: dict[str, Any], rows: list[list[int]]
+) -> None:
     store = run_scored(tmp_path / "out", given)
     assert store.manifest.splits == {"train": 27, "validation": 3}
     np.testing.assert_array_equal(store.split("train").read_rows(0, 27)["tokens"], rows[:27])
@@ -129,6 +136,9 @@ def test_files_of_scores_become_a_store(teacher: Path, tmp_path: Path) -> None:
     assert str(tmp_path) not in store.location.read("manifest.json").decode()
     before = contents(tmp_path / "out/store")
     assert run_scored(tmp_path / "out", given) and contents(tmp_path / "out/store") == before
+    with pytest.raises(UsageError, match="other settings"):
+        given["corpus"]["spec"] = f"scores:{tmp_path}/s*.jsonl"
+        run_scored(tmp_path / "out", given)
 
 
 @pytest.mark.parametrize(
@@ -183,17 +193,9 @@ def test_rows_take_their_length_from_the_server(
 
 
 def test_two_workers_may_read_scores_at_once(
-    teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second one waits for the first one's token rows, and takes them."""
-    rows = np.random.default_rng(1).integers(2, VOCAB_SIZE, (12, 12)).tolist()
-    lines = scored_lines(teacher, rows)
-    (tmp_path / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    given: dict[str, Any] = {
-        "corpus": {"spec": f"scores:{tmp_path}/*.jsonl"},
-        "codec": {"name": "posterior", "num_entries": NUM_TOP},
-        "teacher": {"tokenizer": str(teacher)},
-    }
     request, second, write = resolve_request(tmp_path / "out", given), [], PartWriter.write
     with ThreadPoolExecutor(1) as pool:
 
@@ -209,28 +211,28 @@ def test_two_workers_may_read_scores_at_once(
     assert ShardStore.open(tmp_path / "out/store").unfinished() == []
 
 
+@pytest.mark.usefixtures("given")
 def test_the_command_takes_files_or_a_server(teacher: Path, corpus: Path, tmp_path: Path) -> None:
-    rows = np.random.default_rng(1).integers(2, VOCAB_SIZE, (6, 12)).tolist()
-    lines = scored_lines(teacher, rows)
-    (tmp_path / "scores.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = ["--tokenizer", str(teacher), "--set", f"codec.num_entries={NUM_TOP}"]
-    files = ["--from-logprobs", f"{tmp_path}/scores.jsonl"]
-    typer_app(cli.app, [*files, *words, "--out", str(tmp_path / "files")])
-    assert ShardStore.open(tmp_path / "files/store").manifest.splits["train"] == 5
+    files = ["--from-logprobs", f"{tmp_path}/scores.jsonl", "--out", f"{tmp_path}/files"]
+    assert call("gdistill-extract", *files, *words) == 0
+    assert ShardStore.open(tmp_path / "files/store").manifest.splits["train"] == 29
     with EngineServer(teacher).running() as url:
-        asked = ["--engine", url, "--corpus", str(corpus), "--row-length", "12", "--rows", "4"]
-        typer_app(cli.app, [*asked, *words, "--out", str(tmp_path / "asked")])
+        asked = ["--engine", url, "--corpus", corpus, "--row-length", "12", "--rows", "4"]
+        assert call("gdistill-extract", *asked, *words, "--out", tmp_path / "asked") == 0
     assert ShardStore.open(tmp_path / "asked/store").manifest.teacher["id"] == "tiny"
-    with pytest.raises(UsageError, match="their own corpus"):
-        cli.app(["--out", "x", *OWT, "--from-logprobs", "a.jsonl"], standalone_mode=False)
 
 
-def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
-    for option in ("--plan", "--dry-run"):
-        for source in (["--from-logprobs", "a.jsonl"], ["--engine", "http://x", *OWT]):
-            words = ["--out", str(tmp_path), *source, option]
-            with pytest.raises(UsageError, match=rf"teacher that runs here.*{source[0]}"):
-                cli.app(words, standalone_mode=False)
+def test_what_cannot_be_planned_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files, server = ["--from-logprobs", "a.jsonl"], ["--engine", "http://x", *OWT]
+    cases = [
+        ([*source, option], f"teacher that runs here [{source[0]}]")
+        for option in ("--plan", "--dry-run")
+        for source in (files, server)
+    ]
+    for words, message in [*cases, ([*OWT, *files], "their own corpus")]:
+        assert call("gdistill-extract", "--out", tmp_path, *words) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_store_keeps_as_many_tokens_as_the_engine_is_asked_for(tmp_path: Path) -> None:
@@ -240,9 +242,3 @@ def test_a_store_keeps_as_many_tokens_as_the_engine_is_asked_for(tmp_path: Path)
     assert resolve_request(tmp_path, given).codec.num_entries == 5  # type: ignore[attr-defined]
     given["codec"] = {"num_entries": 3}
     assert resolve_request(tmp_path, given).codec.num_entries == 3  # type: ignore[attr-defined]
-
-
-def typer_app(app: Any, words: list[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        app(words)
-    assert not ended.value.code

@@ -81,7 +81,7 @@ import os, signal, sys
 from pathlib import Path
 from pipeline.corpus.config import corpus_config
 from pipeline.tokens import build, dataset, tokenizer
-dataset.PART_TOKENS, tokenizer.BATCH_DOCUMENTS = 800, 40
+dataset.PART_TOKENS, dataset.ROW_GROUP_TOKENS, tokenizer.BATCH_DOCUMENTS = 800, 160, 40
 write = build.write_json_atomic
 def write_and_die(path, journal):
     write(path, journal)
