@@ -22,7 +22,7 @@ import typer
 from transformers import AutoModelForCausalLM
 
 from benchmarks.measure import machine
-from pipeline.run import run_extraction
+from pipeline.engine import run_scored
 from pipeline.settings import Worker, resolve_request
 from shards.atomic import write_json_atomic
 from shards.store.store import ShardStore
@@ -40,7 +40,7 @@ def extract(out: Path, text: Path, num_entries: int, teacher: Mapping[str, Any])
         **({} if "engine" in teacher else {"device": "cpu"}),
         **teacher,
     }
-    run_extraction(resolve_request(out, given), Worker())
+    run_scored(resolve_request(out, given), Worker())
     return ShardStore.open(out / "store")
 
 

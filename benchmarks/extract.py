@@ -44,11 +44,11 @@ from pipeline.run import rows_per_unit
 from pipeline.settings import StoreSettings, Worker
 from pipeline.teacher import Teacher, automatic_batch_size, rows_tensor
 from pipeline.tokens.build import prepare_tokens
+from pipeline.tokens.tokenizer import load_tokenizer
 from shards.atomic import write_json_atomic
 from shards.codec.protocol import Codec
 from shards.codec.registry import CODECS, codec_parameters, make_codec
 from shards.console import Bar
-from shards.interrupts import StopRequest
 from shards.language_model.forward import BatchSize, resolve_device
 from shards.language_model.loading import find_pretrained
 from shards.store.manifest import Manifest
@@ -93,7 +93,6 @@ class Case:
             writer=writer,
             resources=resources_on(self.teacher.device, resources),
             batch_size=BatchSize(self.batch_size),
-            stop=StopRequest(),
         )
         extractor.run(writer.pending("train"), Worker(), Bar())
 
@@ -184,8 +183,9 @@ def make_case(arguments: argparse.Namespace, device: torch.device, folder: Path)
 
 def _story_rows(arguments: argparse.Namespace, teacher: Path, folder: Path) -> np.ndarray:
     text = arguments.shared / "data" / "tinystories" / "tinystories_a.txt"
-    config = corpus_config(f"text:{text}", settings={"row_length": arguments.row_length})
-    return prepare_tokens(config, teacher, folder).read_rows("train", 0, arguments.rows)
+    config = corpus_config(f"text:{text}", {"row_length": arguments.row_length})
+    tokenizer = load_tokenizer(teacher)
+    return prepare_tokens(config, tokenizer, folder).read_rows("train", 0, arguments.rows)
 
 
 def random_teacher(shape: dict[str, int], folder: Path) -> Path:

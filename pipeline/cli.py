@@ -188,6 +188,10 @@ def extract(
         from pipeline.plan import what_would_be_done
 
         lines = what_would_be_done(request, process)
+    elif request.is_scored:
+        from pipeline.engine import run_scored
+
+        lines = run_scored(request, process)
     else:
         from pipeline.run import run_extraction
 
@@ -222,8 +226,10 @@ def tokens(
         "store": {"rows": rows},
     }
     request = resolve_request(out, options, overrides or [], config)
-    from pipeline.run import run_tokens
-
+    if request.is_scored:
+        from pipeline.engine import run_tokens
+    else:
+        from pipeline.run import run_tokens
     typer.echo("\n".join(run_tokens(request, Worker())))
 
 

@@ -34,7 +34,14 @@ from transformers import PreTrainedTokenizerBase
 from pipeline.corpus.config import scheme_of
 from pipeline.corpus.documents import Tally
 from pipeline.extract import ShardWork, resources_on, with_position_0
-from pipeline.run import begin_store, build_manifest, corpus_unigram, report, tokenize
+from pipeline.run import (
+    begin_store,
+    build_manifest,
+    corpus_lines,
+    corpus_unigram,
+    report,
+    tokenize,
+)
 from pipeline.scored import ScoredRow, ScoreFiles, row_of_response, same_length
 from pipeline.settings import EngineSettings, ExtractRequest, Worker
 from pipeline.tokens.build import check_identity
@@ -240,7 +247,7 @@ def run_scored(request: ExtractRequest, worker: Worker) -> list[str]:
         GdistillError: If scores cannot be used or the engine fails; finished shards are kept.
     """
     started = time.monotonic()
-    tokenizer = require_tokenizer(request)
+    tokenizer = _require_tokenizer(request)
     codec = _require_posterior(request, len(tokenizer))
     require_writable(request.out)
     if request.settings.engine.url is None:
@@ -258,6 +265,22 @@ def run_scored(request: ExtractRequest, worker: Worker) -> list[str]:
     return lines if worker.is_main else []
 
 
+def run_tokens(request: ExtractRequest, worker: Worker) -> list[str]:
+    """Stage 1 alone, as :func:`run_scored` would do it.
+
+    Raises:
+        UsageError: If the request cannot be met, or differs from what is there.
+        GdistillError: If the corpus cannot be read, or the engine does not answer.
+    """
+    require_writable(request.out)
+    if request.settings.engine.url is None:
+        raise UsageError("scored rows are tokens already", where="--corpus")
+    tokenizer = _require_tokenizer(request)
+    _, request = _checked_engine(request, tokenizer)
+    dataset = tokenize(request, tokenizer, worker)
+    return [f"tokens {dataset.path}", *corpus_lines(dataset)] if worker.is_main else []
+
+
 def _require_posterior(request: ExtractRequest, vocab_size: int) -> PosteriorCodec:
     """The codec, if the most probable tokens are enough for it; else a UsageError."""
     codec = request.codec
@@ -272,7 +295,7 @@ def _require_posterior(request: ExtractRequest, vocab_size: int) -> PosteriorCod
     return codec
 
 
-def require_tokenizer(request: ExtractRequest) -> PreTrainedTokenizerBase:
+def _require_tokenizer(request: ExtractRequest) -> PreTrainedTokenizerBase:
     """The tokenizer of the engine's model; a UsageError if none is named."""
     if request.settings.teacher.tokenizer is None:
         expected = "folder or hub id of the tokenizer that the engine's model uses"
@@ -351,7 +374,7 @@ def _ask_engine(
     request: ExtractRequest, tokenizer: PreTrainedTokenizerBase, worker: Worker
 ) -> Prepared:
     """A server, once it is known to score such rows and to be the one that the run began with."""
-    engine, request = checked_engine(request, tokenizer)
+    engine, request = _checked_engine(request, tokenizer)
     dataset = tokenize(request, tokenizer, worker)
     split = next(split for split in dataset.splits if dataset.num_rows(split))
     first = dataset.read_rows(split, 0, 1)[0].tolist()
@@ -370,7 +393,7 @@ def _ask_engine(
     return fetch, identity, dataset
 
 
-def checked_engine(
+def _checked_engine(
     request: ExtractRequest, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Engine, ExtractRequest]:
     """The server, and the request with its row length settled: what would fail does so here.

@@ -35,7 +35,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from pipeline.corpus.documents import Known, RawDocument, Source
+from pipeline.corpus.sources import Known, RawDocument, Source
 from shards.atomic import publish_folder, write_json_atomic
 from shards.console import progress_bar
 from shards.errors import UsageError, did_you_mean

@@ -52,7 +52,7 @@ SHARD_TOKENS, SHARD_BYTES = 1 << 18, 256 << 20
 
 
 def run_extraction(request: ExtractRequest, worker: Worker) -> list[str]:
-    """Do whatever of the run is not done yet; what there is to say at the end.
+    """Do whatever is not done yet of a run whose teacher runs here; what to say at the end.
 
     One process of several speaks for all: the others return nothing to say.
 
@@ -60,10 +60,6 @@ def run_extraction(request: ExtractRequest, worker: Worker) -> list[str]:
         UsageError: If the request cannot be met, or differs from what is there.
         GdistillError: If something fails on the way; finished shards are kept.
     """
-    if request.is_scored:
-        from pipeline.engine import run_scored
-
-        return run_scored(request, worker)
     started, settings = time.monotonic(), request.settings
     device = resolve_device(worker.device(settings.device))
     require_writable(request.out)
@@ -114,15 +110,7 @@ def run_tokens(request: ExtractRequest, worker: Worker) -> list[str]:
         GdistillError: If the corpus cannot be read.
     """
     require_writable(request.out)
-    if scheme_of(request.corpus.source)[0] == "scores":
-        raise UsageError("scored rows are tokens already", where="--corpus")
-    if request.is_scored:
-        from pipeline.engine import checked_engine, require_tokenizer
-
-        tokenizer = require_tokenizer(request)
-        _, request = checked_engine(request, tokenizer)
-    else:
-        request, tokenizer = check_teacher(request, known_teacher(request))
+    request, tokenizer = check_teacher(request, known_teacher(request))
     dataset = tokenize(request, tokenizer, worker)
     return [f"tokens {dataset.path}", *corpus_lines(dataset)] if worker.is_main else []
 

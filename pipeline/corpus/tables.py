@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.corpus.documents import (
+from pipeline.corpus.sources import (
     BYTE_ORDER_MARK,
     Files,
     Known,

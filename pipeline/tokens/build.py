@@ -25,14 +25,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.corpus.config import SPLITS, CorpusConfig, Packing
-from pipeline.corpus.documents import (
-    Span,
-    Tally,
-    looks_unchanged,
-    open_source,
-    plan_spans,
-    read_span,
-)
+from pipeline.corpus.documents import Span, Tally, open_source, plan_spans, read_span
+from pipeline.corpus.sources import looks_unchanged
 from pipeline.tokens.dataset import RECORD, Part, PartWriter, TokenDataset, write_record
 from pipeline.tokens.tokenizer import (
     Ids,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.run import run_extraction
+from pipeline.engine import run_scored as run_request
 from pipeline.settings import Worker, resolve_request
 from pipeline.tokens.dataset import PartWriter
 from shards.errors import GdistillError, UsageError
@@ -36,7 +36,7 @@ def engine_options(teacher: Path, corpus: Path, url: str, **changes: Any) -> dic
 
 
 def run_scored(out: Path, given: dict[str, Any]) -> ShardStore:
-    run_extraction(resolve_request(out, given), Worker())
+    run_request(resolve_request(out, given), Worker())
     return ShardStore.open(out / "store")
 
 
@@ -201,12 +201,12 @@ def test_two_workers_may_read_scores_at_once(
 
         def interrupted(self: PartWriter, block: np.ndarray) -> None:
             if not second:
-                second.append(pool.submit(run_extraction, request, Worker(1, 2)))
+                second.append(pool.submit(run_request, request, Worker(1, 2)))
                 time.sleep(0.5)  # the other one is there, and finds a folder half-written
             write(self, block)
 
         monkeypatch.setattr(PartWriter, "write", interrupted)
-        run_extraction(request, Worker(0, 2))
+        run_request(request, Worker(0, 2))
         second[0].result()
     assert ShardStore.open(tmp_path / "out/store").unfinished() == []
 

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipeline.corpus.config import CorpusConfig, corpus_config
 from pipeline.corpus.detokenize import detokenizer
-from pipeline.corpus.documents import file_identity
+from pipeline.corpus.sources import file_identity
 from pipeline.maze import load_maze, maze_tokenizer, path_rows
 from pipeline.references import write_references
 from pipeline.tokens import build, tokenizer
