@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.measure import machine
 from pipeline.engine import run_scored
+from pipeline.run import run_extraction
 from pipeline.settings import Worker, resolve_request
 from shards.atomic import write_json_atomic
 from shards.store.store import ShardStore
@@ -40,7 +41,8 @@ def extract(out: Path, text: Path, num_entries: int, teacher: Mapping[str, Any])
         **({} if "engine" in teacher else {"device": "cpu"}),
         **teacher,
     }
-    run_scored(resolve_request(out, given), Worker())
+    request = resolve_request(out, given)
+    (run_scored if request.is_scored else run_extraction)(request, Worker())
     return ShardStore.open(out / "store")
 
 
