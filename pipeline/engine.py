@@ -51,8 +51,8 @@ from shards.atomic import publish_folder, require_writable, write_json_atomic
 from shards.codec.posterior import PosteriorCodec
 from shards.console import Bar
 from shards.errors import GdistillError, UsageError
-from shards.store.layout import ShardRange
 from shards.store.location import file_claim
+from shards.store.manifest import ShardRange
 
 MAX_MEAN_CHANGE_NATS = 0.05
 """Between two scorings of a row by one model: bf16 kernels differ with the batch, models more."""

@@ -48,8 +48,7 @@ from shards.language_model.forward import (
     require_indexable,
 )
 from shards.noise.philox import noise_kernel
-from shards.store.layout import ShardRange
-from shards.store.manifest import Manifest, read_ways, record_ways
+from shards.store.manifest import Manifest, ShardRange, read_ways, record_ways
 from shards.store.writer import ShardWriter
 
 Note = Callable[[str], None]

@@ -519,7 +519,7 @@ def _stored_bytes(codec: Codec, output: TeacherOutput, resources: dict[str, Tens
         versions={},
     )
     arrays = {name: with_position_0(tensor) for name, tensor in encoded.items()}
-    files = encode_shard(manifest, shard_ranges(manifest, "train")[0], arrays)
+    files = encode_shard(manifest, manifest.shard("train", 0), arrays)
     return sum(map(len, files.values())) / (rows * tokens)
 
 

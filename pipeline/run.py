@@ -43,7 +43,7 @@ from shards.store.location import file_claim, open_location
 from shards.store.manifest import MANIFEST_FILE, STORE_ARRAYS, Manifest
 from shards.store.store import ShardStore
 from shards.store.writer import ShardWriter
-from shards.stream.order import MIXED_CHUNK_BYTES
+from shards.stream.stream import MIXED_CHUNK_BYTES
 from shards.tools.description import Description
 
 MOST_OTHER_TOKENS = 0.01
