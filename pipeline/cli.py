@@ -12,20 +12,18 @@ from shards.console import LogFormatOption, command_app, run_command, use_log_fo
 from shards.errors import UsageError
 from shards.settings import Section, settings_app
 
-CODEC_SETTINGS = {
-    "posterior": "posterior:PosteriorCodec",
-    "seeded": "seeded:SeededCodec",
-    "hidden": "hidden:HiddenCodec",
-    "topk": "topk:TopKCodec",
-    "quantized": "quantized:QuantizedCodec",
-    "full": "full:FullCodec",
-}
+CODECS = "Posterior", "Seeded", "Hidden", "TopK", "Quantized", "Full"
 SETTINGS = (
     Section("the run", "pipeline.settings:ExtractSettings"),
     Section("--corpus", "pipeline.corpus.config:CorpusConfig", "corpus"),
     *(
-        Section(f"--codec {name}", f"shards.codec.{target}", "codec", waits_for_torch=True)
-        for name, target in CODEC_SETTINGS.items()
+        Section(
+            f"--codec {name.lower()}",
+            f"shards.codec.{name.lower()}:{name}Codec",
+            "codec",
+            waits_for_torch=True,
+        )
+        for name in CODECS
     ),
 )
 app, references_app, tokens_app = command_app(), command_app(), command_app()
@@ -48,19 +46,12 @@ EngineUrl = Annotated[
         " --set engine.dialect=sglang."
     ),
 ]
-Tokenizer = Annotated[
-    str | None, typer.Option(help="Tokenizer, if it does not lie beside the teacher.")
-]
-RowLength = Annotated[
-    int | None, typer.Option(help="Tokens of a row [the teacher's context, at most 1024].")
-]
+Tokenizer = Annotated[str | None, typer.Option(help="If it does not lie beside the teacher.")]
+RowLength = Annotated[int | None, typer.Option(help="Tokens of a row [context, at most 1024].")]
 Rows = Annotated[int | None, typer.Option(help="Only so many rows of each split.")]
-ConfigFile = Annotated[
-    Path | None, typer.Option(help="TOML file of settings, configs/owt-extract.toml say.")
-]
+ConfigFile = Annotated[Path | None, typer.Option(help="TOML, as configs/owt-extract.toml.")]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="key=value; `gdistill-extract settings` lists the keys."),
+    list[str] | None, typer.Option("--set", help="key=value; `settings` lists the keys.")
 ]
 
 
@@ -80,26 +71,19 @@ def extract(
         ),
     ] = None,
     tokenizer: Tokenizer = None,
-    store: Annotated[
-        str | None, typer.Option(help="Where the shards go: folder or URL [OUT/store].")
-    ] = None,
+    store: Annotated[str | None, typer.Option(help="Folder or URL [OUT/store].")] = None,
     codec: Annotated[
         str | None,
-        typer.Option(
-            help="What a shard stores: posterior [default], seeded, hidden, topk, quantized, full."
-        ),
+        typer.Option(help="posterior [default], seeded, hidden, topk, quantized or full."),
     ] = None,
     mode: Annotated[
-        str | None,
-        typer.Option(help="parallel: score the corpus [default]; sequential: the teacher writes."),
+        str | None, typer.Option(help="parallel [default]; sequential: the teacher writes.")
     ] = None,
     row_length: RowLength = None,
     rows: Rows = None,
     batch_size: Annotated[int | None, typer.Option(help="Rows of a forward pass [auto].")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 [default] or bfloat16.")] = None,
-    device: Annotated[
-        str | None, typer.Option(help="auto [default], cpu, cuda; cuda:N chooses a GPU.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto [default], cpu, cuda, cuda:N.")] = None,
     compile: Annotated[bool | None, typer.Option(help="Use torch.compile.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of everything drawn [0].")] = None,
     teacher_preset: Annotated[
@@ -110,18 +94,15 @@ def extract(
     worker: Annotated[int | None, typer.Option(help="This process of a job array, from 0.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes of the job array.")] = None,
     strict: Annotated[
-        bool,
-        typer.Option("--strict", help="Refuse a store begun on other hardware or software."),
+        bool, typer.Option("--strict", help="Refuse a store begun on other hardware or software.")
     ] = False,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Print tokens, bytes and hours; run nothing.")
+        bool, typer.Option("--plan", help="Tokens, bytes, hours; run nothing.")
     ] = False,
     rate: Annotated[float | None, typer.Option(help="For --plan: tokens/s of a process.")] = None,
     tokens: Annotated[float | None, typer.Option(help="For --plan: tokens of the corpus.")] = None,
     price: Annotated[float | None, typer.Option(help="For --plan: price of an hour.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done; touch nothing.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done.")] = False,
     log_format: LogFormatOption = "plain",
 ) -> None:
     """Run the teacher once over a corpus and store what students learn from.
@@ -145,39 +126,29 @@ def extract(
     figures = PlanOptions(rate, tokens, price)
     figures.check(plan, dry_run)
     if corpus is not None and from_logprobs is not None:
-        raise UsageError(
-            "scored rows are their own corpus",
-            where="--from-logprobs",
-            got=f"--corpus {corpus} too",
-            remedy="leave --corpus out",
-        )
+        what, where = "scored rows are their own corpus", "--from-logprobs"
+        got, remedy = f"--corpus {corpus} too", "leave --corpus out"
+        raise UsageError(what, where=where, got=got, remedy=remedy)
     if (plan or dry_run) and (engine or from_logprobs) is not None:
-        raise UsageError(
-            "--plan and --dry-run are for a teacher that runs here",
-            where="--from-logprobs" if engine is None else "--engine",
-            remedy="try it with --rows 100: what is done stays, and the report says bytes and rate",
-        )
+        what = "--plan and --dry-run are for a teacher that runs here"
+        where = "--from-logprobs" if engine is None else "--engine"
+        remedy = "try it with --rows 100: what is done stays, and the report says bytes and rate"
+        raise UsageError(what, where=where, remedy=remedy)
     options: dict[str, Any] = {
         "mode": mode,
         "seed": seed,
         "device": device,
         "batch_size": batch_size,
         "strict": strict or None,
-        "corpus": {
-            "spec": corpus if from_logprobs is None else f"scores:{from_logprobs}",
-            "row_length": row_length,
-        },
+        "corpus": {"spec": corpus, "row_length": row_length},
         "engine": {"url": engine},
         "codec": {"name": codec},
-        "teacher": {
-            "location": teacher,
-            "tokenizer": tokenizer,
-            "dtype": dtype,
-            "compiled": compile,
-            "preset": teacher_preset,
-        },
+        "teacher": {"location": teacher, "tokenizer": tokenizer, "preset": teacher_preset},
         "store": {"rows": rows, "location": store},
     }
+    options["teacher"] |= {"dtype": dtype, "compiled": compile}
+    if from_logprobs is not None:
+        options["corpus"]["spec"] = f"scores:{from_logprobs}"
     request = resolve_request(out, options, overrides or [], config)
     process = Worker.from_environment(worker, workers)
     if plan:
