@@ -22,6 +22,7 @@ import torch
 from jaxtyping import Float
 from rich import filesize
 from torch import Tensor
+from torch.utils.benchmark import Timer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from pipeline.corpus.config import CorpusConfig
@@ -277,12 +278,10 @@ def planned_rates(
 def _cpu_flops(dtype: torch.dtype) -> float:
     """Operations per second of a product on all of this process's threads."""
     matrix = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=dtype)
-    torch.mm(matrix, matrix)  # the first one starts the threads
-    started, products = time.perf_counter(), 0
-    while (seconds := time.perf_counter() - started) < PRODUCT_SECONDS or not products:
-        torch.mm(matrix, matrix)
-        products += 1
-    return products * 2 * PRODUCT_SIZE**3 / seconds
+    timer = Timer(
+        "matrix.mm(matrix)", globals={"matrix": matrix}, num_threads=torch.get_num_threads()
+    )
+    return 2 * PRODUCT_SIZE**3 / timer.blocked_autorange(min_run_time=PRODUCT_SECONDS).mean
 
 
 # Tokens of the corpus at hand: given, counted in finished rows, or estimated from a sample.

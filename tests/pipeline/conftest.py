@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.pipeline.extract_cases import contents, options, run, save_teacher, w
 
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "mat,", "and", "then;", "Quick!", "old's"]
 Prepare = Callable[..., TokenDataset]
+Asked = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
@@ -87,10 +89,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def finished(tmp_path_factory: pytest.TempPathFactory, teacher: Path, corpus: Path) -> Path:
+def asked(teacher: Path, corpus: Path) -> Asked:
+    """Options of a run of that teacher over that corpus, with changes."""
+    return functools.partial(options, teacher, corpus)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, asked: Asked) -> Path:
     """Folder of a run of one process; not to be written to."""
     out = tmp_path_factory.mktemp("run")
-    run(out, options(teacher, corpus))
+    run(out, asked())
     return out
 
 

@@ -12,6 +12,7 @@ from pipeline.settings import PlanOptions, resolve_request
 from pipeline.teacher import Teacher
 from shards.codec.registry import CODECS, make_codec
 from shards.errors import GdistillError, UsageError
+from tests.pipeline.conftest import Asked
 from tests.pipeline.extract_cases import (
     CONTEXT_LENGTH,
     ROW_LENGTH,
@@ -23,18 +24,18 @@ from tests.pipeline.extract_cases import (
 )
 
 
-def test_an_unreadable_rate_is_not_passed_over(tmp_path: Path, teacher: Path, corpus: Path) -> None:
+def test_an_unreadable_rate_is_not_passed_over(tmp_path: Path, asked: Asked) -> None:
     for text in ("{", "[]", '{"tokens_per_second": null}'):
         (tmp_path / "summary.json").write_text(text)
         with pytest.raises(GdistillError, match="--rate"):
-            make_plan(resolve_request(tmp_path, options(teacher, corpus)))
+            make_plan(resolve_request(tmp_path, asked()))
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
 def test_figures_out_of_range_are_refused_by_name(
-    tmp_path: Path, teacher: Path, corpus: Path, value: float
+    tmp_path: Path, asked: Asked, value: float
 ) -> None:
-    request = resolve_request(tmp_path, options(teacher, corpus))
+    request = resolve_request(tmp_path, asked())
     for name in ("rate", "tokens", "price"):
         with pytest.raises(UsageError, match=rf"out of range \[--{name}\]"):
             PlanOptions(**{name: value})
@@ -55,13 +56,13 @@ def test_a_model_that_writes_no_text_is_refused(
 
 
 def test_plan_runs_no_teacher_and_writes_nothing(
-    tmp_path: Path, teacher: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a large one; a small one is asked about a few rows."""
     monkeypatch.setattr(Teacher, "load", lambda *_, **__: pytest.fail("the teacher was loaded"))
     monkeypatch.setattr("pipeline.plan.LARGEST_TRIED_TEACHER", 0)
     out = tmp_path / "out"
-    plan = make_plan(resolve_request(out, options(teacher, corpus)))
+    plan = make_plan(resolve_request(out, asked()))
     assert not out.exists()
     assert set(plan.bytes_per_token) == set(CODECS)
     assert plan.num_tokens["OpenWebText"] == 9_000_000_000
@@ -74,11 +75,11 @@ def test_plan_runs_no_teacher_and_writes_nothing(
     assert "*posterior" in text and "hours of this CPU" in text and "measured just now" in text
 
 
-def test_tokens_are_estimated_and_then_counted(tmp_path: Path, teacher: Path, corpus: Path) -> None:
-    request = resolve_request(tmp_path, options(teacher, corpus))
+def test_tokens_are_estimated_and_then_counted(tmp_path: Path, asked: Asked) -> None:
+    request = resolve_request(tmp_path, asked())
     estimate = make_plan(request)
     assert "estimated" in estimate.token_origin
-    run(tmp_path, options(teacher, corpus))
+    run(tmp_path, asked())
     counted = make_plan(request)
     assert "counted" in counted.token_origin
     exact = counted.num_tokens["this corpus"]
@@ -108,20 +109,18 @@ def test_every_split_and_every_part_of_a_corpus_is_counted(tmp_path: Path, teach
     assert plan.num_tokens["this corpus"] == 2 * 7 * ROW_LENGTH
 
 
-def test_hours_and_price_follow_from_the_rate(tmp_path: Path, teacher: Path, corpus: Path) -> None:
-    request = resolve_request(tmp_path, options(teacher, corpus))
+def test_hours_and_price_follow_from_the_rate(tmp_path: Path, asked: Asked) -> None:
+    request = resolve_request(tmp_path, asked())
     plan = make_plan(request, PlanOptions(rate=1000.0, tokens=7.2e6, price=3.0))
     rows = {line.strip().split("  ")[0]: line for line in plan.table()}
     assert rows["stage 2: hours of one process"].split()[-3:] == ["2", "2,500", "2,777,778"]
     assert rows["price at 3 per hour"].split()[-3:] == ["6", "7,500", "8,333,333"]
 
 
-def test_float32_has_a_fifteenth_of_a_gpus_peak(
-    tmp_path: Path, teacher: Path, corpus: Path
-) -> None:
+def test_float32_has_a_fifteenth_of_a_gpus_peak(tmp_path: Path, asked: Asked) -> None:
     rates = {}
     for dtype in ("float32", "bfloat16"):
-        given = options(teacher, corpus, device="auto", teacher={"dtype": dtype})
+        given = asked(device="auto", teacher={"dtype": dtype})
         plan = make_plan(resolve_request(tmp_path, given))
         rate = plan.rates[0]
         assert rate.machine == "one H100" and dtype in rate.origin

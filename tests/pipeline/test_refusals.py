@@ -25,6 +25,7 @@ from pipeline.run import public_source, run_extraction
 from pipeline.settings import ExtractRequest, PlanOptions, Worker, resolve_request
 from shards.errors import GdistillError, UsageError
 from shards.store.store import ShardStore
+from tests.pipeline.conftest import Asked
 from tests.pipeline.extract_cases import (
     CONTEXT_LENGTH,
     VOCAB_SIZE,
@@ -79,12 +80,10 @@ WAYS: dict[str, Callable[[ExtractRequest], object]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_run_a_plan_and_a_dry_run_refuse_alike(
-    way: str, tmp_path: Path, teacher: Path, corpus: Path
-) -> None:
+def test_a_run_a_plan_and_a_dry_run_refuse_alike(way: str, tmp_path: Path, asked: Asked) -> None:
     other = save_tokenizer(tmp_path / "other", [*WORDS[:2], *reversed(WORDS[2:])])
     wide = save_tokenizer(tmp_path / "wide", [*WORDS, *(f"x{i}" for i in range(64))])
-    maze, none = options(teacher, corpus), options(teacher, corpus)
+    maze, none = asked(), asked()
     maze["corpus"], none["teacher"] = {"spec": "maze:k4"}, {}
     changes: dict[str, dict[str, Any]] = {
         "of another family": {"teacher": {"tokenizer": str(other)}},
@@ -96,7 +95,7 @@ def test_a_run_a_plan_and_a_dry_run_refuse_alike(
         "context": {"corpus": {"row_length": CONTEXT_LENGTH + 1}},
         r"no revisions.*teacher\.revision.*'main'": {"teacher": {"revision": "main"}},
     }
-    cases = {match: options(teacher, corpus, **change) for match, change in changes.items()}
+    cases = {match: asked(**change) for match, change in changes.items()}
     cases |= {"does not know the moves.*leave --teacher out": maze, "no teacher": none}
     for match, given in cases.items():
         request = resolve_request(tmp_path / "out", given)
@@ -117,10 +116,10 @@ def test_an_engine_leaves_no_revision_to_us(tmp_path: Path, teacher: Path, corpu
             resolve_request(tmp_path, given)
 
 
-def test_stores_that_cannot_be(tmp_path: Path, teacher: Path, corpus: Path) -> None:
+def test_stores_that_cannot_be(tmp_path: Path, asked: Asked) -> None:
     (tmp_path / "file").write_text("mine")
     for place, match in (("foo://bucket/store", "foo"), (f"{tmp_path}/file", "store is a folder")):
-        refused(tmp_path / "out", options(teacher, corpus, store={"location": place}), match)
+        refused(tmp_path / "out", asked(store={"location": place}), match)
     assert (tmp_path / "file").read_text() == "mine"
 
 
@@ -143,16 +142,16 @@ def test_the_manifest_names_the_corpus_and_not_its_place(
 
 
 def test_one_process_speaks_for_all(
-    tmp_path: Path, teacher: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, asked: Asked, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    request = resolve_request(tmp_path, options(teacher, corpus))
+    request = resolve_request(tmp_path, asked())
     assert run_extraction(request, Worker(1, 2)) == []
     assert any("nothing was left" in line for line in run_extraction(request, Worker(0, 2)))
     assert capsys.readouterr().err == "", "the silent worker found all the work"
 
 
 def test_a_shard_that_goes_missing_meanwhile_is_no_success(
-    tmp_path: Path, teacher: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     extract = Extractor.run
 
@@ -162,4 +161,4 @@ def test_a_shard_that_goes_missing_meanwhile_is_no_success(
 
     monkeypatch.setattr(Extractor, "run", losing)
     with pytest.raises(GdistillError, match=r"went missing.*same command again"):
-        run(tmp_path, options(teacher, corpus))
+        run(tmp_path, asked())

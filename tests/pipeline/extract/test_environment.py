@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from pipeline import extract
-from shards.console import progress_bar
 from shards.errors import IntegrityError, UsageError
 from shards.store.location import as_location
 from shards.store.manifest import COMPUTED_FILE, read_ways, record_ways
 from shards.store.verification import verify
-from tests.pipeline.extract_cases import contents, options, run
+from tests.pipeline.conftest import Asked
+from tests.pipeline.extract_cases import contents, run
 
 
 @pytest.fixture(autouse=True)
@@ -41,26 +41,26 @@ def half_done(out: Path) -> None:
 
 
 def test_later_workers_take_over_threads_and_rows_per_pass(
-    tmp_path: Path, teacher: Path, corpus: Path, said: list[str]
+    tmp_path: Path, asked: Asked, said: list[str]
 ) -> None:
-    run(tmp_path, options(teacher, corpus, threads=2, batch_size=3))
+    run(tmp_path, asked(threads=2, batch_size=3))
     whole = contents(tmp_path / "store")
     (way,) = json.loads(whole[COMPUTED_FILE])["ways"]
     assert (way["device"], way["threads"], way["rows_per_pass"]) == ("cpu", 2, 3)
     assert way["torch"] == torch.__version__ and way["compiled"] is False
     half_done(tmp_path)
     torch.set_num_threads(1)
-    run(tmp_path, options(teacher, corpus, batch_size=None, threads=None, strict=True))
+    run(tmp_path, asked(batch_size=None, threads=None, strict=True))
     assert torch.get_num_threads() == 2 and said == []
     assert contents(tmp_path / "store") == whole
     assert verify(tmp_path / "store") == []
     half_done(tmp_path)
-    run(tmp_path, options(teacher, corpus, batch_size=3, threads=1))
+    run(tmp_path, asked(batch_size=3, threads=1))
     assert len(said) == 1 and "threads 1 (was 2)" in said[0]
 
 
-def test_a_store_without_the_record_goes_on(tmp_path: Path, teacher: Path, corpus: Path) -> None:
-    given = options(teacher, corpus, threads=1)
+def test_a_store_without_the_record_goes_on(tmp_path: Path, asked: Asked) -> None:
+    given = asked(threads=1)
     run(tmp_path, given)
     whole = contents(tmp_path / "store")
     half_done(tmp_path)
@@ -71,12 +71,7 @@ def test_a_store_without_the_record_goes_on(tmp_path: Path, teacher: Path, corpu
 
 @pytest.mark.parametrize("obstacle", ["", "no Triton here"])
 def test_extraction_asks_for_the_compiled_noise_kernel_and_says_why_it_has_none(
-    tmp_path: Path,
-    teacher: Path,
-    corpus: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    said: list[str],
-    obstacle: str,
+    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch, said: list[str], obstacle: str
 ) -> None:
     """Before the environment is settled, which records it; on the device that the teacher is on."""
     calls: list[object] = []
@@ -90,7 +85,7 @@ def test_extraction_asks_for_the_compiled_noise_kernel_and_says_why_it_has_none(
     monkeypatch.setattr(
         "pipeline.run.settle_environment", lambda *given: (calls.append("way"), settle(*given))[1]
     )
-    run(tmp_path, options(teacher, corpus))
+    run(tmp_path, asked())
     assert calls == [("auto", "cpu"), "way"]
     assert said == ["noise kernel: eager on cpu; no Triton here"] * bool(obstacle)
 
@@ -104,13 +99,9 @@ def test_the_environment_of_a_gpu_says_where_its_noise_is_eager(
 
 
 def test_who_computes_differently_is_told_and_with_strict_refused(
-    tmp_path: Path,
-    teacher: Path,
-    corpus: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    said: list[str],
+    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
-    given = options(teacher, corpus, threads=1)
+    given = asked(threads=1)
     run(tmp_path, given)
     half_done(tmp_path)
     monkeypatch.setattr(extract, "_kernels", lambda on_gpu: "OTHER")
@@ -139,24 +130,3 @@ def test_environments_add_up_in_order_and_once(tmp_path: Path) -> None:
         (tmp_path / COMPUTED_FILE).write_text(damaged)
         with pytest.raises(IntegrityError):
             read_ways(place)
-
-
-def test_progress_in_a_log_file_is_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = 1000.0
-    monkeypatch.setattr("shards.console.time.monotonic", lambda: now)
-    with progress_bar("extract", 12_000, done=2_000) as bar:
-        now += 59
-        bar.advance(1_000)
-        assert capsys.readouterr().err == ""
-        now += 1
-        bar.note("train/0")
-        line = capsys.readouterr().err
-        # 1,000 in 60 s, and 9,000 to go at that rate: 540 s.
-        assert line == "extract: 3.0k/12.0k tok, 17 tok/s, 0:09:00 left, train/0\n"
-        bar.advance(9_000)
-        now += 30
-        assert capsys.readouterr().err == ""
-    line = capsys.readouterr().err
-    assert line == "extract: 12.0k/12.0k tok, 111 tok/s, 0:01:30 so far, train/0\n"

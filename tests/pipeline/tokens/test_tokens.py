@@ -153,10 +153,7 @@ def test_finished_rows_outlive_their_corpus(
 
 
 def test_a_changed_corpus_is_refused_by_name(
-    tmp_path: Path,
-    sentence_corpus: CorpusConfig,
-    prepare: Prepare,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, sentence_corpus: CorpusConfig, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(tmp_path / "run")
     path, encode = Path(sentence_corpus.source.removeprefix("text:")), tokenizer.encode
