@@ -84,15 +84,16 @@ def random_rows(num_rows: int = 3, length: int = 12) -> torch.Tensor:
 
 def poison(teacher: Teacher, place: Any, value: float) -> None:
     """Another value in the teacher's logits [B, T, V], at ``place``."""
-    assert teacher.head is not None
-    clean = teacher.head._logits
+    head = teacher.head
+    assert head is not None
+    clean = head.forward
 
     def poisoned(hidden: torch.Tensor) -> torch.Tensor:
-        logits = clean(hidden).clone()
-        logits[place] = value
-        return logits
+        head.last_logits = clean(hidden).clone()
+        head.last_logits[place] = value
+        return head.last_logits
 
-    teacher.head._logits = poisoned  # type: ignore[method-assign]
+    head.forward = poisoned  # type: ignore[method-assign]
 
 
 # Right numbers.
@@ -290,9 +291,10 @@ def test_a_head_that_runs_out_of_memory_keeps_nothing(loaded: Teacher) -> None:
     assert head is not None
 
     def cramped(hidden: torch.Tensor) -> torch.Tensor:
+        head.last_hidden = hidden
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
-    head._logits = cramped  # type: ignore[method-assign]
+    head.forward = cramped  # type: ignore[method-assign]
     for attempt in (
         lambda: loaded.forward(random_rows(), torch.arange(3)),
         lambda: loaded.next_log_probs(random_rows()[:, :1]),
