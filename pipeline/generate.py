@@ -29,7 +29,8 @@ from pipeline.tokens.dataset import TokenDataset
 from shards.codec.protocol import TeacherOutput
 from shards.language_model.forward import BatchSize, in_batches
 from shards.noise.gumbel import gumbel_argmax
-from shards.noise.kinds import KeyedPrior, truncate_to_nucleus
+from shards.noise.kinds import KeyedPrior
+from shards.noise.nucleus import truncate_to_nucleus
 from shards.noise.philox import PositionKeys
 from shards.provenance import derive_seed
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from shards.codec.protocol import Codec
 from shards.errors import UsageError
 from shards.noise.kinds import KeyedPrior, Noise, PriorNoise
+from shards.noise.nucleus import NucleusRule, truncate_to_nucleus
 from shards.noise.philox import PositionKeys, race, uniforms
 from shards.provenance import derive_seed
 from shards.settings import check_bounds, setting
 from trainer.objective.batch import Places
-from shards.noise.nucleus import NucleusRule, truncate_to_nucleus
 from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.registry import Student
 
