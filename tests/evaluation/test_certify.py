@@ -14,6 +14,7 @@ from evaluation.scorers import ScoreOptions, make_scorers
 from evaluation.text.reading import token_margins
 from tests.commands import call
 from tests.trainer.backbone_cases import backbone_run, store_of, write_backbone
+from tests.trainer.run_cases import LENGTH as ROW_LENGTH
 from tests.trainer.sample_cli_cases import command, read, save
 from tests.trainer.sampling.test_adaptive import tiny_llama
 from tests.trainer.sampling_cases import LENGTH
@@ -36,14 +37,12 @@ def sample(models: Path, out: Path, *arguments: object, model: str = "mdlm") -> 
     assert command(models / model, "--num", 20, "--out", out, *arguments) == 0
 
 
+def rewrite(samples: Path, records: list[dict[str, Any]]) -> None:
+    rewrite(samples, records)
+
+
 def certify(samples: Path, teacher: Path) -> int:
     return call("gdistill-eval", "certify", samples, "--teacher", teacher)
-
-
-def _scores(samples: Path) -> list[dict[str, Any]]:
-    """What ``gdistill-eval`` writes of a file."""
-    sets = [read_samples(samples / "samples.jsonl")]
-    return [score.to_json() for score in make_scorers(ScoreOptions(), sets)(sets[0])]
 
 
 def found(samples: Path) -> dict[str, Any]:
@@ -76,7 +75,7 @@ def test_verified_samples_agree_everywhere(
     records = read(tmp_path / "samples.jsonl")
     altered = records[7]["tokens"]
     altered[LENGTH - 1] = (altered[LENGTH - 1] + 1) % 11
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    rewrite(tmp_path, records)
     capsys.readouterr()
     assert certify(tmp_path, models / "teacher") == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
@@ -89,19 +88,14 @@ def test_a_file_cannot_call_its_tokens_given(
 ) -> None:
     """What was given is known by its hash in the settings: more than that would hide tokens."""
     sample(models, tmp_path, "--sampler", "coupled", "--verifier", models / "teacher")
-    file = tmp_path / "samples.jsonl"
     assert certify(tmp_path, models / "teacher") == 0 and found(tmp_path)["given_is_checked"]
-    records = read(file)
-
-    def write(given: int, count: int) -> None:
-        lines = [{**r, "num_given": given if i < count else 1} for i, r in enumerate(records)]
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
+    records = read(tmp_path / "samples.jsonl")
     for given, count, said in (
         (LENGTH - 1, 1, "calls tokens given in a run without a prompt"),
         (LENGTH, 20, "nothing to certify"),
     ):
-        write(given, count)
+        changed = [{**r, "num_given": given if i < count else 1} for i, r in enumerate(records)]
+        rewrite(tmp_path, changed)
         capsys.readouterr()
         assert certify(tmp_path, models / "teacher") != 0
         error = capsys.readouterr().err.strip()
@@ -139,9 +133,9 @@ def test_what_cannot_be_certified_is_named(
     assert "verified by another model" in error_of(tmp_path / "coupled", other)
     tiny_llama(vocab_size=5).save_pretrained(tmp_path / "small")
     assert "fewer tokens" in error_of(tmp_path / "coupled", tmp_path / "small")
-    file = tmp_path / "coupled" / "samples.jsonl"
-    records = [{k: v for k, v in record.items() if k != "seed"} for record in read(file)]
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    records = read(tmp_path / "coupled" / "samples.jsonl")
+    unseeded = [{k: v for k, v in record.items() if k != "seed"} for record in records]
+    rewrite(tmp_path / "coupled", unseeded)
     assert "no recorded seed" in error_of(tmp_path / "coupled")
 
 
@@ -168,14 +162,15 @@ def test_medusa_samples_are_certified_by_their_backbone(
     result = found(tmp_path / "coupled")
     assert result["num_positions"] == 6 * 23 and result["num_mismatches"] == 0
     records = read(tmp_path / "coupled" / "samples.jsonl")
-    (score,) = (one for one in _scores(tmp_path / "coupled") if "pass" in one["name"])
+    sets = [read_samples(tmp_path / "coupled" / "samples.jsonl")]
+    scores = [score.to_json() for score in make_scorers(ScoreOptions(), sets)(sets[0])]
+    (score,) = (one for one in scores if "pass" in one["name"])
     passes = sum(record["verifier_nfe"] for record in records)
     assert score["value"] == pytest.approx(6 * 23 / passes)
     reached, accepted = (sum(r[name][0] for r in records) for name in ("reached", "accepted"))
     assert score["details"]["conditional_acceptance"][0] == pytest.approx(accepted / reached)
     records[3]["tokens"][20] = (records[3]["tokens"][20] + 1) % 12
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    (tmp_path / "coupled" / "samples.jsonl").write_text(lines)
+    rewrite(tmp_path / "coupled", records)
     assert certify(tmp_path / "coupled", backbone) == 1
     assert draw("typical", "--set", "acceptance=typical") == 0
     assert certify(tmp_path / "typical", backbone) == 2
@@ -223,8 +218,7 @@ def test_samples_of_a_bf16_backbone_are_certified_in_bf16(
     records = read(samples / "samples.jsonl")
     for record in records:
         record["tokens"][-1] = (record["tokens"][-1] + 1) % 12
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    (samples / "samples.jsonl").write_text(lines)
+    rewrite(samples, records)
     assert certify(samples, backbone) == 1
     assert found(samples)["num_mismatches"] >= 5
     settings = json.loads((samples / "settings.json").read_text())
@@ -233,3 +227,19 @@ def test_samples_of_a_bf16_backbone_are_certified_in_bf16(
     capsys.readouterr()
     assert certify(samples, backbone) != 0
     assert "backbone.dtype" in capsys.readouterr().err
+
+
+def test_samples_of_a_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The backbone certifies them, by name of its weights."""
+    backbone = write_backbone(tmp_path / "backbone")
+    store = store_of(tmp_path / "store", backbone)
+    assert train(backbone_run(backbone, "drafter", training__num_steps=3), store, tmp_path / "run")
+    samples = tmp_path / "samples"
+    assert command(tmp_path / "run", "--num", 20, "--seed", 6, "--tau", 0.7, "--out", samples) == 0
+    assert "tokens per pass of the verifier" in capsys.readouterr().err
+    other = write_backbone(tmp_path / "other", seed=1)
+    assert certify(samples, backbone) == 0
+    record = found(samples)
+    assert record["num_positions"] == 20 * (ROW_LENGTH - 1) and record["num_mismatches"] == 0
+    assert certify(samples, other) == 2
+    assert "verified by another model" in capsys.readouterr().err

@@ -70,30 +70,7 @@ def test_total_variation_counts_invalid_mass() -> None:
     assert total_variation({None: 10}, {"a": 1.0}) == 1.0
 
 
-def test_always_drawing_one_path_scores_full_success_and_bad_variation() -> None:
-    other = ("up", "right", "down", "right")
-    maze = Maze(("...", "S.T"), (1, 0), (1, 2), (PATH, other), 4)
-    score = maze_success(maze, [PATH] * 100, {PATH: 0.5, other: 0.5}, "teacher")
-    assert score.value == 1.0
-    assert score.details["num_distinct_paths"] == 1
-    assert score.details["total_variation_to_teacher"] == pytest.approx(0.5)
-    assert score.interval is not None and score.interval[0] < 1.0 <= score.interval[1]
-
-
-def test_maze_file_errors_name_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "maze.json"
-    file.write_text(json.dumps({"rows": ["."]}))
-    with pytest.raises(GdistillError, match=r"cannot read the maze.*maze\.json"):
-        Maze.read(file)
-
-
-VALID_MAZE = {
-    "rows": ["...", "S#T"],
-    "start": [1, 0],
-    "target": [1, 2],
-    "paths": [PATH],
-    "max_moves": 4,
-}
+VALID = {"rows": ["...", "S#T"], "start": [1, 0], "target": [1, 2], "paths": [PATH], "max_moves": 4}
 
 
 @pytest.mark.parametrize(
@@ -104,22 +81,24 @@ VALID_MAZE = {
         ({"target": [1, 7]}, "target off the map"),
         ({"paths": []}, "not made of up, down"),
         ({"paths": [["north"]]}, "not made of up, down"),
+        ({"start": [1]}, r"cannot read the maze.*maze\.json"),
+        ({"max_moves": None}, r"cannot read the maze.*maze\.json"),
     ],
 )
 def test_a_maze_that_does_not_fit_itself_is_refused(
     tmp_path: Path, change: dict, message: str
 ) -> None:
     file = tmp_path / "maze.json"
-    file.write_text(json.dumps(VALID_MAZE))
+    file.write_text(json.dumps(VALID))
     assert Maze.read(file) == MAZE
-    file.write_text(json.dumps(VALID_MAZE | change))
+    file.write_text(json.dumps(VALID | change))
     with pytest.raises(GdistillError, match=message):
         Maze.read(file)
-
-
-def test_a_missing_maze_is_a_wrong_request(tmp_path: Path) -> None:
+    file.write_text(json.dumps({"rows": ["."]}))
+    with pytest.raises(GdistillError, match=r"no 'start' in it"):
+        Maze.read(file)
     with pytest.raises(UsageError, match="No such file"):
-        Maze.read(tmp_path / "maze.json")
+        Maze.read(tmp_path / "none.json")
 
 
 def test_optimum_by_hand() -> None:
@@ -131,12 +110,8 @@ def test_optimum_by_hand() -> None:
     # Both tokens in the same step with chance 1/2 (success 1/2), else the second one is certain.
     assert two == pytest.approx(0.75, abs=1e-4)
     assert each == pytest.approx([two / 2, two / 2])
-
-
-def test_optimum_of_a_factorised_language_is_one() -> None:
-    language = np.array([[a, b] for a in range(2) for b in range(3)])
-    value, _ = optimal_success(language, np.full(6, 1 / 6), 1)
-    assert value == pytest.approx(1.0)
+    factorised = np.array([[a, b] for a in range(2) for b in range(3)])
+    assert optimal_success(factorised, np.full(6, 1 / 6), 1)[0] == pytest.approx(1.0)
 
 
 def test_optimum_against_simulation() -> None:
@@ -189,6 +164,10 @@ def test_details_of_success_by_hand() -> None:
     assert details["most_common_path_share"] == 3 / 8
     variation = 0.5 * (abs(3 / 8 - 0.75) + abs(1 / 8 - 0.25) + 4 / 8)
     assert details["total_variation_to_teacher"] == pytest.approx(variation)
+    always = maze_success(TWO_WAYS, [ROUND] * 100, {ROUND: 0.5, OTHER: 0.5}, "teacher")
+    assert always.value == 1.0 and always.details["num_distinct_paths"] == 1
+    assert always.details["total_variation_to_teacher"] == pytest.approx(0.5)
+    assert always.interval is not None and always.interval[0] < 1.0 <= always.interval[1]
 
 
 def test_a_cell_pools_samples_not_runs() -> None:

@@ -1,4 +1,4 @@
-"""The report: what a table says in each form, that nothing in it is code, and samples to look at."""
+"""The report: what a table says in each form, no code in it, and samples to look at."""
 
 from __future__ import annotations
 

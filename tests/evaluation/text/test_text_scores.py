@@ -38,15 +38,8 @@ def authors(golden: Path) -> tuple[dict, dict[str, torch.Tensor], GPT2LMHeadMode
     tensors = load_file(golden / "gen_ppl.safetensors")
     given = description["gpt2_config"]
     end = given["eos_token_id"]
-    config = GPT2Config(
-        vocab_size=given["vocab_size"],
-        n_embd=given["n_embd"],
-        n_layer=given["n_layer"],
-        n_head=given["n_head"],
-        n_positions=given["n_positions"],
-        bos_token_id=end,
-        eos_token_id=end,
-    )
+    sizes = {n: given[n] for n in ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions")}
+    config = GPT2Config(**sizes, bos_token_id=end, eos_token_id=end)
     # In float64, so that what is compared is the rule and not this machine's float32 kernels.
     model = GPT2LMHeadModel(config).double().eval()
     names = set(model.state_dict())
@@ -177,16 +170,13 @@ def test_tokens_between_texts_do_not_count() -> None:
     assert counted_positions(ids, []).tolist() == [[False, True, True, True, True, True]]
 
 
-def test_wilson_interval_contains_the_share_and_stays_in_range() -> None:
+def test_intervals_of_shares_and_means() -> None:
     assert wilson_interval(0, 100)[0] == pytest.approx(0.0, abs=1e-12)
     assert wilson_interval(100, 100)[1] == pytest.approx(1.0)
     low, high = wilson_interval(50, 100)
     assert (low, high) == (pytest.approx(0.4038, abs=1e-4), pytest.approx(0.5962, abs=1e-4))
     with pytest.raises(ValueError, match="successes"):
         wilson_interval(3, 2)
-
-
-def test_mean_interval() -> None:
     assert mean_interval([1.0]) is None
     # Two values: their standard deviation is sqrt(2), that of their mean 1.
     assert mean_interval([1.0, 3.0]) == pytest.approx((2 - 1.959964, 2 + 1.959964))
