@@ -16,7 +16,7 @@ from evaluation.likelihood_command import perplexity, tasks
 from evaluation.passes import passes
 from evaluation.samples import find_sample_files, read_samples
 from evaluation.score_tables import write_scores
-from evaluation.scorers import ScoreOptions, make_scorers
+from evaluation.scorers import make_scorers
 from evaluation.text.reading import readings_folder
 from shards.atomic import require_writable
 from shards.console import LogFormatOption, command_app, run_command, use_log_format
@@ -92,24 +92,23 @@ def evaluate(
     use_log_format(log_format)
     folder = samples if samples.is_dir() else samples.parent
     directory = out or folder
-    options = ScoreOptions(
+    sets = [read_samples(file, folder) for file in find_sample_files(samples)]
+    require_writable(directory)
+    scorers, judging = make_scorers(
+        sets,
         judge=judge,
         reference=reference,
         maze=maze,
-        max_tokens=max_tokens,
-        stride=stride,
-        device=device,
-        kept=readings_folder(directory),
         infill=infill,
         tokenizer=tokenizer,
+        kept=readings_folder(directory),
+        device=device,
+        max_tokens=max_tokens,
+        stride=stride,
     )
-    sets = [read_samples(file, folder) for file in find_sample_files(samples)]
-    require_writable(directory)
-    scorers = make_scorers(options, sets)
-    scored = [(one, scorers(one)) for one in sets]
+    scored = [(one, [score for scorer in scorers for score in scorer(one)]) for one in sets]
     summary = f"{len(scored)} sample file(s) of {samples.resolve().name}."
-    pieces = scorers.judging.pieces if scorers.judging else None
-    page = write_scores(directory, "Scores", summary, scored, pieces)
+    page = write_scores(directory, summary, scored, None if judging is None else judging.pieces)
     typer.echo(f"wrote {directory / 'results.json'} and {page}")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +23,7 @@ from shards.atomic import write_bytes_atomic
 from shards.errors import GdistillError, UsageError
 
 if TYPE_CHECKING:
-    from evaluation.text.reading import JudgedText, JudgeModel
+    from evaluation.text.reading import Judging
 
 
 @dataclass(frozen=True)
@@ -126,28 +126,26 @@ def exact_match(
 
 
 def filled_perplexity(
-    judge: JudgeModel,
+    judging: Judging,
     texts: Sequence[str],
-    readings: Sequence[JudgedText],
     spans: Sequence[Sequence[tuple[int, int]]],
     indices: Sequence[int],
-    settings: dict[str, Any],
 ) -> Score:
     """Perplexity of the judge's tokens that overlap the filled characters.
 
     Args:
-        judge: Whose tokens they are; it needs a fast tokenizer.
+        judging: Whose tokens they are; it needs a fast tokenizer.
         texts: The rows as text.
-        readings: What the judge made of them.
         spans: Filled characters of each text, as (start, end).
         indices: Sample indices.
-        settings: Of the whole row's perplexity.
 
     Raises:
         GdistillError: When no counted token overlaps a filled character.
     """
-    from evaluation.text.reading import token_spans
+    from evaluation.text.reading import read_texts, token_spans
 
+    judge = judging.judge
+    readings = read_texts(judge, texts, judging.limits, judging.memory)
     kept: list[tuple[int, float, float]] = []
     for index, text, reading, filled in zip(indices, texts, readings, spans, strict=True):
         nats = [
@@ -160,7 +158,8 @@ def filled_perplexity(
     if not kept:
         raise GdistillError("no filled part has a token that counts", where=judge.name)
     per_sample = PerSample(*zip(*kept, strict=True), is_exponential=True)
-    settings = {**settings, "counted": "tokens over the filled characters"}
+    limits = asdict(judging.limits)
+    settings = {**judge.identity, **limits, "counted": "tokens over the filled characters"}
     details = {"num_tokens": int(sum(per_sample.denominators))}
     return Score.of("infill_perplexity", per_sample, settings=settings, details=details)
 

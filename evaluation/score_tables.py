@@ -26,9 +26,7 @@ BESIDE: Mapping[str, Mapping[str, str]] = {
 """Details that stand in columns of their own, because their score alone can mislead."""
 
 
-def write_scores(
-    directory: Path, title: str, summary: str, scored: Scored, pieces: Pieces | None = None
-) -> Path:
+def write_scores(directory: Path, summary: str, scored: Scored, pieces: Pieces | None) -> Path:
     """Write the report of scored files, and show its tables and cautions; the page."""
     tables = [_score_table(scored), _drawn_table([samples for samples, _ in scored])]
     if any("floor" in score.details for _, scores in scored for score in scores):
@@ -41,7 +39,7 @@ def write_scores(
     cautions = [f"{text} ({_files(names, len(scored))})" for text, names in found.items()]
     page = write_report(
         directory,
-        title=title,
+        title="Scores",
         summary=summary,
         tables=tables,
         results={

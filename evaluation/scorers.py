@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evaluation.infilling import InfillRow, read_infill_rows, rows_of_samples
+from evaluation.infilling import (
+    InfillRow,
+    exact_match,
+    filled_perplexity,
+    filled_spans,
+    read_infill_rows,
+    rows_of_samples,
+)
 from evaluation.maze import Maze, maze_success, moves_of_words
 from evaluation.samples import SampleSet
 from evaluation.score import PerSample, Score
@@ -21,68 +28,33 @@ if TYPE_CHECKING:
 Scorer = Callable[[SampleSet], list[Score]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScoreOptions:
-    """What to score by.
+def make_scorers(
+    sets: Sequence[SampleSet],
+    *,
+    judge: str | None = None,
+    reference: Path | None = None,
+    maze: Path | None = None,
+    infill: Path | None = None,
+    tokenizer: Path | None = None,
+    kept: Path | None = None,
+    **reading: Any,
+) -> tuple[list[Scorer], Judging | None]:
+    """Entropy, and what the options ask for; each function scores a file.
 
-    Attributes:
+    Files and models are read here, and every set is looked at, so that a last file's fault does
+    not end the work that the others took.
+
+    Args:
+        sets: All samples that will be scored.
         judge: Causal language model for perplexity and the scores of its states: hub id or folder.
         reference: Text to hold samples against: a store, or a .jsonl file.
         maze: ``maze.json`` of a corpus.
         infill: Rows that ``gdistill-sample --infill`` filled, with the truth under the mask.
         tokenizer: Folder of the student's tokenizer for ``infill``; the model folder that the
             samples name unless given.
-        max_tokens: Texts are truncated to this many judge tokens; None for 1024 and, unless a
-            stride is given, at most the judge's context.
-        stride: Tokens between windows; None for half a window.
-        device: Of the judge; None for ``auto``.
         kept: Folder for what a judge has read, so that an interrupted evaluation resumes; None
             keeps nothing.
-    """
-
-    judge: str | None = None
-    reference: Path | None = None
-    maze: Path | None = None
-    max_tokens: int | None = None
-    stride: int | None = None
-    device: str | None = None
-    kept: Path | None = None
-    infill: Path | None = None
-    tokenizer: Path | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_tokens", "stride", "device"):
-            if self.judge is None and getattr(self, name) is not None:
-                where = f"--{name.replace('_', '-')}"
-                raise UsageError("an option that needs a judge", where=where, remedy="add --judge")
-
-
-@dataclass(frozen=True)
-class Scorers:
-    """What the options ask for, ready to run.
-
-    Attributes:
-        functions: Each scores a file.
-        judging: The judge among them, if there is one.
-    """
-
-    functions: Sequence[Scorer]
-    judging: Judging | None
-
-    def __call__(self, samples: SampleSet) -> list[Score]:
-        """All scores of a file."""
-        return [score for function in self.functions for score in function(samples)]
-
-
-def make_scorers(options: ScoreOptions, sets: Sequence[SampleSet]) -> Scorers:
-    """Entropy, and what the options ask for.
-
-    Files and models are read here, and every set is looked at, so that a last file's fault does
-    not end the work that the others took.
-
-    Args:
-        options: What to score by.
-        sets: All samples that will be scored.
+        **reading: ``device``, ``max_tokens`` and ``stride`` of the judge.
 
     Raises:
         UsageError: For a model, device, file or limit that cannot be used, or too few samples for
@@ -90,55 +62,49 @@ def make_scorers(options: ScoreOptions, sets: Sequence[SampleSet]) -> Scorers:
         GdistillError: For a reference or maze file with something else in it, or samples without
             text where text is scored.
     """
-    functions: list[Scorer] = [lambda samples: [entropy_score(samples.tokens, samples.indices)]]
-    if all(samples.verifications is not None for samples in sets):
-        functions.append(lambda samples: [_acceptance(samples)])
-    if options.maze is not None:
+    for name, value in reading.items():
+        if judge is None and value is not None:
+            where = f"--{name.replace('_', '-')}"
+            raise UsageError("an option that needs a judge", where=where, remedy="add --judge")
+    if judge is not None or maze is not None:
         for samples in sets:
             samples.require_texts()
-        functions.append(_maze_scorer(options.maze))
-    rows = None if options.infill is None else read_infill_rows(options.infill)
+    functions: list[Scorer] = [lambda samples: [entropy_score(samples.tokens, samples.indices)]]
+    if all(samples.verifications is not None for samples in sets):
+        functions.append(_acceptance)
+    if maze is not None:
+        functions.append(_maze_scorer(maze))
+    rows = None if infill is None else read_infill_rows(infill)
     if rows is not None:
         for samples in sets:
             rows_of_samples(rows, samples)
-        functions.append(lambda samples: [_exact_match(rows, samples)])
+        functions.append(partial(_exact_match, rows))
     text = None
-    if options.reference is not None:
+    if reference is not None:
         length = max(len(row) for samples in sets for row in samples.tokens)
         most = max(len(samples.tokens) for samples in sets)
-        text = ReferenceText.read(options.reference, 2 * most, length)
+        text = ReferenceText.read(reference, 2 * most, length)
         for samples in sets:
             require_enough(len(samples.tokens), samples.source)
             text.rows_of(samples)
     judging = None
-    if options.judge is not None:
+    if judge is not None:
         # Imported here, so that scores without a model do not wait for transformers.
         from evaluation.text.reading import Judging
 
-        for samples in sets:
-            samples.require_texts()
-        windows = {"max_tokens": options.max_tokens, "stride": options.stride}
-        judging = Judging.load(options.judge, options.device, options.kept, **windows)
-        functions.append(
-            lambda samples: [
-                judging.perplexity(
-                    samples.require_texts(), indices=samples.indices, where=samples.source
-                )
-            ]
-        )
+        judging = Judging.load(judge, kept=kept, **reading)
+        functions.append(partial(_perplexity, judging))
         if rows is not None:
-            tokenizers = {one.source: _student_tokenizer(options.tokenizer, one) for one in sets}
-            functions.append(
-                lambda samples: [_filled(judging, rows, samples, tokenizers[samples.source])]
-            )
+            tokenizers = {one.source: _student_tokenizer(tokenizer, one) for one in sets}
+            functions.append(partial(_filled, judging, rows, tokenizers))
     if text is not None:
         sizes = {len(samples.tokens) for samples in sets}
-        rulers = {size: Ruler(text, size, judging, options.kept) for size in sizes}
+        rulers = {size: Ruler(text, size, judging, kept) for size in sizes}
         functions.append(lambda samples: rulers[len(samples.tokens)].scores(samples))
-    return Scorers(functions, judging)
+    return functions, judging
 
 
-def _acceptance(samples: SampleSet) -> Score:
+def _acceptance(samples: SampleSet) -> list[Score]:
     """Tokens per pass of the teacher: those accepted and the one that each pass adds.
 
     The details hold, by distance (Medusa: by head), the share of proposals that were accepted
@@ -165,7 +131,7 @@ def _acceptance(samples: SampleSet) -> Score:
         "teacher_passes": sum(one.passes for one in counted),
         "accepted_tokens": sum(sum(one.accepted) for one in counted),
     }
-    return Score.of("tokens_per_teacher_pass", per_pass, details=details)
+    return [Score.of("tokens_per_teacher_pass", per_pass, details=details)]
 
 
 def _maze_scorer(file: Path) -> Scorer:
@@ -184,26 +150,27 @@ def _maze_scorer(file: Path) -> Scorer:
     return score
 
 
-def _exact_match(rows: list[InfillRow], samples: SampleSet) -> Score:
-    from evaluation.infilling import exact_match
-
-    return exact_match(samples.tokens, rows_of_samples(rows, samples), samples.indices)
+def _exact_match(rows: list[InfillRow], samples: SampleSet) -> list[Score]:
+    return [exact_match(samples.tokens, rows_of_samples(rows, samples), samples.indices)]
 
 
-def _filled(judging: Judging, rows: list[InfillRow], samples: SampleSet, tokenizer: Any) -> Score:
+def _perplexity(judging: Judging, samples: SampleSet) -> list[Score]:
+    named = {"indices": samples.indices, "where": samples.source}
+    return [judging.perplexity(samples.require_texts(), **named)]
+
+
+def _filled(
+    judging: Judging, rows: list[InfillRow], tokenizers: Mapping[Path, Any], samples: SampleSet
+) -> list[Score]:
     """Perplexity of what was filled in, in the reading of the whole row."""
-    from evaluation.infilling import filled_perplexity, filled_spans
-    from evaluation.text.reading import read_texts
-
-    texts = samples.require_texts()
-    own = rows_of_samples(rows, samples)
-    readings = read_texts(judging.judge, texts, judging.limits, judging.memory)
+    texts, tokenizer = samples.require_texts(), tokenizers[samples.source]
     spans = [
         filled_spans(tokenizer, tokens, row.masked, text)
-        for tokens, row, text in zip(samples.tokens, own, texts, strict=True)
+        for tokens, row, text in zip(
+            samples.tokens, rows_of_samples(rows, samples), texts, strict=True
+        )
     ]
-    settings = {**judging.judge.identity, **asdict(judging.limits)}
-    return filled_perplexity(judging.judge, texts, readings, spans, samples.indices, settings)
+    return [filled_perplexity(judging, texts, spans, samples.indices)]
 
 
 def _student_tokenizer(folder: Path | None, samples: SampleSet) -> Any:
