@@ -14,8 +14,8 @@ from evaluation.frontier import check_scores, frontier
 from evaluation.infilling import rows
 from evaluation.likelihood_command import perplexity, tasks
 from evaluation.passes import passes
+from evaluation.report import write_scores
 from evaluation.samples import find_sample_files, read_samples
-from evaluation.score_tables import write_scores
 from evaluation.scorers import make_scorers
 from evaluation.text.reading import readings_folder
 from shards.atomic import require_writable

@@ -20,6 +20,8 @@ from shards.errors import UsageError
 
 MIN_SAMPLES = 128
 """Below it a floor is as large as the differences between students: the scores say nothing."""
+RANKING = ("frechet_distance", "energy_distance", "typicality_gap", "mauve")
+"""Scores that no sampler without a parameter wins (``gdistill-eval check-scores``)."""
 ORDERS, BUCKETS = (1, 2, 3), 2048
 """Of the n-grams that the energy distance counts, and the places that each order is hashed to."""
 NUM_GROUPS = 20

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from evaluation.text.mauve_divergence import TextFeatures
     from evaluation.text.reading import Judging
 
-RANKING = ("frechet_distance", "energy_distance", "typicality_gap", "mauve")
-"""Scores that no sampler without a parameter wins (``gdistill-eval check-scores``)."""
 MOST_TRAINING_ROWS = 20_000
 
 

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
@@ -20,7 +18,7 @@ from typer.testing import CliRunner
 from evaluation.cli import app
 from evaluation.text.reading import JudgeModel, generative_perplexity, load_judge
 from shards.errors import GdistillError, UsageError
-from tests.evaluation.text.test_distance import markov_text
+from tests.evaluation.text.test_distance import markov_text, write_tokens
 
 MAZE = {
     "rows": ["...", "S.T"],
@@ -252,15 +250,8 @@ def test_unknown_nfe_is_a_dash(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder whose tokens/ hold 1,000 training and 400 validation rows."""
-    home = tmp_path_factory.mktemp("chain")
-    record = {"fingerprint": "f", "vocab_size": 40, "bos_id": None, "row_length": 32, "splits": {}}
-    for split, num, seed in (("train", 1000, 5), ("validation", 400, 6)):
-        (home / "tokens" / split).mkdir(parents=True)
-        column = pa.array(markov_text(num, 32, seed).tolist(), pa.list_(pa.int64()))
-        pq.write_table(pa.table({"input_ids": column}), home / "tokens" / split / "0.parquet")
-        record["splits"][split] = {"parts": [{"name": "0.parquet", "num_rows": num}]}
-    (home / "tokens" / "tokens.json").write_text(json.dumps(record))
-    return home
+    splits = {"train": markov_text(1000, 32, 5), "validation": markov_text(400, 32, 6)}
+    return write_tokens(tmp_path_factory.mktemp("chain"), splits, vocab_size=40, bos_id=None)
 
 
 def write_rows(file: Path, rows: np.ndarray, **fields: object) -> Path:

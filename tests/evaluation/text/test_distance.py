@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from scipy import linalg
 from scipy.spatial.distance import mahalanobis
@@ -20,6 +28,7 @@ from evaluation.text.distance import (
     require_enough,
     typicality_gap,
 )
+from evaluation.text.reference import ReferenceText, Ruler, words_of
 from shards.errors import UsageError
 
 
@@ -34,6 +43,19 @@ def markov_text(num: int, length: int, seed: int, vocab_size: int = 40) -> np.nd
             (chain[rows[:, place - 1]].cumsum(1) < draws).sum(1).clip(0, vocab_size - 1)
         )
     return rows
+
+
+def write_tokens(home: Path, splits: dict[str, np.ndarray], **facts: Any) -> Path:
+    """A run's folder with the ``tokens`` of stage 1."""
+    record = {"fingerprint": "f", "row_length": next(iter(splits.values())).shape[1], **facts}
+    record["splits"] = {}
+    for split, rows in splits.items():
+        (home / "tokens" / split).mkdir(parents=True)
+        table = pa.table({"input_ids": pa.array(rows.tolist(), pa.list_(pa.int64()))})
+        pq.write_table(table, home / "tokens" / split / "0.parquet")
+        record["splits"][split] = {"parts": [{"name": "0.parquet", "num_rows": len(rows)}]}
+    (home / "tokens" / "tokens.json").write_text(json.dumps(record))
+    return home
 
 
 def test_frechet_by_hand_and_as_scipy() -> None:
@@ -138,3 +160,25 @@ def test_few_samples_say_nothing() -> None:
         require_enough(64, "samples")
     with pytest.raises(UsageError, match="a covariance needs two"):
         frechet_distance(np.zeros((1, 2)), np.zeros((3, 2)))
+
+
+def test_the_floor_of_a_sorted_text_is_that_of_any_other() -> None:
+    rows = np.concatenate([markov_text(200, 32, 1), np.zeros((200, 32), dtype=int)])
+    text = ReferenceText(rows.tolist(), "tokens", None, None, Path("x"))
+    floor = Ruler(text, 200, None, None).floor["energy_distance"]
+    assert floor.low < 0 < floor.high
+    with pytest.raises(UsageError, match="got 200; expected at least 256"):
+        Ruler(replace(text, rows=text.rows[:200]), 200, None, None)
+
+
+def test_texts_of_a_store_are_written_as_samples_are(tmp_path: Path, judge_folder: Path) -> None:
+    """Without the token in front; words of a file are what stands between spaces and marks."""
+    rows = np.array([[2, 0, 1, 0], [2, 1, 1, 0]])
+    write_tokens(tmp_path, {"train": rows[:1], "validation": rows}, vocab_size=4, bos_id=2)
+    with pytest.raises(UsageError, match="keeps no tokenizer"):
+        ReferenceText.read(tmp_path).require_texts()
+    shutil.copytree(judge_folder, tmp_path / "tokens" / "tokenizer")
+    found = ReferenceText.read(tmp_path, length=3)
+    assert found.texts == ["a b", "b b"] and found.rows == [[2, 0, 1], [2, 1, 1]]
+    assert found.training.tolist() == [[2, 0, 1]]  # type: ignore[union-attr]
+    assert len(set(words_of("It's a day, a day."))) == 7 and words_of("a\n b") == words_of("a b")
