@@ -72,10 +72,8 @@ class Maze:
         """
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-            (start, target), paths = (
-                (tuple(map(int, value[name][:2])) for name in ("start", "target")),
-                tuple(map(tuple, value["paths"])),
-            )
+            start, target = (tuple(map(int, value[name][:2])) for name in ("start", "target"))
+            paths = tuple(map(tuple, value["paths"]))
             return cls(tuple(value["rows"]), start, target, paths, int(value["max_moves"]))
         except (OSError, KeyError, ValueError, TypeError, IndexError) as error:
             kind = UsageError if isinstance(error, OSError) else GdistillError
