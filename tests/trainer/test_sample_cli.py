@@ -20,7 +20,7 @@ from transformers import AutoModel
 from tests.trainer.sample_cli_cases import WORDS, command, read, save, save_models, without_seconds
 from tests.trainer.sampling_cases import LENGTH, VOCAB, tiny_student
 from trainer.sampling import command as run_module
-from trainer.sampling.command import SampleFile, SampleRun
+from trainer.sampling.command import SampleRun
 from trainer.sampling.noise import sampling_noise
 from trainer.sampling.verifier import load_verifier
 
@@ -86,28 +86,6 @@ def test_a_curve_writes_one_file_per_nfe(models: Path, tmp_path: Path) -> None:
     assert [record["tokens"] for record in curve] == [record["tokens"] for record in alone]
 
 
-def test_an_interrupted_run_resumes(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = (models / "mdlm", "--num", 9, "--nfe", 3, "--batch-size", 2)
-    written, append = [], SampleFile.append
-
-    def stop_in_the_third_batch(self: SampleFile, records: Any) -> None:
-        written.append(1)
-        if len(written) == 3:
-            with open(self.partial, "a") as file:
-                file.write('{"index": 4, "tok')  # a torn line, as a power cut leaves it
-            raise KeyboardInterrupt
-        append(self, records)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(SampleFile, "append", stop_in_the_third_batch)
-        assert command(*arguments, "--out", tmp_path / "torn") == 130
-    assert not (tmp_path / "torn" / "samples.jsonl").exists(), "unfinished must not look finished"
-    whole = sampled(*arguments, out=tmp_path / "whole")
-    assert sampled(*arguments, out=tmp_path / "torn") == whole
-
-
 BLOCKED_AT_THE_FOURTH = """
 import time
 from trainer.sample_cli import main
@@ -127,7 +105,7 @@ main()
 
 
 def test_a_killed_run_resumes(models: Path, tmp_path: Path) -> None:
-    arguments = [models / "mdlm", "--num", 60, "--nfe", 11, "--batch-size", 1]
+    arguments = [models / "mdlm", "--num", 12, "--nfe", 11, "--batch-size", 1]
     partial = tmp_path / "killed" / "samples.jsonl.partial"
     words = [sys.executable, "-c", BLOCKED_AT_THE_FOURTH, *map(str, arguments)]
     words += ["--out", str(partial.parent)]
@@ -136,7 +114,10 @@ def test_a_killed_run_resumes(models: Path, tmp_path: Path) -> None:
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
-    assert 1 <= partial.read_bytes().count(b"\n") < 60
+    assert 1 <= partial.read_bytes().count(b"\n") < 12
+    assert not partial.with_suffix("").exists(), "unfinished must not look finished"
+    with open(partial, "a") as file:
+        file.write('{"index": 4, "tok')  # a torn line, as a power cut leaves it
     resumed = sampled(*arguments, out=partial.parent)
     assert resumed == sampled(*arguments, out=tmp_path / "whole")
 
@@ -211,17 +192,6 @@ def test_monotonous_samples_are_flagged(
     records = sampled(models / "plain", "--num", 3, *least, out=tmp_path)
     assert "3 samples stayed below the least entropy" in capsys.readouterr().err
     assert [(record["low_entropy"], record["attempt"]) for record in records] == [(True, 1)] * 3
-
-
-def test_longer_than_trained(models: Path, tmp_path: Path) -> None:
-    records = sampled(models / "bd3lm", "--length", 28, "--num", 2, out=tmp_path)
-    assert all(len(record["tokens"]) == 28 for record in records)
-
-
-def test_adaptive_parallel_decoding(models: Path, tmp_path: Path) -> None:
-    own = ("--sampler", "apd", "--verifier", models / "ar", "--set", "mixture_weight=0.5")
-    for record in sampled(models / "mdlm", *own, "--num", 3, out=tmp_path):
-        assert 1 <= record["nfe"] <= LENGTH - 1 and 0 < record["acceptance"] <= 1
 
 
 def test_a_sweep_writes_a_folder_that_describes_itself(models: Path, tmp_path: Path) -> None:
