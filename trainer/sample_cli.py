@@ -58,7 +58,7 @@ def sample(
         float | None, typer.Option(help="Draw anew below this entropy (nats, last 256 tokens).")
     ] = None,
     precision: Annotated[str, typer.Option(help="fp32, or bf16 for autocast.")] = "fp32",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     backbone: Annotated[
         str | None, typer.Option(help="Where the student's frozen language model is, if moved.")
     ] = None,

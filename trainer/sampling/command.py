@@ -31,7 +31,7 @@ from shards.atomic import (
 )
 from shards.console import Bar, progress_bar, stderr
 from shards.errors import GdistillError, UsageError
-from shards.language_model.forward import allow_tf32, largest_batch
+from shards.language_model.forward import allow_tf32, largest_batch, resolve_device
 from shards.language_model.loading import find_pretrained, looks_local
 from shards.noise.philox import use_noise_kernel
 from shards.provenance import code_version
@@ -49,19 +49,13 @@ def open_student(place: str, device: str, backbone: str | None) -> ModelFolder:
 
     Args:
         place: Where it is.
-        device: ``auto`` or a torch device.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         backbone: Where the language model is that the student stands on, if not where it says.
 
     Raises:
         UsageError: For a device that is not there, or no student of ours.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        on = torch.device(device)
-        torch.zeros(1, device=on).item()  # the meta device holds no values
-    except (RuntimeError, AssertionError, ImportError) as error:
-        raise UsageError("no such device", where="--device", got=device) from error
+    on = resolve_device(device)
     if obstacle := use_noise_kernel("auto", on):
         stderr.print(f"noise kernel: eager on {on}; {obstacle}", markup=False)
     if not (Path(place).exists() or looks_local(place)):

@@ -96,9 +96,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 
         ("mdlm", "--num 0", "--num"),
         ("mdlm", "--batch-size 0", "--batch-size"),
         ("mdlm", "--seed -1", "bad seed"),
-        ("mdlm", "--device abacus", "no such device"),
-        ("mdlm", "--device meta", "no such device"),
-        ("mdlm", "--device hpu", "no such device"),
+        ("mdlm", "--device abacus", "unknown device [--device]; got abacus"),
+        ("mdlm", "--device meta", "device not supported"),
         ("mdlm", "--precision int3", "unknown precision"),
     ],
 )
