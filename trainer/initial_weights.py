@@ -224,7 +224,8 @@ def load_student_weights(student: Student, directory: Path, manifest: Manifest) 
 
 def silence_noise(student: Student) -> set[str]:
     """Zero the matrices that bring noise in; the names of all weights that come with noise."""
-    added = student.noise_parameters
+    parts = ("conditioner.", "backbone.noise_readings.")
+    added = {name: p for name, p in student.named_parameters() if name.startswith(parts)}
     # Of W_r A only A is zeroed: were both, neither would ever have a gradient.
     kept = {"conditioner.weight"} if "conditioner.map.weight" in added else set()
     for name in added.keys() - kept:

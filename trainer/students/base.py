@@ -28,12 +28,8 @@ from trainer.students.dit import DiT, Level, States, Tokens
 from trainer.students.hugging_face import StudentConfig
 from trainer.students.noise_attention import layer_scores
 
-UNREAD = {
-    "use_cache": (True, False),
-    "return_dict": (True,),
-    "output_attentions": (False,),
-    "output_hidden_states": (False,),
-}
+UNREAD = {"use_cache": (True, False), "return_dict": (True,)}
+UNREAD |= {"output_attentions": (False,), "output_hidden_states": (False,)}
 """Arguments of Hugging Face's callers that change nothing at these values (or None)."""
 
 
@@ -83,21 +79,14 @@ class Student(PreTrainedModel, ABC):
     config_class: type[StudentConfig] = StudentConfig  # type: ignore[assignment]
     time_bounds: Tensor
     base_model_prefix = "student"
-    main_input_name = "input_ids"
-    supports_gradient_checkpointing = False
-    _no_split_modules = ["Block"]  # noqa: RUF012
     uses_sigma = True
     default_sampler = "ancestral"
-    reads: ClassVar[tuple[str, ...]] = (
-        *("noise", "diffusion", "kd"),
-        *("language_model", "predicts_next"),
-    )
+    reads: ClassVar[tuple[str, ...]] = ()
     """Settings and groups of them beside the widths; see :func:`unread_settings`."""
 
     def __init__(self, config: StudentConfig) -> None:
         super().__init__(config)
-        settings = config.settings
-        self.settings = settings
+        settings = self.settings = config.settings
         self._build(config)
         self.conditioner = self._make_conditioner()
         bounds = torch.tensor([settings.diffusion.min_time, settings.diffusion.max_time])
@@ -220,12 +209,6 @@ class Student(PreTrainedModel, ABC):
     def is_conditioned(self) -> bool:
         """Whether masked positions take Gumbel noise."""
         return self.conditioner is not None
-
-    @property
-    def noise_parameters(self) -> dict[str, nn.Parameter]:
-        """Name -> weight, of all that come with noise."""
-        parts = ("conditioner.", "backbone.noise_readings.")
-        return {name: p for name, p in self.named_parameters() if name.startswith(parts)}
 
     @property
     def reads_codec(self) -> bool:

@@ -38,6 +38,7 @@ class MDLM(Student):
     """
 
     config_class = MDLMConfig
+    reads = ("noise", "diffusion", "kd", "language_model", "predicts_next")
 
     @property
     def num_blocks(self) -> int:
