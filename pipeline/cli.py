@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 from pipeline.settings import PlanOptions, Worker, resolve_request
 from shards.console import LogFormatOption, command_app, run_command, use_log_format
 from shards.errors import UsageError
-from shards.settings import Section, settings_app
+from shards.settings_table import Section, settings_app
 
 CODECS = "Posterior", "Seeded", "Hidden", "TopK", "Quantized", "Full"
 SETTINGS = (
@@ -226,7 +227,7 @@ def references(
 def main() -> None:
     """Entry point."""
     others = {"references": references_app, "tokens": tokens_app}
-    run_command(app, settings=settings_app(SETTINGS), **others)
+    run_command(app, settings=partial(settings_app, SETTINGS), **others)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from shards.atomic import require_writable, write_bytes_atomic
 from shards.codec.registry import make_codec
 from shards.console import command_app, progress_bar, run_command
-from shards.errors import IntegrityError, UsageError
+from shards.errors import IntegrityError, UsageError, visible
 from shards.settings import parse_override
 from shards.store.location import open_location
+from shards.store.manifest import LEDGER
 from shards.store.store import ShardStore
 from shards.store.verification import forget as forget_shards
 from shards.store.verification import verify
@@ -29,7 +33,7 @@ Store = Annotated[str, typer.Argument(help="A store: folder or URL.")]
 Out = Annotated[str, typer.Option("--out", help="Where the new store goes: folder or URL.")]
 
 
-SHOWN_BATCH = 512
+SHOWN_BATCH, MOST_SHARDS_OF_RATE = 512, 64
 """Rows of the global batch that ``info`` tells of what shuffling costs for: the paper's."""
 
 
@@ -43,11 +47,13 @@ def info(
     for split in (split for split, rows in opened.manifest.splits.items() if rows):
         of = opened.split(split, [])
         costs[split] = shuffling_of(of.num_rows, of.rows_per_chunk, of.chunk_bytes, SHOWN_BATCH)
+    pace = Pace.of(opened) if opened.unfinished() else None
     if as_json:
         figures = {split: cost._asdict() for split, cost in costs.items()}
-        typer.echo(json.dumps({**description.to_json(), "shuffling": figures}, indent=2))
+        told = {"pace": None if pace is None else asdict(pace), "shuffling": figures}
+        typer.echo(json.dumps({**description.to_json(), **told}, indent=2))
         return
-    typer.echo(description.to_text())
+    typer.echo(description_text(description, pace))
     if costs:
         most = max(costs.values())
         typer.echo(
@@ -55,6 +61,107 @@ def info(
             f" {most.batch_bytes:,} a batch of {SHOWN_BATCH} rows in memory, over all ranks;"
             f" {100 * most.shared_rows:.0f}% of its rows are of a chunk already met in it"
         )
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a store that is not complete grows, by the times of its ledger's files.
+
+    Attributes:
+        tokens_per_second: Of the newest shards, at most 64, until now: of all processes together,
+            and falling while nobody works. None before the second shard.
+        num_shards: How many shards that is measured over, and
+        seconds: in what time.
+        eta_seconds: What the tokens left take at that rate.
+        seconds_since_shard: Age of the last finished shard; None where no time is known.
+        num_claimed: Unfinished shards that a process holds, or held when it was killed.
+    """
+
+    tokens_per_second: float | None
+    num_shards: int
+    seconds: float
+    eta_seconds: float | None
+    seconds_since_shard: float | None
+    num_claimed: int
+
+    @classmethod
+    def of(cls, store: ShardStore) -> Pace:
+        """Measure a store of which some shards are left."""
+        times, left = store.location.written_at(LEDGER), store.unfinished()
+        known = [shard for shard in store.finished() if shard.record_file in times]
+        ordered = sorted((times[shard.record_file], shard.num_rows) for shard in known)
+        newest = ordered[-MOST_SHARDS_OF_RATE - 1 :]
+        now, length, rate = time.time(), store.manifest.row_length, None
+        seconds = now - newest[0][0] if newest else 0.0
+        if len(newest) > 1 and seconds > 0:
+            rate = sum(rows for _, rows in newest[1:]) * length / seconds
+        claims = set(store.location.claims())
+        return cls(
+            tokens_per_second=rate,
+            num_shards=max(0, len(newest) - 1),
+            seconds=seconds,
+            eta_seconds=sum(shard.num_rows for shard in left) * length / rate if rate else None,
+            seconds_since_shard=max(0.0, now - newest[-1][0]) if newest else None,
+            num_claimed=sum(shard.claim_name in claims for shard in left),
+        )
+
+    def to_text(self) -> str:
+        """One line."""
+        parts = [f"{self.num_claimed} shards in work"]
+        if self.seconds_since_shard is not None:
+            parts.append(f"last one finished {_duration(self.seconds_since_shard)} ago")
+        if self.tokens_per_second and self.eta_seconds is not None:
+            over = f"{self.num_shards} shards in {_duration(self.seconds)}"
+            parts.append(f"{self.tokens_per_second:,.0f} tok/s ({over})")
+            parts.append(f"{_duration(self.eta_seconds)} left")
+        return ", ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
+
+
+def description_text(found: Description, pace: Pace | None = None) -> str:
+    """A store's figures in a few aligned lines."""
+    manifest, per_token = found.store.manifest, found.bytes_per_token
+    splits, corpus = manifest.splits, manifest.tokens.get("corpus")
+    corpus = corpus.get("source", corpus) if isinstance(corpus, dict) else corpus
+    fingerprint = str(manifest.tokens.get("fingerprint", "unknown"))[:12]
+    parameters = ", ".join(
+        f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in manifest.codec.get("parameters", {}).items()
+    )
+    done = f"{found.num_finished} of {found.num_shards} shards, {found.num_tokens:,} tokens"
+    if pace:
+        share = found.num_tokens / (sum(splits.values()) * manifest.row_length)
+        done += f" ({100 * share:.1f}%)"
+    rows = ", ".join(f"{name} {rows:,}" for name, rows in splits.items())
+    lines = {
+        "store": found.store.location.url,
+        "identity": manifest.sha256[:16],
+        "codec": f"{manifest.codec['name']} {parameters}",
+        "noise": "a fresh draw at every visit" if found.store.codec.is_fresh else "one draw",
+        "teacher": _named(manifest.teacher, "weights_sha256"),
+        "tokenizer": f"{_named(manifest.tokenizer, 'sha256')}, V = {manifest.vocab_size:,}",
+        "corpus": f"{corpus} (fingerprint {fingerprint})",
+        "rows": f"{rows} of {manifest.row_length} tokens",
+        "complete": done,
+        **({} if pace is None else {"running": pace.to_text()}),
+        "bytes": f"{found.num_bytes:,}",
+    }
+    if per_token:
+        dense = found.fp16_vector_bytes_per_token
+        ratio = f"{dense / per_token:,.1f} x this store"
+        lines["bytes/token"] = f"{per_token:.1f}; fp16 vectors {dense:,}: {ratio}"
+    if found.is_before_tails:
+        lines["checks"] = "written before tails: each shard is hashed whole when first read"
+    # Whoever made the store chose the words: none of them may end a line or steer a terminal.
+    return "\n".join(f"{name:<12} {visible(text)}" for name, text in lines.items())
+
+
+def _named(part: Any, hash_name: str) -> str:
+    text = str(part.get("id", "unknown"))
+    return f"{text} (sha256 {str(part[hash_name])[:12]})" if hash_name in part else text
 
 
 @app.command(name="verify")
@@ -212,7 +319,7 @@ def _finish(writer: ShardWriter, out: str) -> None:
     if not writer.is_complete():
         what, remedy = "shards are held by another process", "run the same again when it ends"
         raise IntegrityError(what, where=out, remedy=remedy)
-    typer.echo(Description.of(ShardStore.open(out)).to_text())
+    typer.echo(description_text(Description.of(ShardStore.open(out))))
 
 
 def main() -> None:

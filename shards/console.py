@@ -61,7 +61,7 @@ def use_log_format(log_format: LogFormat) -> None:
     _chosen["log_format"] = log_format
 
 
-def run_command(app: Callable[..., object], /, **others: typer.Typer) -> None:
+def run_command(app: Callable[..., object], /, **others: Callable[..., object]) -> None:
     """Run a Typer app; whatever the user got wrong becomes one line on stderr and an exit code.
 
     A :class:`GdistillError` brings its own code, a wrong option 2. Of several processes with the
@@ -70,7 +70,8 @@ def run_command(app: Callable[..., object], /, **others: typer.Typer) -> None:
 
     Args:
         app: The command.
-        others: Further commands by the first word that calls them (``settings``).
+        others: Further commands by the first word that calls them, or what makes one
+            (``settings``).
     """
     try:
         sys.exit(_call(app, others))
@@ -97,16 +98,17 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _call(app: Callable[..., object], others: Mapping[str, typer.Typer]) -> int:
+def _call(app: Callable[..., object], others: Mapping[str, Callable[..., object]]) -> int:
     """The app's exit code; Typer's own handling of errors takes three lines for each."""
     if not isinstance(app, typer.Typer):
         app()
         return 0
     words: dict[str, Any] = {}
     if len(sys.argv) > 1 and sys.argv[1] in others:
-        name, app = f"{Path(sys.argv[0]).name} {sys.argv[1]}", others[sys.argv[1]]
+        name, given = f"{Path(sys.argv[0]).name} {sys.argv[1]}", others[sys.argv[1]]
+        app = given if isinstance(given, typer.Typer) else given()  # type: ignore[assignment]
         words = {"args": sys.argv[2:], "prog_name": name}
-    code = app(standalone_mode=False, **words)
+    code: Any = app(standalone_mode=False, **words)
     if code == 130:
         _say(INTERRUPTED)
     return code if isinstance(code, int) else 0

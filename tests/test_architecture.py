@@ -23,7 +23,7 @@ PACKAGES = {
 }
 LAYERS = {
     "shards": (
-        "errors atomic console settings provenance",
+        "errors atomic console settings settings_table provenance",
         "noise language_model",
         "codec",
         "store",

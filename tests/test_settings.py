@@ -15,16 +15,8 @@ from pipeline.cli import SETTINGS as EXTRACT
 from shards.codec.registry import CODECS
 from shards.console import run_command
 from shards.errors import UsageError
-from shards.settings import (
-    Section,
-    check_bounds,
-    resolve,
-    setting,
-    setting_lines,
-    settings_app,
-    table_lines,
-    to_mapping,
-)
+from shards.settings import check_bounds, resolve, setting, to_mapping
+from shards.settings_table import Section, setting_lines, settings_app, table_lines
 from trainer.cli import SETTINGS as TRAIN
 from trainer.sample_cli import SETTINGS as SAMPLE
 from trainer.sampling.registry import SAMPLERS, sampler_class

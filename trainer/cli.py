@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import shards.interrupts  # noqa: F401  (before all that takes time: Ctrl-C is one line)
 
 # isort: split
@@ -19,7 +21,8 @@ from shards.console import (
     use_log_format,
 )
 from shards.errors import UsageError
-from shards.settings import Section, read_toml, settings_app
+from shards.settings import read_toml
+from shards.settings_table import Section, settings_app
 
 SETTINGS = (Section("a training run", "trainer.training.settings:RunConfig"),)
 StoreOption = Annotated[str, typer.Option(help="Store to train on: a folder or URL.")]
@@ -205,7 +208,7 @@ def export(
 
 def main() -> None:
     """Entry point."""
-    run_command(app, settings=settings_app(SETTINGS))
+    run_command(app, settings=partial(settings_app, SETTINGS))
 
 
 if __name__ == "__main__":

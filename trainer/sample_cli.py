@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import typer
 
 from shards.console import LogFormatOption, command_app, run_command, use_log_format
 from shards.errors import UsageError
-from shards.settings import Section, settings_app
+from shards.settings_table import Section, settings_app
 from trainer.sampling.registry import SAMPLERS
 
 SETTINGS = tuple(
@@ -173,7 +174,7 @@ def parse_budgets(option: str, text: str | None) -> tuple[int, ...]:
 
 def main() -> None:
     """Entry point."""
-    run_command(app, settings=settings_app(SETTINGS))
+    run_command(app, settings=partial(settings_app, SETTINGS))
 
 
 if __name__ == "__main__":

@@ -111,6 +111,11 @@ class ShardStore:
         recorded = self.location.sizes(LEDGER)
         return [s for s in self.manifest.all_shards() if s.record_file not in recorded]
 
+    def finished(self) -> list[ShardRange]:
+        """Shards with a ledger record."""
+        recorded = self.location.sizes(LEDGER)
+        return [s for s in self.manifest.all_shards() if s.record_file in recorded]
+
     @cached_property
     def codec(self) -> Codec:
         """The codec that decodes this store."""

@@ -55,7 +55,7 @@ def test_info_tells_the_pace_of_a_store_at_work(
         with writer.claim(shard):
             writer.write(shard, make_arrays(writer.manifest, shard))
         os.utime(tmp_path / "ledger" / "train" / f"{shard.index:06d}.json", (0, 1000 + 10 * index))
-    monkeypatch.setattr("shards.tools.description.time.time", lambda: 1024.0)
+    monkeypatch.setattr("shards.cli.time.time", lambda: 1024.0)
     with writer.claim(shards[3]):
         _, text = run("info", tmp_path)
         pace = json.loads(run("info", tmp_path, "--json")[1])["pace"]

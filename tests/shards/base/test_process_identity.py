@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shards import atomic as process_identity
-from shards.atomic import has_ended, this_process
+from shards.store import remote as process_identity
+from shards.store.remote import has_ended, this_process
 
 
 def test_this_process_lives() -> None:
@@ -21,7 +21,7 @@ def test_this_process_lives() -> None:
 @pytest.fixture
 def ended() -> dict[str, object]:
     """A process that has ended and been reaped, as it named itself."""
-    code = "import json; from shards.atomic import *; print(json.dumps(this_process()))"
+    code = "import json; from shards.store.remote import *; print(json.dumps(this_process()))"
 
     text = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
     return json.loads(text)

@@ -18,11 +18,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from moto.server import ThreadedMotoServer
 
-from shards.atomic import this_process
 from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.store.location import Location, open_location
 from shards.store.manifest import ShardRange
-from shards.store.remote import FileCache, RemoteLocation
+from shards.store.remote import FileCache, RemoteLocation, this_process
 from shards.store.store import ShardStore
 from shards.store.verification import verify
 from shards.stream.stream import ShardStream

@@ -19,6 +19,7 @@ import pytest
 import zstandard
 
 from shards.atomic import FileRecord
+from shards.cli import description_text
 from shards.console import Bar
 from shards.errors import GdistillError, UsageError, path_inside, safe_name
 from shards.store.layout import encode_shard
@@ -38,7 +39,7 @@ def use(root: Path, destination: Path) -> None:
     """Everything that a reader does with a store."""
     store: OpenStore = open_store(root)
     assert store.codec and store.resources
-    Description.of(store).to_text()
+    description_text(Description.of(store))
     for split, num_rows in store.manifest.splits.items():
         for batch in store.stream(split, batch_size=min(4, num_rows), seed=0):
             mask = batch["tokens"] >= 0
@@ -393,7 +394,7 @@ def test_the_first_position_has_no_probability(store: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("text", ["a\x1b]0;title\x07b", "id\nidentity     forged", "\u202eevil"])
 def test_what_others_named_is_shown_escaped(store: Path, text: str) -> None:
     reseal(store, lambda manifest: manifest["teacher"].update(id=text))
-    shown = Description.of(open_store(store)).to_text()
+    shown = description_text(Description.of(open_store(store)))
     assert all(line.isprintable() for line in shown.split("\n"))
     assert sum(line.startswith("identity") for line in shown.split("\n")) == 1
 
@@ -508,7 +509,7 @@ def test_files_of_a_store_without_tails_are_told_apart(tmp_path: Path) -> None:
     write_store(root, splits={"train": 8, "validation": 8}, seed=1)
     seal_ledger(root, lambda record: record.pop("tails"))
     use(root, tmp_path / "out")
-    assert "before tails" in Description.of(open_store(root)).to_text()
+    assert "before tails" in description_text(Description.of(open_store(root)))
     manifest = open_store(root).manifest
     assert ShardWriter(open_location(root), manifest).is_complete()
     one, other = (root / s / "token_log_probs/c/0/0" for s in ("train", "validation"))
