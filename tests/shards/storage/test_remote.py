@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Barrier, Event, Thread
+from types import SimpleNamespace
 from typing import ClassVar
 
 import fsspec
@@ -18,6 +22,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from moto.server import ThreadedMotoServer
 
+from shards.atomic import FileRecord
 from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.store.location import Location, open_location
 from shards.store.manifest import ShardRange
@@ -104,20 +109,6 @@ def test_it_is_read_and_streamed_as_a_local_store(url: str, tmp_path: Path) -> N
         assert ours.arrays["tokens"].equal(theirs.arrays["tokens"])
 
 
-def test_an_interrupted_write_is_resumed(url: str, tmp_path: Path) -> None:
-    writer = open_writer(url)
-    first, second = writer.pending("train")[:2]
-    writer.write(first, make_arrays(writer.manifest, first))
-    assert second in writer.pending("train") and first not in writer.pending("train")
-    with pytest.raises(IntegrityError, match="not complete"):
-        ShardStore.open(url)
-    write_store(url)
-    write_store(tmp_path / "store")
-    assert remote_bytes(url) == file_bytes(tmp_path / "store")
-    with pytest.raises(UsageError, match="seed"):
-        open_writer(url, seed=8)
-
-
 def test_a_claim_excludes_others_until_released(url: str) -> None:
     ours, theirs = open_location(url), open_location(url)
     with ours.claim("train-000000", wait=False) as mine:
@@ -151,6 +142,13 @@ def _renewed(place: RemoteLocation) -> float:
     return json.loads(place.read(".claims/train-000000"))["renewed"]
 
 
+def run_all(threads: list[Thread]) -> None:
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def _count_holders(place: RemoteLocation, together: Barrier, holders: list[int]) -> None:
     together.wait()
     with place.claim("train-000000", wait=False) as mine:
@@ -169,10 +167,7 @@ def test_one_process_takes_over_a_void_claim(url: str) -> None:
             Thread(target=_count_holders, args=(RemoteLocation(url), together, holders))
             for _ in range(6)
         ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        run_all(threads)
         assert holders == [1]
         assert place.claims() == [] and place.sizes(".claims") == {}
 
@@ -182,9 +177,8 @@ def test_a_claim_let_go_of_in_between_is_not_overwritten(
 ) -> None:
     place, other = RemoteLocation(url), RemoteLocation(url)
     with other.claim("train-000000", wait=False):
-        monkeypatch.setattr(
-            place._leases, "_held", lambda _: None
-        )  # gone when looked at, then retaken
+        # Gone when looked at, then retaken.
+        monkeypatch.setattr(place._leases, "_held", lambda _: None)
         with place.claim("train-000000", wait=False) as mine:
             assert not mine
     assert other.claims() == []
@@ -216,10 +210,7 @@ def test_one_process_gets_a_claim_even_where_creation_is_not_exclusive(
         place = RemoteLocation("memory://look-then-write")
         place._files = LookThenWrite()
         threads.append(Thread(target=_count_holders, args=(place, start, holders)))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_all(threads)
     assert holders == [1]
     assert open_location("memory://look-then-write").claims() == []
 
@@ -371,3 +362,191 @@ def test_a_claim_outlives_a_renewal_that_fails() -> None:
     place = RemoteLocation("memory://renewals", lease_seconds=80.0)
     place._leases._renew("mine", this_process(), Released())
     assert pauses and max(pauses) < 40.0
+
+
+@pytest.fixture
+def memory() -> str:
+    """A fresh folder in fsspec's memory."""
+    return f"memory://cache-{time.monotonic_ns()}"
+
+
+def content(descriptor: int) -> bytes:
+    with open(descriptor, "rb") as file:
+        return file.read()
+
+
+def test_the_cache_serves_what_it_has(memory: str, tmp_path: Path) -> None:
+    write_store(memory)
+    place = RemoteLocation(memory, cache=FileCache(tmp_path / "cache"))
+    before = ShardStore.open(place).split("train").read_rows(0, 28)
+    for name in place.sizes("train"):
+        if "/c/" in name:
+            place.delete(name)
+    after = ShardStore.open(place).split("train").read_rows(0, 28)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_a_spoilt_copy_is_fetched_again(memory: str, tmp_path: Path) -> None:
+    write_store(memory)
+    reader = ShardStore.open(RemoteLocation(memory, cache=FileCache(tmp_path))).split("train")
+    expected = reader.read_rows(0, 28)
+    for copy in tmp_path.iterdir():
+        data = bytearray(copy.read_bytes())
+        data[len(data) // 3] ^= 1
+        copy.write_bytes(data)
+    again = ShardStore.open(RemoteLocation(memory, cache=FileCache(tmp_path))).split("train")
+    found = again.read_rows(0, 28)
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_eviction_keeps_to_its_size_and_to_its_own_copies(memory: str, tmp_path: Path) -> None:
+    write_store(memory)
+    before = open_location(memory).sizes()
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "the only copy.txt").write_text("of something else")
+    place = RemoteLocation(memory, cache=FileCache(folder, max_bytes=400))
+    rows = ShardStore.open(place).split("train").read_rows(0, 28)
+    write_store(tmp_path / "store")
+    expected = ShardStore.open(tmp_path / "store").split("train").read_rows(0, 28)
+    assert all(np.array_equal(rows[name], expected[name]) for name in expected)
+    copies = [path for path in folder.iterdir() if path.suffix != ".txt"]
+    assert 0 < sum(path.stat().st_size for path in copies) <= 400
+    assert (folder / "the only copy.txt").read_text() == "of something else"
+    assert open_location(memory).sizes() == before
+
+
+def test_the_cache_refuses_another_content(tmp_path: Path) -> None:
+    cache = FileCache(tmp_path)
+    with pytest.raises(ValueError, match="another hash"):
+        cache.open(FileRecord.of(b"right"), lambda: b"wrong")
+    assert list(tmp_path.iterdir()) == []
+    assert content(cache.open(FileRecord.of(b"right"), lambda: b"right")) == b"right"
+
+
+def test_the_cache_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("GDISTILL_CACHE", str(tmp_path))
+    monkeypatch.setenv("GDISTILL_CACHE_BYTES", "1000")
+    assert FileCache.default() == FileCache(tmp_path, 1000)
+    for wrong in ("1 GB", "\N{SUPERSCRIPT TWO}", "-1", "", "9" * 5000):
+        monkeypatch.setenv("GDISTILL_CACHE_BYTES", wrong)
+        with pytest.raises(UsageError, match="GDISTILL_CACHE_BYTES"):
+            FileCache.default()
+
+
+def test_what_a_killed_download_left_is_removed_when_old(tmp_path: Path) -> None:
+    cache = FileCache(tmp_path, max_bytes=100)
+    died, running, strange = (
+        tmp_path / f".{'0' * 64}.{'1' * 32}.tmp",
+        tmp_path / f".{'2' * 64}.{'3' * 32}.tmp",
+        tmp_path / "notes.tmp",
+    )
+    for path in (died, running, strange):
+        path.write_bytes(bytes(90))
+    for path in (died, strange):
+        os.utime(path, (0, 0))
+    assert content(cache.open(FileRecord.of(b"first"), lambda: b"first")) == b"first"
+    first = tmp_path / FileRecord.of(b"first").sha256
+    assert set(tmp_path.iterdir()) == {running, strange, first}
+
+
+def test_a_download_killed_on_the_way_is_never_taken_for_a_copy(tmp_path: Path) -> None:
+    record = FileRecord.of(b"content")
+    code = f"""
+import os
+from pathlib import Path
+from shards.store.remote import FileCache
+from shards.atomic import FileRecord
+os.replace = lambda *_: os.kill(os.getpid(), 9)
+FileCache(Path({str(tmp_path)!r})).open(FileRecord.of(b"content"), lambda: b"content")
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    (left,) = tmp_path.iterdir()
+    os.utime(left, (0, 0))
+    cache = FileCache(tmp_path, max_bytes=10)
+    assert content(cache.open(record, lambda: b"content")) == b"content"
+    assert list(tmp_path.iterdir()) == [tmp_path / record.sha256]
+
+
+def put(cache: FileCache, data: bytes) -> bool:
+    """Ask for a copy; whether it had to be downloaded."""
+    downloads = []
+
+    def download() -> bytes:
+        downloads.append(data)
+        return data
+
+    assert content(cache.open(FileRecord.of(data), download)) == data
+    return bool(downloads)
+
+
+def age(cache: FileCache, data: bytes, seconds: float) -> None:
+    when = time.time() - seconds
+    os.utime(cache.folder / FileRecord.of(data).sha256, (when, when))
+
+
+def test_the_copy_unused_for_longest_goes_first(tmp_path: Path) -> None:
+    cache = FileCache(tmp_path, max_bytes=15)
+    one, two, three, four = b"one..", b"two..", b"three", b"four."
+    for seconds, data in ((300, one), (200, two), (100, three)):
+        assert put(cache, data)
+        age(cache, data, seconds)
+    assert not put(cache, one), "used now"
+    assert put(cache, four), "in the place of two"
+    assert [put(cache, data) for data in (one, three, four)] == [False] * 3
+    assert put(cache, two)
+
+
+def test_a_copy_in_use_may_be_evicted(tmp_path: Path) -> None:
+    cache = FileCache(tmp_path, max_bytes=5)
+    first = cache.open(FileRecord.of(b"first"), lambda: b"first")
+    assert put(cache, b"other") and not (tmp_path / FileRecord.of(b"first").sha256).exists()
+    assert content(first) == b"first"
+
+
+def test_threads_read_the_truth_through_a_cache_that_holds_almost_nothing(
+    memory: str, tmp_path: Path
+) -> None:
+    write_store(memory)
+    expected = ShardStore.open(memory).split("train").read_rows(0, 28)
+    wrong = []
+
+    def read(seed: int) -> None:
+        reader = ShardStore.open(place).split("train")
+        for index in np.random.default_rng(seed).permutation(14) % reader.num_chunks:
+            for name, rows in reader.read_chunk(int(index)).items():
+                if not np.array_equal(rows, expected[name][4 * index : 4 * index + 4]):
+                    wrong.append((index, name))
+
+    place = RemoteLocation(memory, cache=FileCache(tmp_path, max_bytes=300))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(read, range(4)))
+    assert wrong == []
+
+
+def test_a_disk_nearly_full_is_kept_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = FileCache(tmp_path)
+    for seconds, data in ((200, b"older"), (100, b"newer")):
+        put(cache, data)
+        age(cache, data, seconds)
+    # A twentieth of 1,000 bytes is to stay free: of 52, five more would leave 47.
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=1000, free=52))
+    assert put(cache, b"third")
+    assert not put(cache, b"newer") and put(cache, b"older")
+
+
+def test_another_users_copy_is_as_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = FileCache(tmp_path)
+    assert put(cache, b"shared")
+
+    def refuses(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "utime", refuses)
+    assert not put(cache, b"shared")
+
+
+def test_a_copy_of_another_size_is_none(tmp_path: Path) -> None:
+    cache = FileCache(tmp_path)
+    (tmp_path / FileRecord.of(b"whole").sha256).write_bytes(b"who")
+    assert put(cache, b"whole") and not put(cache, b"whole")

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shards.stream.order import LaneOrder
+from pipeline.run import bytes_per_token, rows_per_unit
+from pipeline.settings import StoreSettings
+from shards.codec.registry import CODECS, make_codec
+from shards.stream.order import LaneOrder, shuffling_of
 from shards.stream.stream import Order, SequentialOrder, WholeOrder, lanes_for
 
 
@@ -162,16 +165,51 @@ def test_chunks_are_opened_at_an_even_pace() -> None:
     assert opened[0] == 64 and opened[1:].max() <= 16  # 8 a round on average
 
 
-def test_lanes_follow_batch_memory_and_size() -> None:
-    mib = 1 << 20
-    assert lanes_for(100_000, mib, 512) == 512
-    assert lanes_for(100_000, mib, 1021) == 896  # as many as fit: a prime
-    assert lanes_for(100_000, mib, 32) == 512
-    assert lanes_for(100_000, mib, 96) == 480
-    assert lanes_for(100_000, 32 * mib, 512) == 16  # 28 fit
-    assert lanes_for(100_000, 1 << 40, 512) == 1
-    assert lanes_for(100_000, 32 * mib, 509) == 28  # a prime: no divisor
-    assert lanes_for(384, mib, 512) == 0
-    assert lanes_for(384, 32 * mib, 512) == 16
-    assert lanes_for(1000, mib, 512) == 512
-    assert lanes_for(400, mib, 512) == 256
+@pytest.mark.parametrize(
+    ("num_chunks", "mib", "batch", "lanes"),
+    [
+        *((100_000, 1, batch, lanes) for batch, lanes in ((512, 512), (1021, 896), (32, 512))),
+        *((100_000, 1, 96, 480), (100_000, 32, 512, 16), (100_000, 1 << 20, 512, 1)),  # 28 fit
+        (100_000, 32, 509, 28),  # a prime: no divisor
+        *((384, 1, 512, 0), (384, 32, 512, 16), (1000, 1, 512, 512), (400, 1, 512, 256)),
+    ],
+)
+def test_lanes_follow_batch_memory_and_size(
+    num_chunks: int, mib: int, batch: int, lanes: int
+) -> None:
+    assert lanes_for(num_chunks, mib << 20, batch) == lanes
+
+
+VOCAB, TOKENS = 50_257, 1 << 23
+
+
+@pytest.mark.parametrize("batch", [64, 512])
+@pytest.mark.parametrize("length", [128, 256, 1024])
+@pytest.mark.parametrize("codec", CODECS)
+def test_few_rows_of_a_batch_share_a_chunk(codec: str, length: int, batch: int) -> None:
+    arrays = make_codec(codec).array_specs(VOCAB, 4096)
+    per_chunk = rows_per_unit(length, arrays, StoreSettings())[0]
+    chunk_bytes = per_chunk * length * bytes_per_token(arrays)
+    shuffling = shuffling_of(TOKENS // length, per_chunk, chunk_bytes, batch)
+    assert shuffling.shared_rows <= 0.2
+    assert shuffling.window_bytes < 1e9
+    assert shuffling.batch_bytes == batch * length * bytes_per_token(arrays)
+
+
+def test_shared_rows_are_those_of_the_order() -> None:
+    lanes = lanes_for(4096, 1 << 23, 512)
+    rows = LaneOrder(4096 * 8, 8, 0, 0, lanes).locate(np.arange(4096 * 8))[0]
+    batches = (rows // 8).reshape(-1, 512)
+    exact = np.mean([1 - len(np.unique(chunks)) / 512 for chunks in batches])
+    shared = shuffling_of(4096 * 8, 8, 1 << 23, 512).shared_rows
+    assert shared > 0.5 and abs(shared - exact) < 0.05
+
+
+@pytest.mark.parametrize("world", [1, 3, 8, 64])
+def test_ranks_read_a_batch_of_wide_rows_once(world: int) -> None:
+    """Chunks of one row, more of them than the window holds."""
+    batch = 512 // world * world
+    order = LaneOrder(8192, 1, 0, 0, lanes_for(8192, 50 << 20, batch))
+    parts = [order.positions_of_rank(0, batch, rank, world) for rank in range(world)]
+    rows = order.locate(np.concatenate(parts))[0]
+    assert len(np.unique(rows)) == batch == len(rows)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 import weakref
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shards.errors import GdistillError, UsageError
+from shards.errors import GdistillError, IntegrityError, UsageError
+from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch, ShardStream, lanes_for
+from tests.shards.store_cases import write_store
 
 
 class CountingReader:
@@ -50,27 +56,13 @@ def assert_same(left: RowBatch, right: RowBatch) -> None:
 
 def global_batches(num_rows: int, world_size: int, num_workers: int, **options) -> list[list[int]]:
     """Row ids of every global batch, put together from all ranks by their slots."""
-    ranks = [
-        list(
-            stream(
-                CountingReader(num_rows),
-                rank=rank,
-                world_size=world_size,
-                num_workers=num_workers,
-                **options,
-            )
-        )
-        for rank in range(world_size)
-    ]
+    options |= {"world_size": world_size, "num_workers": num_workers}
+    ranks = [list(stream(CountingReader(num_rows), rank=r, **options)) for r in range(world_size)]
     result = []
     for parts in zip(*ranks, strict=True):
-        merged = {
-            s: r
-            for part in parts
-            for s, r in zip(part.slots.tolist(), part.row_ids.tolist(), strict=True)
-        }
-        assert sorted(merged) == list(range(parts[0].num_global_rows))
-        result.append([merged[slot] for slot in sorted(merged)])
+        slots, rows = (torch.cat([getattr(p, n) for p in parts]) for n in ("slots", "row_ids"))
+        assert sorted(slots.tolist()) == list(range(parts[0].num_global_rows))
+        result.append(rows[slots.argsort()].tolist())
     return result
 
 
@@ -107,10 +99,7 @@ def test_validation_keeps_order_and_the_last_partial_batch() -> None:
     batches = list(stream(CountingReader(50), shuffle=False))
     assert [b.num_global_rows for b in batches] == [12, 12, 12, 12, 2]
     assert [r for b in batches for r in b.row_ids.tolist()] == list(range(50))
-
-
-def test_a_rank_without_rows_in_the_last_batch_still_steps() -> None:
-    for rank in range(4):
+    for rank in range(4):  # a rank without rows in the last batch still steps
         one = stream(CountingReader(37), shuffle=False, rank=rank, world_size=4, num_workers=1)
         last = list(one)[-1]
         assert last.num_global_rows == 1
@@ -170,17 +159,13 @@ def test_state_counts_consumed_batches_not_prefetched_ones() -> None:
     assert_same(next(iter(resumed)), next(iterator))
 
 
-def test_the_state_after_the_last_batch_begins_the_next_epoch() -> None:
-    one = stream(CountingReader(50))
-    list(one)
-    assert (one.state_dict()["epoch"], one.state_dict()["rows_consumed"]) == (1, 0)
-
-
-def test_one_pass_leaves_the_place_alone() -> None:
+def test_one_pass_leaves_the_place_alone_and_a_whole_epoch_moves_it() -> None:
     one = stream(CountingReader(50))
     next(iter(one))
     before = one.state_dict()
     assert len(list(one.one_pass())) == 4 and one.state_dict() == before
+    list(one)
+    assert (one.state_dict()["epoch"], one.state_dict()["rows_consumed"]) == (1, 0)
 
 
 def test_a_changed_batch_size_continues_with_the_next_row() -> None:
@@ -207,21 +192,12 @@ def test_another_store_is_refused_by_name() -> None:
         assert other.fingerprint in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"epoch": -1},
-        {"rows_consumed": 51},
-        {"rows_consumed": None},
-        {"step": -1},
-        {"num_lanes": 51},
-        {"num_lanes": None},
-    ],
-)
-def test_a_damaged_state_is_refused(change: dict) -> None:
+def test_a_damaged_state_is_refused() -> None:
     one = stream(CountingReader(50))
-    with pytest.raises(GdistillError, match="damaged"):
-        one.load_state_dict({**one.state_dict(), **change})
+    odd = {"epoch": (-1,), "rows_consumed": (51, None), "step": (-1,), "num_lanes": (51, None)}
+    for name, value in ((name, value) for name, values in odd.items() for value in values):
+        with pytest.raises(GdistillError, match="damaged"):
+            one.load_state_dict({**one.state_dict(), name: value})
 
 
 def test_two_iterations_at_once_are_refused() -> None:
@@ -241,16 +217,12 @@ def test_two_iterations_at_once_are_refused() -> None:
         ({"global_batch_size": 0}, "multiple"),
         ({"rank": 2, "world_size": 2}, "rank 2 of 2"),
         ({"num_workers": -1}, "num_workers"),
+        ({"num_rows": 0, "shuffle": False}, "empty"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(options: dict, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        stream(CountingReader(50), **options)
-
-
-def test_an_empty_validation_split_is_refused() -> None:
-    with pytest.raises(UsageError, match="empty"):
-        stream(CountingReader(0), shuffle=False)
+        stream(CountingReader(options.pop("num_rows", 50)), **options)
 
 
 @pytest.mark.parametrize("world_size", [1, 5, 7, 24])
@@ -321,3 +293,64 @@ def test_leaving_early_stops_the_threads() -> None:
         break
     assert threading.active_count() == before
     assert sum(reader.reads.values()) < 200
+
+
+ROWS = 203
+
+
+@pytest.fixture(scope="module")
+def location(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stream") / "store"
+    write_store(path, splits={"train": ROWS, "validation": 5})
+    return path
+
+
+@pytest.mark.parametrize("num_workers", [0, 3])
+def test_batches_hold_the_rows_of_the_store(location: Path, num_workers: int) -> None:
+    split = ShardStore.open(location).split("train")
+    stored = split.read_rows(0, ROWS)
+    for batch in ShardStream(split, seed=1, global_batch_size=16, num_workers=num_workers):
+        for name, array in batch.arrays.items():
+            assert torch.equal(array, torch.from_numpy(stored[name][batch.row_ids.numpy()]))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_lost_shard_stops_the_stream(location: Path, tmp_path: Path, num_workers: int) -> None:
+    write_store(tmp_path / "store")
+    (tmp_path / "store/train/entry_gumbels/c/1/0/0").unlink()
+    split = ShardStore.open(tmp_path / "store").split("train")
+    with pytest.raises(IntegrityError, match=r"train/entry_gumbels/c/1/0/0.*train shard 1"):
+        list(ShardStream(split, seed=1, global_batch_size=4, num_workers=num_workers))
+
+
+CONSUMER = """
+import sys, threading
+from shards.store.store import ShardStore
+from shards.stream.stream import ShardStream
+split = ShardStore.open(sys.argv[1]).split("train")
+stream = ShardStream(split, seed=1, global_batch_size=2, num_workers=3)
+batches = iter(stream)
+next(batches)
+print(sum(thread.name.startswith("shard-reader") for thread in threading.enumerate()), flush=True)
+while True:
+    for batch in batches:
+        pass
+    batches = iter(stream)
+"""
+
+
+def test_kill_leaves_nothing_behind(location: Path) -> None:
+    before = {str(path) for path in location.rglob("*")}
+    process = subprocess.Popen(
+        [sys.executable, "-c", CONSUMER, str(location)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    num_readers = int(process.stdout.readline())
+    maps = Path(f"/proc/{process.pid}/maps").read_text()
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    process.stdout.close()
+    assert num_readers >= 1 and not children.strip()  # it was at work, with threads only
+    assert "/dev/shm" not in maps
+    assert {str(path) for path in location.rglob("*")} == before
