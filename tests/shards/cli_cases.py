@@ -1,11 +1,10 @@
-"""A posterior store of a made-up teacher, as extraction writes it."""
+"""Stores of a made-up teacher, as extraction writes them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,26 +15,34 @@ from shards.store.manifest import Manifest
 from shards.store.store import ShardStore
 from shards.store.writer import ShardWriter
 
-VOCAB, LENGTH, SEED = 23, 6, 5
+VOCAB, LENGTH, HIDDEN, SEED = 31, 7, 6, 5
 SPLITS = {"train": 20, "validation": 3}
+LEAST_LIKELY_NATS = -140.0
+"""Of one token of each split: its probability is 0 in float32."""
 Run = Callable[..., tuple[int, str]]
 
 
-def teacher_output(split: str, start: int, stop: int) -> TeacherOutput:
-    """A teacher of made-up distributions, a pure function of the rows."""
+def teacher_rows(split: str) -> tuple[TeacherOutput, dict[str, torch.Tensor]]:
+    """All rows of a split, and what a store may keep once; one token is next to impossible."""
     generator = torch.Generator().manual_seed(sorted(SPLITS).index(split))
-    logits = 2 * torch.randn(SPLITS[split], LENGTH - 1, VOCAB, generator=generator)
-    log_probs = logits.log_softmax(-1)
-    tokens = torch.multinomial(log_probs.exp().flatten(0, 1), 1, generator=generator)
-    tokens = tokens.reshape(logits.shape[:2])
-    return TeacherOutput(log_probs[start:stop], tokens[start:stop], torch.arange(start, stop))
+    head = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9))
+    bias = torch.zeros(VOCAB)
+    bias[3] = LEAST_LIKELY_NATS
+    hidden = torch.randn(SPLITS[split], LENGTH - 1, HIDDEN, generator=generator)
+    log_probs = (hidden @ head.T + bias).log_softmax(-1)
+    flat = log_probs.exp().flatten(0, 1)
+    tokens = torch.multinomial(flat, 1, generator=generator).reshape(hidden.shape[:2])
+    tokens[1, 2] = 3
+    output = TeacherOutput(log_probs, tokens, torch.arange(SPLITS[split]), hidden)
+    unigram = torch.full((VOCAB,), -math.log(VOCAB))
+    return output, {"lm_head": head, "lm_head_bias": bias, "unigram_log_probs": unigram}
 
 
 def write_encoded(location: Path, codec: Codec) -> ShardStore:
-    """A store as extraction with ``codec`` writes it."""
+    """A store as extraction with ``codec`` writes it: only the resources that its codec names."""
     manifest = Manifest(
         codec={"name": codec.name, "parameters": codec_parameters(codec)},
-        arrays=codec.array_specs(VOCAB, None),
+        arrays=codec.array_specs(VOCAB, HIDDEN),
         vocab_size=VOCAB,
         row_length=LENGTH,
         splits=SPLITS,
@@ -47,20 +54,19 @@ def write_encoded(location: Path, codec: Codec) -> ShardStore:
         seed=SEED,
         versions={},
     )
-    unigram = np.full(VOCAB, -math.log(VOCAB), dtype=np.float32)
-    resources = {"unigram_log_probs": unigram}
+    _, known = teacher_rows("train")
+    resources = {name: known[name].numpy() for name in codec.resource_names}
     writer = ShardWriter.create_or_resume(location, manifest, resources)
-    tensors = {name: torch.from_numpy(value) for name, value in resources.items()}
     for split in SPLITS:
-        for shard in writer.pending(split):
-            output = teacher_output(split, shard.start, shard.stop)
-            encoded: dict[str, Any] = dict(codec.encode(output, SEED, tensors))
-            own = output.log_probs.gather(-1, output.tokens[..., None]).squeeze(-1)
+        output, _ = teacher_rows(split)
+        values = dict(codec.encode(output, SEED, known))
+        values |= {"token_log_probs": output.token_log_probs, "tokens": output.tokens}
+        for shard in writer.shards(split):
             arrays = {
                 name: np.zeros((shard.num_rows, LENGTH, *spec.trailing_shape), spec.dtype)
                 for name, spec in manifest.all_arrays.items()
             }
-            for name, value in {**encoded, "token_log_probs": own, "tokens": output.tokens}.items():
-                arrays[name][:, 1:] = value.numpy()
+            for name, value in values.items():
+                arrays[name][:, 1:] = value[shard.start : shard.stop].numpy()
             writer.write(shard, arrays)
     return ShardStore.open(location)

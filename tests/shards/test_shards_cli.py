@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +20,9 @@ import pytest
 from shards import cli
 from shards.codec.registry import make_codec
 from shards.errors import IntegrityError, UsageError
-from shards.noise.kinds import dense_arrivals
 from shards.store.store import ShardStore
-from shards.tools.rewriting import stored_noise
 from shards.tools.row_view import view_row
-from tests.shards.cli_cases import LENGTH, SPLITS, Run, teacher_output, write_encoded
+from tests.shards.cli_cases import LENGTH, Run, teacher_rows, write_encoded
 from tests.shards.store.fault_trials import flipped
 from tests.shards.store_cases import file_bytes, make_arrays, open_writer, write_store
 
@@ -114,75 +113,54 @@ def test_the_printed_remedy_heals_a_store(run: Run, tmp_path: Path) -> None:
     assert run("verify", root)[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "settings", "max_error_nats"),
-    [
-        ("full", (), 0.02),
-        ("seeded", ("tolerance_nats=0.01",), 0.03),
-        ("quantized", ("bits=8",), 0.2),
-    ],
-)
-def test_a_converted_store_holds_the_draw_of_its_source(
-    run: Run,
-    posterior: ShardStore,
-    tmp_path: Path,
-    name: str,
-    settings: tuple[str, ...],
-    max_error_nats: float,
-) -> None:
-    options = [word for setting in settings for word in ("--set", setting)]
-    arguments = ("convert", posterior.location.url, "--codec", name, "--out", tmp_path / "out")
-    code, text = run(*arguments, *options)
-    assert code == 0, text
-    made = ShardStore.open(tmp_path / "out")
-    assert made.codec.name == name and not made.codec.is_fresh
-    assert made.manifest.teacher["converted_from"]["store"] == posterior.manifest.sha256
-    for split, rows in SPLITS.items():
-        before, after = (s.split(split).read_rows(0, rows) for s in (posterior, made))
-        assert np.array_equal(before["tokens"], after["tokens"])
-        assert np.array_equal(before["token_log_probs"], after["token_log_probs"])
-        ours = dense_arrivals(stored_noise(posterior, split, 0, before)).log()
-        theirs = dense_arrivals(stored_noise(made, split, 0, after)).log()
-        assert float((ours - theirs).abs().max()) < max_error_nats
-    digest = made.manifest.sha256
-    assert run(*arguments, *options)[0] == 0, "a second run finds it finished"
-    assert ShardStore.open(tmp_path / "out").manifest.sha256 == digest
-
-
-def test_a_topk_conversion_keeps_the_largest(
+def test_a_converted_store_names_its_source_and_is_resumed(
     run: Run, posterior: ShardStore, tmp_path: Path
 ) -> None:
-    out = tmp_path / "out"
-    arguments = ("convert", posterior.location.url, "--codec", "topk", "--set", "num_entries=3")
-    assert run(*arguments, "--out", out)[0] == 0
-    rows = posterior.split("train").read_rows(0, 4)
-    dense = dense_arrivals(stored_noise(posterior, "train", 0, rows))
-    made = ShardStore.open(out)
-    kept = dense_arrivals(stored_noise(made, "train", 0, made.split("train").read_rows(0, 4)))
-    for ours, theirs in zip(dense, kept, strict=True):
-        largest = set(ours.topk(3, largest=False).indices.tolist())
-        assert largest <= set(theirs.isfinite().nonzero().flatten().tolist())
-
-
-def test_conversion_goes_one_way_and_says_why(
-    run: Run, posterior: ShardStore, tmp_path: Path
-) -> None:
-    frozen = write_encoded(tmp_path / "frozen", make_codec("full"))
-    code, text = run("convert", frozen.location.url, "--codec", "topk", "--out", tmp_path / "x")
-    assert code == 2 and "does not tell the distribution" in text
-    code, text = run(
-        "convert", posterior.location.url, "--codec", "hidden", "--out", tmp_path / "x"
-    )
-    assert code == 2 and "a frozen draw" in text
-    code, text = run("convert", posterior.location.url, "--codec", "seedd", "--out", tmp_path / "x")
-    assert code == 2 and "did you mean 'seeded'" in text
-    url = posterior.location.url
-    arguments = ("convert", url, "--codec", "seeded", "--set", "name=x", "--out", tmp_path / "x")
+    out, codec = tmp_path / "out", ("--codec", "seeded", "--set", "tolerance_nats=0.02")
+    arguments = ("convert", posterior.location.url, *codec, "--out", out)
     code, text = run(*arguments)
-    assert code == 2 and "unknown config key [codec seeded.name]" in text
-    code, text = run("convert", url, "--codec", "seeded", "--out", url)
-    assert code == 2 and "its own source" in text
-    assert not (tmp_path / "x").exists()
+    assert code == 0, text
+    made = ShardStore.open(out)
+    assert made.codec == make_codec("seeded", tolerance_nats=0.02)
+    assert made.manifest.teacher["converted_from"]["store"] == posterior.manifest.sha256
+    before = file_bytes(out)
+    assert run(*arguments)[0] == 0 and file_bytes(out) == before, "a second run finds it finished"
+
+
+def test_what_cannot_be_made_or_shown_is_one_line_and_nothing_is_written(
+    run: Run, posterior: ShardStore, tmp_path: Path
+) -> None:
+    frozen = write_encoded(tmp_path / "frozen", make_codec("full")).location.url
+    url, out = posterior.location.url, tmp_path / "out"
+    write_store(tmp_path / "a")
+    write_store(tmp_path / "b", seed=8)
+    (tmp_path / "folder.html").mkdir()
+    for arguments, words in (
+        (("convert", frozen, "--codec", "topk"), "does not tell the distribution"),
+        (("convert", url, "--codec", "hidden"), "a frozen draw"),
+        (("convert", url, "--codec", "posterior"), "a frozen draw"),
+        (("convert", url, "--codec", "seedd"), "did you mean 'seeded'"),
+        (("convert", url, "--codec", "seeded", "--set", "name=x"), "key [codec seeded.name]"),
+        (("subset", url, "--rows", 99), "cannot keep so many rows"),
+        (("subset", url, "--rows", -5), "cannot keep so many rows"),
+        (("subset", url, "--splits", "train,tset"), "got tset; expected train, validation"),
+        (("subset", url, "--splits", "validation", "--rows", 2), "[--rows]"),
+        (("subset", url, "--rows", 0, "--validation-rows", 0), "no rows left"),
+        (("merge", tmp_path / "a", tmp_path / "b"), "b: seed]; got 8; expected 7"),
+        (("show", url, "--draw", -1), "no such draw"),
+        (("show", url, "--row", -1), "no such row"),
+        (("info", tmp_path / "nothing"), "no store there"),
+    ):
+        placed = () if arguments[0] == "info" else ("--out", out)
+        code, text = run(*arguments, *placed)
+        assert code == 2 and words in text and text.count("\n") == 1, (arguments, text)
+        assert not list(tmp_path.glob("out*")), arguments
+    for place in ("/proc/row.html", "/", "folder"):
+        code, text = run("show", url, "--out", tmp_path / place)
+        assert code == 2 and text.count("\n") == 1, place
+    for place in (tmp_path / "a", f"file://{tmp_path}/a", tmp_path / "b" / ".." / "a"):
+        code, text = run("merge", tmp_path / "a", "--out", place)
+        assert code == 2 and "its own source" in text, place
 
 
 def test_a_subset_has_the_first_rows(run: Run, posterior: ShardStore, tmp_path: Path) -> None:
@@ -192,8 +170,9 @@ def test_a_subset_has_the_first_rows(run: Run, posterior: ShardStore, tmp_path: 
     assert dict(made.manifest.splits) == {"train": 11}
     before, after = (s.split("train").read_rows(0, 11) for s in (posterior, made))
     assert all(np.array_equal(before[name], after[name]) for name in before)
-    code, text = run("subset", posterior.location.url, "--rows", 99, "--out", tmp_path / "x")
-    assert code == 2 and "cannot keep so many rows" in text
+    part = ("--splits", "validation", "--out", tmp_path / "part")
+    assert run("subset", posterior.location.url, *part)[0] == 0
+    assert dict(ShardStore.open(tmp_path / "part").manifest.splits) == {"validation": 3}
 
 
 def test_merged_parts_are_the_whole(run: Run, tmp_path: Path) -> None:
@@ -240,14 +219,6 @@ def test_merging_leaves_a_claimed_shard_alone(run: Run, tmp_path: Path) -> None:
     assert file_bytes(out) == file_bytes(tmp_path / "a")
 
 
-def test_strangers_are_not_merged(run: Run, tmp_path: Path) -> None:
-    write_store(tmp_path / "a")
-    write_store(tmp_path / "b", seed=8)
-    code, text = run("merge", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "out")
-    assert code == 2 and "b: seed]; got 8; expected 7" in text
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_damaged_part_is_not_merged_unless_another_has_it(run: Run, tmp_path: Path) -> None:
     write_store(tmp_path / "a")
     write_store(tmp_path / "b")
@@ -260,8 +231,8 @@ def test_a_damaged_part_is_not_merged_unless_another_has_it(run: Run, tmp_path: 
 
 def test_the_view_of_a_row(posterior: ShardStore) -> None:
     _, views = view_row(posterior, "train", 9)
-    output = teacher_output("train", 9, 10)
-    for view, log_probs, token in zip(views, output.log_probs[0], output.tokens[0], strict=True):
+    output, _ = teacher_rows("train")
+    for view, log_probs, token in zip(views, output.log_probs[9], output.tokens[9], strict=True):
         probs = log_probs.exp()
         assert view.text == f"#{int(token)}"
         assert view.probability == pytest.approx(float(probs[token]), rel=1e-5)
@@ -273,13 +244,6 @@ def test_the_view_of_a_row(posterior: ShardStore) -> None:
         assert all(math.log(a.probability or 0) + a.gumbel <= won + 1e-3 for a in view.alternatives)
     with pytest.raises(UsageError, match="no such row"):
         view_row(posterior, "train", 20)
-
-
-def test_show_writes_a_page_and_a_picture(run: Run, posterior: ShardStore, tmp_path: Path) -> None:
-    out = tmp_path / "row.html"
-    assert run("show", posterior.location.url, "--row", 2, "--out", out)[0] == 0
-    assert out.read_text().count("<tr><td>") == LENGTH - 1
-    assert (tmp_path / "row.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("text", ["$$", "#$#$", "a\x1b[2Jb", "\\frac{"])
@@ -295,15 +259,6 @@ def test_show_of_any_text_in_any_codec(
     _, views = view_row(store, "train", 0)
     own = store.split("train").read_rows(0, 1)["token_gumbels"][0, 1:]
     assert [view.gumbel for view in views] == own.tolist()
-
-
-@pytest.mark.parametrize("out", ["/proc/row.html", "/", "folder"])
-def test_show_where_nothing_can_be_written_is_one_line(
-    run: Run, posterior: ShardStore, tmp_path: Path, out: str
-) -> None:
-    (tmp_path / "folder.html").mkdir()
-    code, text = run("show", posterior.location.url, "--out", tmp_path / out)
-    assert code == 2 and text.count("\n") == 1
 
 
 def test_half_written_shards_do_not_count(run: Run, tmp_path: Path) -> None:
@@ -322,30 +277,6 @@ def test_half_written_shards_do_not_count(run: Run, tmp_path: Path) -> None:
     assert part["bytes_per_token"] * part["num_tokens"] == pytest.approx(before - dropped)
 
 
-def test_a_subset_of_some_splits(run: Run, posterior: ShardStore, tmp_path: Path) -> None:
-    url, out = posterior.location.url, tmp_path / "out"
-    assert run("subset", url, "--splits", "validation", "--out", out)[0] == 0
-    assert dict(ShardStore.open(out).manifest.splits) == {"validation": 3}
-    code, text = run("subset", url, "--splits", "train,tset", "--out", tmp_path / "x")
-    assert code == 2 and "tset" in text and "validation" in text
-    code, text = run("subset", url, "--splits", "validation", "--rows", 2, "--out", tmp_path / "x")
-    assert code == 2 and "--rows" in text
-
-
-def test_an_empty_subset_is_refused(run: Run, posterior: ShardStore, tmp_path: Path) -> None:
-    options = ("--rows", 0, "--validation-rows", 0, "--out", tmp_path / "x")
-    code, text = run("subset", posterior.location.url, *options)
-    assert code == 2 and "no rows" in text
-    assert not (tmp_path / "x").exists()
-
-
-def test_another_name_of_a_store_is_still_its_source(run: Run, tmp_path: Path) -> None:
-    write_store(tmp_path / "a")
-    for other in (f"file://{tmp_path}/a", tmp_path / "b" / ".." / "a"):
-        code, text = run("merge", tmp_path / "a", "--out", other)
-        assert code == 2 and "its own source" in text
-
-
 @pytest.mark.parametrize("name", ["row.png", "row.html", "row"])
 def test_the_page_and_the_picture_never_share_a_name(
     run: Run, posterior: ShardStore, tmp_path: Path, name: str
@@ -354,7 +285,8 @@ def test_the_page_and_the_picture_never_share_a_name(
     assert code == 0, text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["row.html", "row.png"]
     assert (tmp_path / "row.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / "row.html").read_text().startswith("<!doctype html>")
+    page = (tmp_path / "row.html").read_text()
+    assert page.startswith("<!doctype html>") and page.count("<tr><td>") == LENGTH - 1
 
 
 def test_verify_counts_every_byte_it_will_read(
@@ -390,3 +322,16 @@ def test_info_says_what_shuffling_keeps_in_memory(run: Run, tmp_path: Path) -> N
         assert told[split]["batch_bytes"] == rows * row_bytes
         assert told[split]["shared_rows"] == 1 - -(-rows // chunk) / rows
     assert "75% of its rows are of a chunk already met in it" in run("info", tmp_path)[1]
+
+
+def test_a_run_is_looked_into(run: Run, tmp_path: Path) -> None:
+    write_store(tmp_path / "store")
+    assert run("info", tmp_path)[0] == 0 and run("verify", tmp_path)[0] == 0
+
+
+def test_names_are_text_on_the_page(run: Run, tmp_path: Path, posterior: ShardStore) -> None:
+    harmful = tmp_path / "<script>alert(1)<"
+    shutil.copytree(posterior.location.url, harmful)
+    code, _ = run("show", harmful, "--out", tmp_path / "row.html")
+    page = (tmp_path / "row.html").read_text()
+    assert code == 0 and "<script" not in page and "&lt;script&gt;" in page
