@@ -41,10 +41,9 @@ from shards.language_model.loading import (
 from shards.noise.philox import use_noise_kernel
 from shards.store.location import file_claim, open_location
 from shards.store.manifest import MANIFEST_FILE, STORE_ARRAYS, Manifest
-from shards.store.store import ShardStore
+from shards.store.store import Description, ShardStore
 from shards.store.writer import ShardWriter
 from shards.stream.stream import MIXED_CHUNK_BYTES
-from shards.tools.description import Description
 
 MOST_OTHER_TOKENS = 0.01
 CHUNK_TOKENS = 1 << 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,12 +18,11 @@ from shards.errors import IntegrityError, UsageError, visible
 from shards.settings import parse_override
 from shards.store.location import open_location
 from shards.store.manifest import LEDGER
-from shards.store.store import ShardStore
+from shards.store.store import Description, ShardStore
 from shards.store.verification import forget as forget_shards
 from shards.store.verification import verify
 from shards.store.writer import ShardWriter
 from shards.stream.order import shuffling_of
-from shards.tools.description import Description
 
 app = command_app(
     no_args_is_help=True,
@@ -47,11 +46,11 @@ def info(
     for split in (split for split, rows in opened.manifest.splits.items() if rows):
         of = opened.split(split, [])
         costs[split] = shuffling_of(of.num_rows, of.rows_per_chunk, of.chunk_bytes, SHOWN_BATCH)
-    pace = Pace.of(opened) if opened.unfinished() else None
+    pace = pace_of(opened) if opened.unfinished() else None
     if as_json:
         figures = {split: cost._asdict() for split, cost in costs.items()}
-        told = {"pace": None if pace is None else asdict(pace), "shuffling": figures}
-        typer.echo(json.dumps({**description.to_json(), **told}, indent=2))
+        told = {**description.to_json(), "pace": pace, "shuffling": figures}
+        typer.echo(json.dumps(told, indent=2))
         return
     typer.echo(description_text(description, pace))
     if costs:
@@ -63,65 +62,53 @@ def info(
         )
 
 
-@dataclass(frozen=True)
-class Pace:
+def pace_of(store: ShardStore) -> dict[str, float | int | None]:
     """How fast a store that is not complete grows, by the times of its ledger's files.
 
-    Attributes:
-        tokens_per_second: Of the newest shards, at most 64, until now: of all processes together,
-            and falling while nobody works. None before the second shard.
-        num_shards: How many shards that is measured over, and
-        seconds: in what time.
-        eta_seconds: What the tokens left take at that rate.
-        seconds_since_shard: Age of the last finished shard; None where no time is known.
-        num_claimed: Unfinished shards that a process holds, or held when it was killed.
+    Returns:
+        ``tokens_per_second`` of the newest shards, at most 64, until now: of all processes
+        together, and falling while nobody works; None before the second shard. ``num_shards``:
+        how many shards that is measured over, and ``seconds``: in what time. ``eta_seconds``: what
+        the tokens left take at that rate. ``seconds_since_shard``: age of the last finished
+        shard; None where no time is known. ``num_claimed``: unfinished shards that a process
+        holds, or held when it was killed.
     """
-
-    tokens_per_second: float | None
-    num_shards: int
-    seconds: float
-    eta_seconds: float | None
-    seconds_since_shard: float | None
-    num_claimed: int
-
-    @classmethod
-    def of(cls, store: ShardStore) -> Pace:
-        """Measure a store of which some shards are left."""
-        times, left = store.location.written_at(LEDGER), store.unfinished()
-        known = [shard for shard in store.finished() if shard.record_file in times]
-        ordered = sorted((times[shard.record_file], shard.num_rows) for shard in known)
-        newest = ordered[-MOST_SHARDS_OF_RATE - 1 :]
-        now, length, rate = time.time(), store.manifest.row_length, None
-        seconds = now - newest[0][0] if newest else 0.0
-        if len(newest) > 1 and seconds > 0:
-            rate = sum(rows for _, rows in newest[1:]) * length / seconds
-        claims = set(store.location.claims())
-        return cls(
-            tokens_per_second=rate,
-            num_shards=max(0, len(newest) - 1),
-            seconds=seconds,
-            eta_seconds=sum(shard.num_rows for shard in left) * length / rate if rate else None,
-            seconds_since_shard=max(0.0, now - newest[-1][0]) if newest else None,
-            num_claimed=sum(shard.claim_name in claims for shard in left),
-        )
-
-    def to_text(self) -> str:
-        """One line."""
-        parts = [f"{self.num_claimed} shards in work"]
-        if self.seconds_since_shard is not None:
-            parts.append(f"last one finished {_duration(self.seconds_since_shard)} ago")
-        if self.tokens_per_second and self.eta_seconds is not None:
-            over = f"{self.num_shards} shards in {_duration(self.seconds)}"
-            parts.append(f"{self.tokens_per_second:,.0f} tok/s ({over})")
-            parts.append(f"{_duration(self.eta_seconds)} left")
-        return ", ".join(parts)
+    times, left = store.location.written_at(LEDGER), store.unfinished()
+    known = [shard for shard in store.finished() if shard.record_file in times]
+    ordered = sorted((times[shard.record_file], shard.num_rows) for shard in known)
+    newest = ordered[-MOST_SHARDS_OF_RATE - 1 :]
+    now, length, rate = time.time(), store.manifest.row_length, None
+    seconds = now - newest[0][0] if newest else 0.0
+    if len(newest) > 1 and seconds > 0:
+        rate = sum(rows for _, rows in newest[1:]) * length / seconds
+    claims = set(store.location.claims())
+    return {
+        "tokens_per_second": rate,
+        "num_shards": max(0, len(newest) - 1),
+        "seconds": seconds,
+        "eta_seconds": sum(shard.num_rows for shard in left) * length / rate if rate else None,
+        "seconds_since_shard": max(0.0, now - newest[-1][0]) if newest else None,
+        "num_claimed": sum(shard.claim_name in claims for shard in left),
+    }
 
 
-def _duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
+def _pace_text(pace: Mapping[str, float | int | None]) -> str:
+    def duration(name: str) -> str:
+        return str(timedelta(seconds=round(pace[name] or 0)))
+
+    parts = [f"{pace['num_claimed']} shards in work"]
+    if pace["seconds_since_shard"] is not None:
+        parts.append(f"last one finished {duration('seconds_since_shard')} ago")
+    if pace["tokens_per_second"] and pace["eta_seconds"] is not None:
+        over = f"{pace['num_shards']} shards in {duration('seconds')}"
+        parts.append(f"{pace['tokens_per_second']:,.0f} tok/s ({over})")
+        parts.append(f"{duration('eta_seconds')} left")
+    return ", ".join(parts)
 
 
-def description_text(found: Description, pace: Pace | None = None) -> str:
+def description_text(
+    found: Description, pace: Mapping[str, float | int | None] | None = None
+) -> str:
     """A store's figures in a few aligned lines."""
     manifest, per_token = found.store.manifest, found.bytes_per_token
     splits, corpus = manifest.splits, manifest.tokens.get("corpus")
@@ -146,7 +133,7 @@ def description_text(found: Description, pace: Pace | None = None) -> str:
         "corpus": f"{corpus} (fingerprint {fingerprint})",
         "rows": f"{rows} of {manifest.row_length} tokens",
         "complete": done,
-        **({} if pace is None else {"running": pace.to_text()}),
+        **({} if pace is None else {"running": _pace_text(pace)}),
         "bytes": f"{found.num_bytes:,}",
     }
     if per_token:
