@@ -24,6 +24,7 @@ from shards.codec.protocol import (
 )
 from shards.errors import GdistillError, UsageError
 from shards.noise.gumbel import add_wait_
+from shards.noise.kinds import PerPosition, Tile
 from shards.noise.philox import OfPositions
 
 LARGEST_LEVEL = 127
@@ -69,9 +70,7 @@ class HeadLogits(OfPositions):
     def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         return self.log_tile(start, stop).exp_()
 
-    def add_waits(
-        self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
-    ) -> Float[Tensor, "n tile"]:
+    def add_waits(self, arrivals: Tile, first: PerPosition, start: int, stop: int) -> Tile:
         return add_wait_(arrivals, self.tile(start, stop).mul_(first[:, None]))
 
 

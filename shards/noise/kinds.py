@@ -25,6 +25,12 @@ from shards.noise.gumbel import add_wait_, arrivals_from_gumbel, place_tokens, t
 from shards.noise.murmur3 import EngineKeys
 from shards.noise.philox import Index, OfPositions, PositionKeys
 
+Tile = Float[Tensor, "n tile"]
+"""Of n positions, vocabulary ids start..stop-1."""
+PerPosition = Float[Tensor, "n"]
+Weight = Float[Tensor, "v d"]
+Embeddings = Float[Tensor, "n d"]
+
 
 @runtime_checkable
 class Noise(Tiles, Protocol):
@@ -35,15 +41,13 @@ class Noise(Tiles, Protocol):
     round its last bit differently, since matrix products do.)
     """
 
-    def gumbels(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "n tile"]:
+    def gumbels(self, start: int = 0, stop: int | None = None) -> Tile:
         """xi of vocabulary ids start..stop-1 (all by default), -inf where truncated away.
 
         Not always -log of the tile: the token's own xi may lie beyond what F can hold.
         """
 
-    def softmax_embed(
-        self, weight: Float[Tensor, "v d"], weighting: Weighting | None = None
-    ) -> Float[Tensor, "n d"]:
+    def softmax_embed(self, weight: Weight, weighting: Weighting | None = None) -> Embeddings:
         """softmax(xi) @ weight in float32, without the [n, V] softmax; differentiable in weight.
 
         Args:
@@ -73,12 +77,12 @@ class PriorNoise(Noise, Protocol):
 class TiledNoise(OfPositions):
     """What follows from ``tile`` and the fields alone."""
 
-    def gumbels(self: Tiles, start: int = 0, stop: int | None = None) -> Float[Tensor, "n tile"]:
+    def gumbels(self: Tiles, start: int = 0, stop: int | None = None) -> Tile:
         return -self.tile(start, self.vocab_size if stop is None else stop).log()
 
     def softmax_embed(
-        self: Tiles, weight: Float[Tensor, "v d"], weighting: Weighting | None = None
-    ) -> Float[Tensor, "n d"]:
+        self: Tiles, weight: Weight, weighting: Weighting | None = None
+    ) -> Embeddings:
         return embed_tiles(self, weight, weighting or Weighting())
 
 
@@ -91,13 +95,13 @@ class TokenNoise(TiledNoise):
 
     tokens: Int[Tensor, "n"]
     vocab_size: int
-    token_gumbels: Float[Tensor, "n"]
+    token_gumbels: PerPosition
 
     @abstractmethod
-    def other_arrivals(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+    def other_arrivals(self, start: int, stop: int) -> Tile:
         """F_j of ids start..stop-1, in memory of its own."""
 
-    def other_gumbels(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+    def other_gumbels(self, start: int, stop: int) -> Tile:
         """xi_j of ids start..stop-1, in memory of its own."""
         return -self.other_arrivals(start, stop).log()
 
@@ -110,16 +114,16 @@ class TokenNoise(TiledNoise):
         return self.tokens.device
 
     @cached_property
-    def own_arrivals(self) -> Float[Tensor, "n"]:
+    def own_arrivals(self) -> PerPosition:
         """F of the tokens."""
         return arrivals_from_gumbel(self.token_gumbels)
 
-    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+    def tile(self, start: int, stop: int) -> Tile:
         stop = min(stop, self.vocab_size)
         others = self.other_arrivals(start, stop)
         return place_tokens(others, self.tokens, self.own_arrivals, start, stop)
 
-    def gumbels(self, start: int = 0, stop: int | None = None) -> Float[Tensor, "n tile"]:
+    def gumbels(self, start: int = 0, stop: int | None = None) -> Tile:
         stop = self.vocab_size if stop is None else min(stop, self.vocab_size)
         others = self.other_gumbels(start, stop)
         return place_tokens(others, self.tokens, self.token_gumbels, start, stop)
@@ -140,7 +144,7 @@ class KeyedPrior(TiledNoise):
     def device(self) -> torch.device:
         return self.keys.positions.device
 
-    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+    def tile(self, start: int, stop: int) -> Tile:
         return self.keys.exponentials(start, min(stop, self.vocab_size))
 
     def redrawn(self, draw: int) -> KeyedPrior:
@@ -167,7 +171,7 @@ class KeyedPosterior(TokenNoise):
 
     keys: PositionKeys | EngineKeys
     tokens: Int[Tensor, "n"]
-    token_log_probs: Float[Tensor, "n"]
+    token_log_probs: PerPosition
     probabilities: Probabilities
     is_prior: Bool[Tensor, "n"] | None = None
 
@@ -176,12 +180,12 @@ class KeyedPosterior(TokenNoise):
         return self.probabilities.vocab_size
 
     @cached_property
-    def first(self) -> Float[Tensor, "n"]:
+    def first(self) -> PerPosition:
         """E_0."""
         return self.keys.first_arrivals()
 
     @cached_property
-    def token_gumbels(self) -> Float[Tensor, "n"]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def token_gumbels(self) -> PerPosition:  # pyright: ignore[reportIncompatibleVariableOverride]
         """xi_x."""
         log_probs = self.token_log_probs
         if self.is_prior is not None:
@@ -189,15 +193,15 @@ class KeyedPosterior(TokenNoise):
         return token_gumbels(log_probs, self.first)
 
     @cached_property
-    def _waited(self) -> Float[Tensor, "n"]:
+    def _waited(self) -> PerPosition:
         """By how much the others wait, per unit of p: E_0, nothing where the token is unknown."""
         return self.first if self.is_prior is None else self.first.masked_fill(self.is_prior, 0.0)
 
-    def remaining(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+    def remaining(self, start: int, stop: int) -> Tile:
         """E_j of a tile."""
         return self.keys.exponentials(start, stop)
 
-    def other_arrivals(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+    def other_arrivals(self, start: int, stop: int) -> Tile:
         """E_j + p_j E_0 of a tile."""
         return self.probabilities.add_waits(self.remaining(start, stop), self._waited, start, stop)
 
@@ -222,12 +226,10 @@ class Probabilities(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+    def tile(self, start: int, stop: int) -> Tile:
         """Probabilities of vocabulary ids start..stop-1."""
 
-    def add_waits(
-        self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
-    ) -> Float[Tensor, "n tile"]:
+    def add_waits(self, arrivals: Tile, first: PerPosition, start: int, stop: int) -> Tile:
         """E_j + p_j E_0 of a tile of E_j, which is overwritten."""
 
     def select(self, index: Index) -> Probabilities: ...
@@ -339,12 +341,10 @@ class DenseProbabilities(OfPositions):
     def vocab_size(self) -> int:
         return self.log_probs.shape[1]
 
-    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+    def tile(self, start: int, stop: int) -> Tile:
         return self.log_probs[:, start:stop].exp()
 
-    def add_waits(
-        self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
-    ) -> Float[Tensor, "n tile"]:
+    def add_waits(self, arrivals: Tile, first: PerPosition, start: int, stop: int) -> Tile:
         return add_wait_(arrivals, self.tile(start, stop) * first[:, None])
 
 
@@ -359,7 +359,7 @@ class HeadAndTail(OfPositions):
     """
 
     head: Entries
-    tail_scale: Float[Tensor, "n"]
+    tail_scale: PerPosition
     unigram_probs: Float[Tensor, "v"]
 
     of_vocabulary: ClassVar[tuple[str, ...]] = ("unigram_probs",)
@@ -373,21 +373,19 @@ class HeadAndTail(OfPositions):
         return self.unigram_probs.shape[0]
 
     @property
-    def tail_mass(self) -> Float[Tensor, "n"]:
+    def tail_mass(self) -> PerPosition:
         """Probability of all ids that are not listed, together."""
         unigram = torch.where(self.head.used, self.unigram_probs[self.head.ids], 0.0)
         rest = (1 - unigram.sum(1, dtype=torch.float64)).clamp(min=1e-9)
         return (self.tail_scale * rest).float()
 
-    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
+    def tile(self, start: int, stop: int) -> Tile:
         rows, columns, probs = self.head.in_tile(start, stop)
         result = self.tail_scale[:, None] * self.unigram_probs[start:stop]
         result[rows, columns] = probs
         return result
 
-    def add_waits(
-        self, arrivals: Float[Tensor, "n tile"], first: Float[Tensor, "n"], start: int, stop: int
-    ) -> Float[Tensor, "n tile"]:
+    def add_waits(self, arrivals: Tile, first: PerPosition, start: int, stop: int) -> Tile:
         rows, columns, probs = self.head.in_tile(start, stop)
         known = add_wait_(arrivals[rows, columns], probs * first[rows])
         tail = (self.tail_scale * first)[:, None]

@@ -18,7 +18,7 @@ from torch.nn.functional import embedding_bag
 
 from shards.noise.embedding import Weighting
 from shards.noise.gumbel import place_tokens
-from shards.noise.kinds import KeyedPrior, TiledNoise
+from shards.noise.kinds import Embeddings, KeyedPrior, TiledNoise, Weight
 from shards.noise.philox import PositionKeys, keyed_exponentials, stream_bits, stream_exponentials
 
 GAP_STREAM, ID_STREAM, REST_STREAM = 1, 2, 3
@@ -70,9 +70,7 @@ class SparseNoise(TiledNoise):
         others = super().gumbels(start, stop)
         return others if self.own is None else place_tokens(others, *self.own, start, stop)
 
-    def softmax_embed(
-        self, weight: Float[Tensor, "v d"], weighting: Weighting | None = None
-    ) -> Float[Tensor, "n d"]:
+    def softmax_embed(self, weight: Weight, weighting: Weighting | None = None) -> Embeddings:
         """A gather of k rows of W.
 
         The V - k unknown entries only enter the denominator, as V - k equal arrival times whose
@@ -113,9 +111,7 @@ class TopPrior(KeyedPrior):
     def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         return self.drawn.tile(start, stop)
 
-    def softmax_embed(
-        self, weight: Float[Tensor, "v d"], weighting: Weighting | None = None
-    ) -> Float[Tensor, "n d"]:
+    def softmax_embed(self, weight: Weight, weighting: Weighting | None = None) -> Embeddings:
         return self.drawn.softmax_embed(weight, weighting)
 
 

@@ -193,34 +193,24 @@ def wide_chunks(root: Path) -> None:
 
 
 PICKLE = {"name": "numcodecs.pickle", "configuration": {"protocol": 5}}
+GZIP = {"name": "gzip", "configuration": {"level": 1}}
 RESOURCE = "resources/unigram_log_probs/zarr.json"
 TOKENS = "train/tokens/zarr.json"
 RECORD = FileRecord.of(b"planted").to_json()
+UP = {"../up": {"bytes": 1, "sha256": "0" * 64}}
 U8 = {"dtype": "uint8", "trailing_shape": []}
 GRID = {"name": "regular", "configuration": {"chunk_shape": [10**12]}}
 ODD_FIELDS: dict[str, list[Any]] = {
     "arrays": [[], 3, None, {}, {"ids": []}, {"ids": {"dtype": "uint8"}}],
     "splits": [
-        [],
-        None,
-        "train",
-        {"train": 10**12},
-        {"train": 10**30},
-        {"train": -1},
-        {f"s{i}": 10**6 for i in range(40)},
+        *([], None, "train", {f"s{i}": 10**6 for i in range(40)}),
+        *({"train": rows} for rows in (10**12, 10**30, -1)),
     ],
     "codec": [
-        [],
-        {},
-        {"name": "topk"},
-        {"name": 3, "parameters": {}},
-        "topk",
-        None,
-        {"name": "seeded", "parameters": {}},
-        {"name": "full", "parameters": {}},
-        {"name": "hidden", "parameters": {}},
+        *([], {}, {"name": "topk"}, {"name": 3, "parameters": {}}, "topk", None),
         {"name": "topk", "parameters": {"num_entries": KEPT + 1}},
         *({"name": name, "parameters": {}} for name in ("nosuch", "../topk", "os.system", "")),
+        *({"name": name, "parameters": {}} for name in ("seeded", "full", "hidden")),
         *({"name": "quantized", "parameters": {"bits": b}} for b in (8.0, "8", True, None, [8])),
     ],
     "vocab_size": [0, -1, 2**31, 2**31 - 2, VOCAB + 1, 300, 10**30, "50", 50.0, True, None],
@@ -268,24 +258,11 @@ HOSTILE: dict[str, Change] = {
     **{
         f"resource {change}": metadata_of(RESOURCE, **change)
         for change in (
-            {"zarr_format": 2},
-            {"codecs": [PICKLE]},
-            {"codecs": [{"name": "gzip", "configuration": {"level": 1}}]},
-            {"codecs": []},
-            {"codecs": None},
-            {"shape": [10**12]},
-            {"shape": [VOCAB - 1]},
-            {"shape": [-1]},
-            {"shape": [50.0]},
-            {"shape": []},
-            {"data_type": "object"},
-            {"data_type": "|O"},
-            {"data_type": {"name": "numpy.datetime64"}},
-            {"chunk_grid": GRID},
-            {"storage_transformers": [PICKLE]},
-            {"chunk_key_encoding": {"name": "v2"}},
-            {"node_type": "group"},
-            {"more": 1},
+            *({"codecs": codecs} for codecs in ([PICKLE], [GZIP], [], None)),
+            *({"shape": shape} for shape in ([10**12], [VOCAB - 1], [-1], [50.0], [])),
+            *({"data_type": d} for d in ("object", "|O", {"name": "numpy.datetime64"})),
+            *({"zarr_format": 2}, {"chunk_grid": GRID}, {"storage_transformers": [PICKLE]}),
+            *({"chunk_key_encoding": {"name": "v2"}}, {"node_type": "group"}, {"more": 1}),
         )
     },
     **{
@@ -301,28 +278,20 @@ HOSTILE: dict[str, Change] = {
     **{
         f"tokens {change}": metadata_of(TOKENS, **change)
         for change in (
-            {"codecs": [PICKLE]},
-            {"zarr_format": 2},
-            {"shape": [29, 6]},
-            {"data_type": "int64"},
-            {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [4, 6]}}},
+            *({"codecs": [PICKLE]}, {"zarr_format": 2}, {"shape": [29, 6]}),
+            *(
+                {"data_type": "int64"},
+                {"chunk_grid": {**GRID, "configuration": {"chunk_shape": [4]}}},
+            ),
         )
     },
     **{
         f"ledger {change}": ledger(**change)
         for change in (
-            {"files": []},
-            {"files": {"../up": {"bytes": 1, "sha256": "0" * 64}}},
-            {"files": {"../up": {"bytes": 1, "sha256": "0" * 64}}, "tails": {}},
-            {"tails": []},
+            *({"files": []}, {"files": UP}, {"files": UP, "tails": {}}, {"tails": []}),
             {"tails": {"train/tokens/c/0/0": "0" * 64}},
-            {"tails": {"a": "../../etc/passwd"}},
-            {"index": "0"},
-            {"index": 10**9},
-            {"start": -8},
-            {"split": ["train"]},
-            {"split": "nowhere"},
-            {"manifest_sha256": 7},
+            *({"tails": {"a": "../../etc/passwd"}}, {"index": "0"}, {"index": 10**9}),
+            *({"start": -8}, {"split": ["train"]}, {"split": "nowhere"}, {"manifest_sha256": 7}),
             {"deep": nested(900)},
         )
     },
@@ -343,16 +312,10 @@ HOSTILE: dict[str, Change] = {
     **{
         f"{array} {value}": values(array, value)
         for array, value in (
-            ("tokens", VOCAB),
-            ("tokens", -1),
-            ("token_log_probs", np.nan),
-            ("token_log_probs", -np.inf),
-            ("token_log_probs", 0.01),
-            ("entry_gap_byte0", 255),
-            ("entry_gumbels", np.nan),
-            ("entry_gumbels", np.inf),
-            ("rest_log_rate", np.nan),
-            ("token_gumbels", -np.inf),
+            *(("tokens", VOCAB), ("tokens", -1), ("entry_gap_byte0", 255)),
+            *(("token_log_probs", odd) for odd in (np.nan, -np.inf, 0.01)),
+            *(("entry_gumbels", np.nan), ("entry_gumbels", np.inf)),
+            *(("rest_log_rate", np.nan), ("token_gumbels", -np.inf)),
         )
     },
     "a chunk that grows": growing_chunk,
@@ -403,12 +366,8 @@ def test_what_others_named_is_shown_escaped(store: Path, text: str) -> None:
     "data",
     [
         b'{"ways": ' + b"[" * 5000 + b"]" * 5000 + b"}",
-        b'{"ways": [[["a", 1], [2, 3]]]}',
-        b'{"ways": 3}',
-        b"{}",
-        b"[]",
-        b"\xff",
-        b'{"ways": [{"a": [1]}]}',
+        *(b'{"ways": [[["a", 1], [2, 3]]]}', b'{"ways": 3}', b'{"ways": [{"a": [1]}]}'),
+        *(b"{}", b"[]", b"\xff"),
     ],
     ids=lambda data: repr(data[:30]),
 )
