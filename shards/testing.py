@@ -97,28 +97,46 @@ def check_codec(codec: Codec, *, min_agreement: float = 0.0) -> None:
         output = replace(output, hidden=None)
     resources = {name: resources[name] for name in codec.resource_names}
     arrays = codec.encode(output, SEED, resources)
-    _check_arrays(codec, output, arrays)
-    _check_rows(codec, output, arrays, resources)
+    specs = codec.array_specs(VOCAB_SIZE, HIDDEN_SIZE if codec.needs_hidden else None)
+    assert set(specs) == set(arrays), "array_specs must name what encode returns"
+    for name, spec in specs.items():
+        expected = (*output.tokens.shape, *spec.trailing_shape)
+        assert arrays[name].shape == expected, f"{name}: shape {tuple(arrays[name].shape)}"
+        assert str(arrays[name].dtype) == f"torch.{spec.dtype}", f"{name}: {arrays[name].dtype}"
+    part = slice(2, 3)
+    hidden = None if output.hidden is None else output.hidden[part]
+    one = TeacherOutput(output.log_probs[part], output.tokens[part], output.rows[part], hidden)
+    for name, array in codec.encode(one, SEED, resources).items():
+        # Matrix products over other rows round their last bit differently.
+        theirs = arrays[name][part].double()
+        torch.testing.assert_close(array.double(), theirs, rtol=1e-2, atol=1e-2)
     rebuilt = from_mapping(type(codec), json.loads(json.dumps(codec_parameters(codec))))
     assert rebuilt == codec, "parameters must rebuild the codec through JSON"
-    noises = [_decoded(codec, output, arrays, resources, draw) for draw in (1, 1, 2)]
-    first, again, other = (dense_arrivals(noise) for noise in noises)
+
+    def decoded(arrays: Mapping[str, Tensor], draw: int) -> Noise:
+        flat = {name: array.flatten(0, 1) for name, array in arrays.items()}
+        tokens, own = output.tokens.flatten(), output.token_log_probs.flatten()
+        return codec.decode(flat, tokens, own, position_keys(output, SEED, draw), resources)
+
+    noise = decoded(arrays, 1)
+    first, again, other = (
+        dense_arrivals(n) for n in (noise, decoded(arrays, 1), decoded(arrays, 2))
+    )
     assert torch.equal(first, again), "the same draw must be the same noise"
-    cut = dense_arrivals(_decoded(codec, output, codec.cut(arrays), resources, 1))
+    cut = dense_arrivals(decoded(codec.cut(arrays), 1))
     assert torch.equal(first, cut), "slots that no row uses must not matter"
     assert torch.equal(first, other) != codec.is_fresh, "is_fresh must say whether draws differ"
-    check_noise(noises[0], VOCAB_SIZE)
+    check_noise(noise, VOCAB_SIZE)
     log_probs = output.log_probs.flatten(0, 1)
-    winners = (log_probs.double() + noises[0].gumbels().double()).argmax(1)
+    winners = (log_probs.double() + noise.gumbels().double()).argmax(1)
     agreement = float((winners == output.tokens.flatten()).double().mean())
     assert agreement >= min_agreement, f"the token is the argmax at {agreement:.3f} of positions"
     keys = position_keys(output, SEED)
     prior = codec.prior(keys, VOCAB_SIZE)
     check_noise(prior, VOCAB_SIZE)
-    assert torch.equal(
-        dense_arrivals(prior.redrawn(2)), dense_arrivals(codec.prior(keys.redrawn(2), VOCAB_SIZE))
-    ), "redrawn(d) must be the prior of draw d"
-    known = [torch.isfinite(dense_arrivals(noise)).sum(1).double() for noise in (noises[0], prior)]
+    redrawn = (prior.redrawn(2), codec.prior(keys.redrawn(2), VOCAB_SIZE))
+    assert torch.equal(*map(dense_arrivals, redrawn)), "redrawn(d) must be the prior of draw d"
+    known = [torch.isfinite(dense_arrivals(n)).sum(1).double() for n in (noise, prior)]
     assert bool((known[0] == known[1]).all()), "sampling must cut off as training does"
 
 
@@ -131,46 +149,10 @@ def check_noise(noise: Noise, vocab_size: int) -> None:
         parts = [noise.tile(i, min(i + width, vocab_size)) for i in range(0, vocab_size, width)]
         torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=0)
     chosen = torch.tensor([3, 0, 3])
-    torch.testing.assert_close(
-        dense_arrivals(noise.select(chosen)), whole[chosen], rtol=1e-4, atol=0
-    )
+    selected = dense_arrivals(noise.select(chosen))
+    torch.testing.assert_close(selected, whole[chosen], rtol=1e-4, atol=0)
     if bool(torch.isfinite(whole).all()):
         rates = whole.double().reciprocal()
         shares = (rates / rates.sum(1, keepdim=True)).float()
         embedded = noise.softmax_embed(torch.eye(vocab_size))
         torch.testing.assert_close(embedded, shares, rtol=1e-3, atol=1e-6)
-
-
-def _check_arrays(codec: Codec, output: TeacherOutput, arrays: dict[str, Tensor]) -> None:
-    hidden_size = None if output.hidden is None else HIDDEN_SIZE
-    specs = codec.array_specs(VOCAB_SIZE, hidden_size)
-    assert set(specs) == set(arrays), "array_specs must name what encode returns"
-    for name, spec in specs.items():
-        expected = (*output.tokens.shape, *spec.trailing_shape)
-        assert arrays[name].shape == expected, f"{name}: shape {tuple(arrays[name].shape)}"
-        assert str(arrays[name].dtype) == f"torch.{spec.dtype}", f"{name}: {arrays[name].dtype}"
-
-
-def _check_rows(
-    codec: Codec, output: TeacherOutput, arrays: dict[str, Tensor], resources: dict[str, Tensor]
-) -> None:
-    part = slice(2, 3)
-    hidden = None if output.hidden is None else output.hidden[part]
-    one = TeacherOutput(output.log_probs[part], output.tokens[part], output.rows[part], hidden)
-    for name, array in codec.encode(one, SEED, resources).items():
-        # Matrix products over other rows round their last bit differently.
-        torch.testing.assert_close(
-            array.double(), arrays[name][part].double(), rtol=1e-2, atol=1e-2
-        )
-
-
-def _decoded(
-    codec: Codec,
-    output: TeacherOutput,
-    arrays: Mapping[str, Tensor],
-    resources: dict[str, Tensor],
-    draw: int,
-) -> Noise:
-    flat = {name: array.flatten(0, 1) for name, array in arrays.items()}
-    tokens, own = output.tokens.flatten(), output.token_log_probs.flatten()
-    return codec.decode(flat, tokens, own, position_keys(output, SEED, draw), resources)

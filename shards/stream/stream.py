@@ -168,12 +168,8 @@ class Slice:
     last_needs: Indices
 
 
-@dataclass(frozen=True)
-class Gathered:
-    """A slice with its rows' arrays, [b, L, ...]."""
-
-    slice: Slice
-    arrays: dict[str, Tensor]
+Gathered = tuple[Slice, dict[str, Tensor]]
+"""A slice with its rows' arrays, [b, L, ...]."""
 
 
 def locate_slices(
@@ -204,7 +200,7 @@ def gather(reader: ChunkReader, slices: Iterator[Slice], num_workers: int) -> It
             # Enough rows ahead to keep every thread at a chunk, and one batch besides.
             while len(pending) > 1 and rows_ahead > 2 * num_workers * reader.rows_per_chunk:
                 result = pending.popleft().result()
-                rows_ahead -= len(result.slice.rows)
+                rows_ahead -= len(result[0].rows)
                 yield result
             if num_workers == 0:
                 yield pending.popleft().result()
@@ -256,7 +252,7 @@ def _put_together(part: Slice, futures: Mapping[int, ChunkFuture], rows_per_chun
         for index, (chunk, row) in enumerate(places):
             target[index] = chunks[chunk][name][row]
         arrays[name] = torch.from_numpy(target)
-    return Gathered(part, arrays)
+    return part, arrays
 
 
 class _InlineExecutor(Executor):
@@ -444,11 +440,11 @@ class ShardStream:
         size, end = self._batch_size, self._end_of_epoch(start)
         bounds = ((first, min(first + size, end)) for first in range(start, end, size))
         slices = locate_slices(bounds, self._order(epoch, lanes), self._rank, self._world_size)
-        for index, gathered in enumerate(gather(self._reader, slices, self._num_workers)):
-            part = gathered.slice
+        gathered = gather(self._reader, slices, self._num_workers)
+        for index, (part, arrays) in enumerate(gathered):
             slots, num_rows = from_numpy(part.positions - part.start), part.stop - part.start
             ids = from_numpy(part.rows)
-            yield RowBatch(gathered.arrays, ids, slots, num_rows, epoch, step + index)
+            yield RowBatch(arrays, ids, slots, num_rows, epoch, step + index)
 
     def _order(self, epoch: int, num_lanes: int) -> Order:
         num_rows, rows_per_chunk = self._reader.num_rows, self._reader.rows_per_chunk
