@@ -109,37 +109,42 @@ def test_it_is_read_and_streamed_as_a_local_store(url: str, tmp_path: Path) -> N
         assert ours.arrays["tokens"].equal(theirs.arrays["tokens"])
 
 
+CLAIM = "train-000000"
+
+
+def plant(place: RemoteLocation, **fields: object) -> bytes:
+    """A claim's object, of a process of another machine where nothing else is said."""
+    elsewhere = {"host": "another.example", "pid": 1, "id": "x", "renewed": time.time()}
+    data = json.dumps({**elsewhere, **fields}).encode()
+    place.write(f".claims/{CLAIM}", data)
+    return data
+
+
+def can_take(place: Location) -> bool:
+    with place.claim(CLAIM, wait=False) as mine:
+        return mine
+
+
 def test_a_claim_excludes_others_until_released(url: str) -> None:
     ours, theirs = open_location(url), open_location(url)
-    with ours.claim("train-000000", wait=False) as mine:
-        assert mine and theirs.claims() == ["train-000000"] and theirs.sizes() == {}
-        with theirs.claim("train-000000", wait=False) as also_mine:
-            assert not also_mine
-    with theirs.claim("train-000000", wait=False) as mine:
-        assert mine
-    assert ours.claims() == []
+    with ours.claim(CLAIM, wait=False) as mine:
+        assert mine and theirs.claims() == [CLAIM] and theirs.sizes() == {}
+        assert not can_take(theirs)
+    assert can_take(theirs) and ours.claims() == []
 
 
 def test_a_claim_no_longer_renewed_is_void(url: str) -> None:
     place = RemoteLocation(url, lease_seconds=0.4)
-    elsewhere = {"host": "another.example", "pid": 1, "id": "x", "renewed": time.time() + 3600}
-    place.write(".claims/train-000000", json.dumps(elsewhere).encode())
-    with place.claim("train-000000", wait=False) as mine:
-        assert not mine
-    elsewhere["renewed"] = time.time() - 1
-    place.write(".claims/train-000000", json.dumps(elsewhere).encode())
-    with place.claim("train-000000", wait=True) as mine:
+    plant(place, renewed=time.time() + 3600)
+    assert not can_take(place)
+    plant(place, renewed=time.time() - 1)
+    with place.claim(CLAIM, wait=True) as mine:
         assert mine
-        renewals = {_renewed(place)}
+        renewals: set[bytes] = set()
         while len(renewals) < 3:
             time.sleep(0.02)
-            renewals.add(_renewed(place))
-        with RemoteLocation(url).claim("train-000000", wait=False) as also_mine:
-            assert not also_mine
-
-
-def _renewed(place: RemoteLocation) -> float:
-    return json.loads(place.read(".claims/train-000000"))["renewed"]
+            renewals.add(place.read(f".claims/{CLAIM}"))
+        assert not can_take(RemoteLocation(url))
 
 
 def run_all(threads: list[Thread]) -> None:
@@ -151,17 +156,16 @@ def run_all(threads: list[Thread]) -> None:
 
 def _count_holders(place: RemoteLocation, together: Barrier, holders: list[int]) -> None:
     together.wait()
-    with place.claim("train-000000", wait=False) as mine:
+    with place.claim(CLAIM, wait=False) as mine:
         if mine:
             holders.append(1)
         together.wait()  # nobody lets go before all have tried
 
 
 def test_one_process_takes_over_a_void_claim(url: str) -> None:
-    elsewhere = {"host": "another.example", "pid": 1, "renewed": time.time() - 1e6}
     for round_ in range(5):
         place = RemoteLocation(url)
-        place.write(".claims/train-000000", json.dumps({**elsewhere, "id": str(round_)}).encode())
+        plant(place, id=str(round_), renewed=time.time() - 1e6)
         together, holders = Barrier(6), list[int]()
         threads = [
             Thread(target=_count_holders, args=(RemoteLocation(url), together, holders))
@@ -176,11 +180,10 @@ def test_a_claim_let_go_of_in_between_is_not_overwritten(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place, other = RemoteLocation(url), RemoteLocation(url)
-    with other.claim("train-000000", wait=False):
+    with other.claim(CLAIM, wait=False):
         # Gone when looked at, then retaken.
         monkeypatch.setattr(place._leases, "_held", lambda _: None)
-        with place.claim("train-000000", wait=False) as mine:
-            assert not mine
+        assert not can_take(place)
     assert other.claims() == []
 
 
@@ -217,21 +220,19 @@ def test_one_process_gets_a_claim_even_where_creation_is_not_exclusive(
 
 def test_a_takeover_cut_short_does_not_block(url: str) -> None:
     place = RemoteLocation(url)
-    void = {"host": "another.example", "pid": 1, "id": "x", "renewed": time.time() - 1e6}
-    place.write(".claims/train-000000", json.dumps(void).encode())
-    place.write(".claims/train-000000~x", json.dumps({**void, "id": "y"}).encode())
-    with place.claim("train-000000", wait=False) as mine:
-        assert mine and place.claims() == ["train-000000"]
+    void = plant(place, renewed=time.time() - 1e6)
+    place.write(f".claims/{CLAIM}~x", void.replace(b'"x"', b'"y"'))
+    with place.claim(CLAIM, wait=False) as mine:
+        assert mine and place.claims() == [CLAIM]
     assert place.claims() == []
 
 
 def test_who_was_too_slow_leaves_the_claim_to_its_new_holder(url: str) -> None:
     place = RemoteLocation(url)
-    other = {"host": "another.example", "pid": 1, "id": "x", "renewed": time.time()}
-    with place.claim("train-000000", wait=False) as mine:
+    with place.claim(CLAIM, wait=False) as mine:
         assert mine
-        place.write(".claims/train-000000", json.dumps(other).encode())
-    assert place.claims() == ["train-000000"]
+        plant(place)
+    assert place.claims() == [CLAIM]
 
 
 class Once(Event):
@@ -247,25 +248,23 @@ class Once(Event):
 def test_a_renewal_leaves_the_claim_of_another_as_it_is() -> None:
     place = RemoteLocation(f"memory://renewal-{time.monotonic_ns()}")
     for owner, renewed in (("other", False), ("ours", True)):
-        claim = json.dumps({"id": owner, "renewed": 1.0}).encode()
-        place.write(".claims/one", claim)
-        place._leases._renew(".claims/one", {"id": "ours"}, Once())
-        assert (place.read(".claims/one") != claim) == renewed
-        assert json.loads(place.read(".claims/one"))["id"] == owner
+        claim = plant(place, id=owner, renewed=1.0)
+        place._leases._renew(f".claims/{CLAIM}", {"id": "ours"}, Once())
+        found = place.read(f".claims/{CLAIM}")
+        assert (found != claim) == renewed and json.loads(found)["id"] == owner
 
 
 def test_a_claim_taken_over_meanwhile_is_not_taken_over_again() -> None:
     place = RemoteLocation(f"memory://takeover-{time.monotonic_ns()}")
-    void = {"host": "another.example", "pid": 1, "id": "x", "renewed": 1.0}
-    theirs = json.dumps({"id": "theirs", "renewed": time.time()}).encode()
-    place.write(".claims/one", theirs)  # since we looked and found ``void``
+    void = json.loads(plant(place, renewed=1.0))
+    theirs = plant(place, id="theirs")  # since we looked and found ``void``
     owner = {**this_process(), "id": "ours"}
-    assert not place._leases._take_over(".claims/one", void, owner)
-    assert place.read(".claims/one") == theirs and place.claims() == ["one"]
+    assert not place._leases._take_over(f".claims/{CLAIM}", void, owner)
+    assert place.read(f".claims/{CLAIM}") == theirs and place.claims() == [CLAIM]
 
 
 def _hold(url: str, held: str) -> None:
-    with open_location(url).claim("train-000001", wait=False):
+    with open_location(url).claim(CLAIM, wait=False):
         Path(held).touch()
         time.sleep(60)
 
@@ -277,36 +276,25 @@ def test_the_claim_of_a_killed_process_is_void(bucket: str, tmp_path: Path) -> N
     while not (tmp_path / "held").exists():
         assert process.is_alive()
         time.sleep(0.05)
-    with open_location(url).claim("train-000001", wait=False) as mine:
-        assert not mine
+    assert not can_take(open_location(url))
     os.kill(process.pid or 0, signal.SIGKILL)
     process.join()
-    with open_location(url).claim("train-000001", wait=False) as mine:
-        assert mine
+    assert can_take(open_location(url))
 
 
-def test_the_claim_of_another_container_of_this_host_name_is_not_void(url: str) -> None:
+def test_a_claim_is_void_only_where_it_is_certain_that_its_process_has_ended(url: str) -> None:
     ended = get_context("spawn").Process()
     ended.start()
     ended.join()
-    elsewhere = {**this_process(), "pid": ended.pid, "id": "x", "renewed": time.time()}
     place = RemoteLocation(url)
-    for space in ("another boot pid:[1]", None):
-        claim = {**elsewhere, "pid_space": space}
-        place.write(".claims/train-000000", json.dumps(claim).encode())
-        with place.claim("train-000000", wait=False) as mine:
-            assert not mine
-
-
-def test_a_process_id_given_anew_holds_no_claim(url: str) -> None:
-    place = RemoteLocation(url)
-    before = {**this_process(), "id": "x", "renewed": time.time()}
-    place.write(".claims/train-000000", json.dumps(before).encode())
-    with place.claim("train-000000", wait=False) as mine:
-        assert not mine
-    place.write(".claims/train-000000", json.dumps({**before, "started": "1"}).encode())
-    with place.claim("train-000000", wait=False) as mine:
-        assert mine
+    for fields, is_void in (
+        ({"pid": ended.pid, "pid_space": "another boot pid:[1]"}, False),
+        ({"pid": ended.pid, "pid_space": None}, False),
+        ({}, False),
+        ({"started": "1"}, True),  # an id given anew
+    ):
+        plant(place, **{**this_process(), **fields})
+        assert can_take(place) == is_void, fields
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "missing"])
