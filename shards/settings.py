@@ -129,17 +129,11 @@ def from_mapping(config_class: type[Config], values: Mapping[str, Any], where: s
             hint = did_you_mean(key, known, f"known keys: {sorted(known)}")
             raise UsageError("unknown config key", where=place, remedy=hint)
         arguments[key] = _convert(hints[key], value, place)
-    missing = [
-        field.name
-        for field in fields
-        if field.init and default_of(field) is MISSING and field.name not in arguments
-    ]
+    required = [f.name for f in fields if f.init and default_of(f) is MISSING]
+    missing = [name for name in required if name not in arguments]
     if missing:
-        raise UsageError(
-            "incomplete config",
-            where=where or config_class.__name__,
-            got=f"no {', '.join(missing)}",
-        )
+        got = f"no {', '.join(missing)}"
+        raise UsageError("incomplete config", where=where or config_class.__name__, got=got)
     return config_class(**arguments)
 
 
@@ -157,10 +151,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if hint is Path and isinstance(value, str):
         return Path(value)
     expected = origin or hint
-    wrong_bool = isinstance(value, bool) and hint is not bool
-    if expected is Any or (
-        isinstance(expected, type) and isinstance(value, expected) and not wrong_bool
-    ):
+    fits = isinstance(expected, type) and isinstance(value, expected)
+    if expected is Any or (fits and (hint is bool or not isinstance(value, bool))):
         return value
     if origin is Literal:
         if any(value == known and type(value) is type(known) for known in arguments):
