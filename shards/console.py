@@ -234,12 +234,7 @@ class _LineBar(Bar):
 
 @contextmanager
 def progress_bar(
-    description: str,
-    total: int | None,
-    *,
-    unit: str = "tok",
-    done: int = 0,
-    main_process: bool = True,
+    description: str, total: int | None, unit: str = "tok", done: int = 0, main_process: bool = True
 ) -> Iterator[Bar]:
     """One bar on stderr for one stage; where stderr is no terminal, a line per minute.
 

@@ -36,7 +36,6 @@ class GdistillError(Exception):
     def __init__(
         self,
         what: str,
-        *,
         where: object = "",
         got: object = "",
         expected: object = "",

@@ -23,8 +23,7 @@ from shards.codec.protocol import (
     encode_in_parts,
 )
 from shards.errors import GdistillError, UsageError
-from shards.noise.gumbel import add_wait_
-from shards.noise.kinds import PerPosition, Tile
+from shards.noise.gumbel import PerPosition, Tile, add_wait_
 from shards.noise.philox import OfPositions
 
 LARGEST_LEVEL = 127

@@ -24,6 +24,9 @@ from torch import Tensor
 MIN_ARRIVAL = 2.0**-126
 """Smallest arrival time (xi = 87.3): 1/F stays finite in float32 for tokens of any probability.
 Where the order of log p + xi matters, xi itself is read: ``Noise.gumbels``."""
+Tile = Float[Tensor, "n tile"]
+"""Of n positions, vocabulary ids start..stop-1."""
+PerPosition = Float[Tensor, "n"]
 LARGEST_UNIFORM = 1.0 - 2.0**-24
 
 
@@ -57,12 +60,8 @@ def token_gumbels(
 
 
 def place_tokens(
-    values: Float[Tensor, "n tile"],
-    tokens: Int[Tensor, "n"],
-    own: Float[Tensor, "n"],
-    start: int,
-    stop: int,
-) -> Float[Tensor, "n tile"]:
+    values: Tile, tokens: Int[Tensor, "n"], own: PerPosition, start: int, stop: int
+) -> Tile:
     """Write each token's own value where the token lies in the tile start..stop-1, in place."""
     inside = ((tokens >= start) & (tokens < stop))[:, None]
     columns = (tokens - start).clamp(0, max(0, stop - start - 1))[:, None]

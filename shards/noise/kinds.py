@@ -21,13 +21,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.noise.embedding import Tiles, Weighting, embed_tiles
-from shards.noise.gumbel import add_wait_, arrivals_from_gumbel, place_tokens, token_gumbels
+from shards.noise.gumbel import (
+    PerPosition,
+    Tile,
+    add_wait_,
+    arrivals_from_gumbel,
+    place_tokens,
+    token_gumbels,
+)
 from shards.noise.murmur3 import EngineKeys
 from shards.noise.philox import Index, OfPositions, PositionKeys
 
-Tile = Float[Tensor, "n tile"]
-"""Of n positions, vocabulary ids start..stop-1."""
-PerPosition = Float[Tensor, "n"]
 Weight = Float[Tensor, "v d"]
 Embeddings = Float[Tensor, "n d"]
 
