@@ -36,6 +36,7 @@ class GdistillError(Exception):
     def __init__(
         self,
         what: str,
+        *,
         where: object = "",
         got: object = "",
         expected: object = "",
