@@ -7,8 +7,9 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
+import numpy as np
 import typer
 
 from shards.atomic import require_writable, write_bytes_atomic
@@ -22,7 +23,7 @@ from shards.store.store import Description, ShardStore
 from shards.store.verification import forget as forget_shards
 from shards.store.verification import verify
 from shards.store.writer import ShardWriter
-from shards.stream.order import shuffling_of
+from shards.stream.stream import LaneOrder, Order, WholeOrder, lanes_for
 
 app = command_app(
     no_args_is_help=True,
@@ -60,6 +61,41 @@ def info(
             f" {most.batch_bytes:,} a batch of {SHOWN_BATCH} rows in memory, over all ranks;"
             f" {100 * most.shared_rows:.0f}% of its rows are of a chunk already met in it"
         )
+
+
+class Shuffling(NamedTuple):
+    """What shuffling a split costs, over all ranks, and how well it mixes.
+
+    Attributes:
+        window_bytes: Decoded chunks in memory.
+        batch_bytes: A global batch beside them; as many again for each that is read ahead.
+        shared_rows: Share of a batch's rows that come from a chunk already met in it.
+    """
+
+    window_bytes: int
+    batch_bytes: int
+    shared_rows: float
+
+
+def shuffling_of(num_rows: int, per_chunk: int, chunk_bytes: int, batch_size: int) -> Shuffling:
+    """Cost and mixing, the latter of eight batches spread over epoch 0.
+
+    Args:
+        num_rows: Of the split.
+        per_chunk: Rows of an inner chunk.
+        chunk_bytes: Decoded bytes of one.
+        batch_size: Rows of a global batch.
+    """
+    batch_size = min(batch_size, num_rows)
+    num_chunks = -(-num_rows // per_chunk)
+    lanes = lanes_for(num_chunks, chunk_bytes, batch_size)
+    kind = LaneOrder if lanes else WholeOrder
+    order: Order = kind(num_rows, per_chunk, 0, 0, *([lanes] if lanes else []))
+    starts = np.linspace(0, num_rows - batch_size, 8).astype(np.int64)
+    batches = (order.locate(start + np.arange(batch_size))[0] // per_chunk for start in starts)
+    shared = float(np.mean([1 - len(np.unique(chunks)) / batch_size for chunks in batches]))
+    row_bytes = chunk_bytes // per_chunk
+    return Shuffling((lanes or num_chunks) * chunk_bytes, batch_size * row_bytes, shared)
 
 
 def pace_of(store: ShardStore) -> dict[str, float | int | None]:

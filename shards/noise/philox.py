@@ -28,14 +28,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.errors import GdistillError, UsageError
+from shards.noise.compiled import MASK, MULTIPLIERS, compiled_kernel
 from shards.noise.gumbel import exponential_from_bits
 
 Index = Int[Tensor, "m"] | Bool[Tensor, "n"] | slice
 """Which of n positions: their places, a mask, or a range."""
 This = TypeVar("This", bound="OfPositions")
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
-MASK = 0xFFFFFFFF
 NUM_ROUNDS = 10
 POSITION_BITS = 20
 STREAM_BLOCK, STREAM_STRIDE = 1 << 31, 1 << 24
@@ -219,16 +218,22 @@ def use_noise_kernel(kernel: str, device: torch.device | str = "cpu") -> str:
     if kernel == "eager" or (kernel == "auto" and device.type != "cuda"):
         _compiled.pop(device.type, None)
         return ""
-    from shards.noise.compiled import compiled_kernel
-
     try:
-        _compiled[device.type] = compiled_kernel(device)
+        _compiled[device.type] = _compile(device)
     except GdistillError as error:
         if kernel == "compiled":
             raise
         _compiled.pop(device.type, None)
         return str(error)
     return ""
+
+
+def _compile(device: torch.device) -> Callable[..., Tensor]:
+    index = torch.arange(96, device=device)
+    keys = PositionKeys(0x123456789ABCDEF, index, index + 1, 7)
+    rows, columns = _shared_rounds(keys, 0, 1000)
+    arguments = (*rows, *columns, _later_keys(keys.seed, index.device))
+    return compiled_kernel(arguments, _eager(rows, columns, keys.seed))
 
 
 def noise_kernel(device: torch.device | str = "cpu") -> str:
@@ -243,14 +248,14 @@ def keyed_exponentials(keys: PositionKeys, start: int, stop: int) -> Float[Tenso
     """
     # Integers have no gradients; under one mode there is one compiled kernel for all callers.
     with torch.inference_mode(False), torch.no_grad():
-        rows, columns = shared_rounds(keys, start, stop)
+        rows, columns = _shared_rounds(keys, start, stop)
         compiled = _compiled.get(rows[0].device.type)
         num, blocks = rows[0].shape[0], columns[0].shape[1]
         # Sizes of 1 would be compiled apart.
         if compiled is not None and min(num, blocks) > 1 and num * blocks >= SMALLEST_COMPILED:
-            variates = compiled(*rows, *columns, later_keys(keys.seed, rows[0].device))
+            variates = compiled(*rows, *columns, _later_keys(keys.seed, rows[0].device))
         else:
-            variates = eager_exponentials(rows, columns, keys.seed)
+            variates = _eager(rows, columns, keys.seed)
     offset = start % 4
     return variates.flatten(1)[:, offset : offset + stop - start]
 
@@ -261,7 +266,7 @@ def stream_exponentials(keys: PositionKeys, stream: int, count: int) -> Float[Te
     return keyed_exponentials(keys, start, start + count)
 
 
-def shared_rounds(keys: PositionKeys, start: int, stop: int) -> tuple[WordList, WordList]:
+def _shared_rounds(keys: PositionKeys, start: int, stop: int) -> tuple[WordList, WordList]:
     """Two rounds in factored form: c0 = r0 ^ s0, c1 = s1, c2 = r2 ^ s2, c3 = r3.
 
     Returns:
@@ -282,12 +287,12 @@ def _column_rounds(seed: int, draw: int, start: int, stop: int, device: torch.de
 
 
 @lru_cache(maxsize=64)
-def later_keys(seed: int, device: torch.device) -> Tensor:
+def _later_keys(seed: int, device: torch.device) -> Tensor:
     """Kept on the device: copying them there at every call would make the host wait."""
     return torch.tensor(round_keys(seed)[SHARED_ROUNDS:], device=device)
 
 
-def eager_exponentials(rows: WordList, columns: WordList, seed: int) -> Float[Tensor, "n blocks 4"]:
+def _eager(rows: WordList, columns: WordList, seed: int) -> Float[Tensor, "n blocks 4"]:
     """The remaining rounds and the inverse transform, in place."""
     num_positions, num_blocks = rows[0].shape[0], columns[0].shape[1]
     out = torch.empty(num_positions, num_blocks, 4, device=rows[0].device)

@@ -4,10 +4,10 @@
            (threads)       (kept until their last row)
 
 Global batch b of an epoch is positions b * G .. (b + 1) * G - 1 of the epoch's order, the same rows
-for every world size and number of workers. A split that the window holds is permuted whole; the
-order of larger ones is in :mod:`shards.stream.order`. When shuffling, an epoch ends with its last
-full global batch: the ragged rest, other rows in each epoch, is left out. Without shuffling the
-last batch may be smaller, so that every row is met once.
+for every world size and number of workers. A split that the window holds is permuted whole (then a
+rank may have to read all of it); see :class:`LaneOrder` for larger ones. When shuffling, an epoch
+ends with its last full global batch: the ragged rest, other rows in each epoch, is left out.
+Without shuffling the last batch may be smaller, so that every row is met once.
 
 A chunk is read once, ahead of its first row, and kept to its last. Chunks are read and batches put
 together on a pool of threads (decompression releases the interpreter lock), first in first out, so
@@ -44,6 +44,8 @@ TARGET_LANES = 512
 """Small batches take turns over so many lanes."""
 MIXED_CHUNK_BYTES = WINDOW_BYTES // TARGET_LANES
 """Of chunks of this size, or of one row each, the window holds as many as a batch wants."""
+BITS_AT_ONCE = 1 << 20
+"""Random numbers of chunks drawn at a time."""
 LOCATE_POSITIONS = 4096
 """Positions whose rows are worked out together; a matter of speed only."""
 Indices = Int64[np.ndarray, "n"]
@@ -115,6 +117,102 @@ class WholeOrder:
 
     def positions_of_rank(self, start: int, stop: int, rank: int, world_size: int) -> Indices:
         return cut_by_owner(self._rows[start:stop] // self.rows_per_chunk, start, rank, world_size)
+
+
+class LaneOrder:
+    """The order of an epoch: a pure function of (seed, epoch), cheap to read and well mixed.
+
+    1. The inner chunks are permuted, and the rows of each; laid out one behind the other they are
+       one sequence.
+    2. The sequence is cut into K lanes of equal length. Position p of the epoch takes the next row
+       of lane p mod K. One chunk per lane is open at a time: K decoded chunks, over all ranks.
+    3. Lanes that would all come to the end of a chunk at once are turned, each by another part of
+       a chunk, so that reading is smooth.
+
+    K is a multiple of the global batch size where memory allows, so that the rows of a batch come
+    from as many chunks, and each of w ranks keeps to lanes of its own whatever w is: an epoch reads
+    at most 1 + K / (number of chunks) times what there is. Where K is less than the batch, lanes on
+    the border between ranks are read by both: (w - gcd(w, K)) / K more if w < K, else w / K times.
+    Nothing depends on the world size or the number of workers.
+
+    Args:
+        num_rows: N, rows of the split.
+        rows_per_chunk: Rows of an inner chunk; the last chunk may hold fewer.
+        seed: The user's seed.
+        epoch: Which pass over the data.
+        num_lanes: K, at most N.
+    """
+
+    def __init__(
+        self, num_rows: int, rows_per_chunk: int, seed: int, epoch: int, num_lanes: int
+    ) -> None:
+        num_chunks = -(-num_rows // rows_per_chunk)
+        self.num_rows, self.rows_per_chunk, self.num_lanes = num_rows, rows_per_chunk, num_lanes
+        self._key = derive_seed(seed, "row order", epoch)
+        # Drawn in parts: drawing takes many times the numbers' memory.
+        key, bits = derive_seed(seed, "chunk order", epoch), np.empty(num_chunks, dtype=np.uint64)
+        for start in range(0, num_chunks, BITS_AT_ONCE):
+            part = slice(start, min(start + BITS_AT_ONCE, num_chunks))
+            bits[part] = random_bits(key, np.arange(part.start, part.stop))
+        # The one array that grows with the corpus: 4 bytes a chunk, an eighth of a byte a row.
+        self._chunks = np.argsort(bits, kind="stable").astype(np.int32)
+        self._short_place = int(np.flatnonzero(self._chunks == num_chunks - 1)[0])
+        self._num_missing = num_chunks * rows_per_chunk - num_rows
+        lanes, longer = np.arange(num_lanes), num_rows % num_lanes
+        self._lengths = num_rows // num_lanes + (lanes < longer)
+        self._starts = lanes * (num_rows // num_lanes) + np.minimum(lanes, longer)
+        self._turns = self._turns_of_lanes()
+
+    def _turns_of_lanes(self) -> Indices:
+        """How far into a lane it begins; what it skips comes at its end."""
+        lanes, phases = np.arange(self.num_lanes), self._starts % self.rows_per_chunk
+        if 2 * len(np.unique(phases)) >= min(self.rows_per_chunk, self.num_lanes):
+            return np.zeros_like(phases)  # spread already, and a turn reads a chunk twice
+        wanted = lanes * self.rows_per_chunk // self.num_lanes
+        return (wanted - phases) % self.rows_per_chunk % self._lengths
+
+    def locate(self, positions: Indices) -> tuple[Indices, Indices]:
+        lanes, indices = positions % self.num_lanes, positions // self.num_lanes
+        starts, lengths, turns = (a[lanes] for a in (self._starts, self._lengths, self._turns))
+        inside = (indices + turns) % lengths
+        chunks, offsets, ends = self._place(starts + inside)
+        first_rows = self._chunks[chunks].astype(np.int64) * self.rows_per_chunk
+        rows = first_rows + self._shuffled(chunks, offsets)
+        # The lane is done with the chunk at its end, or where the lane came round to its turn.
+        stops = np.minimum(ends - starts, lengths)
+        last = np.where(inside >= turns, stops - turns, np.minimum(stops, turns) + lengths - turns)
+        return rows, (last - 1) * self.num_lanes + lanes
+
+    def _place(self, sequence: Indices) -> tuple[Indices, Indices, Indices]:
+        """Of places in the sequence of all chunks' rows: chunk, offset in it, where it ends.
+
+        All chunks are whole but the last one of the split, wherever it stands in the sequence.
+        """
+        behind = sequence >= self._short_place * self.rows_per_chunk
+        whole = sequence + np.where(behind, self._num_missing, 0)
+        chunks = whole // self.rows_per_chunk
+        later = chunks > self._short_place
+        begins = chunks * self.rows_per_chunk - np.where(later, self._num_missing, 0)
+        return chunks, sequence - begins, begins + self._size_of(chunks)
+
+    def _size_of(self, chunks: Indices) -> Indices:
+        missing = np.where(chunks == self._short_place, self._num_missing, 0)
+        return self.rows_per_chunk - missing
+
+    def _shuffled(self, chunks: Indices, offsets: Indices) -> Indices:
+        """The rows within their chunks at some offsets of the chunks' own permutations."""
+        unique, inverse = np.unique(chunks, return_inverse=True)
+        places = np.arange(self.rows_per_chunk)
+        bits = random_bits(self._key, unique[:, None] * self.rows_per_chunk + places)
+        missing = places >= self._size_of(unique)[:, None]
+        order = np.argsort(np.where(missing, np.iinfo(np.uint64).max, bits), kind="stable")
+        return order[inverse, offsets]
+
+    def positions_of_rank(self, start: int, stop: int, rank: int, world_size: int) -> Indices:
+        if self.num_lanes % world_size == 0:
+            first = start + (rank - start) % world_size
+            return np.arange(first, stop, world_size, dtype=np.int64)
+        return cut_by_owner(np.arange(start, stop) % self.num_lanes, start, rank, world_size)
 
 
 def cut_by_owner(owners: Indices, start: int, rank: int, world_size: int) -> Int64[np.ndarray, "m"]:
@@ -452,8 +550,6 @@ class ShardStream:
             return SequentialOrder(num_rows, rows_per_chunk)
         if num_lanes == 0:
             return WholeOrder(num_rows, rows_per_chunk, self._seed, epoch)
-        from shards.stream.order import LaneOrder
-
         return LaneOrder(num_rows, rows_per_chunk, self._seed, epoch, num_lanes)
 
 

@@ -305,7 +305,7 @@ def test_auto_compiles_on_cuda_alone_and_tells_why_not(monkeypatch: pytest.Monke
         calls.append(device)
         raise GdistillError("cannot compile the noise kernel", got="no Triton")
 
-    monkeypatch.setattr("shards.noise.compiled.compiled_kernel", fails)
+    monkeypatch.setattr("shards.noise.philox._compile", fails)
     monkeypatch.setattr(philox, "_compiled", {})
     assert use_noise_kernel("auto", "cpu") == "" and not calls
     assert "no Triton" in use_noise_kernel("auto", "cuda") and calls == [torch.device("cuda")]

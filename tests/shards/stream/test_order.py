@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from pipeline.run import bytes_per_token, rows_per_unit
 from pipeline.settings import StoreSettings
+from shards.cli import shuffling_of
 from shards.codec.registry import CODECS, make_codec
-from shards.stream.order import LaneOrder, shuffling_of
-from shards.stream.stream import Order, SequentialOrder, WholeOrder, lanes_for
+from shards.stream.stream import LaneOrder, Order, SequentialOrder, WholeOrder, lanes_for
 
 
 def rows_of(order: Order, num_rows: int) -> np.ndarray:
