@@ -83,6 +83,7 @@ class Codec(Protocol):
 
     def array_specs(self, vocab_size: int, hidden_size: int | None) -> dict[str, ArraySpec]:
         """The codec's own arrays (``tokens`` and ``token_log_probs`` belong to the store)."""
+        ...
 
     def encode(self, output: TeacherOutput, seed: int, resources: Arrays) -> dict[str, Tensor]:
         """Arrays of shape [B, T, *trailing] on the device of ``output``.
@@ -90,6 +91,7 @@ class Codec(Protocol):
         A codec that stores a draw makes it with the keys (seed, row, position), draw 0; one that
         does not makes no use of ``seed``.
         """
+        ...
 
     def decode(
         self, arrays: Arrays, tokens: Tokens, log_p: LogProbs, keys: PositionKeys, resources: Arrays
@@ -99,6 +101,7 @@ class Codec(Protocol):
         For a codec that stores a draw, ``keys`` must have the seed that ``encode`` was given; for
         one that does not, their seed and draw number choose the draw.
         """
+        ...
 
     def cut(self, arrays: Arrays) -> Arrays:
         """The arrays of some rows, on the host, without slots that none of them uses.

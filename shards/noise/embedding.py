@@ -79,11 +79,13 @@ class Tiles(Protocol):
 
     def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
         """Arrival times of vocabulary ids start..stop-1; +inf where an entry was cut off."""
+        ...
 
     def select(self, index: Index) -> Tiles: ...
 
     def split(self, width: int) -> Sequence[Tiles]:
         """The same of ``width`` consecutive positions at a time; there is always one part."""
+        ...
 
 
 @dataclass(frozen=True)

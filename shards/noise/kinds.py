@@ -50,6 +50,7 @@ class Noise(Tiles, Protocol):
 
         Not always -log of the tile: the token's own xi may lie beyond what F can hold.
         """
+        ...
 
     def softmax_embed(self, weight: Weight, weighting: Weighting | None = None) -> Embeddings:
         """softmax(xi) @ weight in float32, without the [n, V] softmax; differentiable in weight.
@@ -58,12 +59,15 @@ class Noise(Tiles, Protocol):
             weight: [V, D], one row per vocabulary id.
             weighting: tau, a transform of the noise, a prior over ids; softmax(xi) by default.
         """
+        ...
 
     def select(self, index: Index) -> Noise:
         """The noise of some of the positions."""
+        ...
 
     def to(self, device: torch.device | str) -> Noise:
         """The same noise on another device."""
+        ...
 
 
 @runtime_checkable
@@ -72,6 +76,7 @@ class PriorNoise(Noise, Protocol):
 
     def redrawn(self, draw: int) -> PriorNoise:
         """The ``draw``-th draw after this one, of the same positions."""
+        ...
 
     def select(self, index: Index) -> PriorNoise: ...
 
@@ -232,14 +237,17 @@ class Probabilities(Protocol):
 
     def tile(self, start: int, stop: int) -> Tile:
         """Probabilities of vocabulary ids start..stop-1."""
+        ...
 
     def add_waits(self, arrivals: Tile, first: PerPosition, start: int, stop: int) -> Tile:
         """E_j + p_j E_0 of a tile of E_j, which is overwritten."""
+        ...
 
     def select(self, index: Index) -> Probabilities: ...
 
     def split(self, width: int) -> Sequence[Probabilities]:
         """Those of ``width`` consecutive positions at a time."""
+        ...
 
     def to(self, device: torch.device | str) -> Probabilities: ...
 

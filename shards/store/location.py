@@ -26,9 +26,11 @@ class Location(Protocol):
     @property
     def url(self) -> str:
         """How to name the place in messages."""
+        ...
 
     def read(self, name: str) -> bytes:
         """The whole file; FileNotFoundError if there is none."""
+        ...
 
     def write(self, name: str, data: bytes) -> None:
         """Replace the file atomically and durably."""
@@ -41,9 +43,11 @@ class Location(Protocol):
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Every file below ``prefix`` (a folder; "" for all) with its size; claims left out."""
+        ...
 
     def written_at(self, prefix: str) -> dict[str, float]:
         """Unix time of the last write of every file below ``prefix``, where the place tells it."""
+        ...
 
     def discard_leftovers(self, name: str) -> None:
         """Remove what killed writers left of a file; only for who holds its claim."""
@@ -53,18 +57,22 @@ class Location(Protocol):
 
         A copy has been hashed; the file itself is checked by its reader. The caller closes it.
         """
+        ...
 
     def peek(self, name: str, start: int, length: int) -> bytes | None:
         """Some bytes of a file, none if it is not there; None where looking is not cheap."""
 
     def discard_altered_copy(self, record: FileRecord) -> bool:
         """Drop the local copy of a file if it is not what ``record`` says; whether it was so."""
+        ...
 
     def claim(self, name: str, *, wait: bool) -> AbstractContextManager[bool]:
         """Hold ``name`` against every other process while the context lasts; False if taken."""
+        ...
 
     def claims(self) -> list[str]:
         """Names held now, or left behind by a process that was killed."""
+        ...
 
 
 def open_location(location: str | Path) -> Location:

@@ -62,9 +62,11 @@ class Order(Protocol):
         Args:
             positions: Positions in the epoch, [n], each in 0..num_rows - 1.
         """
+        ...
 
     def positions_of_rank(self, start: int, stop: int, rank: int, world_size: int) -> Indices:
         """The positions in start..stop-1 (one global batch) that a rank reads, ascending."""
+        ...
 
 
 def lanes_for(
@@ -237,6 +239,7 @@ class ChunkReader(Protocol):
     @property
     def fingerprint(self) -> str:
         """Names the rows and their content; another store or split has another one."""
+        ...
 
     @property
     def num_rows(self) -> int: ...
@@ -250,9 +253,11 @@ class ChunkReader(Protocol):
 
         Also where only some are read: what is read must not change the order of the rows.
         """
+        ...
 
     def read_chunk(self, index: int) -> dict[str, np.ndarray]:
         """All arrays of rows index * rows_per_chunk onwards; called from several threads."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -482,7 +487,7 @@ class ShardStream:
                 remedy="resume with the store, split and seed that the run began with",
             )
         names, num_rows = ("epoch", "rows_consumed", "num_lanes", "step"), self._reader.num_rows
-        values = [state.get(name) for name in names]
+        values: list[Any] = [state.get(name) for name in names]
         if not all(
             isinstance(value, int) and 0 <= value <= most
             for value, most in zip(values, (math.inf, num_rows, num_rows, math.inf), strict=True)
