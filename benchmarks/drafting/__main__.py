@@ -58,6 +58,9 @@ class Point:
     tree: tuple[int, int] | None = None
     blind: bool = False
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tree", self.tree and tuple(self.tree))
+
     @property
     def work(self) -> str:
         """What it computes; points that differ in their rule take the same time."""
