@@ -78,7 +78,7 @@ def evaluate(
         int | None, typer.Option(help="Tokens between windows (half the judge's context).")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where to write; the sample folder unless told.")
+        Path | None, typer.Option(help="Where to write; the sample folder unless given.")
     ] = None,
     device: Annotated[
         str | None, typer.Option(help="Device of the judge: cpu or cuda (a GPU if there is one).")

@@ -49,7 +49,7 @@ class Point:
         model: Name of the run.
         setting: What of the sampler differs between the run's files.
         passes: Forward passes per sequence.
-        processor_seconds: Per sequence; None where the file does not tell.
+        processor_seconds: Per sequence; None where the file does not say.
         chosen_by: Distance of the first half of the samples.
         distance: Of the other half.
         perplexity: Of the other half by the judge; None without one.

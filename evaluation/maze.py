@@ -34,7 +34,7 @@ STEPS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 
 @dataclass(frozen=True)
 class Maze:
-    """The maze a corpus was made from, as its ``maze.json`` tells.
+    """The maze a corpus was made from, as its ``maze.json`` says.
 
     Attributes:
         rows: The map from top to bottom; ``#`` is a wall.

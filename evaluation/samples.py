@@ -256,7 +256,7 @@ def _of_tokens(place: Path, split: str, max_rows: int | None) -> DataRows:
                 blocks.append(ids.reshape(-1, record["row_length"])[:missing])
                 missing -= len(blocks[-1])
         if missing:
-            raise ValueError(f"{missing} rows fewer than tokens.json tells of")
+            raise ValueError(f"{missing} rows fewer than tokens.json says")
         facts = (record[name] for name in ("fingerprint", "vocab_size", "bos_id"))
         return _data_rows(place.parent, split, np.concatenate(blocks), *facts)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,10 @@ TIES = {"float32": 2e-5, "bfloat16": 0.05}
 """Two scores so close, in units of the largest |l / T|, and a token so close to where the nucleus
 ends, are rounding's to decide: an engine computes a pass in other batches than the certificate. By
 the precision that the engine computes in."""
-CHANGES_THE_LAW = {
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
+CHANGES_THE_LAW: Mapping[str, Any] = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), 0),
     "repetition_penalty": 1,
-    "min_p": 0,
-    "logit_bias": None,
-    "bad_words": None,
-    "min_tokens": 0,
-    "response_format": None,
-    "structured_outputs": None,
+    **dict.fromkeys(("logit_bias", "bad_words", "response_format", "structured_outputs")),
     "allowed_token_ids": None,
 }
 """Settings that the certificate does not undo, and their harmless values."""
@@ -73,7 +67,7 @@ class Answer:
         temperature: 0 is greedy.
         top_k: 0 cuts nothing.
         top_p: 1 cuts nothing.
-        seed: None where the answer does not tell it.
+        seed: None where the answer does not say it.
         noise: One of ``NOISES``; None where the stream is unknown.
     """
 
@@ -126,7 +120,7 @@ class Verdict:
         return self.num_tokens - self.num_agreeing - self.num_ties
 
 
-@dataclass
+@dataclass(frozen=True)
 class ServedCertificate:
     """What was found of all answers.
 
@@ -134,7 +128,7 @@ class ServedCertificate:
         verdicts: One per answer.
     """
 
-    verdicts: list[Verdict] = field(default_factory=list)
+    verdicts: list[Verdict]
 
     @property
     def drawn(self) -> list[Verdict]:
@@ -322,7 +316,7 @@ def read_answers(file: Path, tokenizer: Any, noise: str | None = None) -> list[A
 
     Args:
         file: JSON lines; the request is the body that was sent, the answer the one that came.
-        tokenizer: The model's, for prompts and answers that are told as text alone.
+        tokenizer: The model's, for prompts and answers that are given as text alone.
         noise: The stream, where the answers do not name it.
 
     Raises:
@@ -374,7 +368,7 @@ def answers_of(
     temperature = float(_or(request.get("temperature"), 1.0))
     if noise and seed is None and temperature:
         raise UsageError(
-            "the answer does not tell its seed",
+            "the answer does not say its seed",
             where=where,
             remedy="send one with the request, or serve with make serve, which returns it",
         )
@@ -382,11 +376,20 @@ def answers_of(
         index = int(choice.get("index", 0))
         prompt = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
         if prompt is None:
-            prompt = _ids(request["prompt"], index // num, tokenizer)
+            prompt = _prompt_ids(request["prompt"], index // num, tokenizer)
+        tokens, names = choice.get("token_ids"), (choice.get("logprobs") or {}).get("tokens") or []
+        if tokens is None and names and all(str(name).startswith("token_id:") for name in names):
+            tokens = [int(name.removeprefix("token_id:")) for name in names]
+        if tokens is None:
+            raise UsageError(
+                "the answer does not say its token ids, and text can be cut in several ways",
+                got=", ".join(choice),
+                remedy='ask with "return_token_ids": true',
+            )
         yield Answer(
             name=f"{where}, choice {index}" if len(answer["choices"]) > 1 else where,
             prompt=list(prompt),
-            tokens=_tokens(choice),
+            tokens=list(tokens),
             temperature=temperature,
             top_k=max(0, int(_or(request.get("top_k"), 0))),
             top_p=float(_or(request.get("top_p"), 1.0)),
@@ -399,33 +402,17 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _ids(prompt: Any, index: int, tokenizer: Any) -> list[int]:
+def _prompt_ids(prompt: Any, index: int, tokenizer: Any) -> list[int]:
     """Of a prompt that is text, ids, or a list of either."""
     if isinstance(prompt, list) and not all(isinstance(part, int) for part in prompt):
         prompt = prompt[index]
-    if isinstance(prompt, list):
-        return prompt
-    if tokenizer is None:
+    if not isinstance(prompt, list) and tokenizer is None:
         raise UsageError(
-            "no tokenizer beside the model, and the prompt is told as text",
+            "no tokenizer beside the model, and the prompt is given as text",
             where="--teacher",
             remedy='ask with "return_token_ids": true, or save the tokenizer there',
         )
-    return tokenizer(prompt)["input_ids"]
-
-
-def _tokens(choice: Mapping[str, Any]) -> list[int]:
-    """Drawn ids: told as such, or as names ``token_id:5``."""
-    if choice.get("token_ids") is not None:
-        return list(choice["token_ids"])
-    names = (choice.get("logprobs") or {}).get("tokens") or []
-    if names and all(str(name).startswith("token_id:") for name in names):
-        return [int(name.removeprefix("token_id:")) for name in names]
-    raise UsageError(
-        "the answer does not tell its token ids, and text can be cut in several ways",
-        got=", ".join(choice),
-        remedy='ask with "return_token_ids": true',
-    )
+    return prompt if isinstance(prompt, list) else tokenizer(prompt)["input_ids"]
 
 
 def ask(url: str, num: int, prompt: str, settings: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -58,7 +58,7 @@ class CompletionScorer:
                 raise UsageError("a count below 1", where=name, got=getattr(self, name))
 
     @property
-    def told(self) -> dict[str, object]:
+    def settings(self) -> dict[str, object]:
         """What a number must carry."""
         exact = isinstance(self.student, AR)
         return {
@@ -80,7 +80,7 @@ class CompletionScorer:
     def __call__(
         self, tokens: Int[Tensor, "b l"], num_given: Sequence[int], row_ids: Sequence[int]
     ) -> tuple[list[float], list[bool]]:
-        """Nats of each row's tokens behind the given ones, and whether every one is the likeliest.
+        """Nats of each row's tokens behind the given ones, and whether each is the most probable.
 
         Args:
             tokens: Rows of one length, at most the student's.
@@ -102,27 +102,24 @@ class CompletionScorer:
         target = places >= torch.tensor(num_given, device=tokens.device)[:, None]
         if isinstance(self.student, AR):
             return self._exact(self.student, tokens, target)
-        draws, greedy = [], torch.ones(len(tokens), dtype=torch.bool)
+        draws, greedy = [], torch.full((len(tokens),), self.estimate == "one_pass")
         for draw in range(self._draws):
             total = torch.zeros(len(tokens), dtype=torch.float64)
             for masked, weights in self._maskings(target, row_ids, draw):
-                log_probs, likeliest = self._predict(tokens, masked, row_ids, draw)
+                log_probs, most_probable = self._predict(tokens, masked, row_ids, draw)
                 total += (log_probs * weights).sum(1).cpu()
-                if draw == 0 and self.estimate == "one_pass":
-                    greedy &= likeliest.cpu()
+                greedy &= most_probable.cpu() | (draw > 0)
             draws.append(total)
         sums = torch.stack(draws).logsumexp(0) - math.log(len(draws))
-        return sums.tolist(), greedy.tolist() if self.estimate == "one_pass" else [False] * len(
-            tokens
-        )
+        return sums.tolist(), greedy.tolist()
 
     def _exact(
         self, student: AR, tokens: Int[Tensor, "b l"], target: Bool[Tensor, "b l"]
     ) -> tuple[list[float], list[bool]]:
         log_probs = student.predict(tokens[:, :-1])
         own = log_probs.gather(-1, tokens[:, 1:, None])[..., 0].double()
-        likeliest = (log_probs.argmax(-1) == tokens[:, 1:]) | ~target[:, 1:]
-        return (own * target[:, 1:]).sum(1).tolist(), likeliest.all(1).tolist()
+        most_probable = (log_probs.argmax(-1) == tokens[:, 1:]) | ~target[:, 1:]
+        return (own * target[:, 1:]).sum(1).tolist(), most_probable.all(1).tolist()
 
     def _maskings(
         self, target: Bool[Tensor, "b l"], row_ids: Sequence[int], draw: int
@@ -165,23 +162,20 @@ class CompletionScorer:
         row_ids: Sequence[int],
         draw: int,
     ) -> tuple[Float[Tensor, "b l"], Bool[Tensor, "b"]]:
-        """log p of the masked tokens (0 elsewhere), and whether each is the likeliest there."""
+        """log p of the masked tokens (0 elsewhere), and whether each is the most probable there."""
         student = self.student
-        length = tokens.shape[1]
         row, where = _padded(student, tokens.masked_fill(masked, student.mask_id), masked)
-        open_ = student.masked_positions(row)
         noise = None
         if self._reads_noise:
             ids = torch.tensor([*row_ids], device=tokens.device)
-            noise = PriorRowNoise(student, ids, row.shape[1], self.seed, draw).embeddings(open_)
+            prior = PriorRowNoise(student, ids, row.shape[1], self.seed, draw)
+            noise = prior.embeddings(student.masked_positions(row))
         found = student.predict_at(row, where, noise)  # type: ignore[operator]
-        wanted = tokens[masked]
+        wanted, places = tokens[masked], masked.nonzero(as_tuple=True)
         own = found.gather(-1, wanted[:, None])[:, 0].double()
-        right = torch.ones_like(masked).index_put(
-            masked.nonzero(as_tuple=True), found.argmax(-1) == wanted
-        )
-        blank = torch.zeros(len(tokens), length, dtype=torch.float64, device=tokens.device)
-        return blank.index_put(masked.nonzero(as_tuple=True), own), right.all(1)
+        right = torch.ones_like(masked).index_put(places, found.argmax(-1) == wanted)
+        blank = torch.zeros(tokens.shape, dtype=torch.float64, device=tokens.device)
+        return blank.index_put(places, own), right.all(1)
 
 
 def _padded(

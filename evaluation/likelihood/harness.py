@@ -9,7 +9,6 @@ The harness finds models in its registry only, which importing this module fills
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -37,7 +36,7 @@ except ImportError as error:
 
 
 HARNESS_DEVICE = "cuda:0"
-"""What the harness's command asks of every model unless told."""
+"""What the harness's command asks of every model unless given."""
 
 
 def _device(name: str) -> torch.device:
@@ -58,12 +57,12 @@ class GdistillLM(TemplateLM):
         draws: Prior draws.
         estimate: ``one_pass`` or ``bound``; see ``evaluation.likelihood.completion``.
         masks: Monte-Carlo masks of the bound.
-        nfe: Forward passes of ``generate_until``; the sampler's own unless told.
+        nfe: Forward passes of ``generate_until``; the sampler's own unless given.
         seed: Of noise, masks and samples.
         batch_size: Rows at a time; changes no score but by rounding.
         device: ``auto`` or a torch device; the harness's own default, cuda:0, as it does itself:
             the CPU where there is no GPU.
-        max_length: Tokens of context and completion; the student's row length unless told.
+        max_length: Tokens of context and completion; the student's row length unless given.
     """
 
     def __init__(
@@ -85,35 +84,22 @@ class GdistillLM(TemplateLM):
         unknown.pop("max_batch_size", None)  # the harness passes it to every model
         if unknown:
             raise UsageError("unknown model_args", where="--model_args", got=", ".join(unknown))
-        for name, value, known in (
-            ("noise", noise, get_args(ScoringNoise)),
-            ("estimate", estimate, get_args(Estimate)),
-        ):
-            if value not in known:
-                expected = " or ".join(known)
-                raise UsageError(
-                    f"unknown {name}", where="--model_args", got=value, expected=expected
-                )
+        choices = {"noise": (noise, ScoringNoise), "estimate": (estimate, Estimate)}
+        for name, (value, kinds) in choices.items():
+            if value not in get_args(kinds):
+                where, expected = "--model_args", " or ".join(get_args(kinds))
+                raise UsageError(f"unknown {name}", where=where, got=value, expected=expected)
         folder = open_model(Path(pretrained), _device(device or "auto"))
         if folder.tokenizer is None:
-            raise UsageError(
-                "the model folder has no tokenizer",
-                where=folder.directory,
-                expected="tokenizer.json",
-            )
+            what, expected = "the model folder has no tokenizer", "tokenizer.json"
+            raise UsageError(what, where=folder.directory, expected=expected)
         self.student, self.tokenizer = folder.student, folder.tokenizer
         self.weights_sha256 = folder.weights_sha256
         self.max_length = min(int(max_length or 1 << 30), self.student.config.row_length)
         self.batch_size = 16 if batch_size == "auto" else int(batch_size)
         self.nfe, self.seed = nfe, int(seed)
-        self.scorer = CompletionScorer(
-            self.student,
-            cast(ScoringNoise, noise),
-            int(draws),
-            cast(Estimate, estimate),
-            int(masks),
-            self.seed,
-        )
+        kinds = cast(ScoringNoise, noise), int(draws), cast(Estimate, estimate), int(masks)
+        self.scorer = CompletionScorer(self.student, *kinds, self.seed)
 
     def get_model_info(self) -> dict[str, Any]:
         """What the harness writes beside the results."""
@@ -121,7 +107,7 @@ class GdistillLM(TemplateLM):
             "student": type(self.student).__name__.lower(),
             "weights_sha256": self.weights_sha256,
             "code_version": code_version(),
-            "scoring": self.scorer.told,
+            "scoring": self.scorer.settings,
             "max_length": self.max_length,
         }
 
@@ -155,14 +141,17 @@ class GdistillLM(TemplateLM):
         rows = [self._row(context, completion) for _, context, completion in requests]
         order = sorted(range(len(rows)), key=lambda number: (len(rows[number][0]), number))
         results: dict[int, tuple[float, bool]] = {}
-        with progress_bar(
-            "likelihood", len(rows), unit="text", main_process=not disable_tqdm
-        ) as bar:
-            for members in self._batches(order, rows):
-                tokens = torch.tensor([rows[number][0] for number in members])
-                sums, greedy = self.scorer(tokens, [rows[number][1] for number in members], members)
-                results |= dict(zip(members, zip(sums, greedy, strict=True), strict=True))
-                bar.advance(len(members))
+        shown = not disable_tqdm
+        with progress_bar("likelihood", len(rows), unit="text", main_process=shown) as bar:
+            for _, group in groupby(order, key=lambda number: len(rows[number][0])):
+                alike = list(group)
+                for start in range(0, len(alike), self.batch_size):
+                    members = alike[start : start + self.batch_size]
+                    tokens = torch.tensor([rows[number][0] for number in members])
+                    given = [rows[number][1] for number in members]
+                    found = zip(*self.scorer(tokens, given, members), strict=True)
+                    results |= dict(zip(members, found, strict=True))
+                    bar.advance(len(members))
         return [results[number] for number in range(len(rows))]
 
     def _row(self, context: list[int], completion: list[int]) -> tuple[list[int], int]:
@@ -177,26 +166,13 @@ class GdistillLM(TemplateLM):
         shown = context[max(0, len(context) - room) :]
         return [*own, *shown, *completion], len(own) + len(shown)
 
-    def _batches(
-        self, order: Sequence[int], rows: Sequence[tuple[list[int], int]]
-    ) -> Iterator[list[int]]:
-        for _, group in groupby(order, key=lambda number: len(rows[number][0])):
-            members = list(group)
-            for start in range(0, len(members), self.batch_size):
-                yield members[start : start + self.batch_size]
-
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Nats of whole texts, in windows of a row without overlap."""
         results = []
         for request in requests:
-            tokens = self.tok_encode(request.args[0])
-            windows = map(
-                rolling.make_disjoint_window,
-                rolling.get_rolling_token_windows(
-                    tokens, self.prefix_token_id, self.max_length - 1, 1
-                ),
-            )
-            parts = [(("", ""), context, completion) for context, completion in windows]
+            tokens, most = self.tok_encode(request.args[0]), self.max_length - 1
+            windows = rolling.get_rolling_token_windows(tokens, self.prefix_token_id, most, 1)
+            parts = [(("", ""), *rolling.make_disjoint_window(window)) for window in windows]
             results.append(sum(value for value, _ in self._loglikelihood_tokens(parts, True)))
         return results
 

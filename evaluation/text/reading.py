@@ -158,7 +158,7 @@ def token_spans(
 
     Characters between two tokens (spaces that a tokenizer skips) belong to the later one, so spans
     follow each other; of the tokens that write one character together all but the first are empty.
-    Nothing for a judge without a fast tokenizer, which cannot tell.
+    Nothing for a judge without a fast tokenizer, which does not say where its tokens end.
     """
     if not judge.tokenizer.is_fast:
         return []
@@ -427,7 +427,7 @@ def counted_positions(ids: Int[Tensor, "b l"], border_ids: Sequence[int]) -> Boo
 
 
 def reading_limits(judge: JudgeModel, stride: int | None, max_tokens: int | None) -> ReadingLimits:
-    """Half the judge's context as stride and its context as longest text, unless told.
+    """Half the judge's context as stride and its context as longest text, unless given.
 
     Raises:
         UsageError: When no text could be read that way.
@@ -579,10 +579,10 @@ def generative_perplexity(
         judge: The model and its tokenizer.
         texts: Decoded samples; one without a token that counts is left out, and counted in the
             details.
-        stride: Distance between windows in tokens; half the context unless told.
+        stride: Distance between windows in tokens; half the context unless given.
         max_tokens: Texts are truncated to this many tokens, the one in front included; the
-            context unless told.
-        indices: Sample indices; 0, 1, ... unless told.
+            context unless given.
+        indices: Sample indices; 0, 1, ... unless given.
         memory: See :func:`read_texts`.
         where: Where the texts come from, for messages.
 

@@ -55,11 +55,11 @@ def test_an_autoregressive_student_is_exact() -> None:
     (found,), (greedy,) = scorer(ROW, [4], [0])
     log_probs = student.predict(ROW)  # type: ignore[operator]
     by_hand = sum(float(log_probs[0, i - 1, ROW[0, i]]) for i in range(4, 9))
-    assert found == pytest.approx(by_hand, abs=1e-4) and scorer.told["estimate"] == "exact"
-    likeliest = ROW.clone()
+    assert found == pytest.approx(by_hand, abs=1e-4) and scorer.settings["estimate"] == "exact"
+    most_probable = ROW.clone()
     for place in range(4, 9):
-        likeliest[0, place] = student.predict(likeliest)[0, place - 1].argmax()  # type: ignore[operator]
-    assert scorer(likeliest, [4], [0])[1] == [True] and not greedy
+        most_probable[0, place] = student.predict(most_probable)[0, place - 1].argmax()  # type: ignore[operator]
+    assert scorer(most_probable, [4], [0])[1] == [True] and not greedy
 
 
 def test_the_bound_is_the_mean_over_all_masks() -> None:
@@ -95,10 +95,10 @@ def test_prior_draws_average_likelihoods() -> None:
     expected = float(torch.tensor(draws).exp().mean().log())
     scorer = CompletionScorer(student, num_draws=3, seed=1)
     assert scorer(ROW, [6], [5])[0][0] == pytest.approx(expected, abs=1e-4)
-    assert scorer.told["noise"] == "mean over 3 prior draws"
+    assert scorer.settings["noise"] == "mean over 3 prior draws"
     blind = CompletionScorer(student, noise="none")
     assert blind(ROW, [6], [5])[0][0] == pytest.approx(log_prob(student, ROW, [6, 7, 8]), abs=1e-4)
-    assert blind.told["noise"] == "none"
+    assert blind.settings["noise"] == "none"
 
 
 @pytest.mark.parametrize("kind", ["mdlm", "bd3lm"])
