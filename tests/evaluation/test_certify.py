@@ -38,7 +38,8 @@ def sample(models: Path, out: Path, *arguments: object, model: str = "mdlm") -> 
 
 
 def rewrite(samples: Path, records: list[dict[str, Any]]) -> None:
-    rewrite(samples, records)
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (samples / "samples.jsonl").write_text(lines)
 
 
 def certify(samples: Path, teacher: Path) -> int:
