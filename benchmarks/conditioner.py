@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 import torch
 import typer
 from torch import Tensor
 
-from benchmarks.measure import interleaved_seconds, machine, median, peak_extra_bytes
+from benchmarks.measure import interleaved_seconds, machine, peak_extra_bytes
 from shards.atomic import write_json_atomic
 from shards.noise.kinds import KeyedPrior, Noise, dense_arrivals
 from shards.noise.philox import PositionKeys
@@ -77,13 +78,14 @@ def compare(
     work = {"dense": dense, "tiled": tiled}
     peaks = {name: peak_extra_bytes(run, device) - results_bytes for name, run in work.items()}
     seconds = interleaved_seconds(work, device, repeats=repeats)
+    middle = {name: median(values) for name, values in seconds.items()}
     return {
         **errors,
         "peak_extra_bytes": peaks,
         "memory_ratio": peaks["tiled"] / peaks["dense"],
-        "seconds": {name: median(values) for name, values in seconds.items()},
+        "seconds": middle,
         "all_seconds": seconds,
-        "time_ratio": median(seconds["tiled"]) / median(seconds["dense"]),
+        "time_ratio": middle["tiled"] / middle["dense"],
     }
 
 
@@ -97,7 +99,7 @@ def run_benchmark(
     num_positions: int,
     *,
     device: torch.device,
-    repeats: int = 5,
+    repeats: int,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, object]:
     """Both settings at one shape."""

@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.measure import best, interleaved_seconds, machine
+from benchmarks.measure import interleaved_seconds, machine
 from pipeline.corpus.config import corpus_config
 from pipeline.extract import Extractor, resources_on
 from pipeline.run import rows_per_unit
@@ -154,11 +155,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shared", type=Path, default=Path("../shared"))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--row-length", type=int, default=256)
-    parser.add_argument("--batch-size", type=int)
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--repeats", type=int, default=3)
+    numbers = {"rows": 8, "row-length": 256, "batch-size": None, "threads": None, "repeats": 3}
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--codec", action="append", choices=list(CODECS))
     return parser.parse_args()
 
@@ -172,13 +171,24 @@ def make_case(arguments: argparse.Namespace, device: torch.device, folder: Path)
         source = random_teacher(SHAPES[arguments.teacher], folder / "teacher")
         draw = np.random.default_rng(0)
         rows = draw.integers(50257, size=(arguments.rows, arguments.row_length), dtype=np.int32)
-    teacher = Teacher.load(find_pretrained(source), arguments.dtype, device)
-    bare = teacher_alone(source, getattr(torch, arguments.dtype))
+    return case_of(source, arguments.dtype, device, rows, folder, arguments.batch_size)
+
+
+def case_of(
+    source: Path,
+    dtype: str,
+    device: torch.device,
+    rows: np.ndarray,
+    folder: Path,
+    batch_size: int | None = None,
+) -> Case:
+    """A teacher as extraction loads it, beside the same as transformers does."""
+    teacher = Teacher.load(find_pretrained(source), dtype, device)
+    bare = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).eval()
     weight_bytes = sum(p.numel() * p.element_size() for p in bare.parameters())
-    batch_size = arguments.batch_size or automatic_batch_size(
-        rows.shape[1], teacher.files.num_logits, weight_bytes, device
-    )
-    return Case(teacher, bare.to(device).eval(), rows, batch_size, folder / "store")
+    sizes = (rows.shape[1], teacher.files.num_logits, weight_bytes, device)
+    batch_size = batch_size or automatic_batch_size(*sizes)
+    return Case(teacher, bare.to(device), rows, batch_size, folder / "store")
 
 
 def _story_rows(arguments: argparse.Namespace, teacher: Path, folder: Path) -> np.ndarray:
@@ -199,29 +209,30 @@ def random_teacher(shape: dict[str, int], folder: Path) -> Path:
     return folder
 
 
-def teacher_alone(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """What stage 2 is compared with: the model as transformers loads it."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-
-
 def measure(case: Case, codecs: list[str], repeats: int) -> dict[str, object]:
     """Seconds and ratios of every codec against the bare forward, in turns."""
     made = {name: make_codec(name) for name in codecs}
     work: dict[str, Callable[[], object]] = {"bare": case.run_bare}
     for name, codec in made.items():
-        work[name] = lambda codec=codec: case.run_stage2(codec)
+        work[name] = partial(case.run_stage2, codec)
     cpu_seconds: dict[str, list[float]] = {name: [] for name in work}
-    timed = {name: _with_cpu_seconds(run, cpu_seconds[name]) for name, run in work.items()}
-    seconds = interleaved_seconds(timed, case.teacher.device, repeats=repeats)
+
+    def timed(name: str) -> None:
+        start = time.process_time()
+        work[name]()
+        cpu_seconds[name].append(time.process_time() - start)
+
+    both = {name: partial(timed, name) for name in work}
+    seconds = interleaved_seconds(both, case.teacher.device, repeats=repeats)
     num_tokens = case.rows.size
-    bare = best(seconds["bare"])
+    bare = min(seconds["bare"])
     figures = {
         name: {
             "seconds": [round(value, 4) for value in seconds[name]],
             "cpu_seconds": [round(value, 4) for value in cpu_seconds[name]],
-            "ratio": best(seconds[name]) / bare,
-            "cpu_ratio": best(cpu_seconds[name]) / best(cpu_seconds["bare"]),
-            "tokens_per_second": num_tokens / best(seconds[name]),
+            "ratio": min(seconds[name]) / bare,
+            "cpu_ratio": min(cpu_seconds[name]) / min(cpu_seconds["bare"]),
+            "tokens_per_second": num_tokens / min(seconds[name]),
         }
         for name in work
     }
@@ -237,17 +248,6 @@ def measure(case: Case, codecs: list[str], repeats: int) -> dict[str, object]:
         "bar": bar,
         "default_codec_meets_bar": figures[default]["ratio"] <= bar,
     }
-
-
-def _with_cpu_seconds(run: Callable[[], object], seconds: list[float]) -> Callable[[], object]:
-    """The same work; what all its threads used is appended."""
-
-    def timed() -> None:
-        start = time.process_time()
-        run()
-        seconds.append(time.process_time() - start)
-
-    return timed
 
 
 def _utilisation(case: Case, tokens_per_second: float) -> float | None:

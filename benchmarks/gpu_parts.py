@@ -6,19 +6,19 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from benchmarks.extract import Case, measure, random_teacher, teacher_alone
-from benchmarks.measure import interleaved_seconds, median
+from benchmarks.extract import case_of, measure, random_teacher
+from benchmarks.measure import interleaved_seconds
 from benchmarks.sampling import LARGE_BATCH, SHAPES, Trial
 from benchmarks.sampling import make_student as make_sampled
-from benchmarks.steps import finish_step, online_batch, tiled_loss, update
+from benchmarks.steps import finish_step, online_batch, tiled_loss
 from benchmarks.synthetic import make_student, make_teacher, random_batch, write_store
-from pipeline.teacher import Teacher, automatic_batch_size
-from shards.language_model.loading import find_pretrained
 from shards.store.store import ShardStore
 from shards.stream.stream import ShardStream
 from trainer.objective.batch import Batch, BatchMaker
@@ -121,12 +121,14 @@ def training_throughput(
     parts = [random_batch(micro, row_length, shape.vocab_size, device, i * micro, batch_size)
              for i in range(batch_size // micro)]  # fmt: skip
 
-    def step(batches: Iterator[Batch]) -> None:
+    def losses(batches: Iterator[Batch]) -> Iterator[Tensor]:
         for part in batches:
             with torch.autocast(device.type, shape.dtype, enabled=shape.dtype != torch.float32):
                 loss = tiled_loss(student, part) / len(parts)
-            loss.backward()
-        update(student, optimizer)
+            yield loss
+
+    def step(batches: Iterator[Batch]) -> None:
+        finish_step(losses(batches), student, optimizer)
 
     with tempfile.TemporaryDirectory() as folder:
         rows = max(shape.stored_rows, batch_size)
@@ -186,7 +188,7 @@ def _block_step(
     def step() -> object:
         with torch.autocast(device.type, shape.dtype, enabled=shape.dtype != torch.float32):
             loss = tiled_loss(student, batch)
-        return finish_step(loss, student, optimizer)
+        return finish_step([loss], student, optimizer)
 
     return step
 
@@ -214,13 +216,7 @@ def extraction(shape: SuiteShape, device: torch.device) -> dict[str, Any]:
     dtype = str(shape.dtype).removeprefix("torch.")
     with tempfile.TemporaryDirectory() as folder:
         source = random_teacher(teacher_shape, Path(folder) / "teacher")
-        teacher = Teacher.load(find_pretrained(source), dtype, device)
         draw = np.random.default_rng(0)
-        rows = draw.integers(teacher.vocab_size, size=(num_rows, row_length), dtype=np.int32)
-        bare = teacher_alone(source, shape.dtype).to(device)
-        weight_bytes = sum(p.numel() * p.element_size() for p in bare.parameters())
-        batch_size = automatic_batch_size(
-            row_length, teacher.files.num_logits, weight_bytes, device
-        )
-        case = Case(teacher, bare, rows, batch_size, Path(folder) / "store")
+        rows = draw.integers(shape.vocab_size, size=(num_rows, row_length), dtype=np.int32)
+        case = case_of(source, dtype, device, rows, Path(folder))
         return measure(case, ["posterior"], shape.repeats)

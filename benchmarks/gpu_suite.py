@@ -9,7 +9,7 @@ are needed.
 
 Shapes are true (V 50257, student 12 x 768, teacher 36 x 1280), weights random, rows too: those of
 "from shards" are written to a store first and read back within the time. The paper shape is planned
-to end within 8 minutes on one H200: before each part the suite looks at the clock, and says in the
+to end within 8 minutes on one H100: before each part the suite looks at the clock, and says in the
 JSON what it left out for want of time. ``toy`` runs anywhere in seconds.
 """
 
@@ -18,15 +18,14 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 
 from benchmarks.conditioner import run_benchmark
-from benchmarks.gpu_bars import bars_of, page_of
 from benchmarks.gpu_checks import check_everything, describe
 from benchmarks.gpu_parts import (
     SUITE_SHAPES,
@@ -44,23 +43,77 @@ from shards.language_model.forward import resolve_device
 from shards.noise.philox import noise_kernel, use_noise_kernel
 
 TIME_LIMIT_SECONDS = 450
-
-
 Found = dict[str, Any]
+
+
+class Bar(NamedTuple):
+    """A bar: how its parts' names begin, what is compared, the figure's keys, and its bound."""
+
+    part: str
+    what: str
+    keys: tuple[str, ...]
+    bound: float
+    is_least: bool
+
+    @property
+    def title(self) -> str:
+        """What is compared, with the bound."""
+        return f"{self.what} {'>=' if self.is_least else '<='} {self.bound:g}"
+
+
+GAIN = "tokens per second from shards over an online teacher"
+TILED = "time of the tiled conditioner over a dense one"
+STAGE_2 = "stage 2 over the bare forward pass"
+BARS = (
+    Bar("training, ", GAIN, ("decoupling_gain",), 2.5, True),
+    Bar("conditioner ", TILED, ("noise in memory", "time_ratio"), 0.5, False),
+    Bar("first hitting", "tokens per second of 16 rows over one", ("batched_gain",), 6.0, True),
+    Bar("extraction", STAGE_2, ("figures", "posterior", "ratio"), 1.10, False),
+)
+
+
+def bars_of(found: Mapping[str, Any]) -> dict[str, Found]:
+    """Title -> figure and whether the bar is met; parts that failed or were left out have none."""
+    bars: dict[str, Found] = {}
+    for bar in BARS:
+        for name, part in found.items():
+            if name.startswith(bar.part) and isinstance(part, dict) and "error" not in part:
+                for key in bar.keys:
+                    part = part[key]
+                met = part >= bar.bound if bar.is_least else part <= bar.bound
+                bars[f"{name}: {bar.title}"] = {"figure": part, "met": met}
+    return bars
+
+
+def page_of(record: Mapping[str, Any]) -> str:
+    """The suite's record as one Markdown page: bars, then checks, then what is missing."""
+    about = ", ".join(f"{name} {value}" for name, value in record["machine"].items())
+    yes = {True: "yes", False: "NO"}
+    lines = ["# GPU suite", "", f"Shape `{record['shape']}`. {about}.", ""]
+    lines += [f"Noise kernel: {record['noise_kernel']}.", ""]
+    lines += ["| bar | figure | met |", "| --- | ---: | --- |"]
+    lines += [f"| {n} | {b['figure']:.3g} | {yes[b['met']]} |" for n, b in record["bars"].items()]
+    answered = " ".join(record["bars"])
+    missing = [bar.title for bar in BARS if bar.title not in answered]
+    lines += [f"| {title} | not measured | NO |" for title in missing]
+    lines += ["", "| check | error | passed |", "| --- | ---: | --- |"]
+    checks = record["checks"].items()
+    lines += [f"| {name} | {check['error']} | {yes[check['passed']]} |" for name, check in checks]
+    lines += ["", f"Failed: {', '.join(record['failures']) or 'nothing'}."]
+    lines += [f"Left out for want of time: {', '.join(record['left_out_for_time']) or 'nothing'}."]
+    return "\n".join(lines) + "\n"
 
 
 def suite_parts(shape: SuiteShape, device: torch.device) -> dict[str, Callable[[], Found]]:
     """What is timed, by name, in the order of its worth."""
-    width, masked = shape.conditioner
+    sizes = (shape.vocab_size, *shape.conditioner)
 
-    def conditioner(dtype: torch.dtype) -> Callable[[], Found]:
-        return lambda: run_benchmark(
-            shape.vocab_size, width, masked, device=device, repeats=shape.repeats, dtype=dtype
-        )
+    def conditioner(dtype: torch.dtype) -> Found:
+        return run_benchmark(*sizes, device=device, repeats=shape.repeats, dtype=dtype)
 
-    parts = {"conditioner float32": conditioner(torch.float32)}
+    parts = {"conditioner float32": lambda: conditioner(torch.float32)}
     if shape.dtype != torch.float32:
-        parts["conditioner autocast"] = conditioner(shape.dtype)
+        parts["conditioner autocast"] = lambda: conditioner(shape.dtype)
     for rows in shape.rows:
         parts[f"training, rows of {rows[0]}"] = lambda rows=rows: training_throughput(
             shape, *rows, device
@@ -71,30 +124,31 @@ def suite_parts(shape: SuiteShape, device: torch.device) -> dict[str, Callable[[
     return parts
 
 
-def run_suite(
-    shape: SuiteShape, device: torch.device, keep: Callable[[Found], None] = lambda _: None
-) -> Found:
+def run_suite(shape: SuiteShape, device: torch.device, keep: Callable[[Found], None]) -> Found:
     """Checks, then each part while there is time; what fails is recorded, and the rest goes on.
 
     Args:
+        shape: What is run.
+        device: Where.
         keep: Given everything found so far, after the checks and after each part.
     """
     start = time.monotonic()
     obstacle = use_noise_kernel("auto", device)
     kernel = noise_kernel(device) + (f": {obstacle}" if obstacle else "")
     checks = check_everything(shape.vocab_size, device)
-    found: Found = {
-        "noise_kernel": kernel,
-        "checks": checks,
-        "left_out_for_time": [],
-    }
+    found: Found = {"noise_kernel": kernel, "checks": checks, "left_out_for_time": []}
     keep(found)
     for name, part in suite_parts(shape, device).items():
-        _free_memory(device)
         if time.monotonic() - start > TIME_LIMIT_SECONDS:
             found["left_out_for_time"].append(name)
             continue
-        found[name] = attempt(part)
+        gc.collect()
+        try:
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            found[name] = part()
+        except Exception as error:  # the other parts are worth their while
+            found[name] = {"error": describe(error)}
         found["seconds"] = time.monotonic() - start
         verdict = found[name].get("error", "done")
         print(f"{name}: {verdict} after {found['seconds']:.0f} s", flush=True)
@@ -103,26 +157,10 @@ def run_suite(
     return found
 
 
-def attempt(part: Callable[[], Found]) -> Found:
-    """What a part finds, or ``{"error": ...}``."""
-    try:
-        return part()
-    except Exception as error:  # the other parts are worth their while
-        return {"error": describe(error)}
-
-
-def _free_memory(device: torch.device) -> None:
-    """Room for the next part; after a fault that leaves the device unusable, that will tell."""
-    gc.collect()
-    if device.type == "cuda":
-        attempt(lambda: {"freed": torch.cuda.empty_cache()})
-
-
 def failures(found: Found) -> list[str]:
     """Checks that did not pass and parts that ended in an error."""
-    wrong = [name for name, check in found["checks"].items() if not check["passed"]]
-    parts = [name for name, part in found.items() if isinstance(part, dict) and "error" in part]
-    return [f"check {name}" for name in wrong] + parts
+    wrong = [f"check {name}" for name, check in found["checks"].items() if not check["passed"]]
+    return wrong + [n for n, part in found.items() if isinstance(part, dict) and "error" in part]
 
 
 def plain(value: Any) -> Any:
@@ -143,9 +181,8 @@ def main(
 ) -> None:
     """Run the suite, write its JSON and its page; exit code 1 if a check or a part failed."""
     if shape not in SUITE_SHAPES:
-        raise UsageError(
-            "unknown shape", where="--shape", got=shape, expected=" or ".join(SUITE_SHAPES)
-        )
+        expected = " or ".join(SUITE_SHAPES)
+        raise UsageError("unknown shape", where="--shape", got=shape, expected=expected)
     target = resolve_device(device)
     torch.backends.cuda.matmul.allow_tf32 = False
     about = {"machine": machine(target), "shape": shape}

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import os
 import platform
-import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from shards.provenance import code_version
 
@@ -27,34 +23,19 @@ def synchronize(device: torch.device) -> None:
 
 
 def interleaved_seconds(
-    work: Mapping[str, Callable[[], object]],
-    device: torch.device,
-    *,
-    repeats: int = 5,
-    warmups: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
+    work: Mapping[str, Callable[[], object]], device: torch.device, *, repeats: int = 5
 ) -> dict[str, list[float]]:
     """Seconds of each piece of work, measured in turns so that drift hits all of them alike."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
-    for turn in range(warmups + repeats):
+    for turn in range(1 + repeats):  # the first warms up
         for name, run in work.items():
             synchronize(device)
-            start = clock()
+            start = time.perf_counter()
             run()
             synchronize(device)
-            if turn >= warmups:
-                seconds[name].append(clock() - start)
+            if turn:
+                seconds[name].append(time.perf_counter() - start)
     return seconds
-
-
-def best(values: list[float]) -> float:
-    """The least value: what the work takes when nothing else runs on the machine."""
-    return min(values)
-
-
-def median(values: list[float]) -> float:
-    """The middle value."""
-    return statistics.median(values)
 
 
 def peak_extra_bytes(run: Callable[[], object], device: torch.device) -> int:
@@ -76,28 +57,6 @@ def peak_extra_bytes(run: Callable[[], object], device: torch.device) -> int:
     before = _status_bytes("VmRSS")
     run()
     return _status_bytes("VmHWM") - before
-
-
-def peak_allocated_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Most bytes of tensors held at once during ``run`` that it has allocated itself.
-
-    The allocator's own count on either device. Resident memory on a CPU also has the pages between
-    them that malloc keeps: of the same work on the same machine from 49 MB to 1.1 GB.
-    """
-    if device.type == "cuda":
-        return peak_extra_bytes(run, device)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        run()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        recorded.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    changes = [event for event in events if event["name"] == "[memory]"]
-    held = most = 0
-    for event in sorted(changes, key=lambda each: each["args"]["Ev Idx"]):
-        held += event["args"]["Bytes"]
-        most = max(most, held)
-    return most
 
 
 def _status_bytes(field: str) -> int:

@@ -13,13 +13,14 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from benchmarks.measure import machine, median
+from benchmarks.measure import machine
 from shards.atomic import write_json_atomic
 from shards.provenance import code_version
 from shards.store.store import ShardStore

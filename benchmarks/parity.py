@@ -30,10 +30,8 @@ from benchmarks.goldens import (
 from benchmarks.measure import machine
 from shards.atomic import write_json_atomic
 from trainer.importing import our_parameters
-from trainer.objective.batch import Batch
 from trainer.objective.corruption import (
     SCHEDULES,
-    Corruption,
     masking_sigma,
     rate_noise,
     stratified_times,
@@ -47,51 +45,29 @@ from trainer.students.registry import AR, BD3LM, Student
 from trainer.training.construction import ExponentialMovingAverage, clip_gradients, make_optimizer
 from trainer.training.settings import OptimizationConfig
 
-
-def diffusion_case(folder: Path, name: str) -> list[Comparison]:
-    """A training pass: corruption, logits, log-probs, losses, gradients."""
-    golden = Golden.read(folder, name)
-    student = student_of(golden, folder)
-    batch = batch_of(golden)
-    counted = golden["attention_mask"].bool()
-    corruption = corruption_of(golden, student.settings)
-    found = [
-        _noise_comparisons(golden),
-        _corruption_comparisons(golden, corruption),
-        _prediction_comparisons(golden, student, batch, corruption),
-        _loss_comparisons(golden, student, batch, corruption, counted),
-        gradient_comparisons(golden, student),
-    ]
-    return [Comparison(name, *entry) for part in found for entry in part]
-
-
 Entry = tuple[str, float, float]
 
 
-def _noise_comparisons(golden: Golden) -> list[Entry]:
-    if "teacher_logits" not in golden.tensors:
-        return []
-    names = ("teacher_logits", "x0", "zeta", "zeta0")
-    xi = posterior_of(*(golden[name] for name in names))
-    return [("gumbel", absolute(xi, golden["gumbel"]), 1e-5)]
-
-
-def _corruption_comparisons(golden: Golden, corruption: Corruption) -> list[Entry]:
-    block = golden["xt"].shape[1] // corruption.t.shape[1]
-    times = corruption.t.repeat_interleave(block, dim=1)
-    noised = golden["x0"].masked_fill(corruption.mask, golden.info["config"]["mask_id"])
+def diffusion_case(folder: Path, name: str) -> list[Comparison]:
+    """A training pass: noise, corruption, logits, log-probs, losses, gradients."""
+    golden = Golden.read(folder, name)
+    student, batch = student_of(golden, folder), batch_of(golden)
+    counted = golden["attention_mask"].bool()
+    corruption = corruption_of(golden, student.settings)
+    entries: list[Entry] = []
+    if "teacher_logits" in golden.tensors:
+        xi = posterior_of(*(golden[key] for key in ("teacher_logits", "x0", "zeta", "zeta0")))
+        entries.append(("gumbel", absolute(xi, golden["gumbel"]), 1e-5))
     width = golden["xt"].shape[1]
-    return [
+    times = corruption.t.repeat_interleave(width // corruption.t.shape[1], dim=1)
+    noised = golden["x0"].masked_fill(corruption.mask, golden.info["config"]["mask_id"])
+    scale = golden["loss_scale"].expand(-1, width)
+    entries += [
         ("t", relative(times, golden["t"].expand(-1, width)), 1e-6),
         ("xt", mismatches(noised, golden["xt"]), 0.0),
-        ("loss_scale", relative(-corruption.weight, golden["loss_scale"].expand(-1, width)), 1e-6),
+        ("loss_scale", relative(-corruption.weight, scale), 1e-6),
         ("sigma", relative(corruption.sigma, golden["sigma"][:, 0]), 1e-6),
     ]
-
-
-def _prediction_comparisons(
-    golden: Golden, student: Student, batch: Batch, corruption: Corruption
-) -> list[Entry]:
     condition = None
     if batch.noise is not None:
         rows = corruption.mask
@@ -100,50 +76,40 @@ def _prediction_comparisons(
     with torch.no_grad():
         logits = student.denoise(golden["xt"], golden["x0"], condition, golden["sigma_in"])
     log_probs = substituted_log_probs(logits, golden["xt"], student.mask_id)
-    return [
-        ("raw_logits", absolute(logits, golden["raw_logits"]), 5e-5),
-        ("log_probs", absolute(log_probs, golden["log_probs"]), 5e-5),
-    ]
-
-
-def _loss_comparisons(
-    golden: Golden, student: Student, batch: Batch, corruption: Corruption, counted: Tensor
-) -> list[Entry]:
     share = counted.float().mean()  # the authors' padded tokens; rows of a store have none
-    output = student.corrupted_loss(
-        batch, replace(corruption, weight=corruption.weight * counted / share)
-    )
+    weighted = replace(corruption, weight=corruption.weight * counted / share)
+    output = student.corrupted_loss(batch, weighted)
     output.loss.backward()
     token_nlls = output.token_nlls * share
     evaluation = token_nlls.sum() / counted[:, 1:].sum()
-    return [
+    entries += [
+        ("raw_logits", absolute(logits, golden["raw_logits"]), 5e-5),
+        ("log_probs", absolute(log_probs, golden["log_probs"]), 5e-5),
         ("token_loss", relative(token_nlls, golden["nlls"]), 1e-5),
         ("loss_train", relative(output.loss.detach(), golden["loss_train"]), 1e-5),
         ("loss_eval", relative(evaluation, golden["loss_eval"]), 1e-5),
+        *gradient_comparisons(golden, student),
     ]
+    return [Comparison(name, *entry) for entry in entries]
 
 
 def gradient_comparisons(golden: Golden, student: Student) -> list[Entry]:
     """Worst gradient and gradient norm over all parameters."""
     ours = {name: p.grad for name, p in student.named_parameters()}
-    worst = {"grad": -1.0, "grad_norm": -1.0}
-    for kind in worst:
-        stored = {
-            k.removeprefix(f"{kind}."): v
-            for k, v in golden.tensors.items()
-            if k.startswith(f"{kind}.")
-        }
-        for name, want in stored.items():
-            layout = want if kind == "grad" else want.expand(1, 1) if want.numel() == 1 else want
-            key, target = next(iter(our_parameters({name: layout}).items()))
-            got = ours[key]
-            if got is None:
-                worst[kind] = float("nan")
-                continue
-            if kind == "grad_norm":
-                got, target = got.norm().reshape(1), want
-            worst[kind] = max(worst[kind], relative_to_largest(got, target))
-    return [(kind, value, 1e-4) for kind, value in worst.items() if value != -1.0]
+    worst: dict[str, float] = {}
+    for key, want in golden.tensors.items():
+        kind, dot, name = key.partition(".")
+        if not dot or kind not in ("grad", "grad_norm"):
+            continue
+        layout = want.expand(1, 1) if kind == "grad_norm" and want.numel() == 1 else want
+        own, target = next(iter(our_parameters({name: layout}).items()))
+        got, gap = ours[own], float("nan")
+        if got is not None and kind == "grad_norm":
+            gap = relative_to_largest(got.norm().reshape(1), want)
+        elif got is not None:
+            gap = relative_to_largest(got, target)
+        worst[kind] = gap if gap != gap else max(worst.get(kind, 0.0), gap)
+    return [(kind, value, 1e-4) for kind, value in worst.items()]
 
 
 DIFFUSION_CASES = (
@@ -247,56 +213,38 @@ def autoregressive_case(folder: Path) -> list[Comparison]:
 
 def operations_case(folder: Path) -> list[Comparison]:
     """Schedules, stratified times, attention masks, sinusoidal and rotary features."""
-    golden = Golden.read(folder, "ops")
-    entries = [*_schedule_entries(golden), *_time_entries(golden), *_feature_entries(golden)]
-    return [Comparison("ops", *entry) for entry in entries]
-
-
-def _schedule_entries(golden: Golden) -> list[Entry]:
-    t, entries = golden["noise.t"], []
+    golden, entries = Golden.read(folder, "ops"), []
+    t = golden["noise.t"]
+    made = {
+        "loglinear.total_noise": total_noise(t),
+        "loglinear.rate_noise": rate_noise(t),
+        "sigma_from_p": masking_sigma(golden["noise.loglinear.p"]),
+    }
     for name, schedule in SCHEDULES.items():
-        p, weight = schedule.masking_probability(t), schedule.loss_weight(t)
-        stored = f"noise.{name}"
-        entries.append((f"schedule.{name}.p", relative(p, golden[f"{stored}.p"]), 1e-6))
-        gap = relative(-weight, golden[f"{stored}.loss_scale"])
-        entries.append((f"schedule.{name}.loss_scale", gap, 1e-6))
-    for name, got in (
-        ("loglinear.total_noise", total_noise(t)),
-        ("loglinear.rate_noise", rate_noise(t)),
-        ("sigma_from_p", masking_sigma(golden["noise.loglinear.p"])),
-    ):
+        made[f"{name}.p"] = schedule.masking_probability(t)
+        made[f"{name}.loss_scale"] = -schedule.loss_weight(t)
+    for name, got in made.items():
         entries.append((f"schedule.{name}", relative(got, golden[f"noise.{name}"]), 1e-6))
-    return entries
-
-
-def _time_entries(golden: Golden) -> list[Entry]:
-    entries = []
     for name, config in golden.info["sample_t"].items():
-        batch, block = config["batch"], config["block_size"]
-        bounds = config["eps_min"], config["eps_max"]
+        batch, bounds = config["batch"], (config["eps_min"], config["eps_max"])
         t = stratified_times(golden[f"{name}.u"], torch.arange(batch), batch, *bounds)
         want = golden[f"{name}.t"]
-        t = t.repeat_interleave(block if want.shape != t.shape else 1, dim=1)
+        t = t.repeat_interleave(config["block_size"] if want.shape != t.shape else 1, dim=1)
         entries.append((f"times.{name}", relative(t, want), 1e-6))
-    return entries
-
-
-def _feature_entries(golden: Golden) -> list[Entry]:
-    entries = []
     for key in golden.tensors:
         if key.startswith("mask.n"):
-            length, block = (int(part) for part in key.removeprefix("mask.n").split("_block"))
+            length, block = map(int, key.removeprefix("mask.n").split("_block"))
             got = training_mask(length, block, torch.device("cpu"))
             entries.append((key, mismatches(got, golden[key].bool()), 0.0))
     cosines = golden["rotary.cos"]
     rotary = Rotary.of(torch.arange(cosines.shape[0]), cosines.shape[1])
-    features = sigma_features(golden["timestep.sigma"])
-    return [
-        *entries,
-        ("rotary.cos", absolute(rotary.cos, cosines), 1e-6),
-        ("rotary.sin", absolute(rotary.sin, golden["rotary.sin"]), 1e-6),
-        ("timestep.freq256", absolute(features, golden["timestep.freq256"]), 1e-6),
-    ]
+    for key, got in (
+        ("rotary.cos", rotary.cos),
+        ("rotary.sin", rotary.sin),
+        ("timestep.freq256", sigma_features(golden["timestep.sigma"])),
+    ):
+        entries.append((key, absolute(got, golden[key]), 1e-6))
+    return [Comparison("ops", *entry) for entry in entries]
 
 
 def training_case(folder: Path) -> list[Comparison]:

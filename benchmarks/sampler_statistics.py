@@ -84,9 +84,8 @@ def chi_square(case: str, counts: Tensor, expected_probs: Tensor) -> ChiSquare:
         observed, expected = observed[:-1], expected[:-1]
     statistic = float(((observed - expected) ** 2 / expected).sum())
     freedom = len(expected) - 1
-    p_value = 0.0 if impossible else 1.0
-    if freedom and not impossible:
-        p_value = float(stats.chi2.sf(statistic, freedom))
+    p_value = float(stats.chi2.sf(statistic, freedom)) if freedom else 1.0
+    p_value = 0.0 if impossible else p_value
     effect = detectable_effect(freedom, num) if freedom else 1.0
     return ChiSquare(case, int(num), len(expected), statistic, p_value, effect)
 
@@ -94,11 +93,9 @@ def chi_square(case: str, counts: Tensor, expected_probs: Tensor) -> ChiSquare:
 def detectable_effect(freedom: int, num_samples: float, power: float = 0.99) -> float:
     """Smallest effect size w that is rejected at ``LEVEL`` with the given power."""
     critical = stats.chi2.isf(LEVEL, freedom)
-
-    def excess(noncentrality: float) -> float:
-        return float(stats.ncx2.sf(critical, freedom, noncentrality)) - power
-
-    root = optimize.brentq(excess, 1e-6, 10 * (critical + 10))
+    root = optimize.brentq(
+        lambda shift: stats.ncx2.sf(critical, freedom, shift) - power, 1e-6, 10 * (critical + 10)
+    )
     return float(np.sqrt(root / num_samples))
 
 
@@ -133,17 +130,11 @@ class Goldens:
             conditioning="gumbel" if conditioned else "none",
             block_size=config["block_size_bd3"] if name == "bd3lm" else None,
         )
-        student_class = STUDENTS[name]
-        student = student_class(
-            student_class.config_class.build(
-                settings,
-                vocab_size=config["mask_id"],
-                row_length=config["length"],
-                bos_token_id=config["bos_id"],
-            )
-        ).eval()
-        prefix = "weights.gumbel." if conditioned else "weights.dit."
-        prefix = "weights.ar." if name == "ar" else prefix
+        sizes = {"vocab_size": config["mask_id"], "row_length": config["length"]}
+        built = STUDENTS[name].config_class.build(settings, **sizes, bos_token_id=config["bos_id"])
+        student = STUDENTS[name](built).eval()
+        kind = "ar" if name == "ar" else "gumbel" if conditioned else "dit"
+        prefix = f"weights.{kind}."
         weights = {k.removeprefix(prefix): v for k, v in self.tensors.items() if prefix in k}
         missing, unexpected = student.load_state_dict(our_parameters(weights), strict=False)
         assert set(missing) <= {"time_bounds"} and not unexpected, (missing, unexpected)
@@ -223,15 +214,6 @@ class Case:
         return sampler(nfe=self.num_steps, **common)
 
 
-def draw_case(goldens: Goldens, case: Case, sample_ids: Tensor, seed: int) -> Tensor:
-    """Samples [N, L] of a case, with masks left where the golden leaves them."""
-    student, num = goldens.student(case.model), len(sample_ids)
-    tokens, noise = goldens.rows(num), goldens.noise(case.model, num)
-    sizes = goldens.info["config"]
-    config = case.config(noise is not None, sizes["length"], sizes["block_size_bd3"])
-    return config.sample(student, tokens, sample_ids, noise, seed).tokens
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepsAlone(AncestralSampler):
     """T ancestral steps and nothing more: a token stays masked with probability p(1e-5) / p(1)."""
@@ -249,16 +231,32 @@ def count_rows(tokens: Int[Tensor, "n l"], num_values: int) -> Int[Tensor, "*row
     return torch.bincount(index, minlength=num_values**num_free).view((num_values,) * num_free)
 
 
+def count_samples(
+    goldens: Goldens, model: str, sampler: Sampler, name: str, num_samples: int, exact: Tensor
+) -> Int[Tensor, "*row"]:
+    """How often each row of ``exact`` was drawn; masks are left where the sampler leaves them."""
+    student, seed = goldens.student(model), derive_seed("sampler statistics", name)
+    counts = torch.zeros(exact.shape, dtype=torch.int64)
+    for first in range(0, num_samples, BATCH):
+        ids = torch.arange(first, min(first + BATCH, num_samples))
+        tokens, noise = goldens.rows(len(ids)), goldens.noise(model, len(ids))
+        drawn = sampler.sample(student, tokens, ids, noise, seed).tokens
+        counts += count_rows(drawn, exact.shape[0])
+    return counts
+
+
 def run_case(
     goldens: Goldens, case: str, num_samples: int, *, judged_by: str | None = None
 ) -> ChiSquare:
     """Draw ``num_samples`` samples of a case and test them, against another case if told."""
-    exact = goldens.exact(judged_by or case)
-    seed = derive_seed("sampler statistics", case)
-    counts = torch.zeros(exact.shape, dtype=torch.int64)
-    for first in range(0, num_samples, BATCH):
-        ids = torch.arange(first, min(first + BATCH, num_samples))
-        counts += count_rows(draw_case(goldens, Case.parse(case), ids, seed), exact.shape[0])
+    exact, parsed, sizes = (
+        goldens.exact(judged_by or case),
+        Case.parse(case),
+        goldens.info["config"],
+    )
+    is_conditioned = parsed.model.endswith("_gumbel")
+    sampler = parsed.config(is_conditioned, sizes["length"], sizes["block_size_bd3"])
+    counts = count_samples(goldens, parsed.model, sampler, case, num_samples, exact)
     return chi_square(case, counts, exact)
 
 
@@ -275,15 +273,9 @@ def exact_one_step(goldens: Goldens, tau: float) -> Float[Tensor, "*row"]:
 def run_tau(goldens: Goldens, tau: float, num_samples: int, *, judged_by: float) -> ChiSquare:
     """One ancestral step at ``tau`` against the exact distribution at ``judged_by``."""
     sampler = AncestralSampler(nfe=1, tau=tau, final_argmax=False)
-    student, exact = goldens.student("mdlm_gumbel"), exact_one_step(goldens, judged_by)
-    seed, counts = derive_seed("sampler statistics", "tau"), torch.zeros(exact.shape)
-    for first in range(0, num_samples, BATCH):
-        ids = torch.arange(first, min(first + BATCH, num_samples))
-        tokens, noise = goldens.rows(len(ids)), goldens.noise("mdlm_gumbel", len(ids))
-        drawn = sampler.sample(student, tokens, ids, noise, seed).tokens
-        counts += count_rows(drawn, exact.shape[0])
-    name = f"mdlm_gumbel, T 1, tau {tau}, judged at {judged_by}"
-    return chi_square(name, counts, exact)
+    exact = exact_one_step(goldens, judged_by)
+    counts = count_samples(goldens, "mdlm_gumbel", sampler, "tau", num_samples, exact)
+    return chi_square(f"mdlm_gumbel, T 1, tau {tau}, judged at {judged_by}", counts, exact)
 
 
 def main(
@@ -303,21 +295,15 @@ def main(
             results.append(run_case(goldens, case, num))
             bar.advance(num)
             bar.note(case)
-    num_tail, drawn = 50_256, {}
+    num_tail, drawn = 50_256, []
     with progress_bar("float32", 2 * num_truncation, unit="samples") as bar:
         for precision in (truncation.FLOAT64, truncation.FLOAT32):
-            counts = truncation.through_the_sampler(
-                precision, num_tail, num_truncation, bar.advance
-            )
-            name = f"flat tail, {precision.name}, all uniforms drawn"
-            drawn[name] = truncation.judge(name, counts, num_tail)
-            name = f"flat tail, {precision.name}"
-            counts = truncation.simulate(precision, num_tail, num)
-            drawn[name] = truncation.judge(name, counts, num_tail)
-    taus = [run_tau(goldens, tau, num, judged_by=tau) for tau in TAUS]
-    results += taus
-    drawn["tau 0.85 judged at 1"] = run_tau(goldens, 0.85, num, judged_by=1.0)
-    rows = [*results, *drawn.values()]
+            name, sizes = f"flat tail, {precision.name}", (precision, num_tail)
+            counts = truncation.through_the_sampler(*sizes, num_truncation, bar.advance)
+            drawn.append(truncation.judge(f"{name}, all uniforms drawn", counts, num_tail))
+            drawn.append(truncation.judge(name, truncation.simulate(*sizes, num), num_tail))
+    results += [run_tau(goldens, tau, num, judged_by=tau) for tau in TAUS]
+    rows = [*results, *drawn, run_tau(goldens, 0.85, num, judged_by=1.0)]
     for row in rows:
         print(row.line())
     failed = [row.case for row in results if not row.passed]

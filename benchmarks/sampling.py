@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import torch
@@ -22,8 +23,8 @@ import typer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.cache_equality import open_gates
-from benchmarks.measure import interleaved_seconds, machine, median
+from benchmarks.measure import interleaved_seconds, machine
+from benchmarks.synthetic import open_gates
 from shards.atomic import write_json_atomic
 from shards.console import without_library_bars
 from shards.errors import UsageError
@@ -92,15 +93,7 @@ SHAPES = {
 
 @dataclass
 class Trial:
-    """One sampler on one student.
-
-    Attributes:
-        name: Row of the table.
-        student: The student.
-        sampler: The sampler.
-        batch_size: Rows per call.
-        results: What the calls returned.
-    """
+    """One sampler on one student, rows per call, and what the calls returned."""
 
     name: str
     student: Student
@@ -113,9 +106,8 @@ class Trial:
     def rows(self) -> Tensor:
         """Rows whose last positions are to be filled."""
         shape, generator = self.shape, torch.Generator().manual_seed(0)
-        rows = torch.randint(
-            shape.vocab_size, (self.batch_size, shape.row_length), generator=generator
-        )
+        size = (self.batch_size, shape.row_length)
+        rows = torch.randint(shape.vocab_size, size, generator=generator)
         rows[:, -shape.num_filled :] = self.student.mask_id
         return rows.to(self.student.device)
 
@@ -134,12 +126,9 @@ class Trial:
 def make_student(kind: str, shape: Shape, device: torch.device, **changes: Any) -> Student:
     """A student whose gates and output layer are random too, so that tokens hang on context."""
     settings = replace(shape.settings, **changes)
-    student_class = STUDENTS[kind]
-    config = student_class.config_class.build(
-        settings, vocab_size=shape.vocab_size, row_length=shape.row_length
-    )
+    sizes = {"vocab_size": shape.vocab_size, "row_length": shape.row_length}
     torch.manual_seed(0)
-    student = student_class(config).eval()
+    student = STUDENTS[kind](STUDENTS[kind].config_class.build(settings, **sizes)).eval()
     open_gates(student)
     return student.to(device)  # type: ignore[arg-type]
 
@@ -173,17 +162,15 @@ def make_trials(
     def trial(name: str, student: Student, sampler: Sampler, batch: int | None = None) -> Trial:
         return Trial(name, student, sampler, batch or shape.batch_size, shape, precision)
 
-    trials = [trial(f"ancestral, NFE {n}", mdlm, AncestralSampler(nfe=n)) for n in shape.nfe]
-    least = shape.nfe[0]
+    least, many = shape.nfe[0], LARGE_BATCH
+    nucleus = AncestralSampler(nfe=least, nucleus_p=0.9)
     apd = AdaptiveSampler(verifier=verifier, mixture_weight=0.9, max_lookahead=16)
     return [
-        *trials,
-        trial(
-            f"ancestral, NFE {least}, nucleus 0.9", mdlm, AncestralSampler(nfe=least, nucleus_p=0.9)
-        ),
+        *(trial(f"ancestral, NFE {n}", mdlm, AncestralSampler(nfe=n)) for n in shape.nfe),
+        trial(f"ancestral, NFE {least}, nucleus 0.9", mdlm, nucleus),
         trial(f"ancestral + Gumbel, NFE {least}", gumbel, AncestralSampler(nfe=least)),
         trial("first-hitting, batch 1", mdlm, FirstHittingSampler(), 1),
-        trial(f"first-hitting, batch {LARGE_BATCH}", mdlm, FirstHittingSampler(), LARGE_BATCH),
+        trial(f"first-hitting, batch {many}", mdlm, FirstHittingSampler(), many),
         trial("block 4, cache", blocks, BlockSampler()),
         trial("block 4, no cache", blocks, BlockSampler(use_cache=False)),
         trial("block 4, first-hitting, cache", blocks, BlockSampler(inner="first_hitting")),
@@ -206,19 +193,6 @@ def summarise(trial: Trial, seconds: list[float]) -> dict[str, Any]:
     }
 
 
-def ratios(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """The figures that have a target."""
-
-    def speed(name: str) -> float:
-        return rows[name]["tokens_per_second"]
-
-    return {
-        "block_cache_over_no_cache": speed("block 4, cache") / speed("block 4, no cache"),
-        "first_hitting_batch_16_over_1": speed(f"first-hitting, batch {LARGE_BATCH}")
-        / speed("first-hitting, batch 1"),
-    }
-
-
 def check_same_tokens(trials: list[Trial], precision: torch.dtype) -> float:
     """Share of tokens on which cached and uncached block sampling agree.
 
@@ -238,14 +212,20 @@ def run_benchmark(shape: Shape, device: torch.device, precision: torch.dtype) ->
         trials = make_trials(shape, device, precision, save_verifier(Path(folder), shape))
         work: dict[str, Callable[[], object]] = {trial.name: trial for trial in trials}
         seconds = interleaved_seconds(work, device, repeats=shape.repeats)
-    rows = {trial.name: summarise(trial, seconds[trial.name]) for trial in trials}
+    rows = [summarise(trial, seconds[trial.name]) for trial in trials]
+    speed = {row["name"]: row["tokens_per_second"] for row in rows}
+    many = speed[f"first-hitting, batch {LARGE_BATCH}"]
+    ratios = {
+        "block_cache_over_no_cache": speed["block 4, cache"] / speed["block 4, no cache"],
+        "first_hitting_batch_16_over_1": many / speed["first-hitting, batch 1"],
+    }
     return {
         "machine": machine(device),
         "precision": str(precision).removeprefix("torch."),
         "shape": asdict(shape),
         "parameters": trials[0].student.num_parameters(),
-        "samplers": list(rows.values()),
-        "ratios": ratios(rows),
+        "samplers": rows,
+        "ratios": ratios,
         "cache_token_agreement": check_same_tokens(trials, precision),
     }
 
@@ -253,11 +233,8 @@ def run_benchmark(shape: Shape, device: torch.device, precision: torch.dtype) ->
 def table(report: dict[str, Any]) -> str:
     """The report as text."""
     lines = [f"{'sampler':<36} {'batch':>5} {'NFE':>7} {'tokens/s':>10}"]
-    for row in report["samplers"]:
-        lines.append(
-            f"{row['name']:<36} {row['batch_size']:>5} {row['nfe_mean']:>7.1f} "
-            f"{row['tokens_per_second']:>10.1f}"
-        )
+    form = "{name:<36} {batch_size:>5} {nfe_mean:>7.1f} {tokens_per_second:>10.1f}"
+    lines += [form.format(**row) for row in report["samplers"]]
     lines += [f"{name}: {value:.2f}" for name, value in report["ratios"].items()]
     return "\n".join(lines)
 

@@ -31,6 +31,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -202,23 +203,20 @@ def speed(engines: dict[str, Engine]) -> dict[str, Any]:
         jobs = [Job(PROMPTS[i % len(PROMPTS)], 1000 + i) for i in range(2 * streams)]
         for engine in engines.values():
             engine.serve(jobs, streams)  # what is compiled and cached at first is nobody's speed
-        seconds: dict[str, list[float]] = {name: [] for name in engines}
-        busy: dict[str, list[float]] = {name: [] for name in engines}
+        said: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
         for _ in range(REPEATS):
             for name, engine in engines.items():
-                said = engine.serve(jobs, streams)
-                seconds[name].append(said["seconds"])
-                busy[name].append(said["cpu_seconds"])
-                found.setdefault(name, {}).setdefault(str(streams), {})["tokens_per_pass"] = (
-                    tokens_per_pass(said["rows"])
-                )
-        for name, times in seconds.items():
-            rates = sorted(len(jobs) * MAX_TOKENS / time for time in times)
-            figures = found[name][str(streams)]
-            figures["tokens_per_second"] = rates[len(rates) // 2]
-            figures["all_seconds"] = times
-            figures["all_cpu_seconds"] = busy[name]
-            figures["cpu_ms_per_token"] = 1e3 * min(busy[name]) / (len(jobs) * MAX_TOKENS)
+                said[name].append(engine.serve(jobs, streams))
+        for name, turns in said.items():
+            times, busy = ([turn[key] for turn in turns] for key in ("seconds", "cpu_seconds"))
+            num_tokens = len(jobs) * MAX_TOKENS
+            figures = found.setdefault(name, {})[str(streams)] = {
+                "tokens_per_pass": tokens_per_pass(turns[-1]["rows"]),
+                "tokens_per_second": num_tokens / median(times),
+                "all_seconds": times,
+                "all_cpu_seconds": busy,
+                "cpu_ms_per_token": 1e3 * min(busy) / num_tokens,
+            }
             typer.echo(
                 f"{name}, {streams} streams: {figures['tokens_per_second']:.0f} tokens/s, "
                 f"{figures['cpu_ms_per_token']:.3f} ms of a core per token, "
@@ -296,22 +294,17 @@ def own(student: Path, teacher: str, lookahead: int, engine: Engine) -> dict[str
     ours = sampler.sample(model, tokens, rows, noise, 0)
     said = engine.serve(jobs, 16)["rows"]
     filled = (tokens == mask).sum(dim=1)
-    differing = sum(
-        sum(
-            one != other
-            for one, other in zip(row["tokens"], mine[-len(row["tokens"]) :].tolist(), strict=True)
-        )
-        for row, mine in zip(said, ours.tokens, strict=True)
-    )
+    pairs = zip(said, ours.tokens, strict=True)
+    served = [(torch.tensor(row["tokens"]), mine[-len(row["tokens"]) :]) for row, mine in pairs]
+    num_tokens, passes = int(filled.sum()), int(ours.details["verifier_nfe"].sum())
+    # Heads propose nothing before the first pass, here and there.
+    first = OWN_ROWS if isinstance(model, Medusa) else 0
     found = {
-        "tokens": int(filled.sum()),
-        "differing": differing,
+        "tokens": num_tokens,
+        "differing": sum(int((one != other).sum()) for one, other in served),
         "tokens_per_pass": tokens_per_pass(said),
-        "ours": int(filled.sum()) / int(ours.details["verifier_nfe"].sum()),
+        "ours": (num_tokens - first) / (passes - first),
     }
-    if isinstance(model, Medusa):  # heads propose nothing before the first pass, here and there
-        passes = int(ours.details["verifier_nfe"].sum()) - OWN_ROWS
-        found["ours"] = (found["tokens"] - OWN_ROWS) / passes
     typer.echo(f"student: {found}")
     return found
 
@@ -390,6 +383,10 @@ def main(
 
     file = out / "serving.json"
     found = json.loads(file.read_text()) if file.exists() else {}
+
+    def write() -> None:
+        file.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
+
     versions = subprocess.run(
         [engine / "bin" / "python", "-c", VERSIONS],
         capture_output=True,
@@ -409,41 +406,30 @@ def main(
         serving = Engine(engine, teacher, True, NGRAM)
         found["altered"] = altered(serving, teacher)
         serving.close()
-        file.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
-    if part == "cost":
-        bare = {"stock": Engine(engine, teacher, plugin=False)}
-        bare["shared noise"] = Engine(engine, teacher, plugin=True)
-        found["cost"] = speed(bare)
-        file.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
-        for one in bare.values():
-            one.close()
-    if part in ("altered", "cost"):
+        write()
+    if part == "altered":
         return
-    drafting = dict(kinds(engine, teacher, drafter, lookahead))
     plain = Engine(engine, teacher, plugin=True)
-    if part in ("speed", "all"):
+    drafting = {}
+    if part != "cost":
+        drafting["n-gram"] = Engine(engine, teacher, True, NGRAM)
+    if part != "cost" and drafter is not None:
+        drafts = {**STUDENT, "num_speculative_tokens": lookahead}
+        drafting["student"] = Engine(engine, teacher, True, drafts, drafter)
+    if part in ("speed", "cost", "all"):
         stock = Engine(engine, teacher, plugin=False)
-        found["speed"] = speed({"stock": stock, "shared noise": plain, **drafting})
+        name = "cost" if part == "cost" else "speed"
+        found[name] = speed({"stock": stock, "shared noise": plain, **drafting})
         stock.close()
     if part in ("exact", "all"):
         for said in exact(plain, {"no drafts, again": plain, **drafting}, tokens):
             found["exact"] = found.get("exact", {}) | said
-            file.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
+            write()
     if part in ("own", "all") and drafter is not None:
         found["own"] = own(drafter, teacher, lookahead, drafting["student"])
     for other in (plain, *drafting.values()):
         other.close()
-    file.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
-
-
-def kinds(
-    engine: Path, teacher: str, drafter: Path | None, lookahead: int
-) -> Iterator[tuple[str, Engine]]:
-    """The engines that draft."""
-    yield "n-gram", Engine(engine, teacher, True, NGRAM)
-    if drafter is not None:
-        drafts = {**STUDENT, "num_speculative_tokens": lookahead}
-        yield "student", Engine(engine, teacher, True, drafts, drafter)
+    write()
 
 
 if __name__ == "__main__":

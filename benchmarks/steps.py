@@ -5,6 +5,7 @@ All three take the same batch, weights, corruption and optimiser, and give the s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,17 +20,13 @@ from trainer.students.registry import MDLM
 from trainer.training.construction import clip_gradients
 
 
-def update(student: MDLM, optimizer: torch.optim.Optimizer) -> None:
-    """Clip the gradients and move the weights."""
+def finish_step(losses: Iterable[Tensor], student: MDLM, optimizer: torch.optim.Optimizer) -> None:
+    """Backward of each loss, clip, update."""
+    for loss in losses:
+        loss.backward()
     clip_gradients(student.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-
-
-def finish_step(loss: Tensor, student: MDLM, optimizer: torch.optim.Optimizer) -> None:
-    """Backward, clip, update."""
-    loss.backward()
-    update(student, optimizer)
 
 
 def tiled_loss(student: MDLM, batch: Batch) -> Tensor:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -48,14 +49,15 @@ def write_store(
     """A complete store of synthetic rows under that codec."""
     codec, seed = make_codec(codec_name), 5
     resources = {"unigram_log_probs": unigram(vocab_size)}
+    per_shard = min(ROWS_AT_ONCE, num_rows)
     manifest = Manifest(
         codec={"name": codec_name, "parameters": codec_parameters(codec)},
         arrays=codec.array_specs(vocab_size, None),
         vocab_size=vocab_size,
         row_length=row_length,
         splits={"train": num_rows},
-        rows_per_shard=min(ROWS_AT_ONCE, num_rows),
-        rows_per_chunk=min(ROWS_AT_ONCE, num_rows),
+        rows_per_shard=per_shard,
+        rows_per_chunk=per_shard,
         teacher={"id": "synthetic"},
         tokenizer={"id": "synthetic"},
         tokens={"fingerprint": "synthetic"},
@@ -70,23 +72,29 @@ def write_store(
         encoded = codec.encode(output, seed, resources)
         chosen = output.log_probs.gather(-1, output.tokens[..., None])[..., 0]
         columns = {"tokens": output.tokens.int(), "token_log_probs": chosen, **encoded}
-        writer.write(shard, {name: _with_position_0(value) for name, value in columns.items()})
+        writer.write(shard, {n: _with_position_0(v).numpy() for n, v in columns.items()})
     return ShardStore.open(folder)
 
 
-def _with_position_0(values: Tensor) -> np.ndarray:
-    array = values.numpy()
-    first = np.zeros((array.shape[0], 1, *array.shape[2:]), array.dtype)
-    return np.concatenate((first, array), axis=1)
+def _with_position_0(values: Tensor) -> Tensor:
+    return torch.cat((torch.zeros_like(values[:, :1]), values), dim=1)
+
+
+def batch_reader(
+    store: ShardStore, num_rows: int, device: torch.device, with_noise: bool = True
+) -> Callable[[int], Batch]:
+    """Step -> the first rows of a store as its global batch; every step is an epoch of its own."""
+    make = BatchMaker(store, "train", 7, device, with_noise=with_noise)
+    read = store.split("train").read_rows(0, num_rows)
+    arrays = {name: torch.from_numpy(value) for name, value in read.items() if name in make.arrays}
+    index = torch.arange(num_rows)
+    rows = partial(RowBatch, arrays, index, index, num_rows)
+    return lambda step: make(rows(epoch=step, step=step), step).to(device)
 
 
 def read_batch(store: ShardStore, num_rows: int, device: torch.device) -> Batch:
     """The first rows of a store as one global batch, read from its shards."""
-    read = store.split("train").read_rows(0, num_rows)
-    index = torch.arange(num_rows)
-    arrays = {name: torch.from_numpy(value) for name, value in read.items()}
-    rows = RowBatch(arrays, index, index, num_rows, epoch=0, step=0)
-    return BatchMaker(store, "train", 7, device, with_noise=True)(rows, step=0).to(device)
+    return batch_reader(store, num_rows, device)(0)
 
 
 def random_batch(
@@ -98,27 +106,29 @@ def random_batch(
     global_batch_size: int,
 ) -> Batch:
     """Rows as a store under the ``posterior`` codec gives them, made in memory on the device."""
-    codec, resources = (
-        make_codec("posterior"),
-        {"unigram_log_probs": unigram(vocab_size).to(device)},
-    )
+    codec = make_codec("posterior")
+    resources = {"unigram_log_probs": unigram(vocab_size).to(device)}
     columns: list[dict[str, Tensor]] = []
     for rows in torch.arange(first_slot, first_slot + num_rows).split(ROWS_AT_ONCE):
         output = synthetic_output(rows, row_length, vocab_size, device)
         chosen = output.log_probs.gather(-1, output.tokens[..., None])[..., 0]
         encoded = codec.encode(output, 5, resources)
         columns.append({"tokens": output.tokens, "token_log_probs": chosen, **encoded})
-    arrays = {name: torch.cat([_padded(part[name]) for part in columns]) for name in columns[0]}
+    whole = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
+    arrays = {name: _with_position_0(value) for name, value in whole.items()}
     tokens, chosen = arrays.pop("tokens"), arrays.pop("token_log_probs")
     rows = torch.arange(first_slot, first_slot + num_rows, device=device)
     noise = StoredRowNoise(codec, arrays, tokens, chosen, rows, 7, 0, resources)
     return Batch(tokens, chosen, rows, rows, global_batch_size, 0, 0, 3, noise)
 
 
-def _padded(values: Tensor) -> Tensor:
-    """Position 0 filled with zeros."""
-    first = torch.zeros((len(values), 1, *values.shape[2:]), device=values.device)
-    return torch.cat((first.to(values.dtype), values), dim=1)
+def open_gates(student: torch.nn.Module, std: float = 0.1) -> None:
+    """Draw the weights that training begins with at zero, gates and output layer, so that tokens
+    hang on context."""
+    torch.manual_seed(0)
+    for name, parameter in student.named_parameters():
+        if "adaLN" in name or "output_layer.linear" in name:
+            torch.nn.init.normal_(parameter, std=std)
 
 
 def make_student(
@@ -143,13 +153,8 @@ def make_teacher(
     context_length: int = 1024,
 ) -> GPT2LMHeadModel:
     """A GPT-2 with random weights; 36 x 1280 with 20 heads is the shape of GPT-2 Large."""
-    config = GPT2Config(
-        vocab_size=vocab_size,
-        n_positions=context_length,
-        n_layer=num_layers,
-        n_embd=hidden_size,
-        n_head=num_heads,
-    )
+    shape = {"n_layer": num_layers, "n_embd": hidden_size, "n_head": num_heads}
+    config = GPT2Config(vocab_size=vocab_size, n_positions=context_length, **shape)
     torch.manual_seed(0)
     with device:
         teacher = GPT2LMHeadModel(config)

@@ -17,7 +17,7 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks.measure import best, interleaved_seconds, machine
+from benchmarks.measure import interleaved_seconds, machine
 from benchmarks.steps import dense_gumbels, dense_loss, finish_step, online_batch, tiled_loss
 from benchmarks.synthetic import make_student, make_teacher, read_batch, write_store
 from shards.atomic import write_json_atomic
@@ -36,10 +36,9 @@ def measure_steps(
     settings: StudentSettings,
     batch_size: int,
     device: torch.device,
-    *,
     repeats: int,
     teacher_shape: tuple[int, int, int] | None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype,
 ) -> dict[str, object]:
     """Seconds of each step and their ratios; the losses must agree first."""
     vocab_size, row_length = store.manifest.vocab_size, store.manifest.row_length
@@ -63,7 +62,7 @@ def measure_steps(
         def step() -> object:
             with autocast():
                 loss = loss_of()
-            return finish_step(loss, student, optimizer)
+            return finish_step([loss], student, optimizer)
 
         return step
 
@@ -82,7 +81,7 @@ def measure_steps(
     if teacher_shape is not None:
         teacher = make_teacher(*teacher_shape, vocab_size, device).to(dtype)
         work["online teacher"] = step_of(lambda: tiled_loss(student, online_batch(teacher, read())))
-    seconds = {k: best(v) for k, v in interleaved_seconds(work, device, repeats=repeats).items()}
+    seconds = {k: min(v) for k, v in interleaved_seconds(work, device, repeats=repeats).items()}
     found: dict[str, object] = {
         "losses": losses,
         "seconds": seconds,
@@ -124,15 +123,8 @@ def main(
                     **{**read_preset(preset), "conditioning": "gumbel", "dropout": 0.0}
                 )
                 for dtype in dtypes.split(","):
-                    found = measure_steps(
-                        store,
-                        settings,
-                        batch_size,
-                        target,
-                        repeats=repeats,
-                        teacher_shape=shape,
-                        dtype=getattr(torch, dtype),
-                    )
+                    work = (store, settings, batch_size, target, repeats, shape)
+                    found = measure_steps(*work, getattr(torch, dtype))
                     name = f"{preset}, {codec}, {dtype}"
                     results[name] = found
                     keys = ("ratio_to_dense", "ratio_to_dense_given_xi", "decoupling_gain")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -20,19 +20,6 @@ from shards.language_model.loading import find_pretrained
 from shards.settings import to_mapping
 
 FIGURES = "figures.json"
-
-
-class Bench(Protocol):
-    """A task: how one student is judged, and what is said of all of them."""
-
-    def measure(self, run: Run, folder: Path) -> Any:
-        """JSON-ready figures of the student in ``folder``."""
-
-    def reference(self) -> dict[str, Any]:
-        """JSON-ready figures that hold for every student."""
-
-    def summarise(self, figures: Mapping[str, Sequence[Any]]) -> list[str]:
-        """Lines of the table of recipe -> figures per seed."""
 
 
 def quality(
@@ -57,15 +44,15 @@ def quality(
     stores = make_stores(plan, home, words)
     link_teacher(home, words)
     train(plan, plan.runs, stores, home, parallel)
-    bench = open_bench(plan, home, words, make_judge(plan, judge.split(), home, parallel))
+    scorer = make_judge(plan, judge.split(), home, parallel)
+    bench = MazeBench(plan, home) if plan.task == "maze" else StoriesBench(plan, home, scorer)
     figures = measure(plan, stores, home, bench)
     out.mkdir(parents=True, exist_ok=True)
     place = out / f"quality-{plan_file.stem}"
     table = bench.summarise(figures)
     results = {"machine": machine(torch.device("cpu")), "plan": to_mapping(plan)}
-    write_json_atomic(
-        place.with_suffix(".json"), {**results, "reference": bench.reference(), "recipes": figures}
-    )
+    results |= {"reference": bench.reference(), "recipes": figures}
+    write_json_atomic(place.with_suffix(".json"), results)
     place.with_suffix(".md").write_text("\n".join(table) + "\n", encoding="utf-8")
     typer.echo("\n".join(table))
 
@@ -77,13 +64,6 @@ def link_teacher(home: Path, words: Sequence[str]) -> None:
         link.unlink(missing_ok=True)  # it may lead nowhere
         files = find_pretrained(words[words.index("--teacher") + 1])
         link.symlink_to(files.folder.resolve())
-
-
-def open_bench(plan: Plan, home: Path, words: Sequence[str], judge: Path | None) -> Bench:
-    """The task of the plan."""
-    if plan.task == "maze":
-        return MazeBench(plan, home)
-    return StoriesBench(plan, home, str(judge) if judge else None)
 
 
 def extracted(home: Path, words: tuple[str, ...]) -> Path:
@@ -140,7 +120,7 @@ def make_judge(plan: Plan, words: Sequence[str], home: Path, parallel: int) -> P
 
 
 def measure(
-    plan: Plan, stores: Mapping[str, Path], home: Path, bench: Bench
+    plan: Plan, stores: Mapping[str, Path], home: Path, bench: MazeBench | StoriesBench
 ) -> dict[str, list[Any]]:
     """Recipe -> figures of its students, one per seed."""
     figures: dict[str, list[Any]] = {recipe.name: [] for recipe in plan.recipes}
@@ -148,20 +128,14 @@ def measure(
         folder = home / run.folder
         folder.mkdir(parents=True, exist_ok=True)
         command = run.command(plan, stores[run.recipe.store], home)
-        key = [command, sampling_of(plan, run.recipe), to_mapping(run.recipe)]
+        sampling = [plan.num_samples, list(plan.sample_seeds), list(plan.nfe)]
+        key = [command, sampling, to_mapping(run.recipe)]
         found = recall(folder / FIGURES, key)
         if found is None:
             found = bench.measure(run, home / run.folder_of(run.recipe.student_of))
             remember(folder / FIGURES, key, found)
         figures[run.recipe.name].append(found)
     return figures
-
-
-def sampling_of(plan: Plan, recipe: Recipe) -> list[Any]:
-    """What of the plan decides how a recipe's students are sampled."""
-    found: list[Any] = [plan.num_samples]
-    found += map(list, (plan.sample_seeds, plan.nfe))
-    return found
 
 
 if __name__ == "__main__":

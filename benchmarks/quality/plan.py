@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from shards.atomic import write_json_atomic
 from shards.errors import UsageError
 from shards.settings import read_toml, resolve
 
@@ -50,12 +51,6 @@ class Recipe:
     verifier: str | None = None
 
     @property
-    def kind(self) -> tuple[str, str]:
-        """The student and its block size: recipes of one kind are compared with each other."""
-        blocks = [word for word in self.settings if word.startswith("model.block_size=")]
-        return self.student, blocks[-1] if blocks else ""
-
-    @property
     def needs(self) -> list[str]:
         """Names of the recipes whose students this one uses."""
         names = (self.init_from, self.student_of, self.verifier)
@@ -78,9 +73,8 @@ class StoreWords:
 
     def __post_init__(self) -> None:
         if bool(self.extract) == bool(self.convert):
-            raise UsageError(
-                "a store is extracted or converted", where=self.name, got="both or none"
-            )
+            what = "a store is extracted or converted"
+            raise UsageError(what, where=self.name, got="both or none")
 
 
 @dataclass(frozen=True)
@@ -214,8 +208,6 @@ def read_plan(path: Path, overrides: list[str], only: str = "") -> Plan:
 
 def remember(path: Path, key: object, value: object) -> None:
     """Keep a finished piece of work with what it was made from."""
-    from shards.atomic import write_json_atomic
-
     write_json_atomic(path, {"key": key, "value": value})
 
 

@@ -24,7 +24,7 @@ class StoriesBench:
             distance of n-grams.
     """
 
-    def __init__(self, plan: Plan, home: Path, judge: str | None) -> None:
+    def __init__(self, plan: Plan, home: Path, judge: Path | None) -> None:
         self.plan, self.home, self.judge = plan, home, judge
 
     def measure(self, run: Run, folder: Path) -> dict[str, Any]:
@@ -56,6 +56,6 @@ class StoriesBench:
         runs = [f"{run.folder}={self.home / 'samples' / run.folder}" for run in self.plan.runs]
         words = ["gdistill-eval", "frontier", *runs, "--data", str(self.home / "store")]
         words += ["--out", str(self.home / "frontier")]
-        run_visibly("frontier", (*words, *(("--judge", self.judge) if self.judge else ())))
+        run_visibly("frontier", (*words, *(("--judge", str(self.judge)) if self.judge else ())))
         table = (self.home / "frontier" / "tables.md").read_text(encoding="utf-8")
         return [*lines, "", *table.splitlines()]

@@ -157,9 +157,9 @@ def resolve_device(name: str) -> torch.device:
 def allow_tf32(device: torch.device) -> str:
     """Let this process's float32 matrix products run as TF32 on a GPU that has it.
 
-    For what tolerates inputs of 10 bits: samples of a student, perplexity under a judge (what it
-    costs: benchmarks/results/gpu_precision.json). Extraction does not: log p of a token moves by
-    up to 0.04 nats, and is promised to 2e-4. ``NVIDIA_TF32_OVERRIDE=0`` turns it off.
+    For what tolerates inputs of 10 bits: samples of a student, perplexity under a judge.
+    Extraction does not: log p of a token moves by up to 0.04 nats (emulated on a CPU), and is
+    promised to 2e-4. ``NVIDIA_TF32_OVERRIDE=0`` turns it off.
 
     Returns:
         What runs: ``TF32`` or ``float32``.

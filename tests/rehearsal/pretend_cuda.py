@@ -3,7 +3,6 @@
     with pretend_cuda() as watch:
         ...                      # code that moves models and batches to "cuda"
     watch.syncs                  # Counter of (kind, "file:line"): where the host waited
-    watch.kernels                # operations that ran "on the device"
 
 An operation that mixes devices raises as on CUDA: only a 0-dim CPU tensor may join, and a CPU
 index may index a device tensor (which copies it, and waits). Counted as waiting: ``item``,
@@ -24,7 +23,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,38 +36,34 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tests.rehearsal import streams
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ROOMS = ("shards", "pipeline", "trainer", "evaluation")
+PRODUCT = ("shards", "pipeline", "trainer", "evaluation")
 CUDA = torch.device("cuda", 0)
 SIZE_DEPENDS_ON_DATA = {
     "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal",
 }  # fmt: skip
+MASKS = (torch.bool, torch.uint8)
 GATHERS = {"index", "_unsafe_index"}
 SCATTERS = {"index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put"}
 PROPERTIES = SimpleNamespace(name="a pretended GPU", total_memory=80 << 30, L2_cache_size=50 << 20)
+COMPOSITE = "CompositeImplicitAutograd"
 CROSSES_DEVICES = {"_to_copy", "copy_", "_local_scalar_dense"}
 
 
-@dataclass
 class Watch:
-    """What was counted since the last :meth:`clear`."""
+    """How often the host waited, by what for and where."""
 
-    syncs: Counter[tuple[str, str]] = field(default_factory=Counter)
-    kernels: int = 0
+    def __init__(self) -> None:
+        self.syncs: Counter[tuple[str, str]] = Counter()
 
     def clear(self) -> None:
         self.syncs.clear()
-        self.kernels = 0
-
-    @property
-    def num_syncs(self) -> int:
-        return sum(self.syncs.values())
 
     def wait(self, kind: str) -> None:
-        """Note one wait of the host at the innermost line of a room on the stack."""
+        """Note one wait of the host at the innermost line of the product on the stack."""
         frame = sys._getframe(1)
         while frame is not None:
             path = Path(frame.f_code.co_filename)
-            if path.is_relative_to(REPOSITORY) and path.relative_to(REPOSITORY).parts[0] in ROOMS:
+            if path.is_relative_to(REPOSITORY) and path.relative_to(REPOSITORY).parts[0] in PRODUCT:
                 self.syncs[kind, f"{path.relative_to(REPOSITORY)}:{frame.f_lineno}"] += 1
                 return
             frame = frame.f_back  # type: ignore[assignment]
@@ -88,16 +82,9 @@ class PretendTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, real: torch.Tensor) -> PretendTensor:
-        made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            real.size(),
-            strides=real.stride(),
-            storage_offset=real.storage_offset(),
-            dtype=real.dtype,
-            layout=real.layout,
-            device=CUDA,
-            requires_grad=real.requires_grad,
-        )
+        same = {name: getattr(real, name) for name in ("dtype", "layout", "requires_grad")}
+        place = {"strides": real.stride(), "storage_offset": real.storage_offset(), "device": CUDA}
+        made = torch.Tensor._make_wrapper_subclass(cls, real.size(), **same, **place)
         made.on_host = real  # type: ignore[attr-defined]
         return made  # type: ignore[return-value]
 
@@ -146,33 +133,25 @@ def _bare(value: Any) -> Any:
     return value.on_host if _is_pretended(value) else value
 
 
-def _is_composite(func: Any) -> bool:
-    key = "CompositeImplicitAutograd"
-    return isinstance(
-        func, torch._ops.OpOverload
-    ) and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
-
-
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """One ATen operation: checked, counted, computed on the host, wrapped again."""
-    if _is_composite(func):  # under inference mode these arrive whole
-        with DispatchToHost():
+    is_overload = isinstance(func, torch._ops.OpOverload)
+    if is_overload and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), COMPOSITE):
+        with DispatchToHost():  # under inference mode these arrive whole
             result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
     name = func._schema.name.split("::")[1]
     given = tree_leaves((args, kwargs))
-    on_device = any(map(_is_pretended, given))
+    target, on_device = kwargs.get("device"), any(map(_is_pretended, given))
     if on_device:
         _refuse_mixed(name, func, args, given)
         _count_waits(name, args, kwargs)
-    else:
-        _count_upload(name, args, kwargs)
-    target = kwargs.get("device")
+    elif name == "_to_copy" and _is_device(target) and not kwargs.get("non_blocking"):
+        WATCH.wait("copy to the device")
     lands_on_device = _is_device(target) if target is not None else on_device
     if name == "copy_":
         lands_on_device = _is_pretended(args[0])
-    WATCH.kernels += int(on_device or lands_on_device)
     return _compute(func, name, args, kwargs, given, lands_on_device)
 
 
@@ -186,12 +165,9 @@ def _refuse_mixed(name: str, func: Any, args: Any, given: list[Any]) -> None:
             WATCH.wait("index from the host")
             return
     if strangers:
-        shapes = ", ".join(
-            f"{'cuda:0' if _is_pretended(x) else 'cpu'} {list(x.shape)}"
-            for x in given
-            if isinstance(x, torch.Tensor)
-        )
-        raise RuntimeError(f"expected all tensors on one device: {func} of {shapes}")
+        tensors = [x for x in given if isinstance(x, torch.Tensor)]
+        shapes = [f"{'cuda:0' if _is_pretended(x) else 'cpu'} {list(x.shape)}" for x in tensors]
+        raise RuntimeError(f"expected all tensors on one device: {func} of {', '.join(shapes)}")
 
 
 def _count_waits(name: str, args: Any, kwargs: dict[str, Any]) -> None:
@@ -204,27 +180,17 @@ def _count_waits(name: str, args: Any, kwargs: dict[str, Any]) -> None:
         if isinstance(repeats, torch.Tensor):
             WATCH.wait(name)
     elif name in GATHERS | SCATTERS and not _is_masked_fill(name, args):
-        if any(
-            isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1]
-        ):
+        masks = [i for i in args[1] if isinstance(i, torch.Tensor) and i.dtype in MASKS]
+        if masks:
             WATCH.wait("indexing by a mask")
     elif name == "_to_copy":
         target = kwargs.get("device")
         if target is not None and not _is_device(target) and not kwargs.get("non_blocking"):
             WATCH.wait("copy to the host")
-    elif name == "copy_" and not _is_asynchronous_copy(args, kwargs):
+    elif name == "copy_" and not (args[2] if len(args) > 2 else kwargs.get("non_blocking")):
         to_device, from_device = map(_is_pretended, args[:2])
         if to_device != from_device:
             WATCH.wait("copy to the device" if to_device else "copy to the host")
-
-
-def _count_upload(name: str, args: Any, kwargs: dict[str, Any]) -> None:
-    if name == "_to_copy" and _is_device(kwargs.get("device")) and not kwargs.get("non_blocking"):
-        WATCH.wait("copy to the device")
-
-
-def _is_asynchronous_copy(args: Any, kwargs: dict[str, Any]) -> bool:
-    return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
 
 
 def _is_masked_fill(name: str, args: Any) -> bool:
@@ -232,16 +198,13 @@ def _is_masked_fill(name: str, args: Any) -> bool:
     if name not in SCATTERS:
         return False
     masks = [index for index in args[1] if index is not None]
-    accumulate = len(args) > 3 and args[3]
-    return len(masks) == 1 and args[2].numel() == 1 and not accumulate
+    return len(masks) == 1 and args[2].numel() == 1 and not (len(args) > 3 and args[3])
 
 
 def _compute(
     func: Any, name: str, args: Any, kwargs: dict[str, Any], given: list[Any], wrap: bool
 ) -> Any:
-    bare_args, bare_kwargs = tree_map(
-        lambda x: x.on_host if _is_pretended(x) else x, (args, kwargs)
-    )
+    bare_args, bare_kwargs = tree_map(_bare, (args, kwargs))
     if _is_device(bare_kwargs.get("device")):
         bare_kwargs["device"] = torch.device("cpu")
     if bare_kwargs.get("pin_memory"):
@@ -313,26 +276,28 @@ def _tensor(made: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _patches() -> list[tuple[Any, str, Any]]:
-    cuda = torch.cuda
+    answers = {
+        "_lazy_init": None,
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "set_device": None,
+        "empty_cache": None,
+        "get_device_name": "a pretended GPU",
+        "get_device_properties": PROPERTIES,
+        "get_device_capability": (9, 0),
+        "is_bf16_supported": True,
+        "mem_get_info": (60 << 30, 80 << 30),
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "reset_peak_memory_stats": None,
+    }
     return [
-        (cuda, "_lazy_init", lambda: None),
-        (cuda, "is_available", lambda: True),
-        (cuda, "device_count", lambda: 1),
-        (cuda, "current_device", lambda: 0),
-        (cuda, "set_device", lambda device: None),
-        (cuda, "empty_cache", lambda: None),
-        (cuda, "synchronize", lambda device=None: WATCH.wait("synchronize")),
-        (cuda, "get_device_name", lambda device=None: "a pretended GPU"),
-        (cuda, "get_device_properties", lambda device=None: PROPERTIES),
-        (cuda, "get_device_capability", lambda device=None: (9, 0)),
-        (cuda, "is_bf16_supported", lambda *_, **__: True),
-        (cuda, "mem_get_info", lambda device=None: (60 << 30, 80 << 30)),
-        (cuda, "memory_allocated", lambda device=None: 0),
-        (cuda, "max_memory_allocated", lambda device=None: 0),
-        (cuda, "reset_peak_memory_stats", lambda device=None: None),
-        (cuda, "Stream", streams.Stream),
-        (cuda, "current_stream", streams.current_stream),
-        (cuda, "stream", streams.stream),
+        *((torch.cuda, name, lambda *_, said=said, **__: said) for name, said in answers.items()),
+        (torch.cuda, "synchronize", lambda device=None: WATCH.wait("synchronize")),
+        (torch.cuda, "Stream", streams.Stream),
+        (torch.cuda, "current_stream", streams.current_stream),
+        (torch.cuda, "stream", streams.stream),
         (streams.Stream, "waited", staticmethod(WATCH.wait)),
         (torch, "tensor", _tensor(torch.tensor)),
         (torch.Tensor, "record_stream", _record_stream),

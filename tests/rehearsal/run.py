@@ -1,4 +1,7 @@
-"""Builds the device guard and runs a Python module with it preloaded, in a process of its own."""
+"""Builds the device guard and rehearses in a process of its own with it preloaded.
+
+python -m tests.rehearsal.run [SCENARIO ...]    a table: how often the host waits, and where
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.cpp_extension import include_paths
 
 SOURCE = Path(__file__).with_name("guard.cpp")
+LIBRARY = Path(torch.__file__).parent / "lib"
 
 
 def compiler() -> str | None:
@@ -22,51 +27,43 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
 
 
-def library() -> Path:
-    """torch's folder of shared libraries."""
-    return Path(torch.__file__).parent / "lib"
-
-
 def build_guard(folder: Path) -> Path:
     """The compiled guard, built once per version of its source and of torch."""
     key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
     target = folder / f"gdistill-pretend-cuda-{key}.so"
-    if target.is_file():
-        return target
-    found = compiler()
-    assert found is not None
-    handle, name = tempfile.mkstemp(dir=folder, suffix=".so")
-    os.close(handle)
-    flags = ["-O1", "-shared", "-fPIC", "-std=c++20", *(f"-I{path}" for path in include_paths())]
-    link = [f"-L{library()}", "-ltorch_cpu", "-lc10", "-o", name]
-    subprocess.run([found, *flags, str(SOURCE), *link], check=True, capture_output=True)
-    os.replace(name, target)
+    if not target.is_file():
+        handle, name = tempfile.mkstemp(dir=folder, suffix=".so")
+        os.close(handle)
+        flags = [
+            "-O1",
+            "-shared",
+            "-fPIC",
+            "-std=c++20",
+            *(f"-I{path}" for path in include_paths()),
+        ]
+        link = [f"-L{LIBRARY}", "-ltorch_cpu", "-lc10", "-o", name]
+        command = [str(compiler()), *flags, str(SOURCE), *link]
+        subprocess.run(command, check=True, capture_output=True)
+        os.replace(name, target)
     return target
 
 
-def rehearse(module: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """``python -m module words`` with the guard preloaded."""
-    guard = build_guard(Path(tempfile.gettempdir()))
-    searched = [str(library()), os.environ.get("LD_LIBRARY_PATH", "")]
+def rehearse(*names: str) -> list[dict[str, Any]]:
+    """What each scenario (all, without names) says: its waits by place, or its error."""
     environment = os.environ | {
-        "LD_PRELOAD": str(guard),
-        "LD_LIBRARY_PATH": ":".join(filter(None, searched)),
+        "LD_PRELOAD": str(build_guard(Path(tempfile.gettempdir()))),
+        "LD_LIBRARY_PATH": f"{LIBRARY}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":"),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", module, *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-
-def main() -> None:
-    """A table of every scenario: how often the host waits in one repetition, and where."""
-    done = rehearse("tests.rehearsal.run_scenarios", *sys.argv[1:])
-    print("| scenario | waits | where |\n|---|---:|---|")
-    for record in map(json.loads, done.stdout.splitlines()):
-        places = [f"{kind} ({count:g})" for kind, count in record.get("places", {}).items()]
-        waits = f"{record['waits']:g}" if "waits" in record else "failed"
-        print(f"| {record['scenario']} | {waits} | {', '.join(places) or '-'} |")
-    sys.exit(done.returncode)
+    command = [sys.executable, "-m", "tests.rehearsal.scenarios", *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 if __name__ == "__main__":
-    main()
+    print("| scenario | waits | where |\n|---|---:|---|")
+    for record in rehearse(*sys.argv[1:]):
+        places = [f"{kind} ({count:g})" for kind, count in record.get("places", {}).items()]
+        waits = f"{record['waits']:g}" if "waits" in record else "failed"
+        print(f"| {record['scenario']} | {waits} | {', '.join(places) or '-'} |")

@@ -1,89 +1,117 @@
 """What a GPU run does, done on a pretended one: each scenario gives how often the host waited.
 
-Counts per repetition leave out the first, so that what is done once (tables, first compilations,
-uploads of resources) is not charged to every step. :mod:`tests.rehearsal.run` starts this in a
-process with the guard preloaded.
+Counts of a step, a pass or a batch leave out the first repetition, so that what is done once
+(tables, first compilations, uploads of resources) is not charged to every one. Of a whole training
+run, with validation, a checkpoint and the export, all is counted: what matters is that it runs, on
+one device. :mod:`tests.rehearsal.run` starts this in a process with the guard preloaded.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
-from benchmarks.synthetic import synthetic_output, unigram, write_store
+from benchmarks.synthetic import batch_reader, synthetic_output, unigram
+from benchmarks.synthetic import write_store as write_synthetic
+from evaluation.text.mauve_divergence import text_features
+from evaluation.text.reading import JudgeModel, ReadingLimits, Room, read_texts
 from pipeline.extract import to_host
 from shards.codec.protocol import TeacherOutput
 from shards.codec.registry import make_codec
+from shards.language_model.forward import resolve_device
 from shards.settings import resolve
 from shards.store.store import ShardStore
-from tests.rehearsal.pretend_cuda import WATCH
-from tests.trainer.sampling_cases import open_rows
-from trainer.objective.batch import Batch, BatchMaker
+from tests.rehearsal.pretend_cuda import WATCH, pretend_cuda
+from tests.rehearsal.self_check import self_check
+from tests.trainer.backbone_cases import backbone_run, store_of, write_backbone
+from tests.trainer.run_cases import tiny_run, write_store
+from tests.trainer.sampling.test_adaptive import tiny_llama
+from tests.trainer.sampling_cases import VOCAB as SMALL
+from tests.trainer.sampling_cases import open_rows, tiny_student
 from trainer.sampling.noise import sampling_noise
 from trainer.sampling.registry import make_sampler
 from trainer.students.configuration import StudentSettings
 from trainer.students.registry import STUDENTS, Student
+from trainer.training.checkpoint import CheckpointFolder
 from trainer.training.construction import clip_gradients, make_optimizer
+from trainer.training.loop import train
+from trainer.training.metrics import CHECKPOINTS
 from trainer.training.settings import OptimizationConfig
 
 VOCAB, LENGTH, ROWS, HIDDEN = 3000, 16, 8, 8
 """Several noise tiles wide at the block size used here, so that waits per tile would show."""
+CODECS = ("posterior", "seeded", "topk", "quantized", "full")
 Counts = Counter[tuple[str, str]]
-SCENARIOS: dict[str, Callable[[], Counts]] = {}
+SCENARIOS: dict[str, Callable[[], Counts]] = {"the pretence itself": self_check}
 
 
-def scenario(name: str) -> Callable[[Callable[[], Counts]], Callable[[], Counts]]:
-    def keep(work: Callable[[], Counts]) -> Callable[[], Counts]:
-        SCENARIOS[name] = work
-        return work
+def scenario(name: str, work: Callable[..., Counts], *given: Any, **settings: Any) -> None:
+    SCENARIOS[name] = partial(work, *given, **settings)
 
-    return keep
+
+# What is made on the host, before the pretence begins.
 
 
 @cache
 def store(codec: str) -> ShardStore:
-    """A store of synthetic rows, written on the host."""
-    return write_store(Path(tempfile.mkdtemp()) / codec, codec, ROWS, LENGTH, VOCAB)
+    return write_synthetic(Path(tempfile.mkdtemp()) / codec, codec, ROWS, LENGTH, VOCAB)
+
+
+@cache
+def teacher_output(codec: str) -> tuple[TeacherOutput, dict[str, torch.Tensor]]:
+    """What a teacher says of two rows, and a codec's resources; ``hidden`` wants W h and W."""
+    if codec != "hidden":
+        output = synthetic_output(torch.arange(2), LENGTH, VOCAB)
+        hidden = torch.zeros(2, LENGTH - 1, HIDDEN)
+        return replace(output, hidden=hidden), {"unigram_log_probs": unigram(VOCAB)}
+    generator = torch.Generator().manual_seed(3)
+    head = torch.randn(300, HIDDEN, generator=generator)
+    hidden = torch.randn(2, LENGTH - 1, HIDDEN, generator=generator)
+    log_probs = (hidden @ head.T).log_softmax(-1)
+    output = TeacherOutput(log_probs, log_probs.argmax(-1), torch.arange(2), hidden)
+    return output, {"lm_head": head}
+
+
+@cache
+def stories() -> Path:
+    """A store, and beside it a verifier of the same vocabulary and a backbone with its store."""
+    folder = Path(tempfile.mkdtemp())
+    tiny_llama().save_pretrained(folder / "verifier")
+    write_store(folder / "store", vocab_size=SMALL)
+    store_of(folder / "own", write_backbone(folder / "backbone"))
+    return folder
+
+
+# Steps, batches and passes.
 
 
 def student(kind: str = "mdlm", conditioning: str = "gumbel", **settings: object) -> Student:
     """A small student on the device."""
-    block_size = 4 if kind == "bd3lm" else None
     shape = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "condition_size": 8}
     own = {"dropout": 0.1, "attention": "sdpa"}  # FlexAttention is not pretended
-    kinds = {"conditioning": conditioning, "block_size": block_size}
+    kinds = {"conditioning": conditioning, "block_size": 4 if kind == "bd3lm" else None}
     chosen = resolve(StudentSettings, {**shape, **own, **kinds, **settings})
-    made = STUDENTS[kind]
-    config = made.config_class.build(
-        chosen, vocab_size=VOCAB, row_length=LENGTH, bos_token_id=0, eos_token_id=1
-    )
+    sizes = {"vocab_size": VOCAB, "row_length": LENGTH, "bos_token_id": 0, "eos_token_id": 1}
     torch.manual_seed(0)
-    model = made(config)
+    model = STUDENTS[kind](STUDENTS[kind].config_class.build(chosen, **sizes))
     for parameter in model.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.02)
     return model.to("cuda")
-
-
-def batches(codec: str, with_noise: bool) -> Callable[[int], Batch]:
-    """Batches as the loop makes them: rows on the host, then the device."""
-    opened = store(codec)
-    split = opened.split("train")
-    from shards.stream.stream import RowBatch
-
-    make = BatchMaker(opened, "train", 7, torch.device("cuda"), with_noise=with_noise)
-    read = split.read_rows(0, ROWS)
-    arrays = {name: torch.from_numpy(value) for name, value in read.items() if name in make.arrays}
-    index = torch.arange(ROWS)
-    device = torch.device("cuda:0")
-    rows = partial(RowBatch, arrays, index, index, ROWS)
-    return lambda step: make(rows(epoch=step, step=step), step).to(device)
 
 
 def waits_per(work: Callable[[int], object], repeats: int = 3) -> Counts:
@@ -95,82 +123,48 @@ def waits_per(work: Callable[[int], object], repeats: int = 3) -> Counts:
     return Counter({place: -(-count // repeats) for place, count in WATCH.syncs.items()})
 
 
-def _training(kind: str, conditioning: str, codec: str, **settings: object) -> Counts:
+def micro_batch(kind: str, conditioning: str, codec: str, **settings: object) -> Counts:
+    """Rows of the host to the device, forward and backward."""
     model = student(kind, conditioning, **settings).train()
-    make = batches(codec, conditioning != "none")
-
-    def step(index: int) -> None:
-        model.loss(make(index)).loss.backward()
-
-    return waits_per(step)
+    read = batch_reader(store(codec), ROWS, torch.device("cuda"), conditioning != "none")
+    return waits_per(lambda index: model.loss(read(index)).loss.backward())
 
 
-@cache
-def teacher_output() -> TeacherOutput:
-    """What a teacher says of two rows, with hidden states; on the host."""
-    output = synthetic_output(torch.arange(2), LENGTH, VOCAB)
-    return replace(output, hidden=torch.zeros(2, LENGTH - 1, HIDDEN))
-
-
-def _extraction(name: str) -> Counts:
-    """Encoding and fetching one batch; its forward pass waits for nothing."""
-    codec, output = make_codec(name), teacher_output()
-    tensors = {field.name: getattr(output, field.name).to("cuda") for field in fields(output)}
-    resources = {"unigram_log_probs": unigram(VOCAB).to("cuda")}
-    return waits_per(lambda _: to_host(dict(codec.encode(TeacherOutput(**tensors), 5, resources))))
-
-
-CODECS = ("posterior", "seeded", "topk", "quantized", "full")
-for _codec in CODECS:
-    scenario(f"extraction batch, {_codec}")(partial(_extraction, _codec))
-for _codec in CODECS:
-    scenario(f"micro-batch, mdlm, {_codec}")(partial(_training, "mdlm", "gumbel", _codec))
-OTHERS = (("mdlm", "none"), ("bd3lm", "gumbel"), ("bd3lm", "none"), ("ar", "none"))
-for _kind, _conditioning in OTHERS:
-    _name = f"micro-batch, {_kind}, {_conditioning}"
-    scenario(_name)(partial(_training, _kind, _conditioning, "posterior"))
-for _count in (0, 40):
-    scenario(f"micro-batch, mdlm, read again, {_count or 'all'}")(
-        partial(
-            _training,
-            *("mdlm", "gumbel", "posterior"),
-            noise={"layers": (1, 2), "top_k": _count},
-        )
-    )
-
-
-@scenario("optimiser step")
 def optimiser_step() -> Counts:
     model = student().train()
     optimizer = make_optimizer(list(model.parameters()), OptimizationConfig())
-    make = batches("posterior", True)
-
-    def step(index: int) -> None:
-        model.loss(make(index)).loss.backward()
+    read = batch_reader(store("posterior"), ROWS, torch.device("cuda"))
+    for index in range(2):
+        model.loss(read(index)).loss.backward()
         WATCH.clear()
         clip_gradients(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-
-    step(0)
-    step(1)
     return Counter(WATCH.syncs)
 
 
-def _sampling(kind: str, sampler: str, passes: tuple[int, int], **settings: object) -> Counts:
+def extraction(name: str) -> Counts:
+    """Encoding and fetching one batch; its forward pass waits for nothing."""
+    codec, (output, resources) = make_codec(name), teacher_output(name)
+    tensors = {field.name: getattr(output, field.name).to("cuda") for field in fields(output)}
+    given = {key: value.to("cuda") for key, value in resources.items()}
+    return waits_per(lambda _: to_host(dict(codec.encode(TeacherOutput(**tensors), 5, given))))
+
+
+def sampling(sampler: str, kind: str, conditioning: str, passes: tuple[int, int]) -> Counts:
     """Waits of one forward pass: a longer run less a shorter one, over the passes between them."""
-    model = student(kind, str(settings.pop("conditioning", "gumbel"))).eval()
+    model = student(kind, conditioning).eval()
     counts, made = [], []
-    for nfe in passes:
-        chosen = dict(settings) if "nfe" not in settings else {**settings, "nfe": nfe}
-        length = LENGTH if "nfe" in settings else nfe
-        rows = open_rows(model, 2, length).to("cuda")
-        ids = torch.arange(2, device="cuda")
+    for number in passes:
+        takes_nfe = sampler in ("ancestral", "fixed_count", "confidence")
+        length = LENGTH if takes_nfe else number
+        rows, ids = open_rows(model, 2, length).to("cuda"), torch.arange(2, device="cuda")
         noise = None
         if model.is_conditioned:
             noise = sampling_noise(5, ids, length, VOCAB, codec=model.codec)
         WATCH.clear()
-        result = make_sampler(sampler, **chosen).sample(model, rows, ids, noise, 5)
+        chosen = make_sampler(sampler, **({"nfe": number} if takes_nfe else {}))
+        result = chosen.sample(model, rows, ids, noise, 5)
         counts.append(Counter(WATCH.syncs))
         made.append(float(torch.as_tensor(result.nfe).float().max()))
     between = max(1.0, made[1] - made[0])
@@ -178,36 +172,153 @@ def _sampling(kind: str, sampler: str, passes: tuple[int, int], **settings: obje
     return Counter({place: round(value, 2) for place, value in more.items() if value > 0})  # type: ignore[misc]
 
 
-@scenario("sampling pass, ancestral, gumbel")
-def ancestral_gumbel() -> Counts:
-    return _sampling("mdlm", "ancestral", (4, 12), nfe=0)
+for _codec in (*CODECS, "hidden"):
+    scenario(f"extraction batch, {_codec}", extraction, _codec)
+for _codec in CODECS:
+    scenario(f"micro-batch, mdlm, {_codec}", micro_batch, "mdlm", "gumbel", _codec)
+for _given in (("mdlm", "none"), ("bd3lm", "gumbel"), ("bd3lm", "none"), ("ar", "none")):
+    scenario(f"micro-batch, {', '.join(_given)}", micro_batch, *_given, "posterior")
+for _count in (0, 40):
+    _noise, _given = {"layers": (1, 2), "top_k": _count}, ("mdlm", "gumbel", "posterior")
+    scenario(f"micro-batch, cross-attention, {_count or 'all'}", micro_batch, *_given, noise=_noise)
+scenario("optimiser step", optimiser_step)
+for _sampler, _conditioning in (
+    *(("ancestral", "gumbel"), ("ancestral", "none"), ("fixed_count", "gumbel")),
+    ("confidence", "gumbel"),
+):
+    _name = f"sampling pass, {_sampler}, {_conditioning}"
+    scenario(_name, sampling, _sampler, "mdlm", _conditioning, (4, 12))
+scenario("sampling pass, first_hitting", sampling, "first_hitting", "mdlm", "gumbel", (8, 16))
+scenario("sampling pass, block", sampling, "block", "bd3lm", "gumbel", (8, 16))
+scenario("sampling token, sequential", sampling, "sequential", "ar", "none", (8, 16))
 
 
-@scenario("sampling pass, ancestral, none")
-def ancestral_none() -> Counts:
-    return _sampling("mdlm", "ancestral", (4, 12), nfe=0, conditioning="none")
+# Whole trainings.
 
 
-@scenario("sampling pass, fixed_count")
-def fixed_count() -> Counts:
-    return _sampling("mdlm", "fixed_count", (4, 12), nfe=0)
+ON_GPU = {
+    "training__device": "cuda",
+    "training__micro_batch_size": 3,
+    "training__noise_kernel": "eager",
+    "training__validate_every_steps": 2,
+}
+BLOCKS = {"student": "bd3lm", "model__block_size": 4, "model__attention": "sdpa"}
+RUNS: dict[str, dict[str, Any]] = {
+    "mdlm, the compiled kernel tried": {"training__noise_kernel": "auto"},
+    "mdlm, bf16": {"training__precision": "bf16"},
+    "bd3lm": BLOCKS,
+    "bd3lm, search for clips": {**BLOCKS, "model__diffusion__search_schedule": "true"},
+    "ar": {"student": "ar", "model__conditioning": "none"},
+    "mdlm, cross-attention": {"model__noise__layers": [1]},
+    "mdlm, cross-attention, top 3": {"model__noise__layers": [1], "model__noise__top_k": 3},
+    "mdlm, token-level distillation": {"model__kd__kind": "token"},
+}
 
 
-@scenario("sampling pass, confidence")
-def confidence() -> Counts:
-    return _sampling("mdlm", "confidence", (4, 12), nfe=0)
+def training_run(settings: dict[str, Any]) -> Counts:
+    """Steps, validation, a checkpoint; the same command again, from it, to the export."""
+    prolonged = "model__diffusion__search_schedule" not in settings
+    with tempfile.TemporaryDirectory() as folder:
+        for num_steps in (2, 2 + prolonged):
+            run = tiny_run(**{**ON_GPU, "training__num_steps": num_steps, **settings})
+            assert train(run, stories() / "store", Path(folder) / "run")
+        assert (Path(folder) / "run/model/model.safetensors").is_file()
+    return Counter(WATCH.syncs)
 
 
-@scenario("sampling pass, first_hitting")
-def first_hitting() -> Counts:
-    return _sampling("mdlm", "first_hitting", (8, 16))
+def resumed() -> Counts:
+    """Three steps, and the third again from the second's checkpoint: the same weights, though the
+    rows of the third had set out when that was written."""
+    run = tiny_run(**ON_GPU, training__num_steps=3, training__checkpoint_every_steps=2)
+    weights = []
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(2):
+            assert train(run, stories() / "store", Path(folder))
+            weights.append(load_file(Path(folder) / "model/model.safetensors"))
+            shutil.rmtree(CheckpointFolder(Path(folder) / CHECKPOINTS, 2, None).path(3))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    return Counter(WATCH.syncs)
 
 
-@scenario("sampling pass, block")
-def block() -> Counts:
-    return _sampling("bd3lm", "block", (8, 16))
+def heads_run(student: str, conditioning: str) -> Counts:
+    """What stands on a frozen backbone: steps, validation, a checkpoint, the export."""
+    settings = {**ON_GPU, "training__num_steps": 2, "model__conditioning": conditioning}
+    with tempfile.TemporaryDirectory() as folder:
+        run = backbone_run(stories() / "backbone", student, **settings)
+        assert train(run, stories() / "own", Path(folder) / "run")
+    return Counter(WATCH.syncs)
 
 
-@scenario("sampling token, sequential")
-def sequential() -> Counts:
-    return _sampling("ar", "sequential", (8, 16), conditioning="none")
+for _name, _settings in RUNS.items():
+    scenario(f"training run, {_name}", training_run, _settings)
+scenario("training run, resumed as if whole", resumed)
+for _given in (("medusa", "gumbel"), ("medusa", "none"), ("drafter", "none")):
+    scenario(f"training run, {', '.join(_given)}", heads_run, *_given)
+
+
+# Verified decoding, and the judge.
+
+
+def verified(kind: str, sampler: str, **settings: object) -> Counts:
+    model = tiny_student(kind, block_size=4 if kind == "bd3lm" else None, attention="sdpa")
+    model = model.to("cuda")
+    rows, ids = open_rows(model, 2).to("cuda"), torch.arange(2, device="cuda")
+    noise = sampling_noise(5, ids, rows.shape[1], SMALL, codec=model.codec)
+    made = make_sampler(sampler, verifier=str(stories() / "verifier"), **settings)
+    WATCH.clear()
+    result = made.sample(model, rows, ids, noise, 5)
+    passes = max(1.0, float(torch.as_tensor(result.details["verifier_nfe"]).float().max()))
+    return Counter({place: round(n / passes, 2) for place, n in WATCH.syncs.items()})  # type: ignore[misc]
+
+
+def judge(features: bool) -> Counts:
+    """Batches of seven texts of 31 to 49 digits, read in windows of 32 tokens."""
+    place = resolve_device("auto")
+    most = 32 if features else None
+    words = SimpleNamespace(encode=lambda text, **_: [2 + int(digit) for digit in text][:most])
+    room = Room.on(place, SMALL, 32, 0)
+    model = JudgeModel("tiny", tiny_llama().to(place).eval(), words, 32, 0, (0,), room=room)
+
+    def read(index: int) -> object:
+        texts = [str(10 ** (30 + 3 * length) + index) for length in range(7)]
+        if features:
+            return text_features(model, texts, 32)
+        return read_texts(model, texts, ReadingLimits(32, 16, 64))
+
+    return waits_per(read)
+
+
+def moved() -> Counts:
+    model = student().eval()
+    return waits_per(lambda _: model(torch.zeros(1, 16, dtype=torch.long, device="cuda")))
+
+
+scenario("verified pass, coupled, mdlm", verified, "mdlm", "coupled")
+scenario("verified pass, coupled, bd3lm", verified, "bd3lm", "coupled")
+scenario("verified pass, apd", verified, "mdlm", "apd", mixture_weight=0.5)
+scenario("judge, a batch of texts", judge, False)
+scenario("judge, a batch of texts, mauve features", judge, True)
+scenario("student moved and asked for logits", moved)
+
+
+def main(names: list[str]) -> None:
+    """A JSON line a scenario: its waits by place, or the error that ended it."""
+    for codec in CODECS:
+        store(codec)
+        teacher_output(codec)
+    teacher_output("hidden")
+    stories()
+    for name in names or list(SCENARIOS):
+        record: dict[str, object] = {"scenario": name}
+        try:
+            with nullcontext() if SCENARIOS[name] is self_check else pretend_cuda():
+                counts = SCENARIOS[name]()
+            record["waits"] = sum(counts.values())
+            record["places"] = {f"{kind} at {place}": n for (kind, place), n in counts.items()}
+        except Exception:
+            record["error"] = traceback.format_exc(limit=-6)
+        print(json.dumps(record), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

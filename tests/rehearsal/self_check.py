@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
 
-from tests.rehearsal import pretend_cuda as pretend
+from tests.rehearsal.pretend_cuda import WATCH, pretend_cuda
 
 
 def kinds(work: Callable[[], object]) -> list[str]:
-    pretend.WATCH.clear()
+    WATCH.clear()
     work()
-    return [kind for (kind, _), count in pretend.WATCH.syncs.items() for _ in range(count)]
+    return [kind for (kind, _), count in WATCH.syncs.items() for _ in range(count)]
 
 
-def refused(work: Callable[[], object]) -> bool:
+def refused(work: Callable[[], object], why: str = "one device") -> bool:
     try:
         work()
     except RuntimeError as error:
-        return "one device" in str(error)
+        return why in str(error)
     return False
 
 
-def main() -> None:
-    with pretend.pretend_cuda():
+def early(work: Callable[[], object]) -> bool:
+    return refused(work, "another stream")
+
+
+def self_check() -> Counter[tuple[str, str]]:
+    with pretend_cuda():
         x = torch.arange(6.0, device="cuda").view(2, 3)
         host, mask = torch.ones(2, 3), x > 2
         assert x.is_cuda and x.device == torch.device("cuda:0") and (x + 1).is_cuda
@@ -47,12 +52,7 @@ def main() -> None:
         assert weight.grad is not None and weight.grad.is_cuda
         assert weight.grad.tolist() == [3.0, 5.0, 7.0]
     assert not torch.zeros(1).is_cuda
-    check_streams()
-
-
-def check_streams() -> None:
-    """Reading too early, and memory that would be given away too early."""
-    with pretend.pretend_cuda():
+    with pretend_cuda():  # reading too early, and memory that would be given away too early
         side, use = torch.cuda.Stream(), torch.cuda.current_stream()
         with torch.cuda.stream(side):
             x = torch.ones(5, 3).to("cuda", non_blocking=True)
@@ -68,25 +68,13 @@ def check_streams() -> None:
         x.add_(1)
         with torch.cuda.stream(side):
             assert early(lambda: x * 2)
-    try:
-        with pretend.pretend_cuda():
+
+    def lent() -> None:
+        with pretend_cuda():
             y = torch.zeros(7, device="cuda")
             side.wait_stream(use)
             with torch.cuda.stream(side):
                 y.sum()
-    except RuntimeError as error:
-        assert "not recorded" in str(error)
-    else:
-        raise AssertionError("memory was lent without a record")
 
-
-def early(work: Callable[[], object]) -> bool:
-    try:
-        work()
-    except RuntimeError as error:
-        return "another stream" in str(error)
-    return False
-
-
-if __name__ == "__main__":
-    main()
+    assert refused(lent, "not recorded"), "memory was lent without a record"
+    return Counter()

@@ -10,9 +10,10 @@ import pytest
 from tests.rehearsal.run import compiler, rehearse
 
 CEILINGS = {
+    "the pretence itself": 0,
     "micro-batch": 4,
     "micro-batch, ar": 0,
-    "micro-batch, mdlm, read again": 7,
+    "micro-batch, cross-attention": 7,
     "optimiser step": 2,
     "extraction batch": 2,
     "sampling pass": 2,
@@ -37,33 +38,19 @@ which tokens agree, how far each row got, which rows are done.
 def counted() -> dict[str, dict[str, Any]]:
     if compiler() is None:
         pytest.skip("no C++ compiler to build the device guard with")
-    done = rehearse("tests.rehearsal.run_scenarios")
-    assert done.returncode == 0, done.stderr[-3000:]
-    return {record["scenario"]: record for record in map(json.loads, done.stdout.splitlines())}
-
-
-def ceiling(name: str) -> float:
-    return CEILINGS[max((key for key in CEILINGS if name.startswith(key)), key=len)]
+    return {record["scenario"]: record for record in rehearse()}
 
 
 def test_every_path_runs_without_mixing_devices(counted: dict[str, dict[str, Any]]) -> None:
     failed = {name: record["error"] for name, record in counted.items() if "error" in record}
     assert not failed, "\n".join(f"{name}\n{error}" for name, error in failed.items())
-    assert len(counted) >= 40
+    assert len(counted) >= 40 and "the pretence itself" in counted
 
 
 def test_the_host_waits_no_more_than_it_must(counted: dict[str, dict[str, Any]]) -> None:
-    above = {
-        name: record["places"]
-        for name, record in counted.items()
-        if "waits" in record and record["waits"] > ceiling(name)
-    }
+    above = {}
+    for name, record in counted.items():
+        longest = max((key for key in CEILINGS if name.startswith(key)), key=len)
+        if record.get("waits", 0) > CEILINGS[longest]:
+            above[name] = record["places"]
     assert not above, json.dumps(above, indent=2)
-
-
-def test_waits_and_mixed_devices_are_seen() -> None:
-    """The rehearsal itself: what it must count, and what it must refuse."""
-    if compiler() is None:
-        pytest.skip("no C++ compiler to build the device guard with")
-    done = rehearse("tests.rehearsal.self_check")
-    assert done.returncode == 0, done.stderr[-3000:]

@@ -23,6 +23,8 @@ from trainer.training.construction import build_student
 from trainer.training.loop import train
 from trainer.training.plan import memory_plan
 
+PROJECT = Path(__file__).resolve().parents[2]
+
 
 def write_config(path: Path, **changes: object) -> Path:
     """The ten-step run as a TOML file."""
@@ -35,14 +37,6 @@ def write_config(path: Path, **changes: object) -> Path:
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(tmp_path_factory.mktemp("config") / "run.toml")
-
-
-@pytest.fixture(scope="module")
-def begun(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of one step."""
-    out = tmp_path_factory.mktemp("begun") / "run"
-    train(tiny_run(training__num_steps=1), store, out)
-    return out
 
 
 def test_a_run_by_command(
@@ -138,33 +132,26 @@ def test_the_plan(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("damage", "code", "expected"),
-    [
-        ("absent", 2, "no store there"),
-        ("unfinished", 1, "not complete"),
-        ("truncated", 1, "truncated"),
-        ("newer", 1, "newer format"),
-    ],
-)
+DAMAGES = {
+    "absent": (2, "no store there"),
+    "unfinished": (1, "not complete"),
+    "truncated": (1, "truncated"),
+    "newer": (1, "newer format"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_stores(
-    store: Path,
-    config: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    damage: str,
-    code: int,
-    expected: str,
+    store: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
 ) -> None:
-    copy = tmp_path / "store"
+    copy, (code, expected) = tmp_path / "store", DAMAGES[damage]
     if damage != "absent":
         shutil.copytree(store, copy)
     if damage == "unfinished":
         next(path for path in sorted((copy / "ledger").rglob("*")) if path.is_file()).unlink()
     if damage == "truncated":
-        for shard in (copy / "train" / "tokens" / "c").rglob("*"):
-            if shard.is_file():
-                shard.write_bytes(shard.read_bytes()[:-9])
+        for shard in filter(Path.is_file, (copy / "train" / "tokens" / "c").rglob("*")):
+            shard.write_bytes(shard.read_bytes()[:-9])
     if damage == "newer":
         manifest = json.loads((copy / "manifest.json").read_bytes())
         (copy / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
@@ -174,27 +161,21 @@ def test_damaged_stores(
     assert not (tmp_path / "out" / "model").exists()
 
 
-@pytest.mark.parametrize(
-    ("store_changes", "words", "expected"),
-    [
+def test_init_from_a_student_of_another_shape(
+    store: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tiny_run(training__num_steps=1), store, tmp_path / "begun")
+    cases: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
         ({"vocab_size": 16}, (), "another vocab_size than the store"),
         ({"row_length": 16}, (), "another row_length than the store"),
         ({}, ("--conditioning", "none"), "conditioner.weight"),
-    ],
-)
-def test_init_from_a_student_of_another_shape(
-    begun: Path,
-    config: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    store_changes: dict[str, Any],
-    words: tuple[str, ...],
-    expected: str,
-) -> None:
-    other = write_store(tmp_path / "other", **store_changes)
-    base = ("run", "--store", other, "--config", config, "--out", tmp_path / "out")
-    assert call("gdistill-train", *base, "--init-from", begun, *words) == 2
-    assert expected in capsys.readouterr().err.strip().splitlines()[-1]
+    ]
+    for number, (changes, words, expected) in enumerate(cases):
+        other = write_store(tmp_path / f"other-{number}", **changes)
+        base = ("run", "--store", other, "--config", config, "--out", tmp_path / "out")
+        words = (*base, "--init-from", str(tmp_path / "begun"), *words)
+        assert call("gdistill-train", *words) == 2
+        assert expected in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_ctrl_c_while_it_starts_is_one_line() -> None:
@@ -207,13 +188,8 @@ def test_ctrl_c_while_it_starts_is_one_line() -> None:
         "sys.meta_path.insert(0, Late())\n"
         "from trainer.cli import main\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=Path(__file__).resolve().parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGINT
     assert done.stderr == "interrupted; run the same command again to resume\n"
 
@@ -223,7 +199,7 @@ def start(store: Path, config: Path, out: Path) -> subprocess.Popen[bytes]:
     words = ["run", "--store", str(store), "--config", str(config), "--out", str(out)]
     return subprocess.Popen(
         [sys.executable, "-m", "trainer.cli", *words],
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=PROJECT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
     )

@@ -356,12 +356,10 @@ class Trainer:
         try:
             self.accelerator.init_trackers("gdistill", init_kwargs=options)
         except Exception as error:  # of the trackers' own libraries
-            raise GdistillError(
-                "a tracker does not start",
-                where="training.trackers",
-                got=first_line(error),
-                remedy="log in to it (wandb login), set WANDB_MODE=offline, or leave it out",
-            ) from error
+            where, got = "training.trackers", first_line(error)
+            remedy = "log in to it (wandb login), set WANDB_MODE=offline, or leave it out"
+            what = "a tracker does not start"
+            raise GdistillError(what, where=where, got=got, remedy=remedy) from error
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         if self.metrics is None:
@@ -390,12 +388,9 @@ class Trainer:
             return
         if self.metrics is not None:
             self.metrics.sync()
-        state = {
-            "run": self.identity,
-            "stream": self._coming[1] if self._coming else self.stream.state_dict(),
-            "window": self.window.state_dict(),
-            "validation": self.validation,
-        }
+        place = self._coming[1] if self._coming else self.stream.state_dict()
+        state = {"run": self.identity, "stream": place, "validation": self.validation}
+        state["window"] = self.window.state_dict()
         with self.window.paused():
             self.checkpoints.save(self.step, self.trainee, state, self.accelerator)
         self.saved_step = self.step
@@ -460,12 +455,12 @@ class Validator:
         reader = store.split(VALIDATION, self._make_batch.arrays)
         num_rows = min(reader.num_rows, self._config.num_validation_rows or reader.num_rows)
         if num_rows < accelerator.num_processes:
-            raise UsageError(
+            what, where = (
                 "too few validation rows for the processes",
-                where="training.num_validation_rows",
-                got=num_rows,
-                expected=f"at least {accelerator.num_processes}",
+                "training.num_validation_rows",
             )
+            expected = f"at least {accelerator.num_processes}"
+            raise UsageError(what, where=where, got=num_rows, expected=expected)
         self._stream = ShardStream(
             FirstRows(reader, num_rows),
             seed=seed,
@@ -488,12 +483,9 @@ class Validator:
         total, count = sum_over_processes([nll_sum, float(num_tokens)], self._accelerator)
         nll = total / count
         if not math.isfinite(nll):
-            raise GdistillError(
-                "the validation loss is not finite",
-                where=VALIDATION,
-                got=f"{nll} nats per token",
-                remedy="lower the learning rate and go on from the last good checkpoint",
-            )
+            what, got = "the validation loss is not finite", f"{nll} nats per token"
+            remedy = "lower the learning rate and go on from the last good checkpoint"
+            raise GdistillError(what, where=VALIDATION, got=got, remedy=remedy)
         return {
             "nll_nats": nll,
             "perplexity": math.exp(min(nll, 700.0)),

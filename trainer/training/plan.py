@@ -31,12 +31,11 @@ def memory_plan(config: RunConfig, store: ShardStore, num_processes: int = 1) ->
     """
     training, size = config.training, config.training.global_batch_size
     if size % num_processes:
-        raise UsageError(
-            "the batch does not divide",
-            where="training.global_batch_size",
-            got=size,
-            expected=f"a multiple of the world size {num_processes}",
+        where, expected = (
+            "training.global_batch_size",
+            f"a multiple of the world size {num_processes}",
         )
+        raise UsageError("the batch does not divide", where=where, got=size, expected=expected)
     rows = min(training.micro_batch_size or size, size // num_processes)
     student = build_student(config, store, None)
     trained = 4 * sum(p.numel() for p in student.parameters() if p.requires_grad)

@@ -12,15 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shards.errors import UsageError, did_you_mean
-from shards.settings import (
-    check_bounds,
-    merge,
-    nested,
-    parse_override,
-    read_toml,
-    resolve,
-    setting,
-)
+from shards.settings import check_bounds, merge, nested, parse_override, read_toml, resolve, setting
 from trainer.students.configuration import StudentSettings, read_preset
 
 RECIPES = Path(__file__).resolve().parents[1] / "presets"
@@ -58,16 +50,12 @@ class TrainingConfig:
     num_steps: int | None = setting(None, "Optimiser steps; this or num_epochs.", within=COUNT)
     num_epochs: int | None = setting(
         None,
-        "Passes over the train split, in rows: the run ends with the step that has met num_epochs"
-        " times its rows (a pass itself ends with its last full batch).",
+        "Passes: the run ends with the step that has met so many times the rows.",
         within=COUNT,
     )
     global_batch_size: int = setting(512, "Rows per step over all processes.", within=COUNT)
     micro_batch_size: int | None = setting(
-        None,
-        "Rows per forward pass of one process; smaller ones accumulate gradients. none runs a"
-        " process's whole share at once.",
-        within=COUNT,
+        None, "Rows per forward pass; gradients accumulate. none: a process's share.", within=COUNT
     )
     precision: Literal["bf16", "fp32"] = setting(
         "bf16", "bf16 is autocast over float32 weights; fp32 is float32 throughout."
@@ -81,14 +69,11 @@ class TrainingConfig:
     )
     num_noise_draws: int | None = setting(
         None,
-        "Distinct draws that a row of a store of distributions meets, one per pass and then again"
-        " from the first; none draws anew in every pass.",
+        "Draws of its noise that a row meets, pass by pass, in a circle; none: ever new.",
         within=COUNT,
     )
     noise_kernel: Literal["auto", "eager", "compiled"] = setting(
-        "auto",
-        "How keyed noise is computed, the same bits either way: compiled by torch.compile (three"
-        " times faster on CPUs), eager, or auto, compiled on CUDA.",
+        "auto", "Keyed noise by torch.compile or not, the same bits; auto compiles it on CUDA."
     )
     log_every_steps: int = setting(
         50, "Steps between lines of metrics.jsonl; step 1 always gets one.", within=COUNT

@@ -9,16 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cache_equality import TOLERANCE, Shape
-from benchmarks.cache_equality import run_case as run_case_with_and_without
 from benchmarks.sampler_statistics import Goldens, run_case
-from tests.trainer.sampling_cases import LENGTH, VOCAB, draw, open_rows, tiny_student
+from tests.trainer.sampling_cases import LENGTH, draw, open_rows, tiny_student
 from trainer.sampling.block import BlockRows, BlockSampler
 from trainer.sampling.fill import AncestralSampler
 from trainer.sampling.noise import RowNoise, SampleKeys
 from trainer.sampling.orders import FirstHittingSampler
 from trainer.sampling.stopping import StopRule, unigram_entropy_nats
-from trainer.students.registry import Student, StudentSettings
+from trainer.students.registry import Student
 
 IDS = torch.tensor([4, 0, 11])
 
@@ -63,16 +61,6 @@ def test_cache_changes_nothing(
     assert len(cached) == len(plain) >= least
     for one, other in zip(cached, plain, strict=True):
         assert torch.allclose(one, other, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("block_size", [1, 2, 4])
-def test_cache_table_at_toy_shape(block_size: int) -> None:
-    """Both passes from one state agree; with other finished blocks they would not."""
-    settings = StudentSettings(hidden_size=16, num_layers=2, num_heads=2, condition_size=8)
-    shape = Shape(row_length=8, vocab_size=VOCAB, settings=settings)
-    row = run_case_with_and_without(shape, block_size, "gumbel", 16, "ancestral")
-    assert row["num_passes"] >= 16 // block_size - 1 and row["masks_left"] == 0
-    assert row["largest_difference"] <= TOLERANCE < 1e-2 < row["context_effect"]
 
 
 def test_window_by_hand() -> None:

@@ -25,11 +25,7 @@ from trainer.training.checkpoint import CheckpointFolder
 from trainer.training.construction import build_student
 from trainer.training.loop import Trainer, Validator, train
 
-SEARCH = {
-    "student": "bd3lm",
-    "model__block_size": 4,
-    "model__diffusion__search_schedule": "true",
-}
+SEARCH = {"student": "bd3lm", "model__block_size": 4, "model__diffusion__search_schedule": "true"}
 GATE = "backbone.blocks.0.attn_out.weight"
 
 

@@ -43,7 +43,7 @@ It is the same one each time: its gradient is exactly 0 in steps 1 and 2 (a gate
 rounding of 1e-10 becomes 1e-2 x 0.37 x 1e-10 / 1e-8 = 3.7e-5 of weight. With eps = 1 a step passes
 on at most learning rate x difference of gradients (measured: 2.8e-9 after ten).
 """
-READ_AGAIN = {"model__noise__layers": "[1]"}
+CROSS_ATTENTION = {"model__noise__layers": "[1]"}
 """A student with noise cross-attention."""
 
 
@@ -92,12 +92,11 @@ def counted_whole_tensors(path: Path) -> Iterator[None]:
 
 def main(store: Path, out: Path) -> None:
     """DDP with recorded batches, FSDP with an interruption, a batch that does not divide."""
-    torch.set_num_threads(1)
     rank = os.environ["RANK"]
-    trainer = Trainer(tiny_run(**READ_AGAIN), ShardStore.open(store), out / "ddp")
+    trainer = Trainer(tiny_run(**CROSS_ATTENTION), ShardStore.open(store), out / "ddp")
     record_batches(trainer, out / f"batches-{rank}.json")
     assert trainer.run()
-    sharded = {**READ_AGAIN, "training__sharding": "fsdp", "training__micro_batch_size": 3}
+    sharded = {**CROSS_ATTENTION, "training__sharding": "fsdp", "training__micro_batch_size": 3}
     assert not interrupted(sharded, store, out)
     with counted_whole_tensors(out / f"held-{rank}.json"):
         assert train(tiny_run(**sharded), store, out / "fsdp")
@@ -111,9 +110,10 @@ def main(store: Path, out: Path) -> None:
 
 def run_both(store: Path, out: Path) -> None:
     """Under DDP and under FSDP, nothing else."""
-    torch.set_num_threads(1)
     for sharding in ("ddp", "fsdp"):
-        assert train(tiny_run(**READ_AGAIN, training__sharding=sharding), store, out / sharding)
+        assert train(
+            tiny_run(**CROSS_ATTENTION, training__sharding=sharding), store, out / sharding
+        )
 
 
 def on_backbone(student: str, backbone: Path, **changes: object) -> RunConfig:
@@ -131,7 +131,6 @@ def begun_as(model: Path, **changes: object) -> RunConfig:
 
 def run_on_backbone(store: Path, out: Path) -> None:
     """What stands on a language model beside the store, and what is one, under DDP and FSDP."""
-    torch.set_num_threads(1)
     model = store.with_name("backbone")
     for sharding, rows in (("ddp", 4), ("fsdp", 3)):
         changes = {"training__sharding": sharding, "training__micro_batch_size": rows}
@@ -215,5 +214,6 @@ def differ_in_string_hashes() -> None:
 if __name__ == "__main__":
     differ_in_string_hashes()
     torch.optim.AdamW = SMOOTH  # type: ignore[misc]
+    torch.set_num_threads(1)
     parts = {"whole": main, "plain": run_both, "backbone": run_on_backbone}
     parts[sys.argv[3]](Path(sys.argv[1]), Path(sys.argv[2]))
