@@ -123,12 +123,12 @@ def test_global_batches_and_corruption_are_the_same(runs: Path, alone: dict[int,
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
-@pytest.mark.parametrize("processes", ["runs", "runs_of_four"])
-def test_losses_agree(
-    runs: Path, alone: dict[int, Any], sharding: str, processes: str, request: pytest.FixtureRequest
+def test_losses_and_models_agree(
+    runs: Path, runs_of_four: Path, alone: dict[int, Any], sharding: str
 ) -> None:
-    several = request.getfixturevalue(processes)
-    assert_same_losses(runs / "one", several / sharding)
+    assert_same_losses(runs / "one", runs / sharding)
+    assert_same_losses(runs / "one", runs_of_four / sharding)
+    assert_same_models(runs / "one", runs / sharding)
 
 
 def assert_same_losses(one: Path, other: Path) -> None:
