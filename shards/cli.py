@@ -329,6 +329,21 @@ def merge(
     _finish(writer, out)
 
 
+@app.command()
+def push(
+    store: Store,
+    to: Annotated[str, typer.Argument(help="hf://datasets/OWNER/NAME")],
+    license: Annotated[
+        str | None, typer.Option(help="For the card, as the hub names licences: apache-2.0, ...")
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="If the data set is made.")] = False,
+) -> None:
+    """Put a finished store on the hub with a card, in one commit; hf:// is read like a folder."""
+    from shards.tools.hub import push as run
+
+    typer.echo(run(ShardStore.find(store), to, license=license, private=private))
+
+
 def _num_tokens(store: ShardStore) -> int:
     return sum(store.manifest.splits.values()) * store.manifest.row_length
 

@@ -1,0 +1,151 @@
+"""Stores on the hub: pushed to, and read from, a stand-in of its API."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import numpy as np
+import pytest
+
+from shards.store.store import ShardStore
+from tests.shards.store_cases import write_store
+
+REVISION = "a" * 40
+READ = """
+import sys, shards
+store = shards.open_store("hf://datasets/me/store")
+rows = store.split("train").read_rows(0, 28)
+print(int(rows["tokens"].sum()), store.manifest.sha256)
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """One data set, ``me/store``: the routes that pushing and reading ask for."""
+
+    files: dict[str, bytes]
+    made: list[str]
+
+    def log_message(self, *_: object) -> None: ...
+
+    def answer(self, value: Any = None, status: int = 200, data: bytes | None = None) -> None:
+        body = json.dumps(value).encode() if data is None else data
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("X-Repo-Commit", REVISION)
+        if data is not None:
+            self.send_header("ETag", hashlib.sha1(data).hexdigest())
+        if status == 404:
+            self.send_header("X-Error-Code", "EntryNotFound" if self.made else "RepoNotFound")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def entry(self, path: str) -> dict[str, Any]:
+        data = self.files[path]
+        oid = hashlib.sha1(data).hexdigest()
+        return {"type": "file", "path": path, "size": len(data), "oid": oid}
+
+    def do_GET(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        if not self.made:
+            return self.answer({"error": "Repository not found"}, 404)
+        if "/resolve/" in path:
+            name = path.partition("/resolve/")[2].partition("/")[2]
+            if name not in self.files:
+                return self.answer({"error": "Entry not found"}, 404)
+            return self.answer(data=self.files[name])
+        if "/tree/" in path:
+            below = path.partition("/tree/")[2].partition("/")[2]
+            found = [n for n in sorted(self.files) if not below or n.startswith(f"{below}/")]
+            entries = [self.entry(name) for name in found]
+            return self.answer(entries) if found else self.answer({"error": "no"}, 404)
+        return self.answer({"id": "me/store", "sha": REVISION, "siblings": [], "private": False})
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        path = urlsplit(self.path).path
+        if path.endswith("/repos/create"):
+            self.made.append(json.loads(body)["name"])
+            return self.answer({"url": "http://hub/datasets/me/store", "name": "me/store"})
+        if "/preupload/" in path:
+            names = [file["path"] for file in json.loads(body)["files"]]
+            modes = [{"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names]
+            return self.answer({"files": modes})
+        if "/paths-info/" in path:
+            wanted = json.loads(body)["paths"] if body.startswith(b"{") else []
+            return self.answer([self.entry(name) for name in wanted if name in self.files])
+        if "/commit/" in path:
+            for line in body.splitlines():
+                record = json.loads(line)
+                if record["key"] == "file":
+                    value = record["value"]
+                    self.files[value["path"]] = base64.b64decode(value["content"])
+            done = {"commitUrl": f"http://hub/commit/{REVISION}", "commitOid": REVISION}
+            return self.answer({**done, "hookOutput": "", "success": True})
+        return self.answer({"error": f"no route {path}"}, 500)
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[str, type[Hub]]]:
+    handler = type("OneHub", (Hub,), {"files": {}, "made": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", handler
+    server.shutdown()
+    server.server_close()
+
+
+def call(endpoint: str, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: the hub's address is read when its library is imported."""
+    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_TOKEN": "hf_none"}
+    environment |= {"GDISTILL_CACHE": str(cache), "HF_HOME": str(cache / "hf")}
+    environment.pop("HF_HUB_OFFLINE", None)
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_pushed_store_is_read_from_the_hub(tmp_path: Path, hub: tuple[str, type[Hub]]) -> None:
+    write_store(tmp_path / "store")
+    endpoint, held = hub
+    target = "hf://datasets/me/store"
+    done = call(endpoint, tmp_path, "-m", "shards.cli", "push", str(tmp_path / "store"), target,
+                "--license", "mit")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    local = ShardStore.open(tmp_path / "store")
+    assert held.files.keys() == {*local.location.sizes(), "README.md"}
+    card = held.files["README.md"].decode()
+    for word in ("license: mit", "| teacher | tiny |", "topk", "28 train", "bytes each", target):
+        assert word in card
+    read = call(endpoint, tmp_path, "-c", READ)
+    assert read.returncode == 0, read.stderr[-2000:]
+    tokens = local.split("train").read_rows(0, 28)["tokens"]
+    assert read.stdout.split() == [str(int(np.sum(tokens))), local.manifest.sha256]
+
+
+def test_what_cannot_be_pushed_or_read_is_said_in_one_line(
+    tmp_path: Path, hub: tuple[str, type[Hub]]
+) -> None:
+    write_store(tmp_path / "store")
+    endpoint, _ = hub
+    push = ("-m", "shards.cli", "push", str(tmp_path / "store"))
+    wrong = call(endpoint, tmp_path, *push, "s3://bucket/name")
+    assert wrong.returncode == 2 and "hf://datasets/OWNER/NAME" in wrong.stderr
+    nobody = call("http://127.0.0.1:9", tmp_path, *push, "hf://datasets/me/store")
+    assert nobody.returncode == 1 and "the hub does not take the store" in nobody.stderr
+    absent = call(endpoint, tmp_path, "-m", "shards.cli", "info", "hf://datasets/me/store")
+    assert absent.returncode == 2 and "no store there" in absent.stderr
+    for done in (wrong, nobody, absent):
+        assert "Traceback" not in done.stderr
