@@ -28,6 +28,7 @@ SETTINGS = (
     ),
 )
 app, references_app, tokens_app = command_app(), command_app(), command_app()
+complete_app = command_app()
 
 Out = Annotated[Path, typer.Option(help="Folder of the run; the store goes to OUT/store.")]
 Corpus = Annotated[
@@ -205,6 +206,50 @@ def tokens(
     typer.echo("\n".join(run_tokens(request, Worker())))
 
 
+@complete_app.command()
+def complete(
+    out: Out,
+    prompts: Annotated[
+        str,
+        typer.Option(
+            help='JSON lines: {"messages": [...]} that end with a question, or {"prompt": "text"}.'
+        ),
+    ],
+    teacher: Annotated[str, typer.Option(help="Folder or hub id of a causal language model.")],
+    tokenizer: Tokenizer = None,
+    store: Annotated[str | None, typer.Option(help="Folder or URL [OUT/store].")] = None,
+    codec: Annotated[str | None, typer.Option(help="As of gdistill-extract.")] = None,
+    row_length: RowLength = None,
+    temperature: Annotated[float | None, typer.Option(help="Divides the logits [1].")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the answers [0].")] = None,
+    overrides: Overrides = None,
+    worker: Annotated[int | None, typer.Option(help="This process of a job array, from 0.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes of the job array.")] = None,
+    log_format: LogFormatOption = "plain",
+) -> None:
+    """The teacher answers prompts; its answers and their noise are stored, and students learn them.
+
+    One row is one prompt and its answer, up to a token that ends it or the end of the row. After
+    any interruption the same command goes on, and the store is the same, byte for byte.
+    """
+    use_log_format(log_format)
+    options = {
+        "mode": "sequential",
+        "seed": seed,
+        "corpus": {"spec": f"chat:{prompts}", "packing": "prompts", "row_length": row_length},
+        "codec": {"name": codec},
+        "teacher": {"location": teacher, "tokenizer": tokenizer},
+        "sequential": {"temperature": temperature},
+        "store": {"location": store},
+    }
+    request = resolve_request(out, options, overrides or [])
+    from pipeline.run import run_extraction
+
+    lines = run_extraction(request, Worker.from_environment(worker, workers))
+    if lines:
+        typer.echo("\n".join(lines))
+
+
 @references_app.command()
 def references(
     source: Annotated[
@@ -226,7 +271,7 @@ def references(
 
 def main() -> None:
     """Entry point."""
-    others = {"references": references_app, "tokens": tokens_app}
+    others = {"references": references_app, "tokens": tokens_app, "complete": complete_app}
     run_command(app, settings=partial(settings_app, SETTINGS), **others)
 
 

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from pipeline.settings import ExtractSettings, Worker
 from pipeline.teacher import RawLogits, Teacher, automatic_batch_size, check_output, rows_tensor
+from pipeline.tokens.chat import unmarked
 from shards.codec.protocol import Codec, TeacherOutput
 from shards.console import Bar, progress_bar, stderr
 from shards.errors import UsageError
@@ -315,7 +316,10 @@ class Extractor(ShardWork):
         shape, specs = (shard.num_rows, manifest.row_length), manifest.all_arrays.items()
         empty = {n: np.zeros((*shape, *s.trailing_shape), np.dtype(s.dtype)) for n, s in specs}
         arrays = ShardArrays(shard, empty)
+        rows, counted = unmarked(rows)
         arrays.arrays["tokens"][:] = rows
+        if "counted" in manifest.arrays:
+            arrays.arrays["counted"][:] = counted
         tokens = rows_tensor(rows)
         for part in self.batch_size.parts(shard.num_rows):
             self._forward(tokens, part, arrays, bar)
@@ -381,6 +385,10 @@ class Extractor(ShardWork):
         self._storage.submit(self._write, arrays)
 
     def _write(self, arrays: ShardArrays) -> None:
+        if "counted" in arrays.arrays:  # noise and log p of the assistant's tokens alone
+            idle = arrays.arrays["counted"] == 0
+            for name in arrays.arrays.keys() - {"tokens", "counted"}:
+                arrays.arrays[name][idle] = 0
         self.write(arrays.shard, arrays.arrays)
         self._claims.pop(arrays.shard).close()
 

@@ -13,7 +13,7 @@ noise would no longer be a posterior draw.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from pipeline.settings import SequentialSettings
-from pipeline.teacher import Teacher
+from pipeline.teacher import Teacher, rows_tensor
 from pipeline.tokens.dataset import TokenDataset
 from shards.codec.protocol import TeacherOutput
 from shards.language_model.forward import BatchSize, in_batches
@@ -91,6 +91,8 @@ def generate_rows(
     settings: SequentialSettings | None = None,
     note: Note = lambda _: None,
     check: Check = lambda: None,
+    given: Int[Tensor, "b l"] | None = None,
+    ends: Collection[int] = (),
 ) -> Int[Tensor, "b l"]:
     """Rows written by the teacher; token i of row r depends on (stream_seed, r, i) and p alone.
 
@@ -100,11 +102,17 @@ def generate_rows(
         stream_seed: Seed of the noise that chooses the tokens.
         note: Told how far generation has come.
         check: Called before every step; may raise to stop.
+        given: Marked rows (:mod:`pipeline.tokens.chat`): -1 - id where a token is given, else what
+            stands behind the end of an answer.
+        ends: Tokens that end an answer.
     """
     settings = settings or SequentialSettings()
     device, vocab_size = teacher.device, teacher.vocab_size
     row_ids = row_ids.to(device)
     tokens, cache = first_tokens.to(device)[:, None], None
+    given = None if given is None else given.to(device)
+    ended = torch.zeros_like(row_ids, dtype=torch.bool)
+    last = torch.tensor(sorted(ends), device=device)
     for position in range(1, row_length):
         check()
         note(f"writing rows, token {position} of {row_length - 1}")
@@ -112,6 +120,13 @@ def generate_rows(
         keys = PositionKeys(stream_seed, row_ids, torch.full_like(row_ids, position))
         arrivals = KeyedPrior(keys, vocab_size).tile(0, vocab_size)
         chosen = gumbel_argmax(processed(log_probs, settings), arrivals)
+        if given is not None:
+            fixed = given[:, position]
+            written = ~ended & (fixed >= 0)
+            chosen = torch.where(written, chosen, torch.where(fixed < 0, ~fixed, fixed))
+            ended |= written & torch.isin(chosen, last)
+            if bool(ended.all()):
+                return torch.cat([tokens, chosen[:, None], given[:, position + 1 :]], dim=1)
         tokens = torch.cat([tokens, chosen[:, None]], dim=1)
     return tokens
 
@@ -153,9 +168,19 @@ def cached_token_bytes(config: Any, hidden_size: int, element_bytes: int) -> int
     return 2 * layers * num_shared * head_width * element_bytes
 
 
+def marked_answers(
+    tokens: Int[Tensor, "b l"], given: Int[Tensor, "b l"], ends: Collection[int]
+) -> Int[Tensor, "b l"]:
+    """Completed rows, marked: what was given, and what stands behind an end, does not count."""
+    free = given >= 0
+    is_end = free & torch.isin(tokens, torch.tensor(sorted(ends)))
+    behind = is_end.cumsum(1) > is_end.long()
+    return torch.where(free & ~behind, tokens, ~tokens)
+
+
 @dataclass(frozen=True)
 class GeneratedRows:
-    """Rows that the teacher writes, each begun like a document.
+    """Rows that the teacher writes, each begun like a document, or by its prompt.
 
     Attributes:
         dataset: The corpus's rows; they lend the row length and the token that borders documents.
@@ -173,16 +198,28 @@ class GeneratedRows:
         default = rows_at_once(self.teacher, self.dataset.row_length)
         return BatchSize(self.settings.batch_size or default)
 
+    @cached_property
+    def ends(self) -> set[int]:
+        """Tokens that end an answer: the tokenizer's, and those that the teacher itself names."""
+        own = getattr(self.teacher.model.generation_config, "eos_token_id", None)
+        return {self.dataset.eos_id, *(own if isinstance(own, list) else [own])} - {None}
+
     def read(self, split: str, start: int, stop: int, note: Note) -> np.ndarray:
         """Rows start..stop-1 of a split, [n, L] int32; a pure function of both."""
         row_ids, length = torch.arange(start, stop), self.dataset.row_length
-        first = torch.full_like(row_ids, self.dataset.bos_id)
+        first, given = torch.full_like(row_ids, self.dataset.bos_id), None
+        if self.dataset.packing == "prompts":
+            given = rows_tensor(self.dataset.read_marked(split, start, stop))
+            first = ~given[:, 0]
         rows = torch.zeros(stop - start, length, dtype=torch.int64)
         seed = derive_seed(self.seed, "sequential rows", split)
 
         def work(part: slice) -> None:
             begun = self.teacher, first[part], row_ids[part], length, seed
-            rows[part] = generate_rows(*begun, self.settings, note, self.check).cpu()
+            answer = (None, ()) if given is None else (given[part], self.ends)
+            rows[part] = generate_rows(*begun, self.settings, note, self.check, *answer).cpu()
 
         in_batches(work, stop - start, self.batch_size)
+        if given is not None:
+            rows = marked_answers(rows, given, self.ends)
         return rows.numpy().astype(np.int32)

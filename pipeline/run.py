@@ -17,12 +17,13 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.corpus.config import CorpusConfig, scheme_of, split_field
+from pipeline.corpus.config import MARKED, CorpusConfig, scheme_of, split_field
 from pipeline.corpus.documents import Tally
 from pipeline.extract import Extractor, resources_on, settle_environment
 from pipeline.settings import TOKENS_RECORD, ExtractRequest, StoreSettings, Worker
 from pipeline.teacher import Teacher, check_row_length, check_vocabulary, tokenizer_size
 from pipeline.tokens.build import prepare_tokens
+from pipeline.tokens.chat import unmarked
 from pipeline.tokens.dataset import TokenDataset, rows_per_group
 from pipeline.tokens.tokenizer import load_tokenizer
 from shards.atomic import require_writable, write_json_atomic
@@ -40,7 +41,7 @@ from shards.language_model.loading import (
 )
 from shards.noise.philox import use_noise_kernel
 from shards.store.location import file_claim, open_location
-from shards.store.manifest import MANIFEST_FILE, STORE_ARRAYS, Manifest
+from shards.store.manifest import COUNTED, MANIFEST_FILE, STORE_ARRAYS, Manifest
 from shards.store.store import Description, ShardStore
 from shards.store.writer import ShardWriter
 from shards.stream.stream import MIXED_CHUNK_BYTES
@@ -232,11 +233,23 @@ def tokenize(
 
 
 def corpus_unigram(dataset: TokenDataset) -> np.ndarray:
-    """Log-probability of each token in the training rows; [V] float32, nats."""
+    """Log-probability of each token in the training rows; [V] float32, nats.
+
+    Of conversations the assistant's tokens count, of prompts those given; padding is no text.
+    """
     split = "train" if dataset.num_rows("train") else dataset.splits[-1]
+
+    def read(start: int, stop: int) -> np.ndarray:
+        rows = dataset.read_marked(split, start, stop)
+        if dataset.packing not in MARKED:
+            return rows
+        tokens, counted = unmarked(rows)
+        found = tokens[counted if dataset.packing == "chat" else ~counted]
+        return np.concatenate([found[:1], found])[None]  # the first of a row is left out
+
     sizes = dataset.num_rows(split), dataset.row_length, dataset.vocab_size
     group = rows_per_group(dataset.row_length)
-    return unigram_log_probs(lambda i, j: dataset.read_rows(split, i, j), *sizes, group)
+    return unigram_log_probs(read, *sizes, group)
 
 
 def bytes_per_token(arrays: dict[str, ArraySpec]) -> int:
@@ -289,6 +302,8 @@ def build_manifest(
     """
     settings, codec, record = request.settings, request.codec, dataset.record
     arrays = codec.array_specs(dataset.vocab_size, hidden_size)
+    if dataset.packing in MARKED:
+        arrays |= COUNTED
     chunk, shard = rows_per_unit(dataset.row_length, arrays, settings.store)
     rows = {split: request.stored_rows(split, dataset.num_rows(split)) for split in dataset.splits}
     identity: dict[str, object] = {
@@ -432,7 +447,7 @@ def _extractor(
         codec=request.codec,
         resources=resources_on(teacher.device, resources),
         teacher=teacher,
-        read_rows=lambda split, start, stop, note: dataset.read_rows(split, start, stop),
+        read_rows=lambda split, start, stop, note: dataset.read_marked(split, start, stop),
         batch_size=BatchSize(environment.rows_per_pass),
     )
     if settings.mode == "sequential":

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pipeline.corpus.config import CorpusConfig, corpus_config, scheme_of
+from pipeline.corpus.config import MARKED, CorpusConfig, corpus_config, scheme_of
 from shards.errors import UsageError, did_you_mean
 from shards.settings import (
     check_bounds,
@@ -380,6 +380,14 @@ def resolve_request(
     settings = resolve(ExtractSettings, values)
     _check_meaning(settings, values, from_files=spec.startswith("scores:"))
     chosen = corpus_config(spec, corpus, is_read=(out / TOKENS_RECORD).is_file())
+    fits = {"chat": "parallel", "prompts": "sequential"}.get(chosen.packing, settings.mode)
+    if chosen.packing in MARKED and (settings.engine.url or settings.mode != fits):
+        raise UsageError(
+            "conversations are scored, and prompts completed, by a teacher that runs here",
+            where="--engine" if settings.engine.url else "--mode",
+            got=settings.engine.url or settings.mode,
+            expected=f"--teacher, and --mode {fits} for packing={chosen.packing}",
+        )
     from shards.codec.registry import make_codec  # late: it waits for torch
 
     name = codec.pop("name", DEFAULT_CODEC)

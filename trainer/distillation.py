@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.data import default_collate
 
 from shards.errors import UsageError
+from shards.store.manifest import COUNTED
 from shards.store.store import ShardStore
 from shards.stream.stream import ShardStream
 from trainer.objective.distillation import NOWHERE, Distillation, Outcomes, tempered_kl
@@ -41,9 +42,10 @@ def store_rows(
 ) -> IterableDataset:
     """Rows of a store as a data set of transformers and TRL, the same ones in every process.
 
-    A row is ``input_ids``, ``attention_mask`` and ``labels``, [L] int64 (position 0, which nothing
-    predicts, has the label -100), and ``teacher``, the store's arrays by name, [L, ...]. A trainer
-    that resumes skips rows and so meets those that it would have met.
+    A row is ``input_ids``, ``attention_mask`` and ``labels``, [L] int64, and ``teacher``, the
+    store's arrays by name, [L, ...]. Labels are -100 at position 0, which nothing predicts, and in
+    conversations at all tokens but the assistant's. A trainer that resumes skips rows and so meets
+    those that it would have met.
 
     Args:
         place: Path or URL of a store.
@@ -59,7 +61,8 @@ def store_rows(
     store.split(split)
 
     def rows() -> Iterator[dict[str, Any]]:
-        reader = store.split(split, None if with_teacher else ["tokens"])
+        text = ["tokens", *(COUNTED.keys() & store.manifest.arrays.keys())]
+        reader = store.split(split, None if with_teacher else text)
         stream = ShardStream(
             reader,
             seed=seed or 0,
@@ -76,8 +79,11 @@ def store_rows(
 
 
 def _examples(arrays: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
+    counted = arrays.pop("counted", None)
     for row, tokens in enumerate(arrays.pop("tokens").long()):
         labels = tokens.clone()
+        if counted is not None:
+            labels[counted[row] == 0] = IGNORED
         labels[0] = IGNORED
         example = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
         teacher = {name: array[row] for name, array in arrays.items()}

@@ -21,7 +21,7 @@ from shards.settings import check_bounds, read_toml, resolve, setting
 
 PRESETS = Path(__file__).parent / "presets"
 SPLITS = ("train", "validation")
-SCHEMES = ("maze", "text", "jsonl", "csv", "parquet", "hf", "scores")
+SCHEMES = ("maze", "text", "jsonl", "csv", "parquet", "hf", "chat", "scores")
 SUFFIXES = {
     **dict.fromkeys((".txt", ".text", ".md"), "text"),
     **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
@@ -30,10 +30,12 @@ SUFFIXES = {
 }
 """Kind of a bare path by its suffix, ``.gz`` and ``.zst`` left aside."""
 BadUtf8 = Literal["error", "replace", "skip"]
-Packing = Literal["concat", "wrap", "pad"]
+Packing = Literal["concat", "wrap", "pad", "chat", "prompts"]
+MARKED = ("chat", "prompts")
+"""Packings of conversations, whose tokens do not all count."""
 SpecialTokens = Literal["text", "token"]
 MEANT_FOR = {
-    "field": ("jsonl", "csv", "parquet", "hf"),
+    "field": ("jsonl", "csv", "parquet", "hf", "chat"),
     **dict.fromkeys(("split", "revision", "validation_split"), ("hf",)),
     "document_separator": ("text",),
     "seed": ("maze",),
@@ -64,7 +66,7 @@ class CorpusConfig:
         detokenizer: See :mod:`pipeline.corpus.detokenize`.
         keep_empty: Keep documents of nothing but white space (they leave separators behind).
         on_bad_utf8: ``error``, ``replace`` or ``skip``; see :mod:`pipeline.corpus.documents`.
-        packing: ``concat``, ``wrap`` or ``pad``; see :mod:`pipeline.tokens.build`.
+        packing: ``concat``, ``wrap``, ``pad``, ``chat``, ``prompts``: :mod:`pipeline.tokens.build`.
         group_documents: Pack so many documents by themselves, and drop the rest of each group.
         row_length: Tokens of a row; None lets the command choose from the teacher's context.
         separate_train, separate_validation: Whether a separator follows each document of a stream.
@@ -106,6 +108,13 @@ class CorpusConfig:
             from pipeline.corpus.detokenize import detokenizer
 
             detokenizer(self.detokenizer)  # refuses an unknown one
+        if (self.packing in MARKED) != (scheme_of(self.source)[0] == "chat"):
+            what, got = (
+                "conversations have a packing of their own",
+                f"{self.packing}, {self.source}",
+            )
+            expected = f"one of {MARKED} with a chat: source"
+            raise UsageError(what, where="corpus.packing", got=got, expected=expected)
         if not self.document_separator.strip():
             raise UsageError("no separator", where="corpus.document_separator")
         if self.validation_source and self.validation_split:
@@ -191,7 +200,7 @@ def _base(spec: str, is_read: bool) -> dict[str, Any]:
         return read_toml(PRESETS / f"{spec}.toml")
     if colon and scheme in SCHEMES:
         preset = read_toml(PRESETS / "maze.toml") if scheme == "maze" else {}
-        return {**preset, "source": spec}
+        return {**preset, "source": spec, **({"packing": "chat"} if scheme == "chat" else {})}
     if spec.endswith(".toml"):
         return read_toml(Path(spec))
     return {"source": _source_of_path(spec, is_read)}

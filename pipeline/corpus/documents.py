@@ -8,11 +8,12 @@ the text: they are kept and counted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from pipeline.corpus.config import BadUtf8, CorpusConfig, scheme_of, split_field
+from pipeline.corpus.config import MARKED, BadUtf8, CorpusConfig, scheme_of, split_field
 from pipeline.corpus.sources import RawDocument, Source, TextFiles
 from shards.errors import GdistillError, UsageError
 
@@ -103,8 +104,11 @@ def open_source(config: CorpusConfig, split: str) -> Source | None:
         from pipeline.maze import MazePaths
 
         return MazePaths.of(rest or "k4", config.seed, split)
-    from pipeline.corpus.tables import TABLES, HubDataset
+    from pipeline.corpus.tables import TABLES, ChatLines, HubDataset
 
+    if scheme == "chat":
+        pattern, named = split_field(rest)
+        return ChatLines(pattern, named or config.field, config.packing == "prompts")
     if scheme in TABLES:
         pattern, named = split_field(rest)
         return TABLES[scheme](pattern, named or config.field)
@@ -163,7 +167,9 @@ def plan_spans(config: CorpusConfig) -> list[Span]:
         what, where = "more documents are held out than there are", "corpus.validation_documents"
         raise UsageError(what, where=where, got=held_out, expected=f"at most {count}")
     if not held_out and 0 < fraction < 1 and round(fraction * count) < MANY_HELD_OUT:
-        return _fair_spans(train, count, fraction)
+        if config.packing not in MARKED:
+            return _fair_spans(train, count, fraction)
+        held_out = min(count - 1, math.ceil(fraction * count))  # no conversation is divided
     cut = count - (held_out or round(fraction * count))
     return [Span("train", train, 0, cut), Span("validation", train, cut, count)]
 

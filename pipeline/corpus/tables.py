@@ -39,6 +39,7 @@ else:
 
 BATCH_ROWS = 256
 LONGEST_CSV_FIELD = 1 << 30
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,20 @@ class JsonLines(Files):
             if raw.content.strip():
                 yield raw._replace(offset=number)
 
-    def text(self, decoded: str, raw: RawDocument) -> str:
-        what, where = "malformed JSON line", f"{raw.origin}: line {raw.offset}"
+    def record(self, decoded: str, where: str) -> dict[str, Any]:
+        """The object of a line."""
+        what = "malformed JSON line"
         try:
             record = json.loads(decoded)
         except (ValueError, RecursionError) as error:
             raise GdistillError(what, where=where, got=error) from error
         if not isinstance(record, dict):
             raise GdistillError(what, where=where, got=type(record).__name__, expected="an object")
+        return record
+
+    def text(self, decoded: str, raw: RawDocument) -> str:
+        where = f"{raw.origin}: line {raw.offset}"
+        record = self.record(decoded, where)
         value = record.get(self.field)
         if not isinstance(value, str):
             got = f"fields {sorted(record)}" if value is None else type(value).__name__
@@ -70,6 +77,44 @@ class JsonLines(Files):
 
     def place(self, raw: RawDocument, byte: int) -> str:
         return f"{raw.origin}: line {raw.offset}, byte {byte}"
+
+
+@dataclass(frozen=True)
+class ChatLines(JsonLines):
+    """Conversations: ``{"messages": [{"role": ..., "content": ...}, ...]}`` a line.
+
+    A line that ends with another turn than the assistant's, or ``{"prompt": "text"}``, is a prompt.
+    The document is JSON: where it stands, for the messages of what reads it, and the value.
+    """
+
+    is_prompts: bool = False
+
+    def text(self, decoded: str, raw: RawDocument) -> str:
+        where = f"{raw.origin}: line {raw.offset}"
+        record = self.record(decoded, where)
+        value = record.get("messages" if self.field == "text" else self.field)
+        if value is None and self.is_prompts and isinstance(record.get("prompt"), str):
+            value = record["prompt"]
+        elif not value or not isinstance(value, list):
+            got, expected = f"fields {sorted(record)}", '"messages", a list of turns'
+            raise GdistillError("no conversation", where=where, got=got, expected=expected)
+        else:
+            for index, turn in enumerate(value):
+                self._check(turn, f"{where}, message {index}")
+            if self.is_prompts == (value[-1]["role"] == "assistant"):
+                last = value[-1]["role"]
+                what = (
+                    "a prompt ends with" if self.is_prompts else "no answer to learn: it ends with"
+                )
+                raise GdistillError(f"{what} the {last}'s turn", where=where)
+        return json.dumps([where, value])
+
+    def _check(self, turn: Any, where: str) -> None:
+        if not isinstance(turn, dict) or turn.get("role") not in ROLES:
+            got = turn.get("role") if isinstance(turn, dict) else type(turn).__name__
+            raise GdistillError("not a turn", where=where, got=got, expected=f"a role of {ROLES}")
+        if not isinstance(turn.get("content"), str) or not turn["content"].strip():
+            raise GdistillError("an empty turn", where=where, got=f"role {turn['role']}")
 
 
 @dataclass(frozen=True)

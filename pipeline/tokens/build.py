@@ -18,20 +18,23 @@ import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.corpus.config import SPLITS, CorpusConfig, Packing
+from pipeline.corpus.config import MARKED, SPLITS, CorpusConfig, Packing
 from pipeline.corpus.documents import Span, Tally, open_source, plan_spans, read_span
 from pipeline.corpus.sources import looks_unchanged
+from pipeline.tokens.chat import encode_chats
 from pipeline.tokens.dataset import RECORD, Part, PartWriter, TokenDataset, write_record
 from pipeline.tokens.tokenizer import (
     Ids,
     SpecialIds,
     batches,
+    encode,
     encoded,
     special_ids,
     special_token_pattern,
@@ -147,6 +150,8 @@ def make_packer(
     if row_length < shortest:
         what, expected = "rows are too short for this packing", f"{shortest} or more, {packing!r}"
         raise UsageError(what, where="row_length", got=row_length, expected=expected)
+    if packing in MARKED:  # the documents are whole rows
+        return StreamPacker(row_length, None)
     if packing == "pad":
         return PadPacker(row_length, ids.bos, ids.eos)
     frame = (ids.bos, ids.eos) if packing == "wrap" else None
@@ -386,7 +391,10 @@ def _tokenize(
     tally, specials = done.tally, special_token_pattern(tokenizer)
     documents = read_span(span, config, tally, progress.next_document) if num_left else iter(())
     texts = batches(documents, tally, num_left * length)
-    for batch, ids_of_texts in encoded(tokenizer, texts, config.special_tokens):
+    encode_texts = partial(encode, tokenizer, special_tokens=config.special_tokens)
+    if config.packing in MARKED:
+        encode_texts = partial(encode_chats, tokenizer, ids.eos, length)
+    for batch, ids_of_texts in encoded(texts, encode_texts):
         rows = packer.pack(ids_of_texts)
         writer.write(rows[: int(min(num_left, len(rows)))])
         num_left -= min(num_left, len(rows))

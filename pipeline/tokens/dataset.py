@@ -30,6 +30,8 @@ import pyarrow.parquet as pq
 import transformers
 from transformers import PreTrainedTokenizerBase
 
+from pipeline.corpus.config import MARKED
+from pipeline.tokens.chat import unmarked
 from pipeline.tokens.tokenizer import tokenizer_sha256
 from shards.atomic import canonical_json, fsync_path, write_json_atomic
 from shards.errors import IntegrityError, UsageError, safe_name
@@ -98,7 +100,7 @@ class PartWriter:
         if not len(rows):
             return
         self._digest.update(np.ascontiguousarray(rows, dtype="<i4").data)
-        self._max_token_id = max(self._max_token_id, int(rows.max()))
+        self._max_token_id = max(self._max_token_id, int(rows.max()), int((~rows).max()))
         self._pending.append(rows)
         self._num_pending += len(rows)
         self.num_rows += len(rows)
@@ -274,8 +276,18 @@ class TokenDataset:
         """Rows of a split."""
         return sum(part.num_rows for part in self.parts(split))
 
+    @property
+    def packing(self) -> str:
+        """How documents became rows; ``chat`` and ``prompts`` rows are marked."""
+        return self.record["corpus"].get("packing", "concat")
+
     def read_rows(self, split: str, start: int, stop: int) -> np.ndarray:
-        """Rows start..stop-1 of a split; [stop - start, L] int32.
+        """Token ids of rows start..stop-1 of a split; [stop - start, L] int32."""
+        rows = self.read_marked(split, start, stop)
+        return unmarked(rows)[0] if self.packing in MARKED else rows
+
+    def read_marked(self, split: str, start: int, stop: int) -> np.ndarray:
+        """The same rows, with -1 - id where a token does not count (:mod:`pipeline.tokens.chat`).
 
         Raises:
             IntegrityError: If a part cannot be read as it was written.

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -182,7 +182,7 @@ def encode(
 
 
 def encoded(
-    tokenizer: PreTrainedTokenizerBase, texts: Iterator[TextBatch], special_tokens: SpecialTokens
+    texts: Iterator[TextBatch], encode: Callable[[list[str]], list[Ids]]
 ) -> Iterator[tuple[TextBatch, list[Ids]]]:
     """Batches with their ids, in order; reading and tokenizing run ahead in threads."""
     pending: deque[tuple[TextBatch, Future[list[Ids]]]] = deque()
@@ -190,7 +190,7 @@ def encoded(
         read = reader.submit(next, texts, None)
         while (batch := read.result()) is not None:
             read = reader.submit(next, texts, None)
-            pending.append((batch, pool.submit(encode, tokenizer, batch.texts, special_tokens)))
+            pending.append((batch, pool.submit(encode, batch.texts)))
             if len(pending) > NUM_ENCODERS:
                 done, ids = pending.popleft()
                 yield done, ids.result()

@@ -36,6 +36,8 @@ FORMAT_VERSION = 2
 """Since 2 the frozen draws of different splits have seeds of their own; 1 is still read."""
 STORE_ARRAYS = {"tokens": ArraySpec("int32"), "token_log_probs": ArraySpec("float32")}
 """Arrays of every store, beside the codec's own."""
+COUNTED = {"counted": ArraySpec("uint8")}
+"""Of stores of conversations: 1 where a token is the assistant's, 0 where it has no noise."""
 RESERVED = {"ledger", "resources", "tokenizer", "corpus", "c"}
 """Folders of a store that are no split, and of an array."""
 SIZES = ("vocab_size", "row_length", "rows_per_shard", "rows_per_chunk", "format_version")

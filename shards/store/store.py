@@ -41,6 +41,7 @@ from shards.store.layout import (
 )
 from shards.store.location import Location, as_location, open_location
 from shards.store.manifest import (
+    COUNTED,
     LEDGER,
     MANIFEST_FILE,
     Manifest,
@@ -217,6 +218,7 @@ def _require_codecs_arrays(manifest: Manifest, codec: Codec, where: str) -> None
     except UsageError as error:
         what = "parameters of a codec that cannot be"
         raise IntegrityError(what, where=where, got=error) from error
+    expected |= {name: spec for name, spec in COUNTED.items() if name in manifest.arrays}
     for name in sorted({*expected, *manifest.arrays}):
         wanted, got = expected.get(name, "none"), manifest.arrays.get(name, "none")
         if wanted != got:

@@ -171,7 +171,7 @@ class RowStream(IterableDataset[Batch]):
     ) -> tuple[Batch, Int[Tensor, "n"], Tensor]:
         if bool((positions == 0).any()):
             raise UsageError("position 0 has no noise", where="mask", expected="mask[:, 0] False")
-        known = {"tokens", "token_log_probs", "row_ids", PLACE}
+        known = {"tokens", "token_log_probs", "counted", "row_ids", PLACE}
         arrays = {name: a[rows, positions] for name, a in batch.items() if name not in known}
         tokens = batch["tokens"][rows, positions].long()
         return arrays, tokens, batch["token_log_probs"][rows, positions]

@@ -51,6 +51,9 @@ def convert(store: ShardStore, out: str | Location, codec: Codec, bar: Bar) -> S
     """
     require_convertible(store.codec, codec)
     source = store.manifest
+    if "counted" in source.arrays:
+        remedy = f"extract again with --codec {codec.name}"
+        raise UsageError("a store of conversations stays as it is", remedy=remedy)
     teacher = {**source.teacher, "converted_from": {**source.codec, "store": source.sha256}}
     manifest = replace(
         source,

@@ -84,6 +84,8 @@ def view_row(store: ShardStore, split: str, row: int, draw: int = 0) -> tuple[st
 
     views = []
     for index, own in enumerate(arrays["tokens"][0, 1:].tolist()):
+        if "counted" in arrays and not arrays["counted"][0, index + 1]:
+            continue  # of a prompt: it has no noise
         others = [token for token in best[index] if token != own][:NUM_ALTERNATIVES]
         gumbel = gumbels[index, own]
         rank = int((gumbels[index] >= gumbel).sum())

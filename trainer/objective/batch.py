@@ -20,6 +20,7 @@ from shards.errors import UsageError
 from shards.noise.kinds import Noise, Probabilities
 from shards.noise.philox import PositionKeys
 from shards.provenance import derive_seed
+from shards.store.manifest import COUNTED
 from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch
 
@@ -56,6 +57,7 @@ class Batch:
         seed: Run seed; with epoch and row id it keys times and masks.
         noise: Noise of the rows (and, from a store, the teacher's probabilities); None when
             neither is needed.
+        counted: The tokens that are learnt, and alone have noise; None where all are.
     """
 
     tokens: Int[Tensor, "b l"]
@@ -67,11 +69,19 @@ class Batch:
     epoch: int
     seed: int
     noise: RowNoise | None = None
+    counted: Bool[Tensor, "b l"] | None = None
 
     @property
     def num_rows(self) -> int:
         """B."""
         return self.tokens.shape[0]
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens that a validation loss is the mean over: those that count, but for position 0."""
+        if self.counted is None:
+            return self.tokens[:, 1:].numel()
+        return int(self.counted[:, 1:].sum())
 
     def distribution(self, where: Bool[Tensor, "b l"] | Places) -> Probabilities:
         """The teacher's stored probabilities at places other than column 0, row-major.
@@ -103,7 +113,9 @@ class Batch:
     def rows(self, part: slice) -> Batch:
         """Some of the rows, with their times, masks and noise."""
         noise = None if self.noise is None else self.noise.rows(part)
-        return replace(self, noise=noise, **{name: getattr(self, name)[part] for name in BY_ROW})
+        own = {name: getattr(self, name)[part] for name in BY_ROW}
+        counted = None if self.counted is None else self.counted[part]
+        return replace(self, noise=noise, counted=counted, **own)
 
     def to(self, device: torch.device) -> Batch:
         """The same rows on another device, without waiting for it.
@@ -113,7 +125,9 @@ class Batch:
         if self.tokens.device == device:
             return self
         moved = {name: placed(getattr(self, name), device) for name in BY_ROW}
-        return replace(self, noise=None if self.noise is None else self.noise.to(device), **moved)
+        noise = None if self.noise is None else self.noise.to(device)
+        counted = None if self.counted is None else placed(self.counted, device)
+        return replace(self, noise=noise, counted=counted, **moved)
 
 
 BY_ROW = ("tokens", "token_log_probs", "row_ids", "slots")
@@ -204,7 +218,8 @@ class BatchMaker:
     @property
     def arrays(self) -> list[str]:
         """The store's arrays that these batches need."""
-        own = self.store.manifest.arrays if self.with_noise else ()
+        arrays = self.store.manifest.arrays
+        own = arrays if self.with_noise else COUNTED.keys() & arrays.keys()
         return ["tokens", "token_log_probs", *own]
 
     @cached_property
@@ -215,6 +230,7 @@ class BatchMaker:
     def __call__(self, rows: RowBatch, step: int) -> Batch:
         """The batch of optimiser step ``step``."""
         arrays = dict(rows.arrays)
+        counted = arrays.pop("counted", None)
         batch = Batch(
             tokens=arrays.pop("tokens").long(),
             token_log_probs=arrays.pop("token_log_probs"),
@@ -224,6 +240,7 @@ class BatchMaker:
             step=step,
             epoch=rows.epoch,
             seed=self.seed,
+            counted=None if counted is None else counted.bool(),
         )
         if not self.with_noise:
             return batch

@@ -296,7 +296,8 @@ def corrupt(
         return row_uniforms("mask", rows, round_number, length)
 
     size = rows.global_batch_size
-    return corruption_from_uniforms(times, uniforms, rows.slots, size, settings, bounds)
+    drawn = corruption_from_uniforms(times, uniforms, rows.slots, size, settings, bounds)
+    return drawn if rows.counted is None else replace(drawn, mask=drawn.mask & rows.counted)
 
 
 # Masked positions whose noise knows nothing of their token, as a sampler's does not.

@@ -63,16 +63,19 @@ class AR(Student):
         """
         inputs, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
         head, num_tokens = self.backbone.output_layer, targets.numel()
+        weights = torch.full(targets.shape, 1 / num_tokens, device=targets.device)
+        if batch.counted is not None:
+            weights = weights * batch.counted[:, 1:]
         loss, nlls = weighted_nll(
             head.features(self._hidden(inputs), None).flatten(0, 1),
             head.linear,
             targets.flatten(),
-            torch.full((num_tokens,), 1 / num_tokens, device=targets.device),
+            weights.flatten(),
             self.mask_id,
             self._distillation(batch, _all_but_first(batch.tokens)),
         )
-        token_nlls = pad(nlls.view_as(targets), (1, 0))
-        return LossOutput(loss, token_nlls, num_tokens, num_masked=num_tokens, num_blocks=1)
+        token_nlls = pad(nlls.view_as(targets) * (weights > 0), (1, 0))
+        return LossOutput(loss, token_nlls, batch.num_scored, num_masked=num_tokens, num_blocks=1)
 
     def forward(
         self, input_ids: Tokens, attention_mask: Shaped[Tensor, "b l"] | None = None, **options: Any

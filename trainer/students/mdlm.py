@@ -82,7 +82,7 @@ class MDLM(Student):
         return LossOutput(
             loss=loss,
             token_nlls=blank.index_put(places.index, nlls) * corruption.weight,
-            num_tokens=batch.tokens[:, 1:].numel(),  # position 0 is given
+            num_tokens=batch.num_scored,
             num_masked=len(places),
             num_blocks=self.num_blocks,
         )

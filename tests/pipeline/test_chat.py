@@ -1,0 +1,229 @@
+"""Conversations: marks of the assistant's tokens from file to loss, and answers to prompts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from pipeline.tokens.dataset import TokenDataset
+from shards.errors import GdistillError, UsageError
+from shards.noise.kinds import dense_arrivals
+from shards.store.store import ShardStore
+from shards.stream.dataset import open_store
+from shards.stream.stream import ShardStream
+from tests.pipeline.extract_cases import ROW_LENGTH, VOCAB_SIZE, WORDS, contents, run, save_teacher
+from tests.trainer.run_cases import tiny_run
+from trainer.distillation import store_rows
+from trainer.objective.batch import BatchMaker
+from trainer.training.construction import build_student
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turn') }}"
+    "{% endif %}{{ 'w0 ' if m.role == 'user' else 'w1 ' }}{{ m.content }} <eos> {% endfor %}"
+    "{% if add_generation_prompt %}w1 {% endif %}"
+)
+BOS, EOS, ASK, ANSWER = (WORDS.index(word) for word in ("<bos>", "<eos>", "w0", "w1"))
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_teacher(tmp_path_factory.mktemp("teacher"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def turns(*contents: str) -> list[dict[str, str]]:
+    """User and assistant in turns."""
+    roles = ("user", "assistant")
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def given(teacher: Path, corpus: Path, packing: str = "chat", **changes: Any) -> dict[str, Any]:
+    return {
+        "mode": "parallel" if packing == "chat" else "sequential",
+        "device": "cpu",
+        "batch_size": 4,
+        "threads": 1,
+        "corpus": {"spec": f"chat:{corpus}", "packing": packing, "row_length": ROW_LENGTH},
+        "codec": {"name": "posterior", "num_entries": 5},
+        "teacher": {"location": str(teacher)},
+        "store": {"rows_per_shard": 4, "rows_per_chunk": 2},
+        **changes,
+    }
+
+
+CONVERSATIONS = [
+    {"messages": turns("w5 w6", "w7 w8")},
+    {"messages": turns("w5", "w7", "w9", "w10")},
+    *({"messages": turns(f"w{i}", f"w{i + 1}")} for i in range(2, 12)),
+]
+
+
+@pytest.fixture(scope="module")
+def conversations(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> ShardStore:
+    folder = tmp_path_factory.mktemp("chat")
+    return run(folder / "run", given(teacher, write(folder / "chat.jsonl", *CONVERSATIONS)))
+
+
+def test_one_conversation_a_row_with_the_assistants_tokens_marked(
+    conversations: ShardStore,
+) -> None:
+    rows = conversations.split("train").read_rows(0, 2)
+    ids = {f"w{i}": WORDS.index(f"w{i}") for i in range(21)}
+    first = [ASK, ids["w5"], ids["w6"], EOS, ANSWER, ids["w7"], ids["w8"], EOS]
+    second = [ASK, ids["w5"], EOS, ANSWER, ids["w7"], EOS, ASK, ids["w9"], EOS, ANSWER]
+    second += [ids["w10"], EOS]
+    assert rows["tokens"].tolist() == [first + 4 * [EOS], second]
+    assert rows["counted"].tolist() == [
+        [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0],
+        [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1],
+    ]
+
+
+def test_padding_and_questions_are_no_part_of_the_unigram(conversations: ShardStore) -> None:
+    """Each answer ends once: an end is as frequent as an answer, however long the rows are."""
+    rows = conversations.split("train").read_rows(0, conversations.manifest.splits["train"])
+    counts = np.bincount(rows["tokens"][rows["counted"] == 1], minlength=VOCAB_SIZE) + 0.5
+    found = conversations.resources["unigram_log_probs"].numpy()
+    np.testing.assert_allclose(np.exp(found), counts / counts.sum(), rtol=1e-5)
+
+
+def test_only_counted_tokens_have_noise(conversations: ShardStore) -> None:
+    split = conversations.split("train")
+    rows = split.read_rows(0, split.num_rows)
+    idle = rows["counted"] == 0
+    for name in rows.keys() - {"tokens", "counted"}:
+        assert not rows[name][idle].any(), name
+    assert (rows["token_log_probs"][~idle] < 0).all()
+    stream = open_store(conversations.location.url).stream(batch_size=2, seed=0)
+    batch = next(iter(stream))
+    mask = batch["counted"].bool()
+    noise = dense_arrivals(stream.noise(batch, mask))
+    p = stream.distribution(batch, mask).tile(0, VOCAB_SIZE)
+    assert torch.equal((p / noise).argmax(1), batch["tokens"][mask].long())
+
+
+@pytest.mark.parametrize("name", ["mdlm", "bd3lm", "ar"])
+def test_students_learn_the_assistants_tokens_alone(conversations: ShardStore, name: str) -> None:
+    """What a prompt or the padding says of itself moves no loss; micro-batches add up."""
+    noise = "none" if name == "ar" else "gumbel"
+    blocks = {"model__block_size": 4} if name == "bd3lm" else {}
+    config = tiny_run(student=name, model__conditioning=noise, **blocks)
+    torch.manual_seed(0)
+    student = build_student(config, conversations, None).eval()
+    stream = ShardStream(conversations.split("train"), seed=0, global_batch_size=4)
+    make = BatchMaker(conversations, "train", 0, torch.device("cpu"), with_noise=name != "ar")
+    batch = make(next(iter(stream)), 0)
+    assert batch.counted is not None and 0 < batch.counted.sum() < batch.counted.numel()
+    output = student.loss(batch)
+    assert not output.token_nlls[~batch.counted].any()
+    assert output.num_tokens == int(batch.counted.sum())
+    assert float(output.loss) > 0
+    parts = [student.loss(part).loss for part in batch.micro_batches(2)]
+    torch.testing.assert_close(sum(parts) / 2, output.loss, rtol=1e-4, atol=1e-6)
+    if name != "ar":
+        assert not (student.corrupt(batch).mask & ~batch.counted).any()
+
+
+def test_trainers_of_language_models_get_the_marks(conversations: ShardStore) -> None:
+    examples = list(store_rows(conversations.location.url, seed=None, epochs=1))
+    rows = conversations.split("train").read_rows(0, len(examples))
+    for example, counted in zip(examples, rows["counted"], strict=True):
+        assert ((example["labels"] != -100).numpy() == (counted == 1)).all()
+
+
+LONG = " ".join(["w3"] * ROW_LENGTH)
+MISTAKES = {
+    "template": ({"messages": [{"role": "system", "content": "w2"}, *turns("w3", "w4")]}, "chat",
+                 ["chat template fails", "no system turn"]),
+    "empty": ({"messages": turns("w3", " ")}, "chat", ["an empty turn", "message 1"]),
+    "role": ({"messages": [{"role": "me", "content": "w2"}]}, "chat", ["not a turn", "me"]),
+    "long": ({"messages": turns("w3", LONG)}, "chat", ["longer than a row", "at most 12"]),
+    "no answer": ({"messages": turns("w3")}, "chat", ["ends with the user's turn"]),
+    "no messages": ({"text": "w3"}, "chat", ["no conversation", "text"]),
+    "answered": ({"messages": turns("w3", "w4")}, "prompts", ["ends with the assistant's turn"]),
+    "long prompt": ({"prompt": LONG}, "prompts", ["the prompt is longer", "at most 11"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "packing", "words"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_named_with_its_line(
+    teacher: Path, tmp_path: Path, line: Any, packing: str, words: list[str]
+) -> None:
+    good = CONVERSATIONS[0] if packing == "chat" else {"prompt": "w3"}
+    corpus = write(tmp_path / "chat.jsonl", good, line, good)
+    with pytest.raises(GdistillError) as refused:
+        run(tmp_path / "run", given(teacher, corpus, packing))
+    message = str(refused.value)
+    assert "\n" not in message and "chat.jsonl: line 2" in message
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    "changes", [{"mode": "sequential"}, {"corpus": {"spec": "chat:x.jsonl", "packing": "concat"}}]
+)
+def test_conversations_are_packed_and_scored_in_one_way(
+    teacher: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    corpus = write(tmp_path / "chat.jsonl", *CONVERSATIONS)
+    with pytest.raises(UsageError, match="conversations"):
+        run(tmp_path / "run", {**given(teacher, corpus), **changes})
+
+
+PROMPTS = [
+    *({"messages": turns(f"w{i} w{i + 1}")} for i in range(2, 12)),
+    *({"prompt": f"w{i}"} for i in range(2, 8)),
+]
+
+
+def complete(teacher: Path, prompts: Path, out: Path) -> list[str]:
+    command = [sys.executable, "-m", "pipeline.cli", "complete", "--prompts", str(prompts)]
+    command += ["--teacher", str(teacher), "--out", str(out), "--row-length", str(ROW_LENGTH)]
+    return [*command, "--set", "store.rows_per_shard=2", "--set", "store.rows_per_chunk=2"]
+
+
+def test_answers_are_resumed_to_the_same_bytes(teacher: Path, tmp_path: Path) -> None:
+    """Killed when the first shard is in the ledger; rows are prompt, answer, end, padding."""
+    prompts = write(tmp_path / "prompts.jsonl", *PROMPTS)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(complete(teacher, prompts, tmp_path / "a"), env=environment, check=True)
+    begun = subprocess.Popen(complete(teacher, prompts, tmp_path / "b"), env=environment)
+    ledger = tmp_path / "b/store/ledger"
+    while not any(path.is_file() for path in ledger.rglob("*")) and begun.poll() is None:
+        time.sleep(0.001)
+    begun.send_signal(signal.SIGKILL)
+    begun.wait()
+    subprocess.run(complete(teacher, prompts, tmp_path / "b"), env=environment, check=True)
+    assert contents(tmp_path / "a/store") == contents(tmp_path / "b/store")
+    store = ShardStore.open(tmp_path / "a/store")
+    rows = store.split("train").read_rows(0, store.manifest.splits["train"])
+    dataset = TokenDataset.open(tmp_path / "a/tokens")
+    marked = dataset.read_marked("train", 0, len(rows["tokens"]))
+    assert (rows["tokens"] == ~marked)[marked < 0].all(), "prompts stay as they were given"
+    ended = 0
+    for tokens, counted, prompt in zip(rows["tokens"], rows["counted"], marked, strict=True):
+        answer = tokens[counted == 1]
+        first = int((prompt < 0).sum())
+        assert (np.flatnonzero(counted) == first + np.arange(len(answer))).all() and len(answer)
+        assert EOS not in answer[:-1] and (tokens[first + len(answer) :] == EOS).all()
+        ended += int(answer[-1]) == EOS
+        assert int(answer[-1]) == EOS or first + len(answer) == ROW_LENGTH
+    assert ended > 0, "some answers end before the row does"
