@@ -7,10 +7,9 @@ from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, DatasetCardData, HfApi
 from huggingface_hub.errors import HfHubHTTPError
-from shards.tools.description import Description
 
 from shards.errors import GdistillError, UsageError, first_line
-from shards.store.store import ShardStore
+from shards.store.store import Description, ShardStore
 
 PLACE = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)/?")
 CARD = """\
