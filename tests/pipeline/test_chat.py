@@ -136,7 +136,7 @@ def test_students_learn_the_assistants_tokens_alone(conversations: ShardStore, n
     output = student.loss(batch)
     assert not output.token_nlls[~batch.counted].any()
     assert output.num_tokens == int(batch.counted.sum())
-    assert float(output.loss) > 0
+    assert output.loss.item() > 0
     parts = [student.loss(part).loss for part in batch.micro_batches(2)]
     torch.testing.assert_close(sum(parts) / 2, output.loss, rtol=1e-4, atol=1e-6)
     if name != "ar":
