@@ -97,6 +97,8 @@ def test_entropy_by_hand() -> None:
     assert score.details["distinct_1"] == pytest.approx(3 / 6)
     assert score.details["distinct_2"] == pytest.approx(4 / 4)
     assert score.settings["tokens_per_sample"] == "2..4"
+    turns = entropy_score([[1, 2, 1, 2, 1]]).details
+    assert [turns[f"distinct_{n}"] for n in (1, 2, 3)] == pytest.approx([2 / 5, 2 / 4, 2 / 3])
 
 
 def test_repetition_is_counted_within_a_sample() -> None:
