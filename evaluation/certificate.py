@@ -303,7 +303,8 @@ def read_drawn(file: Path) -> DrawnFile:
                 "acceptance=coupled, or of a student with noise held fixed",
             )
     size = settings.get("vocab_size")
-    checked("vocab_size", size, type(size) is int and 2 <= size < 2**31, "a whole number >= 2")
+    is_size = type(size) is int and 2 <= size < 2**31
+    size = checked("vocab_size", size, is_size, "a whole number >= 2")
     verifier = identity.get("verifier_sha256") if verified else None
     checked("verifier_sha256", verifier, isinstance(verifier, str | None), "a hash")
     rows = [_row(values, f"{file}, line {n}", size) for n, values in enumerate(records, 1)]
@@ -329,9 +330,9 @@ def read_drawn(file: Path) -> DrawnFile:
     dtype = one_of("backbone.dtype", dtype or "float32", get_args(DtypeName))
     codec = identity.get("codec")
     if codec is not None:
-        parts = codec.get("parameters") if isinstance(codec, dict) else None
-        checked("codec", codec, isinstance(parts, dict), '{"name": ..., "parameters": {...}}')
-        codec = make_codec(str(codec.get("name")), **parts)
+        is_codec = isinstance(codec, dict) and isinstance(codec.get("parameters"), dict)
+        checked("codec", codec, is_codec, '{"name": ..., "parameters": {...}}')
+        codec = make_codec(str(codec.get("name")), **codec["parameters"])
     is_checked = _given_is_checked(file, rows, size, identity)
     return DrawnFile(
         *(file, rows, samples.seed, float(tau), size, codec, str(kind), rule),

@@ -72,7 +72,9 @@ class Maze:
         """
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-            start, target = (tuple(map(int, value[name][:2])) for name in ("start", "target"))
+            start, target = (
+                (int(value[name][0]), int(value[name][1])) for name in ("start", "target")
+            )
             paths = tuple(map(tuple, value["paths"]))
             return cls(tuple(value["rows"]), start, target, paths, int(value["max_moves"]))
         except (OSError, KeyError, ValueError, TypeError, IndexError) as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from jaxtyping import Int
 
 from evaluation.samples import SampleSet, read_data_rows, read_references
 from evaluation.score import Score
@@ -125,6 +126,10 @@ def words_of(text: str) -> list[int]:
     return [zlib.crc32(word.encode()) for word in re.findall(r"\w+|[^\w\s]", text)]
 
 
+def _some(rows: Rows, places: Int[np.ndarray, "k"]) -> list[Any]:
+    return [rows[place] for place in places]
+
+
 class Ruler:
     """What measures samples against a text.
 
@@ -149,7 +154,7 @@ class Ruler:
         # In an order of its own: a corpus may be sorted.
         order = np.random.default_rng(0).permutation(len(text.rows))
         self.own, reference = order[: self.num_rows], order[self.num_rows : 2 * self.num_rows]
-        self.vectors = ngram_vectors([text.rows[place] for place in reference])
+        self.vectors = ngram_vectors(_some(text.rows, reference))
         if judging is not None:
             self.features = self.features_of(text.require_texts())
             self.states = self.features.means[reference].astype(np.float64)
@@ -157,7 +162,7 @@ class Ruler:
     @property
     def own_rows(self) -> Rows:
         """The rows whose scores are the floor."""
-        return [self.text.rows[place] for place in self.own]
+        return _some(self.text.rows, self.own)
 
     def features_of(self, texts: Sequence[str]) -> TextFeatures:
         """The judge's states of texts."""
@@ -189,7 +194,7 @@ class Ruler:
         repeated = np.array([repetition_share(row) for row in rows])
         found["repeated_4_grams"] = jackknife(lambda kept: repeated[kept].mean(), len(rows))
         found["distinct_beginnings"] = jackknife(
-            lambda kept: distinct_beginnings([rows[place] for place in kept]), len(rows)
+            lambda kept: distinct_beginnings(_some(rows, kept)), len(rows)
         )
         if self.text.training is not None:
             counts = memorised_counts(rows, self.text.training)

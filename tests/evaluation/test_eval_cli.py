@@ -138,7 +138,7 @@ def test_options_of_the_judge_need_one(samples: Path, option: str, value: object
 def test_zero_is_not_the_default_in_the_library_either(judge: JudgeModel) -> None:
     for options in ({"stride": 0}, {"max_tokens": 0}, {"max_tokens": -3}):
         with pytest.raises(UsageError):
-            generative_perplexity(judge, ["a b a b"], **options)
+            generative_perplexity(judge, ["a b a b"], **options)  # type: ignore[arg-type]
 
 
 def test_references_are_read_by_a_reader_of_their_own(
