@@ -32,21 +32,8 @@ from torch import Tensor
 from shards.errors import UsageError
 from shards.noise.kinds import Noise
 from trainer.objective.batch import Places
-from trainer.sampling.fill import (
-    Pass,
-    Rows,
-    Sampler,
-    check_length,
-    check_times,
-    check_tokens,
-)
-from trainer.sampling.noise import (
-    RowNoise,
-    SampleKeys,
-    TokenRule,
-    position_chunks,
-    sampling_noise,
-)
+from trainer.sampling.fill import Pass, Rows, Sampler, check_length, check_times, check_tokens
+from trainer.sampling.noise import RowNoise, SampleKeys, TokenRule, position_chunks, sampling_noise
 from trainer.sampling.stopping import has_gaps
 from trainer.sampling.verifier import CausalReader, SecondModel, Verifier
 from trainer.students.conditioning import EmbeddedNoise

@@ -302,10 +302,7 @@ class Drafter(BackboneStudent):
             handle.remove()
 
     def forward(
-        self,
-        input_ids: Int[Tensor, "b l"],
-        attention_mask: Tensor | None = None,
-        **options: Any,
+        self, input_ids: Int[Tensor, "b l"], attention_mask: Tensor | None = None, **options: Any
     ) -> CausalLMOutput:
         """Logits [B, K, V] behind whole prefixes, each step behind the most probable draft.
 
