@@ -1,4 +1,10 @@
-"""One command from the plan to the table: extract, train side by side, measure, write."""
+"""Recipes of one store side by side, at equal shape, steps and tokens: from the plan to the table.
+
+    python -m benchmarks.quality benchmarks/quality/maze.toml
+
+extracts, trains, samples and scores what the file lists, resumes where it was stopped, and writes
+a table, a figure and all numbers into benchmarks/results.
+"""
 
 from __future__ import annotations
 
