@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from pipeline.corpus.config import MARKED, CorpusConfig, scheme_of, split_field
+from pipeline.corpus.config import MARKED, scheme_of, split_field
 from pipeline.corpus.documents import Tally
 from pipeline.extract import Extractor, resources_on, settle_environment
 from pipeline.settings import TOKENS_RECORD, ExtractRequest, StoreSettings, Worker
@@ -84,7 +84,8 @@ def run_extraction(request: ExtractRequest, worker: Worker) -> list[str]:
     if not (begun and (request.out / TOKENS_RECORD).is_file()):
         loaded()  # what its weights are refused for comes before hours of tokenization
     dataset = tokenize(request, tokenizer, worker)
-    identity = teacher_identity(files, settings.teacher.dtype)
+    hashes = {"weights_sha256": files.weights_sha256, "config_sha256": files.config_sha256}
+    identity = {"id": files.name, **hashes, "dtype": settings.teacher.dtype}
     manifest = build_manifest(request, dataset, identity, files.hidden_size)
     resources = _kept_resources(request.store, manifest)
     if resources is None:
@@ -280,12 +281,6 @@ def rows_per_unit(
     return chunk, shard
 
 
-def teacher_identity(files: PretrainedFiles, dtype: str) -> dict[str, object]:
-    """A teacher that runs here, by its files."""
-    hashes = {"weights_sha256": files.weights_sha256, "config_sha256": files.config_sha256}
-    return {"id": files.name, **hashes, "dtype": dtype}
-
-
 def build_manifest(
     request: ExtractRequest,
     dataset: TokenDataset,
@@ -375,19 +370,15 @@ def begin_store(
     }
     scheme, layout = scheme_of(request.corpus.source)
     if scheme == "maze" and teacher is not None:
+        from pipeline.maze import load_maze
+
+        artifact = {**load_maze(layout or "k4").artifact(), "seed": request.corpus.seed}
+        text = json.dumps(artifact, indent=2, sort_keys=True).encode() + b"\n"
         record = teacher / "maze.json"  # with the path probabilities of a teacher trained here
-        known = record.is_file()
-        sides["corpus/maze.json"] = record.read_bytes() if known else _maze(request.corpus, layout)
+        sides["corpus/maze.json"] = record.read_bytes() if record.is_file() else text
     writer = ShardWriter.create_or_resume(request.store, manifest, resources, sides)
     write_config(request.out / "config.json", request)
     return writer
-
-
-def _maze(corpus: CorpusConfig, layout: str) -> bytes:
-    from pipeline.maze import load_maze
-
-    artifact = {**load_maze(layout or "k4").artifact(), "seed": corpus.seed}
-    return json.dumps(artifact, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def write_config(path: Path, request: ExtractRequest) -> None:

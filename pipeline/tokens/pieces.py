@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 Ids = np.ndarray
 """Token ids, int32."""
@@ -88,7 +88,8 @@ def encode_with_overlap(
         texts = [text[start : start + piece_characters + OVERLAP_CHARACTERS] for start in group]
         encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
         for start, piece in zip(group, encoded, strict=True):
-            ids, borders = _with_borders(piece, start)
+            ids = np.array(piece.ids, np.int32)
+            borders = np.array([begin for begin, _ in piece.offsets], np.int64) + start
             if previous is not None:
                 cut = join(*previous, ids, borders)
                 if cut is None:
@@ -97,12 +98,6 @@ def encode_with_overlap(
                 ids, borders = ids[cut[1] :], borders[cut[1] :]
             previous = ids, borders
     return np.concatenate([*joined, previous[0]]) if previous else np.empty(0, np.int32)
-
-
-def _with_borders(piece: Encoding, start: int) -> tuple[Ids, np.ndarray]:
-    """Ids and where each token begins in the whole text, in characters; [n] and [n]."""
-    borders = np.array([begin for begin, _ in piece.offsets], np.int64) + start
-    return np.array(piece.ids, np.int32), borders
 
 
 def join(
