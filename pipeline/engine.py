@@ -131,7 +131,7 @@ class Engine:
         return {"id": self.model, "engine_version": self.version, **asked}
 
     def try_out(self) -> None:
-        """Score a dozen ids: what the server refuses for every row is told before stage 1.
+        """Score a dozen ids: what the server refuses for every row is known before stage 1.
 
         Raises:
             UsageError: If it gives no log-probabilities of a prompt, or fewer than asked for.
@@ -147,8 +147,8 @@ class Engine:
                 f" (engine.num_top; vLLM: --max-logprobs {most};"
                 " SGLang: --set engine.dialect=sglang)"
             )
-            told = {"where": error.where, "got": error.got, "expected": error.expected}
-            raise UsageError(what, **told, remedy=remedy) from error
+            facts = {"where": error.where, "got": error.got, "expected": error.expected}
+            raise UsageError(what, **facts, remedy=remedy) from error
 
     def score(self, rows: Sequence[Sequence[int]], names: Sequence[str]) -> Iterator[ScoredRow]:
         """Scores of rows in their order, ``in_flight`` requests at a time.

@@ -70,17 +70,6 @@ def processed(
     return log_probs.masked_fill(~kept, -torch.inf).log_softmax(-1)
 
 
-@dataclass(frozen=True)
-class ProcessOutput:
-    """The distribution that wrote the row: what the stored noise belongs to."""
-
-    settings: SequentialSettings
-
-    def __call__(self, output: TeacherOutput) -> TeacherOutput:
-        log_probs = processed(output.log_probs, self.settings, output.tokens)
-        return replace(output, log_probs=log_probs)
-
-
 @torch.inference_mode()
 def generate_rows(
     teacher: Teacher,
@@ -223,3 +212,8 @@ class GeneratedRows:
         if given is not None:
             rows = marked_answers(rows, given, self.ends)
         return rows.numpy().astype(np.int32)
+
+    def process(self, output: TeacherOutput) -> TeacherOutput:
+        """The distribution that wrote the row: what the stored noise belongs to."""
+        log_probs = processed(output.log_probs, self.settings, output.tokens)
+        return replace(output, log_probs=log_probs)

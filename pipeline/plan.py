@@ -1,4 +1,4 @@
-"""What an extraction would cost, told before anyone pays; nothing is written.
+"""What an extraction would cost, said before anyone pays; nothing is written.
 
 Tokens are counted in finished token rows, else estimated from a sample of the corpus. Bytes per
 token are what each codec really writes: of some rows under the teacher, where it is small and at
@@ -247,7 +247,7 @@ def planned_rates(
     """The given rate, or that of an earlier run in this folder, or what machines could reach.
 
     A machine without a GPU is one on which runs are planned and one on which they run: where the
-    device is not named, both are told.
+    device is not named, both are given.
 
     Raises:
         GdistillError: If an earlier run's figures are there and cannot be read.
@@ -331,7 +331,7 @@ class CorpusSample:
     """What was seen of the corpus at hand.
 
     Attributes:
-        num_tokens: That a run would store; None if it cannot be told.
+        num_tokens: That a run would store; None if it is not known.
         origin: Where the figure comes from.
         tokens_per_second: Of the tokenizer on this machine; None if nothing was tokenized.
         rows: Some rows, [n, L] int32; None without a tokenizer.

@@ -442,11 +442,11 @@ def _extractor(
         batch_size=BatchSize(environment.rows_per_pass),
     )
     if settings.mode == "sequential":
-        from pipeline.generate import GeneratedRows, ProcessOutput
+        from pipeline.generate import GeneratedRows
 
-        sampling, check = settings.sequential, extractor.stop.check
-        rows = GeneratedRows(teacher, dataset, sampling, settings.seed, check)
-        extractor.read_rows, extractor.process = rows.read, ProcessOutput(sampling)
+        check = extractor.stop.check
+        rows = GeneratedRows(teacher, dataset, settings.sequential, settings.seed, check)
+        extractor.read_rows, extractor.process = rows.read, rows.process
     return extractor
 
 

@@ -168,8 +168,8 @@ class Teacher:
             source: Local directory, hub id, or files already found.
             dtype: Precision of weights and activations; logits are float32 either way.
             device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-            vocab_size: V; the tokenizer's beside the model unless told, else the output's width.
-            attention: Attention kernel by transformers' name; its own choice unless told.
+            vocab_size: V; the tokenizer's beside the model by default, else the output's width.
+            attention: Attention kernel by transformers' name; its own choice by default.
             compiled: Run the model through ``torch.compile``.
             device_map: Over which devices, if one is too small; ``device`` then means nothing.
 
