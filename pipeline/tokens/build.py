@@ -353,20 +353,27 @@ def _resume(work: Path, identity: dict[str, Any], limits: Limits) -> _Progress:
     """Where an interrupted run of the same identity stopped, or the beginning."""
     try:
         journal = json.loads((work / JOURNAL).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        known, found = journal.pop("identity"), journal.pop("limits")
+        for name, split in journal["splits"].items():
+            parts, tally = [Part(**part) for part in split["parts"]], Tally(**split["tally"])
+            journal["splits"][name] = _Split(**{**split, "parts": parts, "tally": tally})
+        progress = _Progress(**journal)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ):  # none, or no journal of ours
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         return _Progress()
-    check_identity(journal.pop("identity"), identity, work)
-    if (found := journal.pop("limits")) != limits:
+    check_identity(known, identity, work)
+    if found != limits:
         what = "another number of rows is being tokenized here"
         remedy = f"finish that run with its --rows, or remove {work}"
         raise UsageError(what, where=work, got=found, expected=limits, remedy=remedy)
-    for split in journal["splits"].values():
-        split["parts"] = [Part(**part) for part in split["parts"]]
-        split["tally"] = Tally(**split["tally"])
-    splits = {name: _Split(**split) for name, split in journal.pop("splits").items()}
-    return _Progress(splits=splits, **journal)
+    return progress
 
 
 def _tokenize(
