@@ -187,7 +187,7 @@ def test_a_size_that_fits_is_kept_from_shard_to_shard(
         return torch.zeros(len(first), ROW_LENGTH, dtype=torch.int64)
 
     monkeypatch.setattr("pipeline.generate.generate_rows", written)
-    dataset = SimpleNamespace(bos_id=0, row_length=ROW_LENGTH)
+    dataset = SimpleNamespace(bos_id=0, row_length=ROW_LENGTH, packing="concat")
     settings = SequentialSettings(batch_size=8)
     rows = object.__new__(GeneratedRows)  # the rows' source is not asked for anything else
     vars(rows).update(teacher=teacher, dataset=dataset, settings=settings, seed=1)

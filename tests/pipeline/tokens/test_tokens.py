@@ -156,16 +156,16 @@ def test_a_changed_corpus_is_refused_by_name(
     tmp_path: Path, sentence_corpus: CorpusConfig, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(tmp_path / "run")
-    path, encode = Path(sentence_corpus.source.removeprefix("text:")), tokenizer.encode
+    path, encode = Path(sentence_corpus.source.removeprefix("text:")), build.encode
     path.write_text(path.read_text().replace("dog", "god", 1))
     with pytest.raises(GdistillError, match=r"not the one that was tokenized.*corpus\.txt"):
         prepare(tmp_path / "run")
 
-    def meddle(*arguments: Any) -> list[np.ndarray]:
+    def meddle(*arguments: Any, **named: Any) -> list[np.ndarray]:
         os.utime(path, (1, 1))
-        return encode(*arguments)
+        return encode(*arguments, **named)
 
-    monkeypatch.setattr(tokenizer, "encode", meddle)
+    monkeypatch.setattr(build, "encode", meddle)
     with pytest.raises(GdistillError, match="changed while it was read"):
         prepare(tmp_path / "meddled")
     assert not (tmp_path / "meddled/tokens").exists()
