@@ -40,7 +40,7 @@ def require_enough(num: int, where: object, least: int = MIN_SAMPLES) -> None:
     """
     if num < least:
         remedy = f"gdistill-sample --num {4 * MIN_SAMPLES}, or score without --reference"
-        what = "too few samples for a distance between distributions"
+        what = "too few samples for MAUVE and for distances between distributions"
         raise UsageError(what, where=where, got=num, expected=f"at least {least}", remedy=remedy)
 
 
