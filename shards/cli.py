@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -18,7 +18,7 @@ from shards.console import command_app, progress_bar, run_command
 from shards.errors import IntegrityError, UsageError, visible
 from shards.settings import parse_override
 from shards.store.location import open_location
-from shards.store.manifest import LEDGER
+from shards.store.manifest import LEDGER, ShardRange
 from shards.store.store import Description, ShardStore
 from shards.store.verification import forget as forget_shards
 from shards.store.verification import verify
@@ -47,7 +47,8 @@ def info(
     for split in (split for split, rows in opened.manifest.splits.items() if rows):
         of = opened.split(split, [])
         costs[split] = shuffling_of(of.num_rows, of.rows_per_chunk, of.chunk_bytes, SHOWN_BATCH)
-    pace = pace_of(opened) if opened.unfinished() else None
+    left = opened.unfinished()
+    pace = pace_of(opened, left) if left else None
     if as_json:
         figures = {split: cost._asdict() for split, cost in costs.items()}
         told = {**description.to_json(), "pace": pace, "shuffling": figures}
@@ -98,7 +99,7 @@ def shuffling_of(num_rows: int, per_chunk: int, chunk_bytes: int, batch_size: in
     return Shuffling((lanes or num_chunks) * chunk_bytes, batch_size * row_bytes, shared)
 
 
-def pace_of(store: ShardStore) -> dict[str, float | int | None]:
+def pace_of(store: ShardStore, left: Sequence[ShardRange]) -> dict[str, float | int | None]:
     """How fast a store that is not complete grows, by the times of its ledger's files.
 
     Returns:
@@ -109,8 +110,9 @@ def pace_of(store: ShardStore) -> dict[str, float | int | None]:
         shard; None where no time is known. ``num_claimed``: unfinished shards that a process
         holds, or held when it was killed.
     """
-    times, left = store.location.written_at(LEDGER), store.unfinished()
-    known = [shard for shard in store.finished() if shard.record_file in times]
+    times = store.location.written_at(LEDGER)
+    finished = set(store.manifest.all_shards()) - set(left)
+    known = [shard for shard in finished if shard.record_file in times]
     ordered = sorted((times[shard.record_file], shard.num_rows) for shard in known)
     newest = ordered[-MOST_SHARDS_OF_RATE - 1 :]
     now, length, rate = time.time(), store.manifest.row_length, None

@@ -113,11 +113,6 @@ class ShardStore:
         recorded = self.location.sizes(LEDGER)
         return [s for s in self.manifest.all_shards() if s.record_file not in recorded]
 
-    def finished(self) -> list[ShardRange]:
-        """Shards with a ledger record."""
-        recorded = self.location.sizes(LEDGER)
-        return [s for s in self.manifest.all_shards() if s.record_file in recorded]
-
     @cached_property
     def codec(self) -> Codec:
         """The codec that decodes this store."""
@@ -255,7 +250,8 @@ class Description:
     def of(cls, store: ShardStore) -> Description:
         """Measure a store, finished or not."""
         manifest, sizes = store.manifest, store.location.sizes()
-        shards, finished = manifest.all_shards(), store.finished()
+        shards, left = manifest.all_shards(), set(store.unfinished())
+        finished = [shard for shard in shards if shard not in left]
         files = (name for shard in finished for name in manifest.shard_files(shard).values())
         record = read_record(store.location, manifest, finished[0]) if finished else None
         return cls(
