@@ -17,7 +17,6 @@ from tests.shards.store_cases import (
     file_bytes,
     make_manifest,
     open_writer,
-    write_pending,
     write_store,
 )
 
@@ -144,21 +143,6 @@ def test_strangers_are_reported_and_harmless(root: Path, truth: dict[str, bytes]
     finally:
         stranger.unlink()
         stranger.parent.rmdir()
-
-
-def test_what_verify_finds_can_be_forgotten_and_written_again(tmp_path: Path) -> None:
-    root = tmp_path / "store"
-    write_store(root)
-    reference = file_bytes(root)
-    path = root / "train/token_gumbels/c/2/0"
-    path.write_bytes(trials.flipped(path.read_bytes(), 77))
-    problems = verify(root)
-    assert [str(shard)[:13] for shard in forget(root, problems)] == ["train shard 2"]
-    assert forget(root, problems) == [], "forgotten already"
-    writer = open_writer(root)
-    assert [shard.index for shard in writer.pending("train")] == [2]
-    write_pending(writer)
-    assert file_bytes(root) == reference and verify(root) == []
 
 
 def test_a_shard_written_anew_or_at_work_is_not_forgotten(tmp_path: Path) -> None:
