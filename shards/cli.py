@@ -33,8 +33,9 @@ Store = Annotated[str, typer.Argument(help="A store: folder or URL.")]
 Out = Annotated[str, typer.Option("--out", help="Where the new store goes: folder or URL.")]
 
 
-SHOWN_BATCH, MOST_SHARDS_OF_RATE = 512, 64
+SHOWN_BATCH = 512
 """Rows of the global batch that ``info`` tells of what shuffling costs for: the paper's."""
+MOST_SHARDS_OF_RATE = 64
 
 
 @app.command()
