@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, DatasetCardData, HfApi
-from huggingface_hub.errors import HfHubHTTPError
 
 from shards.errors import GdistillError, UsageError, first_line
 from shards.store.store import Description, ShardStore
@@ -75,7 +74,7 @@ def push(store: ShardStore, target: str, *, license: str | None, private: bool) 
         commit = api.create_commit(
             name, operations, commit_message="Add the store", repo_type="dataset"
         )
-    except (HfHubHTTPError, OSError, ValueError) as error:
+    except Exception as error:  # of the hub, or of whichever HTTP client its library has
         remedy = "see that you are logged in (hf auth login) and may write there; then push again"
         raise GdistillError(
             "the hub does not take the store", where=target, got=first_line(error), remedy=remedy

@@ -76,10 +76,10 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        path = urlsplit(self.path).path
+        path, here = urlsplit(self.path).path, f"http://{self.headers['Host']}"
         if path.endswith("/repos/create"):
             self.made.append(json.loads(body)["name"])
-            return self.answer({"url": "http://hub/datasets/me/store", "name": "me/store"})
+            return self.answer({"url": f"{here}/datasets/me/store", "name": "me/store"})
         if "/preupload/" in path:
             names = [file["path"] for file in json.loads(body)["files"]]
             modes = [{"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names]
@@ -93,7 +93,10 @@ class Hub(BaseHTTPRequestHandler):
                 if record["key"] == "file":
                     value = record["value"]
                     self.files[value["path"]] = base64.b64decode(value["content"])
-            done = {"commitUrl": f"http://hub/commit/{REVISION}", "commitOid": REVISION}
+            done = {
+                "commitUrl": f"{here}/datasets/me/store/commit/{REVISION}",
+                "commitOid": REVISION,
+            }
             return self.answer({**done, "hookOutput": "", "success": True})
         return self.answer({"error": f"no route {path}"}, 500)
 
