@@ -20,6 +20,8 @@ from transformers import (
     BertLMHeadModel,
     BloomConfig,
     BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
 )
 
 from evaluation.text import reading
@@ -28,6 +30,7 @@ from evaluation.text.reading import (
     JudgedText,
     JudgeMemory,
     JudgeModel,
+    Judging,
     ReadingLimits,
     Room,
     generative_perplexity,
@@ -75,6 +78,14 @@ def test_a_judge_without_a_limit_reads_windows_of_1024(copied: Path) -> None:
     judge = load_judge(str(copied))
     assert judge.context_length == UNLIMITED_CONTEXT
     assert generative_perplexity(judge, ["a b " * 600]).details["num_tokens"] == 1023
+
+
+def test_a_text_is_read_up_to_1024_tokens_unless_a_limit_is_given(copied: Path) -> None:
+    """The length of the paper's samples, also of a judge that reads further."""
+    config = GPT2Config(vocab_size=4, n_positions=2048, n_embd=8, n_layer=1, n_head=1)
+    GPT2LMHeadModel(config).save_pretrained(copied)
+    assert Judging.load(str(copied)).limits == ReadingLimits(2048, 1024, 1024)
+    assert Judging.load(str(copied), max_tokens=1500).limits.max_tokens == 1500
 
 
 def test_a_judge_computes_in_float32_and_is_known_by_its_weights(
