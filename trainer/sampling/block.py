@@ -67,7 +67,7 @@ class BlockRows(Rows):
 
     def start(self) -> None:
         """See :class:`Rows`."""
-        self.active, self.cache, self.condition = self.everyone, None, None
+        self.cache, self.condition = None, None
         self.columns, self.window_start = slice(0, 0), 0
 
     def enter(self, block: int) -> None:
@@ -222,13 +222,12 @@ class BlockSampler(DiffusionSampler):
         low = torch.zeros_like(rows.everyone, dtype=torch.bool)
         for block, budget in enumerate(self.budgets(rows.tokens.shape[1] // size, size)):
             rows.enter(block)
-            here = rows, rows.active, rows.columns
             if self.inner == "confidence":
-                yield from confidence_order(*here, budget)
+                yield from confidence_order(rows, budget)
             elif self.inner == "first_hitting":
-                yield from uniform_order(*here, None)
+                yield from uniform_order(rows, None)
             else:
-                yield from ancestral_order(*here, ancestral_times(budget, self.final_argmax))
+                yield from ancestral_order(rows, ancestral_times(budget, self.final_argmax))
             if stop != StopRule() and bool((done := self._is_done(rows, low)).any()):
                 rows.keep((~done).nonzero()[:, 0])
             if not len(rows.active):
@@ -303,6 +302,7 @@ class SequentialSampler(Sampler):
     decision: Decision = "categorical"
 
     label: ClassVar[str] = "sequential"
+    rows_type: ClassVar[type[Rows]] = SequenceRows
 
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> None:
         """See :class:`Sampler`."""
@@ -312,12 +312,6 @@ class SequentialSampler(Sampler):
             what, got = "the sequential sampler goes from left to right", type(student).__name__
             expected = "an autoregressive student"
             raise UsageError(what, where="sampler", got=got, expected=expected)
-
-    def start(
-        self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys
-    ) -> SequenceRows:
-        """See :class:`Sampler`."""
-        return SequenceRows(student, tokens, noise, keys)
 
     def order(self, rows: SequenceRows) -> Iterator[Pass]:  # type: ignore[override]
         """See :class:`Sampler`."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from shards.errors import UsageError
@@ -97,6 +97,8 @@ class Rows:
     Attributes:
         tokens: [B, L], filled in place.
         masked: [B, L], what is to be filled.
+        active: [m] rows that passes are made of, all of them to begin with.
+        columns: Columns that are filled now, all of them to begin with.
         nfe: [B] forward passes so far.
         details: Further results.
         levels: [T + 1] noise level of each step, and of the final fill, that a time-conditioned
@@ -109,10 +111,16 @@ class Rows:
         self.student, self.noise, self.keys = student, noise, keys
         self.tokens, self.masked = tokens.clone(), tokens == student.mask_id
         self.nfe = torch.zeros_like(tokens[:, 0])
-        self.everyone = torch.arange(len(tokens), device=tokens.device)
+        self.everyone = self.active = torch.arange(len(tokens), device=tokens.device)
+        self.columns = slice(0, tokens.shape[1])
         self.details: dict[str, Tensor] = {}
         self.levels: Float[Tensor, "steps1"] | None = None
         self.start()
+
+    @property
+    def open(self) -> Bool[Tensor, "m w"]:
+        """Where the active rows are masked, of the columns that are filled now."""
+        return self.tokens[self.active, self.columns] == self.student.mask_id
 
     def start(self) -> None:
         """What is read once."""
@@ -161,6 +169,7 @@ class Sampler(ABC):
     stop: StopRule = StopRule()
 
     label: ClassVar[str]
+    rows_type: ClassVar[type[Rows]] = Rows
 
     def __post_init__(self) -> None:
         check_positive(tau=self.tau)
@@ -209,7 +218,7 @@ class Sampler(ABC):
         self, student: Student, tokens: Int[Tensor, "b l"], noise: RowNoise, keys: SampleKeys
     ) -> Rows:
         """The rows before the first pass."""
-        return Rows(student, tokens, noise, keys)
+        return self.rows_type(student, tokens, noise, keys)
 
     @abstractmethod
     def order(self, rows: Rows) -> Iterator[Pass]:
@@ -400,9 +409,7 @@ class AncestralSampler(DiffusionSampler):
 
     def order(self, rows: Rows) -> Iterator[Pass]:
         """See :class:`Sampler`."""
-        columns = slice(0, rows.tokens.shape[1])
-        times = ancestral_times(self.nfe, self.final_argmax)
-        yield from ancestral_order(rows, rows.everyone, columns, times)
+        return ancestral_order(rows, ancestral_times(self.nfe, self.final_argmax))
 
 
 def ancestral_times(num_steps: int, final_argmax: bool) -> Float[Tensor, "steps1"]:
@@ -426,23 +433,18 @@ def ancestral_steps(
     return len(times) - torch.searchsorted(survival.flip(0), uniform)
 
 
-def ancestral_order(
-    rows: Rows, active: Int[Tensor, "m"], columns: slice, times: Float[Tensor, "steps1"]
-) -> Iterator[Pass]:
-    """Ancestral steps of some columns of some rows; then the final fill of what is left."""
+def ancestral_order(rows: Rows, times: Float[Tensor, "steps1"]) -> Iterator[Pass]:
+    """Ancestral steps; then the final fill of what is left."""
     rows.set_times(times)
-    masked = rows.tokens[active, columns] == rows.student.mask_id
-    uniform = rows.keys.uniforms("sampling order", active, columns)
+    uniform = rows.keys.uniforms("sampling order", rows.active, rows.columns)
     steps = ancestral_steps(uniform, law_of(rows.student.settings.diffusion), times)
-    steps = torch.where(masked, steps, 0)
+    steps = torch.where(rows.open, steps, 0)
     is_left = steps >= len(times)
-    yield from planned(active, columns, steps.masked_fill(is_left, 0), None)
-    yield from planned(active, columns, torch.where(is_left, steps, 0), TokenRule("argmax"))
+    yield from planned(rows, steps.masked_fill(is_left, 0), None)
+    yield from planned(rows, torch.where(is_left, steps, 0), TokenRule("argmax"))
 
 
-def planned(
-    active: Int[Tensor, "m"], columns: slice, steps: Int[Tensor, "m w"], rule: TokenRule | None
-) -> Iterator[Pass]:
+def planned(rows: Rows, steps: Int[Tensor, "m w"], rule: TokenRule | None) -> Iterator[Pass]:
     """The passes that reveal every position in its step; 0 is none.
 
     A row skips the steps that reveal nothing in it, so pass k serves each row's k-th step that
@@ -452,21 +454,21 @@ def planned(
     pass_of, step_of = torch.stack((dense_ranks(steps), steps)).to("cpu").flatten(1)
     open_places = pass_of.nonzero()[:, 0]
     order = open_places[pass_of[open_places].argsort(stable=True)]
-    rows, count = order // width, max(1, len(steps))
-    first = pass_of[order] * count + rows  # ascending: pass by pass, row by row
+    row, count = order // width, max(1, len(steps))
+    first = pass_of[order] * count + row  # ascending: pass by pass, row by row
     groups, group_of, sizes = first.unique_consecutive(return_inverse=True, return_counts=True)
     ends = sizes.cumsum(0)
     group_data = placed(torch.stack((groups % count, step_of[order[ends - sizes]])), device)
-    place_data = placed(torch.stack((rows, order % width, group_of)), device)
+    place_data = placed(torch.stack((row, order % width, group_of)), device)
     lengths, stops, begin = sizes.tolist(), ends.tolist(), 0
     for number in (groups // count).unique_consecutive(return_counts=True)[1].tolist():
         for part in row_groups(lengths[begin : begin + number]):
             low, high = begin + part.start, begin + part.stop
             some, positions, group = place_data[:, stops[low] - lengths[low] : stops[high - 1]]
             in_pass, step = group_data[:, low:high]
-            positions = positions + columns.start
-            places, where = Places(active[some], positions), Places(group - low, positions)
-            yield Pass(active[in_pass], places, where, step, rule)
+            positions = positions + rows.columns.start
+            places, where = Places(rows.active[some], positions), Places(group - low, positions)
+            yield Pass(rows.active[in_pass], places, where, step, rule)
         begin += number
 
 

@@ -42,7 +42,7 @@ class FirstHittingSampler(DiffusionSampler):
 
     def order(self, rows: Rows) -> Iterator[Pass]:
         """See :class:`Sampler`."""
-        return uniform_order(rows, rows.everyone, slice(0, rows.tokens.shape[1]), None)
+        return uniform_order(rows, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,24 +61,22 @@ class FixedCountSampler(DiffusionSampler):
 
     def order(self, rows: Rows) -> Iterator[Pass]:
         """See :class:`Sampler`."""
-        return uniform_order(rows, rows.everyone, slice(0, rows.tokens.shape[1]), self.nfe)
+        return uniform_order(rows, self.nfe)
 
 
-def uniform_order(
-    rows: Rows, active: Int[Tensor, "m"], columns: slice, nfe: int | None
-) -> Iterator[Pass]:
+def uniform_order(rows: Rows, nfe: int | None) -> Iterator[Pass]:
     """A uniformly random order: ceil(masked / nfe) positions per step, or one.
 
     The largest uniform comes first, as in ancestral sampling.
     """
-    masked = rows.tokens[active, columns] == rows.student.mask_id
-    uniform = rows.keys.uniforms("sampling order", active, columns)
+    masked = rows.open
+    uniform = rows.keys.uniforms("sampling order", rows.active, rows.columns)
     ordered = torch.where(masked, uniform, -1.0).argsort(dim=-1, descending=True, stable=True)
     steps = 1 + ordered.argsort(dim=-1)
     if nfe is not None:
         per_step = (-(-masked.sum(dim=1, keepdim=True) // nfe)).clamp_min(1)
         steps = 1 + (steps - 1) // per_step
-    return planned(active, columns, torch.where(masked, steps, 0), None)
+    return planned(rows, torch.where(masked, steps, 0), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +106,7 @@ class ConfidenceSampler(DiffusionSampler):
 
     def order(self, rows: Rows) -> Iterator[Pass]:
         """See :class:`Sampler`."""
-        columns = slice(0, rows.tokens.shape[1])
-        return confidence_order(rows, rows.everyone, columns, self.nfe)
+        return confidence_order(rows, self.nfe)
 
     def choose(
         self, rows: Rows, part: ConfidencePass, log_probs: Float[Tensor, "n v1"]
@@ -131,31 +128,23 @@ class ConfidencePass(Pass):
     share_ahead: Float[Tensor, "m"]
 
 
-def confidence_order(
-    rows: Rows, active: Int[Tensor, "m"], columns: slice, nfe: int
-) -> Iterator[ConfidencePass]:
+def confidence_order(rows: Rows, nfe: int) -> Iterator[ConfidencePass]:
     """Every pass of a row reveals ceil(masked / nfe) positions, the last one the rest.
 
     How many positions a pass has is known beforehand, on the host, which waits for a GPU once.
-
-    Args:
-        rows: Their tokens; the mask id where one is to be filled in.
-        active: Which of them.
-        columns: Which of their columns.
-        nfe: Most forward passes per row.
     """
-    device, mask_id = active.device, rows.student.mask_id
-    left = (rows.tokens[active, columns] == mask_id).sum(dim=1).cpu()
+    device, mask_id = rows.active.device, rows.student.mask_id
+    left = rows.open.sum(dim=1).cpu()
     each = (-(-left // nfe)).clamp_min(1)
     num_passes = -(-left // each)
     for number in range(1, max(num_passes.tolist(), default=0) + 1):
         running = left.nonzero()[:, 0]
         for group in row_groups(left[running].tolist()):
             some = running[group]
-            sizes, chosen = left[some], active[placed(some, device)]
-            known = (rows.tokens[chosen, columns] != mask_id).to(torch.uint8)
+            sizes, chosen = left[some], rows.active[placed(some, device)]
+            known = (rows.tokens[chosen, rows.columns] != mask_id).to(torch.uint8)
             listed = _first_columns(sizes, device)
-            positions = known.argsort(dim=1, stable=True)[listed.index] + columns.start
+            positions = known.argsort(dim=1, stable=True)[listed.index] + rows.columns.start
             yield ConfidencePass(
                 chosen,
                 Places(chosen[listed.rows], positions),

@@ -144,7 +144,7 @@ def test_order_is_shared_by_all_samplers() -> None:
             steps[part.places.index] = part.steps[part.where.rows]
         return steps[:, 1:]
 
-    one_by_one = revealed(uniform_order(rows, ids, slice(0, LENGTH), None))
+    one_by_one = revealed(uniform_order(rows, None))
     assert one_by_one.sort(dim=1).values.tolist() == [[*range(1, LENGTH)]] * 200
     steps = revealed(AncestralSampler(nfe=1000).order(rows))
     assert (steps.gather(1, one_by_one.argsort(1)).diff(dim=1) >= 0).all()
