@@ -47,6 +47,7 @@ from trainer.sampling.orders import (
 )
 from trainer.sampling.stopping import StopRule
 from trainer.students.conditioning import EmbeddedNoise
+from trainer.students.dit import KeyValueCache
 from trainer.students.registry import AR, BD3LM, Student
 
 TOKENS_BETWEEN_QUESTIONS = 8
@@ -64,6 +65,7 @@ class BlockRows(Rows):
     """
 
     student: BD3LM
+    cache: KeyValueCache | None
 
     def start(self) -> None:
         """See :class:`Rows`."""

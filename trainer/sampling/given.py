@@ -114,7 +114,7 @@ def _parse_infill(line: str, where: str, tokenizer: Any, config: StudentConfig) 
         expected = 'an object with "tokens" or "text"'
         raise UsageError("not a row to fill", where=where, expected=expected)
     name, kind = ("tokens", list) if "tokens" in record else ("text", str)
-    given = record[name]
+    given: Any = record[name]
     if not isinstance(given, kind):
         what = f"{name} is no {'list' if kind is list else 'string'}"
         raise UsageError(what, where=where, got=type(given).__name__)
@@ -124,8 +124,8 @@ def _parse_infill(line: str, where: str, tokenizer: Any, config: StudentConfig) 
         row = [mask_id if token is None else token for token in given]
         for place, token in enumerate(given):
             if token is not None and not (type(token) is int and 0 <= token < mask_id):
-                place, expected = f"{where}, position {place}", f"null or an id in 0..{mask_id - 1}"
-                raise UsageError("bad token", where=place, got=token, expected=expected)
+                at, expected = f"{where}, position {place}", f"null or an id in 0..{mask_id - 1}"
+                raise UsageError("bad token", where=at, got=token, expected=expected)
     places, last = record.get("masked", []), len(row) - 1
     if not isinstance(places, list) or not all(type(p) is int and 0 <= p <= last for p in places):
         expected = f"a list of 0..{last}"
