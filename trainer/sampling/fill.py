@@ -14,8 +14,8 @@ reveal nothing need no forward pass.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -36,7 +36,7 @@ from trainer.sampling.noise import (
     TokenRule,
     check_positive,
 )
-from trainer.sampling.stopping import StopRule
+from trainer.sampling.stopping import SampleResult, StopRule
 from trainer.students.registry import BD3LM, MDLM, Student
 
 LAST_TIME = 1e-5
@@ -46,24 +46,6 @@ PASSES = f"[1, {MOST_STEPS}]"
 POSITIONS_AT_A_TIME = 8000
 """Most positions whose log-probabilities are held: 1.6 GB at V = 50,257, and below 2^31 elements up
 to V = 268,000, which is as far as kernels count in 32 bits."""
-
-
-@dataclass(frozen=True)
-class SampleResult:
-    """B finished samples.
-
-    Attributes:
-        tokens: [B, L] int64; no mask id is left.
-        nfe: [B] int64, forward passes of the student that each sample took part in. Keeping a
-            key/value cache up to date costs none of its own; a verifier's are in ``details``.
-        lengths: [B] int64, tokens that belong to the sample (all L, unless it stopped early).
-        details: Further numbers per sample, each [B] or [B, K] (``accepted`` of apd, ...).
-    """
-
-    tokens: Int[Tensor, "b l"]
-    nfe: Int[Tensor, "b"]
-    lengths: Int[Tensor, "b"]
-    details: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

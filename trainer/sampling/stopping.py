@@ -1,10 +1,9 @@
-"""Ends of samples: at the first eos token, and anew where a sample repeats itself too much."""
+"""Samples and their ends: at the first eos token, or anew where one repeats itself too much."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,11 +13,26 @@ from shards.errors import UsageError
 from shards.settings import check_bounds, setting
 from trainer.students.registry import Student
 
-if TYPE_CHECKING:
-    from trainer.sampling.fill import SampleResult
-
 COUNTS = ("verifier_nfe", "drafted", "agreed", "reached", "accepted")
 """Details that say what was computed: those of all draws of a sample are summed."""
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """B finished samples.
+
+    Attributes:
+        tokens: [B, L] int64; no mask id is left.
+        nfe: [B] int64, forward passes of the student that each sample took part in. Keeping a
+            key/value cache up to date costs none of its own; a verifier's are in ``details``.
+        lengths: [B] int64, tokens that belong to the sample (all L, unless it stopped early).
+        details: Further numbers per sample, each [B] or [B, K] (``accepted`` of apd, ...).
+    """
+
+    tokens: Int[Tensor, "b l"]
+    nfe: Int[Tensor, "b"]
+    lengths: Int[Tensor, "b"]
+    details: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
