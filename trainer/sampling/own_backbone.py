@@ -253,6 +253,7 @@ class TreeReader(CausalReader):
                 past_key_values=self.cache,
                 use_cache=True,
             )
+        assert hidden is not None
         self.read = torch.cat((middle[0], hidden), dim=-1)
         return logits[..., : self.vocab_size].float()
 
@@ -373,7 +374,8 @@ class TreeRows(VerifiedRows):
             past = behind.gather(1, parent.expand(-1, -1, behind.shape[-1]))
             itself = torch.eye(width, dtype=torch.bool, device=past.device)
             behind = torch.cat((past, itself.expand(len(past), -1, -1)), dim=-1)
-            scores.append(score), pasts.append(behind)
+            scores.append(score)
+            pasts.append(behind)
             values, order = torch.cat(scores, dim=1).sort(dim=1, descending=True, stable=True)
             least = values[:, sampler.tree - 1 : sampler.tree]  # none before there are so many
             if least.shape[1] and bool((least[:, 0] >= score[:, 0]).all()):
@@ -396,7 +398,9 @@ class TreeRows(VerifiedRows):
         path, drawn, taken = list[Tensor](), list[Tensor](), list[Tensor]()
         for distance in range(int((self.stops - first).max()) + 1):
             token = self.scores(logits[everyone, now][:, None], distance)[:, 0].argmax(dim=-1)
-            path.append(now), drawn.append(token), taken.append(going)
+            path.append(now)
+            drawn.append(token)
+            taken.append(going)
             follows = tree.behind[everyone, :, now] & (depths == distance + 1)
             follows &= tree.tokens == token[:, None]
             going = going & follows.any(dim=1) & (first + distance < self.stops)

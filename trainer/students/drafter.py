@@ -380,10 +380,11 @@ def attention_mask(network: Any, seen: Bool[Tensor, "b q k"]) -> Tensor:
 
 def last_layer_cache(cache: DynamicCache) -> DynamicCache:
     """The last layer's keys and values, for a drafter's layer; ``cache`` stays as it is."""
-    known, layer, alone = cache.layers[-1], DynamicLayer(), DynamicCache()
+    known: Any = cache.layers[-1]
+    layer, alone = DynamicLayer(), DynamicCache()
     layer.lazy_initialization(known.keys, known.values)
     layer.keys, layer.values = known.keys, known.values
-    alone.layers = [layer] * len(cache.layers)  # the layer looks under its own number
+    alone.layers[:] = [layer] * len(cache.layers)  # the layer looks under its own number
     return alone
 
 

@@ -177,8 +177,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"another backbone.*weights_sha256"):
         load_student(tmp_path / "run", backbone=str(other))
     torch.manual_seed(0)
-    shape = {"vocab_size": 16, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 2}
-    MambaForCausalLM(MambaConfig(**shape)).save_pretrained(tmp_path / "mamba")
+    shape = MambaConfig(vocab_size=16, hidden_size=16, state_size=4, num_hidden_layers=2)
+    MambaForCausalLM(shape).save_pretrained(tmp_path / "mamba")
     recurrent = store_of(tmp_path / "recurrent", tmp_path / "mamba")
     with pytest.raises(UsageError, match="no drafter can stand on this backbone"):
         build_student(backbone_run(tmp_path / "mamba", "drafter"), ShardStore.open(recurrent), None)
