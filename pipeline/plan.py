@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import stdev
-from typing import Any
 
 import numpy as np
 import torch
@@ -504,7 +503,6 @@ def _stored_bytes(codec: Codec, output: TeacherOutput, resources: dict[str, Tens
     hidden_size = None if output.hidden is None else output.hidden.shape[-1]
     encoded = dict(codec.encode(output, 0, resources))
     encoded |= {"token_log_probs": output.token_log_probs, "tokens": output.tokens.int()}
-    nothing: dict[str, dict[str, Any]] = {name: {} for name in ("teacher", "tokenizer", "tokens")}
     manifest = Manifest(
         codec={"name": codec.name, "parameters": codec_parameters(codec)},
         arrays=codec.array_specs(vocab_size, hidden_size),
@@ -513,7 +511,9 @@ def _stored_bytes(codec: Codec, output: TeacherOutput, resources: dict[str, Tens
         splits={"train": rows},
         rows_per_shard=rows,
         rows_per_chunk=rows,
-        **nothing,
+        teacher={},
+        tokenizer={},
+        tokens={},
         seed=0,
         versions={},
     )

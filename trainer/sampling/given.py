@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from shards.errors import UsageError
 from trainer.students.registry import StudentConfig
@@ -115,13 +115,14 @@ def _parse_infill(line: str, where: str, tokenizer: Any, config: StudentConfig) 
         raise UsageError("not a row to fill", where=where, expected=expected)
     name, kind = ("tokens", list) if "tokens" in record else ("text", str)
     given: Any = record[name]
+    row: list[int]
     if not isinstance(given, kind):
         what = f"{name} is no {'list' if kind is list else 'string'}"
         raise UsageError(what, where=where, got=type(given).__name__)
     if name == "text":
-        row = _bos(config) + encode(given, tokenizer, config, where)
+        row = _bos(config) + encode(str(given), tokenizer, config, where)
     else:
-        row = [mask_id if token is None else token for token in given]
+        row = [mask_id if token is None else token for token in cast(list[Any], given)]
         for place, token in enumerate(given):
             if token is not None and not (type(token) is int and 0 <= token < mask_id):
                 at, expected = f"{where}, position {place}", f"null or an id in 0..{mask_id - 1}"
