@@ -71,7 +71,7 @@ PORT    ?= 8000
 ENGINE_STAMP = $(ENGINE)/.with-gdistill
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo maze extract train sample references eval test test-portable test-portable-sample lint bench \
+.PHONY: help setup demo maze extract train sample references eval test test-slow test-all test-portable test-portable-sample lint bench \
         bench-sampling bench-extract bench-training gpu clean
 
 help: ## list the targets and the variables
@@ -153,7 +153,12 @@ eval: $(STAMP) ## score samples: make eval SAMPLES=samples JUDGE=gpt2-large REFE
 	  $(if $(REFERENCE),--reference '$(REFERENCE)') $(ARGS)
 
 test: $(STAMP) ## the test suite
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(JOBS) -m 'not slow' $(ARGS)
+
+test-slow: $(STAMP) ## what it leaves out: worlds of several processes, kill trials, the pretended GPU
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(JOBS) -m slow $(ARGS)
+
+test-all: test test-slow ## both
 
 # Other kernels, other thread counts: no test may hang on the rounding of one CPU. Every kernel and
 # every count once; PORTABLE="default:1 default:2 avx2:1 avx2:2" runs all pairs, twice as long.

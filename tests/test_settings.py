@@ -118,7 +118,8 @@ def test_no_codec_and_no_sampler_is_left_out() -> None:
 
 def test_a_part_of_the_table() -> None:
     lines = table_lines(EXTRACT, "packing")
-    assert lines[:2] == ["# --corpus", 'corpus.packing = "concat"    (concat | wrap | pad)']
+    choices = "(concat | wrap | pad | chat | prompts)"
+    assert lines[:2] == ["# --corpus", f'corpus.packing = "concat"    {choices}']
     assert all("corpus.packing" in line or line.startswith(("#", "    ")) for line in lines)
     assert table_lines(EXTRACT, "posterior")[0] == "# --codec posterior"
     assert table_lines(EXTRACT, "no such word") == []

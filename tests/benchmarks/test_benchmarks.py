@@ -14,6 +14,7 @@ from shards.errors import GdistillError, UsageError
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_gpu_suite_at_toy_shape(tmp_path: Path) -> None:
     out = tmp_path / "suite.json"
     gpu_suite.main(shape="toy", device="cpu", out=out)

@@ -170,6 +170,7 @@ def texts_read_by_a_model() -> Iterator[list[int]]:
         handle.remove()
 
 
+@pytest.mark.slow
 def test_mauve_of_two_files_reads_the_references_once(
     tmp_path: Path, judge_folder: Path, judge: JudgeModel
 ) -> None:

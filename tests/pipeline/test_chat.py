@@ -200,6 +200,7 @@ def complete(teacher: Path, prompts: Path, out: Path) -> list[str]:
     return [*command, "--set", "store.rows_per_shard=2", "--set", "store.rows_per_chunk=2"]
 
 
+@pytest.mark.slow
 def test_answers_are_resumed_to_the_same_bytes(teacher: Path, tmp_path: Path) -> None:
     """Killed when the first shard is in the ledger; rows are prompt, answer, end, padding."""
     prompts = write(tmp_path / "prompts.jsonl", *PROMPTS)

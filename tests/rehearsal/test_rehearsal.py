@@ -9,6 +9,7 @@ import pytest
 
 from tests.rehearsal.run import compiler, rehearse
 
+pytestmark = pytest.mark.slow
 CEILINGS = {
     "the pretence itself": 0,
     "micro-batch": 4,

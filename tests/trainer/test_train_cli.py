@@ -216,6 +216,7 @@ def wait_for_step(process: subprocess.Popen[bytes], out: Path, step: int) -> Non
     raise AssertionError(((process.stderr and process.stderr.read()) or b"").decode())
 
 
+@pytest.mark.slow
 def test_sigterm_then_kill_9_then_the_same_as_uninterrupted(store: Path, tmp_path: Path) -> None:
     settings = {
         "training__num_steps": 300,

@@ -38,6 +38,7 @@ def unfinished(out: Path) -> list[str]:
 
 
 # Two arrays of two at once do no harm either.
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [[(0, 2), (1, 2)], [(0, 2), (1, 2), (0, 2), (1, 2)]], ids=len)
 def test_several_processes_write_the_bytes_of_one(
     tmp_path: Path,
@@ -50,6 +51,7 @@ def test_several_processes_write_the_bytes_of_one(
     assert contents(tmp_path / "store") == reference
 
 
+@pytest.mark.slow
 def test_accelerate_launch_writes_the_bytes_of_one(
     tmp_path: Path, teacher: Path, corpus: Path, reference: dict[str, bytes]
 ) -> None:
@@ -84,6 +86,7 @@ def test_shards_of_a_killed_worker_are_taken_up_by_the_next_run(
     assert contents(tmp_path / "store") == reference
 
 
+@pytest.mark.slow
 def test_shards_of_a_killed_worker_are_taken_up_by_a_living_one(
     tmp_path: Path, given: dict[str, Any], reference: dict[str, bytes]
 ) -> None:

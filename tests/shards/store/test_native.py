@@ -270,6 +270,7 @@ def test_what_is_kept_of_shards_is_bounded(sound, monkeypatch: pytest.MonkeyPatc
     assert len([length for *_, length in reads if length == 52]) == 6, "3 shards, met in turn"
 
 
+@pytest.mark.slow
 def test_a_reader_remembers_little_of_each_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

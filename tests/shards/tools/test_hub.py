@@ -77,6 +77,8 @@ class Hub(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         path, here = urlsplit(self.path).path, f"http://{self.headers['Host']}"
+        if path.endswith("/validate-yaml"):
+            return self.answer({"errors": [], "warnings": []})
         if path.endswith("/repos/create"):
             self.made.append(json.loads(body)["name"])
             return self.answer({"url": f"{here}/datasets/me/store", "name": "me/store"})

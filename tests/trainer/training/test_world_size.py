@@ -23,6 +23,7 @@ from tests.trainer.run_cases import metrics_without_timing, tiny_run
 from tests.trainer.training.two_processes import CROSS_ATTENTION, SMOOTH, begun_as, on_backbone
 from trainer.training.loop import Trainer
 
+pytestmark = pytest.mark.slow
 MOST_DIFFERENCE = 1e-6
 """Of a weight after ten steps of AdamW with eps = 1 and a learning rate of at most 1e-2: ten times
 1e-2 x the 1.1e-6 by which gradients differ is 1.1e-7, ten roundings of a weight near 1 are 6e-7."""
