@@ -32,14 +32,18 @@ Vectors = Float[np.ndarray, "n d"]
 Rows = Sequence[Sequence[int]] | Int[np.ndarray, "_ _"]
 
 
-def require_enough(num: int, where: object, least: int = MIN_SAMPLES) -> None:
+MORE_SAMPLES = f"gdistill-sample --num {4 * MIN_SAMPLES}, or score without --reference"
+
+
+def require_enough(
+    num: int, where: object, least: int = MIN_SAMPLES, remedy: str = MORE_SAMPLES
+) -> None:
     """Refuse sets too small for a distance to say anything.
 
     Raises:
         UsageError: Below ``least``.
     """
     if num < least:
-        remedy = f"gdistill-sample --num {4 * MIN_SAMPLES}, or score without --reference"
         what = "too few samples for MAUVE and for distances between distributions"
         raise UsageError(what, where=where, got=num, expected=f"at least {least}", remedy=remedy)
 

@@ -148,7 +148,8 @@ class Ruler:
         self, text: ReferenceText, num_samples: int, judging: Judging | None, kept: Path | None
     ) -> None:
         require_enough(num_samples, "samples")
-        require_enough(len(text.rows), text.source, 2 * MIN_SAMPLES)
+        more = "hold out more rows (corpus.validation_fraction), or give a file of texts"
+        require_enough(len(text.rows), text.source, 2 * MIN_SAMPLES, more)
         self.text, self.judging, self.kept = text, judging, kept
         self.num_rows = min(num_samples, len(text.rows) // 2)
         # In an order of its own: a corpus may be sorted.
