@@ -202,13 +202,16 @@ $(ENGINE_STAMP): pyproject.toml $(STAMP)
 
 engine: $(ENGINE_STAMP) ## vLLM in $(ENGINE), with the plugin
 
+# In variables: a comma would end an argument of $(if).
+DRAFTING = {"gdistill_drafter": "$(DRAFTER)"}
+DRAFTS = {"method": "custom_class", "model": "trainer.serving.drafters.StudentDrafter", "num_speculative_tokens": $(LOOKAHEAD)}
+
 serve: $(ENGINE_STAMP) ## vLLM with shared noise: make serve TEACHER=path/or/hub-id [DRAFTER=RUN/model] [PORT=8000]
 	@test -n '$(TEACHER)' || { echo "error: no model; make serve TEACHER=path/or/hub-id [DRAFTER=RUN/model]"; exit 2; }
 	@echo 'when it is up: curl http://127.0.0.1:$(PORT)/v1/completions -H "Content-Type: application/json" -d '"'"'{"model": "$(TEACHER)", "prompt": "Once upon a time", "max_tokens": 60, "temperature": 1}'"'"
 	VLLM_PLUGINS=gdistill $(ENGINE)/bin/vllm serve '$(TEACHER)' --host 127.0.0.1 --port $(PORT) \
 	  --middleware trainer.serving.asgi.SeededAnswers \
-	  $(if $(DRAFTER),--additional-config '{"gdistill_drafter": "$(DRAFTER)"}' \
-	    --speculative-config '{"method": "custom_class", "model": "trainer.serving.drafters.StudentDrafter", "num_speculative_tokens": $(LOOKAHEAD)}') $(ARGS)
+	  $(if $(DRAFTER),--additional-config '$(DRAFTING)' --speculative-config '$(DRAFTS)') $(ARGS)
 
 test-engine: $(ENGINE_STAMP) ## the tests that need a real vLLM, ten minutes at most
 	GDISTILL_ENGINE='$(ENGINE)' OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/engine $(ARGS)

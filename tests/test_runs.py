@@ -36,6 +36,23 @@ def test_make_lists_every_variable_that_it_reads() -> None:
     assert read <= listed, read - listed
 
 
+@pytest.mark.parametrize("drafter", ["", "run/model"])
+def test_make_serve_gives_the_engine_whole_words(tmp_path: Path, drafter: str) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("bin/vllm", ".with-gdistill"):
+        (tmp_path / name).write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+        (tmp_path / name).chmod(0o755)
+    words = ["make", "-C", REPOSITORY, "-s", "-o", tmp_path / ".with-gdistill", "serve"]
+    words += ["TEACHER=a b", f"DRAFTER={drafter}", f"ENGINE={tmp_path}", "PORT=8123"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    given = done.stdout.splitlines()
+    assert given[given.index("serve") + 1] == "a b" and option(given, "--port") == "8123"
+    assert ("--speculative-config" in given) == bool(drafter)
+    if drafter:
+        assert json.loads(option(given, "--additional-config")) == {"gdistill_drafter": drafter}
+        assert json.loads(option(given, "--speculative-config"))["num_speculative_tokens"] == 4
+
+
 def recorded_commands(
     script: Path, place: Path, environment: dict[str, str], *words: str
 ) -> list[list[str]]:
