@@ -22,6 +22,7 @@ import importlib.metadata
 import os
 import signal
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -66,7 +67,7 @@ float32: 9.3e-5, with stories260K on 65,536 tokens of text, log p down to -32.""
 
 
 @dataclass(kw_only=True)
-class ShardWork:
+class ShardWork(ABC):
     """Writes the shards of a store that no other process writes.
 
     Attributes:
@@ -135,9 +136,9 @@ class ShardWork:
             bar.advance(self.num_tokens(shard))
         return is_done
 
+    @abstractmethod
     def extract(self, shard: ShardRange, claim: ExitStack, bar: Bar) -> None:
         """Write a shard, now or soon; close the claim when it is written or has failed."""
-        raise NotImplementedError
 
     def settle(self) -> None:
         """What failed here must end this process before it waits: others may wait for it."""

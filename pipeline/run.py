@@ -397,11 +397,12 @@ def _kept_resources(location: str, manifest: Manifest) -> dict[str, np.ndarray] 
     """
     try:
         store = ShardStore.open(location, allow_incomplete=True)
-        if store.manifest.difference(manifest.with_files(store.manifest.files)) is None:
-            return {name: tensor.numpy() for name, tensor in store.resources.items()}
-    except GdistillError:  # no store, or a damaged one: made and judged by the writer
-        pass
-    return None
+        is_same = store.manifest.difference(manifest.with_files(store.manifest.files)) is None
+        return {n: tensor.numpy() for n, tensor in store.resources.items()} if is_same else None
+    except GdistillError:
+        # No store yet, or a damaged one. The writer opens next: it writes altered resources anew
+        # and refuses a damaged manifest.
+        return None
 
 
 def _made_resources(
