@@ -140,7 +140,7 @@ class ShardWork(ABC):
     def extract(self, shard: ShardRange, claim: ExitStack, bar: Bar) -> None:
         """Write a shard, now or soon; close the claim when it is written or has failed."""
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027 - work without failures of its own has nothing to settle
         """What failed here must end this process before it waits: others may wait for it."""
 
     def num_tokens(self, shard: ShardRange) -> int:
