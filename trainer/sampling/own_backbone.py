@@ -32,7 +32,7 @@ from shards.errors import UsageError
 from trainer.objective.batch import Places
 from trainer.sampling.coupled import VerifiedRows, VerifiedSampler
 from trainer.sampling.fill import Pass
-from trainer.sampling.noise import RowNoise, SampleKeys, check_positive
+from trainer.sampling.noise import MOST_ELEMENTS, RowNoise, SampleKeys, check_positive
 from trainer.sampling.verifier import CausalReader, Verifier
 from trainer.students.backbone import BackboneStudent
 from trainer.students.drafter import attention_mask, last_layer_cache
@@ -305,13 +305,42 @@ class TreeRows(VerifiedRows):
         """See :class:`VerifiedRows`."""
         return TreeReader(self.student, len(self.active))
 
+    def start(self) -> None:
+        """See :class:`Rows`."""
+        super().start()
+        self.origin, self.drawn = self.first[self.active], self.tokens.new_zeros(0, 0, 0)
+
+    def select(self, left: Int[Tensor, "k"]) -> None:
+        """See :class:`VerifiedRows`."""
+        super().select(left)
+        self.origin, self.drawn = self.origin[left], self.drawn[left]
+
+    def noise_ahead(self, first: Int[Tensor, "m"], count: int) -> Float[Tensor, "m count v"]:
+        """tau xi, float64, of the next positions. A call costs more than a position, so that many
+        are drawn at a time and kept for the passes to come.
+        """
+        length, size, device = self.tokens.shape[1], self.student.config.vocab_size, first.device
+        drawn = self.drawn.shape[1]
+        if not drawn or bool((first + count > self.origin + drawn).any()):
+            most = MOST_ELEMENTS[device.type] // (len(first) * size)
+            drawn = max(count, min(most, length - int(first.min()) + count))
+            places = first[:, None] + torch.arange(drawn, device=device)
+            noise = self.noise.at(
+                self.active.repeat_interleave(drawn), places.clamp_max(length - 1).flatten()
+            )
+            xi = noise.tile(0, size).to(device).double().log_().mul_(-self.sampler.tau)
+            self.origin, self.drawn = first, xi.view(len(first), drawn, size)
+        everyone = torch.arange(len(first), device=device)[:, None]
+        ahead = (first - self.origin)[:, None] + torch.arange(count, device=device)
+        return self.drawn[everyone, ahead]
+
     def propose(self) -> Pass:
         """See :class:`VerifiedRows`; the first pass reads the given tokens and no drafts."""
         first, length = self.first[self.active], self.tokens.shape[1]
         ahead = 0 if self.reader.states is None else int(self.sampler.max_lookahead or 0)
         # The last token is never drafted: the backbone's own comes as well.
         self.stops = (first + ahead).clamp_max(length - 1)
-        self.xi: dict[int, Tensor] = {}
+        self.xi = self.noise_ahead(first, ahead + 1)
         last = self.tokens[self.active].gather(1, first[:, None] - 1)
         self.tree = Tree(last, torch.ones_like(last, dtype=torch.bool)[..., None])
         if bool((self.stops > first).any()):
@@ -328,22 +357,13 @@ class TreeRows(VerifiedRows):
                 return self.reader.read_rows(self.tokens[self.active], first)
             return self.reader.read_tree(self.tree, first, self.tokens.shape[1])
 
-    def scores(self, logits: Float[Tensor, "m s v"], distance: int) -> Float[Tensor, "m s v"]:
-        """l + tau xi, float64, at each row's position so far behind the settled ones.
-
-        Of tokens that the rule keeps; those of the others are -inf.
-        """
+    def kept(self, logits: Float[Tensor, "m s v"]) -> Float[Tensor, "m s v"]:
+        """Logits of tokens that the rule keeps; those of the others are -inf."""
         rule = self.sampler.rule
-        if distance not in self.xi:
-            places = (self.first[self.active] + distance).clamp_max(self.tokens.shape[1] - 1)
-            noise = self.noise.at(self.active, places)
-            arrivals = noise.tile(0, noise.vocab_size).to(logits.device)
-            self.xi[distance] = -rule.temperature * arrivals.double().log()[:, None]
-        scores = logits.double() + self.xi[distance]
-        if rule.truncates:
-            kept = rule.probabilities(logits.flatten(0, 1)).view_as(scores) > 0
-            scores = scores.masked_fill(~kept, -torch.inf)
-        return scores
+        if not rule.truncates:
+            return logits
+        probabilities = rule.probabilities(logits.flatten(0, 1)).view_as(logits)
+        return logits.masked_fill(probabilities == 0, -torch.inf)
 
     def grow(self, last: Int[Tensor, "m 1"], first: Int[Tensor, "m"]) -> Tree:
         """The ``tree`` most probable drafts, searched along ``width`` paths.
@@ -357,32 +377,37 @@ class TreeRows(VerifiedRows):
         rows = student.first_rows(last, reader.states[:, None])
         score = torch.zeros_like(last, dtype=torch.float32)
         behind = torch.ones_like(last, dtype=torch.bool)[..., None]
-        tokens, scores, pasts, order = [last], list[Tensor](), [behind], last
-        width = min(sampler.width, student.config.vocab_size)
-        for distance in range(int(sampler.max_lookahead or 0)):
+        tokens, scores, pasts = [last], list[Tensor](), [behind]
+        width, steps = (
+            min(sampler.width, student.config.vocab_size),
+            int(sampler.max_lookahead or 0),
+        )
+        itself = torch.eye(width, dtype=torch.bool, device=last.device).expand(len(last), -1, -1)
+        for distance in range(steps):
+            if distance:
+                rows = student.next_rows(
+                    tokens[-1], output.gather(1, parent.expand(-1, -1, output.shape[-1]))
+                )
             place = (first - 1 + distance).clamp_max(self.tokens.shape[1] - 1)
             seen = torch.cat((known.expand(-1, rows.shape[1], -1), behind), dim=-1)
             output = student.step(rows, place[:, None].expand(rows.shape[:2]), seen, cache)
-            logits = student.logits(output)
+            race = self.kept(student.logits(output))
             if sampler.draft == "gumbel":
-                logits = self.scores(logits, distance)
-            race = (logits / sampler.tau).float().log_softmax(dim=-1)
-            best, ids = race.topk(width)
+                race = race + self.xi[:, distance, None].float()
+            best, ids = (race / sampler.tau).log_softmax(dim=-1).topk(width)
             score, at = (score[..., None] + best).flatten(1).topk(width)
             parent = (at // width)[..., None]
             tokens.append(ids.flatten(1).gather(1, at))
             past = behind.gather(1, parent.expand(-1, -1, behind.shape[-1]))
-            itself = torch.eye(width, dtype=torch.bool, device=past.device)
-            behind = torch.cat((past, itself.expand(len(past), -1, -1)), dim=-1)
+            behind = torch.cat((past, itself), dim=-1)
             scores.append(score)
             pasts.append(behind)
-            values, order = torch.cat(scores, dim=1).sort(dim=1, descending=True, stable=True)
-            least = values[:, sampler.tree - 1 : sampler.tree]  # none before there are so many
-            if least.shape[1] and bool((least[:, 0] >= score[:, 0]).all()):
-                break
-            rows = student.next_rows(
-                tokens[-1], output.gather(1, parent.expand(-1, -1, output.shape[-1]))
-            )
+            if sampler.tree <= width * (distance + 1) and distance + 1 < steps:
+                least = torch.cat(scores, dim=1).topk(sampler.tree).values[:, -1]
+                if bool((least >= score[:, 0]).all()):
+                    break
+        # A parent is at least as probable as its children and stands before them.
+        order = torch.cat(scores, dim=1).argsort(dim=1, descending=True, stable=True)
         total = behind.shape[-1]
         whole = torch.cat([pad(past, (0, total - past.shape[-1])) for past in pasts], dim=1)
         kept = pad(order[:, : sampler.tree].sort(dim=1).values + 1, (1, 0))
@@ -393,24 +418,28 @@ class TreeRows(VerifiedRows):
     def accept(self, logits: Float[Tensor, "m n1 v"], part: Pass) -> tuple[Places, Tensor]:
         """The backbone's own draws along the tree, up to and with the first that leaves it."""
         first, tree = self.first[self.active], self.tree
-        depths, everyone = tree.depths, torch.arange(len(first), device=first.device)
-        now, going = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
-        path, drawn, taken = list[Tensor](), list[Tensor](), list[Tensor]()
-        for distance in range(int((self.stops - first).max()) + 1):
-            token = self.scores(logits[everyone, now][:, None], distance)[:, 0].argmax(dim=-1)
-            path.append(now)
-            drawn.append(token)
-            taken.append(going)
-            follows = tree.behind[everyone, :, now] & (depths == distance + 1)
-            follows &= tree.tokens == token[:, None]
-            going = going & follows.any(dim=1) & (first + distance < self.stops)
-            if not bool(going.any()):
-                break
-            now = torch.where(going, follows.int().argmax(dim=1), now)
-        kept = torch.stack(taken, dim=1)
+        depths, numbers = tree.depths, torch.arange(tree.tokens.shape[1], device=first.device)
+        everyone = torch.arange(len(first), device=first.device)[:, None]
+        # Drafts stand behind their parents, so that a parent is the last of those before a draft.
+        parents = (tree.behind.tril(-1) * numbers).amax(dim=-1)
+        at_once = max(1, MOST_ELEMENTS[first.device.type] // logits[:, 0].numel())
+        parts = zip(logits.split(at_once, 1), depths.split(at_once, 1), strict=True)
+        own = torch.cat(
+            [
+                (self.kept(some).double() + self.xi[everyone, depth]).argmax(dim=-1)
+                for some, depth in parts
+            ],
+            dim=1,
+        )
+        meets = (tree.tokens == own.gather(1, parents)) & (
+            first[:, None] + depths <= self.stops[:, None]
+        )
+        meets[:, 0] = True
+        kept = ~(tree.behind & ~meets[:, None]).any(dim=-1)
         num_taken = kept.sum(dim=1)
+        path = kept.int().argsort(dim=1, descending=True, stable=True)[:, : int(num_taken.max())]
         if self.reader.read is not None:
-            self.reader.follow(torch.stack(path, dim=1), num_taken)
+            self.reader.follow(path, num_taken)
         counts = self.counts
         distance = torch.arange(counts["drafted"].shape[1], device=first.device)
         deepest = torch.minimum(depths.amax(dim=1), self.stops - first)
@@ -420,8 +449,9 @@ class TreeRows(VerifiedRows):
         for name in ("accepted", "agreed"):
             counts[name][self.active] += accepted
         self.first[self.active] += num_taken
-        row, column = kept.nonzero(as_tuple=True)
-        return Places(self.active[row], first[row] + column), torch.stack(drawn, dim=1)[kept]
+        taken = numbers[: path.shape[1]] < num_taken[:, None]
+        row, column = taken.nonzero(as_tuple=True)
+        return Places(self.active[row], first[row] + column), own.gather(1, path)[taken]
 
 
 @dataclass(frozen=True, kw_only=True)

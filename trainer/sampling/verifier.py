@@ -149,7 +149,7 @@ class CausalReader:
 
     def keep(self, lengths: Int[Tensor, "b"]) -> None:
         """Forget the tokens of each row behind its first ``lengths[b]`` ones."""
-        if self.cache is None:
+        if self.cache is None or torch.equal(lengths, self.lengths):
             return
         width = int(self.lengths.max())
         lost = self.lengths - lengths

@@ -19,15 +19,15 @@ It reads no noise. The sampler looks at the noise to choose which drafts the bac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.functional import rms_norm
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -45,6 +45,7 @@ from trainer.students.fused_head import CHUNK_ROWS
 from trainer.students.hugging_face import StudentConfig
 from trainer.students.medusa import ZeroLinear
 
+Weights = Mapping[str, Tensor]
 KL_WEIGHT = 0.5
 """Of KL(p || q) beside total variation: the first has gradients where q misses p altogether, the
 second is what verification loses."""
@@ -124,9 +125,11 @@ class Drafter(BackboneStudent):
                 by itself.
         """
         super().attach(backbone)
-        self._where = _place(backbone.network)
+        self._where, layers = _place(backbone.network), _layers(backbone)
+        self._middle = (layers[max(0, len(layers) // 2 - 1)],)  # bare, it would be a submodule
         embeddings = backbone.network.get_input_embeddings().weight
         self._scale = 5 * float(embeddings.float().square().mean().sqrt())
+        self._is_llama = False
         self._require_trees(backbone)
 
     @property
@@ -262,26 +265,65 @@ class Drafter(BackboneStudent):
             cache: Of :func:`last_layer_cache`; the keys and values of these rows are added.
         """
         network = self.language_model.network
+        weights = {n: self.layer[_key(n)].to(network.dtype) for n in self.names}
+        run = self._run_llama if self._is_llama else self._run_network
+        return run(weights, rows.to(network.dtype), positions, seen, cache)
+
+    def _run_network(
+        self, weights: Weights, rows: Tensor, positions: Tensor, seen: Tensor, cache: DynamicCache
+    ) -> Tensor:
+        """By the network's own code, with all but its last layer left out."""
+        network = self.language_model.network
         base = network.base_model
         parent, _, name = self._where.rpartition(".")
         holder = base.get_submodule(parent)
         whole = getattr(holder, name)
         setattr(holder, name, whole[-1:])
-        weights = {
-            f"{self._where}.0.{n}": self.layer[_key(n)].to(network.dtype) for n in self.names
-        }
         call = {
-            "inputs_embeds": rows.to(network.dtype),
+            "inputs_embeds": rows,
             "position_ids": positions,
             "attention_mask": attention_mask(network, seen),
             "past_key_values": cache,
             "use_cache": True,
         }
+        own = {f"{self._where}.0.{n}": weight for n, weight in weights.items()}
         try:
-            found = functional_call(base, weights, (), call, tie_weights=False)
+            found = functional_call(base, own, (), call, tie_weights=False)
         finally:
             setattr(holder, name, whole)
         return found.last_hidden_state
+
+    def _run_llama(
+        self, weights: Weights, rows: Tensor, positions: Tensor, seen: Tensor, cache: DynamicCache
+    ) -> Tensor:
+        """The same for layers of Llama's form: of a small step most time is the network's code."""
+        base, known = self.language_model.network.base_model, cache.layers[-1]
+        size, epsilon = rows.shape[-1:], base.norm.variance_epsilon
+
+        def product(name: str, x: Tensor) -> Tensor:
+            return linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+        angles = positions[:, None, :, None] * base.rotary_emb.inv_freq
+        angles = torch.cat((angles, angles), dim=-1)
+        x = rms_norm(rows, size, weights["input_layernorm.weight"], epsilon)
+        heads = [
+            product(f"self_attn.{n}_proj", x).unflatten(-1, (-1, angles.shape[-1])) for n in "qkv"
+        ]
+        q, k, v = (head.transpose(1, 2) for head in heads)
+        cos, sin = angles.cos(), angles.sin()
+        q, k = (
+            h * cos + torch.cat((-h.chunk(2, -1)[1], h.chunk(2, -1)[0]), -1) * sin for h in (q, k)
+        )
+        keys, values = known.update(k.to(known.keys.dtype), v.to(known.keys.dtype))
+        mixed = scaled_dot_product_attention(
+            q.to(keys.dtype), keys, values, seen[:, None], enable_gqa=True
+        )
+        rows = rows + product("self_attn.o_proj", mixed.transpose(1, 2).flatten(2))
+        x = rms_norm(rows, size, weights["post_attention_layernorm.weight"], epsilon)
+        rows = rows + product(
+            "mlp.down_proj", silu(product("mlp.gate_proj", x)) * product("mlp.up_proj", x)
+        )
+        return rms_norm(rows, size, base.norm.weight, epsilon)
 
     def logits(self, outputs: Float[Tensor, "*n d"]) -> Float[Tensor, "*n v"]:
         """The backbone's output layer over V tokens behind the rows, float32."""
@@ -290,12 +332,12 @@ class Drafter(BackboneStudent):
     @contextmanager
     def watch(self) -> Iterator[list[Tensor]]:
         """Within the context, the states behind the backbone's middle layer, call by call."""
-        layers, seen = _layers(self.language_model), list[Tensor]()
+        seen = list[Tensor]()
 
         def keep(module: nn.Module, inputs: Any, output: Any) -> None:
             seen.append(output[0] if isinstance(output, tuple) else output)
 
-        handle = layers[max(0, len(layers) // 2 - 1)].register_forward_hook(keep)
+        handle = self._middle[0].register_forward_hook(keep)
         try:
             yield seen
         finally:
@@ -346,7 +388,7 @@ class Drafter(BackboneStudent):
             behind[1, 0] = behind[3, 2] = True
             seen = torch.cat((behind.new_ones(4, 4), behind), dim=-1)[None]
             positions = torch.tensor([[4, 5, 4, 5]], device=network.device)
-            own = last_layer_cache(cache)
+            own, again = last_layer_cache(cache), last_layer_cache(cache)
             found = network.base_model(
                 input_ids=torch.cat((row[4:], other))[None],
                 position_ids=positions,
@@ -354,11 +396,22 @@ class Drafter(BackboneStudent):
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state[0]
-            error = (found - torch.cat(wanted)).float().square().mean().sqrt()
-            share = float(error / torch.cat(wanted).float().std())
+            share, most = (
+                _share(found, torch.cat(wanted)),
+                TREE_TOLERANCES[self.settings.backbone.dtype],
+            )
             got = f"states of a tree that differ from its rows' by {share:.2g} of their spread"
-            self.step(self._embed(other[None]), positions[:, :2], seen[:, :2, :6], own)
-            if share <= TREE_TOLERANCES[self.settings.backbone.dtype]:
+            weights = dict(_layers(backbone)[-1].named_parameters())
+            step = (
+                weights,
+                self._embed(other[None]).to(network.dtype),
+                positions[:, :2],
+                seen[:, :2, :6],
+            )
+            theirs = self._run_network(*step, own)
+            with suppress(AttributeError, KeyError):  # then it has other parts than Llama's
+                self._is_llama = _share(self._run_llama(*step, again), theirs) <= most
+            if share <= most:
                 return
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
             got = f"{type(error).__name__}: {first_line(error)}"
@@ -368,6 +421,11 @@ class Drafter(BackboneStudent):
             got=got,
             expected="a transformer with a key/value cache that takes a four-dimensional mask",
         )
+
+
+def _share(found: Tensor, wanted: Tensor) -> float:
+    """Root mean square of a difference, as a share of the spread."""
+    return float((found - wanted).float().square().mean().sqrt() / wanted.float().std())
 
 
 def attention_mask(network: Any, seen: Bool[Tensor, "b q k"]) -> Tensor:
