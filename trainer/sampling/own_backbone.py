@@ -21,6 +21,7 @@ its branches until one leaves it. That token is right as well. Any tree gives th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -288,10 +289,41 @@ class Tree:
     tokens: Int[Tensor, "m n1"]
     behind: Bool[Tensor, "m n1 n1"]
 
-    @property
+    @cached_property
     def depths(self) -> Int[Tensor, "m n1"]:
         """Tokens between each and number 0, itself included."""
         return self.behind.sum(dim=-1) - 1
+
+    def walk(
+        self, own: Int[Tensor, "m n1"], most: Int[Tensor, "m"]
+    ) -> tuple[Int[Tensor, "m k"], Int[Tensor, "m"]]:
+        """The way of each row's own tokens from number 0, and how many of its k numbers count.
+
+        Args:
+            own: What follows each token of the tree.
+            most: Drafts that may be met. As in the tree, by depth.
+        """
+        # On the host: a row has few tokens, and a device would be asked at every one.
+        parents = (self.behind.tril(-1) * torch.arange(own.shape[1], device=own.device)).amax(
+            dim=-1
+        )
+        paths = []
+        for tokens, follows, before, limit in zip(
+            *(part.tolist() for part in (self.tokens, own, parents, most)), strict=True
+        ):
+            path = [0]
+            for number in range(1, len(tokens)):
+                last = path[-1]
+                if (
+                    before[number] == last
+                    and tokens[number] == follows[last]
+                    and len(path) <= limit
+                ):
+                    path.append(number)
+            paths.append(path)
+        counts = [len(path) for path in paths]
+        padded = [path + [0] * (max(counts) - len(path)) for path in paths]
+        return torch.tensor(padded, device=own.device), torch.tensor(counts, device=own.device)
 
 
 class TreeRows(VerifiedRows):
@@ -308,31 +340,30 @@ class TreeRows(VerifiedRows):
     def start(self) -> None:
         """See :class:`Rows`."""
         super().start()
-        self.origin, self.drawn = self.first[self.active], self.tokens.new_zeros(0, 0, 0)
+        self.run, self.rule = self.student.runner(), self.sampler.rule
+        self.xi, self.ready = torch.empty(0), 0
 
     def select(self, left: Int[Tensor, "k"]) -> None:
         """See :class:`VerifiedRows`."""
         super().select(left)
-        self.origin, self.drawn = self.origin[left], self.drawn[left]
+        self.origin, self.xi = self.origin[left], self.xi[left]
 
-    def noise_ahead(self, first: Int[Tensor, "m"], count: int) -> Float[Tensor, "m count v"]:
-        """tau xi, float64, of the next positions. A call costs more than a position, so that many
-        are drawn at a time and kept for the passes to come.
+    def noise_ahead(self, first: Int[Tensor, "m"], count: int) -> None:
+        """Draw tau xi of the next positions. A call costs more than a position, so that many are
+        drawn at a time and kept for the passes to come.
+
+        Sets ``xi`` [m, n, V], float64, and ``origin``, the position of its first column; ``ready``
+        is how many positions every row has left.
         """
-        length, size, device = self.tokens.shape[1], self.student.config.vocab_size, first.device
-        drawn = self.drawn.shape[1]
-        if not drawn or bool((first + count > self.origin + drawn).any()):
-            most = MOST_ELEMENTS[device.type] // (len(first) * size)
-            drawn = max(count, min(most, length - int(first.min()) + count))
-            places = first[:, None] + torch.arange(drawn, device=device)
-            noise = self.noise.at(
-                self.active.repeat_interleave(drawn), places.clamp_max(length - 1).flatten()
-            )
-            xi = noise.tile(0, size).to(device).double().log_().mul_(-self.sampler.tau)
-            self.origin, self.drawn = first, xi.view(len(first), drawn, size)
-        everyone = torch.arange(len(first), device=device)[:, None]
-        ahead = (first - self.origin)[:, None] + torch.arange(count, device=device)
-        return self.drawn[everyone, ahead]
+        if count > self.ready:
+            length, size = self.tokens.shape[1], self.student.config.vocab_size
+            most = MOST_ELEMENTS[first.device.type] // (len(first) * size)
+            self.ready = max(count, min(most, length - int(first.min()) + count))
+            places = first[:, None] + torch.arange(self.ready, device=first.device)
+            rows = self.active.repeat_interleave(self.ready)
+            noise = self.noise.at(rows, places.clamp_max(length - 1).flatten())
+            xi = noise.tile(0, size).to(first.device).double().log_().mul_(-self.sampler.tau)
+            self.origin, self.xi = first, xi.view(len(first), self.ready, size)
 
     def propose(self) -> Pass:
         """See :class:`VerifiedRows`; the first pass reads the given tokens and no drafts."""
@@ -340,7 +371,7 @@ class TreeRows(VerifiedRows):
         ahead = 0 if self.reader.states is None else int(self.sampler.max_lookahead or 0)
         # The last token is never drafted: the backbone's own comes as well.
         self.stops = (first + ahead).clamp_max(length - 1)
-        self.xi = self.noise_ahead(first, ahead + 1)
+        self.noise_ahead(first, ahead + 1)
         last = self.tokens[self.active].gather(1, first[:, None] - 1)
         self.tree = Tree(last, torch.ones_like(last, dtype=torch.bool)[..., None])
         if bool((self.stops > first).any()):
@@ -359,10 +390,9 @@ class TreeRows(VerifiedRows):
 
     def kept(self, logits: Float[Tensor, "m s v"]) -> Float[Tensor, "m s v"]:
         """Logits of tokens that the rule keeps; those of the others are -inf."""
-        rule = self.sampler.rule
-        if not rule.truncates:
+        if not self.rule.truncates:
             return logits
-        probabilities = rule.probabilities(logits.flatten(0, 1)).view_as(logits)
+        probabilities = self.rule.probabilities(logits.flatten(0, 1)).view_as(logits)
         return logits.masked_fill(probabilities == 0, -torch.inf)
 
     def grow(self, last: Int[Tensor, "m 1"], first: Int[Tensor, "m"]) -> Tree:
@@ -383,6 +413,10 @@ class TreeRows(VerifiedRows):
             int(sampler.max_lookahead or 0),
         )
         itself = torch.eye(width, dtype=torch.bool, device=last.device).expand(len(last), -1, -1)
+        everyone, ahead = (
+            torch.arange(len(last), device=last.device)[:, None],
+            (first - self.origin)[:, None],
+        )
         for distance in range(steps):
             if distance:
                 rows = student.next_rows(
@@ -390,10 +424,10 @@ class TreeRows(VerifiedRows):
                 )
             place = (first - 1 + distance).clamp_max(self.tokens.shape[1] - 1)
             seen = torch.cat((known.expand(-1, rows.shape[1], -1), behind), dim=-1)
-            output = student.step(rows, place[:, None].expand(rows.shape[:2]), seen, cache)
+            output = self.run(rows, place[:, None].expand(rows.shape[:2]), seen, cache)
             race = self.kept(student.logits(output))
             if sampler.draft == "gumbel":
-                race = race + self.xi[:, distance, None].float()
+                race = race + self.xi[everyone, ahead + distance].float()
             best, ids = (race / sampler.tau).log_softmax(dim=-1).topk(width)
             score, at = (score[..., None] + best).flatten(1).topk(width)
             parent = (at // width)[..., None]
@@ -418,40 +452,36 @@ class TreeRows(VerifiedRows):
     def accept(self, logits: Float[Tensor, "m n1 v"], part: Pass) -> tuple[Places, Tensor]:
         """The backbone's own draws along the tree, up to and with the first that leaves it."""
         first, tree = self.first[self.active], self.tree
-        depths, numbers = tree.depths, torch.arange(tree.tokens.shape[1], device=first.device)
         everyone = torch.arange(len(first), device=first.device)[:, None]
-        # Drafts stand behind their parents, so that a parent is the last of those before a draft.
-        parents = (tree.behind.tril(-1) * numbers).amax(dim=-1)
+        ahead = (first - self.origin)[:, None] + tree.depths
         at_once = max(1, MOST_ELEMENTS[first.device.type] // logits[:, 0].numel())
-        parts = zip(logits.split(at_once, 1), depths.split(at_once, 1), strict=True)
-        own = torch.cat(
-            [
-                (self.kept(some).double() + self.xi[everyone, depth]).argmax(dim=-1)
-                for some, depth in parts
-            ],
-            dim=1,
-        )
-        meets = (tree.tokens == own.gather(1, parents)) & (
-            first[:, None] + depths <= self.stops[:, None]
-        )
-        meets[:, 0] = True
-        kept = ~(tree.behind & ~meets[:, None]).any(dim=-1)
-        num_taken = kept.sum(dim=1)
-        path = kept.int().argsort(dim=1, descending=True, stable=True)[:, : int(num_taken.max())]
+        parts = zip(logits.split(at_once, 1), ahead.split(at_once, 1), strict=True)
+        draws = [
+            (self.kept(some).double() + self.xi[everyone, at]).argmax(dim=-1) for some, at in parts
+        ]
+        own = torch.cat(draws, dim=1)
+        path, counts = tree.walk(own, self.stops - first)
         if self.reader.read is not None:
-            self.reader.follow(path, num_taken)
-        counts = self.counts
-        distance = torch.arange(counts["drafted"].shape[1], device=first.device)
-        deepest = torch.minimum(depths.amax(dim=1), self.stops - first)
-        is_drafted, accepted = distance < deepest[:, None], distance < num_taken[:, None] - 1
-        counts["drafted"][self.active] += is_drafted
-        counts["reached"][self.active] += is_drafted & (distance < num_taken[:, None])
-        for name in ("accepted", "agreed"):
-            counts[name][self.active] += accepted
-        self.first[self.active] += num_taken
-        taken = numbers[: path.shape[1]] < num_taken[:, None]
+            self.reader.follow(path, counts)
+        self.ready -= path.shape[1]
+        deepest = torch.minimum(tree.depths.amax(dim=1), self.stops - first)
+        self.rounds.append((self.active, deepest, counts))
+        self.first[self.active] += counts
+        taken = torch.arange(path.shape[1], device=first.device) < counts[:, None]
         row, column = taken.nonzero(as_tuple=True)
         return Places(self.active[row], first[row] + column), own.gather(1, path)[taken]
+
+    def finish(self) -> None:
+        """See :class:`VerifiedRows`; a draft that is reached and agrees is accepted."""
+        for rows, deepest, num_taken in self.rounds:
+            distance = torch.arange(self.counts["drafted"].shape[1], device=rows.device)
+            is_drafted, accepted = distance < deepest[:, None], distance < num_taken[:, None] - 1
+            self.counts["drafted"][rows] += is_drafted
+            self.counts["reached"][rows] += is_drafted & (distance < num_taken[:, None])
+            for name in ("accepted", "agreed"):
+                self.counts[name][rows] += accepted
+        self.rounds.clear()
+        super().finish()
 
 
 @dataclass(frozen=True, kw_only=True)

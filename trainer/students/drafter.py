@@ -19,8 +19,9 @@ It reads no noise. The sampler looks at the noise to choose which drafts the bac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ from trainer.students.fused_head import CHUNK_ROWS
 from trainer.students.hugging_face import StudentConfig
 from trainer.students.medusa import ZeroLinear
 
-Weights = Mapping[str, Tensor]
+Runner = Callable[[Tensor, Tensor, Tensor, DynamicCache], Tensor]
 KL_WEIGHT = 0.5
 """Of KL(p || q) beside total variation: the first has gradients where q misses p altogether, the
 second is what verification loses."""
@@ -185,10 +186,10 @@ class Drafter(BackboneStudent):
         own = torch.eye(starts.shape[1], dtype=torch.bool, device=tokens.device)
         own = own.expand(num_rows, -1, -1)
         rows = self.first_rows(tokens.gather(1, starts), _at(states, starts - 1))
-        total = torch.zeros((), device=tokens.device)
+        total, run = torch.zeros((), device=tokens.device), self.runner()
         for step in range(num_steps):
             seen = torch.cat((seen, own), dim=-1)
-            output = self.step(rows, starts + step, seen, cache)
+            output = run(rows, starts + step, seen, cache)
             kl, lost = self._divergences(
                 output.flatten(0, 1), _at(read, starts + step).flatten(0, 1)
             )
@@ -264,66 +265,15 @@ class Drafter(BackboneStudent):
             seen: Which of the cached keys, and of these rows behind them, each row attends to.
             cache: Of :func:`last_layer_cache`; the keys and values of these rows are added.
         """
+        return self.runner()(rows, positions, seen, cache)
+
+    def runner(self) -> Runner:
+        """What :meth:`step` does, with the weights of now: for many steps by the same ones."""
         network = self.language_model.network
         weights = {n: self.layer[_key(n)].to(network.dtype) for n in self.names}
-        run = self._run_llama if self._is_llama else self._run_network
-        return run(weights, rows.to(network.dtype), positions, seen, cache)
-
-    def _run_network(
-        self, weights: Weights, rows: Tensor, positions: Tensor, seen: Tensor, cache: DynamicCache
-    ) -> Tensor:
-        """By the network's own code, with all but its last layer left out."""
-        network = self.language_model.network
-        base = network.base_model
-        parent, _, name = self._where.rpartition(".")
-        holder = base.get_submodule(parent)
-        whole = getattr(holder, name)
-        setattr(holder, name, whole[-1:])
-        call = {
-            "inputs_embeds": rows,
-            "position_ids": positions,
-            "attention_mask": attention_mask(network, seen),
-            "past_key_values": cache,
-            "use_cache": True,
-        }
-        own = {f"{self._where}.0.{n}": weight for n, weight in weights.items()}
-        try:
-            found = functional_call(base, own, (), call, tie_weights=False)
-        finally:
-            setattr(holder, name, whole)
-        return found.last_hidden_state
-
-    def _run_llama(
-        self, weights: Weights, rows: Tensor, positions: Tensor, seen: Tensor, cache: DynamicCache
-    ) -> Tensor:
-        """The same for layers of Llama's form: of a small step most time is the network's code."""
-        base, known = self.language_model.network.base_model, cache.layers[-1]
-        size, epsilon = rows.shape[-1:], base.norm.variance_epsilon
-
-        def product(name: str, x: Tensor) -> Tensor:
-            return linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-
-        angles = positions[:, None, :, None] * base.rotary_emb.inv_freq
-        angles = torch.cat((angles, angles), dim=-1)
-        x = rms_norm(rows, size, weights["input_layernorm.weight"], epsilon)
-        heads = [
-            product(f"self_attn.{n}_proj", x).unflatten(-1, (-1, angles.shape[-1])) for n in "qkv"
-        ]
-        q, k, v = (head.transpose(1, 2) for head in heads)
-        cos, sin = angles.cos(), angles.sin()
-        q, k = (
-            h * cos + torch.cat((-h.chunk(2, -1)[1], h.chunk(2, -1)[0]), -1) * sin for h in (q, k)
-        )
-        keys, values = known.update(k.to(known.keys.dtype), v.to(known.keys.dtype))
-        mixed = scaled_dot_product_attention(
-            q.to(keys.dtype), keys, values, seen[:, None], enable_gqa=True
-        )
-        rows = rows + product("self_attn.o_proj", mixed.transpose(1, 2).flatten(2))
-        x = rms_norm(rows, size, weights["post_attention_layernorm.weight"], epsilon)
-        rows = rows + product(
-            "mlp.down_proj", silu(product("mlp.gate_proj", x)) * product("mlp.up_proj", x)
-        )
-        return rms_norm(rows, size, base.norm.weight, epsilon)
+        if self._is_llama:
+            return LlamaRunner(network, weights)
+        return partial(_run_network, network, self._where, weights)
 
     def logits(self, outputs: Float[Tensor, "*n d"]) -> Float[Tensor, "*n v"]:
         """The backbone's output layer over V tokens behind the rows, float32."""
@@ -402,15 +352,11 @@ class Drafter(BackboneStudent):
             )
             got = f"states of a tree that differ from its rows' by {share:.2g} of their spread"
             weights = dict(_layers(backbone)[-1].named_parameters())
-            step = (
-                weights,
-                self._embed(other[None]).to(network.dtype),
-                positions[:, :2],
-                seen[:, :2, :6],
-            )
-            theirs = self._run_network(*step, own)
+            step = self._embed(other[None]), positions[:, :2], seen[:, :2, :6]
+            theirs = _run_network(network, self._where, weights, *step, own)
             with suppress(AttributeError, KeyError):  # then it has other parts than Llama's
-                self._is_llama = _share(self._run_llama(*step, again), theirs) <= most
+                ours = LlamaRunner(network, weights)(*step, again)
+                self._is_llama = _share(ours, theirs) <= most
             if share <= most:
                 return
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
@@ -421,6 +367,92 @@ class Drafter(BackboneStudent):
             got=got,
             expected="a transformer with a key/value cache that takes a four-dimensional mask",
         )
+
+
+def _run_network(
+    network: Any,
+    where: str,
+    weights: Mapping[str, Tensor],
+    rows: Float[Tensor, "b n e"],
+    positions: Int[Tensor, "b n"],
+    seen: Bool[Tensor, "b n k"],
+    cache: DynamicCache,
+) -> Float[Tensor, "b n d"]:
+    """A step by the network's own code, with all but its last layer left out."""
+    base = network.base_model
+    parent, _, name = where.rpartition(".")
+    holder = base.get_submodule(parent)
+    whole = getattr(holder, name)
+    setattr(holder, name, whole[-1:])
+    call = {
+        "inputs_embeds": rows.to(network.dtype),
+        "position_ids": positions,
+        "attention_mask": attention_mask(network, seen),
+        "past_key_values": cache,
+        "use_cache": True,
+    }
+    own = {f"{where}.0.{n}": weight for n, weight in weights.items()}
+    try:
+        found = functional_call(base, own, (), call, tie_weights=False)
+    finally:
+        setattr(holder, name, whole)
+    return found.last_hidden_state
+
+
+class LlamaRunner:
+    """A step of a layer of Llama's form: of a small one most time is the network's own code.
+
+    Args:
+        network: A Llama, or what has its parts; whether it says the same is tried.
+        weights: Of the layer.
+
+    Raises:
+        KeyError, AttributeError: If it has other parts.
+    """
+
+    def __init__(self, network: Any, weights: Mapping[str, Tensor]) -> None:
+        self.base, self.weights = network.base_model, weights
+        self.final, self.epsilon = self.base.norm.weight, self.base.norm.variance_epsilon
+        self.rates = self.base.rotary_emb.inv_freq.repeat(2)
+        self.entry = self._joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        self.gates = self._joined("mlp.gate_proj", "mlp.up_proj")
+        self.out, self.down = self._joined("self_attn.o_proj"), self._joined("mlp.down_proj")
+
+    def _joined(self, *names: str) -> tuple[Tensor, Tensor | None]:
+        weight = torch.cat([self.weights[f"{name}.weight"] for name in names])
+        biases = [self.weights[f"{n}.bias"] for n in names if f"{n}.bias" in self.weights]
+        return weight, torch.cat(biases) if biases else None
+
+    def __call__(
+        self,
+        rows: Float[Tensor, "b n e"],
+        positions: Int[Tensor, "b n"],
+        seen: Bool[Tensor, "b n k"],
+        cache: DynamicCache,
+    ) -> Float[Tensor, "b n d"]:
+        """See :meth:`Drafter.step`."""
+        known, rows = cache.layers[-1], rows.to(self.final.dtype)
+        count, size = known.keys.shape[1], known.keys.shape[-1]
+        x = linear(self._even(rows, "input_layernorm"), *self.entry)
+        x = x.unflatten(-1, (-1, size)).transpose(1, 2)
+        angles = positions[:, None, :, None] * self.rates
+        turned, values = x[:, :-count], x[:, -count:]
+        first, second = turned.chunk(2, dim=-1)
+        turned = turned * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+        new = turned[:, -count:].to(known.keys.dtype), values.to(known.values.dtype)
+        keys, values = known.update(*new)
+        queries = turned[:, :-count].to(keys.dtype)
+        grouped = queries.shape[1] != count
+        mixed = scaled_dot_product_attention(
+            queries, keys, values, seen[:, None], enable_gqa=grouped
+        )
+        rows = rows + linear(mixed.transpose(1, 2).flatten(2), *self.out)
+        gate, up = linear(self._even(rows, "post_attention_layernorm"), *self.gates).chunk(2, -1)
+        rows = rows + linear(silu(gate) * up, *self.down)
+        return rms_norm(rows, rows.shape[-1:], self.final, self.epsilon)
+
+    def _even(self, rows: Tensor, name: str) -> Tensor:
+        return rms_norm(rows, rows.shape[-1:], self.weights[f"{name}.weight"], self.epsilon)
 
 
 def _share(found: Tensor, wanted: Tensor) -> float:

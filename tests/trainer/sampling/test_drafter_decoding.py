@@ -95,17 +95,17 @@ def test_a_perfect_drafter_is_followed_to_the_end(
     student, _ = tiny_drafter(tmp_path, model__backbone__num_proposed=3)
     tokens = prompts(student)
     truth = own_decode(tmp_path / "llama", tokens)
-    step, known = Drafter.step, {}
+    step, known = student.runner(), {}
 
-    def oracle(self, rows, positions, seen, cache):
+    def oracle(rows, positions, seen, cache):
         ahead = (positions + 1).clamp_max(LENGTH - 1)
         known["next"] = truth[known["row"], ahead]
-        return step(self, rows, positions, seen, cache)
+        return step(rows, positions, seen, cache)
 
     def certain(self, outputs):
         return 100.0 * torch.nn.functional.one_hot(known["next"], VOCAB).float()
 
-    monkeypatch.setattr(Drafter, "step", oracle)
+    monkeypatch.setattr(Drafter, "runner", lambda self: oracle)
     monkeypatch.setattr(Drafter, "logits", certain)
     sampler = make_sampler("drafter", width=1, tree=3, draft="greedy")
     for row in range(len(IDS)):
