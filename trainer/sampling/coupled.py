@@ -23,7 +23,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -280,6 +280,7 @@ class VerifiedSampler(Sampler):
 
     def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> None:
         """See :class:`Sampler`; also a verifier that does not fit, and noise that was cut off."""
+        verifier = self.load(student)
         check_tokens(student, tokens)
         self.stop.check(student, tokens)
         if has_gaps(student, tokens):
@@ -291,7 +292,7 @@ class VerifiedSampler(Sampler):
             )
         one, size = tokens.new_zeros(1), student.config.vocab_size
         require_whole_noise(sampling_noise(0, one, 1, size, codec=student.codec))
-        self.load(student).require_context(tokens.shape[1])
+        verifier.require_context(tokens.shape[1])
 
     def read_noise(
         self,
@@ -353,31 +354,8 @@ def require_whole_noise(noise: Noise) -> None:
         )
 
 
-class Drafter(Protocol):
-    """A student as coupled verification, here and in an engine, sees it."""
-
-    def reach(self, first: Int[Tensor, "m"]) -> Int[Tensor, "m"]:
-        """Where the positions end that one pass predicts; the tokens before ``first`` stand."""
-        ...
-
-    def log_probs(
-        self, tokens: Int[Tensor, "m l"], where: Bool[Tensor, "m l"]
-    ) -> Float[Tensor, "n v"]:
-        """Log-probabilities at the n masked positions of ``where``, row-major.
-
-        Args:
-            tokens: The rows: known tokens, then the mask id.
-            where: Positions from each row's first masked one, within its reach.
-        """
-        ...
-
-    def select(self, rows: Int[Tensor, "m"]) -> None:
-        """Go on with some of the rows."""
-        ...
-
-
 def drafter_of(student: MDLM, condition: EmbeddedNoise | None, num_rows: int) -> WholeRowDrafter:
-    """The :class:`Drafter` that a student is for ``num_rows`` rows.
+    """What a student drafts ``num_rows`` rows by.
 
     Args:
         student: An MDLM or BD3-LM.
@@ -390,23 +368,33 @@ def drafter_of(student: MDLM, condition: EmbeddedNoise | None, num_rows: int) ->
 
 
 class WholeRowDrafter:
-    """An MDLM reads the whole row, masks and all, as it did in training."""
+    """A student as coupled verification, here and in an engine, sees it: an MDLM, which reads the
+    whole row, masks and all, as it did in training.
+    """
 
     def __init__(self, student: Any, condition: EmbeddedNoise | None) -> None:
         self.student, self.condition = student, condition
 
     def reach(self, first: Int[Tensor, "m"]) -> Int[Tensor, "m"]:
-        """See :class:`Drafter`: the row's end."""
+        """Where the positions end that one pass predicts; the tokens before ``first`` stand.
+
+        Here the row's end.
+        """
         return torch.full_like(first, self.student.config.row_length)
 
     def log_probs(
         self, tokens: Int[Tensor, "m l"], where: Bool[Tensor, "m l"]
     ) -> Float[Tensor, "n v"]:
-        """See :class:`Drafter`."""
+        """Log-probabilities at the n masked positions of ``where``, row-major.
+
+        Args:
+            tokens: The rows: known tokens, then the mask id.
+            where: Positions from each row's first masked one, within its reach.
+        """
         return self.student.predict_at(tokens, where, self.condition)[:, :-1]
 
     def select(self, rows: Int[Tensor, "m"]) -> None:
-        """See :class:`Drafter`."""
+        """Go on with some of the rows."""
         self.condition = None if self.condition is None else self.condition[rows]
 
 
@@ -422,14 +410,14 @@ class BlockDrafter(WholeRowDrafter):
         self.cache = student.start_cache(num_rows)
 
     def reach(self, first: Int[Tensor, "m"]) -> Int[Tensor, "m"]:
-        """See :class:`Drafter`: the end of the block that ``first`` lies in."""
+        """See :class:`WholeRowDrafter`: the end of the block that ``first`` lies in."""
         size = self.student.block_size
         return (first // size + 1) * size
 
     def log_probs(
         self, tokens: Int[Tensor, "m l"], where: Bool[Tensor, "m l"]
     ) -> Float[Tensor, "n v"]:
-        """See :class:`Drafter`; rows without a position in ``where`` hold the others up."""
+        """See :class:`WholeRowDrafter`; rows without a position in ``where`` hold the others up."""
         size = self.student.block_size
         block = (tokens == self.student.mask_id).int().argmax(dim=1) // size
         here = slice(int(block.min()) * size, int(block.max() + 1) * size)
@@ -442,7 +430,7 @@ class BlockDrafter(WholeRowDrafter):
         )[:, :-1]
 
     def select(self, rows: Int[Tensor, "m"]) -> None:
-        """See :class:`Drafter`."""
+        """See :class:`WholeRowDrafter`."""
         super().select(rows)
         self.cache = self.cache.select(rows)
 

@@ -28,6 +28,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from shards.errors import UsageError
 from trainer.objective.batch import Places
@@ -50,13 +51,9 @@ def own_verifier(student: BackboneStudent) -> Verifier:
 
 def wrong_student(label: str, words: str, student: Student, kind: type) -> UsageError:
     """For a student that is not of the sampler's kind."""
-    return UsageError(
-        f"the {label} sampler needs {words}",
-        where="sampler",
-        got=type(student).__name__,
-        expected=f"a {kind.__name__} student",
-        remedy="use --sampler coupled with --verifier",
-    )
+    what, expected = f"the {label} sampler needs {words}", f"a {kind.__name__} student"
+    got, remedy = type(student).__name__, "use --sampler coupled with --verifier"
+    return UsageError(what, where="sampler", got=got, expected=expected, remedy=remedy)
 
 
 class MedusaRows(VerifiedRows):
@@ -152,11 +149,6 @@ class MedusaSampler(VerifiedSampler):
         if not isinstance(student, Medusa):
             raise wrong_student("medusa", "heads on a backbone", student, Medusa)
         return own_verifier(student)
-
-    def check(self, student: Student, tokens: Int[Tensor, "b l"]) -> None:
-        """See :class:`VerifiedSampler`; rows may be as long as the backbone reads."""
-        self.load(student)
-        super().check(student, tokens)
 
     def settled(self, student: Student) -> MedusaSampler:
         """The same sampler with look-ahead and ``draft`` written out."""
@@ -304,26 +296,17 @@ class Tree:
             most: Drafts that may be met. As in the tree, by depth.
         """
         # On the host: a row has few tokens, and a device would be asked at every one.
-        parents = (self.behind.tril(-1) * torch.arange(own.shape[1], device=own.device)).amax(
-            dim=-1
-        )
+        parents = self.behind.tril(-1) * torch.arange(own.shape[1], device=own.device)
+        known = self.tokens, own, parents.amax(dim=-1), most
         paths = []
-        for tokens, follows, before, limit in zip(
-            *(part.tolist() for part in (self.tokens, own, parents, most)), strict=True
-        ):
+        for tokens, follows, before, limit in zip(*(part.tolist() for part in known), strict=True):
             path = [0]
             for number in range(1, len(tokens)):
-                last = path[-1]
-                if (
-                    before[number] == last
-                    and tokens[number] == follows[last]
-                    and len(path) <= limit
-                ):
-                    path.append(number)
-            paths.append(path)
-        counts = [len(path) for path in paths]
-        padded = [path + [0] * (max(counts) - len(path)) for path in paths]
-        return torch.tensor(padded, device=own.device), torch.tensor(counts, device=own.device)
+                meets = before[number] == path[-1] and tokens[number] == follows[path[-1]]
+                path += [number] * (meets and len(path) <= limit)
+            paths.append(torch.tensor(path))
+        counts = torch.tensor([len(path) for path in paths])
+        return pad_sequence(paths, batch_first=True).to(own.device), counts.to(own.device)
 
 
 class TreeRows(VerifiedRows):
@@ -406,46 +389,43 @@ class TreeRows(VerifiedRows):
         cache, known = last_layer_cache(reader.cache), reader.known()[:, None]
         rows = student.first_rows(last, reader.states[:, None])
         score = torch.zeros_like(last, dtype=torch.float32)
-        behind = torch.ones_like(last, dtype=torch.bool)[..., None]
-        tokens, scores, pasts = [last], list[Tensor](), [behind]
-        width, steps = (
-            min(sampler.width, student.config.vocab_size),
+        steps, width = (
             int(sampler.max_lookahead or 0),
+            min(sampler.width, student.config.vocab_size),
         )
-        itself = torch.eye(width, dtype=torch.bool, device=last.device).expand(len(last), -1, -1)
-        everyone, ahead = (
-            torch.arange(len(last), device=last.device)[:, None],
-            (first - self.origin)[:, None],
-        )
+        everyone = torch.arange(len(last), device=last.device)[:, None]
+        behind = everyone.new_zeros(len(last), 1, 1 + steps * width, dtype=torch.bool)
+        behind[..., 0] = True
+        tokens, scores, pasts, used = [last], list[Tensor](), [behind], 1
+        numbers = torch.arange(width, device=last.device)
         for distance in range(steps):
             if distance:
-                rows = student.next_rows(
-                    tokens[-1], output.gather(1, parent.expand(-1, -1, output.shape[-1]))
-                )
+                before = output.gather(1, parent.expand(-1, -1, output.shape[-1]))
+                rows = student.next_rows(tokens[-1], before)
             place = (first - 1 + distance).clamp_max(self.tokens.shape[1] - 1)
-            seen = torch.cat((known.expand(-1, rows.shape[1], -1), behind), dim=-1)
+            own = pasts[-1][..., :used]
+            seen = torch.cat((known.expand(-1, rows.shape[1], -1), own), dim=-1)
             output = self.run(rows, place[:, None].expand(rows.shape[:2]), seen, cache)
             race = self.kept(student.logits(output))
             if sampler.draft == "gumbel":
-                race = race + self.xi[everyone, ahead + distance].float()
+                race = race + self.xi[everyone, (first - self.origin)[:, None] + distance].float()
             best, ids = (race / sampler.tau).log_softmax(dim=-1).topk(width)
             score, at = (score[..., None] + best).flatten(1).topk(width)
             parent = (at // width)[..., None]
             tokens.append(ids.flatten(1).gather(1, at))
-            past = behind.gather(1, parent.expand(-1, -1, behind.shape[-1]))
-            behind = torch.cat((past, itself), dim=-1)
             scores.append(score)
+            behind = pasts[-1].gather(1, parent.expand(-1, -1, behind.shape[-1]))
+            behind[:, numbers, used + numbers] = True
             pasts.append(behind)
-            if sampler.tree <= width * (distance + 1) and distance + 1 < steps:
+            used += width
+            if sampler.tree < used and distance + 1 < steps:
                 least = torch.cat(scores, dim=1).topk(sampler.tree).values[:, -1]
                 if bool((least >= score[:, 0]).all()):
                     break
         # A parent is at least as probable as its children and stands before them.
         order = torch.cat(scores, dim=1).argsort(dim=1, descending=True, stable=True)
-        total = behind.shape[-1]
-        whole = torch.cat([pad(past, (0, total - past.shape[-1])) for past in pasts], dim=1)
         kept = pad(order[:, : sampler.tree].sort(dim=1).values + 1, (1, 0))
-        square = whole.gather(1, kept[..., None].expand(-1, -1, total))
+        square = torch.cat(pasts, dim=1).gather(1, kept[..., None].expand(-1, -1, behind.shape[-1]))
         square = square.gather(2, kept[:, None].expand(-1, kept.shape[1], -1))
         return Tree(torch.cat(tokens, dim=1).gather(1, kept), square)
 
@@ -473,13 +453,12 @@ class TreeRows(VerifiedRows):
 
     def finish(self) -> None:
         """See :class:`VerifiedRows`; a draft that is reached and agrees is accepted."""
-        for rows, deepest, num_taken in self.rounds:
+        for rows, deepest, taken in self.rounds:
             distance = torch.arange(self.counts["drafted"].shape[1], device=rows.device)
-            is_drafted, accepted = distance < deepest[:, None], distance < num_taken[:, None] - 1
-            self.counts["drafted"][rows] += is_drafted
-            self.counts["reached"][rows] += is_drafted & (distance < num_taken[:, None])
-            for name in ("accepted", "agreed"):
-                self.counts[name][rows] += accepted
+            drafted, accepted = distance < deepest[:, None], distance < taken[:, None] - 1
+            reached = drafted & (distance < taken[:, None])
+            for name, what in zip(self.counts, (drafted, accepted, reached, accepted), strict=True):
+                self.counts[name][rows] += what
         self.rounds.clear()
         super().finish()
 
@@ -520,18 +499,14 @@ class DrafterSampler(VerifiedSampler):
         """See :class:`VerifiedSampler`; also rows longer than the backbone's attention window:
         the masks of trees know no window.
         """
-        self.load(student)
         super().check(student, tokens)
         config = student.language_model.files.text_config  # type: ignore[union-attr]
         window = attention_window(config)
         if window is not None and window < tokens.shape[1]:
-            raise UsageError(
-                "the rows are longer than the backbone's attention window",
-                where="length",
-                got=f"{tokens.shape[1]} tokens",
-                expected=f"at most {window}",
-                remedy="give a smaller --length; medusa and coupled have no such limit",
-            )
+            what = "the rows are longer than the backbone's attention window"
+            got, expected = f"{tokens.shape[1]} tokens", f"at most {window}"
+            remedy = "give a smaller --length; medusa and coupled have no such limit"
+            raise UsageError(what, where="length", got=got, expected=expected, remedy=remedy)
 
     def settled(self, student: Student) -> DrafterSampler:
         """The same sampler with look-ahead and ``draft`` written out."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -211,27 +210,20 @@ class Verifier:
             UsageError: With the longest that it can.
         """
         if self.context_length is not None and self.context_length < row_length:
-            raise UsageError(
-                "the verifier reads shorter rows",
-                where="verifier",
-                got=self.context_length,
-                expected=row_length,
-                remedy="give a --length that it can read, or another verifier",
-            )
+            what, got = "the verifier reads shorter rows", self.context_length
+            remedy = "give a --length that it can read, or another verifier"
+            raise UsageError(what, where="verifier", got=got, expected=row_length, remedy=remedy)
 
     @functools.cached_property
     def weights_sha256(self) -> str:
-        """Hash of names and values of all weights, whatever files they lie in."""
-        return hash_of_weights(self.model.state_dict())
-
-
-def hash_of_weights(weights: Mapping[str, Tensor]) -> str:
-    """sha256 over names, shapes, types and bytes, by name."""
-    total = hashlib.sha256()
-    for name, value in sorted(weights.items()):
-        total.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        total.update(value.contiguous().flatten().view(torch.uint8).cpu().numpy().data)
-    return total.hexdigest()
+        """sha256 over names, shapes, types and bytes of all weights, by name, whatever files they
+        lie in.
+        """
+        total = hashlib.sha256()
+        for name, value in sorted(self.model.state_dict().items()):
+            total.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+            total.update(value.contiguous().flatten().view(torch.uint8).cpu().numpy().data)
+        return total.hexdigest()
 
 
 def _place(path: str) -> str:
@@ -252,13 +244,9 @@ def load_verifier(
     """
     files = find_pretrained(_place(path), role="verifier", local_files_only=True)
     if files.num_logits < vocab_size:
-        raise UsageError(
-            "the verifier knows fewer tokens than the student",
-            where="verifier",
-            got=files.num_logits,
-            expected=f"at least {vocab_size}",
-            remedy="take a model with the student's tokenizer",
-        )
+        what, got = "the verifier knows fewer tokens than the student", files.num_logits
+        expected, remedy = f"at least {vocab_size}", "take a model with the student's tokenizer"
+        raise UsageError(what, where="verifier", got=got, expected=expected, remedy=remedy)
     loaded = load_causal_model(files, dtype, device, vocab_size=vocab_size)
     return Verifier(loaded.network, vocab_size, files.context_length)
 
@@ -293,13 +281,10 @@ def require_same_tokenizer(path: str, tokenizer: Any) -> None:
     differing = sorted(word for word in ours.keys() | other if ours.get(word) != other.get(word))
     if differing:
         word = differing[0]
-        raise UsageError(
-            "the verifier has another tokenizer than the student",
-            where=path,
-            got=f"{word!r} is {other.get(word, 'absent')}",
-            expected=ours.get(word, "absent"),
-            remedy="take a verifier trained with the student's tokenizer",
-        )
+        what = "the verifier has another tokenizer than the student"
+        got, expected = f"{word!r} is {other.get(word, 'absent')}", ours.get(word, "absent")
+        remedy = "take a verifier trained with the student's tokenizer"
+        raise UsageError(what, where=path, got=got, expected=expected, remedy=remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from shards.errors import UsageError
 from shards.noise.kinds import KeyedPrior
 from shards.noise.murmur3 import EngineKeys
 from trainer.loading import load_student
-from trainer.sampling.coupled import Drafter, drafter_of
+from trainer.sampling.coupled import WholeRowDrafter, drafter_of
 from trainer.sampling.verifier import require_same_tokenizer
 from trainer.serving.coupling import draw
 from trainer.serving.plugin import Requests
@@ -96,7 +96,7 @@ class RowDrafts:
         self.student = student
         self.conditions: dict[str, EmbeddedNoise] = {}
         self.names: list[str] = []
-        self.inner: Drafter | None = None
+        self.inner: WholeRowDrafter | None = None
 
     def draft(self, prefixes: list[Prefix], most: int) -> list[list[int]]:
         """Up to ``most`` tokens behind each prefix."""
@@ -124,7 +124,7 @@ class RowDrafts:
             drafts[fitting[row]].append(token)
         return drafts
 
-    def _continued(self, chosen: list[Prefix]) -> Drafter:
+    def _continued(self, chosen: list[Prefix]) -> WholeRowDrafter:
         """What drafted last time, for the requests that go on; anew when others came."""
         names = [prefix.name for prefix in chosen]
         if self.inner is not None and {*names} <= {*self.names}:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -64,11 +63,9 @@ class DrafterConfig(StudentConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if "linear_layers" in (self.frozen or {}):
-            raise UsageError(
-                "a drafter of low-rank adapters on slots, which are no more",
-                where="config.json: frozen.linear_layers",
-                remedy=f"{LAST_READER} of gdistill reads it; or train a drafter anew",
-            )
+            what = "a drafter of low-rank adapters on slots, which are no more"
+            remedy = f"{LAST_READER} of gdistill reads it; or train a drafter anew"
+            raise UsageError(what, where="config.json: frozen.linear_layers", remedy=remedy)
         super().__post_init__(**kwargs)
 
 
@@ -111,12 +108,8 @@ class Drafter(BackboneStudent):
 
     def _make_conditioner(self) -> None:
         if (got := self.settings.conditioning) != "none":
-            raise UsageError(
-                "a drafter reads no noise: its sampler does",
-                where="model.conditioning",
-                got=got,
-                expected="none",
-            )
+            what = "a drafter reads no noise: its sampler does"
+            raise UsageError(what, where="model.conditioning", got=got, expected="none")
 
     def attach(self, backbone: FrozenBackbone) -> None:
         """See :class:`BackboneStudent`.
@@ -126,11 +119,10 @@ class Drafter(BackboneStudent):
                 by itself.
         """
         super().attach(backbone)
-        self._where, layers = _place(backbone.network), _layers(backbone)
+        layers, self._is_llama = _layers(backbone), False
         self._middle = (layers[max(0, len(layers) // 2 - 1)],)  # bare, it would be a submodule
         embeddings = backbone.network.get_input_embeddings().weight
         self._scale = 5 * float(embeddings.float().square().mean().sqrt())
-        self._is_llama = False
         self._require_trees(backbone)
 
     @property
@@ -168,12 +160,9 @@ class Drafter(BackboneStudent):
         tokens, (num_rows, length) = batch.tokens, batch.tokens.shape
         num_steps = self.settings.backbone.num_proposed
         if length < num_steps + 2:
-            raise UsageError(
-                "rows too short for the drafter's steps",
-                where="model.backbone.num_proposed",
-                got=num_steps,
-                expected=f"at most {length - 2} for rows of {length} tokens",
-            )
+            what, where = "rows too short for the drafter's steps", "model.backbone.num_proposed"
+            expected = f"at most {length - 2} for rows of {length} tokens"
+            raise UsageError(what, where=where, got=num_steps, expected=expected)
         order = row_uniforms("starting points", batch, 0, length - 1 - num_steps).argsort(dim=1)
         starts = order[:, : self.settings.backbone.num_starts].sort(dim=1).values + 1
         per_token = torch.zeros(tokens.shape, device=tokens.device)
@@ -250,30 +239,16 @@ class Drafter(BackboneStudent):
     def _even(self, states: Tensor) -> Tensor:
         return self._scale * rms_norm(states.float(), states.shape[-1:])
 
-    def step(
-        self,
-        rows: Float[Tensor, "b n e"],
-        positions: Int[Tensor, "b n"],
-        seen: Bool[Tensor, "b n k"],
-        cache: DynamicCache,
-    ) -> Float[Tensor, "b n d"]:
-        """o of n rows; gradients reach the layer's weights and the rows.
-
-        Args:
-            rows: Of :meth:`first_rows` or :meth:`next_rows`.
-            positions: Where they stand.
-            seen: Which of the cached keys, and of these rows behind them, each row attends to.
-            cache: Of :func:`last_layer_cache`; the keys and values of these rows are added.
-        """
-        return self.runner()(rows, positions, seen, cache)
-
     def runner(self) -> Runner:
-        """What :meth:`step` does, with the weights of now: for many steps by the same ones."""
+        """What computes o of rows; gradients reach the layer's weights of now, and the rows.
+
+        Of rows [B, n, E] of :meth:`first_rows` or :meth:`next_rows`, their positions [B, n], which
+        of the cached keys and of these rows behind them each row attends to, [B, n, k], and a cache
+        of :func:`last_layer_cache`, to which the keys and values of these rows are added.
+        """
         network = self.language_model.network
         weights = {n: self.layer[_key(n)].to(network.dtype) for n in self.names}
-        if self._is_llama:
-            return LlamaRunner(network, weights)
-        return partial(_run_network, network, self._where, weights)
+        return (llama_runner if self._is_llama else network_runner)(network, weights)
 
     def logits(self, outputs: Float[Tensor, "*n d"]) -> Float[Tensor, "*n v"]:
         """The backbone's output layer over V tokens behind the rows, float32."""
@@ -309,11 +284,12 @@ class Drafter(BackboneStudent):
         self._refuse_unread(attention_mask, options)
         (states, cache), length = self.read(input_ids[:, :-1]), input_ids.shape[1] - 1
         rows, logits = self.first_rows(input_ids[:, -1:], states[:, -1:]), list[Tensor]()
+        run = self.runner()
         for step in range(self.settings.backbone.num_proposed):
             width = length + step + 1
             seen = torch.ones(len(rows), 1, width, dtype=torch.bool, device=rows.device)
             positions = torch.full((len(rows), 1), length + step, device=rows.device)
-            output = self.step(rows, positions, seen, cache)
+            output = run(rows, positions, seen, cache)
             logits.append(self.logits(output))
             rows = self.next_rows(logits[-1].argmax(dim=-1), output)
         return CausalLMOutput(logits=torch.cat(logits, dim=1))
@@ -353,106 +329,80 @@ class Drafter(BackboneStudent):
             got = f"states of a tree that differ from its rows' by {share:.2g} of their spread"
             weights = dict(_layers(backbone)[-1].named_parameters())
             step = self._embed(other[None]), positions[:, :2], seen[:, :2, :6]
-            theirs = _run_network(network, self._where, weights, *step, own)
+            theirs = network_runner(network, weights)(*step, own)
             with suppress(AttributeError, KeyError):  # then it has other parts than Llama's
-                ours = LlamaRunner(network, weights)(*step, again)
+                ours = llama_runner(network, weights)(*step, again)
                 self._is_llama = _share(ours, theirs) <= most
             if share <= most:
                 return
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
             got = f"{type(error).__name__}: {first_line(error)}"
-        raise UsageError(
-            "no drafter can stand on this backbone",
-            where=f"backbone, {backbone.files.name}",
-            got=got,
-            expected="a transformer with a key/value cache that takes a four-dimensional mask",
-        )
+        what, where = "no drafter can stand on this backbone", f"backbone, {backbone.files.name}"
+        expected = "a transformer with a key/value cache that takes a four-dimensional mask"
+        raise UsageError(what, where=where, got=got, expected=expected)
 
 
-def _run_network(
-    network: Any,
-    where: str,
-    weights: Mapping[str, Tensor],
-    rows: Float[Tensor, "b n e"],
-    positions: Int[Tensor, "b n"],
-    seen: Bool[Tensor, "b n k"],
-    cache: DynamicCache,
-) -> Float[Tensor, "b n d"]:
-    """A step by the network's own code, with all but its last layer left out."""
-    base = network.base_model
+def network_runner(network: Any, weights: Mapping[str, Tensor]) -> Runner:
+    """By the network's own code, with these weights for its last layer and no other layers."""
+    base, where = network.base_model, _place(network)
+    own = {f"{where}.0.{name}": weight for name, weight in weights.items()}
     parent, _, name = where.rpartition(".")
     holder = base.get_submodule(parent)
-    whole = getattr(holder, name)
-    setattr(holder, name, whole[-1:])
-    call = {
-        "inputs_embeds": rows.to(network.dtype),
-        "position_ids": positions,
-        "attention_mask": attention_mask(network, seen),
-        "past_key_values": cache,
-        "use_cache": True,
-    }
-    own = {f"{where}.0.{n}": weight for n, weight in weights.items()}
-    try:
-        found = functional_call(base, own, (), call, tie_weights=False)
-    finally:
-        setattr(holder, name, whole)
-    return found.last_hidden_state
+
+    def run(rows: Tensor, positions: Tensor, seen: Tensor, cache: DynamicCache) -> Tensor:
+        call = {"inputs_embeds": rows.to(network.dtype), "position_ids": positions}
+        call |= {"attention_mask": attention_mask(network, seen)}
+        call |= {"past_key_values": cache, "use_cache": True}
+        whole = getattr(holder, name)
+        setattr(holder, name, whole[-1:])
+        try:
+            return functional_call(base, own, (), call, tie_weights=False).last_hidden_state
+        finally:
+            setattr(holder, name, whole)
+
+    return run
 
 
-class LlamaRunner:
-    """A step of a layer of Llama's form: of a small one most time is the network's own code.
-
-    Args:
-        network: A Llama, or what has its parts; whether it says the same is tried.
-        weights: Of the layer.
+def llama_runner(network: Any, weights: Mapping[str, Tensor]) -> Runner:
+    """The same for a layer of Llama's form: of a small step most time is the network's own code.
 
     Raises:
         KeyError, AttributeError: If it has other parts.
     """
+    base = network.base_model
+    final, epsilon = base.norm.weight, base.norm.variance_epsilon
+    rates = base.rotary_emb.inv_freq.repeat(2)
 
-    def __init__(self, network: Any, weights: Mapping[str, Tensor]) -> None:
-        self.base, self.weights = network.base_model, weights
-        self.final, self.epsilon = self.base.norm.weight, self.base.norm.variance_epsilon
-        self.rates = self.base.rotary_emb.inv_freq.repeat(2)
-        self.entry = self._joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        self.gates = self._joined("mlp.gate_proj", "mlp.up_proj")
-        self.out, self.down = self._joined("self_attn.o_proj"), self._joined("mlp.down_proj")
-
-    def _joined(self, *names: str) -> tuple[Tensor, Tensor | None]:
-        weight = torch.cat([self.weights[f"{name}.weight"] for name in names])
-        biases = [self.weights[f"{n}.bias"] for n in names if f"{n}.bias" in self.weights]
+    def joined(*names: str) -> tuple[Tensor, Tensor | None]:
+        weight = torch.cat([weights[f"{name}.weight"] for name in names])
+        biases = [weights[f"{name}.bias"] for name in names if f"{name}.bias" in weights]
         return weight, torch.cat(biases) if biases else None
 
-    def __call__(
-        self,
-        rows: Float[Tensor, "b n e"],
-        positions: Int[Tensor, "b n"],
-        seen: Bool[Tensor, "b n k"],
-        cache: DynamicCache,
-    ) -> Float[Tensor, "b n d"]:
-        """See :meth:`Drafter.step`."""
-        known, rows = cache.layers[-1], rows.to(self.final.dtype)
+    entry, out = joined(*(f"self_attn.{n}_proj" for n in "qkv")), joined("self_attn.o_proj")
+    gates, down = joined("mlp.gate_proj", "mlp.up_proj"), joined("mlp.down_proj")
+    before, between = (weights[f"{n}_layernorm.weight"] for n in ("input", "post_attention"))
+
+    def run(rows: Tensor, positions: Tensor, seen: Tensor, cache: DynamicCache) -> Tensor:
+        known, rows, width = cache.layers[-1], rows.to(final.dtype), rows.shape[-1:]
         count, size = known.keys.shape[1], known.keys.shape[-1]
-        x = linear(self._even(rows, "input_layernorm"), *self.entry)
-        x = x.unflatten(-1, (-1, size)).transpose(1, 2)
-        angles = positions[:, None, :, None] * self.rates
-        turned, values = x[:, :-count], x[:, -count:]
+        mixed = linear(rms_norm(rows, width, before, epsilon), *entry)
+        mixed = mixed.unflatten(-1, (-1, size)).transpose(1, 2)
+        angles = positions[:, None, :, None] * rates
+        turned, values = mixed[:, :-count], mixed[:, -count:]
         first, second = turned.chunk(2, dim=-1)
         turned = turned * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
-        new = turned[:, -count:].to(known.keys.dtype), values.to(known.values.dtype)
-        keys, values = known.update(*new)
-        queries = turned[:, :-count].to(keys.dtype)
+        turned, values = turned.to(known.keys.dtype), values.to(known.keys.dtype)
+        keys, values = known.update(turned[:, -count:], values)
+        queries = turned[:, :-count]
         grouped = queries.shape[1] != count
         mixed = scaled_dot_product_attention(
             queries, keys, values, seen[:, None], enable_gqa=grouped
         )
-        rows = rows + linear(mixed.transpose(1, 2).flatten(2), *self.out)
-        gate, up = linear(self._even(rows, "post_attention_layernorm"), *self.gates).chunk(2, -1)
-        rows = rows + linear(silu(gate) * up, *self.down)
-        return rms_norm(rows, rows.shape[-1:], self.final, self.epsilon)
+        rows = rows + linear(mixed.transpose(1, 2).flatten(2), *out)
+        gate, up = linear(rms_norm(rows, width, between, epsilon), *gates).chunk(2, dim=-1)
+        return rms_norm(rows + linear(silu(gate) * up, *down), width, final, epsilon)
 
-    def _even(self, rows: Tensor, name: str) -> Tensor:
-        return rms_norm(rows, rows.shape[-1:], self.weights[f"{name}.weight"], self.epsilon)
+    return run
 
 
 def _share(found: Tensor, wanted: Tensor) -> float:

@@ -62,7 +62,7 @@ def test_at_step_0_the_layer_is_the_backbones_last(shape: str, tmp_path: Path) -
     network.base_model(input_ids=tokens[:, :4], past_key_values=cache, use_cache=True)
     seen = torch.ones(3, 7, dtype=torch.bool).tril(4).expand(2, -1, -1)
     places, entering = torch.arange(4, 7).expand(2, -1), whole.hidden_states[-2][:, 4:]
-    output = student.step(entering, places, seen, last_layer_cache(cache))
+    output = student.runner()(entering, places, seen, last_layer_cache(cache))
     assert torch.allclose(student.logits(output), whole.logits[:, 4:, :VOCAB], atol=1e-4)
     assert cache.get_seq_length() == 4, "the backbone's cache stays as it was"
 
@@ -87,7 +87,7 @@ def test_packed_points_learn_what_each_learns_alone(shape: str, tmp_path: Path) 
             place = point + step
             seen = torch.ones(len(tokens), 1, place + 1, dtype=torch.bool)
             positions = torch.full((len(tokens), 1), place)
-            drafted = student.step(rows, positions, seen, cache)
+            drafted = student.runner()(rows, positions, seen, cache)
             p, log_q = log_p[:, place].exp(), student.logits(drafted)[:, 0].log_softmax(dim=-1)
             kl = (p * (log_p[:, place] - log_q)).sum(dim=-1)
             wanted[:, place + 1] += kl
