@@ -14,6 +14,7 @@ from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import SHAPES, backbone_run, store_of
 from tests.trainer.sampling_cases import draw, open_rows, tiny_student
 from tests.trainer.students.test_drafter import tiny_drafter
+from trainer.sampling import own_backbone
 from trainer.sampling.coupled import gumbel_scores
 from trainer.sampling.noise import TokenRule, sampling_noise
 from trainer.sampling.own_backbone import Tree, TreeReader
@@ -154,6 +155,31 @@ def test_the_cache_keeps_the_path_and_nothing_else(tmp_path: Path) -> None:
         reader.follow(path, torch.tensor(counts))
         first = first + torch.tensor(counts)
         assert torch.equal(reader.lengths, first - 1)
+
+
+def test_noise_that_is_drawn_for_few_positions_at_a_time_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    student, _ = tiny_drafter(tmp_path, model__backbone__num_proposed=4)
+    tokens, sampler = prompts(student), make_sampler("drafter", tree=7, width=3)
+    wanted = draw(student, sampler, IDS, tokens)
+    for most in (1, 6 * VOCAB * len(IDS)):
+        monkeypatch.setattr(own_backbone, "MOST_ELEMENTS", {"cpu": most})
+        found = draw(student, sampler, IDS, tokens)
+        assert torch.equal(found.tokens, wanted.tokens)
+        assert torch.equal(found.details["verifier_nfe"], wanted.details["verifier_nfe"])
+
+
+def test_a_tree_is_walked_along_the_own_tokens() -> None:
+    """0 - 1 - 3 and 0 - 2 - 4 - 5; a limit ends the way, and so does the first other token."""
+    behind = torch.eye(6, dtype=torch.bool)
+    behind[:, 0] = behind[3, 1] = behind[4:, 2] = behind[5, 4] = True
+    tree = Tree(torch.tensor([[9, 3, 4, 4, 3, 7]]).expand(4, -1), behind.expand(4, -1, -1))
+    own = torch.tensor([[4, 4, 3, 0, 7, 0], [4, 4, 3, 0, 7, 0], [3, 4, 3, 0, 7, 0], [5] * 6])
+    path, counts = tree.walk(own, torch.tensor([3, 1, 3, 3]))
+    assert counts.tolist() == [4, 2, 3, 1]
+    kept = [way[:count] for way, count in zip(path.tolist(), counts.tolist(), strict=True)]
+    assert kept == [[0, 2, 4, 5], [0, 2], [0, 1, 3], [0]]
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:

@@ -8,17 +8,31 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, MambaConfig, MambaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from shards.errors import UsageError
 from shards.store.store import ShardStore
 from shards.stream.stream import ShardStream
-from tests.trainer.backbone_cases import SHAPES, VOCAB, backbone_run, store_of, write_backbone
+from tests.trainer.backbone_cases import (
+    SHAPES,
+    VOCAB,
+    backbone_run,
+    store_of,
+    tiny_config,
+    write_backbone,
+)
 from tests.trainer.run_cases import LENGTH, assert_same_run
 from tests.trainer.training.test_resume import run_with_signal
 from trainer import load_student
 from trainer.objective.batch import Batch, BatchMaker
-from trainer.students.drafter import Drafter, last_layer_cache
+from trainer.students.drafter import Drafter, last_layer_cache, network_runner
 from trainer.training.construction import build_student
 from trainer.training.loop import train
 
@@ -65,6 +79,41 @@ def test_at_step_0_the_layer_is_the_backbones_last(shape: str, tmp_path: Path) -
     output = student.runner()(entering, places, seen, last_layer_cache(cache))
     assert torch.allclose(student.logits(output), whole.logits[:, 4:, :VOCAB], atol=1e-4)
     assert cache.get_seq_length() == 4, "the backbone's cache stays as it was"
+
+
+@pytest.mark.parametrize("shape", ["llama", "qwen2"])
+@torch.no_grad()
+def test_a_step_of_own_operations_is_the_networks(shape: str, tmp_path: Path) -> None:
+    """Rows at unlike positions that see unlike keys; what lies in the cache behind two steps."""
+    student, _ = tiny_drafter(tmp_path, shape)
+    network, generator = student.language_model.network, torch.Generator().manual_seed(4)
+    tokens = torch.randint(VOCAB, (2, 6), generator=generator)
+    weights = {name: student.layer[name.replace(".", "/")] for name in student.names}
+    found = []
+    for run in (student.runner(), network_runner(network, weights)):
+        generator.manual_seed(4)
+        _, cache = student.read(tokens)
+        for width in (9, 12):
+            rows = torch.randn(2, 3, 16, generator=generator)
+            places = torch.randint(6, 40, (2, 3), generator=generator)
+            seen = torch.rand(2, 3, width, generator=generator) < 0.6
+            seen[..., -3:] |= torch.eye(3, dtype=torch.bool)
+            found.append(run(rows, places, seen, cache))
+        found += [cache.layers[-1].keys, cache.layers[-1].values]
+    for ours, theirs in zip(found[:4], found[4:], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_only_llamas_form_has_steps_of_own_operations(tmp_path: Path) -> None:
+    """GPT-2 has other parts; Qwen3 has more, and says something else."""
+    for shape, expected in (("llama", True), ("qwen2", True), ("gpt2", False)):
+        assert tiny_drafter(tmp_path, shape)[0]._is_llama is expected, shape
+    sizes = tiny_config("llama").to_dict()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    sizes = {n: sizes[n] for n in (*names, "num_attention_heads", "num_key_value_heads")}
+    Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=4)).save_pretrained(tmp_path / "qwen3")
+    store_of(tmp_path / "store-qwen3", tmp_path / "qwen3")
+    assert tiny_drafter(tmp_path, "qwen3")[0]._is_llama is False
 
 
 @pytest.mark.parametrize("shape", SHAPES)
