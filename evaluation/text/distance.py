@@ -20,7 +20,7 @@ from shards.errors import UsageError
 
 MIN_SAMPLES = 128
 """Below it a floor is as large as the differences between students: the scores say nothing."""
-RANKING = ("frechet_distance", "energy_distance", "typicality_gap", "mauve")
+RANKING = ("frechet_distance", "energy_distance", "gradient_moment", "typicality_gap", "mauve")
 """Scores that no sampler without a parameter wins (``gdistill-eval check-scores``)."""
 ORDERS, BUCKETS = (1, 2, 3), 2048
 """Of the n-grams that the energy distance counts, and the places that each order is hashed to."""
@@ -144,6 +144,28 @@ def typicality_gap(
         for rows in (x, typical)
     )
     return jackknife(lambda kept: abs(ours[kept].mean() / theirs.mean() - 1), len(x))
+
+
+def gradient_moment(x: Vectors, y: Float[np.ndarray, "m d"]) -> Estimate:
+    """|E x - E y|^2 in units of the variance of y, unbiased; 0 for one law.
+
+    Of gradients of a judge's surprise: where samples are as surprising as text, and for the same
+    reasons, the judge would learn nothing more from them. Repetition, which only lowers surprise,
+    pulls at the judge as hard as noise does.
+
+    Raises:
+        UsageError: With fewer than two rows on a side.
+    """
+    if min(len(x), len(y)) < 2:
+        raise UsageError("a variance needs two", where="samples", got=f"{len(x)}, {len(y)} rows")
+    scale = y.var(0, ddof=1).sum()
+
+    def of_some(kept: Int[np.ndarray, "k"]) -> float:
+        own = x[kept]
+        apart = ((own.mean(0) - y.mean(0)) ** 2).sum() - scale / len(y)
+        return float((apart - own.var(0, ddof=1).sum() / len(own)) / scale)
+
+    return jackknife(of_some, len(x))
 
 
 def ngram_vectors(rows: Rows) -> Float[np.ndarray, "n d"]:

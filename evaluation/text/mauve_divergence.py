@@ -141,18 +141,22 @@ class TextFeatures:
     Attributes:
         values: The state of each text's last token, MAUVE's.
         means: The states of each text, averaged over its tokens.
+        gradients: Of each text's mean surprise (nats per token), with respect to the logarithm of a
+            scale of each coordinate of the state below the head; 0 for a text of one token.
         num_tokens: Tokens of each text that were read.
         num_empty: Texts without a token, left out as mauve-text leaves them out.
     """
 
     values: Float[np.ndarray, "n d"]
     means: Float[np.ndarray, "n d"]
+    gradients: Float[np.ndarray, "n d"]
     num_tokens: Int[np.ndarray, "n"]
     num_empty: int = 0
 
     def select(self, places: Int[np.ndarray, "k"]) -> TextFeatures:
         """Of some of the texts."""
-        return TextFeatures(self.values[places], self.means[places], self.num_tokens[places])
+        parts = (self.values, self.means, self.gradients, self.num_tokens)
+        return TextFeatures(*(part[places] for part in parts))
 
 
 def text_features(
@@ -201,7 +205,8 @@ def _read(file: Path, num_texts: int) -> dict[str, np.ndarray] | None:
     except (OSError, SafetensorError):
         return None
     shapes = {name: (array.ndim, len(array)) for name, array in kept.items()}
-    whole = {"values": (2, num_texts), "means": (2, num_texts), "num_tokens": (1, num_texts)}
+    whole = dict.fromkeys(("values", "means", "gradients"), (2, num_texts))
+    whole |= {"num_tokens": (1, num_texts)}
     return kept if shapes == whole else None
 
 
@@ -219,17 +224,25 @@ def _compute(judge: JudgeModel, texts: Sequence[str], max_tokens: int) -> dict[s
     rows = [judge.tokenizer.encode(text, truncation=True, max_length=max_tokens) for text in texts]
     rows = [ids or [judge.document_start_id] for ids in rows]
     lengths = np.array([len(ids) for ids in rows])
-    found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    head = judge.model.get_output_embeddings()
+    found: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
     with progress_bar("states", len(texts), unit="text") as bar:
 
         def read(members: list[int]) -> None:
             ids = side_by_side([rows[index] for index in members], judge.document_start_id)
-            states = body(input_ids=ids.to(judge.model.device), use_cache=False).last_hidden_state
-            for index, row in zip(members, states.float().cpu().numpy(), strict=True):
-                own = row[: lengths[index]]
-                found[index] = (own[-1].copy(), own.mean(axis=0))
+            ids = ids.to(judge.model.device)
+            states = body(input_ids=ids, use_cache=False).last_hidden_state
+            for index, row, tokens in zip(members, states, ids, strict=True):
+                row, tokens = row[: lengths[index]], tokens[1 : lengths[index]]
+                error = head(row[:-1]).float().softmax(-1)
+                error[torch.arange(len(tokens)), tokens] -= 1
+                gradient = (error @ head.weight.float() * row[:-1].float()).sum(0)
+                gradient /= max(1, len(tokens))
+                parts = (row[-1].float(), row.float().mean(0), gradient)
+                found[index] = tuple(part.cpu().numpy() for part in parts)
             bar.advance(len(members))
 
         judge.room.fill(lengths.tolist(), max_tokens, read)
-    last, means = zip(*(found[index] for index in range(len(rows))), strict=True)
-    return {"values": np.stack(last), "means": np.stack(means), "num_tokens": lengths}
+    parts = zip(*(found[index] for index in range(len(rows))), strict=True)
+    last, means, gradients = (np.stack(part) for part in parts)
+    return {"values": last, "means": means, "gradients": gradients, "num_tokens": lengths}

@@ -26,6 +26,7 @@ from evaluation.text.distance import (
     distinct_beginnings,
     energy_distance,
     frechet_distance,
+    gradient_moment,
     jackknife,
     memorised_counts,
     ngram_vectors,
@@ -159,6 +160,7 @@ class Ruler:
         if judging is not None:
             self.features = self.features_of(text.require_texts())
             self.states = self.features.means[reference].astype(np.float64)
+            self.gradients = self.features.gradients[reference].astype(np.float64)
 
     @property
     def own_rows(self) -> Rows:
@@ -191,6 +193,8 @@ class Ruler:
             found["frechet_distance"] = jackknife(
                 lambda kept: frechet_distance(states[kept], self.states), len(states)
             )
+            gradients = features.gradients.astype(np.float64)
+            found["gradient_moment"] = gradient_moment(gradients, self.gradients)
             found["typicality_gap"] = typicality_gap(states, self.states, typical)
         repeated = np.array([repetition_share(row) for row in rows])
         found["repeated_4_grams"] = jackknife(lambda kept: repeated[kept].mean(), len(rows))

@@ -196,7 +196,13 @@ def test_mauve_of_two_files_reads_the_references_once(
         for part in results(tmp_path / "samples").values()
     )
     assert near_scores["mauve"]["value"] == pytest.approx(1.0, abs=1e-3)
-    for name in ("mauve", "frechet_distance", "energy_distance", "typicality_gap"):
+    for name in (
+        "mauve",
+        "frechet_distance",
+        "gradient_moment",
+        "energy_distance",
+        "typicality_gap",
+    ):
         value, near = far_scores[name]["value"], near_scores[name]
         assert value < 0.99 if name == "mauve" else value > near["value"]
         assert near["details"]["floor_samples"] == 130 and near["details"]["least_samples"] == 128

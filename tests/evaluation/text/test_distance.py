@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from evaluation.text.distance import (
     distinct_beginnings,
     energy_distance,
     frechet_distance,
+    gradient_moment,
     jackknife,
     memorised_counts,
     naive_samples,
@@ -87,10 +89,22 @@ def test_energy_by_hand_and_as_scipy() -> None:
     assert (found.low, found.high) == pytest.approx((again.low, again.high), rel=1e-6)
 
 
-def test_energy_of_one_law_is_nought_on_average() -> None:
+def test_gradient_moment_by_hand() -> None:
+    # Means 1 and 5, variances 2 and 8, two rows each: (16 - 2/2 - 8/2) / 8.
+    x, y = np.array([[0.0], [2.0]]), np.array([[3.0], [7.0]])
+    assert gradient_moment(x, y).value == pytest.approx(11 / 8)
+    generator = np.random.default_rng(4)
+    x, y = generator.normal(0.5, size=(400, 3)), generator.normal(size=(400, 3))
+    found = gradient_moment(x, y)
+    assert gradient_moment(7 * x, 7 * y).value == pytest.approx(found.value)
+    assert found.low < 0.25 < found.high  # 3 times 0.5^2 in units of 3
+
+
+@pytest.mark.parametrize("distance", [energy_distance, gradient_moment])
+def test_a_distance_of_one_law_is_nought_on_average(distance: Callable[..., Estimate]) -> None:
     """400 pairs of sets of one law: the mean is within four standard errors of 0."""
     generator = np.random.default_rng(3)
-    values = [energy_distance(*generator.normal(size=(2, 30, 4))).value for _ in range(400)]
+    values = [distance(*generator.normal(size=(2, 30, 4))).value for _ in range(400)]
     assert abs(np.mean(values)) < 4 * np.std(values) / np.sqrt(len(values))
 
 

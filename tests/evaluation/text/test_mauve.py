@@ -75,21 +75,6 @@ def test_texts_side_by_side_have_the_features_of_each_alone(judge: JudgeModel) -
     np.testing.assert_allclose(together.values, alone.values, rtol=0, atol=2e-5)
 
 
-def test_the_output_layer_is_not_run(judge: JudgeModel) -> None:
-    """It would make V numbers for every token read, and none of them is a feature."""
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("logits that nobody reads")
-
-    hook = judge.model.get_output_embeddings().register_forward_hook(refuse)
-    try:
-        with pytest.raises(AssertionError, match="nobody reads"):
-            judge.model(input_ids=torch.tensor([[1]]))
-        text_features(judge, texts(1, 0.3), LIMIT)
-    finally:
-        hook.remove()
-
-
 def test_a_model_that_is_all_head_is_refused(judge: JudgeModel) -> None:
     with pytest.raises(UsageError, match=r"no features.*AllHead.*--reference"):
         text_features(replace(judge, model=AllHead()), ["a"], LIMIT)
@@ -147,9 +132,21 @@ def test_lengths_are_what_was_read(judge: JudgeModel) -> None:
         text_features(judge, ["a"], 17)
 
 
+def test_gradients_are_those_of_the_surprise(judge: JudgeModel) -> None:
+    """By autograd, with respect to the logarithm of a scale of the last states; 0 for one token."""
+    features = text_features(judge, ["a b a a", "b"], LIMIT)
+    ids = torch.tensor([judge.tokenizer.encode("a b a a")])
+    log_scale = torch.zeros(features.means.shape[1], requires_grad=True)
+    states = judge.model.base_model(input_ids=ids).last_hidden_state[0]
+    logits = judge.model.get_output_embeddings()(states * log_scale.exp())
+    torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:]).backward()
+    assert np.allclose(features.gradients[0], log_scale.grad, atol=1e-6)
+    assert np.abs(features.gradients[0]).max() > 1e-3 and not features.gradients[1].any()
+
+
 def test_many_texts_of_equal_length_need_no_caution(judge: JudgeModel) -> None:
     values = np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
-    features = TextFeatures(values, values, np.full(1000, 9))
+    features = TextFeatures(values, values, values, np.full(1000, 9))
     score = mauve_score(judge, features, features, max_tokens=9, seeds=(25,))
     assert score.cautions == () and score.settings["buckets"] == 100
     few = features.select(np.arange(999))
