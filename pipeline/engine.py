@@ -4,6 +4,10 @@
 the rows of any corpus. Either way stage 1 writes token rows, the store is ``posterior``, and
 ledger, claims and resume are those of every extraction.
 
+With ``teacher.location`` beside ``engine.url`` a vLLM gives the state behind its last layer in
+place of scores (:mod:`trainer.serving.states`). Norm and output layer are the folder's, so the
+whole distribution is known, and every codec can store it (:class:`StatesTeacher`).
+
 429, 5xx and cut connections are tried again with growing pauses (``Retry-After`` is honoured); any
 other refusal ends the run with the server's own words. A server is known by its model's name, and
 by log p of the first row, which every later run scores again.
@@ -11,6 +15,7 @@ by log p of the first row, which every later run scores again.
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import json
 import os
@@ -22,13 +27,17 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import requests
 import torch
 import urllib3
+from jaxtyping import Float, Int
 from requests.adapters import HTTPAdapter
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.corpus.config import scheme_of
@@ -40,10 +49,12 @@ from pipeline.run import (
     corpus_lines,
     corpus_unigram,
     report,
+    run_extraction,
     tokenize,
 )
 from pipeline.scored import ScoredRow, ScoreFiles, row_of_response, same_length
 from pipeline.settings import EngineSettings, ExtractRequest, Worker
+from pipeline.teacher import RawLogits, Teacher
 from pipeline.tokens.build import check_identity
 from pipeline.tokens.dataset import PartWriter, TokenDataset, write_record
 from pipeline.tokens.tokenizer import load_tokenizer, tokenizer_sha256
@@ -51,11 +62,16 @@ from shards.atomic import publish_folder, require_writable, write_json_atomic
 from shards.codec.posterior import PosteriorCodec
 from shards.console import Bar
 from shards.errors import GdistillError, UsageError
+from shards.language_model.loading import CausalModel
 from shards.store.location import file_claim
 from shards.store.manifest import ShardRange
 
 MAX_MEAN_CHANGE_NATS = 0.05
 """Between two scorings of a row by one model: bf16 kernels differ with the batch, models more."""
+MAX_STATE_ERROR_NATS = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
+"""Between log p of a token by its state and by the engine's scores, by the engine's precision."""
+STATES_PAGE = "start vLLM as docs/engines.md says"
+WRITES_NONE = "an engine scores rows, it writes none"
 TRIED_IDS = 12
 ENGINE_FILE = "engine.json"
 SAME_MODEL = "serve the model that the run began with, then run the same command again"
@@ -160,6 +176,26 @@ class Engine:
         Raises:
             GdistillError: If the server fails for good, or answers about something else.
         """
+        return (row for row, _ in self._each(rows, names))
+
+    def states(
+        self, rows: Int[Tensor, "b l"], names: Sequence[str]
+    ) -> tuple[Float[Tensor, "b l"], Float[Tensor, "b l d"]]:
+        """log p of the rows' tokens, nats, and the state behind the last layer at each.
+
+        Raises:
+            GdistillError: Also if states cannot be read here, or are of other tokens.
+            UsageError: If the engine gives none.
+        """
+        ids = rows.tolist()
+        scored, answers = zip(*self._each(ids, names), strict=True)
+        found = map(_states_of, answers, ids, (f"{self.settings.url}, {name}" for name in names))
+        own = [torch.from_numpy(row.token_log_probs) for row in scored]
+        return torch.stack(own), torch.stack([*found])
+
+    def _each(
+        self, rows: Sequence[Sequence[int]], names: Sequence[str]
+    ) -> Iterator[tuple[ScoredRow, dict[str, Any]]]:
         with ThreadPoolExecutor(self.settings.in_flight) as threads:
             try:
                 yield from threads.map(self._score, rows, names)
@@ -167,7 +203,7 @@ class Engine:
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _score(self, token_ids: Sequence[int], name: str) -> ScoredRow:
+    def _score(self, token_ids: Sequence[int], name: str) -> tuple[ScoredRow, dict[str, Any]]:
         where = f"{self.settings.url}, {name}"
         body = self._request([int(token) for token in token_ids])
         response = self._asked("POST", PATHS[self.settings.dialect], body, where)
@@ -175,7 +211,7 @@ class Engine:
             what, wanted = "the engine's model changed", self.model
             raise GdistillError(what, where=where, got=found, expected=wanted, remedy=SAME_MODEL)
         sizes = {"vocab_size": self.vocab_size, "num_top": self.settings.num_top}
-        return row_of_response(response, token_ids, **sizes, where=where)
+        return row_of_response(response, token_ids, **sizes, where=where), response
 
     def _request(self, ids: list[int]) -> dict[str, Any]:
         num_top = self.settings.num_top
@@ -198,7 +234,7 @@ class Engine:
         Raises:
             GdistillError: If another model answers under the same name.
         """
-        again = self._score(token_ids, "the first row, scored again").token_log_probs
+        again = self._score(token_ids, "the first row, scored again")[0].token_log_probs
         change = float(np.abs(again[1:] - np.asarray(log_probs)[1:]).mean())
         if change > MAX_MEAN_CHANGE_NATS:
             what, where = "the engine's model changed under the same name", self.settings.url
@@ -230,6 +266,104 @@ def _failed(where: str, got: str) -> GdistillError:
     return GdistillError(what, where=where, got=got, remedy=remedy)
 
 
+# Hidden states.
+
+
+def _states_of(response: Mapping[str, Any], sent: list[int], where: str) -> Float[Tensor, "l d"]:
+    """What vLLM wrote of one request; the file is deleted once it is known to be that."""
+    path = (response.get("kv_transfer_params") or {}).get("hidden_states_path")
+    if not isinstance(path, str):
+        what = "the engine gives no hidden states"
+        raise UsageError(what, where=where, got=sorted(response), remedy=STATES_PAGE)
+    try:
+        with open(f"{path}.lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)  # the engine's while it writes
+            found = load_file(path)
+        ids, states = found["token_ids"].tolist(), found["hidden_states"][:, -1]
+    except (OSError, SafetensorError, LookupError) as error:
+        what, got = "the engine's hidden states cannot be read", f"{type(error).__name__}: {error}"
+        remedy = "run where the engine's shared_storage_path can be read, under the same name"
+        raise GdistillError(what, where=where, got=got, remedy=remedy) from error
+    if ids != sent or len(states) != len(sent):
+        got, expected = f"{len(states)} states, ids {ids[:5]} ...", f"{len(sent)}, {sent[:5]} ..."
+        what = "the engine's hidden states are of other tokens"
+        raise GdistillError(what, where=f"{where}, {path}", got=got, expected=expected)
+    for name in (path, f"{path}.lock"):
+        Path(name).unlink(missing_ok=True)
+    return states
+
+
+class StatesTeacher(Teacher):
+    """A teacher whose layers run in an engine; norm and output layer run here.
+
+    Every row's states must give the log p of its tokens that the engine itself told of it: states
+    of another request, or of another layer, do not pass.
+    """
+
+    has_layers: ClassVar[bool] = False
+    engine: Engine
+
+    def __init__(self, loaded: CausalModel, vocab_size: int) -> None:
+        super().__init__(loaded, vocab_size)
+        inner = loaded.network.get_decoder().children()
+        norms = [each for each in inner if "norm" in type(each).__name__.lower()]
+        if not norms:
+            what = "this teacher has no norm behind its last layer"
+            raise UsageError(what, where=self.files.name, remedy="extract with --teacher alone")
+        self._norm = norms[-1]
+
+    def try_out(self, need_hidden: bool, sequential: bool) -> None:
+        """See :class:`Teacher`: one short row, whatever the codec needs."""
+        super().try_out(need_hidden=True, sequential=sequential)
+
+    @torch.inference_mode()
+    def forward(
+        self, rows: Int[Tensor, "b l"], row_ids: Int[Tensor, "b"], need_hidden: bool = False
+    ) -> RawLogits:
+        """See :class:`Teacher`.
+
+        Raises:
+            UsageError: Also if the engine computes in another precision.
+            GdistillError: Also for states that are not those of the row.
+        """
+        url, name = self.engine.settings.url, self.files.name
+        said, states = self.engine.states(rows, [f"row {number}" for number in row_ids.tolist()])
+        if (got := str(states.dtype).removeprefix("torch.")) != self.dtype:
+            what = "the engine computes in another precision"
+            remedy = f"--dtype {got}, or start the engine with --dtype {self.dtype}"
+            raise UsageError(what, where=url, got=got, expected=self.dtype, remedy=remedy)
+        tokens, head = rows[:, 1:].to(self.device), self._require_head()
+        hidden = self._norm(states[:, :-1].to(self.device))
+        logits = head(hidden)
+        self._forget()
+        own = logits.gather(-1, tokens[..., None])[..., 0] - logits.logsumexp(-1)
+        error = (own.cpu() - said[:, 1:]).abs()
+        most, place = error.flatten().max(0)
+        if not most <= MAX_STATE_ERROR_NATS[states.dtype]:
+            row, position = divmod(int(place), error.shape[1])
+            raise GdistillError(
+                "the engine's hidden state does not give its own log p",
+                where=f"{url}, row {int(row_ids[row])}, position {position + 1}",
+                got=f"{float(own[row, position]):.4f} nats",
+                expected=f"{float(said[row, position + 1]):.4f}",
+                remedy=f"is it the state behind the last layer of {name}? {STATES_PAGE}",
+            )
+        return RawLogits(logits, tokens, row_ids.to(self.device), hidden if need_hidden else None)
+
+
+def _run_states(request: ExtractRequest, worker: Worker) -> list[str]:
+    if request.settings.mode != "parallel":
+        raise UsageError(WRITES_NONE, where="--mode", got="sequential")
+    engine, request = _checked_engine(request, _require_tokenizer(request))
+
+    def load(*given: Any, **how: Any) -> Teacher:
+        teacher = StatesTeacher.load(*given, **how)
+        teacher.engine = engine
+        return teacher
+
+    return run_extraction(request, worker, load)
+
+
 # The run.
 
 
@@ -246,6 +380,8 @@ def run_scored(request: ExtractRequest, worker: Worker) -> list[str]:
         UsageError: If the request does not fit an engine's scores.
         GdistillError: If scores cannot be used or the engine fails; finished shards are kept.
     """
+    if request.settings.has_states:
+        return _run_states(request, worker)
     started = time.monotonic()
     tokenizer = _require_tokenizer(request)
     codec = _require_posterior(request, len(tokenizer))
@@ -284,11 +420,12 @@ def run_tokens(request: ExtractRequest, worker: Worker) -> list[str]:
 def _require_posterior(request: ExtractRequest, vocab_size: int) -> PosteriorCodec:
     """The codec, if the most probable tokens are enough for it; else a UsageError."""
     codec = request.codec
-    what = "this codec needs the teacher's whole distribution, which engines do not give"
+    what = "this codec needs the teacher's whole distribution, and scores are not that"
     if request.settings.mode != "parallel":
-        raise UsageError("an engine scores rows, it writes none", where="--mode", got="sequential")
+        raise UsageError(WRITES_NONE, where="--mode", got="sequential")
     if not isinstance(codec, PosteriorCodec):
-        raise UsageError(what, where="--codec", got=codec.name, expected="posterior")
+        expected, remedy = "posterior", "with --teacher DIR a vLLM gives hidden states"
+        raise UsageError(what, where="--codec", got=codec.name, expected=expected, remedy=remedy)
     if codec.num_entries >= vocab_size:
         where, expected = "codec.num_entries", f"below the vocabulary's {vocab_size}"
         raise UsageError(what, where=where, got=codec.num_entries, expected=expected)
@@ -297,10 +434,11 @@ def _require_posterior(request: ExtractRequest, vocab_size: int) -> PosteriorCod
 
 def _require_tokenizer(request: ExtractRequest) -> PreTrainedTokenizerBase:
     """The tokenizer of the engine's model; a UsageError if none is named."""
-    if request.settings.teacher.tokenizer is None:
+    place = request.settings.teacher.tokenizer or request.settings.teacher.location
+    if place is None:
         expected = "folder or hub id of the tokenizer that the engine's model uses"
         raise UsageError("no tokenizer", where="--tokenizer", expected=expected)
-    return load_tokenizer(request.settings.teacher.tokenizer)
+    return load_tokenizer(place)
 
 
 def _open_files(
@@ -402,7 +540,10 @@ def _checked_engine(
         UsageError: If the server cannot score such rows.
         GdistillError: If it cannot be reached.
     """
-    engine = Engine(request.settings.engine, len(tokenizer))
+    asked = request.settings.engine
+    if request.settings.has_states:
+        asked = replace(asked, num_top=1)  # the token's own is enough
+    engine = Engine(asked, len(tokenizer))
     limit = engine.row_limit
     request = request.with_row_length(limit)
     length = request.corpus.row_length
@@ -414,7 +555,8 @@ def _checked_engine(
         expected = f"at most {limit}: the server's context is {limit + 1}, and it writes a token"
         remedy = f"--row-length {limit}"
         raise UsageError(what, where=where, got=length, expected=expected, remedy=remedy)
-    engine.try_out()
+    if not request.settings.has_states:  # they are tried with the teacher
+        engine.try_out()
     return engine, request
 
 

@@ -51,10 +51,17 @@ CHUNK_TOKENS = 1 << 12
 SHARD_TOKENS, SHARD_BYTES = 1 << 18, 256 << 20
 
 
-def run_extraction(request: ExtractRequest, worker: Worker) -> list[str]:
+def run_extraction(
+    request: ExtractRequest, worker: Worker, load: Callable[..., Teacher] = Teacher.load
+) -> list[str]:
     """Do whatever is not done yet of a run whose teacher runs here; what to say at the end.
 
     One process of several speaks for all: the others return nothing to say.
+
+    Args:
+        request: What is asked for.
+        worker: This process.
+        load: Makes the teacher.
 
     Raises:
         UsageError: If the request cannot be met, or differs from what is there.
@@ -77,7 +84,7 @@ def run_extraction(request: ExtractRequest, worker: Worker) -> list[str]:
         asked = settings.teacher
         how = {"attention": asked.attention, "compiled": asked.compiled}
         how |= {"vocab_size": len(tokenizer), "device_map": asked.device_map}
-        teacher = Teacher.load(files, asked.dtype, device, **how)
+        teacher = load(files, asked.dtype, device, **how)
         teacher.try_out(request.codec.needs_hidden, settings.mode == "sequential")
         return teacher
 
@@ -86,6 +93,8 @@ def run_extraction(request: ExtractRequest, worker: Worker) -> list[str]:
     dataset = tokenize(request, tokenizer, worker)
     hashes = {"weights_sha256": files.weights_sha256, "config_sha256": files.config_sha256}
     identity = {"id": files.name, **hashes, "dtype": settings.teacher.dtype}
+    if settings.has_states:
+        identity["states"] = "engine"
     manifest = build_manifest(request, dataset, identity, files.hidden_size)
     resources = _kept_resources(request.store, manifest)
     if resources is None:

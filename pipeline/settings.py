@@ -52,6 +52,7 @@ LONGEST_DEFAULT_ROW = 1024
 TOKENS_RECORD = "tokens/tokens.json"
 """In a run's folder: stage 1 is finished."""
 OF_OWN_TEACHER = ("device", "batch_size", "threads", "strict")
+OF_LAYERS, OF_SCORES = ("attention", "compiled", "device_map"), ("num_top", "dialect")
 RANKS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
@@ -134,7 +135,7 @@ class SequentialSettings:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """A server that scores rows, vLLM or SGLang, and how it is asked.
+    """A server that scores rows (vLLM, SGLang) or gives their hidden states (vLLM).
 
     Attributes:
         url: Its address, with or without ``/v1``; None where no engine is used.
@@ -189,6 +190,11 @@ class ExtractSettings:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether an engine gives hidden states; what stands behind them comes from the teacher."""
+        return self.engine.url is not None and self.teacher.location is not None
 
 
 @dataclass(frozen=True)
@@ -381,17 +387,18 @@ def resolve_request(
     _check_meaning(settings, values, from_files=spec.startswith("scores:"))
     chosen = corpus_config(spec, corpus, is_read=(out / TOKENS_RECORD).is_file())
     fits = {"chat": "parallel", "prompts": "sequential"}.get(chosen.packing, settings.mode)
-    if chosen.packing in MARKED and (settings.engine.url or settings.mode != fits):
+    scores = settings.engine.url and not settings.has_states
+    if chosen.packing in MARKED and (scores or settings.mode != fits):
         raise UsageError(
             "conversations are scored, and prompts completed, by a teacher that runs here",
-            where="--engine" if settings.engine.url else "--mode",
+            where="--engine" if scores else "--mode",
             got=settings.engine.url or settings.mode,
             expected=f"--teacher, and --mode {fits} for packing={chosen.packing}",
         )
     from shards.codec.registry import make_codec  # late: it waits for torch
 
     name = codec.pop("name", DEFAULT_CODEC)
-    if settings.engine.url is not None and name == DEFAULT_CODEC:
+    if scores and name == DEFAULT_CODEC:
         codec.setdefault("num_entries", settings.engine.num_top)  # more room would stay empty
     return ExtractRequest(out, settings, chosen, make_codec(str(name), **codec))
 
@@ -402,6 +409,9 @@ def _check_meaning(settings: ExtractSettings, given: Mapping[str, Any], from_fil
     elsewhere = from_files or settings.engine.url is not None
     own = [name for name in OF_OWN_TEACHER if name in given]
     own += [f"teacher.{name}" for name in teacher if name != "tokenizer"]
+    if settings.has_states:
+        own = [f"teacher.{name}" for name in OF_LAYERS if name in teacher]
+        own += [f"engine.{name}" for name in OF_SCORES if name in engine]
     own = ["--teacher" if name == "teacher.location" else name for name in own]
     leave = "leave one of the two out"
     if given.get("sequential") and settings.mode == "parallel":

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -143,7 +143,10 @@ class Teacher:
         vocab_size: V.
         dtype: Precision of the weights.
         device: Where it runs.
+        has_layers: Whether its layers run here; False where an engine gives what is behind them.
     """
+
+    has_layers: ClassVar[bool] = True
 
     def __init__(self, loaded: CausalModel, vocab_size: int) -> None:
         self.files, self.model, self.head = loaded.files, loaded.network, loaded.head
@@ -184,6 +187,7 @@ class Teacher:
             vocab_size = tokenizer_size(files) or files.num_logits
         check_vocabulary(files.num_logits, vocab_size, files.name)
         how = {"attention": attention, "float32_logits": True, "device_map": device_map}
+        how["has_layers"] = cls.has_layers
         loaded = load_causal_model(files, dtype, place, vocab_size=vocab_size, **how)
         teacher = cls(loaded, vocab_size)
         if compiled:

@@ -264,15 +264,23 @@ def progress_bar(
 
 
 @contextmanager
-def without_library_bars() -> Iterator[None]:
-    """One progress bar per stage, and it is ours: models load and save without transformers'."""
+def without_library_bars(reports: bool = True) -> Iterator[None]:
+    """One progress bar per stage, and it is ours: models load and save without transformers'.
+
+    Args:
+        reports: Whether transformers may say which weights it leaves out.
+    """
     from transformers.utils import logging as transformers_logging
 
     shown = transformers_logging.is_progress_bar_enabled()
+    verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
+    if not reports:
+        transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
+        transformers_logging.set_verbosity(verbosity)
         if shown:
             transformers_logging.enable_progress_bar()
 

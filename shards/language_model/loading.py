@@ -16,6 +16,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -299,6 +300,7 @@ def load_causal_model(
     attention: str | None = None,
     float32_logits: bool = False,
     device_map: DeviceMap = None,
+    has_layers: bool = True,
 ) -> CausalModel:
     """Load a model's weights and ask it, in one tiny forward pass, whether it is causal.
 
@@ -310,6 +312,8 @@ def load_causal_model(
         attention: Attention kernel by transformers' name; its own choice unless told.
         float32_logits: Put a float32 head in place of the output layer.
         device_map: Over which devices, if not on ``device`` alone; see :func:`check_device_map`.
+        has_layers: False: only what stands before the layers and behind them, for states that come
+            from elsewhere; no weights of a layer are read.
 
     Raises:
         UsageError: If there are no weights, it is no causal language model, looks ahead, cannot
@@ -322,8 +326,14 @@ def load_causal_model(
         options["device_map"] = device_map if isinstance(device_map, str) else dict(device_map)
     if attention:
         options["attn_implementation"] = attention
+    if not has_layers:
+        options["config"] = deepcopy(files.config)
+        text = options["config"].get_text_config(decoder=True)
+        text.num_hidden_layers = 0
+        if getattr(text, "layer_types", None):
+            text.layer_types = []
     try:
-        with without_library_bars():  # one bar per stage, and it is ours
+        with without_library_bars(reports=has_layers):  # one bar per stage, and it is ours
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 files.folder,
                 dtype=getattr(torch, dtype),
