@@ -77,7 +77,7 @@ ENGINE_FILE = "engine.json"
 SAME_MODEL = "serve the model that the run began with, then run the same command again"
 ROWS_AT_ONCE = 64
 """Rows fetched between two looks at whether the process was asked to stop."""
-PATHS = {"prompt_logprobs": "/v1/completions", "echo": "/v1/completions", "sglang": "/generate"}
+PATHS = {"prompt_logprobs": "/v1/completions", "sglang": "/generate"}
 VERSION_PATHS = ("/version", "/server_info", "/get_server_info")
 """vLLM's, SGLang's, and that of older SGLang."""
 
@@ -219,10 +219,8 @@ class Engine:
             sampling = {"max_new_tokens": 1, "temperature": 1.0}
             asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": num_top}
             return {"input_ids": ids, "sampling_params": sampling, **asked}
-        echo = {"echo": True, "logprobs": num_top}
-        asked = echo if self.settings.dialect == "echo" else {"prompt_logprobs": num_top}
-        sampling = {"max_tokens": 1, "temperature": 1.0, "return_tokens_as_token_ids": True}
-        return {"model": self.model, "prompt": ids, **sampling, **asked}
+        asked = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": num_top}
+        return {"model": self.model, "prompt": ids, **asked}
 
     def require_unchanged(self, token_ids: Sequence[int], log_probs: np.ndarray) -> None:
         """Score a row again that was scored when the store was begun.

@@ -4,12 +4,10 @@ Engines give log-probabilities of a text's own tokens and of the m most probable
 position, never the whole distribution. That is what the ``posterior`` codec keeps, so nothing is
 lost but the tail beyond m.
 
-Answers come in three shapes. The first two are ``choices[0]`` of ``/v1/completions`` (vLLM), the
-third ``meta_info`` of SGLang's ``/generate``, whose entries are [log p, id, text or null]::
+Answers come in two shapes: in ``choices[0]`` of ``/v1/completions`` (vLLM), and in ``meta_info`` of
+SGLang's ``/generate``, whose entries are [log p, id, text or null]::
 
     prompt_logprobs   [null, {"464": {"logprob": -1.2, "rank": 3}, ...}, ...]
-    logprobs          {"tokens": ["token_id:5", ...], "token_logprobs": [null, -1.2, ...],
-                       "top_logprobs": [null, {"token_id:464": -1.2, ...}, ...]}     echo = true
     meta_info         {"input_token_logprobs": [[null, 5, null], [-1.2, 464, null], ...],
                        "input_top_logprobs": [null, [[-1.2, 464, null], ...], ...]}
 
@@ -20,7 +18,7 @@ Files hold one row each, in Parquet columns or JSONL fields::
     top_ids            list<list<int>>    the most probable tokens; the first list is empty
     top_log_probs      list<list<float>>  their log p, nats
 
-A JSONL line may instead be an answer in one of the three shapes (or a line of a batch output file,
+A JSONL line may instead be an answer in one of the two shapes (or a line of a batch output file,
 with the answer under ``response.body``), the prompt's ids beside it under ``prompt_token_ids``.
 """
 
@@ -194,8 +192,6 @@ def row_of_response(
         raise GdistillError("not an engine's answer", where=where, got=got, expected=expected)
     elif tops := choice.get("prompt_logprobs") or response.get("prompt_logprobs"):
         scores = _by_position(tops, sent, where)
-    elif isinstance(choice.get("logprobs"), Mapping):
-        scores = _echoed(choice["logprobs"], sent, where)
     else:
         raise _unscored(where, f"choices[0] with {sorted(choice)}")
     return scored_row(sent, *scores, vocab_size=vocab_size, num_top=num_top, where=where)
@@ -219,17 +215,6 @@ def _by_position(tops: Any, sent: list[int], where: str) -> Scores:
     return [found and found.get(token) for found, token in zip(named, sent, strict=True)], named
 
 
-def _echoed(scores: Mapping[str, Any], sent: list[int], where: str) -> Scores:
-    """``logprobs`` of an echoed prompt; what was generated after it is left out."""
-    missing = [key for key in ("tokens", "token_logprobs", "top_logprobs") if key not in scores]
-    if missing:
-        raise GdistillError("the engine's logprobs lack a field", where=where, expected=missing[0])
-    _require_sent([_id_of(name, where) for name in scores["tokens"][: len(sent)]], sent, where)
-    entries = enumerate(scores["top_logprobs"][1 : len(sent)], start=1)
-    tops = [None, *(_numbers(found, f"{where}, position {i}") for i, found in entries)]
-    return list(scores["token_logprobs"][: len(sent)]), tops
-
-
 def _generated(meta: Mapping[str, Any], sent: list[int], where: str) -> Scores:
     """``meta_info`` of SGLang: entries [log p, id, text or null], position 0 without log p."""
     own, tops = meta.get("input_token_logprobs"), meta.get("input_top_logprobs")
@@ -237,7 +222,12 @@ def _generated(meta: Mapping[str, Any], sent: list[int], where: str) -> Scores:
         reason = meta.get("finish_reason")
         raise _unscored(where, str(reason) if reason else f"meta_info with {sorted(meta)}")
     named = [_entries(entries, f"{where}, position {i}") for i, entries in enumerate([own, *tops])]
-    _require_sent([token for token, _ in named[0]], sent, where)
+    names = [token for token, _ in named[0]]
+    if names != sent:
+        differs = (i for i, token in enumerate(sent) if names[i : i + 1] != [token])
+        first = next(differs, len(sent) - 1)
+        got = str(names[first]) if first < len(names) else "no further token"
+        raise _other_tokenization(f"{where}, position {first}", got, str(sent[first]))
     return [log_prob for _, log_prob in named[0]], [dict(pairs) for pairs in named[1:]]
 
 
@@ -263,26 +253,15 @@ def _numbers(entries: Any, where: str) -> dict[int, Any]:
 
 
 def _id_of(name: object, where: str) -> int:
-    text = str(name).removeprefix("token_id:")
-    if not text.lstrip("-").isdigit():
-        what, got = "the engine names tokens by text", repr(name)
-        expected = "ids, as in token_id:464 (return_tokens_as_token_ids, vLLM)"
-        remedy = "for SGLang: --set engine.dialect=sglang"
-        raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
-    return int(text)
-
-
-def _require_sent(names: list[int], sent: list[int], where: str) -> None:
-    if names != sent:
-        differs = (i for i, token in enumerate(sent) if names[i : i + 1] != [token])
-        first = next(differs, len(sent) - 1)
-        got = str(names[first]) if first < len(names) else "no further token"
-        raise _other_tokenization(f"{where}, position {first}", got, str(sent[first]))
+    if not str(name).lstrip("-").isdigit():
+        what, remedy = "the engine names tokens by text", "for SGLang: --set engine.dialect=sglang"
+        raise GdistillError(what, where=where, got=repr(name), expected="ids", remedy=remedy)
+    return int(str(name))
 
 
 def _unscored(where: str, got: str) -> GdistillError:
     what = "the engine gave no log-probabilities of the prompt"
-    expected = "prompt_logprobs, logprobs of an echoed prompt, or meta_info.input_token_logprobs"
+    expected = "prompt_logprobs, or meta_info.input_token_logprobs"
     remedy = "serve the model with vLLM, or with SGLang and --set engine.dialect=sglang"
     return GdistillError(what, where=where, got=got[:200], expected=expected, remedy=remedy)
 

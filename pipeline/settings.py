@@ -145,7 +145,7 @@ class EngineSettings:
         in_flight: Requests under way at a time.
         max_tries: Of one request, before the run ends (finished shards are kept).
         timeout_seconds: Longest wait for one answer.
-        dialect: ``prompt_logprobs`` or ``echo`` (both vLLM), or ``sglang`` (its ``/generate``).
+        dialect: ``prompt_logprobs`` (vLLM) or ``sglang`` (its ``/generate``).
         api_key_variable: Environment variable that holds the key, if the server wants one.
     """
 
@@ -155,7 +155,7 @@ class EngineSettings:
     in_flight: int = setting(8, within="[1, inf)")
     max_tries: int = setting(8, within="[1, inf)")
     timeout_seconds: float = setting(300.0, within="(0, inf)")
-    dialect: Literal["prompt_logprobs", "echo", "sglang"] = "prompt_logprobs"
+    dialect: Literal["prompt_logprobs", "sglang"] = "prompt_logprobs"
     api_key_variable: str = "OPENAI_API_KEY"
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import uuid
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 
@@ -20,12 +22,14 @@ class EngineServer:
 
     Attributes:
         misdeeds: What happens to the next requests for scores: an HTTP status, ``cut`` (the
-            connection closes), ``text`` (no JSON), ``drop_top`` or ``other_tokens``.
+            connection closes), ``text`` (no JSON), ``drop_top`` or ``other_tokens``; of states
+            ``no_states``, ``no_file``, ``other_ids``, ``shifted_states`` or ``bfloat16``.
         name: The model's name in answers; may be changed while it runs.
         shift_nats: Added to every logit of token 3: another model under the same name.
         context: What ``/v1/models`` says, and beyond which a row and one token are refused.
         most_top: Log-probabilities at a position that may be asked for.
         padding: Ids beyond the tokenizer, to each of which the model gives a high probability.
+        states: Folder that hidden states go to, as vLLM's connector writes them; None for none.
     """
 
     def __init__(self, folder: Path, dialect: str = "prompt_logprobs") -> None:
@@ -33,33 +37,50 @@ class EngineServer:
         self.dialect, self.name, self.shift_nats = dialect, "tiny", 0.0
         self.context: int | None = None
         self.most_top, self.padding = 20, 0
+        self.states: Path | None = None
+        inner = self.model.get_decoder().children()
+        norm = [each for each in inner if "Norm" in type(each).__name__][-1]
+        self._last = torch.empty(0)
+        norm.register_forward_pre_hook(lambda _, given: setattr(self, "_last", given[0]))
         self.misdeeds: deque[str | int] = deque()
         self.num_scored, self.most_in_flight, self._in_flight = 0, 0, 0
         self._lock = threading.Lock()
 
     @torch.inference_mode()
-    def completion(self, request: dict[str, Any]) -> dict[str, Any]:
+    def completion(self, request: dict[str, Any], misdeed: str = "") -> dict[str, Any]:
         """The answer to one request for scores."""
         ids = request["input_ids"] if self.dialect == "sglang" else request["prompt"]
-        logits = self.model(torch.tensor([ids])).logits[0, :-1].float()
+        with self._lock:
+            logits = self.model(torch.tensor([ids])).logits[0, :-1].float()
+            states = self._last[0][:, None]
         logits[:, 3] += self.shift_nats
         logits = torch.cat([logits, logits.amax(1, keepdim=True).repeat(1, self.padding)], 1)
         log_probs = logits.log_softmax(-1)
         if self.dialect == "sglang":
             return _generated(ids, log_probs, request)
-        if self.dialect == "echo":
-            return self._answer({"logprobs": _echoed(ids, log_probs, request["logprobs"])})
         tops: list[Any] = [None]
         for token, row in zip(ids[1:], log_probs, strict=True):
             chosen = {int(i) for i in row.topk(request["prompt_logprobs"]).indices} | {token}
             tops.append({str(i): {"logprob": float(row[i]), "rank": 1} for i in chosen})
-        return self._answer({"prompt_logprobs": tops})
+        answer = self._answer({"prompt_logprobs": tops})
+        if self.states is not None and misdeed != "no_states":
+            path = self.states / f"{uuid.uuid4()}.safetensors"
+            Path(f"{path}.lock").touch()
+            if misdeed == "shifted_states":
+                states = states.roll(1, dims=0)
+            if misdeed == "bfloat16":
+                states = states.bfloat16()
+            told = torch.tensor(ids[::-1] if misdeed == "other_ids" else ids)
+            tensors = {"hidden_states": states.contiguous(), "token_ids": told}
+            if misdeed != "no_file":
+                save_file(tensors, path)
+            answer["kv_transfer_params"] = {"hidden_states_path": str(path)}
+        return answer
 
     def refused(self, request: dict[str, Any]) -> str:
         """vLLM's own words for a request that it does not take; empty for one that it does."""
-        asked = [request.get(name) or 0 for name in ("prompt_logprobs", "logprobs")]
-        if max(asked) > self.most_top:
-            return f"Requested prompt logprobs of {max(asked)}, which is greater than max allowed"
+        if (asked := request.get("prompt_logprobs") or 0) > self.most_top:
+            return f"Requested prompt logprobs of {asked}, which is greater than max allowed"
         if self.context and len(request.get("prompt", ())) + 1 > self.context:
             return f"This model's maximum context length is {self.context} tokens"
         return ""
@@ -111,21 +132,6 @@ def _generated(ids: list[int], log_probs: torch.Tensor, request: dict[str, Any])
     return {"text": "", "output_ids": [0], "meta_info": meta}
 
 
-def _echoed(ids: list[int], log_probs: torch.Tensor, num_top: int) -> dict[str, Any]:
-    own = [None, *(float(row[token]) for token, row in zip(ids[1:], log_probs, strict=True))]
-    tops: list[Any] = [None]
-    for row in log_probs:
-        values, chosen = row.topk(num_top)
-        tops.append({f"token_id:{int(i)}": float(v) for i, v in zip(chosen, values, strict=True)})
-    names = [f"token_id:{token}" for token in ids]
-    generated = {"tokens": ["token_id:0"], "token_logprobs": [-1.0], "top_logprobs": [{}]}
-    return {
-        "tokens": names + generated["tokens"],
-        "token_logprobs": own + generated["token_logprobs"],
-        "top_logprobs": tops + generated["top_logprobs"],
-    }
-
-
 def _handler(owner: EngineServer) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -152,7 +158,8 @@ def _handler(owner: EngineServer) -> type[BaseHTTPRequestHandler]:
                 elif said := owner.refused(request):
                     self._send(400, {"error": {"message": said}})
                 else:
-                    self._send(200, _spoilt(owner.completion(request), str(misdeed)))
+                    answer = owner.completion(request, str(misdeed))
+                    self._send(200, _spoilt(answer, str(misdeed)))
 
         def _send(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
             body = b"not json" if value == "text" else json.dumps(value).encode()

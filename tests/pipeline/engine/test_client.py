@@ -29,7 +29,7 @@ def engine(url: str, **changes: object) -> Engine:
     return Engine(EngineSettings(url=url, **settings), VOCAB_SIZE)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("dialect", ["prompt_logprobs", "echo", "sglang"])
+@pytest.mark.parametrize("dialect", ["prompt_logprobs", "sglang"])
 def test_scores_are_the_models_own_in_the_order_of_the_rows(teacher: Path, dialect: str) -> None:
     with EngineServer(teacher, dialect).running() as url:
         rows = list(engine(url, dialect=dialect).score(ROWS, NAMES))
@@ -46,7 +46,7 @@ def test_scores_are_the_models_own_in_the_order_of_the_rows(teacher: Path, diale
     assert np.all(rows[0].top_ids[0] == -1) and rows[0].token_log_probs[0] == 0
 
 
-@pytest.mark.parametrize("dialect", ["prompt_logprobs", "echo", "sglang"])
+@pytest.mark.parametrize("dialect", ["prompt_logprobs", "sglang"])
 def test_ids_of_no_token_are_left_out(teacher: Path, dialect: str) -> None:
     """A model padded beyond its tokenizer: padding may be most probable, and is no entry."""
     server = EngineServer(teacher, dialect)
