@@ -149,9 +149,13 @@ class ServedCertificate:
     @property
     def is_right(self) -> bool:
         """No token is at fault, and where no stream is known the law is passed."""
-        if any(verdict.num_faults for verdict in self.verdicts):
-            return False
-        return self.p >= LEAST_P or not any(v.checked == "law" for v in self.verdicts)
+        has_law = any(verdict.checked == "law" for verdict in self.verdicts)
+        return not self.num_faults and (self.p >= LEAST_P or not has_law)
+
+    @property
+    def num_faults(self) -> int:
+        """Tokens that nothing explains."""
+        return sum(verdict.num_faults for verdict in self.verdicts)
 
     def to_json(self) -> dict[str, Any]:
         """All of it."""
@@ -182,10 +186,11 @@ class ServedCertificate:
         for checked, words in (("noise", "argmax(l / T + g)"), ("greedy", "argmax l")):
             found = [verdict for verdict in self.verdicts if verdict.checked == checked]
             if found:
-                tokens, agreeing, ties = (
-                    sum(getattr(verdict, name) for verdict in found)
-                    for name in ("num_tokens", "num_agreeing", "num_ties")
+                tokens, agreeing = (
+                    sum(v.num_tokens for v in found),
+                    sum(v.num_agreeing for v in found),
                 )
+                ties = sum(v.num_ties for v in found)
                 yield f"{agreeing} of {tokens} tokens are {words}, {ties} ties within rounding"
         if self.drawn:
             yield (
@@ -296,13 +301,10 @@ def certify_answers(
     rows = [answer.prompt + answer.tokens for answer in answers]
     for answer, ids in zip(answers, rows, strict=True):
         if not answer.prompt or not all(0 <= token < vocab_size for token in ids):
-            raise GdistillError(
-                "an answer is not of this model",
-                where=answer.name,
-                got=f"{len(answer.prompt)} tokens of prompt, ids up to {max(ids, default=-1)}",
-                expected=f"a prompt, and ids below {vocab_size}",
-                remedy="give the model that was served as --teacher",
-            )
+            what, remedy = "an answer is not of this model", "give the model served as --teacher"
+            got = f"{len(answer.prompt)} tokens of prompt, ids up to {max(ids, default=-1)}"
+            facts = {"where": answer.name, "expected": f"a prompt, and ids below {vocab_size}"}
+            raise GdistillError(what, got=got, remedy=remedy, **facts)
     found: dict[int, Verdict] = {}
     for number, logits in clean_logits(model, rows, vocab_size):
         start = len(answers[number].prompt) - 1
@@ -331,12 +333,9 @@ def read_answers(file: Path, tokenizer: Any, noise: str | None = None) -> list[A
             request, answer = record["request"], record["answer"]
             found += answers_of(request, answer, where, tokenizer, noise)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise GdistillError(
-                "not a kept answer",
-                where=where,
-                got=f"{type(error).__name__}: {error}",
-                expected='{"request": the body sent, "answer": the JSON that came back}',
-            ) from error
+            what, got = "not a kept answer", f"{type(error).__name__}: {error}"
+            expected = '{"request": the body sent, "answer": the JSON that came back}'
+            raise GdistillError(what, where=where, got=got, expected=expected) from error
     return found
 
 
@@ -355,23 +354,18 @@ def answers_of(
     """
     for name, harmless in CHANGES_THE_LAW.items():
         if request.get(name) not in (None, harmless):
-            raise UsageError(
-                "the certificate does not undo this setting",
-                where=f"{where}, {name}",
-                got=request[name],
-                expected="requests with temperature, top_k, top_p and seed alone",
-            )
+            what, got = "the certificate does not undo this setting", request[name]
+            expected = "requests with temperature, top_k, top_p and seed alone"
+            raise UsageError(what, where=f"{where}, {name}", got=got, expected=expected)
     noise = noise or answer.get("noise")
     if noise is not None and noise not in NOISES:
         raise UsageError("unknown noise", where=where, got=noise, expected=" or ".join(NOISES))
-    seed, num = _or(request.get("seed"), answer.get("seed")), int(request.get("n") or 1)
-    temperature = float(_or(request.get("temperature"), 1.0))
+    request = {name: value for name, value in request.items() if value is not None}
+    seed, num = request.get("seed", answer.get("seed")), int(request.get("n", 1))
+    temperature = float(request.get("temperature", 1.0))
     if noise and seed is None and temperature:
-        raise UsageError(
-            "the answer does not say its seed",
-            where=where,
-            remedy="send one with the request, or serve with make serve, which returns it",
-        )
+        remedy = "send one with the request, or serve with make serve, which returns it"
+        raise UsageError("the answer does not say its seed", where=where, remedy=remedy)
     for choice in answer["choices"]:
         index = int(choice.get("index", 0))
         prompt = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
@@ -381,25 +375,19 @@ def answers_of(
         if tokens is None and names and all(str(name).startswith("token_id:") for name in names):
             tokens = [int(name.removeprefix("token_id:")) for name in names]
         if tokens is None:
-            raise UsageError(
-                "the answer does not say its token ids, and text can be cut in several ways",
-                got=", ".join(choice),
-                remedy='ask with "return_token_ids": true',
-            )
+            what = "the answer does not say its token ids, and text can be cut in several ways"
+            remedy = 'ask with "return_token_ids": true'
+            raise UsageError(what, where=where, got=", ".join(choice), remedy=remedy)
         yield Answer(
             name=f"{where}, choice {index}" if len(answer["choices"]) > 1 else where,
             prompt=list(prompt),
             tokens=list(tokens),
             temperature=temperature,
-            top_k=max(0, int(_or(request.get("top_k"), 0))),
-            top_p=float(_or(request.get("top_p"), 1.0)),
+            top_k=max(0, int(request.get("top_k", 0))),
+            top_p=float(request.get("top_p", 1.0)),
             seed=None if seed is None else int(seed) + index % num,
             noise=noise,
         )
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
 
 
 def _prompt_ids(prompt: Any, index: int, tokenizer: Any) -> list[int]:
@@ -407,11 +395,9 @@ def _prompt_ids(prompt: Any, index: int, tokenizer: Any) -> list[int]:
     if isinstance(prompt, list) and not all(isinstance(part, int) for part in prompt):
         prompt = prompt[index]
     if not isinstance(prompt, list) and tokenizer is None:
-        raise UsageError(
-            "no tokenizer beside the model, and the prompt is given as text",
-            where="--teacher",
-            remedy='ask with "return_token_ids": true, or save the tokenizer there',
-        )
+        what = "no tokenizer beside the model, and the prompt is given as text"
+        remedy = 'ask with "return_token_ids": true, or save the tokenizer there'
+        raise UsageError(what, where="--teacher", remedy=remedy)
     return prompt if isinstance(prompt, list) else tokenizer(prompt)["input_ids"]
 
 
@@ -442,12 +428,9 @@ def ask(url: str, num: int, prompt: str, settings: Mapping[str, Any]) -> Iterato
                 raise GdistillError("the server refuses the request", where=base, got=got)
             yield {"request": body, "answer": reply.json()}
     except (requests.RequestException, ValueError, LookupError) as error:
-        raise GdistillError(
-            "the server does not answer",
-            where=base,
-            got=f"{type(error).__name__}: {error}",
-            remedy="is it running, and is this its address?",
-        ) from error
+        what, got = "the server does not answer", f"{type(error).__name__}: {error}"
+        remedy = "is it running, and is this its address?"
+        raise GdistillError(what, where=base, got=got, remedy=remedy) from error
 
 
 def is_url(source: str) -> bool:
@@ -512,11 +495,8 @@ def certify_served(
     for line in certificate.lines():
         typer.echo(line)
     if not certificate.is_right:
-        raise GdistillError(
-            "the server does not draw from this model",
-            where=source,
-            got=f"{sum(v.num_faults for v in certificate.verdicts)} tokens at fault, law "
-            f"p = {certificate.p:.2g}",
-            expected=f"no token at fault, and p of {LEAST_P} or more where no noise is known",
-            remedy=f"see {folder / 'certificate.json'}; is it the model that was served?",
-        )
+        what, num = "the server does not draw from this model", certificate.num_faults
+        got = f"{num} tokens at fault, law p = {certificate.p:.2g}"
+        expected = f"no token at fault, and p of {LEAST_P} or more where no noise is known"
+        remedy = f"see {folder / 'certificate.json'}; is it the model that was served?"
+        raise GdistillError(what, where=source, got=got, expected=expected, remedy=remedy)

@@ -71,7 +71,6 @@ MAX_MEAN_CHANGE_NATS = 0.05
 MAX_STATE_ERROR_NATS = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 """Between log p of a token by its state and by the engine's scores, by the engine's precision."""
 STATES_PAGE = "start vLLM as docs/engines.md says"
-WRITES_NONE = "an engine scores rows, it writes none"
 TRIED_IDS = 12
 ENGINE_FILE = "engine.json"
 SAME_MODEL = "serve the model that the run began with, then run the same command again"
@@ -96,15 +95,10 @@ class Engine:
         # Who is there is asked by one who waits; scores, by a run that would lose its pace.
         scores = PATHS[settings.dialect], settings.max_tries, 0.5, 0.25
         for path, tries, factor, jitter in (("/", 3, 0.1, 0.0), scores):
-            retry = urllib3.Retry(
-                total=min(tries, settings.max_tries) - 1,
-                backoff_factor=factor,
-                backoff_jitter=jitter,
-                backoff_max=60,
-                status_forcelist=(429, 500, 502, 503, 504),
-                allowed_methods=None,
-                raise_on_status=False,
-            )
+            pause = {"backoff_factor": factor, "backoff_jitter": jitter, "backoff_max": 60}
+            again = {"status_forcelist": (429, 500, 502, 503, 504), "allowed_methods": None}
+            most = min(tries, settings.max_tries) - 1
+            retry = urllib3.Retry(most, **pause, **again, raise_on_status=False)
             pool = {"pool_maxsize": settings.in_flight, "pool_block": True}
             self._session.mount(self._base + path, HTTPAdapter(**pool, max_retries=retry))
 
@@ -158,10 +152,9 @@ class Engine:
             self._score(ids, "a dozen ids, to try it out")
         except GdistillError as error:
             what, most = f"the engine cannot be used: {error.what}", self.settings.num_top
-            remedy = (
-                f"it must give {most} log-probabilities at every position of a prompt"
-                f" (engine.num_top; vLLM: --max-logprobs {most};"
-                " SGLang: --set engine.dialect=sglang)"
+            remedy = f"it must give {most} log-probabilities at every position of a prompt"
+            remedy += (
+                f" (engine.num_top; vLLM: --max-logprobs {most}; SGLang: engine.dialect=sglang)"
             )
             facts = {"where": error.where, "got": error.got, "expected": error.expected}
             raise UsageError(what, **facts, remedy=remedy) from error
@@ -310,10 +303,6 @@ class StatesTeacher(Teacher):
             raise UsageError(what, where=self.files.name, remedy="extract with --teacher alone")
         self._norm = norms[-1]
 
-    def try_out(self, need_hidden: bool, sequential: bool) -> None:
-        """See :class:`Teacher`: one short row, whatever the codec needs."""
-        super().try_out(need_hidden=True, sequential=sequential)
-
     @torch.inference_mode()
     def forward(
         self, rows: Int[Tensor, "b l"], row_ids: Int[Tensor, "b"], need_hidden: bool = False
@@ -339,19 +328,15 @@ class StatesTeacher(Teacher):
         most, place = error.flatten().max(0)
         if not most <= MAX_STATE_ERROR_NATS[states.dtype]:
             row, position = divmod(int(place), error.shape[1])
-            raise GdistillError(
-                "the engine's hidden state does not give its own log p",
-                where=f"{url}, row {int(row_ids[row])}, position {position + 1}",
-                got=f"{float(own[row, position]):.4f} nats",
-                expected=f"{float(said[row, position + 1]):.4f}",
-                remedy=f"is it the state behind the last layer of {name}? {STATES_PAGE}",
-            )
+            what = "the engine's hidden state does not give its own log p"
+            where = f"{url}, row {int(row_ids[row])}, position {position + 1}"
+            got, expected = (f"{v[row, position]:.4f} nats" for v in (own, said[:, 1:]))
+            remedy = f"is it the state behind the last layer of {name}? {STATES_PAGE}"
+            raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
         return RawLogits(logits, tokens, row_ids.to(self.device), hidden if need_hidden else None)
 
 
 def _run_states(request: ExtractRequest, worker: Worker) -> list[str]:
-    if request.settings.mode != "parallel":
-        raise UsageError(WRITES_NONE, where="--mode", got="sequential")
     engine, request = _checked_engine(request, _require_tokenizer(request))
 
     def load(*given: Any, **how: Any) -> Teacher:
@@ -378,6 +363,8 @@ def run_scored(request: ExtractRequest, worker: Worker) -> list[str]:
         UsageError: If the request does not fit an engine's scores.
         GdistillError: If scores cannot be used or the engine fails; finished shards are kept.
     """
+    if request.settings.mode != "parallel":
+        raise UsageError("an engine scores rows, it writes none", where="--mode", got="sequential")
     if request.settings.has_states:
         return _run_states(request, worker)
     started = time.monotonic()
@@ -419,8 +406,6 @@ def _require_posterior(request: ExtractRequest, vocab_size: int) -> PosteriorCod
     """The codec, if the most probable tokens are enough for it; else a UsageError."""
     codec = request.codec
     what = "this codec needs the teacher's whole distribution, and scores are not that"
-    if request.settings.mode != "parallel":
-        raise UsageError(WRITES_NONE, where="--mode", got="sequential")
     if not isinstance(codec, PosteriorCodec):
         expected, remedy = "posterior", "with --teacher DIR a vLLM gives hidden states"
         raise UsageError(what, where="--codec", got=codec.name, expected=expected, remedy=remedy)
@@ -546,10 +531,7 @@ def _checked_engine(
     request = request.with_row_length(limit)
     length = request.corpus.row_length
     if limit is not None and (length or 0) > limit:
-        what, where = (
-            "rows are longer than the engine can score",
-            f"row_length, {engine.settings.url}",
-        )
+        what, where = "rows are longer than the engine can score", f"row_length, {asked.url}"
         expected = f"at most {limit}: the server's context is {limit + 1}, and it writes a token"
         remedy = f"--row-length {limit}"
         raise UsageError(what, where=where, got=length, expected=expected, remedy=remedy)

@@ -85,7 +85,8 @@ def run_extraction(
         how = {"attention": asked.attention, "compiled": asked.compiled}
         how |= {"vocab_size": len(tokenizer), "device_map": asked.device_map}
         teacher = load(files, asked.dtype, device, **how)
-        teacher.try_out(request.codec.needs_hidden, settings.mode == "sequential")
+        need_hidden = request.codec.needs_hidden or settings.has_states
+        teacher.try_out(need_hidden, settings.mode == "sequential")
         return teacher
 
     if not (begun and (request.out / TOKENS_RECORD).is_file()):

@@ -31,7 +31,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -309,9 +309,9 @@ class ParquetFile:
         except (pa.ArrowInvalid, OSError) as error:
             raise GdistillError("not a Parquet file", where=path, got=error) from error
         names = self._file.schema_arrow.names
-        for name in COLUMNS:
-            if name not in names:
-                raise _missing(name, path, names)
+        if missing := [name for name in COLUMNS if name not in names]:
+            what, expected = "a column is missing", f"{missing[0]}, one of {list(COLUMNS)}"
+            raise GdistillError(what, where=path, got=names, expected=expected)
         metadata = self._file.metadata
         groups = range(metadata.num_row_groups)
         self._starts = [0, *accumulate(metadata.row_group(g).num_rows for g in groups)]
@@ -324,11 +324,6 @@ class ParquetFile:
         group = bisect.bisect_right(self._starts, index) - 1
         table, row = self._group(group), index - self._starts[group]
         return {name: table.column(name)[row].as_py() for name in COLUMNS}
-
-
-def _missing(name: str, where: object, got: object) -> GdistillError:
-    expected = f"{name}, one of {list(COLUMNS)}"
-    return GdistillError("a column is missing", where=where, got=got, expected=expected)
 
 
 @dataclass(frozen=True)
@@ -397,35 +392,19 @@ class ScoreFiles:
 
 def _own_schema(record: Mapping[str, Any], where: str) -> tuple[Any, Any, list[Top]]:
     for name in COLUMNS:
-        if record.get(name) is None:
-            raise _missing(name, where, sorted(record))
-        if not isinstance(record[name], list):
-            got = f"{name} = {record[name]!r}"[:60]
-            expected = "a list for each row; see gdistill-extract --help"
-            raise GdistillError("a column of another type", where=where, got=got, expected=expected)
-    ids, log_probs = record["top_ids"], record["top_log_probs"]
-    _require_as_many(ids, log_probs, where)
-    pairs = enumerate(zip(ids, log_probs, strict=True))
-    tops: list[Top] = [_table(*pair, f"{where}, position {i}") for i, pair in pairs]
+        if not isinstance(record.get(name), list):
+            what, got = "a column is missing, or no list", f"{name} = {record.get(name)!r}"[:60]
+            expected = f"the lists {', '.join(COLUMNS)}; see gdistill-extract --help"
+            raise GdistillError(what, where=where, got=got, expected=expected)
+    tops: list[Top] = []
+    for position, pair in enumerate(zip_longest(record["top_ids"], record["top_log_probs"])):
+        place, (ids, values) = f"{where}, position {position}", (each or [] for each in pair)
+        named = id_list(ids, place)
+        if not isinstance(values, list) or not len({*named}) == len(named) == len(values):
+            what = "top_ids and top_log_probs differ, or an id is there twice"
+            raise GdistillError(what, where=place, got=str(pair)[:60])
+        tops.append(dict(zip(named, values, strict=True)))
     return record["token_ids"], record["token_log_probs"], tops
-
-
-def _require_as_many(ids: list[Any], log_probs: Any, where: str) -> None:
-    count = len(log_probs) if isinstance(log_probs, list) else 0
-    if len(ids) != count:
-        got = f"{len(ids)} and {count}"
-        raise GdistillError("top_ids and top_log_probs differ", where=where, got=got)
-
-
-def _table(ids: Any, log_probs: Any, where: str) -> dict[int, Any] | None:
-    if not ids and not log_probs:
-        return None
-    named = id_list(ids or [], where)
-    _require_as_many(named, log_probs, where)
-    if len(set(named)) < len(named):
-        twice = next(token for token in named if named.count(token) > 1)
-        raise GdistillError("a token is twice among the most probable", where=where, got=twice)
-    return dict(zip(named, log_probs, strict=True))
 
 
 def same_length(rows: Sequence[ScoredRow], row_length: int, where: str) -> np.ndarray:

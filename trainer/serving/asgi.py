@@ -65,14 +65,10 @@ async def _whole_body(receive: Receive) -> bytes:
 
 def _replay(body: bytes, receive: Receive) -> Receive:
     """What was read is read again; then what comes, such as the caller's leaving."""
-    given = False
+    first = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def again() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return next(first, None) or await receive()
 
     return again
 

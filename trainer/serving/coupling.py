@@ -36,17 +36,12 @@ def draw(
     kernel = _cpu_kernel() if logits.device.type == "cpu" and dtype == torch.float32 else None
     if kernel is not None:
         begun = [hashed_seed(seed, 0) & 0xFFFFFFFF for seed in seeds.tolist()]
-        greedy = is_greedy if is_greedy is not None else torch.zeros(len(seeds), dtype=torch.bool)
-        drawn = torch.empty(len(seeds), dtype=torch.int64)
-        kernel(
-            logits.float().numpy(),
-            np.array(begun, dtype=np.uint32),
-            positions.long().numpy(),
-            scrambled_ids(0, logits.shape[1], logits.device).numpy().view(np.uint32),
-            greedy.numpy(),
-            drawn.numpy(),
-        )
-        return drawn
+        greedy = np.zeros(len(seeds), np.bool_) if is_greedy is None else is_greedy.numpy()
+        drawn = np.empty(len(seeds), np.int64)
+        words = np.array(begun, dtype=np.uint32), positions.long().numpy()
+        ids = scrambled_ids(0, logits.shape[1], logits.device).numpy().view(np.uint32)
+        kernel(logits.float().numpy(), *words, ids, greedy, drawn)
+        return torch.from_numpy(drawn)
     noise = engine_gumbels(seeds, positions, 0, logits.shape[1], dtype)
     if is_greedy is not None:
         noise.masked_fill_(is_greedy[:, None], 0.0)

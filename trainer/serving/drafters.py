@@ -170,9 +170,8 @@ class NextTokenDrafts:
             open_rows = [i for i, row in enumerate(written) if len(row) <= longest]
             if not open_rows:
                 break
-            tokens = torch.tensor(
-                [written[i] + [0] * (longest - len(written[i])) for i in open_rows]
-            )
+            padded = [written[i] + [0] * (longest - len(written[i])) for i in open_rows]
+            tokens = torch.tensor(padded)
             places = torch.tensor([len(written[i]) for i in open_rows])
             log_probs = self.student.predict(tokens)[torch.arange(len(tokens)), places - 1]
             chosen = [prefixes[i] for i in open_rows]
@@ -307,13 +306,9 @@ class StudentDrafter:
                 continue
             last = int(ends[row]) - counts[row] - 1 + len(drawn) - 1
             hidden = self.hidden[last] if self.needs_hidden and self.hidden is not None else None
-            prefixes[row] = Prefix(
-                name=requests.ids[row],
-                tokens=token_ids_cpu[row, : num_tokens_no_spec[row]].tolist(),
-                seed=int(requests.seeds[row]),
-                temperature=float(requests.temperatures[row]),
-                hidden=hidden,
-            )
+            tokens = token_ids_cpu[row, : num_tokens_no_spec[row]].tolist()
+            noise = int(requests.seeds[row]), float(requests.temperatures[row])
+            prefixes[row] = Prefix(requests.ids[row], tokens, *noise, hidden)
         if prefixes:
             found = self.drafts.draft([*prefixes.values()], self.most)
             for row, tokens in zip(prefixes, found, strict=True):

@@ -18,36 +18,26 @@ from trainer.students.medusa import Medusa
 from trainer.students.registry import Student
 
 
+@torch.no_grad()
 def export(student: Student, folder: Path) -> str:
     """Write a student in the engine's format; the files are config and safetensors.
 
+    ``blocks.k`` is x + SiLU(W1 x), as ours; ``lm_heads.k`` the whole of W2.
+
     Returns:
-        What was written, and what does not fit, in a line.
+        What was written, in a line.
 
     Raises:
         UsageError: For a student that fits no format of an engine.
     """
-    if isinstance(student, Medusa):
-        return _export_medusa(student, folder)
-    raise UsageError(
-        "no format of an engine fits this student",
-        got=type(student).__name__,
-        expected="a medusa student",
-        remedy="serve it with make serve DRAFTER=...",
-    )
-
-
-@torch.no_grad()
-def _export_medusa(student: Medusa, folder: Path) -> str:
-    """``blocks.k`` is x + SiLU(W1 x), as ours; ``lm_heads.k`` the whole of W2."""
+    remedy = "serve it with make serve DRAFTER=..."
+    if not isinstance(student, Medusa):
+        what, expected = "no format of an engine fits this student", "a medusa student"
+        raise UsageError(what, got=type(student).__name__, expected=expected, remedy=remedy)
     if student.is_conditioned:
-        raise UsageError(
-            "heads that read noise do not fit vLLM's MedusaModel",
-            where="conditioning",
-            got=student.settings.conditioning,
-            expected="none",
-            remedy="serve them with make serve DRAFTER=...",
-        )
+        what, where = "heads that read noise do not fit vLLM's MedusaModel", "conditioning"
+        got = student.settings.conditioning
+        raise UsageError(what, where=where, got=got, expected="none", remedy=remedy)
     backbone, size = student.language_model, student.config.vocab_size
     shared = backbone.network.get_output_embeddings().weight[:size].float()
     weights: dict[str, torch.Tensor] = {}

@@ -16,7 +16,8 @@ import math
 import numpy as np
 from numba import njit, uint32
 
-LOG2 = 0.6932
+INVERSE_LOG2 = 1.4426
+"""Rounded down: the bound stays one."""
 SLACK = 1e-3
 """Above every rounding of a score that is compared."""
 
@@ -49,10 +50,12 @@ def fast_draw(logits, begun, positions, scrambled, is_greedy, out):  # type: ign
         start = winner
         best = _score(logits[row, start], _bits(prefix, scrambled[start]))
         for j in range(logits.shape[1]):
+            # g <= log 2 (zeros + 1), with zeros at most 32: where all bits are, u is 2^-33
+            needed = (best - logits[row, j] - SLACK) * INVERSE_LOG2 - 1.0
+            if needed > 32.0:
+                continue
             h = _bits(prefix, scrambled[j])
-            # u >= 2^-33 even where all bits are zero
-            zeros = 32 - _bit_length(h)
-            if logits[row, j] + LOG2 * (zeros + 1) + SLACK < best:
+            if needed > 0.0 and h >> uint32(32 - math.ceil(needed)):
                 continue
             score = _score(logits[row, j], h)
             if score > best or (score == best and j < winner):
@@ -71,15 +74,6 @@ def _bits(prefix, scrambled):  # type: ignore[no-untyped-def]
     h = uint32(h ^ (h >> uint32(13)))
     h = uint32(h * uint32(0xC2B2AE35))
     return uint32(h ^ (h >> uint32(16)))
-
-
-@njit(nogil=True, inline="always")
-def _bit_length(h):  # type: ignore[no-untyped-def]
-    length = 0
-    while h:
-        h = uint32(h >> uint32(1))
-        length += 1
-    return length
 
 
 @njit(nogil=True)

@@ -33,6 +33,9 @@ from trainer.serving.coupling import draw, keep_agreeing
 
 TRIED = ("0.32.0",)
 """Versions of vLLM whose every bar was run."""
+OTHER_RUNNER = """gdistill: the V2 model runner draws keyed noise without this plugin, and tests \
+drafts by a ratio, which makes the text depend on them; for drafts that cannot change it set \
+VLLM_USE_V2_MODEL_RUNNER=0"""
 is_registered = False
 """Whether this process's engine draws from keyed noise."""
 
@@ -116,11 +119,7 @@ def _warn_of_v2(logger: Any) -> None:
 
     def make(stock: Any) -> Any:
         def begin(runner: Any, vllm_config: Any, *rest: Any, **named: Any) -> None:
-            logger.warning(
-                "gdistill: the V2 model runner draws keyed noise without this plugin, and tests "
-                "drafts by a ratio, which makes the text depend on them; for drafts that cannot "
-                "change it set VLLM_USE_V2_MODEL_RUNNER=0"
-            )
+            logger.warning(OTHER_RUNNER)
             stock(runner, vllm_config, *rest, **named)
 
         return begin
@@ -139,22 +138,21 @@ def _keyed_step(stock: Any) -> Any:
             drafts = None  # the stock test of drafts fails on none of them under top-k
         if metadata.all_greedy and drafts is None:
             return stock(runner, logits, drafts)
-        batch.sampling_metadata = replace(metadata, generators=_keyed_rows(runner, drafts))
+        metadata.generators, unkeyed = _keyed_rows(runner, drafts), metadata.generators
         try:
             return stock(runner, logits, drafts)
         finally:
-            batch.sampling_metadata = metadata
+            metadata.generators = unkeyed
 
     return sample
 
 
 def _keyed_rows(runner: Any, drafts: Any) -> KeyedRows:
     """Keys of this step's rows of logits."""
-    seeds = requests_of(runner).seeds
+    seeds = _seeds(runner)
     dtype = torch.float64 if runner.sampler.use_fp64_gumbel else torch.float32
-    if drafts is None:
-        last = runner.query_start_loc.gpu[1 : len(seeds) + 1].long() - 1
-        return KeyedRows(Keys(seeds, runner.positions[last], dtype), None)
+    if drafts is None:  # of each token: a torch call is 0.1% of a small model.s step
+        return KeyedRows(Keys(seeds, runner.seq_lens[: len(seeds)].long() - 1, dtype), None)
     counts = torch.tensor(drafts.num_draft_tokens) + 1
     positions = runner.positions[drafts.logits_indices.long()]
     keys = Keys(seeds.repeat_interleave(counts), positions, dtype)
@@ -256,13 +254,16 @@ class Requests:
 
 def requests_of(runner: Any) -> Requests:
     """What a drafter may know of the requests that it drafts for."""
-    batch = runner.input_batch
-    ids = list(batch.req_ids[: batch.num_reqs])
-    seeds = [seed_of(name, runner.requests[name].sampling_params.seed) for name in ids]
-    temperatures = batch.sampling_metadata.temperature
+    ids, temperatures = runner.input_batch.req_ids, runner.input_batch.sampling_metadata.temperature
     if temperatures is None:
         temperatures = torch.zeros(len(ids))
-    return Requests(ids, torch.tensor(seeds, dtype=torch.int64), temperatures)
+    return Requests([*ids], _seeds(runner), temperatures)
+
+
+def _seeds(runner: Any) -> Int[Tensor, "b"]:
+    ids, known = runner.input_batch.req_ids, runner.requests
+    seeds = [seed_of(name, known[name].sampling_params.seed) for name in ids]
+    return torch.tensor(seeds, dtype=torch.int64)
 
 
 def _safe_drafts(stock: Any, logger: Any) -> Any:
@@ -277,12 +278,11 @@ def _safe_drafts(stock: Any, logger: Any) -> Any:
                 look(requests_of(runner), rest[2], rest[4])
             drafts = stock(runner, scheduler_output, sampled_token_ids, *rest)
         except Exception as error:
-            logger.warning_once(
-                "gdistill: the drafter failed and is not asked again in such a step, requests go "
-                "on without drafts: %s: %s",
-                type(error).__name__,
-                str(error).split("\n")[0],
+            told, kind = (
+                "gdistill: the drafter failed, requests go on without drafts: %s: %s",
+                type(error),
             )
+            logger.warning_once(told, kind.__name__, str(error).split("\n")[0])
             return [[] for _ in sampled_token_ids]
         if not isinstance(drafts, list):
             return drafts
@@ -290,12 +290,8 @@ def _safe_drafts(stock: Any, logger: Any) -> Any:
         for row, tokens in enumerate(drafts):
             wrong = next((i for i, token in enumerate(tokens) if not 0 <= token < size), None)
             if wrong is not None:
-                logger.warning_once(
-                    "gdistill: the drafter proposes token ids outside of the vocabulary; they are "
-                    "left out; got %d; expected 0 to %d",
-                    tokens[wrong],
-                    size - 1,
-                )
+                told = "gdistill: ids outside of the vocabulary are drafted, and left out; got %d; "
+                logger.warning_once(told + "expected 0 to %d", tokens[wrong], size - 1)
                 drafts[row] = tokens[:wrong]
         return drafts
 
