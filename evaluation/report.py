@@ -291,10 +291,8 @@ def write_scores(directory: Path, summary: str, scored: Scored, pieces: Pieces |
 def _score_table(scored: Scored) -> Table:
     """One row per sample file, one column per score that needs no reference."""
     own = [[score for score in scores if "floor" not in score.details] for _, scores in scored]
-    header, notes = (
-        ["samples", "n", "passes", "CPU s"],
-        ["In brackets: 95% intervals over samples."],
-    )
+    header = ["samples", "n", "passes", "CPU s"]
+    notes = ["In brackets: 95% intervals over samples."]
     for number, score in enumerate(own[0]):
         header += [score.name, *BESIDE.get(score.name, {}).values()]
         notes += _settings_notes(score.name, scored, [scores[number] for scores in own])

@@ -186,10 +186,8 @@ class ServedCertificate:
         for checked, words in (("noise", "argmax(l / T + g)"), ("greedy", "argmax l")):
             found = [verdict for verdict in self.verdicts if verdict.checked == checked]
             if found:
-                tokens, agreeing = (
-                    sum(v.num_tokens for v in found),
-                    sum(v.num_agreeing for v in found),
-                )
+                tokens = sum(v.num_tokens for v in found)
+                agreeing = sum(v.num_agreeing for v in found)
                 ties = sum(v.num_ties for v in found)
                 yield f"{agreeing} of {tokens} tokens are {words}, {ties} ties within rounding"
         if self.drawn:

@@ -45,7 +45,7 @@ EngineUrl = Annotated[
     str | None,
     typer.Option(
         help="In place of a teacher: address of a running vLLM, http://host:8000; of SGLang with"
-        " --set engine.dialect=sglang."
+        " --set engine.dialect=sglang. With --teacher: that model's hidden states, from vLLM."
     ),
 ]
 Tokenizer = Annotated[str | None, typer.Option(help="If it does not lie beside the teacher.")]
@@ -116,7 +116,8 @@ def extract(
     that has nothing left waits for shards in work elsewhere, and takes over those of a process
     that dies. --engine has a running server score the rows, --from-logprobs reads what one said;
     both need --tokenizer and write `posterior` stores (`settings engine`: requests in flight, how
-    many tokens at a position, server dialect, API key). On a machine with several GPUs a process
+    many tokens at a position, server dialect, API key). With --teacher beside --engine a vLLM gives
+    hidden states, for every codec (docs/engines.md). On a machine with several GPUs a process
     uses the one of its number there (LOCAL_RANK, SLURM_LOCALID); where nothing says the number,
     give each its --device cuda:N.
 

@@ -183,10 +183,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 def draw_documents(maze: MazeLayout, num_documents: int, seed: int, split: str) -> list[str]:
     """Paths drawn uniformly with replacement, as documents; a pure function of the arguments."""
-    documents, draws = (
-        [" ".join(path) for path in maze.paths()],
-        generator(seed, "maze paths", split),
-    )
+    documents = [" ".join(path) for path in maze.paths()]
+    draws = generator(seed, "maze paths", split)
     chosen = torch.randint(len(documents), (num_documents,), generator=draws)
     return [documents[index] for index in chosen.tolist()]
 

@@ -155,11 +155,9 @@ def _log_prob(value: object, where: str) -> float:
 def _require_known(ids: np.ndarray, vocab_size: int, limit: int, where: str) -> None:
     unknown = ids[(ids < 0) | (ids >= limit)]
     if len(unknown):
-        what, got, expected = (
-            "token id outside the vocabulary",
-            unknown[0],
-            f"0 to {vocab_size - 1}",
-        )
+        what = "token id outside the vocabulary"
+        got = unknown[0]
+        expected = f"0 to {vocab_size - 1}"
         remedy = "name the tokenizer that the engine's model uses"
         raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
 

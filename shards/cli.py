@@ -287,10 +287,8 @@ def subset(
     from shards.tools.rewriting import subset as run
 
     source = ShardStore.find(store)
-    available, names = (
-        source.manifest.splits,
-        (splits or ",".join(source.manifest.splits)).split(","),
-    )
+    available = source.manifest.splits
+    names = (splits or ",".join(source.manifest.splits)).split(",")
     for name in names:
         if name not in available:
             expected = ", ".join(available)

@@ -499,10 +499,8 @@ def _read(judge: JudgeModel, rows: list[list[int]], limits: ReadingLimits) -> li
     counted = counted_positions(ids, judge.border_ids)
     nll = torch.zeros(ids.shape)
     if counted.any():
-        on_device, windows = (
-            ids.to(judge.model.device),
-            (limits.context_tokens, limits.stride_tokens),
-        )
+        on_device = ids.to(judge.model.device)
+        windows = (limits.context_tokens, limits.stride_tokens)
         nll = token_nll_nats(judge.model, on_device, *windows, judge.room.with_logits).cpu()
         nll[~counted.any(dim=1)] = 0.0  # as of a text that is not read at all
     found = []

@@ -109,10 +109,8 @@ class CorpusConfig:
 
             detokenizer(self.detokenizer)  # refuses an unknown one
         if (self.packing in MARKED) != (scheme_of(self.source)[0] == "chat"):
-            what, got = (
-                "conversations have a packing of their own",
-                f"{self.packing}, {self.source}",
-            )
+            what = "conversations have a packing of their own"
+            got = f"{self.packing}, {self.source}"
             expected = f"one of {MARKED} with a chat: source"
             raise UsageError(what, where="corpus.packing", got=got, expected=expected)
         if not self.document_separator.strip():

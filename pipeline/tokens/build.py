@@ -216,10 +216,8 @@ def check_identity(found: dict[str, Any], wanted: dict[str, Any], where: Path) -
                 for files in (new, old)
             ]
             got, expected = (f"content {', '.join(each) or 'none'}" for each in hashes)
-            what, place = (
-                "the corpus is not the one that was tokenized",
-                f"{where}: {split}: {name}",
-            )
+            what = "the corpus is not the one that was tokenized"
+            place = f"{where}: {split}: {name}"
             raise GdistillError(what, where=place, got=got, expected=expected, remedy=remedy)
 
 

@@ -146,10 +146,8 @@ class SeededCodec(Codec):
         return min(self.max_entries or _slots_for(self.tolerance_nats), vocab_size)
 
     def array_specs(self, vocab_size: int, hidden_size: int | None) -> dict[str, ArraySpec]:
-        least, num = (
-            min(vocab_size, _slots_for(LARGEST_TOLERANCE_NATS)),
-            self._num_slots(vocab_size),
-        )
+        least = min(vocab_size, _slots_for(LARGEST_TOLERANCE_NATS))
+        num = self._num_slots(vocab_size)
         if num < least:
             what, expected = "too few entries to keep every token the argmax", f">= {least}"
             where = "codec.max_entries"

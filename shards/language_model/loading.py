@@ -254,10 +254,8 @@ def _download(
             folder = fetch("pytorch_model*.bin")
         return folder
     except Exception as error:  # the hub client raises types of several libraries
-        what, expected = (
-            f"cannot find the {role}",
-            "a local folder, or the id of a model on the hub",
-        )
+        what = f"cannot find the {role}"
+        expected = "a local folder, or the id of a model on the hub"
         raise UsageError(what, where=hub_id, got=first_line(error), expected=expected) from error
 
 
@@ -348,10 +346,8 @@ def load_causal_model(
     missing = sorted(report["missing_keys"])
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        what, got = (
-            f"the {files.role}'s weights are incomplete",
-            f"no values for {missing[0]}{more}",
-        )
+        what = f"the {files.role}'s weights are incomplete"
+        got = f"no values for {missing[0]}{more}"
         remedy = "transformers would fill them with random numbers"
         raise GdistillError(what, where=files.folder, got=got, remedy=remedy)
     network, place = network.eval().requires_grad_(False), torch.device(device)

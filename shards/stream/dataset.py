@@ -129,10 +129,8 @@ class RowStream(IterableDataset[Batch]):
             values = batch[PLACE].tolist()[: len(PLACE_FIELDS)]
             return {**state, **dict(zip(PLACE_FIELDS, values, strict=True))}
         if bool(self._begun.any()) and get_worker_info() is None:
-            what, expected = (
-                "workers read ahead of the loop",
-                "the last batch that the loop has used",
-            )
+            what = "workers read ahead of the loop"
+            expected = "the last batch that the loop has used"
             remedy = "call state_dict(batch)"
             raise UsageError(
                 what, where="state_dict", got="no batch", expected=expected, remedy=remedy

@@ -278,10 +278,8 @@ def _safe_drafts(stock: Any, logger: Any) -> Any:
                 look(requests_of(runner), rest[2], rest[4])
             drafts = stock(runner, scheduler_output, sampled_token_ids, *rest)
         except Exception as error:
-            told, kind = (
-                "gdistill: the drafter failed, requests go on without drafts: %s: %s",
-                type(error),
-            )
+            told = "gdistill: the drafter failed, requests go on without drafts: %s: %s"
+            kind = type(error)
             logger.warning_once(told, kind.__name__, str(error).split("\n")[0])
             return [[] for _ in sampled_token_ids]
         if not isinstance(drafts, list):

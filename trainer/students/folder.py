@@ -244,10 +244,8 @@ def find_model(path: Path) -> Path:
     for candidate in (path / "model", path):
         if is_model(candidate):
             return candidate
-    got, remedy = (
-        "no config.json of a model",
-        "give a run's --out folder or the model/ folder in it",
-    )
+    got = "no config.json of a model"
+    remedy = "give a run's --out folder or the model/ folder in it"
     if path.is_dir() and any((path / "checkpoints").glob("*")):
         got = "an unfinished training run"
         remedy = "finish the run with the same gdistill-train command"

@@ -455,10 +455,8 @@ class Validator:
         reader = store.split(VALIDATION, self._make_batch.arrays)
         num_rows = min(reader.num_rows, self._config.num_validation_rows or reader.num_rows)
         if num_rows < accelerator.num_processes:
-            what, where = (
-                "too few validation rows for the processes",
-                "training.num_validation_rows",
-            )
+            what = "too few validation rows for the processes"
+            where = "training.num_validation_rows"
             expected = f"at least {accelerator.num_processes}"
             raise UsageError(what, where=where, got=num_rows, expected=expected)
         self._stream = ShardStream(

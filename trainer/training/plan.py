@@ -31,10 +31,8 @@ def memory_plan(config: RunConfig, store: ShardStore, num_processes: int = 1) ->
     """
     training, size = config.training, config.training.global_batch_size
     if size % num_processes:
-        where, expected = (
-            "training.global_batch_size",
-            f"a multiple of the world size {num_processes}",
-        )
+        where = "training.global_batch_size"
+        expected = f"a multiple of the world size {num_processes}"
         raise UsageError("the batch does not divide", where=where, got=size, expected=expected)
     rows = min(training.micro_batch_size or size, size // num_processes)
     student = build_student(config, store, None)

@@ -90,17 +90,6 @@ def test_a_server_without_log_probabilities_of_prompts_is_named(teacher: Path) -
     ):
         with pytest.raises(GdistillError, match=r"no log-probabilities of the prompt.*sglang"):
             row_of_response(answer, [1, 2], vocab_size=8, num_top=2, where="here")
-    # Both shapes in one answer: the one that is filled counts.
-    both = {
-        "prompt_logprobs": None,
-        "logprobs": {
-            "tokens": ["token_id:1", "token_id:2"],
-            "token_logprobs": [None, -0.5],
-            "top_logprobs": [None, {"token_id:2": -0.5}],
-        },
-    }
-    row = row_of_response({"choices": [both]}, [1, 2], vocab_size=8, num_top=2, where="here")
-    assert row.top_ids[1].tolist() == [2, -1]
 
 
 def test_a_dead_address_is_known_at_once(server: EngineServer) -> None:

@@ -150,7 +150,7 @@ def test_files_of_scores_become_a_store(
         ({"corpus": {"spec": "scores:/nowhere/*.jsonl"}, "engine": {}}, "no such file"),
         ({"corpus": {"spec": "scores:/nowhere/*.jsonl"}}, "need no engine.*--engine"),
         ({"engine": {"num_top": 5}}, "without one.*engine.num_top"),
-        ({"teacher": {"tokenizer": "x", "location": "y"}}, "elsewhere.*--teacher.*--engine"),
+        ({"codec": {"name": "hidden"}}, "whole distribution.*hidden.*--teacher DIR"),
         ({"codec": {"num_entries": VOCAB_SIZE}}, f"codec.num_entries.*below .*{VOCAB_SIZE}"),
         ({"batch_size": 4}, "runs elsewhere.*batch_size"),
         ({"teacher": {"tokenizer": "x", "dtype": "bfloat16"}}, "elsewhere.*teacher.dtype"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -162,15 +163,19 @@ def test_settings_that_states_do_not_look_at(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_asks_for_states_where_a_teacher_is_named(
-    teacher: Path, corpus: Path, tmp_path: Path, server: EngineServer
+def test_the_pages_command_asks_for_states(
+    teacher: Path, corpus: Path, tmp_path: Path, server: EngineServer, monkeypatch: Any
 ) -> None:
-    """Without --tokenizer: it lies beside the teacher."""
-    words = ["--corpus", corpus, "--row-length", "12", "--rows", "4", "--codec", "hidden"]
+    """docs/engines.md, its second block; the tokenizer lies beside the teacher."""
+    page = (Path(__file__).resolve().parents[3] / "docs" / "engines.md").read_text()
+    block = next(b for b in page.split("```bash\n") if "--codec hidden" in b).split("```")[0]
+    words = shlex.split(block.replace("\\\n", " "), comments=True)
     with server.running() as url:
-        asked = ["--engine", url, "--teacher", teacher, "--out", tmp_path / "out"]
-        assert call("gdistill-extract", *asked, *words) == 0
-    assert ShardStore.open(tmp_path / "out/store").manifest.codec["name"] == "hidden"
+        named = {"http://127.0.0.1:8000": url, "path/or/hub-id": teacher, "stories/*.txt": corpus}
+        monkeypatch.chdir(tmp_path)
+        assert call(*[named.get(word, word) for word in words]) == 0
+    store = ShardStore.open(tmp_path / "out/states/store")
+    assert store.manifest.codec["name"] == "hidden"
 
 
 @pytest.mark.parametrize("padding", [0, 3])
