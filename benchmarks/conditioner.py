@@ -23,11 +23,11 @@ import torch
 import typer
 from torch import Tensor
 
+from benchmarks.dense_noise import DenseNoise
 from benchmarks.measure import interleaved_seconds, machine, peak_extra_bytes
 from shards.atomic import write_json_atomic
 from shards.noise.kinds import KeyedPrior, Noise, dense_arrivals
 from shards.noise.philox import PositionKeys
-from shards.testing import DenseNoise
 from trainer.students.conditioning import GumbelConditioner
 
 BARS = {"memory_ratio": 0.1, "time_ratio": 1.1, "gradient_relative_error": 1e-5}

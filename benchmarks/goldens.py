@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.dense_noise import DenseNoise, given_posterior
 from shards.noise.kinds import Noise
-from shards.testing import DenseNoise, given_posterior
 from trainer.importing import our_parameters
 from trainer.objective.batch import Batch, Places
 from trainer.objective.corruption import Corruption, corruption_from_uniforms

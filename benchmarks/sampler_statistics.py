@@ -25,11 +25,11 @@ from safetensors.torch import load_file
 from scipy import optimize, stats
 from torch import Tensor
 
+from benchmarks.dense_noise import DenseNoise
 from benchmarks.measure import machine
 from shards.atomic import write_json_atomic
 from shards.console import progress_bar
 from shards.provenance import derive_seed
-from shards.testing import DenseNoise
 from trainer.importing import our_parameters
 from trainer.sampling.block import BlockSampler, SequentialSampler
 from trainer.sampling.fill import AncestralSampler, Pass, Rows, Sampler

@@ -13,7 +13,7 @@ import typer
 
 from evaluation.report import Table, write_report
 from evaluation.samples import named_folder, read_object, short
-from evaluation.score import PerSample, bootstrap_draws, percentile_interval
+from evaluation.score import Score, bootstrap_draws, percentile_interval
 from shards.atomic import require_writable, write_bytes_atomic
 from shards.errors import GdistillError, UsageError
 from shards.provenance import code_version
@@ -35,25 +35,6 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class RecordedScore:
-    """A score as ``results.json`` has it.
-
-    Attributes:
-        name: What was measured.
-        value: The number.
-        interval: As recorded.
-        settings: What it depends on.
-        per_sample: Its values sample by sample; None where it has none (MAUVE).
-    """
-
-    name: str
-    value: float
-    interval: Interval | None
-    settings: Mapping[str, Any]
-    per_sample: PerSample | None
-
-
-@dataclass(frozen=True)
 class RecordedRun:
     """One file of samples and its scores.
 
@@ -72,7 +53,7 @@ class RecordedRun:
     nfe: float | None
     drawn_with: Mapping[str, Any]
     code_version: str
-    scores: Mapping[str, RecordedScore]
+    scores: Mapping[str, Score]
     source: Path
 
 
@@ -101,7 +82,7 @@ def read_run(text: str) -> list[RecordedRun]:
         for part in found.values():
             own, nfe = _typed(part, "name", str), _typed(part, "nfe_mean", float, int, type(None))
             drawn, version = _typed(part, "drawn_with", dict), _typed(part, "code_version", str)
-            scores = {score.name: score for score in map(_score, part["scores"])}
+            scores = {score.name: score for score in map(Score.from_json, part["scores"])}
             full = name if len(found) == 1 else f"{name}/{own}"
             runs.append(RecordedRun(full, name, nfe, drawn, version, scores, file))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -115,20 +96,6 @@ def read_run(text: str) -> list[RecordedRun]:
     if not runs:
         raise UsageError("no scores there", where=file, got="an empty record")
     return sorted(runs, key=lambda run: math.inf if run.nfe is None else run.nfe)
-
-
-def _score(value: Mapping[str, Any]) -> RecordedScore:
-    interval = None
-    if value["interval_95"] is not None:
-        low, high = map(float, value["interval_95"])
-        interval = (low, high)
-    return RecordedScore(
-        name=_typed(value, "name", str),
-        value=float(_typed(value, "value", float, int)),
-        interval=interval,
-        settings=_typed(value, "settings", dict),
-        per_sample=PerSample.from_json(value["per_sample"]) if value["per_sample"] else None,
-    )
 
 
 def _typed(value: Mapping[str, Any], name: str, *kinds: type) -> Any:
@@ -197,7 +164,7 @@ class Comparison:
         }
 
 
-def compare_scores(score: RecordedScore, baseline: RecordedScore, *, is_paired: bool) -> Comparison:
+def compare_scores(score: Score, baseline: Score, *, is_paired: bool) -> Comparison:
     """A run's score against the baseline's.
 
     Args:

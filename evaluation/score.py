@@ -131,6 +131,23 @@ class Score:
         num = len(per_sample.indices)
         return cls(name, value, num, interval, per_sample=per_sample, **further)
 
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Score:
+        """A score that :meth:`to_json` wrote and other programs may have changed.
+
+        Raises:
+            KeyError: If a field is missing.
+            ValueError, TypeError: If one is of another kind.
+        """
+        name, number, settings = (value[field] for field in ("name", "value", "settings"))
+        if type(name) is not str or type(number) not in (int, float) or type(settings) is not dict:
+            raise ValueError(f"not a score: {name!r:.60}, {number!r:.60}, {settings!r:.60}")
+        low_high, parts = value["interval_95"], value["per_sample"]
+        interval = None if low_high is None else (float(low_high[0]), float(low_high[1]))
+        per_sample = PerSample.from_json(parts) if parts else None
+        num = int(value["num_samples"])
+        return cls(name, float(number), num, interval, settings, per_sample=per_sample)
+
     def to_json(self) -> dict[str, Any]:
         """The score as JSON-ready values; a non-finite value becomes null."""
         return {

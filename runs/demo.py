@@ -46,7 +46,7 @@ def draw(out: Path, bar: Any) -> dict[str, Any]:
     """Samples of both students at every NFE, scored."""
     import torch
 
-    from evaluation.maze import load_task, pool
+    from benchmarks.maze_task import load_task, pool
     from trainer import load_student
 
     torch.set_num_threads(2)

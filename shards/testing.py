@@ -1,4 +1,4 @@
-"""For tests, of this project and of others: what a codec must pass, noise held in memory.
+"""For tests, of this project and of others: what a codec must pass.
 
 def test_my_codec():
     shards.testing.check_codec(MyCodec(), min_agreement=0.9)
@@ -8,63 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import cast
+from dataclasses import replace
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from shards.codec.protocol import Codec, TeacherOutput, position_keys
 from shards.codec.registry import codec_parameters
-from shards.noise.kinds import DenseProbabilities, KeyedPosterior, Noise, TiledNoise, dense_arrivals
-from shards.noise.philox import PositionKeys
+from shards.noise.kinds import Noise, dense_arrivals
 from shards.settings import from_mapping
-
-
-@dataclass(frozen=True)
-class DenseNoise(TiledNoise):
-    """Noise whose arrival times are all in memory; [n, V] float32."""
-
-    arrivals: Float[Tensor, "n v"]
-
-    @property
-    def num_positions(self) -> int:
-        return self.arrivals.shape[0]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.arrivals.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        return self.arrivals.device
-
-    def tile(self, start: int, stop: int) -> Float[Tensor, "n tile"]:
-        return self.arrivals[:, start:stop]
-
-
-@dataclass(frozen=True)
-class GivenPosterior(KeyedPosterior):
-    """A posterior whose E_j and E_0 are given; everything else is the code that runs."""
-
-    others: Tensor = cast(Tensor, None)
-    first: Tensor = cast(Tensor, None)  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def remaining(self, start: int, stop: int) -> Tensor:
-        return self.others[:, start:stop].clone()
-
-
-def given_posterior(
-    log_probs: Tensor, tokens: Tensor, others: Tensor, first: Tensor
-) -> GivenPosterior:
-    """The posterior of n positions: log_probs, others [n, V]; tokens, first [n]."""
-    index = torch.arange(len(tokens))
-    own = log_probs.gather(1, tokens[:, None]).squeeze(1)
-    keys = PositionKeys(0, index, index)
-    dense = DenseProbabilities(log_probs)
-    return GivenPosterior(keys, tokens, own, dense, others=others, first=first)
-
 
 VOCAB_SIZE, HIDDEN_SIZE, NUM_ROWS, NUM_TOKENS, SEED = 90, 16, 12, 20, 1234
 

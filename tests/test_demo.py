@@ -9,7 +9,8 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from evaluation.maze import Maze, MazeTask, pool
+from benchmarks.maze_task import MazeTask, pool
+from evaluation.maze import Maze
 from runs import demo
 from shards.console import aligned
 

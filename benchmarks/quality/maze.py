@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 
+from benchmarks.maze_task import load_task, pool
 from benchmarks.quality.plan import Plan, Run
-from evaluation.maze import load_task, pool
 from evaluation.score import wilson_interval
 from trainer import load_student
 from trainer.sampling.fill import Sampler, SampleResult

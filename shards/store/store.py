@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,6 +52,8 @@ from shards.store.manifest import (
 )
 
 Opened = TypeVar("Opened", bound="ShardStore")
+RECORDS_KEPT = 1 << 13
+"""Of shards met last: some 3 KB each."""
 
 
 class ShardStore:
@@ -332,7 +334,8 @@ class SplitReader:
         self.rows_per_chunk = manifest.rows_per_chunk
         self.num_chunks = -(-self.num_rows // self.rows_per_chunk)
         names = list(dict.fromkeys(manifest.all_arrays if arrays is None else arrays))
-        self._known = _KnownFiles(manifest.num_shards(split), names)
+        # Of so many shards: what is kept must not grow with the corpus.
+        self._record = lru_cache(RECORDS_KEPT)(self._read_record)
         self._arrays = {name: self._open(name) for name in names}
 
     @property
@@ -365,8 +368,7 @@ class SplitReader:
             raise IntegrityError("array metadata of another kind", where=where, expected=expected)
 
         def read_range(shard: int, start: int, length: int) -> bytes:
-            record = self._known.record(shard, name)
-            file = self.manifest.shard_file(self.split, name, shard)
+            file, record, _ = self._file(shard, name)
             descriptor = self.location.open_file(file, record)
             try:
                 return read_file_range(descriptor, start, length, record.num_bytes)
@@ -376,9 +378,14 @@ class SplitReader:
         return NativeShards(
             array,
             read_range,
-            lambda shard: self._known.record(shard, name).num_bytes,
-            lambda shard: self._known.tail_sha256(shard, name),
+            lambda shard: self._file(shard, name)[1].num_bytes,
+            lambda shard: self._file(shard, name)[2],
         )
+
+    def _file(self, shard: int, name: str) -> tuple[str, FileRecord, str | None]:
+        """Name, size and hash of a shard's file, and the hash of its tail if the ledger has it."""
+        file, record = self.manifest.shard_file(self.split, name, shard), self._record(shard)
+        return file, record.files[file], record.tails.get(file)
 
     def read_chunk(self, index: int) -> dict[str, np.ndarray]:
         """The rows of one inner chunk: array name -> [rows, L, *trailing].
@@ -392,7 +399,6 @@ class SplitReader:
         start = index * self.rows_per_chunk
         num_rows = min(self.rows_per_chunk, self.num_rows - start)
         shard = self.manifest.shard(self.split, start // self.manifest.rows_per_shard)
-        self._know(shard)
         rows = {name: self._read(shard, name, index)[:num_rows] for name in self._arrays}
         place = ShardRange(self.split, shard.index, start, start + num_rows)
         try:
@@ -420,44 +426,45 @@ class SplitReader:
         window = slice(start - offset, stop - offset)
         return {name: np.concatenate([part[name] for part in parts])[window] for name in parts[0]}
 
-    def _know(self, shard: ShardRange) -> None:
-        """Read a shard's ledger record, once; refuses a shard that is unfinished."""
-        if shard.index in self._known:
-            return
+    def _read_record(self, index: int) -> ShardRecord:
+        """A shard's ledger record; refuses a shard that is unfinished."""
+        shard = self.manifest.shard(self.split, index)
         record = read_record(self.location, self.manifest, shard)
         if record is None:
             what, where = "the shard is not finished", f"{self.location.url}: {shard}"
             remedy = "run the command that wrote the store again: it finishes it"
             raise IntegrityError(what, where=where, remedy=remedy)
-        files = self.manifest.shard_files(shard)
-        self._known.add(record, files)
         for name in () if record.tails else self._arrays:
             # Of a version before tails: nothing else tells one file from another.
-            with self._explained(shard, name):
-                expected = record.files[files[name]]
-                with os.fdopen(self.location.open_file(files[name], expected), "rb") as whole:
-                    if not expected.matches(whole.read()):
-                        raise DamagedShard("the file is another one than the ledger names")
+            file = self.manifest.shard_file(self.split, name, index)
+            expected = record.files[file]
+            with (
+                self._explained(shard, name, expected),
+                os.fdopen(self.location.open_file(file, expected), "rb") as whole,
+            ):
+                if not expected.matches(whole.read()):
+                    raise DamagedShard("the file is another one than the ledger names")
+        return record
 
     def _read(self, shard: ShardRange, name: str, index: int) -> np.ndarray:
         """A chunk; where a disk has spoilt the copy of a remote file, from a new copy."""
-        with self._explained(shard, name):
+        _, record, _ = self._file(shard.index, name)
+        with self._explained(shard, name, record):
             try:
                 return self._arrays[name].read_chunk(index)
             except DamagedShard:
-                if not self.location.discard_altered_copy(self._known.record(shard.index, name)):
+                if not self.location.discard_altered_copy(record):
                     raise
                 return self._arrays[name].read_chunk(index)
 
     @contextmanager
-    def _explained(self, shard: ShardRange, name: str) -> Iterator[None]:
+    def _explained(self, shard: ShardRange, name: str, record: FileRecord) -> Iterator[None]:
         """What is wrong with a shard's file, told by its size first."""
         try:
             yield
         except (DamagedShard, OSError, ValueError) as error:
             file = self.manifest.shard_file(self.split, name, shard.index)
-            expected = self._known.record(shard.index, name).num_bytes
-            size = self.location.size(file)
+            expected, size = record.num_bytes, self.location.size(file)
             what, got = "a shard file was altered", str(error)
             if size is None:
                 what, got = "a shard file is missing", "no file"
@@ -470,42 +477,3 @@ class SplitReader:
                 expected="" if size == expected else f"{expected} bytes",
                 remedy=rewrite_remedy(self.location.url),
             ) from error
-
-
-class _KnownFiles:
-    """Size, hash and tail of the files of shards met so far: 72 bytes a file, whatever the corpus.
-
-    Threads may add the same shard at once, as they add the same values.
-    """
-
-    def __init__(self, num_shards: int, arrays: Sequence[str]) -> None:
-        self._columns = {name: column for column, name in enumerate(arrays)}
-        shape = (num_shards, len(self._columns))
-        self._num_bytes = np.zeros(shape, np.int64)
-        self._sha256 = np.zeros((*shape, 32), np.uint8)
-        self._tails = np.zeros((*shape, 32), np.uint8)
-        self._is_known = np.zeros(num_shards, np.bool_)
-
-    def __contains__(self, shard: int) -> bool:
-        return bool(self._is_known[shard])
-
-    def add(self, record: ShardRecord, names: Mapping[str, str]) -> None:
-        """Remember a shard's files; ``names`` gives them by array."""
-        shard = record.shard.index
-        for array, column in self._columns.items():
-            file = record.files[names[array]]
-            self._num_bytes[shard, column] = file.num_bytes
-            self._sha256[shard, column] = [*bytes.fromhex(file.sha256)]
-            if record.tails:
-                self._tails[shard, column] = [*bytes.fromhex(record.tails[names[array]])]
-        self._is_known[shard] = True  # last: other threads look here first
-
-    def record(self, shard: int, array: str) -> FileRecord:
-        """Size and hash of a known shard's file."""
-        place = shard, self._columns[array]
-        return FileRecord(int(self._num_bytes[place]), self._sha256[place].tobytes().hex())
-
-    def tail_sha256(self, shard: int, array: str) -> str | None:
-        """Hash of the tail of a known shard's file; None if the ledger has none."""
-        tail = self._tails[shard, self._columns[array]]
-        return tail.tobytes().hex() if tail.any() else None

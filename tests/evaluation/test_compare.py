@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from evaluation.cli import app
-from evaluation.compare import RecordedScore, compare_scores, read_run
+from evaluation.compare import compare_scores, read_run
 from evaluation.score import PerSample, Score
 from shards.errors import GdistillError, UsageError
 
@@ -28,9 +28,9 @@ def run(*arguments: object) -> str:
     return done.output
 
 
-def recorded(values: Sequence[float], indices: Sequence[int] | None = None) -> RecordedScore:
+def recorded(values: Sequence[float], indices: Sequence[int] | None = None) -> Score:
     kept = PerSample.of_mean(indices or range(len(values)), values)
-    return RecordedScore("x", kept.value(), None, {}, kept)
+    return Score("x", kept.value(), len(values), per_sample=kept)
 
 
 def perplexity(nats: Sequence[float], **settings: Any) -> Score:

@@ -12,23 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from evaluation.maze import (
-    Maze,
+from benchmarks.dense_noise import DenseNoise
+from benchmarks.maze_task import (
     MazeTask,
-    maze_success,
-    moves_of_words,
     optimal_success,
     pool,
     row_probabilities,
     rows_of_paths,
     step_probabilities,
     teacher_agreement,
-    teacher_decode,
-    total_variation,
 )
+from evaluation.maze import Maze, maze_success, moves_of_words, teacher_decode, total_variation
 from evaluation.score import wilson_interval
 from shards.errors import GdistillError, UsageError
-from shards.testing import DenseNoise
 
 MAZE = Maze(
     rows=("...", "S#T"),

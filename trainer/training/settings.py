@@ -7,7 +7,7 @@ A run is composed from a recipe (``presets/NAME.toml`` or a file), command-line 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,27 +17,31 @@ from trainer.students.configuration import StudentSettings, read_preset
 
 RECIPES = Path(__file__).resolve().parents[1] / "presets"
 AMOUNTS = {"num_steps", "num_epochs"}
-COUNT, POSITIVE, SHARE = "[1, inf)", "(0, inf)", "[0, 1)"
 
 
 @dataclass(frozen=True)
 class OptimizationConfig:
-    """AdamW, its learning rate over time, clipping and the moving average of the weights."""
+    """AdamW, its learning rate over time, clipping and the moving average of the weights.
 
-    learning_rate: float = setting(3e-4, "Peak learning rate.", within=POSITIVE)
-    beta1: float = setting(0.9, "First-moment decay.", within=SHARE)
-    beta2: float = setting(0.999, "Second-moment decay.", within=SHARE)
-    weight_decay: float = setting(0.0, "Decoupled weight decay.", within="[0, inf)")
-    schedule: Literal["constant", "cosine"] = setting(
-        "constant", "After the warm-up: constant, or half a cosine down to 0 at the last step."
-    )
-    warmup_steps: int = setting(2500, "Steps of linear warm-up.", within="[0, inf)")
-    max_grad_norm: float = setting(
-        1.0, "Global gradient norm above which gradients are scaled down.", within=POSITIVE
-    )
-    ema_decay: float = setting(
-        0.9999, "d in min(d, (1 + n) / (10 + n)), the average's decay at update n.", within=SHARE
-    )
+    Attributes:
+        learning_rate: Peak learning rate.
+        beta1: First-moment decay.
+        beta2: Second-moment decay.
+        weight_decay: Decoupled weight decay.
+        schedule: After the warm-up: constant, or half a cosine down to 0 at the last step.
+        warmup_steps: Steps of linear warm-up.
+        max_grad_norm: Global gradient norm above which gradients are scaled down.
+        ema_decay: d in min(d, (1 + n) / (10 + n)), the average's decay at update n.
+    """
+
+    learning_rate: float = setting(3e-4, within="(0, inf)")
+    beta1: float = setting(0.9, within="[0, 1)")
+    beta2: float = setting(0.999, within="[0, 1)")
+    weight_decay: float = setting(0.0, within="[0, inf)")
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_steps: int = setting(2500, within="[0, inf)")
+    max_grad_norm: float = setting(1.0, within="(0, inf)")
+    ema_decay: float = setting(0.9999, within="[0, 1)")
 
     def __post_init__(self) -> None:
         check_bounds(self, "optimization")
@@ -45,55 +49,46 @@ class OptimizationConfig:
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How much work, in which pieces, on what, and what is written along the way."""
+    """How much work, in which pieces, on what, and what is written along the way.
 
-    num_steps: int | None = setting(None, "Optimiser steps; this or num_epochs.", within=COUNT)
-    num_epochs: int | None = setting(
-        None,
-        "Passes: the run ends with the step that has met so many times the rows.",
-        within=COUNT,
-    )
-    global_batch_size: int = setting(512, "Rows per step over all processes.", within=COUNT)
-    micro_batch_size: int | None = setting(
-        None, "Rows per forward pass; gradients accumulate. none: a process's share.", within=COUNT
-    )
-    precision: Literal["bf16", "fp32"] = setting(
-        "bf16", "bf16 is autocast over float32 weights; fp32 is float32 throughout."
-    )
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto is CUDA where there is one.")
-    sharding: Literal["ddp", "fsdp"] = setting(
-        "ddp", "ddp keeps weights, optimiser and average on every process; fsdp shards them."
-    )
-    num_workers: int = setting(
-        2, "Threads that read shards ahead; 0 reads in the training thread.", within="[0, inf)"
-    )
-    num_noise_draws: int | None = setting(
-        None,
-        "Draws of its noise that a row meets, pass by pass, in a circle; none: ever new.",
-        within=COUNT,
-    )
-    noise_kernel: Literal["auto", "eager", "compiled"] = setting(
-        "auto", "Keyed noise by torch.compile or not, the same bits; auto compiles it on CUDA."
-    )
-    log_every_steps: int = setting(
-        50, "Steps between lines of metrics.jsonl; step 1 always gets one.", within=COUNT
-    )
-    validate_every_steps: int = setting(
-        10_000, "Steps between validations; the last step always gets one.", within=COUNT
-    )
-    num_validation_rows: int | None = setting(
-        None, "Rows of the validation split to use, from its beginning; none is all.", within=COUNT
-    )
-    checkpoint_every_steps: int = setting(
-        5_000, "Steps between checkpoints; the last step always gets one.", within=COUNT
-    )
-    keep_last: int = setting(2, "Newest checkpoints to keep.", within=COUNT)
-    keep_every_steps: int | None = setting(
-        None, "Also keep checkpoints at multiples of this; none keeps no more.", within=COUNT
-    )
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = setting(
-        ("tensorboard",), "Beside metrics.jsonl: tensorboard, and wandb where it is installed."
-    )
+    Attributes:
+        num_steps: Optimiser steps; this or num_epochs.
+        num_epochs: Passes: the run ends with the step that has met so many times the rows.
+        global_batch_size: Rows per step over all processes.
+        micro_batch_size: Rows per forward pass; gradients accumulate. none: a process's share.
+        precision: bf16 is autocast over float32 weights; fp32 is float32 throughout.
+        device: auto is CUDA where there is one.
+        sharding: ddp keeps weights, optimiser and average on every process; fsdp shards them.
+        num_workers: Threads that read shards ahead; 0 reads in the training thread.
+        num_noise_draws: Draws of its noise that a row meets, pass by pass, in a circle; none: ever
+            new.
+        noise_kernel: Keyed noise by torch.compile or not, the same bits; auto compiles it on CUDA.
+        log_every_steps: Steps between lines of metrics.jsonl; step 1 always gets one.
+        validate_every_steps: Steps between validations; the last step always gets one.
+        num_validation_rows: Rows of the validation split to use, from its beginning; none is all.
+        checkpoint_every_steps: Steps between checkpoints; the last step always gets one.
+        keep_last: Newest checkpoints to keep.
+        keep_every_steps: Also keep checkpoints at multiples of this; none keeps no more.
+        trackers: Beside metrics.jsonl: tensorboard, and wandb where it is installed.
+    """
+
+    num_steps: int | None = setting(None, within="[1, inf)")
+    num_epochs: int | None = setting(None, within="[1, inf)")
+    global_batch_size: int = setting(512, within="[1, inf)")
+    micro_batch_size: int | None = setting(None, within="[1, inf)")
+    precision: Literal["bf16", "fp32"] = "bf16"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    sharding: Literal["ddp", "fsdp"] = "ddp"
+    num_workers: int = setting(2, within="[0, inf)")
+    num_noise_draws: int | None = setting(None, within="[1, inf)")
+    noise_kernel: Literal["auto", "eager", "compiled"] = "auto"
+    log_every_steps: int = setting(50, within="[1, inf)")
+    validate_every_steps: int = setting(10_000, within="[1, inf)")
+    num_validation_rows: int | None = setting(None, within="[1, inf)")
+    checkpoint_every_steps: int = setting(5_000, within="[1, inf)")
+    keep_last: int = setting(2, within="[1, inf)")
+    keep_every_steps: int | None = setting(None, within="[1, inf)")
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
 
     def __post_init__(self) -> None:
         check_bounds(self, "training")
@@ -110,13 +105,19 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One training run."""
+    """One training run.
 
-    training: TrainingConfig = setting(meaning="Amount and pieces of work.")
-    student: str = setting("mdlm", "Name in the student registry.")
-    seed: int = setting(0, "Decides initial weights, order, times, masks, noise draws and dropout.")
-    model: StudentSettings = setting(factory=StudentSettings)
-    optimization: OptimizationConfig = setting(factory=OptimizationConfig)
+    Attributes:
+        training: Amount and pieces of work.
+        student: Name in the student registry.
+        seed: Decides initial weights, order, times, masks, noise draws and dropout.
+    """
+
+    training: TrainingConfig
+    student: str = "mdlm"
+    seed: int = 0
+    model: StudentSettings = field(default_factory=StudentSettings)
+    optimization: OptimizationConfig = field(default_factory=OptimizationConfig)
 
 
 def read_recipe(name: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from scipy.stats import kstest
 from torch import Tensor
 
+from benchmarks.dense_noise import given_posterior
 from shards.noise.gumbel import (
     arrivals_from_gumbel,
     exponential_from_bits,
@@ -21,7 +22,6 @@ from shards.noise.gumbel import (
 )
 from shards.noise.kinds import DenseProbabilities, KeyedPosterior, KeyedPrior, dense_arrivals
 from shards.noise.philox import PositionKeys
-from shards.testing import given_posterior
 
 
 @pytest.fixture(scope="module")

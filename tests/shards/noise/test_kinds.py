@@ -13,6 +13,7 @@ import torch
 from scipy.stats import kstest
 from torch import Tensor
 
+from benchmarks.dense_noise import DenseNoise
 from shards.codec.full import StoredNoise
 from shards.codec.seeded import ShiftedNoise
 from shards.errors import GdistillError, UsageError
@@ -39,7 +40,6 @@ from shards.noise.philox import (
     noise_kernel,
     use_noise_kernel,
 )
-from shards.testing import DenseNoise
 
 
 def make_keys(num: int, seed: int = 11, draw: int = 0) -> PositionKeys:

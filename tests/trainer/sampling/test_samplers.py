@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from benchmarks.dense_noise import DenseNoise
 from shards.errors import UsageError
 from shards.noise.philox import race
-from shards.testing import DenseNoise
 from tests.trainer.sampling_cases import BOS, LENGTH, draw, noise_for, open_rows, tiny_student
 from trainer.objective.batch import Places
 from trainer.objective.corruption import SCHEDULES

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.dense_noise import DenseNoise
 from shards.errors import UsageError
 from shards.noise import embedding
 from shards.noise.embedding import Transform
 from shards.noise.kinds import KeyedPrior, dense_arrivals
 from shards.noise.order_statistics import SparseNoise
 from shards.noise.philox import PositionKeys
-from shards.testing import DenseNoise
 from tests.trainer.sampling_cases import LENGTH, tiny_student
 from tests.trainer.students.student_cases import make_student
 from trainer.students.conditioning import EmbeddedNoise, GumbelConditioner

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.conditioner import keyed_noise
+from benchmarks.dense_noise import DenseNoise
 from benchmarks.goldens import ArrivalRows
 from shards.noise import embedding
-from shards.testing import DenseNoise
 from tests.trainer.sampling_cases import tiny_student
 from tests.trainer.students.student_cases import BLOCK, LENGTH, VOCAB, make_batch, make_student
 from trainer.loading import generate
