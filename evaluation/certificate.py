@@ -106,12 +106,9 @@ def certify_file(drawn: DrawnFile, teacher: Verifier) -> Certificate:
     """
     ours = teacher.weights_sha256
     if drawn.verifier_sha256 not in (None, ours):
-        raise UsageError(
-            "these samples were verified by another model",
-            where="--teacher",
-            got=f"weights {ours[:12]}",
-            expected=f"weights {str(drawn.verifier_sha256)[:12]}",
-        )
+        what = "these samples were verified by another model"
+        expected = f"weights {str(drawn.verifier_sha256)[:12]}"
+        raise UsageError(what, where="--teacher", got=f"weights {ours[:12]}", expected=expected)
     require_whole_noise(drawn.noise(drawn.rows[0]).select(slice(0, 1)))
     teacher.require_context(max(len(row.tokens) for row in drawn.rows))
     dtype = next(teacher.model.parameters()).dtype
@@ -268,13 +265,9 @@ def read_drawn(file: Path) -> DrawnFile:
     def checked(name: str, value: Any, is_fine: bool, expected: str) -> Any:
         """A value of the settings, or what is wrong with it."""
         if not is_fine:
-            raise GdistillError(
-                "damaged settings",
-                where=f"{file.with_name('settings.json')}, {name}",
-                got=short(value),
-                expected=expected,
-                remedy="restore the file that gdistill-sample wrote",
-            )
+            what, remedy = "damaged settings", "restore the file that gdistill-sample wrote"
+            where, got = f"{file.with_name('settings.json')}, {name}", short(value)
+            raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
         return value
 
     def one_of(name: str, value: Any, known: Sequence[str]) -> Any:
@@ -393,13 +386,10 @@ def _row(values: Mapping[str, Any], where: str, vocab_size: int) -> DrawnRow:
         and bool(tokens)
     )
     if not fine:
-        raise GdistillError(
-            "not a line of gdistill-sample",
-            where=where,
-            got=short({**values, "text": None}),
-            expected=f"index, tokens below {vocab_size}, and which of them were filled",
-            remedy="sample again, or give the file that the sampler wrote",
-        )
+        what, got = "not a line of gdistill-sample", short({**values, "text": None})
+        expected = f"index, tokens below {vocab_size}, and which of them were filled"
+        remedy = "sample again, or give the file that the sampler wrote"
+        raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
     return DrawnRow(index, tokens, sorted({*filled} - {0}), attempt)  # type: ignore[misc,arg-type]
 
 
@@ -478,10 +468,8 @@ def certify(
     require_writable(folder)
     write_json_atomic(folder / "certificate.json", found)
     for file, first in broken:
-        raise GdistillError(
-            "a verified sample is not the teacher's",
-            where=f"{file}: sample {first.index}, position {first.position}",
-            got=f"token {first.token}",
-            expected=f"token {first.winner}, better by {-first.margin:.3g} nats",
-            remedy="the file was altered, or the teacher is another one",
-        )
+        what, got = "a verified sample is not the teacher's", f"token {first.token}"
+        where = f"{file}: sample {first.index}, position {first.position}"
+        expected = f"token {first.winner}, better by {-first.margin:.3g} nats"
+        remedy = "the file was altered, or the teacher is another one"
+        raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)

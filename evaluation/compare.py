@@ -69,13 +69,9 @@ def read_run(text: str) -> list[RecordedRun]:
     name, path = named_folder(text)
     file = path / "results.json" if path.is_dir() else path
     if not file.is_file():
-        raise UsageError(
-            "no scores there",
-            where=path,
-            got="no results.json",
-            expected="a folder that gdistill-eval has scored",
-            remedy=f"run gdistill-eval {path} first",
-        )
+        what, remedy = "no scores there", f"run gdistill-eval {path} first"
+        expected = "a folder that gdistill-eval has scored"
+        raise UsageError(what, where=path, got="no results.json", expected=expected, remedy=remedy)
     try:
         found = read_object(file)
         runs = []
@@ -86,13 +82,9 @@ def read_run(text: str) -> list[RecordedRun]:
             full = name if len(found) == 1 else f"{name}/{own}"
             runs.append(RecordedRun(full, name, nfe, drawn, version, scores, file))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise GdistillError(
-            "the scores cannot be read",
-            where=file,
-            got=f"{type(error).__name__}: {error}",
-            expected="results.json of gdistill-eval",
-            remedy="evaluate the samples again with this version",
-        ) from error
+        what, remedy = "the scores cannot be read", "evaluate the samples again with this version"
+        got, expected = f"{type(error).__name__}: {error}", "results.json of gdistill-eval"
+        raise GdistillError(what, where=file, got=got, expected=expected, remedy=remedy) from error
     if not runs:
         raise UsageError("no scores there", where=file, got="an empty record")
     return sorted(runs, key=lambda run: math.inf if run.nfe is None else run.nfe)
@@ -120,13 +112,10 @@ def require_one_kind(name: str, runs: Sequence[RecordedRun]) -> None:
         ours = run.scores[name].settings
         for field in MUST_MATCH.get(name, tuple(dict.fromkeys([*first, *ours]))):
             if ours.get(field) != first.get(field):
-                raise UsageError(
-                    f"{name} was measured differently",
-                    where=f"{run.name}: {field}",
-                    got=ours.get(field),
-                    expected=f"{first.get(field)} as in {runs[0].name}",
-                    remedy="evaluate both alike, or leave the score out with --scores",
-                )
+                what, got = f"{name} was measured differently", ours.get(field)
+                where, expected = f"{run.name}: {field}", f"{first.get(field)} as in {runs[0].name}"
+                remedy = "evaluate both alike, or leave the score out with --scores"
+                raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy)
 
 
 @dataclass(frozen=True)

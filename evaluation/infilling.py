@@ -42,12 +42,9 @@ def make_infill_rows(data: DataRows, num: int, num_masked: int, seed: int) -> li
     """
     length = data.rows.shape[1]
     if num > len(data.rows) or not 1 <= num_masked < length:
-        raise UsageError(
-            "the data do not hold such rows",
-            where="--num, --masked",
-            got=f"{num} rows, {num_masked} masked",
-            expected=f"at most {len(data.rows)} rows, 1..{length - 1} masked",
-        )
+        what, got = "the data do not hold such rows", f"{num} rows, {num_masked} masked"
+        expected = f"at most {len(data.rows)} rows, 1..{length - 1} masked"
+        raise UsageError(what, where="--num, --masked", got=got, expected=expected)
     generator = np.random.default_rng(seed)
     masks = [1 + generator.permutation(length - 1)[:num_masked] for _ in range(num)]
     return [
@@ -74,13 +71,10 @@ def read_infill_rows(file: Path) -> list[InfillRow]:
             and all(type(place) is int and 0 < place < len(tokens) for place in masked)
         )
         if not fine:
-            raise GdistillError(
-                "an infill row without its truth",
-                where=f"{file}:{line}",
-                got=short(values),
-                expected='{"tokens": [int, ...], "masked": [int, ...]}, the truth under the mask',
-                remedy="write rows with gdistill-eval rows",
-            )
+            what, remedy = "an infill row without its truth", "write rows with gdistill-eval rows"
+            where, got = f"{file}:{line}", short(values)
+            expected = '{"tokens": [int, ...], "masked": [int, ...]}, the truth under the mask'
+            raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
         rows.append(InfillRow(tuple(tokens), tuple(sorted(set(masked)))))  # type: ignore[arg-type]
     return rows
 
@@ -180,13 +174,9 @@ def filled_spans(
     """
     first = next((n for n in (1, 0) if tokenizer.decode(tokens[n:]) == text), None)
     if first is None:
-        raise GdistillError(
-            "the tokenizer does not give the samples' text",
-            where="--tokenizer",
-            got=tokenizer.decode(tokens[1:])[:40],
-            expected=text[:40],
-            remedy="name the student's model folder",
-        )
+        what = "the tokenizer does not give the samples' text"
+        got, remedy = tokenizer.decode(tokens[1:])[:40], "name the student's model folder"
+        raise GdistillError(what, where="--tokenizer", got=got, expected=text[:40], remedy=remedy)
 
     def end(place: int) -> int:
         return len(tokenizer.decode(tokens[first : place + 1]))

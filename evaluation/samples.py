@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
-import pyarrow.parquet as pq
 from jaxtyping import Int
 
 from evaluation.score import range_text
@@ -60,13 +59,9 @@ def read_records(file: Path, kind: str) -> list[Record]:
                 if line.strip()
             ]
     except OSError as error:
-        raise UsageError(
-            f"cannot read the {kind} file",
-            where=file,
-            got=error.strerror,
-            expected="a .jsonl file",
-            remedy="check the path",
-        ) from error
+        what, remedy = f"cannot read the {kind} file", "check the path"
+        got, expected = error.strerror, "a .jsonl file"
+        raise UsageError(what, where=file, got=got, expected=expected, remedy=remedy) from error
     if not records:
         raise UsageError(f"no {kind} in the file", where=file, got="an empty file")
     return records
@@ -222,14 +217,17 @@ def read_data_rows(place: Path, split: str = "validation", max_rows: int | None 
             fingerprint = str(facts.tokens.get("fingerprint", ""))
             return _data_rows(folder, split, rows, fingerprint, facts.vocab_size, facts.bos_id)
         if (folder / TOKENS_FILE).is_file():
-            return _of_tokens(folder, split, max_rows)
-    raise UsageError(
-        "no data there",
-        where=place,
-        got=f"neither {MANIFEST_FILE} nor {TOKENS_FILE}",
-        expected="a store or a folder tokens/ of gdistill-extract",
-        remedy="check the path",
-    )
+            from pipeline.tokens.dataset import TokenDataset  # waits for transformers
+
+            dataset = TokenDataset.open(folder)
+            counts = {name: dataset.num_rows(name) for name in dataset.splits}
+            num_rows = _num_rows(folder, split, counts, max_rows)
+            rows = dataset.read_rows(split, 0, num_rows)
+            facts = dataset.fingerprint, dataset.vocab_size, dataset.bos_id
+            return _data_rows(folder.parent, split, rows, *facts)
+    got, remedy = f"neither {MANIFEST_FILE} nor {TOKENS_FILE}", "check the path"
+    expected = "a store or a folder tokens/ of gdistill-extract"
+    raise UsageError("no data there", where=place, got=got, expected=expected, remedy=remedy)
 
 
 def _data_rows(place: Path, split: str, rows: np.ndarray, *facts: Any) -> DataRows:
@@ -238,44 +236,13 @@ def _data_rows(place: Path, split: str, rows: np.ndarray, *facts: Any) -> DataRo
     return DataRows(rows.astype(np.int64), name, *facts)
 
 
-def _of_tokens(place: Path, split: str, max_rows: int | None) -> DataRows:
-    file = place / TOKENS_FILE
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-        counts = {
-            name: sum(int(part["num_rows"]) for part in value["parts"])
-            for name, value in record["splits"].items()
-        }
-        missing, blocks = _num_rows(place, split, counts, max_rows), []
-        for part in record["splits"][split]["parts"]:
-            if missing:
-                table = pq.read_table(
-                    place / split / Path(part["name"]).name, columns=["input_ids"]
-                )
-                ids = np.asarray(table["input_ids"].combine_chunks().flatten())
-                blocks.append(ids.reshape(-1, record["row_length"])[:missing])
-                missing -= len(blocks[-1])
-        if missing:
-            raise ValueError(f"{missing} rows fewer than tokens.json says")
-        facts = (record[name] for name in ("fingerprint", "vocab_size", "bos_id"))
-        return _data_rows(place.parent, split, np.concatenate(blocks), *facts)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        remedy = "run stage 1 again"
-        raise GdistillError(
-            "damaged token dataset", where=file, got=error, remedy=remedy
-        ) from error
-
-
 def _num_rows(place: Path, split: str, counts: dict[str, int], max_rows: int | None) -> int:
     if split not in counts:
         raise UsageError("no such split", where=place, got=split, expected=" or ".join(counts))
     if counts[split] == 0:
-        raise UsageError(
-            "the split is empty: there is nothing to measure",
-            where=f"{place}, {split}",
-            got="0 rows",
-            remedy="extract with --set corpus.validation_fraction=0.05, or name another split",
-        )
+        what = "the split is empty: there is nothing to measure"
+        remedy = "extract with --set corpus.validation_fraction=0.05, or name another split"
+        raise UsageError(what, where=f"{place}, {split}", got="0 rows", remedy=remedy)
     return counts[split] if max_rows is None else min(counts[split], max_rows)
 
 
@@ -290,13 +257,10 @@ def read_references(file: Path) -> list[str]:
     for line, values in records:
         text = values.get("text")
         if not isinstance(text, str):
-            raise GdistillError(
-                "a reference has no text",
-                where=f"{file}:{line}",
-                got="null or no such field" if text is None else short(text),
-                expected='{"text": "..."}',
-                remedy="leave the line out, or give it a text",
-            )
+            what, remedy = "a reference has no text", "leave the line out, or give it a text"
+            where, expected = f"{file}:{line}", '{"text": "..."}'
+            got = "null or no such field" if text is None else short(text)
+            raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
     return [values["text"] for _, values in records]
 
 
@@ -504,13 +468,9 @@ def _checked(record: Record, file: Path) -> Record:
     for name, (is_fine, expected) in FIELDS.items():
         fields[name] = values.get(name)
         if fields[name] is not None and not is_fine(fields[name]):
-            raise GdistillError(
-                f"a sample's {name} is of the wrong kind",
-                where=where,
-                got=short(fields[name]),
-                expected=expected,
-                remedy="write it as gdistill-sample does, or leave it out",
-            )
+            what, got = f"a sample's {name} is of the wrong kind", short(fields[name])
+            remedy = "write it as gdistill-sample does, or leave it out"
+            raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
     fields["index"] = record.line - 1 if fields["index"] is None else fields["index"]
     fields["settings"] = fields["settings"] or {}
     return Record(record.line, fields)
@@ -562,13 +522,11 @@ def _read_settings(file: Path) -> dict[str, Any]:
     try:
         return read_object(file)
     except (OSError, ValueError) as error:
-        raise GdistillError(
-            "the settings beside the samples cannot be read",
-            where=f"{file}:{getattr(error, 'lineno', 1)}",
-            got=getattr(error, "strerror", None) or error,
-            expected="a JSON object",
-            remedy="restore the file, or remove it to score without it",
-        ) from error
+        what, expected = "the settings beside the samples cannot be read", "a JSON object"
+        where = f"{file}:{getattr(error, 'lineno', 1)}"
+        got = getattr(error, "strerror", None) or error
+        remedy = "restore the file, or remove it to score without it"
+        raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy) from error
 
 
 SAMPLER_FIELDS = (

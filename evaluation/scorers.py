@@ -189,11 +189,7 @@ def _student_tokenizer(folder: Path | None, samples: SampleSet) -> Any:
             place = None
     found = load_tokenizer(place) if place is not None and place.is_dir() else None
     if found is None:
-        raise UsageError(
-            "no tokenizer to find the filled characters with",
-            where=f"--tokenizer, {samples.source}",
-            got=place or name,
-            expected="the student's model folder",
-            remedy="name it with --tokenizer",
-        )
+        what, remedy = "no tokenizer to find the filled characters with", "name it with --tokenizer"
+        where, expected = f"--tokenizer, {samples.source}", "the student's model folder"
+        raise UsageError(what, where=where, got=place or name, expected=expected, remedy=remedy)
     return found

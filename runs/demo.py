@@ -172,7 +172,7 @@ def walked(maze: Any, words: Sequence[str]) -> tuple[list[Any], int | None]:
         down, right = STEPS[word]
         cell = (cells[-1][0] + down, cells[-1][1] + right)
         inside = 0 <= cell[0] < len(maze.rows) and 0 <= cell[1] < len(maze.rows[0])
-        wrong = cell in cells or maze.walk([*words[: place + 1]]) is None
+        wrong = cell in cells or not inside or maze.rows[cell[0]][cell[1]] == "#"
         ahead = 1.0 if inside and not wrong else 0.5
         steps.append((cells[-1], (cells[-1][0] + ahead * down, cells[-1][1] + ahead * right)))
         if wrong:

@@ -19,7 +19,7 @@ PACKAGES = {
     "shards": {"shards"},
     "pipeline": {"pipeline", "shards"},
     "trainer": {"trainer", "shards"},
-    "evaluation": {"evaluation", "trainer", "shards"},
+    "evaluation": {"evaluation", "trainer", "pipeline", "shards"},
 }
 LAYERS = {
     "shards": (
@@ -30,7 +30,7 @@ LAYERS = {
         "stream",
     ),
 }
-MAX_CODE_LINES = 20_450
+MAX_CODE_LINES = 20_025
 """What there is today. The goal is 20,000: lower this with every cut, never raise it."""
 MAX_FILE_LINES = 700
 FILES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))

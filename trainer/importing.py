@@ -323,12 +323,9 @@ def _stated(config: Mapping[str, Any], path: str, what: str, example: str) -> in
     value = setting(config, path, 0)
     if value >= 1:
         return value
-    raise UsageError(
-        f"the checkpoint does not say its {what}",
-        where=f"config: {path}",
-        got=value or "nothing",
-        remedy=f"pass --{what.replace(' ', '-')} ({example} students)",
-    )
+    where, remedy = f"config: {path}", f"pass --{what.replace(' ', '-')} ({example} students)"
+    got = value or "nothing"
+    raise UsageError(f"the checkpoint does not say its {what}", where=where, got=got, remedy=remedy)
 
 
 def _require_memory(parameters: Mapping[str, Tensor]) -> None:

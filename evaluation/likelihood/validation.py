@@ -127,12 +127,9 @@ def validation_perplexity(
                 nats[part.start : part.stop] += found.double().cpu().numpy() / num_draws
                 bar.advance(batch.tokens.numel())
     if not np.isfinite(nats).all():
-        raise GdistillError(
-            "the student gives a likelihood that is no number",
-            where=data.name,
-            got=f"{int((~np.isfinite(nats)).sum())} of {len(nats)} rows",
-            remedy="check the student's weights",
-        )
+        what = "the student gives a likelihood that is no number"
+        got = f"{int((~np.isfinite(nats)).sum())} of {len(nats)} rows"
+        raise GdistillError(what, where=data.name, got=got, remedy="check the student's weights")
     num_tokens = float(data.rows.shape[1] - 1)
     places, counts = tuple(range(len(nats))), (num_tokens,) * len(nats)
     prefix = "conditional_" if noise == "posterior" else ""

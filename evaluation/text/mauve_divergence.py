@@ -214,13 +214,11 @@ def _read(file: Path, num_texts: int) -> dict[str, np.ndarray] | None:
 def _compute(judge: JudgeModel, texts: Sequence[str], max_tokens: int) -> dict[str, np.ndarray]:
     body = judge.model.base_model
     if body is judge.model:
-        raise UsageError(
-            "no features can be had of this model",
-            where="mauve",
-            got=f"{type(judge.model).__name__} in {judge.name}",
-            expected="a model of transformers, with layers below its head",
-            remedy="judge with such a model, or leave out --reference",
-        )
+        what = "no features can be had of this model"
+        got = f"{type(judge.model).__name__} in {judge.name}"
+        expected = "a model of transformers, with layers below its head"
+        remedy = "judge with such a model, or leave out --reference"
+        raise UsageError(what, where="mauve", got=got, expected=expected, remedy=remedy)
     rows = [judge.tokenizer.encode(text, truncation=True, max_length=max_tokens) for text in texts]
     rows = [ids or [judge.document_start_id] for ids in rows]
     lengths = np.array([len(ids) for ids in rows])

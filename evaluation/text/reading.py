@@ -98,23 +98,17 @@ def load_judge(name: str, device: str = "cpu") -> JudgeModel:
             files.folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # transformers lets errors of many libraries through
-        raise UsageError(
-            "cannot load the judge's tokenizer",
-            where=files.folder,
-            got=first_line(error),
-            expected="the files that save_pretrained writes",
-            remedy="copy the tokenizer's files into the folder",
-        ) from error
+        what, got = "cannot load the judge's tokenizer", first_line(error)
+        where, remedy = files.folder, "copy the tokenizer's files into the folder"
+        expected = "the files that save_pretrained writes"
+        raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy) from error
     eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
     borders = tuple(sorted({token for token in (bos, eos) if token is not None}))
     if not borders:
-        raise GdistillError(
-            "the judge's tokenizer has no token between texts",
-            where=name,
-            got="neither bos nor eos",
-            expected="a token to stand in front of a text",
-            remedy="give a judge whose tokenizer_config.json names one",
-        )
+        what, got = "the judge's tokenizer has no token between texts", "neither bos nor eos"
+        expected = "a token to stand in front of a text"
+        remedy = "give a judge whose tokenizer_config.json names one"
+        raise GdistillError(what, where=name, got=got, expected=expected, remedy=remedy)
     model = load_causal_model(files, "float32", place).network
     weight_bytes = sum(value.numel() * value.element_size() for value in model.parameters())
     return JudgeModel(
@@ -311,12 +305,9 @@ class JudgeMemory:
         try:
             append_line(self._file, json.dumps(record, separators=(",", ":")))
         except OSError as error:
-            raise GdistillError(
-                "cannot keep what the judge has read",
-                where=self._file,
-                got=error.strerror,
-                remedy="set XDG_CACHE_HOME to a folder of your own",
-            ) from error
+            what, got = "cannot keep what the judge has read", error.strerror
+            remedy = "set XDG_CACHE_HOME to a folder of your own"
+            raise GdistillError(what, where=self._file, got=got, remedy=remedy) from error
 
 
 def _key(text: str) -> str:
@@ -401,13 +392,11 @@ def _window_nll(model: Any, window: Int[Tensor, "b t"], most: int) -> Float[Tens
     if window.shape[1] <= most:
         return _nll(model(input_ids=window, use_cache=False).logits[:, :-1], window[:, 1:])
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise GdistillError(
-            "a text is too long for a judge that gives all logits or none",
-            where=type(model).__name__,
-            got=f"{window.shape[1]} tokens",
-            expected=f"at most {most}, whose logits can be held at once",
-            remedy=f"cut texts with --max-tokens {most}",
-        )
+        what = "a text is too long for a judge that gives all logits or none"
+        where, remedy = type(model).__name__, f"cut texts with --max-tokens {most}"
+        got = f"{window.shape[1]} tokens"
+        expected = f"at most {most}, whose logits can be held at once"
+        raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
     parts = []
     for part in torch.arange(window.shape[1] - 1, device=window.device).split(most):
         logits = model(input_ids=window, use_cache=False, logits_to_keep=part).logits
@@ -436,21 +425,15 @@ def reading_limits(judge: JudgeModel, stride: int | None, max_tokens: int | None
     if stride is None:
         stride = max(1, context // 2)
     if not 1 <= stride <= context:
-        raise UsageError(
-            "the windows would leave tokens out" if stride > context else "no such stride",
-            where="--stride",
-            got=stride,
-            expected=f"1..{context}, the context of {judge.name}",
-            remedy="leave it out for half the context",
-        )
+        what = "the windows would leave tokens out" if stride > context else "no such stride"
+        expected = f"1..{context}, the context of {judge.name}"
+        remedy = "leave it out for half the context"
+        raise UsageError(what, where="--stride", got=stride, expected=expected, remedy=remedy)
     if max_tokens is not None and max_tokens < 2:
-        raise UsageError(
-            "nothing would be scored",
-            where="--max-tokens",
-            got=max_tokens,
-            expected="at least 2: the token in front of a text counts",
-            remedy="leave it out to read texts whole, up to the context",
-        )
+        what, where = "nothing would be scored", "--max-tokens"
+        expected = "at least 2: the token in front of a text counts"
+        remedy = "leave it out to read texts whole, up to the context"
+        raise UsageError(what, where=where, got=max_tokens, expected=expected, remedy=remedy)
     return ReadingLimits(context, stride, context if max_tokens is None else max_tokens)
 
 
@@ -507,13 +490,10 @@ def _read(judge: JudgeModel, rows: list[list[int]], limits: ReadingLimits) -> li
     for row, nats, flags in zip(rows, nll, counted, strict=True):
         own = slice(1, len(row))
         if not nats[own].isfinite().all():
-            raise GdistillError(
-                "the judge gives a likelihood that is no number",
-                where=judge.name,
-                got=f"{int((~nats[own].isfinite()).sum())} of {len(row)} tokens of a text",
-                expected="finite weights and logits",
-                remedy="check the judge's weights",
-            )
+            what = "the judge gives a likelihood that is no number"
+            got = f"{int((~nats[own].isfinite()).sum())} of {len(row)} tokens of a text"
+            expected, remedy = "finite weights and logits", "check the judge's weights"
+            raise GdistillError(what, where=judge.name, got=got, expected=expected, remedy=remedy)
         found.append(
             JudgedText(tuple(row[own]), tuple(nats[own].tolist()), tuple(flags[own].tolist()))
         )
@@ -593,12 +573,9 @@ def generative_perplexity(
     named = zip(indices or range(len(texts)), readings, strict=True)
     scored = [(index, reading) for index, reading in named if any(reading.counted)]
     if not scored:
-        raise GdistillError(
-            "no sample has a token to score",
-            where=where,
-            got=f"{len(texts)} texts without a token besides end-of-text",
-            remedy="look at the samples' text fields",
-        )
+        got = f"{len(texts)} texts without a token besides end-of-text"
+        remedy = "look at the samples' text fields"
+        raise GdistillError("no sample has a token to score", where=where, got=got, remedy=remedy)
     per_sample = PerSample(
         indices=tuple(index for index, _ in scored),
         numerators=tuple(reading.nll_sum_nats for _, reading in scored),

@@ -106,10 +106,6 @@ def detokenizer(name: str) -> Detokenizer:
     """A detokenizer by name; an unknown one is a :class:`UsageError` naming the nearest."""
     if name in DETOKENIZERS:
         return DETOKENIZERS[name]
-    raise UsageError(
-        "unknown detokenizer",
-        where="corpus.detokenizer",
-        got=repr(name),
-        expected=f"one of {sorted(DETOKENIZERS)}",
-        remedy=did_you_mean(name, DETOKENIZERS),
-    )
+    what, remedy = "unknown detokenizer", did_you_mean(name, DETOKENIZERS)
+    where, expected = "corpus.detokenizer", f"one of {sorted(DETOKENIZERS)}"
+    raise UsageError(what, where=where, got=repr(name), expected=expected, remedy=remedy)

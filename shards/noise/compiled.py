@@ -68,10 +68,6 @@ def compiled_kernel(
         apart.append(int((ours - theirs).abs().max()))  # in units of the last place
         if apart[-1] <= most:
             return kernel
-    raise GdistillError(
-        "the compiled noise kernel gives other numbers",
-        where=expected.device,
-        got=f"{min(apart)} units of the last place apart",
-        expected=f"at most {most}",
-        remedy="choose the kernel eager",
-    )
+    what, remedy = "the compiled noise kernel gives other numbers", "choose the kernel eager"
+    where, got = expected.device, f"{min(apart)} units of the last place apart"
+    raise GdistillError(what, where=where, got=got, expected=f"at most {most}", remedy=remedy)

@@ -260,13 +260,10 @@ class Manifest:
         """
         version = parse(data, where).get("format_version")
         if isinstance(version, int) and version > FORMAT_VERSION:
-            raise GdistillError(
-                "the store has a newer format than this program reads",
-                where=where,
-                got=f"format_version {version}",
-                expected=f"at most {FORMAT_VERSION}",
-                remedy="upgrade gdistill",
-            )
+            what = "the store has a newer format than this program reads"
+            got, remedy = f"format_version {version}", "upgrade gdistill"
+            expected = f"at most {FORMAT_VERSION}"
+            raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
         value = unseal(data, where)
         try:
             known = {f.name: value[f.name] for f in fields(cls)}

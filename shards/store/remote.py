@@ -465,12 +465,10 @@ class RemoteLocation:
             absent = isinstance(error, FileNotFoundError) and NO_BUCKET not in str(error)
             if absent and verb == "read":
                 raise FileNotFoundError(name) from error
-            raise GdistillError(
-                f"cannot {verb} the remote store",
-                where=f"{self.url}/{name}".rstrip("/"),
-                got=" ".join(f"{type(error).__name__}: {error}".split()),
-                remedy="check bucket, credentials, endpoint and network, then run the same again",
-            ) from error
+            what, where = f"cannot {verb} the remote store", f"{self.url}/{name}".rstrip("/")
+            got = " ".join(f"{type(error).__name__}: {error}".split())
+            remedy = "check bucket, credentials, endpoint and network, then run the same again"
+            raise GdistillError(what, where=where, got=got, remedy=remedy) from error
 
 
 def _written_at(info: Mapping[str, Any]) -> float | None:

@@ -170,20 +170,16 @@ def side_files(store: ShardStore) -> dict[str, bytes]:
 def require_convertible(source: Codec, target: Codec) -> None:
     """Only a distribution becomes a draw; see :func:`convert` for the errors."""
     if not source.is_fresh:
-        raise UsageError(
-            "this store cannot be converted",
-            where=f"codec {source.name}",
-            got="one frozen draw of the noise",
-            expected="the teacher's distribution, as posterior and hidden keep it",
-            remedy="a draw does not tell the distribution it came from: extract again",
-        )
+        what, got = "this store cannot be converted", "one frozen draw of the noise"
+        where = f"codec {source.name}"
+        expected = "the teacher's distribution, as posterior and hidden keep it"
+        remedy = "a draw does not tell the distribution it came from: extract again"
+        raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy)
     if target.is_fresh:
-        raise UsageError(
-            "not a codec to convert to",
-            where=f"codec {target.name}",
-            expected="a frozen draw: seeded, topk, quantized or full",
-            remedy=f"extract again with --codec {target.name}: it needs the teacher itself",
-        )
+        what = "not a codec to convert to"
+        expected = "a frozen draw: seeded, topk, quantized or full"
+        remedy = f"extract again with --codec {target.name}: it needs the teacher itself"
+        raise UsageError(what, where=f"codec {target.name}", expected=expected, remedy=remedy)
 
 
 def _resources(store: ShardStore, codec: Codec) -> dict[str, Tensor]:

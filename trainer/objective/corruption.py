@@ -197,12 +197,10 @@ def require_reachable(bounds: tuple[float, float], block_size: int) -> None:
     """
     low = _enforced_low(bounds)
     if math.floor(bounds[1] * block_size + 1e-9) < math.ceil(low * block_size - 1e-9):
-        raise UsageError(
-            "no masked fraction of a block lies within the clips",
-            where="min_time, max_time",
-            got=f"{bounds} with blocks of {block_size}",
-            remedy="widen the clips or turn resample off",
-        )
+        what = "no masked fraction of a block lies within the clips"
+        got = f"{bounds} with blocks of {block_size}"
+        remedy = "widen the clips or turn resample off"
+        raise UsageError(what, where="min_time, max_time", got=got, remedy=remedy)
 
 
 def clipped_loss_weight(weight: Float[Tensor, "*s"], min_time: float) -> Float[Tensor, "*s"]:
@@ -362,9 +360,6 @@ def best_clips(block_nlls: Mapping[Clips, Sequence[Float[Tensor, "_ blocks"]]]) 
     finite = {clips: value for clips, value in variances.items() if math.isfinite(value)}
     if finite:
         return min(finite, key=finite.__getitem__)
-    raise GdistillError(
-        "the clipped-schedule search saw no finite variance",
-        where="search_schedule",
-        got=f"{len(variances)} candidates",
-        remedy="validate on more than one block and check the validation loss",
-    )
+    what, got = "the clipped-schedule search saw no finite variance", f"{len(variances)} candidates"
+    remedy = "validate on more than one block and check the validation loss"
+    raise GdistillError(what, where="search_schedule", got=got, remedy=remedy)

@@ -71,53 +71,38 @@ def _refuse_idle_settings(config: RunConfig, kind: type[Student]) -> None:
     for name, chosen in sorted(idle.items()):
         value = getattr(config.model, name, None) if name not in model else model[name]
         if value != defaults.get(name):
-            raise UsageError(
-                "a setting that this student does not read",
-                where=f"model.{name}",
-                got=f"{value} with {chosen}",
-                remedy="leave it out, or choose the student that reads it",
-            )
+            what, got = "a setting that this student does not read", f"{value} with {chosen}"
+            remedy = "leave it out, or choose the student that reads it"
+            raise UsageError(what, where=f"model.{name}", got=got, remedy=remedy)
 
 
 def _require_store(config: RunConfig, store: ShardStore) -> None:
     """Refuse a store that lacks what the student is to learn from."""
     model, codec = config.model, store.codec
     if "counted" in store.manifest.arrays and config.student in ("medusa", "drafter"):
-        raise UsageError(
-            "the student does not learn from conversations",
-            where=f"student {config.student}",
-            got="a store in which only the assistant's tokens have noise",
-            expected="mdlm, bd3lm or ar",
-        )
+        what, where = "the student does not learn from conversations", f"student {config.student}"
+        got = "a store in which only the assistant's tokens have noise"
+        raise UsageError(what, where=where, got=got, expected="mdlm, bd3lm or ar")
     distribution = {"kd.kind=token": model.kd.kind == "token"}
     distribution |= {"noise.prior_share": bool(model.noise.prior_share)}
     for name, is_needed in distribution.items():
         if is_needed and not codec.is_fresh:
-            raise UsageError(
-                "the store keeps one draw of the noise, not the teacher's distribution",
-                where=f"model.{name}",
-                got=f"codec {codec.name}",
-                expected="codec posterior or hidden",
-                remedy="extract with one of them",
-            )
+            what = "the store keeps one draw of the noise, not the teacher's distribution"
+            got, remedy = f"codec {codec.name}", "extract with one of them"
+            expected = "codec posterior or hidden"
+            raise UsageError(what, where=f"model.{name}", got=got, expected=expected, remedy=remedy)
     draws_anew = codec.is_fresh and model.conditioning == "gumbel"
     if config.training.num_noise_draws is not None and not draws_anew:
-        raise UsageError(
-            "there are no draws to count",
-            where="training.num_noise_draws",
-            got=f"codec {codec.name}, model.conditioning={model.conditioning}",
-            expected="a codec that draws anew, and Gumbel noise as conditioning",
-            remedy="leave it out",
-        )
+        what, where = "there are no draws to count", "training.num_noise_draws"
+        got = f"codec {codec.name}, model.conditioning={model.conditioning}"
+        expected = "a codec that draws anew, and Gumbel noise as conditioning"
+        raise UsageError(what, where=where, got=got, expected=expected, remedy="leave it out")
     mode = store.manifest.tokens.get("mode", "parallel")
     if model.kd.kind == "sequence" and mode != "sequential":
-        raise UsageError(
-            "sequence-level distillation trains on rows that the teacher wrote",
-            where="model.kd.kind=sequence",
-            got=f"a store of {mode} extraction",
-            expected="sequential extraction",
-            remedy="gdistill-extract --mode sequential",
-        )
+        what = "sequence-level distillation trains on rows that the teacher wrote"
+        where, remedy = "model.kd.kind=sequence", "gdistill-extract --mode sequential"
+        got, expected = f"a store of {mode} extraction", "sequential extraction"
+        raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy)
     if model.noise.prior_weight and store.resources.get("unigram_log_probs") is None:
         raise UsageError(
             "prior_weight needs the corpus unigram and the store keeps none",

@@ -162,12 +162,10 @@ class Trainer:
         if store.manifest.splits.get(VALIDATION, 0) > 0:
             self.validator = Validator(config, store, self.accelerator, with_noise)
         elif config.model.diffusion.search_schedule:
-            raise UsageError(
-                "the search for clips needs validation rows",
-                where="model.diffusion.search_schedule",
-                got="a store without a validation split",
-                remedy="extract one, or set model.diffusion.min_time and model.diffusion.max_time",
-            )
+            what = "the search for clips needs validation rows"
+            got = "a store without a validation split"
+            remedy = "extract one, or set model.diffusion.min_time and model.diffusion.max_time"
+            raise UsageError(what, where="model.diffusion.search_schedule", got=got, remedy=remedy)
         self.copies = CopiesAhead(device, training.micro_batch_size)
         self._source = self._rows()
         self._coming: tuple[Batch, dict[str, Any]] | None = None
@@ -206,12 +204,10 @@ class Trainer:
         if self.step < self.num_steps:
             if self.stop.signal_number == signal.SIGINT:
                 raise KeyboardInterrupt
-            raise Stopped(
-                "stopped by SIGTERM; a checkpoint is saved",
-                where=self.out,
-                got=f"step {self.step:,} of {self.num_steps:,}",
-                remedy="the same command goes on from there",
-            )
+            what = "stopped by SIGTERM; a checkpoint is saved"
+            got = f"step {self.step:,} of {self.num_steps:,}"
+            remedy = "the same command goes on from there"
+            raise Stopped(what, where=self.out, got=got, remedy=remedy)
         self._export()
         return self.out / MODEL
 
@@ -400,12 +396,10 @@ class Trainer:
         folder = None if step is None else self.checkpoints.path(step)
         seals = gather_object([folder and sha256_file(folder / STATE_FILE)])
         if len(set(seals)) > 1:
-            raise UsageError(
-                "the processes do not see the same checkpoint",
-                where=self.checkpoints.directory,
-                got="none here" if step is None else f"step {step} here",
-                remedy="give an --out on storage that all of them share",
-            )
+            what = "the processes do not see the same checkpoint"
+            got = "none here" if step is None else f"step {step} here"
+            remedy = "give an --out on storage that all of them share"
+            raise UsageError(what, where=self.checkpoints.directory, got=got, remedy=remedy)
         if folder is None:
             return
         from trainer.training.resume import resumed

@@ -231,13 +231,9 @@ def require_same_run(
             first = (
                 "this version has no such setting:" if is_gone else "resume with the old value, or"
             )
-            raise UsageError(
-                "this run was started with another setting",
-                where=name.removeprefix("config."),
-                got=repr(new),
-                expected=f"{old!r} as in the checkpoint",
-                remedy=f"{first} give another --out",
-            )
+            what, where = "this run was started with another setting", name.removeprefix("config.")
+            expected, remedy = f"{old!r} as in the checkpoint", f"{first} give another --out"
+            raise UsageError(what, where=where, got=repr(new), expected=expected, remedy=remedy)
     return {**ours, "init_from": start}
 
 
@@ -256,13 +252,10 @@ def _same_start(saved: Any, ours: Mapping[str, Any] | None) -> Mapping[str, Any]
         key = "weights_sha256" if known else "place"
         same = before[key] == ours[key]
     if not same:
-        raise UsageError(
-            "this run was started from other weights",
-            where="--init-from",
-            got=_start_in_words(ours),
-            expected=f"{_start_in_words(before)}, as in the checkpoint",
-            remedy="resume with the same weights, or give another --out",
-        )
+        what, got = "this run was started from other weights", _start_in_words(ours)
+        expected = f"{_start_in_words(before)}, as in the checkpoint"
+        remedy = "resume with the same weights, or give another --out"
+        raise UsageError(what, where="--init-from", got=got, expected=expected, remedy=remedy)
     return before if ours is None or not ours["weights_sha256"] else ours
 
 

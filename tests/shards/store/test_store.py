@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import zarr
 
 from shards.codec.registry import make_codec
 from shards.errors import GdistillError, IntegrityError, UsageError
-from shards.store import store as reader
 from shards.store.location import LocalLocation
 from shards.store.manifest import read_record
 from shards.store.store import ShardStore
