@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.data import default_collate
 
 from shards.errors import UsageError
+from shards.provenance import derive_seed
 from shards.store.manifest import COUNTED
 from shards.store.store import ShardStore
 from shards.stream.stream import ShardStream
@@ -28,6 +29,7 @@ from trainer.objective.distillation import NOWHERE, Distillation, Outcomes, temp
 
 IGNORED = -100
 """The label that transformers leave out of a loss."""
+NOISE_KEY = "noise_key"
 ROWS_READ_TOGETHER = 16
 SMALLEST = 1e-38
 
@@ -43,7 +45,8 @@ def store_rows(
     """Rows of a store as a data set of transformers and TRL, the same ones in every process.
 
     A row is ``input_ids``, ``attention_mask`` and ``labels``, [L] int64, and ``teacher``, the
-    store's arrays by name, [L, ...]. Labels are -100 at position 0, which nothing predicts, and in
+    store's arrays by name, [L, ...], and ``noise_key``, seed and row that name the noise of this
+    visit. Labels are -100 at position 0, which nothing predicts, and in
     conversations at all tokens but the assistant's. A trainer that resumes skips rows and so meets
     those that it would have met.
 
@@ -69,16 +72,21 @@ def store_rows(
             global_batch_size=min(ROWS_READ_TOGETHER, reader.num_rows),
             shuffle=seed is not None,
         )
-        epoch = 0
+        is_fresh, epoch = store.codec.is_fresh, 0
+        noise_seed = (
+            derive_seed(seed or 0, "noise") if is_fresh else store.manifest.noise_seed(split)
+        )
         while epochs is None or epoch < epochs:
             for batch in stream.one_pass(epoch):
-                yield from _examples(dict(batch.arrays))
+                rows = batch.row_ids + is_fresh * epoch * reader.num_rows
+                key = torch.stack((torch.full_like(rows, noise_seed), rows), 1)
+                yield from _examples(dict(batch.arrays), key if with_teacher else None)
             epoch += 1
 
     return IterableDataset.from_generator(rows)
 
 
-def _examples(arrays: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
+def _examples(arrays: dict[str, Tensor], keys: Tensor | None) -> Iterator[dict[str, Any]]:
     counted = arrays.pop("counted", None)
     for row, tokens in enumerate(arrays.pop("tokens").long()):
         labels = tokens.clone()
@@ -86,8 +94,10 @@ def _examples(arrays: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
             labels[counted[row] == 0] = IGNORED
         labels[0] = IGNORED
         example = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
-        teacher = {name: array[row] for name, array in arrays.items()}
-        yield {**example, "teacher": teacher} if teacher else example
+        if keys is not None:
+            teacher = {name: array[row] for name, array in arrays.items()}
+            example["teacher"] = {**teacher, NOISE_KEY: keys[row]}
+        yield example
 
 
 class DistillationLoss:
@@ -149,7 +159,8 @@ class DistillationLoss:
         counted = labels != IGNORED
         weights = counted / (counted.sum().clamp(min=1) if num_items is None else num_items)
         tokens = labels.masked_fill(~counted, 0).flatten()
-        arrays = {name: array.roll(-1, 1).flatten(0, 1) for name, array in teacher.items()}
+        arrays = {name: array for name, array in teacher.items() if name != NOISE_KEY}
+        arrays = {name: array.roll(-1, 1).flatten(0, 1) for name, array in arrays.items()}
         if device not in self._resources:
             resources = {name: a.to(device) for name, a in self.store.resources.items()}
             self._resources[device] = resources
