@@ -29,7 +29,7 @@ from shards.store.store import ShardStore
 from trainer.distillation import store_rows
 from trainer.dllm_adapter import NoiseMixin, NoiseSamplerMixin
 
-NUM_SAMPLES, PASSES, TAU = 256, (8, 32), 0.85
+NUM_SAMPLES, PASSES, TAU = 128, (8, 32), 0.85
 
 
 class Noisy(NoiseMixin, MDLMTrainer):

@@ -137,7 +137,9 @@ class NoiseMixin:
         self, *, store: str | Path, model: Any, args: Any, processing_class: Any, **options: Any
     ) -> None:
         if args.right_shift_logits:
-            raise UsageError("not for states that predict the next token", where="right_shift_logits")
+            raise UsageError(
+                "not for states that predict the next token", where="right_shift_logits"
+            )
         if not hasattr(model, "gdistill"):
             read_noise(model, processing_class, store)
         args.remove_unused_columns = False  # no model has a column for the noise
