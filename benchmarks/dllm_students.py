@@ -2,7 +2,7 @@
 
 python -m benchmarks.dllm_students --store out/latest/store --teacher DIR --out out/dllm.json
 
-Both sides have the same weights at the start, rows, masks and settings. A sample is drawn by dllm's
+Both sides start from the teacher's weights and have the same rows, masks and settings. A sample is drawn by dllm's
 sampler: by its own randomness, or by the noise alone (temperature 0). The teacher then scores it.
 Runs where dllm does (docs/dllm.md).
 """
@@ -19,7 +19,7 @@ import torch
 import transformers
 from dllm.core.samplers import MDLMSampler, MDLMSamplerConfig
 from dllm.core.trainers import MDLMConfig, MDLMTrainer
-from dllm.pipelines.a2d import A2DQwen3Config, A2DQwen3LMHeadModel
+from dllm.pipelines.a2d import A2DLlamaConfig, A2DLlamaLMHeadModel
 from torch.utils.data import default_collate
 
 from benchmarks.measure import machine
@@ -29,7 +29,7 @@ from shards.store.store import ShardStore
 from trainer.distillation import store_rows
 from trainer.dllm_adapter import NoiseMixin, NoiseSamplerMixin
 
-NUM_SAMPLES, PASSES, TAU = 128, (8, 32), 0.85
+NUM_SAMPLES, PASSES, TAU = 64, (8, 32), 0.85
 
 
 class Noisy(NoiseMixin, MDLMTrainer):
@@ -40,23 +40,25 @@ class NoisySampler(NoiseSamplerMixin, MDLMSampler):
     """The same."""
 
 
-def student(vocab_size: int, seed: int) -> A2DQwen3LMHeadModel:
-    """Tiny-A2D's class, about 0.9M weights at V = 512; the last embedding is the mask's."""
-    torch.manual_seed(seed)
-    size = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
-    ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 1}
-    return A2DQwen3LMHeadModel(A2DQwen3Config(vocab_size=vocab_size + 1, **size, **heads, **ids))
+def student(teacher: str, mask_id: int) -> A2DLlamaLMHeadModel:
+    """Tiny-A2D's start: a language model's weights in dllm's bidirectional class, and a mask."""
+    config = A2DLlamaConfig.from_pretrained(teacher)
+    model = A2DLlamaLMHeadModel.from_pretrained(teacher, config=config, dtype=torch.float32)
+    torch.manual_seed(0)  # of the mask's embedding
+    model.resize_token_embeddings(mask_id + 1)
+    return model
 
 
-def trained(store: str, tokenizer: Any, noisy: bool, seed: int, steps: int, folder: str) -> Any:
+def trained(
+    store: str, teacher: str, tokenizer: Any, noisy: bool, seed: int, steps: int, folder: str
+) -> Any:
     """A trainer after its steps."""
     args = MDLMConfig(
         output_dir=folder,
         max_steps=steps,
         per_device_train_batch_size=8,
         per_device_eval_batch_size=8,
-        learning_rate=2e-3,
+        learning_rate=3e-3,
         seed=seed,
         use_cpu=True,
         bf16=False,
@@ -67,7 +69,7 @@ def trained(store: str, tokenizer: Any, noisy: bool, seed: int, steps: int, fold
         disable_tqdm=True,
     )
     made: Any = (Noisy if noisy else MDLMTrainer)(
-        model=student(ShardStore.open(store).manifest.vocab_size, seed),
+        model=student(teacher, tokenizer.mask_token_id),
         args=args,
         processing_class=tokenizer,
         data_collator=default_collate,
@@ -118,9 +120,11 @@ def samples(model: Any, tokenizer: Any, noisy: bool, length: int, teacher: Any) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--store", required=True)
-    parser.add_argument("--teacher", required=True, help="scores the samples; gives the tokenizer")
+    parser.add_argument(
+        "--teacher", required=True, help="the start of the students; scores samples"
+    )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -133,7 +137,9 @@ def main() -> None:
         for seed in options.seeds:
             for name, found in sides.items():
                 noisy = name == "with noise"
-                made = trained(options.store, tokenizer, noisy, seed, options.steps, folder)
+                made = trained(
+                    options.store, options.teacher, tokenizer, noisy, seed, options.steps, folder
+                )
                 torch.manual_seed(0)  # of the masks
                 loss = made.evaluate()["eval_loss"]
                 drawn = samples(made.model, tokenizer, noisy, manifest.row_length, teacher)
@@ -150,7 +156,7 @@ def main() -> None:
         "rows_per_step": 8,
         "steps": options.steps,
         "tau": TAU,
-        "weights": sum(p.numel() for p in student(manifest.vocab_size, 0).parameters()),
+        "weights": student(options.teacher, tokenizer.mask_token_id).num_parameters(),
         "text": scores(torch.from_numpy(rows).long(), teacher),
         "sides": sides,
     }

@@ -119,9 +119,9 @@ def read_noise(model: Any, tokenizer: Any, store: str | Path | None = None) -> N
 
 
 class NoiseMixin:
-    """Put before ``MDLMTrainer`` or ``BD3LMTrainer``: its model sees the store's noise.
+    """Put before ``MDLMTrainer`` or ``BD3LMTrainer``: the model sees the store's noise.
 
-    Rows are those of :func:`trainer.distillation.store_rows`. Noise is a function of (the rows'
+    Any other trainer that gives a model ``input_ids`` with masks will do. Rows are those of :func:`trainer.distillation.store_rows`. Noise is a function of (the rows'
     seed, epoch, row, position) alone; masks and times are dllm's.
 
     Args:
@@ -136,7 +136,7 @@ class NoiseMixin:
     def __init__(
         self, *, store: str | Path, model: Any, args: Any, processing_class: Any, **options: Any
     ) -> None:
-        if args.right_shift_logits:
+        if getattr(args, "right_shift_logits", False):
             raise UsageError(
                 "not for states that predict the next token", where="right_shift_logits"
             )

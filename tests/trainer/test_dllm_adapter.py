@@ -1,0 +1,329 @@
+"""dllm's trainers and samplers with the noise of a store; the model's side needs no dllm."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.nn.functional import cross_entropy
+from torch.utils.data import default_collate
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
+
+from shards.errors import UsageError
+from shards.noise.kinds import KeyedPrior
+from shards.noise.philox import PositionKeys
+from tests.trainer.run_cases import LENGTH, VOCAB, teacher_logits, write_store
+from trainer.distillation import store_rows
+from trainer.dllm_adapter import NoiseMixin, NoiseSamplerMixin, read_noise
+from trainer.objective.batch import Places
+
+MASK, WIDTH = VOCAB, 16
+PAGE = Path(__file__).resolve().parents[2] / "docs/dllm.md"
+
+
+def tokenizer(**changes: Any) -> PreTrainedTokenizerFast:
+    vocab = {letter: index for index, letter in enumerate("abcdefghijkl")}
+    ends = dict.fromkeys(("pad_token", "bos_token", "eos_token"), "a")
+    options = {"mask_token": "[MASK]", "padding_side": "right", **ends, **changes}
+    model = Tokenizer(WordLevel(vocab, unk_token="a"))
+    return PreTrainedTokenizerFast(tokenizer_object=model, **options)
+
+
+def bert(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    size = {"vocab_size": VOCAB + 1, "hidden_size": WIDTH, "intermediate_size": 32}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForMaskedLM(BertConfig(**{**size, **heads, **dropout, **changes})).eval()
+
+
+def prior(places: Places) -> KeyedPrior:
+    return KeyedPrior(PositionKeys(3, places.rows, places.positions), VOCAB)
+
+
+def some_rows() -> torch.Tensor:
+    rows = torch.randint(0, VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(0))
+    return rows.masked_fill(rows % 2 == 0, MASK)
+
+
+def draw_weights(own: Any) -> torch.Tensor:
+    """W of ones and zeros: the sum over its row is softmax(xi) itself."""
+    with torch.no_grad():
+        own.weight.copy_(torch.eye(VOCAB, WIDTH))
+    return own.weight
+
+
+def test_with_zero_weights_the_model_is_what_it_was(store: Path) -> None:
+    rows, model = some_rows(), bert()
+    expected = model(rows).logits
+    own = read_noise(model, tokenizer(), store)
+    with own.showing(prior):
+        assert torch.equal(model(rows).logits, expected)
+        assert torch.equal(model(input_ids=rows).logits, expected)
+
+
+@pytest.mark.parametrize("first", [None, 0, 5])
+def test_masked_positions_read_their_noise(store: Path, first: int | None) -> None:
+    """Behind a cache of ``first`` positions too, where dllm's block sampler says position_ids."""
+    rows, model = some_rows(), bert()
+    own = read_noise(model, tokenizer(), store)
+    weight = draw_weights(own)
+    positions = torch.arange(LENGTH).expand_as(rows) + (first or 0)
+    embeddings = bert().get_input_embeddings()(rows)
+    where = Places.of(rows == MASK)
+    noise = prior(Places(where.rows, where.positions + (first or 0)))
+    embeddings[where.index] += (0.5 * noise.gumbels()).softmax(-1) @ weight
+    options = {} if first is None else {"position_ids": positions}
+    with own.showing(prior, tau=0.5):
+        found = model(input_ids=rows, **options).logits
+    expected = bert()(inputs_embeds=embeddings, position_ids=positions).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class AllMasked(Trainer):
+    """Masks every token but the first, as dllm's trainers do some: within compute_loss."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> torch.Tensor:
+        ids = inputs["input_ids"]
+        masked = ids.masked_fill(torch.arange(ids.shape[1]) > 0, MASK)
+        logits = model(input_ids=masked, attention_mask=inputs["attention_mask"]).logits
+        return cross_entropy(logits.transpose(1, 2), inputs["labels"])
+
+
+class Noisy(NoiseMixin, AllMasked):
+    pass
+
+
+def quiet(out: Path, **changes: Any) -> dict[str, Any]:
+    size = {"per_device_train_batch_size": 4, "use_cpu": True, "learning_rate": 1e-2}
+    silent = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+    return {"output_dir": str(out), "max_steps": 12, **size, **silent, **changes}
+
+
+def noisy(store: Path, out: Path, model: Any, **changes: Any) -> Any:
+    args = TrainingArguments(**quiet(out, **changes))
+    rows = store_rows(store)
+    made: Any = Noisy(
+        store=store, model=model, args=args, processing_class=tokenizer(), train_dataset=rows
+    )
+    return made
+
+
+def noise_of(store: Path, out: Path, rows: list[Any]) -> torch.Tensor:
+    """[B, L - 1, V] xi less a number per position, as the model's layers are given it."""
+    model, seen = bert(), []
+    made = noisy(store, out, model)
+    draw_weights(model.gdistill)
+    model.bert.register_forward_pre_hook(
+        lambda _, args, options: seen.append(options["inputs_embeds"]), with_kwargs=True
+    )
+    with torch.no_grad():
+        made.compute_loss(model, default_collate(rows))
+        base = model.get_input_embeddings()(torch.tensor(MASK))
+    return (seen[0][:, 1:] - base)[..., :VOCAB].log()
+
+
+@pytest.mark.parametrize("codec", ["posterior", "seeded", "full"])
+def test_a_rows_noise_makes_its_tokens_the_teachers_choice(tmp_path: Path, codec: str) -> None:
+    """Were it another row's or position's, one token in three would be."""
+    store = write_store(tmp_path / "store", codec, num_entries=VOCAB)
+    rows = list(islice(store_rows(store), 12))
+    tokens = torch.stack([row["input_ids"] for row in rows])
+    log_probs = teacher_logits()[tokens[:, :-1]].log_softmax(-1)
+    chosen = (log_probs + noise_of(store, tmp_path, rows)).argmax(-1)
+    assert (chosen == tokens[:, 1:]).float().mean() > 0.95
+
+
+@pytest.mark.parametrize(("codec", "is_fresh"), [("posterior", True), ("seeded", False)])
+def test_an_epochs_noise_is_new_where_the_codec_draws(
+    tmp_path: Path, codec: str, is_fresh: bool
+) -> None:
+    store = write_store(tmp_path / "store", codec)
+    rows = list(store_rows(store, epochs=2))
+    half, by_tokens = len(rows) // 2, lambda row: tuple(row["input_ids"].tolist())
+    again = {by_tokens(row): row for row in rows[half:]}
+    pairs = [(row, again[by_tokens(row)]) for row in rows[:half] if by_tokens(row) in again]
+    first, second = (noise_of(store, tmp_path, list(part)) for part in zip(*pairs, strict=True))
+    assert torch.allclose(first, second, atol=1e-3) != is_fresh
+    assert torch.equal(first, noise_of(store, tmp_path, [row for row, _ in pairs]))
+
+
+def test_a_model_learns_to_read_the_noise_and_is_read_back(store: Path, tmp_path: Path) -> None:
+    made = noisy(store, tmp_path / "out", bert(), max_steps=150, learning_rate=2e-2)
+    made.train()
+    losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.6 * losses[0]
+    made.save_model(str(tmp_path / "model"))
+    again = BertForMaskedLM.from_pretrained(tmp_path / "model").eval()
+    own, rows = read_noise(again, tokenizer()), some_rows()
+    with own.showing(prior), made.noise_input.showing(prior):
+        assert torch.equal(again(rows).logits, made.model.eval()(rows).logits)
+    assert own.weight.any()
+
+
+class OnePass:
+    """All masks at once: what dllm's samplers are to the mixin, in a few lines."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def sample(self, inputs: list[Any], copies: int = 1) -> torch.Tensor:
+        return self.model(torch.tensor(inputs * copies)).logits
+
+    infill = sample
+
+
+class NoisyOnePass(NoiseSamplerMixin, OnePass):
+    pass
+
+
+def test_a_samples_noise_is_of_the_seed_and_its_index(store: Path) -> None:
+    model = bert()
+    draw_weights(read_noise(model, tokenizer(), store))
+    sampler: Any = NoisyOnePass(model)
+    canvas = [0] + [MASK] * (LENGTH - 1)
+    four, two = (sampler.sample([canvas] * count, seed=1) for count in (4, 2))
+    torch.testing.assert_close(four[:2], two)
+    torch.testing.assert_close(sampler.infill([canvas] * 2, seed=1), two)
+    guided = sampler.sample([canvas] * 2, 2, seed=1)  # the same samples, without their prompts
+    torch.testing.assert_close(guided[2:], two)
+    for other in ({"seed": 2}, {"seed": 1, "tau": 0.1}):
+        assert not torch.allclose(sampler.sample([canvas] * 2, **other), two, atol=1e-3)
+    assert not torch.allclose(two[0], two[1], atol=1e-3)
+
+
+def test_what_cannot_be_is_refused(store: Path, tmp_path: Path) -> None:
+    ready = bert()
+    read_noise(ready, tokenizer(), store)
+    shifted = TrainingArguments(**quiet(tmp_path))
+    shifted.right_shift_logits = True  # type: ignore[attr-defined]
+    options = {"store": store, "model": bert(), "processing_class": tokenizer()}
+    for act, words in [
+        (lambda: ready(some_rows()), ["is shown none", "NoiseSamplerMixin"]),
+        (lambda: read_noise(bert(), tokenizer(mask_token=None), store), ["no mask token", "13"]),
+        (lambda: read_noise(bert(vocab_size=VOCAB), tokenizer(), store), ["got 12", "below 12"]),
+        (lambda: read_noise(bert(), tokenizer()), ["has no noise yet", "name the store"]),
+        (lambda: Noisy(args=shifted, **options), ["right_shift_logits"]),
+    ]:
+        with pytest.raises(UsageError) as refused:
+            act()
+        assert all(word in str(refused.value) for word in words), refused.value
+
+
+# With dllm itself: docs/dllm.md says how it is installed.
+
+try:
+    import dllm
+except ImportError as error:
+    dllm, REASON = None, f"dllm is not here (docs/dllm.md): {error}"
+else:
+    REASON = ""
+needs_dllm = pytest.mark.skipif(dllm is None, reason=REASON)
+
+
+def dllm_student(kind: str) -> Any:
+    """Random weights of a class of its zoo."""
+    torch.manual_seed(0)
+    ids = {"vocab_size": VOCAB + 1, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    if kind == "llada":
+        from dllm.pipelines.llada import LLaDAConfig, LLaDAModelLM
+
+        sizes = {"d_model": 16, "n_heads": 2, "n_layers": 2, "mlp_hidden_size": 32}
+        whole = {
+            "weight_tying": False,
+            "embedding_size": VOCAB + 1,
+            "mask_token_id": MASK,
+            "init_device": "cpu",
+        }
+        return LLaDAModelLM(LLaDAConfig(**sizes, **ids, **whole), init_params=True)
+    if kind == "modernbert":
+        from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+        ends = {"cls_token_id": 0, "sep_token_id": 0}
+        return ModernBertForMaskedLM(ModernBertConfig(num_attention_heads=2, **size, **ids, **ends))
+    from dllm.pipelines.a2d import A2DQwen3Config, A2DQwen3LMHeadModel
+
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    return A2DQwen3LMHeadModel(A2DQwen3Config(**size, **heads, **ids))
+
+
+def dllm_trainer(place: Path | None, store: Path, out: Path, kind: str, name: str) -> Any:
+    """dllm's own trainer, or ours on it where a store is the noise's."""
+    base = getattr(dllm.core.trainers, f"{name}Trainer")
+    args = getattr(dllm.core.trainers, f"{name}Config")(
+        **quiet(out, bf16=False, eval_strategy="no", report_to="none")
+    )
+    kinds = (NoiseMixin, base) if place else (base,)
+    own = {"store": place} if place else {"data_collator": default_collate}
+    return type("Made", kinds, {})(
+        model=dllm_student(kind),
+        args=args,
+        processing_class=tokenizer(),
+        train_dataset=store_rows(store, with_teacher=place is not None),
+        eval_dataset=store_rows(store, "validation", epochs=1, with_teacher=place is not None),
+        **own,
+    )
+
+
+@needs_dllm
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("qwen3", "MDLM"), ("llada", "MDLM"), ("modernbert", "MDLM"), ("qwen3", "BD3LM")],
+)
+def test_the_first_loss_is_dllms_own(store: Path, tmp_path: Path, kind: str, name: str) -> None:
+    """To the last bit: same weights, rows, times and masks. Then the noise begins to tell."""
+    losses = []
+    for place in (store, None):
+        made = dllm_trainer(place, store, tmp_path, kind, name)
+        batch = next(iter(made.get_train_dataloader()))
+        torch.manual_seed(1)
+        losses.append(made.compute_loss(made.model, batch).item())
+        made.train()
+        assert place is None or made.noise_input.weight.any()
+        losses.append(made.evaluate()["eval_loss"])
+    assert losses[0] == losses[2] and losses[1] != losses[3]
+
+
+@needs_dllm
+@pytest.mark.parametrize("name", ["MDLM", "BD3LM"])
+def test_dllms_samplers_draw_from_the_noise_alone(store: Path, tmp_path: Path, name: str) -> None:
+    made = dllm_trainer(store, store, tmp_path, "qwen3", name)
+    draw_weights(made.noise_input)
+    made.model.eval()
+    base = getattr(dllm.core.samplers, f"{name}Sampler")
+    config = getattr(dllm.core.samplers, f"{name}SamplerConfig")(
+        max_new_tokens=7, steps=4, block_size=7, temperature=0.0
+    )
+    sampler = type("Drawn", (NoiseSamplerMixin, base), {})(made.model, tokenizer())
+    drawn = [sampler.sample([[1]] * count, config, seed=1) for count in (4, 4, 2)]
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0][:2], drawn[2])
+    assert not torch.equal(drawn[0], sampler.sample([[1]] * 4, config, seed=2))
+    assert len(drawn[0].unique(dim=0)) > 1
+
+
+@needs_dllm
+def test_the_page_runs(tmp_path: Path) -> None:
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
+    files = {
+        f"tokenizer/{file.name}": file.read_bytes() for file in (tmp_path / "tokenizer").iterdir()
+    }
+    write_store(tmp_path / "out/latest/store", files=files)
+    block = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
+    command = [sys.executable, "-c", block]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
