@@ -2,8 +2,9 @@
 
 python -m benchmarks.dllm_students --store out/latest/store --teacher DIR --out out/dllm.json
 
-Both sides start from the teacher's weights and have the same rows, masks and settings. A sample is drawn by dllm's
-sampler: by its own randomness, or by the noise alone (temperature 0). The teacher then scores it.
+Both sides start from the teacher's weights and have the same rows, masks and settings. A sample is
+drawn by dllm's sampler: by its own randomness, or by the noise alone (temperature 0). The teacher
+then scores it.
 Runs where dllm does (docs/dllm.md).
 """
 
@@ -29,7 +30,7 @@ from shards.store.store import ShardStore
 from trainer.distillation import store_rows
 from trainer.dllm_adapter import NoiseMixin, NoiseSamplerMixin
 
-NUM_SAMPLES, PASSES, TAU = 64, (8, 32), 0.85
+NUM_SAMPLES, PASSES, TAU = 64, (8,), 0.85
 
 
 class Noisy(NoiseMixin, MDLMTrainer):
@@ -124,7 +125,7 @@ def main() -> None:
         "--teacher", required=True, help="the start of the students; scores samples"
     )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1])
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -30,24 +30,25 @@ from shards.store.store import ShardStore
 from trainer.distillation import NOISE_KEY
 from trainer.objective.batch import Places, StoredRowNoise
 
-DEFAULT_TAU = 0.85
+TAU = 0.85
 """Of ``trainer.sampling``, which needs a later transformers than dllm has."""
 
 
 class NoiseInput(nn.Module):
-    """W, and the noise that is shown now.
+    """W [V, D], and the noise that is shown now.
 
     Args:
-        vocab_size: V of the store.
-        width: D of the model's input embedding.
+        about: V and the codec of the store, which may cut noise off.
+        table: The model's input embedding.
         mask_id: The token whose embedding the noise is added to.
-        codec: Name and parameters of the store's codec, which may cut noise off.
     """
 
-    def __init__(self, vocab_size: int, width: int, mask_id: int, codec: dict[str, Any]) -> None:
+    def __init__(self, about: dict[str, Any], table: nn.Embedding, mask_id: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(vocab_size, width))
-        self.mask_id, self.codec = mask_id, make_codec(codec["name"], **codec["parameters"])
+        width, device = table.embedding_dim, table.weight.device
+        self.weight = nn.Parameter(torch.zeros(about["vocab_size"], width, device=device))
+        self.codec = make_codec(about["codec"]["name"], **about["codec"]["parameters"])
+        self.mask_id = mask_id
         self._shown: tuple[Callable[[Places], Noise], float] | None = None
 
     @contextmanager
@@ -59,26 +60,20 @@ class NoiseInput(nn.Module):
         finally:
             self._shown = None
 
-    def before_forward(
-        self, model: Any, args: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before_forward(self, model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """A forward pre-hook of the model: embeddings in place of ids."""
-        ids = args[0] if args else options["input_ids"]
-        places = Places.of(ids == self.mask_id)
         if self._shown is None:
-            raise UsageError(
-                "the model reads noise, and is shown none",
-                where=type(model).__name__,
-                remedy="train by NoiseMixin and sample by NoiseSamplerMixin",
-            )
-        noise, tau = self._shown
-        positions = options.get("position_ids")  # of a block, behind a cache of what stands before
-        named = places if positions is None else Places(places.rows, places.read(positions))
+            remedy = "train by NoiseMixin and sample by NoiseSamplerMixin"
+            raise UsageError("the model reads noise, and is shown none", remedy=remedy)
+        ids, options = args[0] if args else options.pop("input_ids"), dict(options)
+        (noise, tau), places = self._shown, Places.of(ids == self.mask_id)
+        # dllm names positions where a block stands behind a cache, or beside its clean text.
+        positions = options.get("position_ids", torch.arange(ids.shape[1], device=ids.device))
+        named = Places(places.rows, places.read(positions.expand_as(ids)))
         values = noise(named).softmax_embed(self.weight, Weighting(tau))
-        embeddings = model.get_input_embeddings()(ids)
-        values = values.to(embeddings.dtype)
-        options["inputs_embeds"] = embeddings.index_put(places.index, values, accumulate=True)
-        return (None, *args[1:]) if args else (), options | ({} if args else {"input_ids": None})
+        table = model.get_input_embeddings()(ids)
+        values = table.index_put(places.index, values.to(table.dtype), accumulate=True)
+        return (None, *args[1:]) if args else (), {**options, "inputs_embeds": values}
 
 
 def read_noise(model: Any, tokenizer: Any, store: str | Path | None = None) -> NoiseInput:
@@ -92,36 +87,32 @@ def read_noise(model: Any, tokenizer: Any, store: str | Path | None = None) -> N
     Raises:
         UsageError: If the tokenizer has no mask, the model no embedding of it, or the folder no W.
     """
-    mask_id, table = tokenizer.mask_token_id, model.get_input_embeddings()
+    mask_id, table, folder = tokenizer.mask_token_id, model.get_input_embeddings(), Path()
     if mask_id is None or mask_id >= table.num_embeddings:
-        raise UsageError(
-            "no mask token",
-            got=mask_id,
-            expected=f"an id below {table.num_embeddings}, as the model has embeddings",
-            remedy="tokenizer.add_special_tokens and model.resize_token_embeddings",
-        )
+        expected = f"an id below {table.num_embeddings}, as the model has embeddings"
+        remedy = "tokenizer.add_special_tokens and model.resize_token_embeddings"
+        raise UsageError("no mask token", got=mask_id, expected=expected, remedy=remedy)
     if store is not None:
         manifest = ShardStore.find(store).manifest
         model.config.gdistill = {"vocab_size": manifest.vocab_size, "codec": manifest.codec}
-    about = getattr(model.config, "gdistill", None)
-    if about is None:
+    elif hasattr(model.config, "gdistill"):
+        folder = Path(model.name_or_path)
+    else:
         remedy = "name the store"
         raise UsageError("the model has no noise yet", where=model.name_or_path, remedy=remedy)
-    own = NoiseInput(about["vocab_size"], table.embedding_dim, mask_id, about["codec"])
-    if store is None:
-        for file in Path(model.name_or_path).glob("*.safetensors"):
-            with safe_open(file, "pt") as weights:
-                if "gdistill.weight" in weights.keys():  # noqa: SIM118, it is no dictionary
-                    own.load_state_dict({"weight": weights.get_tensor("gdistill.weight")})
-    model.gdistill = own.to(table.weight.device)
-    model.register_forward_pre_hook(own.before_forward, with_kwargs=True)
-    return own
+    model.gdistill = NoiseInput(model.config.gdistill, table, mask_id)
+    for file in folder.glob("*.safetensors") if store is None else ():
+        with safe_open(file, "pt") as weights:
+            if "gdistill.weight" in weights.keys():  # noqa: SIM118, it is no dictionary
+                model.gdistill.weight.data.copy_(weights.get_tensor("gdistill.weight"))
+    model.register_forward_pre_hook(model.gdistill.before_forward, with_kwargs=True)
+    return model.gdistill
 
 
 class NoiseMixin:
     """Put before ``MDLMTrainer`` or ``BD3LMTrainer``: the model sees the store's noise.
 
-    Any other trainer that gives a model ``input_ids`` with masks will do. Rows are those of :func:`trainer.distillation.store_rows`. Noise is a function of (the rows'
+    Rows are those of :func:`trainer.distillation.store_rows`. Noise is a function of (the rows'
     seed, epoch, row, position) alone; masks and times are dllm's.
 
     Args:
@@ -133,30 +124,25 @@ class NoiseMixin:
         UsageError: If the trainer's states predict the next token, or as :func:`read_noise` does.
     """
 
-    def __init__(
-        self, *, store: str | Path, model: Any, args: Any, processing_class: Any, **options: Any
-    ) -> None:
+    def __init__(self, *, store: str | Path, model: Any, args: Any, **options: Any) -> None:
         if getattr(args, "right_shift_logits", False):
-            raise UsageError(
-                "not for states that predict the next token", where="right_shift_logits"
-            )
+            raise UsageError("noise is for states of their own token", where="right_shift_logits")
         if not hasattr(model, "gdistill"):
-            read_noise(model, processing_class, store)
+            read_noise(model, options["processing_class"], store)
         args.remove_unused_columns = False  # no model has a column for the noise
-        self.store, self.noise_input = ShardStore.find(store), model.gdistill
-        options = {"data_collator": default_collate, **options}
-        super().__init__(model=model, args=args, processing_class=processing_class, **options)
-        names, resources = self.store.codec.resource_names, self.store.resources
-        self.resources = {name: resources[name].to(args.device) for name in names}
+        super().__init__(model=model, args=args, **{"data_collator": default_collate, **options})
+        self.codec, self.noise_input = (opened := ShardStore.find(store)).codec, model.gdistill
+        names = self.codec.resource_names
+        self.resources = {name: opened.resources[name].to(args.device) for name in names}
 
     def compute_loss(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **options: Any):
         """dllm's loss of a batch, the noise of its rows shown."""
-        arrays = dict(inputs["teacher"])
+        inputs = dict(inputs)
+        arrays = dict(inputs.pop("teacher"))
         seeds, rows = arrays.pop(NOISE_KEY).unbind(1)
         own = inputs["input_ids"], arrays.pop("token_log_probs"), rows, int(seeds[0]), 0
-        noise = StoredRowNoise(self.store.codec, arrays, *own, self.resources)
+        noise = StoredRowNoise(self.codec, arrays, *own, self.resources)
         with self.noise_input.showing(noise.at):
-            inputs = {name: value for name, value in inputs.items() if name != "teacher"}
             return super().compute_loss(model, inputs, *args, **options)  # type: ignore
 
 
@@ -167,16 +153,12 @@ class NoiseSamplerMixin:
     sample, position) alone.
     """
 
-    def sample(
-        self: Any, inputs: Any, *args: Any, seed: int = 0, tau: float = DEFAULT_TAU, **options: Any
-    ):
+    def sample(self: Any, inputs: Any, *args: Any, seed: int = 0, tau: float = TAU, **options: Any):
         """dllm's ``sample`` with prior noise, ``tau`` times."""
         with self._prior(len(inputs), seed, tau):
             return super().sample(inputs, *args, **options)  # type: ignore
 
-    def infill(
-        self: Any, inputs: Any, *args: Any, seed: int = 0, tau: float = DEFAULT_TAU, **options: Any
-    ):
+    def infill(self: Any, inputs: Any, *args: Any, seed: int = 0, tau: float = TAU, **options: Any):
         """dllm's ``infill`` with prior noise, ``tau`` times."""
         with self._prior(len(inputs), seed, tau):
             return super().infill(inputs, *args, **options)  # type: ignore
@@ -186,7 +168,6 @@ class NoiseSamplerMixin:
 
         def noise(places: Places) -> Noise:
             rows = places.rows % num_samples  # guidance runs every sample twice
-            keys = PositionKeys(stream, rows, places.positions)
-            return own.codec.prior(keys, len(own.weight))
+            return own.codec.prior(PositionKeys(stream, rows, places.positions), len(own.weight))
 
         return own.showing(noise, tau)

@@ -242,15 +242,13 @@ def dllm_student(kind: str) -> Any:
     size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     if kind == "llada":
         from dllm.pipelines.llada import LLaDAConfig, LLaDAModelLM
+        from dllm.pipelines.llada.models import modeling_llada as llada
 
         sizes = {"d_model": 16, "n_heads": 2, "n_layers": 2, "mlp_hidden_size": 32}
-        whole = {
-            "weight_tying": False,
-            "embedding_size": VOCAB + 1,
-            "mask_token_id": MASK,
-            "init_device": "cpu",
-        }
-        return LLaDAModelLM(LLaDAConfig(**sizes, **ids, **whole), init_params=True)
+        whole = {"weight_tying": False, "embedding_size": VOCAB + 1, "init_device": "cpu"}
+        config = LLaDAConfig(**sizes, **ids, **whole)
+        inner = llada.create_model_config_from_pretrained_config(config)
+        return LLaDAModelLM(config, llada.LLaDAModel(inner, init_params=True))
     if kind == "modernbert":
         from transformers import ModernBertConfig, ModernBertForMaskedLM
 
