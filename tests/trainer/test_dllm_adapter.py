@@ -246,6 +246,7 @@ def dllm_student(kind: str) -> Any:
 
         sizes = {"d_model": 16, "n_heads": 2, "n_layers": 2, "mlp_hidden_size": 32}
         whole = {"weight_tying": False, "embedding_size": VOCAB + 1, "init_device": "cpu"}
+        whole |= {"rope": True, "block_type": "llama", "layer_norm_type": "rms"}
         config = LLaDAConfig(**sizes, **ids, **whole)
         inner = llada.create_model_config_from_pretrained_config(config)
         return LLaDAModelLM(config, llada.LLaDAModel(inner, init_params=True))
