@@ -288,13 +288,9 @@ def read_drawn(file: Path) -> DrawnFile:
     }
     for obstacle, is_there in obstacles.items():
         if is_there:
-            raise UsageError(
-                "no noise that decided these samples can be found again",
-                where=file,
-                got=obstacle,
-                expected="samples of the coupled or drafter sampler, of medusa with "
-                "acceptance=coupled, or of a student with noise held fixed",
-            )
+            what = "no noise that decided these samples can be found again"
+            expected = "samples of coupled, drafter, medusa with acceptance=coupled, or held noise"
+            raise UsageError(what, where=file, got=obstacle, expected=expected)
     size = settings.get("vocab_size")
     is_size = type(size) is int and 2 <= size < 2**31
     size = checked("vocab_size", size, is_size, "a whole number >= 2")
@@ -302,12 +298,9 @@ def read_drawn(file: Path) -> DrawnFile:
     checked("verifier_sha256", verifier, isinstance(verifier, str | None), "a hash")
     rows = [_row(values, f"{file}, line {n}", size) for n, values in enumerate(records, 1)]
     if not any(row.filled for row in rows):
-        raise UsageError(
-            "no position was filled, so there is nothing to certify",
-            where=file,
-            got=f"{len(rows)} rows that are given from end to end",
-            remedy="give samples with positions that the sampler filled",
-        )
+        what = "no position was filled, so there is nothing to certify"
+        got = f"{len(rows)} rows that are given from end to end"
+        raise UsageError(what, where=file, got=got, remedy="give samples that were filled")
     tau = 1.0 if sampler.get("tau") is None else sampler["tau"]
     is_scale = isinstance(tau, float | int) and 0 < tau <= MOST_TAU
     checked("tau", tau, is_scale, f"above 0, at most {MOST_TAU:g}")
@@ -355,13 +348,10 @@ def _given_is_checked(
     for row in rows:
         num_given = len(row.tokens) - len(row.filled)
         if num_given > 1 and is_expected([as_given(row, range(1, len(row.tokens)))]):
-            raise GdistillError(
-                "a sample calls tokens given in a run without a prompt",
-                where=f"{file}: sample {row.index}",
-                got=f"{num_given} given tokens",
-                expected="the first one alone, by given_rows_sha256 in settings.json",
-                remedy="the file was altered: sample again",
-            )
+            what, got = "tokens are called given in a run without a prompt", f"{num_given} given"
+            wanted = "the first one alone, by given_rows_sha256 in settings.json"
+            where, remedy = f"{file}: sample {row.index}", "the file was altered: sample again"
+            raise GdistillError(what, where=where, got=got, expected=wanted, remedy=remedy)
     ordered = sorted(rows, key=lambda row: row.index)
     if [row.index for row in ordered] != list(range(len(ordered))):
         return False

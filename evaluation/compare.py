@@ -250,12 +250,9 @@ def compare(
     read = [run for text in runs for run in read_run(text)]
     names = [run.name for run in read]
     if len(names) < 2 or len(set(names)) < len(names):
-        raise UsageError(
-            "runs of one name" if len(names) > 1 else "one run cannot be compared",
-            where=", ".join(names),
-            expected="at least two runs of different names",
-            remedy="give NAME=FOLDER for each",
-        )
+        what = "runs of one name" if len(names) > 1 else "one run cannot be compared"
+        expected = "at least two runs of different names, NAME=FOLDER"
+        raise UsageError(what, where=", ".join(names), expected=expected)
     chosen = read[0].run if baseline is None else baseline
     base = [run for run in read if run.run == chosen]
     if not base:

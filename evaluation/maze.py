@@ -74,13 +74,8 @@ class Maze:
         except (OSError, KeyError, ValueError, TypeError, IndexError) as error:
             kind = UsageError if isinstance(error, OSError) else GdistillError
             got = f"no {error} in it" if isinstance(error, KeyError) else error
-            raise kind(
-                "cannot read the maze",
-                where=path,
-                got=getattr(error, "strerror", got),
-                expected="maze.json of a corpus",
-                remedy="give STORE/corpus/maze.json of the extraction",
-            ) from error
+            got, expected = getattr(error, "strerror", got), "STORE/corpus/maze.json of a corpus"
+            raise kind("cannot read the maze", where=path, got=got, expected=expected) from error
 
     def is_success(self, moves: Path_ | None) -> bool:
         """True for a simple path from start to target of at most ``max_moves`` moves."""

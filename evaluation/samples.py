@@ -339,14 +339,10 @@ class SampleSet:
             GdistillError: For the first sample without a text, naming file and line.
         """
         if None in self.texts:
-            raise GdistillError(
-                "a sample has no text",
-                where=f"{self.source}:{self.lines[self.texts.index(None)]}",
-                got="null or no such field",
-                expected='{"tokens": [...], "text": "..."}',
-                remedy="sample from a model folder that holds its tokenizer, or score without "
-                "--judge and --maze",
-            )
+            where = f"{self.source}:{self.lines[self.texts.index(None)]}"
+            remedy = "sample with a tokenizer in the model folder, or leave out --judge and --maze"
+            got = "null or no such field"
+            raise GdistillError("a sample has no text", where=where, got=got, remedy=remedy)
         return self.texts  # type: ignore[return-value]
 
 
@@ -457,13 +453,9 @@ def _checked(record: Record, file: Path) -> Record:
     where, values = f"{file}:{record.line}", record.values
     tokens = values.get("tokens")
     if not _is_tokens(tokens):
-        raise GdistillError(
-            "a sample has no token ids",
-            where=where,
-            got="no such field" if tokens is None else short(tokens),
-            expected='{"index": int, "tokens": [int in 0..2^31 - 1, ...], "text": str}',
-            remedy="give the folder that gdistill-sample wrote",
-        )
+        got = "no such field" if tokens is None else short(tokens)
+        expected = '{"index": int, "tokens": [int in 0..2^31 - 1, ...], "text": str}'
+        raise GdistillError("a sample has no token ids", where=where, got=got, expected=expected)
     fields: dict[str, Any] = {"tokens": tokens, "verification": Verification.of(values)}
     for name, (is_fine, expected) in FIELDS.items():
         fields[name] = values.get(name)
@@ -492,13 +484,9 @@ def _require_one_run(records: list[Record], settings: dict[str, Any], file: Path
             raise _mixed(f"{file}:{line}, index", values["index"], "one sample an index", "")
         indices.add(values["index"])
         if type(vocab_size) is int and max(values["tokens"], default=0) > vocab_size:
-            raise GdistillError(
-                "the samples are of another tokenizer than settings.json says",
-                where=f"{file}:{line}",
-                got=f"token {max(values['tokens'])}",
-                expected=f"at most {vocab_size}",
-                remedy="restore the settings.json that the sampler wrote",
-            )
+            what = "the samples are of another tokenizer than settings.json says"
+            got, expected = f"token {max(values['tokens'])}", f"at most {vocab_size}"
+            raise GdistillError(what, where=f"{file}:{line}", got=got, expected=expected)
     digest = settings.get("config_sha256")
     if digest is not None and first.get("config_sha256", digest) != digest:
         where = f"{file.with_name('settings.json')}, config_sha256"

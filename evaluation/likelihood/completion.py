@@ -92,11 +92,9 @@ class CompletionScorer:
         """
         length, limit = tokens.shape[1], self.student.config.row_length
         if length > limit or min(num_given) < 1:
-            raise UsageError(
-                "a row of this length cannot be scored",
-                got=f"{length} tokens, {min(num_given)} given",
-                expected=f"at most {limit}, at least the first given",
-            )
+            got = f"{length} tokens, {min(num_given)} given"
+            expected = f"at most {limit}, at least the first given"
+            raise UsageError("a row of this length cannot be scored", got=got, expected=expected)
         tokens = tokens.to(self.student.device)
         places = torch.arange(length, device=tokens.device)
         target = places >= torch.tensor(num_given, device=tokens.device)[:, None]

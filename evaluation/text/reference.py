@@ -108,11 +108,9 @@ class ReferenceText:
             UsageError: Where the store keeps no tokenizer.
         """
         if self.texts is None:
-            raise UsageError(
-                "a judge reads text, and this store keeps no tokenizer",
-                where=self.source,
-                remedy="leave out --judge: the energy distance reads token ids",
-            )
+            what = "a judge reads text, and this store keeps no tokenizer"
+            remedy = "leave out --judge: the energy distance reads token ids"
+            raise UsageError(what, where=self.source, remedy=remedy)
         return self.texts
 
     def rows_of(self, samples: SampleSet) -> Rows:

@@ -127,11 +127,9 @@ class Codec(Protocol):
         Raises:
             UsageError: Where one draw of the noise is stored and the distribution is not.
         """
-        raise UsageError(
-            "the codec stores a draw of the noise, not the teacher's distribution",
-            where=f"codec {self.name}",
-            remedy="extract with the codec posterior or hidden",
-        )
+        what = "the codec stores a draw of the noise, not the teacher's distribution"
+        remedy = "extract with the codec posterior or hidden"
+        raise UsageError(what, where=f"codec {self.name}", remedy=remedy)
 
     def prior(self, keys: PositionKeys, vocab_size: int) -> PriorNoise:
         """Noise to sample with: cut off as :meth:`decode` cuts off what the student trains on.

@@ -439,23 +439,17 @@ def _probe(model: CausalModel, vocab_size: int, float32_logits: bool) -> None:
         if head is not None:
             head.forget()
     if float32_logits and model.dtype != "float32" and (unused or logits.dtype != torch.float32):
-        raise UsageError(
-            f"this {files.role}'s output layer gives no float32 logits",
-            where=f"{files.name}, --dtype {model.dtype}",
-            got="no plain linear layer" if unused else f"logits rounded to {logits.dtype}",
-            expected="logits that are not rounded: that would cost fidelity in every token",
-            remedy="use --dtype float32",
-        )
+        what = f"this {files.role}'s output layer gives no float32 logits"
+        where, remedy = f"{files.name}, --dtype {model.dtype}", "use --dtype float32"
+        got = "no plain linear layer" if unused else f"logits rounded to {logits.dtype}"
+        raise UsageError(what, where=where, got=got, remedy=remedy)
     moved = look_ahead(logits[..., :vocab_size].float(), TOLERANCES[model.dtype])
     if moved is not None:
-        raise UsageError(
-            f"the {files.role} is not causal",
-            where=files.name,
-            got=f"logits that move by {moved:.2g} of their spread when a later token changes",
-            expected="a model that sees earlier tokens only",
-            remedy="a BERT-type decoder needs is_decoder in its config.json; any other model of "
-            "this kind tells a token's probability after seeing the token",
-        )
+        got = f"logits that move by {moved:.2g} of their spread when a later token changes"
+        expected = "a model that sees earlier tokens only"
+        remedy = "a BERT-type decoder needs is_decoder in its config.json"
+        what = f"the {files.role} is not causal"
+        raise UsageError(what, where=files.name, got=got, expected=expected, remedy=remedy)
 
 
 # One tiny forward pass at load: does each position see earlier tokens only?

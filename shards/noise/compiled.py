@@ -59,11 +59,8 @@ def compiled_kernel(
         try:
             found = kernel(*arguments)
         except Exception as error:
-            raise GdistillError(
-                "cannot compile the noise kernel",
-                got=first_line(error),
-                remedy="install a C++ compiler, or choose the kernel eager",
-            ) from error
+            what, remedy = "cannot compile the noise kernel", "install a C++ compiler, or use eager"
+            raise GdistillError(what, got=first_line(error), remedy=remedy) from error
         ours, theirs = (numbers.view(torch.int32).long() for numbers in (found, expected))
         apart.append(int((ours - theirs).abs().max()))  # in units of the last place
         if apart[-1] <= most:

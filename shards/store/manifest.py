@@ -104,13 +104,12 @@ def unseal(data: bytes, where: object) -> dict[str, Any]:
     except (ValueError, TypeError, RecursionError):  # NaN, or keys that do not sort
         intact = False
     if not intact:
-        raise IntegrityError(
-            "the record was altered after it was written",
-            where=where,
-            got=f"sha256 {str(value.get(SEAL))[:12]}",
-            expected=f"sha256 {expected[:12]}",
-            remedy="restore the file from a copy, or write the store again",
+        what, got = "the record was altered after it was written", str(value.get(SEAL))[:12]
+        sealed, remedy = (
+            f"sha256 {expected[:12]}",
+            "restore it from a copy, or write the store again",
         )
+        raise IntegrityError(what, where=where, got=f"sha256 {got}", expected=sealed, remedy=remedy)
     return value
 
 

@@ -91,12 +91,9 @@ class ShardStore:
         missing = [] if allow_incomplete else store.unfinished()
         if missing:
             total = len(manifest.all_shards())
-            raise IntegrityError(
-                "the store is not complete",
-                where=place.url,
-                got=f"{total - len(missing)} of {total} shards; the first missing is {missing[0]}",
-                remedy="run the extraction again to finish it",
-            )
+            what, remedy = "the store is not complete", "run the extraction again to finish it"
+            got = f"{total - len(missing)} of {total} shards; the first missing is {missing[0]}"
+            raise IntegrityError(what, where=place.url, got=got, remedy=remedy)
         return store
 
     @classmethod
@@ -470,10 +467,8 @@ class SplitReader:
                 what, got = "a shard file is missing", "no file"
             elif size != expected:
                 what, got = "a shard file is truncated", f"{size} bytes"
+            where, wanted = f"{self.location.url}/{file}: {shard}", f"{expected} bytes"
+            wanted, remedy = "" if size == expected else wanted, rewrite_remedy(self.location.url)
             raise IntegrityError(
-                what,
-                where=f"{self.location.url}/{file}: {shard}",
-                got=got,
-                expected="" if size == expected else f"{expected} bytes",
-                remedy=rewrite_remedy(self.location.url),
+                what, where=where, got=got, expected=wanted, remedy=remedy
             ) from error
