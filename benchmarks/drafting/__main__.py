@@ -29,6 +29,7 @@ from benchmarks.drafting.evaluation import (
     ngram_proposer,
     pooled,
     proposer,
+    sampled_tree_proposer,
     seconds,
     tokens_per_pass,
     tree_proposer,
@@ -50,6 +51,7 @@ class Point:
         passes: Of a ``loop``; 0 is its heads alone.
         tree: Drafts of a tree and paths that its search follows; a chain without.
         blind: The tree is chosen without a look at the noise.
+        ranks: Of a tree of draws, for the standard rule: how often the r-th draw is kept.
     """
 
     drafter: str
@@ -57,14 +59,16 @@ class Point:
     passes: int = 1
     tree: tuple[int, int] | None = None
     blind: bool = False
+    ranks: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", tuple(self.ranks))
         object.__setattr__(self, "tree", self.tree and tuple(self.tree))
 
     @property
     def work(self) -> str:
         """What it computes; points that differ in their rule take the same time."""
-        return f"{self.drafter} {self.passes} {self.tree}"
+        return f"{self.drafter} {self.passes} {self.tree} {self.ranks}"
 
     @property
     def name(self) -> str:
@@ -120,6 +124,8 @@ class Bench:
         if point.drafter not in self.forms:
             return ngram_proposer(self.tokens, slots)
         drafter = self.drafter(point.drafter, seed, slots)
+        if point.tree and point.ranks:
+            return sampled_tree_proposer(drafter, point.tree[0], point.ranks)
         if point.tree:
             return tree_proposer(drafter, *point.tree, loops=point.passes, blind=point.blind)
         return proposer(drafter, loops=point.passes)

@@ -13,6 +13,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -29,7 +30,8 @@ class Drafts:
     """Tokens [b, k] and their logits [b, k, v] over ``ids`` (None: the draft was no draw).
 
     Of a tree, ``behind`` says which tokens each one follows, itself included; number 0 is the
-    text's last token, i the draft i - 1.
+    text's last token, i the draft i - 1. ``logits`` are then those behind the tokens, of as many
+    as have drafts of their own.
     """
 
     tokens: Int[Tensor, "b k"]
@@ -104,6 +106,49 @@ def tree_proposer(
     return propose
 
 
+def sampled_tree_proposer(drafter: Drafter, nodes: int, ranks: tuple[float, ...]) -> Propose:
+    """A tree of draws without replacement, for the recursive rejection rule; ``steps`` only.
+
+    Its shape is fixed: the ``nodes`` places that are most probable to be reached when the r-th
+    draw behind a token is kept with probability ``ranks[r]`` (Sequoia, Chen et al., 2024). The
+    first draws of softmax(l) without replacement are the largest l + xi.
+    """
+    places = [((), 1.0)]
+    for _ in range(nodes):  # a place is the ranks on the way to it; the best one not yet there
+        every = {place for place, _ in places}
+        free = [((*place, r), p * rank) for place, p in places for r, rank in enumerate(ranks)]
+        places.append(
+            max(
+                (f for f in free if f[0] not in every and len(f[0]) <= drafter.slots),
+                key=lambda f: f[1],
+            )
+        )
+    levels = [
+        sorted(place for place, _ in places if len(place) == d)
+        for d in range(1 + max(len(place) for place, _ in places))
+    ]
+
+    def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
+        noise, b = xi[..., drafter.ids], len(xi)
+        grown, behind, last = None, torch.ones(b, 1, 1, dtype=torch.bool), prefix.tokens
+        tokens, pasts, logits = [], [behind], []
+        for slot, (before, level) in enumerate(pairwise(levels)):
+            found, grown = drafter.grow(prefix, last[:, None], slot, behind[:, None], grown)
+            logits.append(found[:, 0].float())
+            drawn = drafter.ids[(logits[-1] + noise[:, slot, None]).topk(len(ranks)).indices]
+            parent = torch.tensor([before.index(place[:-1]) for place in level])
+            last = drawn[:, parent, torch.tensor([place[-1] for place in level])]
+            grown = grown.of(parent.expand(b, -1))
+            itself = torch.eye(len(level), dtype=torch.bool).expand(b, -1, -1)
+            behind = torch.cat([behind[:, parent], itself], -1)
+            tokens.append(last), pasts.append(behind)
+        total = behind.shape[-1]
+        whole = torch.cat([pad(past, (0, total - past.shape[-1])) for past in pasts], 1)
+        return Drafts(torch.cat(tokens, 1), torch.cat(logits, 1), drafter.ids, whole)
+
+    return propose
+
+
 def ngram_proposer(text: Int[Tensor, "n l"], slots: int, order: int = 4) -> Propose:
     """The most frequent next token behind the last 3, 2 or 1, ``slots`` times over."""
     counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
@@ -161,9 +206,8 @@ def decode(
     xi = torch.stack([row_noise(seed, first_row + i, (last, target.vocab_size)) for i in range(n)])
     keys = [np.random.Philox(key=[seed, 2**40 + first_row + i]) for i in range(n)]
     draws = torch.tensor(
-        np.stack([np.random.Generator(key).random((last, 3), dtype=np.float32) for key in keys])
+        np.stack([np.random.Generator(key).random((last, 8), dtype=np.float32) for key in keys])
     )
-    # Of three uniforms a position, the first is left for drafters that read one (PTP).
     text = torch.zeros(n, last, dtype=torch.long)
     text[:, :p] = prompts
     cache = Cache.empty(len(target.layers), target.shape, n, last)
@@ -182,8 +226,11 @@ def decode(
         known = torch.cat([token, drafts.tokens], 1)
         logits, read = target.read(known, cache, drafts.behind)
         if drafts.behind is not None:
-            path, count = _walk(logits, noise, known, drafts.behind)
-            own = (logits[everyone, path] + noise).argmax(-1)
+            if rule == "coupled":
+                path, count = _walk(logits, noise, known, drafts.behind)
+                own = (logits[everyone, path] + noise).argmax(-1)
+            else:
+                path, count, own = _walk_rejecting(logits, drafts, known, draw)
             read = read[everyone, path]
             cache.follow(path[:, 1:])
             drafts = Drafts(known.gather(1, path[:, 1:]))
@@ -192,7 +239,7 @@ def decode(
             own = (logits + noise).argmax(-1)
             same = own[:, :-1] == drafts.tokens
         else:
-            own, same = _standard(logits, drafts, draw[..., 1], draw[..., 2])
+            own, same = _standard(logits, drafts, draw[..., 1], draw[..., 0])
         count = same.long().cumprod(1).sum(1)
         new = torch.where(slot < count[:, None], torch.cat([drafts.tokens, token], 1), own)
         text[here] = torch.where(slot <= count[:, None], new, 0)
@@ -227,6 +274,47 @@ def _walk(
         count += going
         path.append(now)
     return torch.stack(path, 1), count
+
+
+def _walk_rejecting(
+    logits: Float[Tensor, "b n1 v"], drafts: Drafts, known: Int[Tensor, "b n1"], draw: Tensor
+) -> tuple[Int[Tensor, "b k1"], Int[Tensor, "b"], Int[Tensor, "b k1"]]:
+    """The path of the drafts that are kept, how many, and what takes the place of the next.
+
+    Recursive rejection (SpecInfer, Miao et al., 2024; without replacement, Jeon et al., 2024):
+    the draws behind a token are tried in turn, each against what those before it left of p, and
+    drawn from what they left of q. ``draw`` [b, k1, 8] are uniforms of the slots.
+    """
+    assert drafts.behind is not None and drafts.logits is not None and drafts.ids is not None
+    depth, texts = drafts.behind.sum(-1) - 1, torch.arange(len(known))
+    now, going = torch.zeros(len(known), dtype=torch.long), torch.ones(len(known), dtype=torch.bool)
+    path, own, count = [now], [], torch.zeros(len(known), dtype=torch.long)
+    for slot in range(draw.shape[1]):
+        p, q = logits[texts, now].softmax(-1), torch.zeros_like(logits[:, 0])
+        inner = now < drafts.logits.shape[1]
+        law = drafts.logits[texts, now.clamp(max=drafts.logits.shape[1] - 1)].softmax(-1)
+        q[:, drafts.ids] = law * inner[:, None]
+        follows = drafts.behind[texts, :, now] & (depth == slot + 1)
+        chosen, met = now, torch.zeros_like(going)
+        for number in range(int(follows.sum(1).max())):
+            place = follows & (follows.cumsum(1) == number + 1)
+            child = place.long().argmax(1)
+            token = known[texts, child]
+            tried = place.any(1) & ~met
+            keep = tried & (draw[:, slot, 1 + number] * q[texts, token] < p[texts, token])
+            chosen, met = torch.where(keep, child, chosen), met | keep
+            lost = (tried & ~keep)[:, None]
+            left = (p - q).clamp(min=0)
+            p = torch.where(lost, left / left.sum(-1, keepdim=True), p)
+            spent = q.scatter(1, token[:, None], 0.0)
+            q = torch.where(lost, spent / spent.sum(-1, keepdim=True).clamp(min=1e-30), q)
+        sums = p.cumsum(-1)
+        own.append((sums < draw[:, slot, :1] * sums[:, -1:]).sum(-1).clamp(max=p.shape[-1] - 1))
+        going = going & met
+        count += going
+        now = torch.where(going, chosen, now)
+        path.append(now)
+    return torch.stack(path[: draw.shape[1]], 1), count, torch.stack(own, 1)
 
 
 def _standard(

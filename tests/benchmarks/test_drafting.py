@@ -12,7 +12,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.drafting.__main__ import main
 from benchmarks.drafting.drafters import Drafter, Form, Prefix
-from benchmarks.drafting.evaluation import decode, proposer, tree_proposer
+from benchmarks.drafting.evaluation import (
+    decode,
+    proposer,
+    sampled_tree_proposer,
+    tree_proposer,
+)
 from benchmarks.drafting.target import Cache, Target, own_text
 from benchmarks.drafting.training import Training, losses, posterior_noise, train
 
@@ -24,24 +29,20 @@ FORMS = [
 ]
 
 
+def write_llama(path: Path, seed: int, vocab_size: int, spread: float) -> Path:
+    """A small Llama with sharp distributions, as transformers writes it."""
+    torch.manual_seed(seed)
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+    shape |= {"tie_word_embeddings": True, "initializer_range": spread}
+    LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **shape)).save_pretrained(path)
+    return path
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 40 tokens with sharp distributions, as transformers writes it."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-    )
-    path = tmp_path_factory.mktemp("target")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    """A Llama of 40 tokens."""
+    return write_llama(tmp_path_factory.mktemp("target"), 0, 40, 0.3)
 
 
 @pytest.fixture(scope="module")
@@ -138,27 +139,18 @@ def test_the_target_as_its_own_drafter_keeps_everything(target: Target) -> None:
         assert float(found.kept.sum()) == float(found.reached.sum())
 
 
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[2]], ids=lambda f: f.name)
-def test_the_standard_rule_keeps_the_law(form: Form, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[2], "tree"], ids=["steps", "loop", "tree"])
+def test_the_standard_rule_keeps_the_law(form: Form | str, tmp_path: Path) -> None:
     """The law of three tokens, against the target's probabilities of all of them."""
-    torch.manual_seed(9)
-    config = LlamaConfig(
-        vocab_size=5,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    target = Target(tmp_path)
+    target = Target(write_llama(tmp_path, 9, 5, 0.2))
     count, prompt = 6000, torch.tensor([1, 3, 2])
     # Token 4 or so is none that the drafter can name.
-    propose = proposer(trained(form, target, 4))
-    found = decode(target, propose, prompt.expand(count, -1), 3, SLOTS, "standard", 11)
+    if isinstance(form, Form):
+        propose = proposer(trained(form, target, 4))
+    else:
+        propose = sampled_tree_proposer(trained(FORMS[0], target, 4), 9, (0.5, 0.4, 0.2))
+    rows = prompt.expand(count, -1)
+    found = decode(target, propose, rows, 3, SLOTS, "standard", 11, room=11)
     every = torch.cartesian_prod(*[torch.arange(5)] * 3)
     logits = target.read(torch.cat([prompt.expand(125, -1), every], 1))[0].log_softmax(-1)
     exact = logits[:, 2:5].gather(-1, every[..., None]).sum((1, 2)).exp().double()
@@ -266,11 +258,16 @@ passes = 3
 drafter = "steps"
 rule = "coupled"
 tree = [4, 2]
+[[point]]
+drafter = "steps"
+rule = "standard"
+tree = [4, 2]
+ranks = [0.5, 0.2]
 """)
     main(str(settings))
     report = json.loads((tmp_path / "results.json").read_text())
     lines = {line["name"]: line for line in report["lines"]}
-    assert len(lines) == 4
+    assert len(lines) == 5
     mean, low, high = lines["loop, coupled, 1 passes"]["tokens_per_pass"]
     assert 1 <= low <= mean <= high <= 4
     assert lines["loop, coupled, 1 passes"]["seeds"] == 2

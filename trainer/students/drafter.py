@@ -239,16 +239,28 @@ class Drafter(BackboneStudent):
     def _even(self, states: Tensor) -> Tensor:
         return self._scale * rms_norm(states.float(), states.shape[-1:])
 
-    def runner(self) -> Runner:
+    def runner(self, dtype: torch.dtype | None = None) -> Runner:
         """What computes o of rows; gradients reach the layer's weights of now, and the rows.
 
         Of rows [B, n, E] of :meth:`first_rows` or :meth:`next_rows`, their positions [B, n], which
         of the cached keys and of these rows behind them each row attends to, [B, n, k], and a cache
-        of :func:`last_layer_cache`, to which the keys and values of these rows are added.
+        of :func:`last_layer_cache`, to which the keys and values of these rows are added. A layer
+        of Llama's form computes in ``dtype``, by default the backbone's, as all others do.
         """
         network = self.language_model.network
-        weights = {n: self.layer[_key(n)].to(network.dtype) for n in self.names}
+        dtype = dtype if dtype and self._is_llama else network.dtype
+        weights = {n: self.layer[_key(n)].to(dtype) for n in self.names}
         return (llama_runner if self._is_llama else network_runner)(network, weights)
+
+    def head(self, dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
+        """:meth:`logits`, computed in ``dtype``."""
+        if dtype is None:
+            return self.logits
+        output: Any = self.language_model.network.get_output_embeddings()
+        size, bias = self.config.vocab_size, output.bias
+        weight = (output.weight[:size] * self.gain).to(dtype)
+        bias = None if bias is None else bias[:size].to(dtype)
+        return lambda outputs: linear(outputs.to(dtype), weight, bias).float()
 
     def logits(self, outputs: Float[Tensor, "*n d"]) -> Float[Tensor, "*n v"]:
         """The backbone's output layer over V tokens behind the rows, float32."""
@@ -322,10 +334,8 @@ class Drafter(BackboneStudent):
                 past_key_values=cache,
                 use_cache=True,
             ).last_hidden_state[0]
-            share, most = (
-                _share(found, torch.cat(wanted)),
-                TREE_TOLERANCES[self.settings.backbone.dtype],
-            )
+            share = _share(found, torch.cat(wanted))
+            most = TREE_TOLERANCES[self.settings.backbone.dtype]
             got = f"states of a tree that differ from its rows' by {share:.2g} of their spread"
             weights = dict(_layers(backbone)[-1].named_parameters())
             step = self._embed(other[None]), positions[:, :2], seen[:, :2, :6]
@@ -370,7 +380,8 @@ def llama_runner(network: Any, weights: Mapping[str, Tensor]) -> Runner:
         KeyError, AttributeError: If it has other parts.
     """
     base = network.base_model
-    final, epsilon = base.norm.weight, base.norm.variance_epsilon
+    before, between = (weights[f"{n}_layernorm.weight"] for n in ("input", "post_attention"))
+    final, epsilon = base.norm.weight.to(before.dtype), base.norm.variance_epsilon
     rates = base.rotary_emb.inv_freq.repeat(2)
 
     def joined(*names: str) -> tuple[Tensor, Tensor | None]:
@@ -380,7 +391,6 @@ def llama_runner(network: Any, weights: Mapping[str, Tensor]) -> Runner:
 
     entry, out = joined(*(f"self_attn.{n}_proj" for n in "qkv")), joined("self_attn.o_proj")
     gates, down = joined("mlp.gate_proj", "mlp.up_proj"), joined("mlp.down_proj")
-    before, between = (weights[f"{n}_layernorm.weight"] for n in ("input", "post_attention"))
 
     def run(rows: Tensor, positions: Tensor, seen: Tensor, cache: DynamicCache) -> Tensor:
         known, rows, width = cache.layers[-1], rows.to(final.dtype), rows.shape[-1:]
@@ -398,7 +408,7 @@ def llama_runner(network: Any, weights: Mapping[str, Tensor]) -> Runner:
         mixed = scaled_dot_product_attention(
             queries, keys, values, seen[:, None], enable_gqa=grouped
         )
-        rows = rows + linear(mixed.transpose(1, 2).flatten(2), *out)
+        rows = rows + linear(mixed.transpose(1, 2).flatten(2).to(final.dtype), *out)
         gate, up = linear(rms_norm(rows, width, between, epsilon), *gates).chunk(2, dim=-1)
         return rms_norm(rows + linear(silu(gate) * up, *down), width, final, epsilon)
 

@@ -63,6 +63,7 @@ def test_the_output_is_the_backbones_own_decode(shape: str, tmp_path: Path) -> N
         {"max_lookahead": 5, "tree": 3, "width": 1, "draft": "greedy"},
         {"top_k": 3, "tree": 9, "max_lookahead": 3},
         {"max_lookahead": 0},
+        {"draft_dtype": "bfloat16", "tree": 9, "max_lookahead": 3},
     )
     for case in cases:
         result = draw(student, make_sampler("drafter", **case), IDS, tokens)
@@ -106,7 +107,7 @@ def test_a_perfect_drafter_is_followed_to_the_end(
     def certain(self, outputs):
         return 100.0 * torch.nn.functional.one_hot(known["next"], VOCAB).float()
 
-    monkeypatch.setattr(Drafter, "runner", lambda self: oracle)
+    monkeypatch.setattr(Drafter, "runner", lambda self, dtype: oracle)
     monkeypatch.setattr(Drafter, "logits", certain)
     sampler = make_sampler("drafter", width=1, tree=3, draft="greedy")
     for row in range(len(IDS)):
