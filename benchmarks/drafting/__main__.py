@@ -48,7 +48,6 @@ class Point:
 
     Args:
         drafter: A trained drafter, or ``n-gram``.
-        passes: Of a ``loop``; 0 is its heads alone.
         tree: Drafts of a tree and paths that its search follows; a chain without.
         blind: The tree is chosen without a look at the noise.
         ranks: Of a tree of draws, for the standard rule: how often the r-th draw is kept.
@@ -56,7 +55,6 @@ class Point:
 
     drafter: str
     rule: str
-    passes: int = 1
     tree: tuple[int, int] | None = None
     blind: bool = False
     ranks: tuple[float, ...] = ()
@@ -68,13 +66,12 @@ class Point:
     @property
     def work(self) -> str:
         """What it computes; points that differ in their rule take the same time."""
-        return f"{self.drafter} {self.passes} {self.tree} {self.ranks}"
+        return f"{self.drafter} {self.tree} {self.ranks}"
 
     @property
     def name(self) -> str:
         """What the table calls it."""
-        extra = [f"{self.passes} passes"] if self.drafter.startswith("loop") else []
-        extra += [f"tree of {self.tree[0]}"] if self.tree else []
+        extra = [f"tree of {self.tree[0]}"] if self.tree else []
         extra += ["blind"] if self.blind else []
         return ", ".join([self.drafter, self.rule, *extra])
 
@@ -127,8 +124,8 @@ class Bench:
         if point.tree and point.ranks:
             return sampled_tree_proposer(drafter, point.tree[0], point.ranks)
         if point.tree:
-            return tree_proposer(drafter, *point.tree, loops=point.passes, blind=point.blind)
-        return proposer(drafter, loops=point.passes)
+            return tree_proposer(drafter, *point.tree, blind=point.blind)
+        return proposer(drafter)
 
     def decoded(self, point: Point) -> list[Decoded]:
         """The decodes of every seed; kept in the folder."""
@@ -179,7 +176,7 @@ class Bench:
         if point.drafter in self.forms:
             drafter = self.drafter(point.drafter, self.seeds(point.drafter)[0], slots)
             paths = point.tree[1] if point.tree and drafter.form.kind == "steps" else 1
-            flops = drafter.flops(48, point.passes) * paths
+            flops = drafter.flops(48) * paths
             line["draft_flops"] = flops / self.target.flops(1, 48)
             line["weights"] = sum(w.numel() for w in drafter.parameters())
         for batch, found in times.items():

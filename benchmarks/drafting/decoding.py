@@ -21,14 +21,16 @@ from shards.atomic import write_json_atomic
 from trainer import load_student
 from trainer.sampling.registry import make_sampler
 
+HALF = {"draft_dtype": "bfloat16"}
 SIDES = {
     "plain": {"max_lookahead": 0},
-    "chain of 2": {"max_lookahead": 2, "tree": 2, "width": 1},
-    "chain of 4": {"max_lookahead": 4, "tree": 4, "width": 1},
-    "tree of 8, 3 steps": {"max_lookahead": 3, "tree": 8, "width": 4},
-    "tree of 16, 3 steps": {"max_lookahead": 3},
-    "tree of 16, 8 steps": {},
-    "tree of 16, 8 steps, blind": {"draft": "greedy"},
+    "chain of 2": {"max_lookahead": 2, "tree": 2, "width": 1, **HALF},
+    "tree of 4, 1 step": {"max_lookahead": 1, "tree": 4, "width": 4, **HALF},
+    "tree of 8, 2 steps": {"max_lookahead": 2, "tree": 8, "width": 4, **HALF},
+    "tree of 16, 3 steps": {"max_lookahead": 3, **HALF},
+    "tree of 16, 3 steps, float32": {"max_lookahead": 3},
+    "tree of 16, 8 steps": HALF,
+    "tree of 16, 8 steps, blind": {"draft": "greedy", **HALF},
 }
 
 

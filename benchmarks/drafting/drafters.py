@@ -1,9 +1,9 @@
-"""Drafters: what each reads of the target and of the noise, and when a slot learns the one before.
+"""Drafters: what each reads of the target, and when a slot learns the one before.
 
-Every drafter gives logits l_i for k slots, and drafts ``argmax(l_i + xi_i)``. A drafter that reads
-noise reads that of *earlier* slots only, so given it, slot i is a draw from softmax(l_i): the draft
-may be checked by the target under the same noise (coupled rule), and as well by the standard
-rejection rule, to which the noise is the drafter's own randomness, drawn ahead.
+Every drafter gives logits l_i for k slots, and drafts ``argmax(l_i + xi_i)``; l_i may rest on the
+drafts of *earlier* slots only, so given them, slot i is a draw from softmax(l_i): the draft may be
+checked by the target under the same noise (coupled rule), and as well by the standard rejection
+rule, to which the noise is the drafter's own randomness, drawn ahead.
 
 Layers begin as copies of the target's, and read the target's own keys and values of the text: a
 drafter keeps no cache, and a draft costs its slots alone.
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import rms_norm
 
 from benchmarks.drafting.target import Keys, Target, rotary
 
@@ -27,24 +27,18 @@ class Form:
     """One rival.
 
     Args:
-        kind: ``slots`` (all slots in one pass of layers; Uno's and DFlash's form), ``steps``
-            (EAGLE: one pass per slot, which reads the last pass's row and token) or ``loop``
-            (Medusa's heads, a residual block per slot, guess the tokens; a pass of layers reads
-            the guesses in the place of the tokens and drafts again. No pass is Medusa; as many
-            passes as slots are an autoregressive drafter).
+        kind: ``slots`` (all slots in one pass of layers; Uno's and DFlash's form) or ``steps``
+            (EAGLE: one pass per slot, which reads the last pass's row and token).
         layers: The target's layers that a pass begins as copies of, lowest first.
-        noise: A ``loop`` guesses argmax(l + xi), the tokens that its heads would draft; without
-            noise a guess is softmax(l) E.
     """
 
     name: str
     kind: str
     layers: tuple[int, ...] = ()
-    noise: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
-        if self.kind not in ("slots", "steps", "loop"):
+        if self.kind not in ("slots", "steps"):
             raise ValueError(f"drafter {self.name}: unknown kind {self.kind}")
 
 
@@ -94,64 +88,39 @@ class Drafter(nn.Module):
         self.register_buffer("ids", ids)
         self.states = _linear(2 * width, width)
         self.layers = nn.ModuleList(deepcopy(target.layers[index]) for index in form.layers)
-        reads = 2 if form.kind == "loop" else 1
-        self.norms = nn.ModuleList(deepcopy(target.norm) for _ in range(reads))
+        self.norms = nn.ModuleList([deepcopy(target.norm)])
         self.requires_grad_(True)
         if form.kind == "slots":
             self.places = nn.Parameter(torch.randn(slots - 1, width) * 0.02)
             self.ahead = _linear(3 * width, width)
         if form.kind == "steps":
             self.again = _linear(width, width)
-        if form.kind == "loop":
-            self.blocks = nn.Parameter(torch.randn(slots, 3 * width, width) * (3 * width) ** -0.5)
-            self.outs = nn.Parameter(torch.zeros(slots, width, width))
 
     def forward(
         self,
         prefix: Prefix,
         noise: Tensor | None,
         given: Int[Tensor, "b a k"] | None = None,
-        loops: int = 1,
-    ) -> list[Float[Tensor, "b a k v"]]:
-        """Logits of the k slots; a ``loop`` gives those of its heads and of every pass.
+    ) -> Float[Tensor, "b a k v"]:
+        """Logits of the k slots.
 
         Args:
-            noise: xi of the slots, [b, a, k, v].
-            given: The true tokens of the slots, in training: ``steps`` reads them in the place of
-                its drafts, and so does ``loop`` behind every other anchor.
-            loops: Passes of a ``loop``.
+            noise: xi of the slots, [b, a, k, v]; for ``steps``, which read their drafts.
+            given: The true tokens of the slots, which ``steps`` read in training instead.
         """
         if self.form.kind == "steps":
             return self._in_steps(prefix, noise, given)
         first = self.embedding[prefix.tokens] + self.states(_even(prefix.states))
         every = torch.cat([_even(prefix.states), self.embedding[prefix.tokens]], -1)
-        if self.form.kind == "slots":
-            ahead = self.ahead(every)[:, :, None] + self.places[: self.slots - 1]
-            return [self._pass(prefix, torch.cat([first[:, :, None], ahead], 2))]
-        mixed = silu(torch.einsum("baw,kwu->baku", every, self.blocks[: self.slots]))
-        mixed = torch.einsum("baku,kuw->bakw", mixed, self.outs[: self.slots])
-        last = prefix.states[:, :, None, self.shape.width :] / 7
-        logits = [self._logits(last + mixed, 0)]
-        for _ in range(loops):
-            if noise is None:
-                rows = logits[-1].detach().float().softmax(-1).to(self.head.dtype) @ self.head
-            else:
-                rows = self.head[(logits[-1] + noise).argmax(-1)]
-            if given is not None:
-                forced = (torch.arange(rows.shape[1]) % 2 == 0)[:, None, None]
-                rows = torch.where(forced, self.embedding[given], rows)
-            rows = torch.cat([first[:, :, None], rows[:, :, :-1]], 2)
-            logits.append(self._pass(prefix, rows))
-        return logits
-
-    def _pass(self, prefix: Prefix, rows: Tensor) -> Tensor:
+        ahead = self.ahead(every)[:, :, None] + self.places[: self.slots - 1]
+        rows = torch.cat([first[:, :, None], ahead], 2)
         turns = rotary(self.shape, prefix.positions[..., None] + torch.arange(self.slots))
         own = _causal(prefix, self.slots)
         for index, layer in zip(self.form.layers, self.layers, strict=True):
             rows, _ = layer(rows, turns, own, prefix.keys[index], prefix.seen)
-        return self._logits(rows, -1)
+        return self._logits(rows)
 
-    def _in_steps(self, prefix: Prefix, noise: Tensor | None, given: Tensor | None) -> list[Tensor]:
+    def _in_steps(self, prefix: Prefix, noise: Tensor | None, given: Tensor | None) -> Tensor:
         every, grown, logits = _causal(prefix, self.slots), None, []
         tokens = prefix.tokens[:, :, None]
         for slot in range(self.slots):
@@ -163,7 +132,7 @@ class Drafter(nn.Module):
             else:
                 assert noise is not None
                 tokens = self.ids[(found + noise[:, :, slot : slot + 1]).argmax(-1)]
-        return [torch.cat(logits, 2)]
+        return torch.cat(logits, 2)
 
     def grow(
         self,
@@ -191,18 +160,15 @@ class Drafter(nn.Module):
             earlier = None if grown is None else grown.keys[index]
             row, own_keys = layer(row, turns, own, keys, prefix.seen, earlier)
             every.append(own_keys)
-        return self._logits(row, 0), Grown(row, every)
+        return self._logits(row), Grown(row, every)
 
-    def _logits(self, rows: Tensor, read: int) -> Tensor:
-        return self.norms[read](rows) @ self.head.T
+    def _logits(self, rows: Tensor) -> Tensor:
+        return self.norms[0](rows) @ self.head.T
 
-    def flops(self, context: float, loops: int = 1) -> float:
+    def flops(self, context: float) -> float:
         """Operations of one draft behind ``context`` tokens: layers, heads, what it reads."""
         width, head = self.shape.width, 2.0 * self.head.numel()
-        is_loop = self.form.kind == "loop"
-        passes = loops if is_loop else 1
-        row = passes * (len(self.layers) * self.shape.flops(context) + head) + 8.0 * width**2
-        return self.slots * (row + (head + 8.0 * width**2 if is_loop else 0))
+        return self.slots * (len(self.layers) * self.shape.flops(context) + head + 8.0 * width**2)
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:

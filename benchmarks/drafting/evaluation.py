@@ -44,22 +44,19 @@ Propose = Callable[[Prefix, Tensor, Tensor], Drafts]
 """Of what the target knows, xi [b, k, vocabulary] and the text [b, l]."""
 
 
-def proposer(drafter: Drafter, *, loops: int = 1) -> Propose:
+def proposer(drafter: Drafter) -> Propose:
     """Drafts argmax(l + xi)."""
     ids = drafter.ids
-    reads = drafter.form.kind == "steps" or drafter.form.noise
 
     def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
         noise = xi[..., ids]
-        logits = drafter(prefix, noise[:, None] if reads else None, loops=loops)[-1][:, 0].float()
+        logits = drafter(prefix, noise[:, None])[:, 0].float()
         return Drafts(ids[(logits + noise).argmax(-1)], logits, ids)
 
     return propose
 
 
-def tree_proposer(
-    drafter: Drafter, nodes: int, width: int, *, loops: int = 1, blind: bool = False
-) -> Propose:
+def tree_proposer(drafter: Drafter, nodes: int, width: int, *, blind: bool = False) -> Propose:
     """A tree of the ``nodes`` drafts that the noise makes most probable, for the coupled rule.
 
     With the noise known, softmax(l + xi) says how probable it is that each token wins the race of
@@ -69,7 +66,6 @@ def tree_proposer(
     ``blind``: the tree is chosen without a look at the noise, by softmax(l).
     """
     steps = drafter.form.kind == "steps"
-    reads = drafter.form.noise
 
     def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
         noise, b = xi[..., drafter.ids], len(xi)
@@ -77,13 +73,13 @@ def tree_proposer(
         # Who is behind whom among all tokens so far, and the scores of the last ones' paths.
         grown, behind, last = None, torch.ones(b, 1, 1, dtype=torch.bool), prefix.tokens
         pasts, score = [behind], torch.zeros(b, 1)
-        at_once = None if steps else drafter(prefix, noise[:, None] if reads else None, loops=loops)
+        at_once = None if steps else drafter(prefix, None)
         for slot in range(drafter.slots):
             if at_once is None:
                 found, grown = drafter.grow(prefix, last[:, None], slot, behind[:, None], grown)
                 logits = found[:, 0]
             else:
-                logits = at_once[-1][:, :, slot].expand(-1, last.shape[1], -1)
+                logits = at_once[:, :, slot].expand(-1, last.shape[1], -1)
             race = (logits.float() + noise[:, slot, None] * (not blind)).log_softmax(-1)
             best, ids = race.topk(width)
             score, at = (score[..., None] + best).flatten(1).topk(width)
@@ -113,20 +109,14 @@ def sampled_tree_proposer(drafter: Drafter, nodes: int, ranks: tuple[float, ...]
     draw behind a token is kept with probability ``ranks[r]`` (Sequoia, Chen et al., 2024). The
     first draws of softmax(l) without replacement are the largest l + xi.
     """
-    places = [((), 1.0)]
-    for _ in range(nodes):  # a place is the ranks on the way to it; the best one not yet there
-        every = {place for place, _ in places}
-        free = [((*place, r), p * rank) for place, p in places for r, rank in enumerate(ranks)]
-        places.append(
-            max(
-                (f for f in free if f[0] not in every and len(f[0]) <= drafter.slots),
-                key=lambda f: f[1],
-            )
-        )
-    levels = [
-        sorted(place for place, _ in places if len(place) == d)
-        for d in range(1 + max(len(place) for place, _ in places))
-    ]
+    places = {(): 1.0}  # a place is the ranks on the way to it
+    for _ in range(nodes):
+        inner = [(place, p) for place, p in places.items() if len(place) < drafter.slots]
+        free = {(*place, r): p * rank for place, p in inner for r, rank in enumerate(ranks)}
+        best = max(free.keys() - places, key=free.__getitem__)
+        places[best] = free[best]
+    depths = range(max(map(len, places)) + 1)
+    levels = [sorted(place for place in places if len(place) == depth) for depth in depths]
 
     def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
         noise, b = xi[..., drafter.ids], len(xi)
@@ -386,7 +376,7 @@ def agreement(
     seen = (torch.arange(text.shape[1]) < starts[:, None]).expand(len(text), -1, -1)
     at = starts.expand(len(text), -1)
     prefix = Prefix(states[:, starts - 1], text[:, starts], at, cache.keys, seen)
-    own = drafter(prefix, None, text[:, after])[-1].float()
+    own = drafter(prefix, None, text[:, after]).float()
     theirs = logits.softmax(-1)[:, after - 1][..., drafter.ids]
     shared = torch.minimum(theirs, own.softmax(-1)).sum(-1)
     race = own + torch.stack([rows[after][..., drafter.ids] for rows in noise])

@@ -1,4 +1,4 @@
-"""One training loop for every drafter: the target's own text, fresh noise, its probabilities."""
+"""One training loop for every drafter: the target's own text and its probabilities."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ class Training:
     slots: int = 8
     kl: float = 0.5
     decay: float = 0.85
-    early: float = 0.6
     rate: float = 2e-3
     vocabulary: int = 1536
     save_every: int = 100
@@ -46,59 +45,31 @@ def draft_vocabulary(tokens: Int[Tensor, "n l"], vocab_size: int, size: int) -> 
     return counts.argsort(descending=True, stable=True)[:size]
 
 
-def posterior_noise(
-    p: Float[Tensor, "*n v"], places: Int[Tensor, "*n"], generator: torch.Generator
-) -> Float[Tensor, "*n v"]:
-    """xi given that argmax(log p + xi) was the id at ``places`` (-1: an id that p leaves out).
-
-    Algorithm 1 of Zhang et al. (ICLR 2026), as arrivals: F_j = E_j + p_j E_0, of the winner p E_0.
-    """
-    first = torch.empty(p.shape[:-1]).exponential_(generator=generator)[..., None]
-    waits = p * first
-    arrivals = torch.rand(p.shape, generator=generator).clamp_(min=1e-7).log_().neg_().add_(waits)
-    own = places.clamp(min=0)[..., None]
-    won = torch.where(places[..., None] >= 0, waits.gather(-1, own), arrivals.gather(-1, own))
-    return -arrivals.scatter_(-1, own, won).clamp_(min=1e-30).log_()
-
-
 def losses(
     drafter: Drafter,
     target: Target,
     tokens: Int[Tensor, "b l"],
     starts: Int[Tensor, "a"],
     settings: Training,
-    generator: torch.Generator,
 ) -> tuple[Tensor, Float[Tensor, "k"]]:
     """The loss of blocks behind the positions ``starts``, and 1 - TV by slot."""
     (b, length), k = tokens.shape, drafter.slots
-    order = torch.full((target.vocab_size,), -1)
-    order[drafter.ids] = torch.arange(len(drafter.ids))
-    following, noise = starts[:, None] + torch.arange(1, k + 1), None
+    following = starts[:, None] + torch.arange(1, k + 1)
     with torch.no_grad():
         cache = Cache.empty(len(target.layers), target.shape, b, length)
         logits, states = target.read(tokens, cache)
         log_p = log_softmax(logits, -1)[..., drafter.ids]
-        # The noise at position i chose the token at i, from the logits behind i - 1.
-        if drafter.form.noise:
-            xi = posterior_noise(log_p[:, :-1].exp(), order[tokens[:, 1:]], generator)
-            noise = xi[:, following - 1]
         goal = log_p[:, following - 1]
         p = goal.exp()
     with torch.autocast("cpu", torch.bfloat16):
         seen = (torch.arange(length) < starts[:, None]).expand(b, -1, -1)
         at = starts.expand(b, -1)
         prefix = Prefix(states[:, starts - 1], tokens[:, starts], at, cache.keys, seen)
-        every_read = drafter(prefix, noise, tokens[:, following])
-    weights, loss, kept = settings.decay ** torch.arange(k), torch.zeros(()), torch.zeros(k)
-    for index, logits in enumerate(every_read):
-        log_q = log_softmax(logits.float(), -1)
-        kl = (p * (goal - log_q)).sum(-1).mean((0, 1))
-        if index + 1 < len(every_read):
-            loss = loss + settings.early / (len(every_read) - 1) * (weights * kl).mean()
-            continue
-        same = torch.minimum(p, log_q.exp()).sum(-1).mean((0, 1))
-        loss, kept = loss + (weights * (settings.kl * kl + 1 - same)).mean(), same.detach()
-    return loss, kept
+        drafted = drafter(prefix, None, tokens[:, following])
+    weights, log_q = settings.decay ** torch.arange(k), log_softmax(drafted.float(), -1)
+    kl = (p * (goal - log_q)).sum(-1).mean((0, 1))
+    same = torch.minimum(p, log_q.exp()).sum(-1).mean((0, 1))
+    return (weights * (settings.kl * kl + 1 - same)).mean(), same.detach()
 
 
 def step_flops(drafter: Drafter, target: Target, settings: Training, length: int) -> float:
@@ -147,7 +118,7 @@ def train(
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = rate
             optimizer.zero_grad()
-        loss, kept = losses(drafter, target, tokens[chosen], starts, settings, generator)
+        loss, kept = losses(drafter, target, tokens[chosen], starts, settings)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         for optimizer in optimizers:

@@ -19,13 +19,12 @@ from benchmarks.drafting.evaluation import (
     tree_proposer,
 )
 from benchmarks.drafting.target import Cache, Target, own_text
-from benchmarks.drafting.training import Training, losses, posterior_noise, train
+from benchmarks.drafting.training import Training, losses, train
 
 SLOTS = 3
 FORMS = [
     Form(name="steps", kind="steps", layers=(1,)),
     Form(name="slots", kind="slots", layers=(0, 1)),
-    Form(name="loop", kind="loop", layers=(0, 1), noise=True),
 ]
 
 
@@ -61,7 +60,7 @@ def trained(form: Form, target: Target, size: int = 40) -> Drafter:
     text = torch.randint(target.vocab_size, (4, 12), generator=generator)
     for _ in range(3):
         starts = torch.arange(1, 12 - SLOTS)
-        loss, _ = losses(drafter, target, text, starts, Training(flops=1), generator)
+        loss, _ = losses(drafter, target, text, starts, Training(flops=1))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -95,10 +94,10 @@ def test_a_slot_does_not_see_its_own_noise_nor_later_ones(form: Form, target: Ta
     noise = torch.rand((2, 1, SLOTS, 40), generator=generator)
     noise = -torch.log(-torch.log(noise)) * 4
     with torch.no_grad():
-        first = drafter(prefix, noise, loops=2)[-1]
+        first = drafter(prefix, noise)
         changed = noise.clone()
         changed[:, :, 1:] = changed[:, :, 1:].flip(-1).roll(1, 0)
-        other = drafter(prefix, changed, loops=2)[-1]
+        other = drafter(prefix, changed)
     torch.testing.assert_close(first[:, :, :2], other[:, :, :2])
     if form.name != "slots":
         assert not torch.allclose(first[:, :, 2], other[:, :, 2])
@@ -130,16 +129,7 @@ def test_text_of_a_tree_is_the_targets_own_in_fewer_passes(form: Form, target: T
     assert passes[0] > passes[1] > passes[2]
 
 
-def test_the_target_as_its_own_drafter_keeps_everything(target: Target) -> None:
-    form = Form(name="itself", kind="loop", layers=(0, 1), noise=True)
-    drafter = Drafter(form, target, torch.arange(40), SLOTS).eval()
-    prompts = torch.randint(40, (5, 4), generator=torch.Generator().manual_seed(6))
-    for rule in ("coupled", "standard"):
-        found = decode(target, proposer(drafter, loops=SLOTS), prompts, 16, SLOTS, rule, 8)
-        assert float(found.kept.sum()) == float(found.reached.sum())
-
-
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[2], "tree"], ids=["steps", "loop", "tree"])
+@pytest.mark.parametrize("form", [*FORMS, "tree"], ids=["steps", "slots", "tree"])
 def test_the_standard_rule_keeps_the_law(form: Form | str, tmp_path: Path) -> None:
     """The law of three tokens, against the target's probabilities of all of them."""
     target = Target(write_llama(tmp_path, 9, 5, 0.2))
@@ -164,19 +154,6 @@ def test_the_standard_rule_keeps_the_law(form: Form | str, tmp_path: Path) -> No
     statistic = chisquare(seen.numpy(), expected.numpy()).statistic
     assert statistic < chi2.ppf(1 - 1e-5, len(seen) - 1)
     assert 0 < float(found.kept.sum()) < float(found.reached.sum())
-
-
-def test_posterior_noise_chooses_the_token_and_is_gumbel() -> None:
-    generator = torch.Generator().manual_seed(12)
-    p = torch.randn(6, generator=generator).softmax(-1)
-    count = 20_000
-    tokens = torch.multinomial(p, count, replacement=True, generator=generator)
-    xi = posterior_noise(p.expand(count, -1), tokens, generator)
-    assert torch.equal((p.log() + xi).argmax(-1), tokens)
-    # exp(-exp(-xi)) of Gumbel noise is uniform: mean 1/2, variance 1/12, five standard errors.
-    uniform = (-(-xi).exp()).exp()
-    assert (uniform.mean(0) - 0.5).abs().max() < 5 * (1 / 12 / count) ** 0.5
-    assert (uniform.var(0) - 1 / 12).abs().max() < 5 * (1 / 180 / count) ** 0.5
 
 
 def test_a_training_that_was_cut_off_ends_in_the_same_weights(
@@ -211,10 +188,10 @@ def test_the_bench_writes_a_table_a_figure_and_their_numbers(shared: Path, tmp_p
 folder = "{tmp_path}"
 target = "{shared / "data/stories260K"}"
 results = "{tmp_path / "results"}"
-ratios = [["loop, coupled, 1 passes", "steps, coupled, tree of 4"]]
+ratios = [["slots, coupled", "steps, coupled, tree of 4"]]
 [seeds]
 every = [0]
-loop = [0, 1]
+slots = [0, 1]
 [text]
 stories = {stories}
 rows = 6
@@ -235,10 +212,9 @@ anchors = 4
 slots = 3
 vocabulary = 64
 [[drafter]]
-name = "loop"
-kind = "loop"
+name = "slots"
+kind = "slots"
 layers = [0, 4]
-noise = true
 [[drafter]]
 name = "steps"
 kind = "steps"
@@ -247,13 +223,11 @@ layers = [4]
 drafter = "n-gram"
 rule = "coupled"
 [[point]]
-drafter = "loop"
+drafter = "slots"
 rule = "coupled"
-passes = 1
 [[point]]
-drafter = "loop"
+drafter = "slots"
 rule = "standard"
-passes = 3
 [[point]]
 drafter = "steps"
 rule = "coupled"
@@ -268,9 +242,9 @@ ranks = [0.5, 0.2]
     report = json.loads((tmp_path / "results.json").read_text())
     lines = {line["name"]: line for line in report["lines"]}
     assert len(lines) == 5
-    mean, low, high = lines["loop, coupled, 1 passes"]["tokens_per_pass"]
+    mean, low, high = lines["slots, coupled"]["tokens_per_pass"]
     assert 1 <= low <= mean <= high <= 4
-    assert lines["loop, coupled, 1 passes"]["seeds"] == 2
+    assert lines["slots, coupled"]["seeds"] == 2
     given = report["given the earlier tokens"]["steps"]
     # What shared noise keeps lies between its lower bound and what rejection keeps.
     assert given["(1 - TV) / (1 + TV)"] <= given["1 - TV"]

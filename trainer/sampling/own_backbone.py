@@ -392,26 +392,26 @@ class TreeRows(VerifiedRows):
         cache, known = last_layer_cache(reader.cache), reader.known()[:, None]
         rows = student.first_rows(last, reader.states[:, None])
         score = torch.zeros_like(last, dtype=torch.float32)
-        steps, width = (
-            int(sampler.max_lookahead or 0),
-            min(sampler.width, student.config.vocab_size),
-        )
+        steps = int(sampler.max_lookahead or 0)
+        width = min(sampler.width, student.config.vocab_size)
         everyone = torch.arange(len(last), device=last.device)[:, None]
         behind = everyone.new_zeros(len(last), 1, 1 + steps * width, dtype=torch.bool)
         behind[..., 0] = True
         tokens, scores, pasts, used = [last], list[Tensor](), [behind], 1
         numbers = torch.arange(width, device=last.device)
+        ahead = torch.arange(steps, device=last.device)
+        places = (first[:, None] - 1 + ahead).clamp_max(self.tokens.shape[1] - 1)
+        noise = self.xi[everyone, (first - self.origin)[:, None] + ahead].float()
         for distance in range(steps):
             if distance:
                 before = output.gather(1, parent.expand(-1, -1, output.shape[-1]))
                 rows = student.next_rows(tokens[-1], before)
-            place = (first - 1 + distance).clamp_max(self.tokens.shape[1] - 1)
-            own = pasts[-1][..., :used]
-            seen = torch.cat((known.expand(-1, rows.shape[1], -1), own), dim=-1)
-            output = self.run(rows, place[:, None].expand(rows.shape[:2]), seen, cache)
+            seen = torch.cat((known.expand(-1, rows.shape[1], -1), pasts[-1][..., :used]), dim=-1)
+            at = places[:, distance, None].expand(rows.shape[:2])
+            output = self.run(rows, at, seen, cache)
             race = self.kept(self.head(output))
             if sampler.draft == "gumbel":
-                race = race + self.xi[everyone, (first - self.origin)[:, None] + distance].float()
+                race = race + noise[:, distance, None]
             best, ids = (race / sampler.tau).log_softmax(dim=-1).topk(width)
             score, at = (score[..., None] + best).flatten(1).topk(width)
             parent = (at // width)[..., None]
