@@ -13,7 +13,8 @@ a student. Parts:
   their tokens differ;
 - ``own``: the student's requests once more by our own sampler under the same noise: its tokens per
   pass, and how many tokens differ;
-- ``cost``: as ``speed``, of the stock engine and the one with the plugin alone; neither drafts;
+- ``cost``: the plugin without drafts in one process, its step and the stock one in turns: median
+  ratio of processor time, which other processes' load and the luck of a start do not reach;
 - ``altered``: 10,000 tokens served with n-gram drafts are certified; then one of them is altered,
   many times over: how often the certificate names that very token.
 
@@ -22,6 +23,7 @@ Writes ``serving.json``; what it holds of a part that is not run stays.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import random
@@ -31,7 +33,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 from typing import Annotated, Any
 
 import typer
@@ -58,6 +60,8 @@ NGRAM = {
 STUDENT = {"method": "custom_class", "model": "trainer.serving.drafters.StudentDrafter"}
 MAX_TOKENS = 100
 OWN_ROWS = 48
+COST_TURNS = {1: 100, 4: 60, 16: 40}
+"""By number of streams."""
 SERVED = 100
 ALTERED = 200
 VERSIONS = "import torch, vllm; print(vllm.__version__, torch.__version__)"
@@ -129,10 +133,17 @@ class Engine:
             "HF_HUB_OFFLINE": "1",
         }
 
-    def serve(self, jobs: list[Job], streams: int) -> dict[str, Any]:
-        """Seconds, and each job's tokens and passes; at most ``streams`` jobs at a time."""
+    def serve(self, jobs: list[Job], streams: int, is_stock: bool = False) -> dict[str, Any]:
+        """Seconds, and each job's tokens and passes.
+
+        Args:
+            jobs: In the order in which they begin.
+            streams: Jobs at a time, at most.
+            is_stock: Draw as vLLM does, though the plugin is there; for engines without drafts.
+        """
         assert self.process.stdin is not None and self.process.stdout is not None
-        line = json.dumps({"jobs": [asdict(job) for job in jobs], "streams": streams})
+        asked = {"streams": streams, "is_stock": is_stock}
+        line = json.dumps({"jobs": [asdict(job) for job in jobs], **asked})
         print(line, file=self.process.stdin, flush=True)
         for said in self.process.stdout:
             if said.startswith("@"):
@@ -150,6 +161,7 @@ def worker(teacher: str, drafts: dict[str, Any] | None, drafter: str) -> None:
     """Serve what comes line by line; runs in the engine's environment."""
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     engine = LLM(
         teacher,
@@ -161,9 +173,10 @@ def worker(teacher: str, drafts: dict[str, Any] | None, drafter: str) -> None:
         speculative_config=drafts,
         additional_config={"gdistill_drafter": drafter} if drafter else {},
     ).llm_engine
-    number = 0
+    number, sample = 0, GPUModelRunner._sample
     for line in sys.stdin:
         asked = json.loads(line)
+        GPUModelRunner._sample = inspect.unwrap(sample) if asked["is_stock"] else sample
         jobs, begun, cpu = asked["jobs"], time.perf_counter(), time.process_time()
         rows = [{"tokens": [], "passes": 0} for _ in jobs]
         waiting, running = list(range(len(jobs))), {}
@@ -222,6 +235,31 @@ def speed(engines: dict[str, Engine]) -> dict[str, Any]:
                 f"{figures['cpu_ms_per_token']:.3f} ms of a core per token, "
                 f"{figures['tokens_per_pass']:.3f} tokens per target pass"
             )
+    return found
+
+
+def cost(engine: Engine) -> dict[str, Any]:
+    """Processor time with shared noise over that without, turn by turn."""
+    found: dict[str, Any] = {}
+    for streams, turns in COST_TURNS.items():
+        jobs = [Job(PROMPTS[i % len(PROMPTS)], 1000 + i, max_tokens=60) for i in range(streams)]
+        ratios, busy = [], {True: [], False: []}
+        for turn in range(2 + turns):
+            for is_stock in (turn % 2 == 0, turn % 2 == 1):
+                said = engine.serve(jobs, streams, is_stock)
+                if turn > 1:  # what is compiled and cached at first is nobody's cost
+                    busy[is_stock].append(said["cpu_seconds"])
+            if turn > 1:
+                ratios.append(busy[False][-1] / busy[True][-1])
+        error = 1.25 * stdev(ratios) / turns**0.5
+        found[str(streams)] = {
+            "turns": turns,
+            "median_cost": median(ratios) - 1,
+            "standard_error": error,
+            "stock_ms_per_token": 1e3 * median(busy[True]) / (60 * streams),
+            "ms_per_token": 1e3 * median(busy[False]) / (60 * streams),
+        }
+        typer.echo(f"{streams} streams: {median(ratios) - 1:+.1%}, standard error {error:.1%}")
     return found
 
 
@@ -410,16 +448,18 @@ def main(
     if part == "altered":
         return
     plain = Engine(engine, teacher, plugin=True)
-    drafting = {}
-    if part != "cost":
-        drafting["n-gram"] = Engine(engine, teacher, True, NGRAM)
-    if part != "cost" and drafter is not None:
+    if part in ("cost", "all"):
+        found["cost"] = {**cost(plain), "commit": commit.strip()}
+        write()
+    if part == "cost":
+        return plain.close()
+    drafting = {"n-gram": Engine(engine, teacher, True, NGRAM)}
+    if drafter is not None:
         drafts = {**STUDENT, "num_speculative_tokens": lookahead}
         drafting["student"] = Engine(engine, teacher, True, drafts, drafter)
-    if part in ("speed", "cost", "all"):
+    if part in ("speed", "all"):
         stock = Engine(engine, teacher, plugin=False)
-        name = "cost" if part == "cost" else "speed"
-        found[name] = speed({"stock": stock, "shared noise": plain, **drafting})
+        found["speed"] = speed({"stock": stock, "shared noise": plain, **drafting})
         stock.close()
     if part in ("exact", "all"):
         for said in exact(plain, {"no drafts, again": plain, **drafting}, tokens):

@@ -16,12 +16,17 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.engine import compare, extract, real_server
 from benchmarks.serving import CUTS, NGRAM, PROMPTS, STUDENT, Engine, Job
 from evaluation.served_certificate import Answer, certify_answers
 from shards.language_model.loading import find_pretrained, load_causal_model
+from trainer.serving.export import export
 from trainer.students.autoregressive import AR
-from trainer.students.configuration import StudentSettings
+from trainer.students.backbone import load_backbone
+from trainer.students.configuration import BackboneSettings, StudentSettings
+from trainer.students.medusa import Medusa
 from trainer.students.registry import BD3LM, MDLM
 
 pytestmark = pytest.mark.engine
@@ -103,8 +108,6 @@ def test_drafts_change_no_token(
 
 def test_the_text_is_what_the_noise_asks_for(expected: list[list[int]], teacher: Path) -> None:
     """By another implementation of the model, in another process."""
-    from transformers import AutoTokenizer
-
     words = AutoTokenizer.from_pretrained(teacher)
     answers = [
         Answer(
@@ -122,6 +125,73 @@ def test_the_text_is_what_the_noise_asks_for(expected: list[list[int]], teacher:
     model = load_causal_model(files).network
     certificate = certify_answers(answers, model, files.num_logits)
     assert certificate.is_right, list(certificate.lines())
+
+
+def test_hidden_states_are_the_models_own(
+    place: Path, teacher: Path, shared: Path, tmp_path: Path
+) -> None:
+    """Eight requests at a time; the store beside transformers."""
+    text = shared / "data" / "tinystories" / "tinystories_b.txt"
+    own: dict[str, Any] = {"device": "cpu", "teacher": {"location": str(teacher)}}
+    with real_server(place, teacher) as server:
+        asked = {**own, "engine": {"url": server.url, "in_flight": 8}}
+        store = extract(tmp_path, text, {"name": "hidden"}, asked)
+        assert not list(server.states.iterdir()), "a file is deleted once it is read"
+    found = compare(store, AutoModelForCausalLM.from_pretrained(teacher).eval())
+    assert found["max_abs_log_prob_difference_nats"] < 1e-3
+    assert found["coupling_agreement"] > 0.99
+
+
+def write_heads(folder: Path, teacher: Path) -> tuple[Medusa, Path]:
+    """Two heads of small random weights on the teacher, and their files as vLLM loads them."""
+    torch.manual_seed(0)
+    settings = StudentSettings(conditioning="none", backbone=BackboneSettings(num_proposed=2))
+    below = load_backbone(teacher, 4096, "float32")
+    config = Medusa.config_class.build(settings, vocab_size=4096, row_length=64, bos_token_id=1)
+    config.frozen = Medusa.describe(below)
+    student = Medusa(config)
+    for weight in student.parameters():
+        torch.nn.init.normal_(weight, std=0.05)
+    student.attach(below)
+    export(student.eval(), folder)
+    return student, folder
+
+
+@torch.no_grad()
+def passes_with(heads: Medusa, prompt: list[int], tokens: list[int]) -> int:
+    """Passes of the target for an answer, when drafts are the heads' most probable tokens."""
+    ids = torch.tensor([prompt + tokens])
+    hidden = heads.language_model.hidden(ids)[0, len(prompt) - 1 :]
+    drafts = heads.propose(hidden, None).argmax(dim=-1).tolist()
+    done, passes = 1, 1  # the first pass reads the prompt
+    while done < len(tokens):
+        kept = 0
+        while kept < 2 and done + kept < len(tokens):
+            if drafts[done - 1][kept] != tokens[done + kept]:
+                break
+            kept += 1
+        done, passes = done + kept + 1, passes + 1
+    return passes
+
+
+def test_the_engine_loads_exported_heads(
+    place: Path, teacher: Path, expected: list[list[int]], tmp_path: Path
+) -> None:
+    """vLLM's own MedusaModel: no token differs, and it drafts what our heads propose."""
+    heads, folder = write_heads(tmp_path / "heads", teacher)
+    drafts = {"method": "medusa", "model": str(folder), "num_speculative_tokens": 2}
+    engine = Engine(place, str(teacher), True, drafts)
+    found = engine.serve(JOBS, 5)["rows"]
+    engine.close()
+    assert [row["tokens"] for row in found] == expected
+    words = AutoTokenizer.from_pretrained(teacher)
+    ours = [
+        passes_with(heads, words(job.prompt)["input_ids"], tokens)
+        for job, tokens in zip(JOBS, expected, strict=True)
+    ]
+    passes = [row["passes"] for row in found]
+    assert sum(passes) < sum(len(tokens) for tokens in expected)
+    assert sum(abs(one - other) for one, other in zip(passes, ours, strict=True)) <= 2  # near ties
 
 
 COMPARED = """
