@@ -452,7 +452,8 @@ def main(
         found["cost"] = {**cost(plain), "commit": commit.strip()}
         write()
     if part == "cost":
-        return plain.close()
+        plain.close()
+        return
     drafting = {"n-gram": Engine(engine, teacher, True, NGRAM)}
     if drafter is not None:
         drafts = {**STUDENT, "num_speculative_tokens": lookahead}
