@@ -97,6 +97,7 @@ class Engine:
         plugin: Whether it draws from shared noise.
         drafts: vLLM's ``speculative_config``.
         drafter: A student's folder, for our own class of drafter.
+        options: More of vLLM's ``LLM``.
     """
 
     def __init__(
@@ -106,12 +107,14 @@ class Engine:
         plugin: bool,
         drafts: dict[str, Any] | None = None,
         drafter: Path | None = None,
+        options: dict[str, Any] | None = None,
     ) -> None:
         self.process = subprocess.Popen(
             [
                 str(place / "bin" / "python"),
                 *("-m", "benchmarks.serving", "worker", teacher, json.dumps(drafts)),
                 str(drafter or ""),
+                json.dumps(options or {}),
             ],
             env={**os.environ, **self.settings(plugin)},
             stdin=subprocess.PIPE,
@@ -127,7 +130,8 @@ class Engine:
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # answers go to the other
+            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
             "OMP_NUM_THREADS": "1",
             "NUMBA_NUM_THREADS": "1",  # vLLM's n-gram sets OpenMP's threads to these
             "HF_HUB_OFFLINE": "1",
@@ -157,12 +161,23 @@ class Engine:
         self.process.wait()
 
 
-def worker(teacher: str, drafts: dict[str, Any] | None, drafter: str) -> None:
+def worker(
+    teacher: str, drafts: dict[str, Any] | None, drafter: str, options: dict[str, Any]
+) -> None:
     """Serve what comes line by line; runs in the engine's environment."""
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    preempted, preempt = 0, Scheduler._preempt_request
+
+    def counted(*given: Any, **named: Any) -> None:
+        nonlocal preempted
+        preempted += 1
+        preempt(*given, **named)
+
+    Scheduler._preempt_request = counted
     engine = LLM(
         teacher,
         dtype="float32",
@@ -172,13 +187,15 @@ def worker(teacher: str, drafts: dict[str, Any] | None, drafter: str) -> None:
         gpu_memory_utilization=0.1,
         speculative_config=drafts,
         additional_config={"gdistill_drafter": drafter} if drafter else {},
+        **options,
     ).llm_engine
     number, sample = 0, GPUModelRunner._sample
     for line in sys.stdin:
         asked = json.loads(line)
         GPUModelRunner._sample = inspect.unwrap(sample) if asked["is_stock"] else sample
         jobs, begun, cpu = asked["jobs"], time.perf_counter(), time.process_time()
-        rows = [{"tokens": [], "passes": 0} for _ in jobs]
+        rows = [{"tokens": [], "passes": 0, "cached": 0} for _ in jobs]
+        preempted = 0
         waiting, running = list(range(len(jobs))), {}
         while waiting or running:
             while waiting and len(running) < asked["streams"]:
@@ -199,6 +216,7 @@ def worker(teacher: str, drafts: dict[str, Any] | None, drafter: str) -> None:
                 row, leave_at = rows[index], jobs[index]["cancel_after"]
                 row["tokens"] += out.outputs[0].token_ids
                 row["passes"] += 1
+                row["cached"] = out.num_cached_tokens or 0
                 if leave_at is not None and len(row["tokens"]) >= leave_at and not out.finished:
                     engine.abort_request([out.request_id])
                     del running[out.request_id]
@@ -206,6 +224,7 @@ def worker(teacher: str, drafts: dict[str, Any] | None, drafter: str) -> None:
                     del running[out.request_id]
         seconds = time.perf_counter() - begun
         said = {"seconds": seconds, "cpu_seconds": time.process_time() - cpu, "rows": rows}
+        said["preempted"] = preempted
         print("@" + json.dumps(said), flush=True)
 
 
@@ -475,6 +494,11 @@ def main(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
-        worker(sys.argv[2], json.loads(sys.argv[3]), sys.argv[4])
+        worker(
+            sys.argv[2],
+            json.loads(sys.argv[3]),
+            sys.argv[4],
+            json.loads(sys.argv[5] if sys.argv[5:] else "{}"),
+        )
     else:
         typer.run(main)

@@ -127,6 +127,24 @@ def test_the_text_is_what_the_noise_asks_for(expected: list[list[int]], teacher:
     assert certificate.is_right, list(certificate.lines())
 
 
+def test_preemption_and_prefix_cache_change_no_token(
+    place: Path, teacher: Path, plain: Engine
+) -> None:
+    """Long prompts with one beginning, at temperature 1.5 too, in a cache that holds three rows."""
+    jobs = [
+        Job(" ".join([*PROMPTS, *PROMPTS, PROMPTS[i % 8]]), i, (1.5, 1.0)[i % 2], 1.0, 60)
+        for i in range(12)
+    ]
+    expected = plain.serve(jobs, 2)
+    assert not expected["preempted"]
+    options = {"num_gpu_blocks_override": 16, "block_size": 32}
+    engine = Engine(place, str(teacher), True, NGRAM, options=options)
+    found = engine.serve(jobs, 6)
+    engine.close()
+    assert [row["tokens"] for row in found["rows"]] == [row["tokens"] for row in expected["rows"]]
+    assert found["preempted"] and any(row["cached"] for row in found["rows"])
+
+
 def test_hidden_states_are_the_models_own(
     place: Path, teacher: Path, shared: Path, tmp_path: Path
 ) -> None:
@@ -217,6 +235,7 @@ def test_the_cpu_kernel_draws_what_the_equation_says(place: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+BROKE = "the drafter failed, requests go on without drafts: RuntimeError: broken"
 BROKEN = """
 class Raises:
     def __init__(self, config): pass
@@ -236,15 +255,38 @@ def test_a_broken_drafter_costs_no_request(
     expected: list[list[int]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    """And the log says it, once."""
     (tmp_path / "broken_drafters.py").write_text(BROKEN)
     root = Path(__file__).resolve().parents[2]
     monkeypatch.setenv("PYTHONPATH", f"{root}{os.pathsep}{tmp_path}")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "WARNING")
     drafts = {**STUDENT, "model": f"broken_drafters.{fault}", "num_speculative_tokens": 2}
     engine = Engine(place, str(teacher), True, drafts)
     found = engine.serve(JOBS[:6], 4)["rows"]
     engine.close()
     assert [row["tokens"] for row in found] == expected[:6]
+    said = "".join(capfd.readouterr())
+    assert said.count("gdistill: ids outside of the vocab" if fault == "OutOfRange" else BROKE) == 1
+
+
+OTHER_VERSION = """
+import vllm
+vllm.__version__ = "0.99.0"
+from trainer.serving.plugin import register
+register()
+register()
+"""
+
+
+def test_a_version_that_was_not_tried_is_told_once(place: Path) -> None:
+    settings = {**Engine.settings(plugin=False), "VLLM_LOGGING_LEVEL": "WARNING"}
+    command = [str(place / "bin" / "python"), "-c", OTHER_VERSION]
+    done = subprocess.run(
+        command, env={**os.environ, **settings}, capture_output=True, text=True, check=True
+    )
+    assert (done.stdout + done.stderr).count("0.32.0; this is 0.99.0: certify what it serves") == 1
 
 
 def test_a_student_of_another_tokenizer_is_refused(
