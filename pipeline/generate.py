@@ -129,17 +129,13 @@ def rows_at_once(teacher: Teacher, row_length: int) -> int:
     step: fewer rows there.
     """
     weights, files = [*teacher.model.parameters()], teacher.files
-    token_bytes = cached_token_bytes(
-        files.text_config, teacher.hidden_size, weights[0].element_size()
-    )
+    shape = files.text_config, teacher.hidden_size, weights[0].element_size()
+    cache_bytes = row_length * cached_token_bytes(*shape)
     weight_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
-    sizes = row_length * token_bytes, files.num_logits, weight_bytes
-    return rows_that_fit(teacher.device, *sizes)
+    return rows_that_fit(teacher.device, cache_bytes, files.num_logits, weight_bytes)
 
 
-def rows_that_fit(
-    device: torch.device, cache_bytes: int, num_logits: int, weight_bytes: int
-) -> int:
+def rows_that_fit(device: Any, cache_bytes: int, num_logits: int, weight_bytes: int) -> int:
     """Rows whose keys and values (``cache_bytes`` each) and steps fit beside the weights."""
     if device.type != "cuda":
         return max(LEAST_CPU_ROWS, min(CPU_ROWS, CPU_CACHE_BYTES // cache_bytes))

@@ -48,10 +48,7 @@ TOKENS = ("<bos>", "<eos>", *MOVES)
 BOS, EOS = 0, 1
 DEFAULT_MAX_MOVES = 9
 NUM_DOCUMENTS = {"train": 2000, "validation": 500}
-LAYOUTS = {
-    "k4": (".....", "..#..", "..#..", ".S#.T"),
-    "m57": ("#....", ".....", ".....", ".S#.T"),
-}
+LAYOUTS = {"k4": (".....", "..#..", "..#..", ".S#.T"), "m57": ("#....", ".....", ".....", ".S#.T")}
 RECORD = "training.json"
 Cell = tuple[int, int]
 Moves = tuple[str, ...]

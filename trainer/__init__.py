@@ -18,10 +18,7 @@ if TYPE_CHECKING:
     from trainer.loading import load_student
     from trainer.students.folder import load_tokenizer
 
-_HOME = {
-    "load_student": "trainer.loading",
-    "load_tokenizer": "trainer.students.folder",
-}
+_HOME = {"load_student": "trainer.loading", "load_tokenizer": "trainer.students.folder"}
 
 
 def __getattr__(name: str) -> Any:

@@ -72,10 +72,8 @@ def store_rows(
             global_batch_size=min(ROWS_READ_TOGETHER, reader.num_rows),
             shuffle=seed is not None,
         )
-        is_fresh, epoch = store.codec.is_fresh, 0
-        noise_seed = (
-            derive_seed(seed or 0, "noise") if is_fresh else store.manifest.noise_seed(split)
-        )
+        is_fresh, own = store.codec.is_fresh, store.manifest.noise_seed(split)
+        noise_seed, epoch = derive_seed(seed or 0, "noise") if is_fresh else own, 0
         while epochs is None or epoch < epochs:
             for batch in stream.one_pass(epoch):
                 rows = batch.row_ids + is_fresh * epoch * reader.num_rows
@@ -147,14 +145,9 @@ class DistillationLoss:
             UsageError: If the model's vocabulary is smaller than the store's.
         """
         size, device = self.store.manifest.vocab_size, logits.device
-        if logits.shape[-1] < size:
-            raise UsageError(
-                "the student's vocabulary is too small",
-                where="logits",
-                got=logits.shape[-1],
-                expected=f"at least {size}, as the store has",
-                remedy="train a model that has the teacher's tokenizer",
-            )
+        if (width := logits.shape[-1]) < size:
+            remedy = f"the store has {size}: train a model that has the teacher's tokenizer"
+            raise UsageError("the student's vocabulary is too small", got=width, remedy=remedy)
         labels = labels.roll(-1, 1).index_fill(1, torch.tensor([-1], device=device), IGNORED)
         counted = labels != IGNORED
         weights = counted / (counted.sum().clamp(min=1) if num_items is None else num_items)
@@ -162,11 +155,9 @@ class DistillationLoss:
         arrays = {name: array for name, array in teacher.items() if name != NOISE_KEY}
         arrays = {name: array.roll(-1, 1).flatten(0, 1) for name, array in arrays.items()}
         if device not in self._resources:
-            resources = {name: a.to(device) for name, a in self.store.resources.items()}
-            self._resources[device] = resources
-        distribution = self.store.codec.distribution(
-            arrays, tokens, arrays.pop("token_log_probs"), self._resources[device]
-        )
+            self._resources[device] = {n: a.to(device) for n, a in self.store.resources.items()}
+        own, log_probs = self._resources[device], arrays.pop("token_log_probs")
+        distribution = self.store.codec.distribution(arrays, tokens, log_probs, own)
         share = self.weight if weight is None else weight
         outcomes, scores = Outcomes.of(distribution), logits.flatten(0, 1)
         if outcomes.ids is None:
@@ -213,9 +204,8 @@ class MixedLoss(torch.autograd.Function):
         scale = weights[:, None] * (1 - share + gaps[:, -1:] / rest)
         at_ids = weights[:, None] * ((1 - share) * listed + gaps[:, :-1].masked_fill(unused, 0.0))
         at_token = (share - 1) * weights[:, None]
-        ctx.save_for_backward(
-            probs, scale, torch.cat((ids, tokens[:, None]), 1), torch.cat((at_ids, at_token), 1)
-        )
+        places, values = torch.cat((ids, tokens[:, None]), 1), torch.cat((at_ids, at_token), 1)
+        ctx.save_for_backward(probs, scale, places, values)
         ctx.width, ctx.dtype = logits.shape[1], logits.dtype
         return (losses * weights).sum()
 
@@ -256,10 +246,8 @@ class DistillationMixin:
         """The loss of a batch of :func:`store_rows`, summed and divided as the trainer does it."""
         labels, teacher = inputs.pop("labels"), inputs.pop("teacher")
         outputs = model(**inputs)
-        weight = None if model.training else 0.0
-        loss = self.distillation(
-            outputs.logits, labels, teacher, num_items=num_items_in_batch, weight=weight
-        )
+        options = {"num_items": num_items_in_batch, "weight": None if model.training else 0.0}
+        loss = self.distillation(outputs.logits, labels, teacher, **options)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             loss = loss * (self.accelerator.num_processes // self.get_tp_size())
         return (loss, outputs) if return_outputs else loss

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import default_collate
 
@@ -87,7 +87,7 @@ def read_noise(model: Any, tokenizer: Any, store: str | Path | None = None) -> N
     Raises:
         UsageError: If the tokenizer has no mask, the model no embedding of it, or the folder no W.
     """
-    mask_id, table, folder = tokenizer.mask_token_id, model.get_input_embeddings(), Path()
+    mask_id, table = tokenizer.mask_token_id, model.get_input_embeddings()
     if mask_id is None or mask_id >= table.num_embeddings:
         expected = f"an id below {table.num_embeddings}, as the model has embeddings"
         remedy = "tokenizer.add_special_tokens and model.resize_token_embeddings"
@@ -95,16 +95,12 @@ def read_noise(model: Any, tokenizer: Any, store: str | Path | None = None) -> N
     if store is not None:
         manifest = ShardStore.find(store).manifest
         model.config.gdistill = {"vocab_size": manifest.vocab_size, "codec": manifest.codec}
-    elif hasattr(model.config, "gdistill"):
-        folder = Path(model.name_or_path)
-    else:
+    elif not hasattr(model.config, "gdistill"):
         remedy = "name the store"
         raise UsageError("the model has no noise yet", where=model.name_or_path, remedy=remedy)
     model.gdistill = NoiseInput(model.config.gdistill, table, mask_id)
-    for file in folder.glob("*.safetensors") if store is None else ():
-        with safe_open(file, "pt") as weights:
-            if "gdistill.weight" in weights.keys():  # noqa: SIM118, it is no dictionary
-                model.gdistill.weight.data.copy_(weights.get_tensor("gdistill.weight"))
+    for file in Path(model.name_or_path).glob("*.safetensors") if store is None else ():
+        model.load_state_dict(load_file(file), strict=False)  # what transformers left out is W
     model.register_forward_pre_hook(model.gdistill.before_forward, with_kwargs=True)
     return model.gdistill
 
@@ -149,25 +145,16 @@ class NoiseMixin:
 class NoiseSamplerMixin:
     """Put before ``MDLMSampler`` or ``BD3LMSampler``: samples follow from their noise.
 
-    ``sample`` and ``infill`` take two arguments more. Noise is a function of (seed, index of the
-    sample, position) alone.
+    Noise is a function of (seed, index of the sample, position) alone.
     """
 
     def sample(self: Any, inputs: Any, *args: Any, seed: int = 0, tau: float = TAU, **options: Any):
         """dllm's ``sample`` with prior noise, ``tau`` times."""
-        with self._prior(len(inputs), seed, tau):
-            return super().sample(inputs, *args, **options)  # type: ignore
-
-    def infill(self: Any, inputs: Any, *args: Any, seed: int = 0, tau: float = TAU, **options: Any):
-        """dllm's ``infill`` with prior noise, ``tau`` times."""
-        with self._prior(len(inputs), seed, tau):
-            return super().infill(inputs, *args, **options)  # type: ignore
-
-    def _prior(self: Any, num_samples: int, seed: int, tau: float) -> Any:
         own, stream = self.model.gdistill, derive_seed(seed, "sampling noise")
 
         def noise(places: Places) -> Noise:
-            rows = places.rows % num_samples  # guidance runs every sample twice
+            rows = places.rows % len(inputs)  # guidance runs every sample twice
             return own.codec.prior(PositionKeys(stream, rows, places.positions), len(own.weight))
 
-        return own.showing(noise, tau)
+        with own.showing(noise, tau):
+            return super().sample(inputs, *args, **options)  # type: ignore

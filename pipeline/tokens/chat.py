@@ -40,14 +40,11 @@ def encode_chats(
         where, value = json.loads(document)
         is_prompt = isinstance(value, str) or value[-1]["role"] != "assistant"
         ids = _prompt(tokenizer, where, value) if is_prompt else _marked(tokenizer, where, value)
-        if len(ids) > row_length - is_prompt:
-            raise GdistillError(
-                f"the {'prompt' if is_prompt else 'conversation'} is longer than a row",
-                where=where,
-                got=f"{len(ids):,} tokens",
-                expected=f"at most {row_length - is_prompt:,}",
-                remedy="choose a greater --row-length, or leave the line out",
-            )
+        if len(ids) > (most := row_length - is_prompt):
+            what = f"the {'prompt' if is_prompt else 'conversation'} is longer than a row"
+            got, expected = f"{len(ids):,} tokens", f"at most {most:,}"
+            remedy = "choose a greater --row-length, or leave the line out"
+            raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
         row = np.full(row_length, padding if is_prompt else ~padding, np.int32)
         row[: len(ids)] = ids
         row[0] = min(row[0], ~row[0])
@@ -75,12 +72,10 @@ def _marked(tokenizer: PreTrainedTokenizerBase, where: str, messages: Any) -> Id
         before = _render(tokenizer, where, messages[:index], add_generation_prompt=True)
         behind = _render(tokenizer, where, messages[: index + 1])
         if not (behind.startswith(before) and text.startswith(behind)):
-            raise GdistillError(
-                "the chat template rewrites earlier turns",
-                where=f"{where}, message {index}",
-                expected="each turn's text behind that of the turns before it",
-                remedy="split the conversation into one line per answer, or use a plainer template",
-            )
+            what, where = "the chat template rewrites earlier turns", f"{where}, message {index}"
+            expected = "each turn's text behind that of the turns before it"
+            remedy = "split the conversation into one line per answer, or use a plainer template"
+            raise GdistillError(what, where=where, expected=expected, remedy=remedy)
         spans.append((len(before), len(behind)))
     encoding = backend(tokenizer).encode(text, add_special_tokens=False)
     starts = np.array([begin for begin, _ in encoding.offsets], np.int64)
@@ -97,9 +92,6 @@ def _render(
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except Exception as error:  # whatever a template raises
-        raise GdistillError(
-            "the chat template fails",
-            where=where,
-            got=first_line(error),
-            remedy="give a --tokenizer with a chat_template that takes these roles",
-        ) from error
+        what, got = "the chat template fails", first_line(error)
+        remedy = "give a --tokenizer with a chat_template that takes these roles"
+        raise GdistillError(what, where=where, got=got, remedy=remedy) from error

@@ -11,36 +11,7 @@ from shards.errors import GdistillError, UsageError, first_line
 from shards.store.store import Description, ShardStore
 
 PLACE = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)/?")
-CARD = """\
----
-{metadata}
----
-# {name}
-
-Next-token distributions of a teacher over a tokenized corpus, or noise drawn from them, for
-distillation without the teacher: a store of [gdistill](https://pypi.org/project/gdistill/).
-
-| | |
-|---|---|
-| teacher | {teacher} |
-| corpus | {corpus} |
-| codec | {codec} |
-| rows | {rows} of {length} tokens |
-| size | {tokens:,} tokens, {per_token:.1f} bytes each |
-| vocabulary | {vocab:,} |
-| identity | sha256 {sha256} |
-
-The licences of the teacher and of the corpus bind what is made of them.
-
-```python
-import shards
-from torch.utils.data import DataLoader
-
-rows = shards.open_store("hf://datasets/{name}").stream(batch_size=8, seed=0)
-for batch in DataLoader(rows, batch_size=None):
-    tokens = batch["tokens"]  # [8, {length}]; then rows.distribution, rows.noise
-```
-"""
+CARD = Path(__file__).with_name("store_card.md")
 
 
 def push(store: ShardStore, target: str, *, license: str | None, private: bool) -> str:
@@ -71,26 +42,22 @@ def push(store: ShardStore, target: str, *, license: str | None, private: bool) 
     operations = [CommitOperationAdd(file, content) for file, content in sorted(contents.items())]
     try:
         api.create_repo(name, repo_type="dataset", private=private, exist_ok=True)
-        commit = api.create_commit(
-            name, operations, commit_message="Add the store", repo_type="dataset"
-        )
+        message = "Add the store"
+        commit = api.create_commit(name, operations, commit_message=message, repo_type="dataset")
     except Exception as error:  # of the hub, or of whichever HTTP client its library has
         remedy = "see that you are logged in (hf auth login) and may write there; then push again"
-        raise GdistillError(
-            "the hub does not take the store", where=target, got=first_line(error), remedy=remedy
-        ) from error
+        what, got = "the hub does not take the store", first_line(error)
+        raise GdistillError(what, where=target, got=got, remedy=remedy) from error
     return commit.commit_url
 
 
 def card(store: ShardStore, name: str, license: str | None) -> str:
     """The data set's README.md."""
     manifest, figures = store.manifest, Description.of(store)
-    metadata = DatasetCardData(
-        license=license,
-        pretty_name=name.partition("/")[2],
-        tags=["gdistill", "distillation", f"codec:{manifest.codec['name']}"],
-    )
-    return CARD.format(
+    tags = ["gdistill", "distillation", f"codec:{manifest.codec['name']}"]
+    title = name.partition("/")[2]
+    metadata = DatasetCardData(license=license, pretty_name=title, tags=tags)
+    return CARD.read_text(encoding="utf-8").format(
         metadata=metadata.to_yaml(),
         name=name,
         teacher=manifest.teacher["id"],

@@ -184,8 +184,6 @@ class OnePass:
     def sample(self, inputs: list[Any], copies: int = 1) -> torch.Tensor:
         return self.model(torch.tensor(inputs * copies)).logits
 
-    infill = sample
-
 
 class NoisyOnePass(NoiseSamplerMixin, OnePass):
     pass
@@ -198,7 +196,6 @@ def test_a_samples_noise_is_of_the_seed_and_its_index(store: Path) -> None:
     canvas = [0] + [MASK] * (LENGTH - 1)
     four, two = (sampler.sample([canvas] * count, seed=1) for count in (4, 2))
     torch.testing.assert_close(four[:2], two)
-    torch.testing.assert_close(sampler.infill([canvas] * 2, seed=1), two)
     guided = sampler.sample([canvas] * 2, 2, seed=1)  # the same samples, without their prompts
     torch.testing.assert_close(guided[2:], two)
     for other in ({"seed": 2}, {"seed": 1, "tau": 0.1}):
@@ -246,7 +243,7 @@ def dllm_student(kind: str) -> Any:
 
         sizes = {"d_model": 16, "n_heads": 2, "n_layers": 2, "mlp_hidden_size": 32}
         whole = {"weight_tying": False, "embedding_size": VOCAB + 1, "init_device": "cpu"}
-        whole |= {"rope": True, "block_type": "llama", "layer_norm_type": "rms"}
+        whole |= {"rope": True, "block_type": "llama", "activation_type": "silu"}
         config = LLaDAConfig(**sizes, **ids, **whole)
         inner = llada.create_model_config_from_pretrained_config(config)
         return LLaDAModelLM(config, llada.LLaDAModel(inner, init_params=True))

@@ -271,12 +271,9 @@ def read_model(directory: Path) -> Student:
     try:
         config = AutoConfig.from_pretrained(directory, **here)
         if not isinstance(config, StudentConfig):
-            raise UsageError(
-                "not a gdistill student",
-                where=directory,
-                got=config.model_type,
-                remedy="train one with gdistill-train, or convert with gdistill-train import",
-            )
+            remedy = "train one with gdistill-train, or convert with gdistill-train import"
+            got = config.model_type
+            raise UsageError("not a gdistill student", where=directory, got=got, remedy=remedy)
         here |= {"dtype": torch.float32, "output_loading_info": True}
         with without_library_bars():
             student, found = AutoModel.from_pretrained(directory, **here)
