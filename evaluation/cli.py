@@ -57,8 +57,7 @@ def evaluate(
         ),
     ] = None,
     maze: Annotated[
-        Path | None,
-        typer.Option(help="STORE/corpus/maze.json: score sampled paths."),
+        Path | None, typer.Option(help="STORE/corpus/maze.json: score sampled paths.")
     ] = None,
     infill: Annotated[
         Path | None,

@@ -128,8 +128,7 @@ class NoiseMixin:
         args.remove_unused_columns = False  # no model has a column for the noise
         super().__init__(model=model, args=args, **{"data_collator": default_collate, **options})
         self.codec, self.noise_input = (opened := ShardStore.find(store)).codec, model.gdistill
-        names = self.codec.resource_names
-        self.resources = {name: opened.resources[name].to(args.device) for name in names}
+        self.resources = {n: opened.resources[n].to(args.device) for n in self.codec.resource_names}
 
     def compute_loss(self: Any, model: Any, inputs: dict[str, Any], *args: Any, **options: Any):
         """dllm's loss of a batch, the noise of its rows shown."""

@@ -57,16 +57,8 @@ def card(store: ShardStore, name: str, license: str | None) -> str:
     tags = ["gdistill", "distillation", f"codec:{manifest.codec['name']}"]
     title = name.partition("/")[2]
     metadata = DatasetCardData(license=license, pretty_name=title, tags=tags)
-    return CARD.read_text(encoding="utf-8").format(
-        metadata=metadata.to_yaml(),
-        name=name,
-        teacher=manifest.teacher["id"],
-        corpus=manifest.tokens.get("corpus", "unknown"),
-        codec=manifest.codec["name"],
-        rows=", ".join(f"{rows:,} {split}" for split, rows in manifest.splits.items()),
-        length=manifest.row_length,
-        tokens=figures.num_tokens,
-        per_token=figures.shard_bytes / max(1, figures.num_tokens),
-        vocab=manifest.vocab_size,
-        sha256=manifest.sha256,
-    )
+    rows = ", ".join(f"{rows:,} {split}" for split, rows in manifest.splits.items())
+    values = {"name": name, "metadata": metadata.to_yaml(), "manifest": manifest, "rows": rows}
+    values |= {"tokens": figures.num_tokens, "corpus": manifest.tokens.get("corpus", "unknown")}
+    values |= {"per_token": figures.shard_bytes / max(1, figures.num_tokens)}
+    return CARD.read_text(encoding="utf-8").format(**values)
