@@ -15,7 +15,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from shards.errors import UsageError
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import ROWS, VOCAB, teacher_logits, write_store
-from trainer.distillation import IGNORED, DistillationLoss, DistillationMixin, store_rows
+from trainer.distillation import (
+    IGNORED,
+    NOISE_KEY,
+    DistillationLoss,
+    DistillationMixin,
+    store_rows,
+)
 from trainer.objective.distillation import Distillation
 
 
@@ -34,7 +40,8 @@ def by_autograd(
     """Mean over the counted tokens of the loss that students use, position by position."""
     opened = ShardStore.open(store)
     where = labels[:, 1:] != IGNORED
-    arrays = {name: array[:, 1:][where] for name, array in batch["teacher"].items()}
+    stored = {name: batch["teacher"][name] for name in batch["teacher"].keys() - {NOISE_KEY}}
+    arrays = {name: array[:, 1:][where] for name, array in stored.items()}
     tokens, own = labels[:, 1:][where], arrays.pop("token_log_probs")
     teacher = opened.codec.distribution(arrays, tokens, own, opened.resources)
     log_probs = pad(logits[:, :-1, :VOCAB][where], (0, 1), value=-1e6).log_softmax(-1)
