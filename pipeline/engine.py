@@ -340,7 +340,7 @@ def _run_states(request: ExtractRequest, worker: Worker) -> list[str]:
     engine, request = _checked_engine(request, _require_tokenizer(request))
 
     def load(*given: Any, **how: Any) -> Teacher:
-        teacher = StatesTeacher.load(*given, **how)
+        teacher: Any = StatesTeacher.load(*given, **how)
         teacher.engine = engine
         return teacher
 
