@@ -155,7 +155,7 @@ def real_server(
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     command += ["--max-num-seqs", "16", "--gpu-memory-utilization", "0.3", *options]
     root = Path(__file__).resolve().parents[1]
-    environment = {**os.environ, **Engine.settings(plugin=False), "PYTHONPATH": str(root)}
+    environment = {**os.environ, **Engine.settings(plugin=True), "PYTHONPATH": str(root)}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
