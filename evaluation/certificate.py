@@ -348,7 +348,10 @@ def _given_is_checked(
     for row in rows:
         num_given = len(row.tokens) - len(row.filled)
         if num_given > 1 and is_expected([as_given(row, range(1, len(row.tokens)))]):
-            what, got = "tokens are called given in a run without a prompt", f"{num_given} given"
+            what, got = (
+                "a sample calls tokens given in a run without a prompt",
+                f"{num_given} given",
+            )
             wanted = "the first one alone, by given_rows_sha256 in settings.json"
             where, remedy = f"{file}: sample {row.index}", "the file was altered: sample again"
             raise GdistillError(what, where=where, got=got, expected=wanted, remedy=remedy)

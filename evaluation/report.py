@@ -71,7 +71,10 @@ class Table:
     def to_csv(self) -> str:
         """Header and rows, quoted where needed (RFC 4180); no cell is a spreadsheet's formula."""
         text = io.StringIO()
-        rows = [[_no_formula(cell) for cell in row] for row in (self.header, *self.rows)]
+        rows = [
+            [("'" if FORMULA.match(cell) else "") + visible(cell) for cell in row]
+            for row in (self.header, *self.rows)
+        ]
         csv.writer(text).writerows(rows)
         return text.getvalue()
 
@@ -85,31 +88,10 @@ def _markdown_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(markdown_text(cell).replace("|", r"\|") for cell in cells) + " |"
 
 
-def _no_formula(cell: str) -> str:
-    return ("'" if FORMULA.match(cell) else "") + visible(cell)
-
-
 # The page: tables, figures and samples in one file that loads nothing from outside.
 
 
-STYLE = """
-:root{color-scheme:light dark;--text:#222;--quiet:#555;--faint:#777;--line:#ddd;--ours:#eef5fb;
---page:#fff;--accent:#0b5cad;--hot:214,39,40}
-@media(prefers-color-scheme:dark){:root{--text:#e3e3e3;--quiet:#aaa;--faint:#999;--line:#3a3a3a;
---ours:#16283a;--page:#161616;--accent:#7db7f0;--hot:255,93,85}img.figure{background:#fff}}
-*{box-sizing:border-box}
-body{font:15px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;
-color:var(--text);background:var(--page)}
-h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}a{color:var(--accent)}
-div.wide{overflow-x:auto;max-width:100%}
-table{border-collapse:collapse;margin:1rem 0;font-variant-numeric:tabular-nums}
-td,th{padding:.3rem .7rem;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
-td:first-child,th:first-child{text-align:left}
-tr.ours td{background:var(--ours)}tr.paper td{color:var(--faint)}
-img{max-width:100%;height:auto}p.note{color:var(--quiet);max-width:48rem}
-p.caution{border-left:3px solid rgb(var(--hot));padding-left:.7rem;max-width:48rem}
-@media(max-width:40rem){body{margin:1rem auto;font-size:14px}td,th{padding:.25rem .4rem}}
-"""
+STYLE = Path(__file__).with_name("report.css")
 
 
 def write_report(
@@ -150,7 +132,7 @@ def write_report(
     page = (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{html.escape(title)}</title><style>{STYLE}</style>"
+        f"<title>{html.escape(title)}</title><style>{STYLE.read_text(encoding='utf-8')}</style>"
         f"<h1>{html.escape(title)}</h1><p>{html.escape(summary)}</p>"
         + "".join(f'<p class="caution">{html.escape(caution)}</p>' for caution in cautions)
         + "".join(table.to_html() for table in tables[:1])
@@ -169,19 +151,6 @@ MAX_ROWS = 24
 MAX_COLUMNS = 8
 LEVELS = 10
 """A shade per nat; the last one is for more."""
-
-PICTURE_STYLE = "".join(
-    [
-        "div.row{display:grid;gap:1rem;margin:.5rem 0 1.5rem;"
-        "grid-template-columns:repeat(auto-fit,minmax(min(15rem,100%),1fr))}",
-        "div.sample{border:1px solid var(--line);border-radius:.4rem;padding:.6rem .8rem;"
-        "overflow-wrap:anywhere;white-space:pre-wrap}",
-        "div.sample b{display:block;color:var(--quiet);font-weight:500;font-size:.85em}",
-        "summary{cursor:pointer;font-weight:600}i{font-style:normal;border-radius:2px}",
-        "i.none{opacity:.55}",
-        *(f"i.s{n}{{background:rgba(var(--hot),{0.07 * n:.2f})}}" for n in range(LEVELS)),
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -224,7 +193,7 @@ def browser_section(columns: Mapping[str, Mapping[int, ShownSample]]) -> str:
         legend = f"<p>Surprise under the judge, nats per token: {''.join(shades)}</p>"
     left = len(columns) - len(shown)
     more = f'<p class="note">{left} further files are not shown.</p>' if left else ""
-    return f"<style>{PICTURE_STYLE}</style><h2>Samples</h2>{legend}{rows}{more}"
+    return f"<h2>Samples</h2>{legend}{rows}{more}"
 
 
 def _piece(piece: tuple[str, float | None]) -> str:

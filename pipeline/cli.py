@@ -19,10 +19,7 @@ SETTINGS = (
     Section("--corpus", "pipeline.corpus.config:CorpusConfig", "corpus"),
     *(
         Section(
-            f"--codec {name.lower()}",
-            f"shards.codec.{name.lower()}:{name}Codec",
-            "codec",
-            waits_for_torch=True,
+            f"--codec {name.lower()}", f"shards.codec.{name.lower()}:{name}Codec", "codec", True
         )
         for name in CODECS
     ),

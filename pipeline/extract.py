@@ -58,6 +58,7 @@ ReadRows = Callable[[str, int, int, Note], np.ndarray]
 """(split, start, stop, note) -> rows start..stop-1, [n, L] int32: a pure function of the three.
 ``note`` hears how far a slow source has come."""
 Process = Callable[[TeacherOutput], TeacherOutput]
+Arrays = dict[str, np.ndarray]
 LIVE_BATCHES_CPU, LIVE_BATCHES_GPU, LIVE_SHARDS = 2, 3, 2
 CPU_PART_ELEMENTS = 1 << 19
 POLL_SECONDS = 1.0
@@ -258,19 +259,6 @@ def resources_on(device: torch.device, arrays: dict[str, np.ndarray]) -> dict[st
     }
 
 
-@dataclass(frozen=True)
-class ShardArrays:
-    """The arrays of one shard while they are filled, position 0 left at zero."""
-
-    shard: ShardRange
-    arrays: dict[str, np.ndarray]
-
-    def fill(self, first: int, encoded: dict[str, Tensor]) -> None:
-        """Put encoded arrays [b, L - 1, ...] at rows ``first``.. of the shard."""
-        for name, tensor in encoded.items():
-            self.arrays[name][first : first + len(tensor), 1:] = tensor.numpy()
-
-
 @dataclass(kw_only=True)
 class Extractor(ShardWork):
     """Asks a teacher that runs here; see :meth:`run`.
@@ -315,22 +303,24 @@ class Extractor(ShardWork):
         bar.note(str(shard))
         manifest = self.writer.manifest
         shape, specs = (shard.num_rows, manifest.row_length), manifest.all_arrays.items()
-        empty = {n: np.zeros((*shape, *s.trailing_shape), np.dtype(s.dtype)) for n, s in specs}
-        arrays = ShardArrays(shard, empty)
+        # Filled from position 1 on: position 0 stays zero.
+        arrays = {n: np.zeros((*shape, *s.trailing_shape), np.dtype(s.dtype)) for n, s in specs}
         rows, counted = unmarked(rows)
-        arrays.arrays["tokens"][:] = rows
+        arrays["tokens"][:] = rows
         if "counted" in manifest.arrays:
-            arrays.arrays["counted"][:] = counted
+            arrays["counted"][:] = counted
         tokens = rows_tensor(rows)
         for part in self.batch_size.parts(shard.num_rows):
-            self._forward(tokens, part, arrays, bar)
-        self._encoder.submit(self._hand_over, arrays, reserved=False)
+            self._forward(tokens, part, shard, arrays, bar)
+        self._encoder.submit(self._hand_over, shard, arrays, reserved=False)
 
-    def _forward(self, tokens: Tensor, part: slice, arrays: ShardArrays, bar: Bar) -> None:
+    def _forward(
+        self, tokens: Tensor, part: slice, shard: ShardRange, arrays: Arrays, bar: Bar
+    ) -> None:
         """One forward pass; two of half the rows, and so on, where memory runs out."""
         self.stop.check()
         self._encoder.reserve()
-        row_ids = torch.arange(part.start, part.stop) + arrays.shard.start
+        row_ids = torch.arange(part.start, part.stop) + shard.start
         try:
             raw = self.teacher.forward(tokens[part], row_ids, self.codec.needs_hidden)
         except Exception as error:
@@ -339,27 +329,31 @@ class Extractor(ShardWork):
                 raise
             self.batch_size.halve(error)
         else:
-            self._encoder.submit(self._encode, raw, part.start, arrays, bar)
+            self._encoder.submit(self._encode, raw, part.start, shard, arrays, bar)
             return
         self._encoder.wait()
         torch.cuda.empty_cache()  # nothing, where there is no GPU
         for smaller in self.batch_size.parts(part.stop - part.start):
             moved = slice(part.start + smaller.start, part.start + smaller.stop)
-            self._forward(tokens, moved, arrays, bar)
+            self._forward(tokens, moved, shard, arrays, bar)
 
     @torch.inference_mode()
-    def _encode(self, raw: RawLogits, first: int, arrays: ShardArrays, bar: Bar) -> None:
+    def _encode(
+        self, raw: RawLogits, first: int, shard: ShardRange, arrays: Arrays, bar: Bar
+    ) -> None:
         def work(part: slice) -> None:
             rows = raw.rows(part)
             output = rows.normalise(self.teacher.vocab_size, self._memory(rows))
             output = self.process(output) if self.process else output
-            seed = self.writer.manifest.noise_seed(arrays.shard.split)
+            seed = self.writer.manifest.noise_seed(shard.split)
             encoded: dict[str, Tensor] = dict(self.codec.encode(output, seed, self.resources))
             encoded["token_log_probs"] = output.token_log_probs
             encoded = to_host(encoded)
             if not torch.isfinite(encoded["token_log_probs"]).all():
-                check_output(output, arrays.shard.split)
-            arrays.fill(first + part.start, encoded)
+                check_output(output, shard.split)
+            here = slice(first + part.start, first + part.stop)
+            for name, tensor in encoded.items():
+                arrays[name][here, 1:] = tensor.numpy()
 
         if self._encoded is None:  # on a CPU few enough for their temporaries to stay in its cache
             elements = raw.logits[0].numel()
@@ -381,17 +375,17 @@ class Extractor(ShardWork):
             self._buffer = torch.empty(raw.logits.numel())
         return self._buffer
 
-    def _hand_over(self, arrays: ShardArrays) -> None:
+    def _hand_over(self, shard: ShardRange, arrays: Arrays) -> None:
         self._storage.reserve()
-        self._storage.submit(self._write, arrays)
+        self._storage.submit(self._write, shard, arrays)
 
-    def _write(self, arrays: ShardArrays) -> None:
-        if "counted" in arrays.arrays:  # noise and log p of the assistant's tokens alone
-            idle = arrays.arrays["counted"] == 0
-            for name in arrays.arrays.keys() - {"tokens", "counted"}:
-                arrays.arrays[name][idle] = 0
-        self.write(arrays.shard, arrays.arrays)
-        self._claims.pop(arrays.shard).close()
+    def _write(self, shard: ShardRange, arrays: Arrays) -> None:
+        if "counted" in arrays:  # noise and log p of the assistant's tokens alone
+            idle = arrays["counted"] == 0
+            for name in arrays.keys() - {"tokens", "counted"}:
+                arrays[name][idle] = 0
+        self.write(shard, arrays)
+        self._claims.pop(shard).close()
 
 
 # How this process computes.

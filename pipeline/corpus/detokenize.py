@@ -1,90 +1,39 @@
 """Undoing the word-level tokenization of published corpora, as the mdlm and bd3lms data code does.
 
-Each detokenizer is an ordered table of rewrites; the order matters, and oddities of the originals
-(an apostrophe rule that also joins plural nouns to a following quote, a full stop that is only
-joined to a plain word) are kept, since published perplexities were measured on their output.
+Each detokenizer is an ordered table of rewrites, in ``detokenizers.toml``; the order matters, and
+oddities of the originals (an apostrophe rule that also joins plural nouns to a following quote, a
+full stop that is only joined to a plain word) are kept.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from shards.errors import UsageError, did_you_mean
 
 Detokenizer = Callable[[str], str]
-Rewrite = tuple[str | re.Pattern[str], str]
+TABLES = tomllib.loads(Path(__file__).with_name("detokenizers.toml").read_text(encoding="utf-8"))
 
 
-def _table(rewrites: Sequence[Rewrite]) -> Detokenizer:
+def _by_tables(*names: str) -> Detokenizer:
+    def rewrite(rule: Any) -> Detokenizer:
+        if isinstance(rule, dict):
+            pattern = re.compile(rule["regex"])
+            return lambda text: pattern.sub(rule["new"], text)
+        return lambda text: text.replace(*rule)
+
+    rewrites = [rewrite(rule) for name in names for rule in TABLES[name]]
+
     def apply(text: str) -> str:
-        for old, new in rewrites:
-            text = text.replace(old, new) if isinstance(old, str) else old.sub(new, text)
+        for each in rewrites:
+            text = each(text)
         return text
 
     return apply
-
-
-def _tight(mark: str) -> Rewrite:
-    return f" {mark} ", f"{mark} "
-
-
-def _bracketed(opening: str, closing: str) -> Rewrite:
-    inside = f"[^{re.escape(closing)}]*?"
-    pattern = rf"{re.escape(opening)}\s*({inside})\s*{re.escape(closing)}"
-    return re.compile(pattern), rf"{opening}\1{closing}"
-
-
-_WIKITEXT: list[Rewrite] = [
-    ("s '", "s'"),
-    (" @-@ ", "-"),
-    (" @,@ ", ","),
-    (" @.@ ", "."),
-    *(_tight(mark) for mark in ":;.!?,"),
-    *(_bracketed(*pair) for pair in ("()", "[]", "{}", '""', "''")),
-    ("= = = =", "===="),
-    ("= = =", "==="),
-    ("= =", "=="),
-    (" ° ", "°"),
-    (" \n", "\n"),
-    ("\n ", "\n"),
-    (" N ", " 1 "),
-    (" 's", "'s"),
-]
-
-_PTB: list[Rewrite] = [
-    (" 's", "'s"),
-    ("s ' ", "s' "),
-    (" n't", "n't"),
-    (" \n ", "\n"),
-    ("\\/", "/"),
-    # Neighbouring N share a space, so one pass leaves every second one.
-    (" N ", " 1 "),
-    (" N ", " 1 "),
-    ("$ 1", "$1"),
-    ("# 1", "#1"),
-    ("<unk>", "?"),
-]
-
-_LM1B: list[Rewrite] = [
-    ("http : / / ", "http://"),
-    ("https : / / ", "https://"),
-    (re.compile(r" '(\w+)"), r"'\1"),
-    (re.compile(r" (\w+) \. "), r" \1. "),
-    (re.compile(r" (\w+) \.$"), r" \1."),
-    _tight("?"),
-    (re.compile(r" \?$"), "?"),
-    _tight("!"),
-    (re.compile(r" !$"), "!"),
-    *(_tight(mark) for mark in ",:;"),
-    (" / ", "/"),
-    (re.compile(r'" ([^"]+) "'), r'"\1"'),
-    (re.compile(r"' ([^']+) '"), r"'\1'"),
-    (re.compile(r"\( ([^()]+) \)"), r"(\1)"),
-    (re.compile(r"\[ ([^\[\]]+) \]"), r"[\1]"),
-    ("$ ", "$"),
-    ("£ ", "£"),
-]
 
 
 def _lambada(text: str) -> str:
@@ -94,11 +43,9 @@ def _lambada(text: str) -> str:
 
 DETOKENIZERS: dict[str, Detokenizer] = {
     "none": lambda text: text,
-    "wikitext": _table(_WIKITEXT),
-    "ptb": _table(_PTB),
-    "lm1b": _table(_LM1B),
+    **{name: _by_tables(name) for name in TABLES},
     "lambada": _lambada,
-    "scientific_papers": _table([*_WIKITEXT, *_LM1B]),
+    "scientific_papers": _by_tables("wikitext", "lm1b"),
 }
 
 
@@ -106,6 +53,7 @@ def detokenizer(name: str) -> Detokenizer:
     """A detokenizer by name; an unknown one is a :class:`UsageError` naming the nearest."""
     if name in DETOKENIZERS:
         return DETOKENIZERS[name]
-    what, remedy = "unknown detokenizer", did_you_mean(name, DETOKENIZERS)
     where, expected = "corpus.detokenizer", f"one of {sorted(DETOKENIZERS)}"
-    raise UsageError(what, where=where, got=repr(name), expected=expected, remedy=remedy)
+    hint = did_you_mean(name, DETOKENIZERS)
+    got = repr(name)
+    raise UsageError("unknown detokenizer", where=where, got=got, expected=expected, remedy=hint)

@@ -276,19 +276,14 @@ class Description:
     def to_json(self) -> dict[str, Any]:
         """Figures and the manifest's words, JSON-ready."""
         manifest = self.store.manifest
-        parts = ("codec", "teacher", "tokenizer", "tokens")
+        words = ("codec", "teacher", "tokenizer", "tokens", "splits", "vocab_size", "row_length")
+        figures = ("num_shards", "num_tokens", "num_bytes", "bytes_per_token")
         return {
             "location": self.store.location.url,
             "manifest_sha256": manifest.sha256,
-            **{name: dict(getattr(manifest, name)) for name in parts},
-            "vocab_size": manifest.vocab_size,
-            "row_length": manifest.row_length,
-            "splits": dict(manifest.splits),
-            "num_shards": self.num_shards,
+            **{name: value for name, value in manifest.to_json().items() if name in words},
+            **{name: getattr(self, name) for name in figures},
             "num_finished_shards": self.num_finished,
-            "num_tokens": self.num_tokens,
-            "num_bytes": self.num_bytes,
-            "bytes_per_token": self.bytes_per_token,
             "fp16_vector_bytes_per_token": self.fp16_vector_bytes_per_token,
         }
 

@@ -52,23 +52,6 @@ Indices = Int64[np.ndarray, "n"]
 ChunkFuture = Future[dict[str, np.ndarray]]
 
 
-@runtime_checkable
-class Order(Protocol):
-    """Which row stands at which position of one epoch."""
-
-    def locate(self, positions: Indices) -> tuple[Indices, Indices]:
-        """The row at each position, and the last position at which its chunk may be needed.
-
-        Args:
-            positions: Positions in the epoch, [n], each in 0..num_rows - 1.
-        """
-        ...
-
-    def positions_of_rank(self, start: int, stop: int, rank: int, world_size: int) -> Indices:
-        """The positions in start..stop-1 (one global batch) that a rank reads, ascending."""
-        ...
-
-
 def lanes_for(
     num_chunks: int, chunk_bytes: int, batch_size: int, window_bytes: int = WINDOW_BYTES
 ) -> int:
@@ -97,10 +80,16 @@ class SequentialOrder:
         self.num_rows, self.rows_per_chunk = num_rows, rows_per_chunk
 
     def locate(self, positions: Indices) -> tuple[Indices, Indices]:
+        """The row at each position, and the last position at which its chunk may be needed.
+
+        Args:
+            positions: Positions in the epoch, [n], each in 0..num_rows - 1.
+        """
         last = (positions // self.rows_per_chunk + 1) * self.rows_per_chunk - 1
         return positions, np.minimum(last, self.num_rows - 1)
 
     def positions_of_rank(self, start: int, stop: int, rank: int, world_size: int) -> Indices:
+        """The positions in start..stop-1 (one global batch) that a rank reads, ascending."""
         size = stop - start
         first, end = rank * size // world_size, (rank + 1) * size // world_size
         return np.arange(start + first, start + end, dtype=np.int64)
@@ -230,6 +219,10 @@ def random_bits(key: int, places: Int64[np.ndarray, "*shape"]) -> UInt64[np.ndar
     zero = torch.zeros_like(place)
     high, low, _, _ = philox4x32((place & 0xFFFFFFFF, place >> 32, zero, zero), key)
     return high.numpy().astype(np.uint64) << np.uint64(32) | low.numpy().astype(np.uint64)
+
+
+Order = SequentialOrder | WholeOrder | LaneOrder
+"""Which row stands at which position of one epoch."""
 
 
 @runtime_checkable
@@ -479,12 +472,13 @@ class ShardStream:
             GdistillError: If the state belongs to another store, split, seed or kind of order.
         """
         if state.get("fingerprint") != self.fingerprint:
-            raise GdistillError(
+            what, got = (
                 "the saved data order is of another store or order",
-                where="stream state",
-                got=state.get("fingerprint"),
-                expected=self.fingerprint,
-                remedy="resume with the store, split and seed that the run began with",
+                state.get("fingerprint"),
+            )
+            remedy = "resume with the store, split and seed that the run began with"
+            raise GdistillError(
+                what, where="stream state", got=got, expected=self.fingerprint, remedy=remedy
             )
         names, num_rows = ("epoch", "rows_consumed", "num_lanes", "step"), self._reader.num_rows
         values: list[Any] = [state.get(name) for name in names]

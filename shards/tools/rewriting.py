@@ -79,20 +79,15 @@ def subset(
     Raises:
         UsageError: For an unknown split, or more rows than there are.
     """
-    check_subset(store, splits)
     source = store.manifest
+    for name, rows in splits.items():
+        if not 0 < rows <= source.splits.get(name, 0):
+            expected = f"1 to the store's rows {dict(source.splits)}"
+            what, where = "cannot keep so many rows", f"split {name}"
+            raise UsageError(what, where=where, got=rows, expected=expected)
     tokens = {**source.tokens, "subset_of": source.sha256}
     manifest = replace(source, splits=dict(splits), tokens=tokens)
     return _rewrite(store, out, manifest, store.resources, lambda _, rows: rows, bar)
-
-
-def check_subset(store: ShardStore, splits: Mapping[str, int]) -> None:
-    """Whether a store has the rows that :func:`subset` shall keep; see there for the errors."""
-    for name, rows in splits.items():
-        if not 0 < rows <= store.manifest.splits.get(name, 0):
-            expected = f"1 to the store's rows {dict(store.manifest.splits)}"
-            what, where = "cannot keep so many rows", f"split {name}"
-            raise UsageError(what, where=where, got=rows, expected=expected)
 
 
 def merge(
@@ -116,13 +111,10 @@ def merge(
         difference = first.manifest.difference(other.manifest)
         if difference:
             name, expected, got = difference
-            raise UsageError(
-                "the stores are not parts of one extraction",
-                where=f"{other.location.url}: {name}",
-                got=repr(got),
-                expected=repr(expected),
-                remedy="merge stores that were written by the same command",
-            )
+            what, where = "the stores are not parts of one extraction", other.location.url
+            got, expected, where = repr(got), repr(expected), f"{where}: {name}"
+            remedy = "merge stores that were written by the same command"
+            raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy)
     content = {name: first.file(name) for name in first.manifest.files}
     writer = ShardWriter.create_copy(out, first.manifest, content)
     record_ways(writer.location, [way for store in stores for way in read_ways(store.location)])

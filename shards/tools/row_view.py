@@ -9,6 +9,7 @@ import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -158,14 +159,7 @@ def row_figure(views: list[TokenView], title: str) -> bytes:
     return buffer.getvalue()
 
 
-STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#222}
-.row span{border-radius:4px;padding:1px 4px;margin:1px;display:inline-block}
-table{border-collapse:collapse;font-size:13px;margin-top:1.5rem}
-td,th{padding:2px 10px;border-bottom:1px solid #eee;text-align:right}
-td.t,th.t{text-align:left;font-family:ui-monospace,monospace} img{max-width:100%}
-.dim{color:#888}
-"""
+PAGE = Path(__file__).with_name("row.html")
 
 
 def row_page(first: str, views: list[TokenView], title: str, figure: bytes) -> str:
@@ -176,18 +170,10 @@ def row_page(first: str, views: list[TokenView], title: str, figure: bytes) -> s
         for view in views
     )
     lines = "".join(_line(view) for view in views)
+    parts = {"title": html.escape(title), "first": html.escape(first), "chips": chips}
     picture = base64.b64encode(figure).decode()
-    return (
-        f'<!doctype html><meta charset="utf-8"><title>{html.escape(title)}</title>'
-        f"<style>{STYLE}</style><h1>{html.escape(title)}</h1>"
-        "<p>Green: the teacher expected the token; red: the noise had to be large for it. The noise"
-        " <i>xi</i> is what added to the teacher's logits makes this very row the argmax at every"
-        " position; its rank counts the vocabulary entries with noise at least as large.</p>"
-        f'<p class="row"><span class="dim">{html.escape(first)}</span>{chips}</p>'
-        f'<img alt="probabilities and noise" src="data:image/png;base64,{picture}">'
-        '<table><tr><th>position<th class="t">token<th>p<th>xi<th>rank'
-        f'<th class="t">alternatives: p / xi</tr>{lines}</table>'
-    )
+    template = Template(PAGE.read_text(encoding="utf-8"))
+    return template.substitute(parts, lines=lines, picture=picture)
 
 
 def _line(view: TokenView) -> str:

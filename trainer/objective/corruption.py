@@ -203,11 +203,6 @@ def require_reachable(bounds: tuple[float, float], block_size: int) -> None:
         raise UsageError(what, where="min_time, max_time", got=got, remedy=remedy)
 
 
-def clipped_loss_weight(weight: Float[Tensor, "*s"], min_time: float) -> Float[Tensor, "*s"]:
-    """The schedule's weight; 1 when t is clipped above one half."""
-    return torch.ones_like(weight) if min_time > 0.5 else weight
-
-
 def substituted_log_probs(
     logits: Float[Tensor, "*s v1"], tokens: Int[Tensor, "*s"], mask_id: int
 ) -> Float[Tensor, "*s v1"]:
@@ -277,7 +272,7 @@ def corruption_from_uniforms(
     t = stratified_times(time_uniforms, slots, global_batch_size, *bounds, share)
     p = law.masking_probability(t)
     mask = draw_mask(mask_uniforms, p, bounds if settings.resample else None)
-    weight = clipped_loss_weight(law.loss_weight(t), bounds[0])
+    weight = law.loss_weight(t) if bounds[0] <= 0.5 else torch.ones_like(t)
     if settings.max_loss_weight is not None:
         weight = weight.clamp_max(settings.max_loss_weight)
     weight = weight.repeat_interleave(mask.shape[1] // t.shape[1], dim=1)
