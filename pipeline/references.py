@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -37,17 +36,16 @@ def write_references(source: str, out: Path, num: int | None, split: str) -> int
     """
     if num is not None and num < 1:
         raise UsageError("out of range", where="--num", got=num, expected="1 or more")
-    with _rows_of(source, split) as (read, available, tokenizer, bos_id):
-        if not available or (num or 0) > available:
-            raise UsageError(
-                "too few rows", where=f"{source}: {split}", got=available, expected=num or "some"
-            )
-        count, lines = num or available, []
-        for start in range(0, count, BLOCK_ROWS):
-            for row in read(start, min(start + BLOCK_ROWS, count)):
-                kept = row[1:] if row[0] == bos_id else row
-                text = tokenizer.decode(kept.tolist(), skip_special_tokens=False)
-                lines.append(json.dumps({"text": text}, ensure_ascii=False))
+    read, available, tokenizer, bos_id = _rows_of(source, split)
+    if not available or (num or 0) > available:
+        where, expected = f"{source}: {split}", num or "some"
+        raise UsageError("too few rows", where=where, got=available, expected=expected)
+    count, lines = num or available, []
+    for start in range(0, count, BLOCK_ROWS):
+        for row in read(start, min(start + BLOCK_ROWS, count)):
+            kept = row[1:] if row[0] == bos_id else row
+            text = tokenizer.decode(kept.tolist(), skip_special_tokens=False)
+            lines.append(json.dumps({"text": text}, ensure_ascii=False))
     write_bytes_atomic(out, ("\n".join(lines) + "\n").encode())
     return count
 
@@ -55,27 +53,24 @@ def write_references(source: str, out: Path, num: int | None, split: str) -> int
 Rows = tuple[Callable[[int, int], np.ndarray], int, PreTrainedTokenizerBase, int | None]
 
 
-@contextmanager
-def _rows_of(source: str, split: str) -> Iterator[Rows]:
+def _rows_of(source: str, split: str) -> Rows:
     """What reads rows [n, L] by number, how many there are, the tokenizer and its bos."""
     folders = [Path(source), Path(source) / "tokens"]
     folder = next((place for place in folders if (place / RECORD).is_file()), None)
     if folder is not None:
         dataset = TokenDataset.open(folder)
         rows, tokenizer = dataset.num_rows(split), load_tokenizer(dataset.tokenizer_path)
-        yield partial(dataset.read_rows, split), rows, tokenizer, dataset.bos_id
-        return
+        return partial(dataset.read_rows, split), rows, tokenizer, dataset.bos_id
     store = ShardStore.find(source)
     if split not in store.manifest.splits:
-        raise UsageError(
-            "unknown split", where=source, got=split, expected=", ".join(store.manifest.splits)
-        )
+        expected = ", ".join(store.manifest.splits)
+        raise UsageError("unknown split", where=source, got=split, expected=expected)
     reader = store.split(split, ["tokens"])
     with tempfile.TemporaryDirectory() as copy:
         store.copy_files("tokenizer", Path(copy))
-        yield (
-            lambda start, stop: reader.read_rows(start, stop)["tokens"],
-            reader.num_rows,
-            load_tokenizer(copy),
-            store.manifest.bos_id,
-        )
+        tokenizer = load_tokenizer(copy)
+
+    def read(start: int, stop: int) -> np.ndarray:
+        return reader.read_rows(start, stop)["tokens"]
+
+    return read, reader.num_rows, tokenizer, store.manifest.bos_id

@@ -187,12 +187,9 @@ def settings_from(
     for name, num_axes in {**needed, **({} if level is None else {SIGMA_WEIGHT: 2})}.items():
         shape = tuple(backbone[name].shape) if name in backbone else ()
         if len(shape) != num_axes or 0 in shape:
-            raise GdistillError(
-                "not a checkpoint of the authors' DiT",
-                where=f"state_dict: {PREFIX}{name}",
-                got=shape or "nothing",
-                expected=f"keys under {PREFIX} as the README of the released files lists them",
-            )
+            what, where = "not a checkpoint of the authors' DiT", f"state_dict: {PREFIX}{name}"
+            expected = f"keys under {PREFIX} as the README of the released files lists them"
+            raise GdistillError(what, where=where, got=shape or "nothing", expected=expected)
     numbers = {name.split(".")[1] for name in backbone if name.startswith("blocks.")}
     if numbers != set(map(str, range(len(numbers)))):
         got, expected = sorted(numbers)[:8], "blocks 0, 1, 2 and so on"

@@ -182,13 +182,12 @@ def load_student_weights(student: Student, directory: Path, manifest: Manifest) 
     for name in ("vocab_size", "row_length"):
         ours, theirs = getattr(source.config, name), getattr(manifest, name)
         if ours != theirs:
-            raise UsageError(
+            what, expected = (
                 f"the student has another {name} than the store",
-                where=where,
-                got=ours,
-                expected=f"{theirs} as in the store",
-                remedy="extract with the tokenizer and row length the student was trained with",
+                f"the store's {theirs}",
             )
+            remedy = "extract with the tokenizer and row length the student was trained with"
+            raise UsageError(what, where=where, got=ours, expected=expected, remedy=remedy)
     got, expected = source.config.frozen, student.config.frozen
     if got != expected:
         what = "the model stands on another backbone"
@@ -198,13 +197,10 @@ def load_student_weights(student: Student, directory: Path, manifest: Manifest) 
     if student.is_conditioned and not source.is_conditioned:
         if not student.adds_noise:
             injection = student.settings.noise.injection
-            raise UsageError(
-                "the noise would replace the mask embedding that the model has learnt",
-                where="model.noise.injection",
-                got=f"{injection}, and a model without noise in {directory}",
-                expected="add",
-                remedy="add --set model.noise.injection=add",
-            )
+            what = "the noise would replace the mask embedding that the model has learnt"
+            got = f"{injection}, and a model without noise in {directory}"
+            place, remedy = "model.noise.injection", "add --set model.noise.injection=add"
+            raise UsageError(what, where=place, got=got, expected="add", remedy=remedy)
         added = silence_noise(student)
         wanted = {n: w for n, w in wanted.items() if n not in added}
     both = sorted(weights.keys() & wanted.keys())

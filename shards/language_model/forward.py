@@ -81,15 +81,11 @@ class BatchSize:
         """
         failed = min(self.rows, num_rows or self.rows)
         if failed == 1:
-            raise _one_row_too_many(error) from error
+            what = "out of memory with a batch of one row"
+            remedy = "use shorter rows, --dtype bfloat16 or a larger device"
+            raise GdistillError(what, got=first_line(error), remedy=remedy) from error
         self.rows = failed // 2
         stderr.print(f"out of memory: batches of {self.rows} rows from here on")
-
-
-def _one_row_too_many(error: BaseException) -> GdistillError:
-    what, got = "out of memory with a batch of one row", first_line(error)
-    remedy = "use shorter rows, --dtype bfloat16 or a larger device"
-    return GdistillError(what, got=got, remedy=remedy)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -116,9 +112,7 @@ def in_batches(work: Callable[[slice], None], num_rows: int, size: BatchSize) ->
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            failure = _one_row_too_many(error)
-            if part.stop - part.start < 2:
-                raise failure from error
+            failure = MemoryError(first_line(error))
         # Not while the error is handled: its traceback holds every tensor of the attempt.
         if failure is not None:
             torch.cuda.empty_cache()

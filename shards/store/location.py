@@ -11,68 +11,15 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Union
 
 from shards.atomic import FileRecord, discard_leftovers, fsync_path, open_itself, write_bytes_atomic
 from shards.errors import GdistillError, UsageError, path_inside, safe_name
 
-
-@runtime_checkable
-class Location(Protocol):
-    """The few storage operations that a store needs."""
-
-    @property
-    def url(self) -> str:
-        """How to name the place in messages."""
-        ...
-
-    def read(self, name: str) -> bytes:
-        """The whole file; FileNotFoundError if there is none."""
-        ...
-
-    def write(self, name: str, data: bytes) -> None:
-        """Replace the file atomically and durably."""
-
-    def delete(self, name: str) -> None:
-        """Remove the file, durably, if it is there."""
-
-    def size(self, name: str) -> int | None:
-        """Bytes of the file, None if there is none."""
-
-    def sizes(self, prefix: str = "") -> dict[str, int]:
-        """Every file below ``prefix`` (a folder; "" for all) with its size; claims left out."""
-        ...
-
-    def written_at(self, prefix: str) -> dict[str, float]:
-        """Unix time of the last write of every file below ``prefix``, where the place tells it."""
-        ...
-
-    def discard_leftovers(self, name: str) -> None:
-        """Remove what killed writers left of a file; only for who holds its claim."""
-
-    def open_file(self, name: str, record: FileRecord) -> int:
-        """A descriptor of a local file that ``record`` describes: the file itself, or a copy.
-
-        A copy has been hashed; the file itself is checked by its reader. The caller closes it.
-        """
-        ...
-
-    def peek(self, name: str, start: int, length: int) -> bytes | None:
-        """Some bytes of a file, none if it is not there; None where looking is not cheap."""
-
-    def discard_altered_copy(self, record: FileRecord) -> bool:
-        """Drop the local copy of a file if it is not what ``record`` says; whether it was so."""
-        ...
-
-    def claim(self, name: str, *, wait: bool) -> AbstractContextManager[bool]:
-        """Hold ``name`` against every other process while the context lasts; False if taken."""
-        ...
-
-    def claims(self) -> list[str]:
-        """Names held now, or left behind by a process that was killed."""
-        ...
+if TYPE_CHECKING:
+    import shards.store.remote
 
 
 def open_location(location: str | Path) -> Location:
@@ -107,7 +54,7 @@ CLAIMS = ".claims"
 
 
 class LocalLocation:
-    """A folder on a file system with atomic rename and flock; see ``location.Location``."""
+    """A folder on a file system with atomic rename and flock."""
 
     def __init__(self, root: Path) -> None:
         try:
@@ -117,27 +64,33 @@ class LocalLocation:
 
     @property
     def url(self) -> str:
+        """How to name the place in messages."""
         return str(self.root)
 
     def read(self, name: str) -> bytes:
+        """The whole file; FileNotFoundError if there is none."""
         with self._explained(name, "read"), open(self._open(name), "rb") as file:
             return file.read()
 
     def write(self, name: str, data: bytes) -> None:
+        """Replace the file atomically and durably."""
         with self._explained(name, "write"):
             write_bytes_atomic(path_inside(self.root, name), data)
 
     def discard_leftovers(self, name: str) -> None:
+        """Remove what killed writers left of a file; only for who holds its claim."""
         with self._explained(name, "tidy"):
             discard_leftovers(path_inside(self.root, name))
 
     def delete(self, name: str) -> None:
+        """Remove the file, durably, if it is there."""
         path = path_inside(self.root, name)
         with self._explained(name, "delete"), suppress(FileNotFoundError):
             path.unlink()
             fsync_path(path.parent)  # or a power cut could bring a dropped ledger record back
 
     def size(self, name: str) -> int | None:
+        """Bytes of the file, None if there is none."""
         with self._explained(name, "look at"):
             try:
                 return (self.root / safe_name(name)).stat().st_size
@@ -145,9 +98,11 @@ class LocalLocation:
                 return None
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Every file below ``prefix`` (a folder; "" for all) with its size; claims left out."""
         return {name: found.st_size for name, found in self._listing(prefix).items()}
 
     def written_at(self, prefix: str) -> dict[str, float]:
+        """Unix time of the last write of every file below ``prefix``, where the place tells it."""
         return {name: found.st_mtime for name, found in self._listing(prefix).items()}
 
     def _listing(self, prefix: str) -> dict[str, os.stat_result]:
@@ -164,9 +119,15 @@ class LocalLocation:
         return found
 
     def open_file(self, name: str, record: FileRecord) -> int:
-        return self._open(name)  # checked by its reader, chunk by chunk
+        """A descriptor of a local file that ``record`` describes: the file itself, or a copy.
+
+        A copy has been hashed; the file itself is checked by its reader, chunk by chunk. The caller
+        closes it.
+        """
+        return self._open(name)
 
     def peek(self, name: str, start: int, length: int) -> bytes | None:
+        """Some bytes of a file, none if it is not there; None where looking is not cheap."""
         try:
             descriptor = self._open(name)
         except OSError:
@@ -177,6 +138,7 @@ class LocalLocation:
             os.close(descriptor)
 
     def discard_altered_copy(self, record: FileRecord) -> bool:
+        """Drop the local copy of a file if it is not what ``record`` says; whether it was so."""
         return False  # the file itself is no copy
 
     def _open(self, name: str) -> int:
@@ -191,6 +153,7 @@ class LocalLocation:
 
     @contextmanager
     def claim(self, name: str, *, wait: bool) -> Iterator[bool]:
+        """Hold ``name`` against every other process while the context lasts; False if taken."""
         path = path_inside(self.root, f"{CLAIMS}/{name}")
         with ExitStack() as stack:
             with self._explained(f"{CLAIMS}/{name}", "lock"):
@@ -198,6 +161,7 @@ class LocalLocation:
             yield mine
 
     def claims(self) -> list[str]:
+        """Names held now, or left behind by a process that was killed."""
         return sorted(path.name for path in (self.root / CLAIMS).glob("*"))
 
     @contextmanager
@@ -217,6 +181,8 @@ class LocalLocation:
             raise GdistillError(what, where=self.root / name, got=got, remedy=remedy) from error
 
 
+Location = Union[LocalLocation, "shards.store.remote.RemoteLocation"]
+"""The few storage operations that a store needs, as :class:`LocalLocation` describes them."""
 _held: set[int] = set()
 """Descriptors of the locks of this process. A lock lasts until every copy of its descriptor is
 closed, so a forked child must not keep one: its parent's death would not release it."""

@@ -331,7 +331,7 @@ NO_BUCKET = "bucket does not exist"
 
 
 class RemoteLocation:
-    """A place that fsspec can reach; see ``location.Location``.
+    """A place that fsspec can reach; see :class:`~shards.store.location.LocalLocation`.
 
     Credentials and endpoints come from the scheme's usual environment variables (for S3
     ``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL`` ...) or from ``storage_options``.
@@ -412,7 +412,7 @@ class RemoteLocation:
         return {name: info for name, info in names.items() if not name.startswith(f"{CLAIMS}/")}
 
     def open_file(self, name: str, record: FileRecord) -> int:
-        """See ``Location``; DamagedCopy if the file at the URL is not what the record says."""
+        """See ``LocalLocation``; DamagedCopy if the file at the URL is not what the record says."""
         return self.cache.open(record, lambda: self.read(name))
 
     def peek(self, name: str, start: int, length: int) -> bytes | None:

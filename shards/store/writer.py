@@ -220,13 +220,9 @@ def _create(place: Location, manifest: Manifest, content: Mapping[str, bytes]) -
         # A folder with foreign files is not ours to fill.
         foreign = sorted(name for name in place.sizes() if not name.endswith(".tmp"))
         if foreign:
-            raise GdistillError(
-                "the output folder holds files but no manifest",
-                where=place.url,
-                got=foreign[0],
-                expected="an empty or absent folder, or a store",
-                remedy="choose another output folder",
-            ) from None
+            what, got = "the output folder holds files but no manifest", foreign[0]
+            expected = "an empty or absent folder, or a store"
+            raise GdistillError(what, where=place.url, got=got, expected=expected) from None
         place.discard_leftovers(MANIFEST_FILE)
         place.write(MANIFEST_FILE, manifest.to_bytes())
     for name, data in content.items():

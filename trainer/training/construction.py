@@ -104,11 +104,10 @@ def _require_store(config: RunConfig, store: ShardStore) -> None:
         got, expected = f"a store of {mode} extraction", "sequential extraction"
         raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy)
     if model.noise.prior_weight and store.resources.get("unigram_log_probs") is None:
-        raise UsageError(
-            "prior_weight needs the corpus unigram and the store keeps none",
-            where="model.noise.prior_weight",
-            remedy="extract with a codec that keeps it, or set model.noise.prior_weight=0",
-        )
+        what = "prior_weight needs the corpus unigram and the store keeps none"
+        where = "model.noise.prior_weight"
+        remedy = f"extract with a codec that keeps it, or set {where}=0"
+        raise UsageError(what, where=where, remedy=remedy)
 
 
 def learning_rate(config: OptimizationConfig, step: int, num_steps: int) -> float:

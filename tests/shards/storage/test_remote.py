@@ -70,7 +70,7 @@ def remote_bytes(url: str) -> dict[str, bytes]:
 
 def test_it_is_a_location(url: str) -> None:
     place = open_location(url)
-    assert isinstance(place, Location)
+    assert isinstance(place, RemoteLocation)
     assert place.sizes() == {} and place.size("a/b") is None and place.claims() == []
     place.write("a/b", b"one")
     place.write("a/b", b"other")
