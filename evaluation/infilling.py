@@ -89,13 +89,13 @@ def rows_of_samples(rows: list[InfillRow], samples: SampleSet) -> list[InfillRow
     for place, (row, tokens) in enumerate(zip(found, samples.tokens, strict=True)):
         given = set(range(len(row.tokens))) - set(row.masked)
         if len(tokens) != len(row.tokens) or any(tokens[i] != row.tokens[i] for i in given):
-            raise GdistillError(
+            what, where = (
                 "a sample does not fill its row",
-                where=f"{samples.source}:{samples.lines[place]}",
-                got=f"{len(tokens)} tokens that differ where the row was given",
-                expected=f"row {samples.indices[place] % len(rows)} of the file",
-                remedy="give the file that gdistill-sample --infill was given",
+                f"{samples.source}:{samples.lines[place]}",
             )
+            got = f"{len(tokens)} tokens that differ where the row was given"
+            expected = f"row {samples.indices[place] % len(rows)} of the file given to --infill"
+            raise GdistillError(what, where=where, got=got, expected=expected)
     return found
 
 

@@ -27,12 +27,8 @@ try:
     from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
 except ImportError as error:
-    raise UsageError(
-        "lm-evaluation-harness is not installed",
-        where="lm_eval",
-        got=str(error),
-        remedy="pip install 'gdistill[evaluation]'",
-    ) from error
+    what, remedy = "lm-evaluation-harness is not installed", "pip install 'gdistill[evaluation]'"
+    raise UsageError(what, where="lm_eval", got=error, remedy=remedy) from error
 
 
 HARNESS_DEVICE = "cuda:0"

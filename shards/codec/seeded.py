@@ -218,12 +218,9 @@ class SeededCodec(Codec):
             if not bool(excess.any()):
                 return coarsening
             coarsening += excess
-        raise GdistillError(  # six standard deviations at the largest E_0: never seen
-            "more entries moved than the codec has slots for",
-            where="codec seeded",
-            got=f"{num_slots} slots",
-            remedy="leave max_entries out",
-        )
+        what, got = "more entries moved than the codec has slots for", f"{num_slots} slots"
+        # Six standard deviations at the largest E_0: never seen.
+        raise GdistillError(what, where="codec seeded", got=got, remedy="leave max_entries out")
 
     def _shifts(
         self, codes: Int[Tensor, "n m"], coarsening: UInt8[Tensor, "n"]

@@ -365,13 +365,9 @@ def _not_loaded(
     files: PretrainedFiles, attention: str | None, device_map: DeviceMap, error: Exception
 ) -> GdistillError:
     if attention and attention in str(error):
-        return UsageError(
-            "the attention kernel cannot be used",
-            where=f"attention, {files.role} {files.name}",
-            got=attention,
-            expected="eager, sdpa, or another one of transformers that is installed here",
-            remedy=first_line(error),
-        )
+        what, where = "the attention kernel cannot be used", f"attention, {files.role} {files.name}"
+        expected = f"eager, sdpa, or another of transformers that works here: {first_line(error)}"
+        return UsageError(what, where=where, got=attention, expected=expected)
     if device_map is None:
         return not_causal_lm(files, error)
     what, remedy = f"the {files.role} cannot be spread like this", first_line(error)

@@ -7,6 +7,7 @@ import html
 import io
 import json
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -69,7 +70,7 @@ def view_row(store: ShardStore, split: str, row: int, draw: int = 0) -> tuple[st
         raise UsageError("no such draw", where="--draw", got=draw, expected="0 or more")
     arrays = reader.read_rows(row, row + 1)
     noise = stored_noise(store, split, row, arrays, draw)
-    words = _Words(store)
+    words = words_of(store)
     gumbels = noise.gumbels()
     probabilities = None
     if isinstance(noise, KeyedPosterior):
@@ -81,7 +82,7 @@ def view_row(store: ShardStore, split: str, row: int, draw: int = 0) -> tuple[st
 
     def alternative(index: int, token: int) -> Alternative:
         p = None if probabilities is None else float(probabilities[index, token])
-        return Alternative(words[token], p, float(gumbels[index, token]))
+        return Alternative(words(token), p, float(gumbels[index, token]))
 
     views = []
     for index, own in enumerate(arrays["tokens"][0, 1:].tolist()):
@@ -93,38 +94,35 @@ def view_row(store: ShardStore, split: str, row: int, draw: int = 0) -> tuple[st
         alternatives = tuple(alternative(index, token) for token in others)
         probability = own_probabilities[index]
         views.append(
-            TokenView(index + 1, words[own], probability, float(gumbel), rank, alternatives)
+            TokenView(index + 1, words(own), probability, float(gumbel), rank, alternatives)
         )
-    return words[int(arrays["tokens"][0, 0])], views
+    return words(int(arrays["tokens"][0, 0])), views
 
 
-class _Words:
-    """Token ids as text, from the tokenizer the store carries."""
+def words_of(store: ShardStore) -> Callable[[int], str]:
+    """Token ids as text, by the tokenizer that the store carries; ``#ID`` without one."""
+    from transformers import AutoTokenizer
 
-    def __init__(self, store: ShardStore) -> None:
-        from transformers import AutoTokenizer
+    tokenizer: Any = None
 
-        self._tokenizer: Any = None
-        with TemporaryDirectory() as folder:
-            if store.copy_files("tokenizer", Path(folder)):
-                try:
-                    self._tokenizer = AutoTokenizer.from_pretrained(
-                        folder, local_files_only=True, trust_remote_code=False
-                    )
-                    self._text(0)
-                except Exception as error:  # transformers has no class for "not a tokenizer"
-                    what, where = "the store's tokenizer cannot be loaded", store.location.url
-                    where, got = f"{where}/tokenizer", str(error)[:200]
-                    raise IntegrityError(what, where=where, got=got) from error
-
-    def __getitem__(self, token: int) -> str:
-        return f"#{token}" if self._tokenizer is None else self._text(token)
-
-    def _text(self, token: int) -> str:
-        piece = self._tokenizer.convert_ids_to_tokens(token) or f"#{token}"
+    def text(token: int) -> str:
+        piece = tokenizer.convert_ids_to_tokens(token) or f"#{token}"
         begins_word = piece[:1] in ("▁", "Ġ")
-        text = self._tokenizer.convert_tokens_to_string([piece]).strip()
+        text = tokenizer.convert_tokens_to_string([piece]).strip()
         return f"␣{text}" if begins_word else text or json.dumps(piece)[1:-1]
+
+    with TemporaryDirectory() as folder:
+        if not store.copy_files("tokenizer", Path(folder)):
+            return lambda token: f"#{token}"
+        try:
+            here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+            tokenizer = AutoTokenizer.from_pretrained(folder, **here)
+            text(0)
+        except Exception as error:  # transformers has no class for "not a tokenizer"
+            what, where = "the store's tokenizer cannot be loaded", store.location.url
+            where, got = f"{where}/tokenizer", str(error)[:200]
+            raise IntegrityError(what, where=where, got=got) from error
+    return text
 
 
 def row_figure(views: list[TokenView], title: str) -> bytes:
