@@ -71,10 +71,7 @@ class Table:
     def to_csv(self) -> str:
         """Header and rows, quoted where needed (RFC 4180); no cell is a spreadsheet's formula."""
         text = io.StringIO()
-        rows = [
-            [("'" if FORMULA.match(cell) else "") + visible(cell) for cell in row]
-            for row in (self.header, *self.rows)
-        ]
+        rows = [[_no_formula(cell) for cell in row] for row in (self.header, *self.rows)]
         csv.writer(text).writerows(rows)
         return text.getvalue()
 
@@ -86,6 +83,10 @@ def markdown_text(text: str) -> str:
 
 def _markdown_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(markdown_text(cell).replace("|", r"\|") for cell in cells) + " |"
+
+
+def _no_formula(cell: str) -> str:
+    return ("'" if FORMULA.match(cell) else "") + visible(cell)
 
 
 # The page: tables, figures and samples in one file that loads nothing from outside.

@@ -78,9 +78,7 @@ def make_scorers(
     if rows is not None:
         for samples in sets:
             rows_of_samples(rows, samples)
-        functions.append(
-            lambda one: [exact_match(one.tokens, rows_of_samples(rows, one), one.indices)]
-        )
+        functions.append(partial(_exact_match, rows))
     text = None
     if reference is not None:
         length = max(len(row) for samples in sets for row in samples.tokens)
@@ -95,11 +93,7 @@ def make_scorers(
         from evaluation.text.reading import Judging
 
         judging = Judging.load(judge, kept=kept, **reading)
-        functions.append(
-            lambda one: [
-                judging.perplexity(one.require_texts(), indices=one.indices, where=one.source)
-            ]
-        )
+        functions.append(partial(_perplexity, judging))
         if rows is not None:
             tokenizers = {one.source: _student_tokenizer(tokenizer, one) for one in sets}
             functions.append(partial(_filled, judging, rows, tokenizers))
@@ -154,6 +148,15 @@ def _maze_scorer(file: Path) -> Scorer:
         return [success, Score(name, value, success.num_samples, settings=over)]
 
     return score
+
+
+def _exact_match(rows: list[InfillRow], samples: SampleSet) -> list[Score]:
+    return [exact_match(samples.tokens, rows_of_samples(rows, samples), samples.indices)]
+
+
+def _perplexity(judging: Judging, samples: SampleSet) -> list[Score]:
+    named = {"indices": samples.indices, "where": samples.source}
+    return [judging.perplexity(samples.require_texts(), **named)]
 
 
 def _filled(
