@@ -8,14 +8,16 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from jaxtyping import install_import_hook
+from tests import checked_imports
 
-install_import_hook(["shards", "pipeline", "trainer", "evaluation"], "beartype.beartype")
+checked_imports.install()
 
 import pytest  # noqa: E402  (the hook must come first)
 import torch  # noqa: E402
 
 torch.set_num_threads(min(2, os.cpu_count() or 1))
+# Waiting for the disk is half of a writer's time; tests of the order of syncs count them.
+os.fsync = lambda descriptor: None
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
