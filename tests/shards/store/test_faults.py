@@ -20,36 +20,37 @@ from tests.shards.store_cases import (
     make_resources,
     open_writer,
     write_pending,
-    write_store,
 )
 
 
-def test_the_bytes_do_not_depend_on_the_number_of_writers(tmp_path: Path) -> None:
-    trials.write_with(tmp_path / "one", 1)
-    trials.write_with(tmp_path / "three", 3)
-    assert file_bytes(tmp_path / "one") == file_bytes(tmp_path / "three")
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """The big store as one undisturbed writer leaves it."""
+    root = tmp_path_factory.mktemp("reference") / "store"
+    trials.write_with(root, 1)
+    return file_bytes(root)
+
+
+def test_several_and_killed_writers_write_the_bytes_of_one(
+    tmp_path: Path, reference: dict[str, bytes]
+) -> None:
+    seconds = trials.write_with(tmp_path / "three", 3)
+    assert file_bytes(tmp_path / "three") == reference
     assert verify(tmp_path / "three") == []
-
-
-def test_killed_writers_resume_to_the_same_bytes(tmp_path: Path) -> None:
-    trials.write_with(tmp_path / "reference", 1)
-    reference = file_bytes(tmp_path / "reference")
-    seconds = trials.write_with(tmp_path / "timing", 3)
-    for seed in range(4):
+    for seed in (0, 2):  # all three killed, one of three killed
         rng = np.random.default_rng(seed)
         outcome = trials.kill_trial(tmp_path / "store", reference, rng, seconds)
         assert outcome["byte_identical"] == 1
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 4, 5, 20, 47, 91, 132, 170, 213, 251, 302])
-def test_dying_at_a_file_operation_loses_nothing(tmp_path: Path, after: int) -> None:
-    write_store(tmp_path / "reference")
-    assert trials.crash_trial(tmp_path / "store", file_bytes(tmp_path / "reference"), after)
+def test_dying_at_a_file_operation_loses_nothing(tmp_path: Path, sound: Path, after: int) -> None:
+    assert trials.crash_trial(tmp_path / "store", file_bytes(sound), after)
 
 
-def test_a_full_disk_is_one_clear_error_and_keeps_what_is_done(tmp_path: Path) -> None:
-    trials.write_with(tmp_path / "reference", 1)
-    reference = file_bytes(tmp_path / "reference")
+def test_a_full_disk_is_one_clear_error_and_keeps_what_is_done(
+    tmp_path: Path, reference: dict[str, bytes]
+) -> None:
     largest = max(len(data) for data in reference.values())
     trials.finish([trials.start(trials.full_disk_worker, tmp_path / "store", largest - 1)])
     left = file_bytes(tmp_path / "store")
@@ -106,10 +107,8 @@ def test_a_claim_is_held_against_others_and_void_after_a_kill(tmp_path: Path) ->
     assert not (tmp_path / "store" / ".claims").exists()
 
 
-def test_a_damaged_shard_is_written_again_and_the_others_are_kept(tmp_path: Path) -> None:
-    root = tmp_path / "store"
-    write_store(root)
-    reference = file_bytes(root)
+def test_a_damaged_shard_is_written_again_and_the_others_are_kept(store: Path) -> None:
+    root, reference = store, file_bytes(store)
     (root / "train/entry_gap_byte0/c/1/0/0").unlink()
     (root / "train/tokens/c/2/0").write_bytes(b"")
     (root / "ledger/validation/000000.json").write_bytes(b"{}")
@@ -139,21 +138,19 @@ CHANGES: list[tuple[dict, str]] = [
 
 @pytest.mark.parametrize(("change", "message"), CHANGES)
 def test_resuming_with_other_inputs_names_the_field_and_both_values(
-    tmp_path: Path, change: dict, message: str
+    sound: Path, change: dict, message: str
 ) -> None:
-    write_store(tmp_path / "store")
-    before = file_bytes(tmp_path / "store")
+    before = file_bytes(sound)
     with pytest.raises(UsageError, match=message):
-        open_writer(tmp_path / "store", **change)
-    assert file_bytes(tmp_path / "store") == before
+        open_writer(sound, **change)
+    assert file_bytes(sound) == before
     assert make_manifest().difference(make_manifest(**change)) is not None
 
 
-def test_resuming_with_another_resource_or_side_file_is_refused(tmp_path: Path) -> None:
-    write_store(tmp_path / "store")
+def test_resuming_with_another_resource_or_side_file_is_refused(sound: Path) -> None:
     resources = {**make_resources(), "lm_head": make_resources()["lm_head"] + 1}
     with pytest.raises(UsageError, match=r"files\.resources/lm_head"):
-        ShardWriter.create_or_resume(tmp_path / "store", make_manifest(), resources, FILES)
+        ShardWriter.create_or_resume(sound, make_manifest(), resources, FILES)
     other = {**FILES, "corpus/maze.json": b"[]"}
     with pytest.raises(UsageError, match=r"files\.corpus/maze\.json"):
-        ShardWriter.create_or_resume(tmp_path / "store", make_manifest(), make_resources(), other)
+        ShardWriter.create_or_resume(sound, make_manifest(), make_resources(), other)
