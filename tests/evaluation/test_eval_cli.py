@@ -127,8 +127,7 @@ def test_values_of_no_use_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("option", "value"),
-    [("--stride", 8), ("--max-tokens", 8), ("--device", "cpu")],
+    ("option", "value"), [("--stride", 8), ("--max-tokens", 8), ("--device", "cpu")]
 )
 def test_options_of_the_judge_need_one(samples: Path, option: str, value: object) -> None:
     with pytest.raises(UsageError, match=rf"needs a judge \[{option}\]"):

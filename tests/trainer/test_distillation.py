@@ -207,8 +207,7 @@ def test_trl_trains_as_transformers_does(store: Path, tmp_path: Path) -> None:
     sft = DistilledSFT(
         language_model(),
         trl.SFTConfig(
-            **options(tmp_path / "sft", bf16=False),
-            dataset_kwargs={"skip_prepare_dataset": True},
+            **options(tmp_path / "sft", bf16=False), dataset_kwargs={"skip_prepare_dataset": True}
         ),
         distillation=DistillationLoss(store, weight=0.5),
         train_dataset=store_rows(store),

@@ -204,9 +204,7 @@ def test_a_source_of_its_own_for_validation(tmp_path: Path) -> None:
     config = CorpusConfig(f"text:{tmp_path}/a.txt", validation_source=f"jsonl:{tmp_path}/b.jsonl")
     assert everything(config) == ["train"] + ["held out"] * 5
     limited = CorpusConfig(
-        f"text:{tmp_path}/a.txt",
-        validation_source=f"jsonl:{tmp_path}/b.jsonl",
-        limit_documents=2,
+        f"text:{tmp_path}/a.txt", validation_source=f"jsonl:{tmp_path}/b.jsonl", limit_documents=2
     )
     assert everything(limited) == ["train", "held out", "held out"]
 

@@ -8,11 +8,7 @@ from tokenizers import Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.tokens.pieces import cut_between_words, encode_with_overlap, join
-from pipeline.tokens.tokenizer import (
-    backend,
-    encode,
-    load_tokenizer,
-)
+from pipeline.tokens.tokenizer import backend, encode, load_tokenizer
 
 TEXTS = {
     "sentences": "".join(f'Cat {i} sat, then ran; "slowly" (on\n\n{i * i}).\n' for i in range(400)),

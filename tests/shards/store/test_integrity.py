@@ -13,12 +13,7 @@ from shards.store.manifest import FORMAT_VERSION, Manifest, seal
 from shards.store.store import ShardStore
 from shards.store.verification import forget, verify
 from tests.shards.store import fault_trials as trials
-from tests.shards.store_cases import (
-    file_bytes,
-    make_manifest,
-    open_writer,
-    write_store,
-)
+from tests.shards.store_cases import file_bytes, make_manifest, open_writer, write_store
 
 
 @pytest.fixture(scope="module")
