@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import inspect
 import re
 import sys
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, wraps
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any, get_args, get_type_hints
@@ -56,11 +55,16 @@ def checked(owner: Any, unresolved: set[str]) -> Any:
     for name, hint in owner.__annotations__.items():
         if not unresolved.isdisjoint(re.findall(r"\w+", str(hint))):
             owner.__annotations__[name] = Any
+    typed = beartype(owner)
     if not has_shapes(owner, names):
-        return beartype(owner)
-    if inspect.isgeneratorfunction(owner):
-        return jaxtyped(typechecker=beartype)(owner)
-    return jaxtyped(typechecker=None)(beartype(owner))
+        return typed
+
+    @wraps(owner)
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        with jaxtyped("context"):  # in which a letter is one size
+            return typed(*arguments, **keywords)
+
+    return call
 
 
 class Decorator(ast.NodeTransformer):

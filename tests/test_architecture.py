@@ -12,6 +12,10 @@ from pathlib import Path
 
 import networkx
 import pytest
+import torch
+from beartype.roar import BeartypeCallHintViolation
+
+from shards.noise.gumbel import token_gumbels
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Each package stands on those named after it; in each, a layer imports only what stands before it.
@@ -154,3 +158,12 @@ def test_no_module_shadows_the_standard_library_or_a_dependency() -> None:
     shadows = [path for path in FILES if path.stem in taken and not path.stem.startswith("__")]
     assert not shadows, shadows
     assert not [path for path in FILES if path.stem == "utils"]
+
+
+def test_tests_check_types_and_shapes() -> None:
+    """By their own import hook: a letter is one size within a call, and a float is no tensor."""
+    three, four = torch.zeros(3), torch.ones(4)
+    assert token_gumbels(three, three + 1).shape == (3,)
+    for wrong in ((three, four), (three, three.int()), (1.0, three), (three, [1.0] * 3)):
+        with pytest.raises(BeartypeCallHintViolation):
+            token_gumbels(*wrong)
