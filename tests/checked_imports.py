@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, get_args, get_type_hints
 
 from beartype import beartype
+from beartype.door import die_if_unbearable
 from jaxtyping import AbstractArray, jaxtyped
 
 PACKAGES = ("shards", "pipeline", "trainer", "evaluation")
@@ -48,9 +49,16 @@ def checked(owner: Any, unresolved: set[str]) -> Any:
                 hints = get_type_hints(owner)
             except NameError:  # of a type checker, or of a class further down
                 return owner
-            given = owner.__init__.__annotations__
-            owner.__init__.__annotations__ = {name: hints.get(name) for name in given}
-            owner.__init__ = beartype(owner.__init__)
+            init, names_of_fields = owner.__init__, [one.name for one in dataclasses.fields(owner)]
+
+            @wraps(init)
+            def made(self: Any, *arguments: Any, **keywords: Any) -> None:
+                init(self, *arguments, **keywords)  # what it refuses itself comes first
+                if type(self) is owner:
+                    for name in names_of_fields:
+                        die_if_unbearable(getattr(self, name), hints[name])
+
+            owner.__init__ = made
         return owner
     for name, hint in owner.__annotations__.items():
         if not unresolved.isdisjoint(re.findall(r"\w+", str(hint))):
