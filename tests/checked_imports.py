@@ -14,14 +14,16 @@ from collections.abc import Sequence
 from functools import partial, wraps
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
-from beartype import beartype
-from beartype.door import die_if_unbearable
+from beartype import BeartypeConf, beartype
 from jaxtyping import AbstractArray, jaxtyped
 
 PACKAGES = ("shards", "pipeline", "trainer", "evaluation")
 SHAPE = re.compile(r"\b(Bool|Float|Int|UInt|Shaped)\d*\[")
+
+
+typechecked = beartype(conf=BeartypeConf(violation_type=TypeError))  # as Python's own
 
 
 def has_shapes(owner: Any, names: dict[str, Any]) -> bool:
@@ -36,34 +38,19 @@ def has_shapes(owner: Any, names: dict[str, Any]) -> bool:
 
 
 def checked(owner: Any, unresolved: set[str]) -> Any:
-    """A function, or a class that may be a dataclass, that checks what it is given.
+    """A function, or a dataclass with shapes, that checks what it is given.
 
     Hints with one of the ``unresolved`` names are not checked.
     """
     names = vars(sys.modules[owner.__module__])
     if isinstance(owner, type):
         if dataclasses.is_dataclass(owner) and "__init__" in vars(owner):
-            if has_shapes(owner, names):
-                return jaxtyped(typechecker=beartype)(owner)
-            try:  # a field of a base has the names of that base's module
-                hints = get_type_hints(owner)
-            except NameError:  # of a type checker, or of a class further down
-                return owner
-            init, names_of_fields = owner.__init__, [one.name for one in dataclasses.fields(owner)]
-
-            @wraps(init)
-            def made(self: Any, *arguments: Any, **keywords: Any) -> None:
-                init(self, *arguments, **keywords)  # what it refuses itself comes first
-                if type(self) is owner:
-                    for name in names_of_fields:
-                        die_if_unbearable(getattr(self, name), hints[name])
-
-            owner.__init__ = made
+            return jaxtyped(typechecker=typechecked)(owner) if has_shapes(owner, names) else owner
         return owner
     for name, hint in owner.__annotations__.items():
         if not unresolved.isdisjoint(re.findall(r"\w+", str(hint))):
             owner.__annotations__[name] = Any
-    typed = beartype(owner)
+    typed = typechecked(owner)
     if not has_shapes(owner, names):
         return typed
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import networkx
 import pytest
 import torch
-from beartype.roar import BeartypeCallHintViolation
 
 from shards.noise.gumbel import token_gumbels
 
@@ -165,5 +164,5 @@ def test_tests_check_types_and_shapes() -> None:
     three, four = torch.zeros(3), torch.ones(4)
     assert token_gumbels(three, three + 1).shape == (3,)
     for wrong in ((three, four), (three, three.int()), (1.0, three), (three, [1.0] * 3)):
-        with pytest.raises(BeartypeCallHintViolation):
+        with pytest.raises(TypeError, match="violates type hint"):
             token_gumbels(*wrong)
