@@ -419,7 +419,7 @@ class ShardRecord:
         try:
             shard = ShardRange(value["split"], value["index"], value["start"], value["stop"])
             tails = {name: sha256_hex(tail) for name, tail in value.get("tails", {}).items()}
-            return cls(shard, value["manifest_sha256"], _file_records(value["files"]), tails)
+            return cls(shard, str(value["manifest_sha256"]), _file_records(value["files"]), tails)
         except MALFORMED as error:
             raise IntegrityError("malformed record", where=where, got=str(error)[:200]) from error
 
