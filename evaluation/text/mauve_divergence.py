@@ -155,8 +155,8 @@ class TextFeatures:
 
     def select(self, places: Int[np.ndarray, "k"]) -> TextFeatures:
         """Of some of the texts."""
-        parts = (self.values, self.means, self.gradients, self.num_tokens)
-        return TextFeatures(*(part[places] for part in parts))
+        values, means = self.values[places], self.means[places]
+        return TextFeatures(values, means, self.gradients[places], self.num_tokens[places])
 
 
 def text_features(
