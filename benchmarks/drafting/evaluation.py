@@ -109,7 +109,7 @@ def sampled_tree_proposer(drafter: Drafter, nodes: int, ranks: tuple[float, ...]
     draw behind a token is kept with probability ``ranks[r]`` (Sequoia, Chen et al., 2024). The
     first draws of softmax(l) without replacement are the largest l + xi.
     """
-    places = {(): 1.0}  # a place is the ranks on the way to it
+    places: dict[tuple[int, ...], float] = {(): 1.0}  # a place is the ranks on the way to it
     for _ in range(nodes):
         inner = [(place, p) for place, p in places.items() if len(place) < drafter.slots]
         free = {(*place, r): p * rank for place, p in inner for r, rank in enumerate(ranks)}

@@ -393,7 +393,8 @@ def llama_runner(network: Any, weights: Mapping[str, Tensor]) -> Runner:
     gates, down = joined("mlp.gate_proj", "mlp.up_proj"), joined("mlp.down_proj")
 
     def run(rows: Tensor, positions: Tensor, seen: Tensor, cache: DynamicCache) -> Tensor:
-        known, rows, width = cache.layers[-1], rows.to(final.dtype), rows.shape[-1:]
+        known: Any = cache.layers[-1]
+        rows, width = rows.to(final.dtype), rows.shape[-1:]
         count, size = known.keys.shape[1], known.keys.shape[-1]
         mixed = linear(rms_norm(rows, width, before, epsilon), *entry)
         mixed = mixed.unflatten(-1, (-1, size)).transpose(1, 2)
