@@ -249,7 +249,7 @@ class TokenDataset:
             dataset = cls(path, record)
             for split, parts in dataset._parts.items():
                 for part in parts:
-                    safe_name(f"{split}/{part.name}")  # the folder may come from anywhere
+                    safe_name("/".join((split, part.name)))  # the folder may come from anywhere
         except (KeyError, TypeError, AttributeError, UsageError) as error:
             what, got = "malformed list of parts", str(error)[:400]
             raise IntegrityError(what, where=file, got=got, remedy=remedy) from error
