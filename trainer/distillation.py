@@ -94,7 +94,7 @@ def _examples(arrays: dict[str, Tensor], keys: Tensor | None) -> Iterator[dict[s
         example = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
         if keys is not None:
             teacher = {name: array[row] for name, array in arrays.items()}
-            example["teacher"] = {**teacher, NOISE_KEY: keys[row]}
+            example["teacher"] = {**teacher, NOISE_KEY: keys[row]}  # type: ignore
         yield example
 
 

@@ -114,19 +114,19 @@ class NoiseMixin:
     Args:
         store: Path or URL of the store.
         model: See :func:`read_noise`, which is called where nobody did.
-        args, processing_class, options: As the trainer has them.
+        args, more: As the trainer has them.
 
     Raises:
         UsageError: If the trainer's states predict the next token, or as :func:`read_noise` does.
     """
 
-    def __init__(self, *, store: str | Path, model: Any, args: Any, **options: Any) -> None:
+    def __init__(self, *, store: str | Path, model: Any, args: Any, **more: Any) -> None:
         if getattr(args, "right_shift_logits", False):
             raise UsageError("noise is for states of their own token", where="right_shift_logits")
         if not hasattr(model, "gdistill"):
-            read_noise(model, options["processing_class"], store)
+            read_noise(model, more["processing_class"], store)
         args.remove_unused_columns = False  # no model has a column for the noise
-        super().__init__(model=model, args=args, **{"data_collator": default_collate, **options})
+        super().__init__(**{"model": model, "args": args, "data_collator": default_collate, **more})
         self.codec, self.noise_input = (opened := ShardStore.find(store)).codec, model.gdistill
         self.resources = {n: opened.resources[n].to(args.device) for n in self.codec.resource_names}
 
