@@ -455,7 +455,8 @@ def _checked(record: Record, file: Path) -> Record:
     if not _is_tokens(tokens):
         got = "no such field" if tokens is None else short(tokens)
         expected = '{"index": int, "tokens": [int in 0..2^31 - 1, ...], "text": str}'
-        raise GdistillError("a sample has no token ids", where=where, got=got, expected=expected)
+        what, remedy = "a sample has no token ids", "write it as gdistill-sample does"
+        raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
     fields: dict[str, Any] = {"tokens": tokens, "verification": Verification.of(values)}
     for name, (is_fine, expected) in FIELDS.items():
         fields[name] = values.get(name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import re
 import sys
 from collections.abc import Sequence
@@ -50,9 +51,11 @@ def checked(owner: Any, unresolved: set[str]) -> Any:
     for name, hint in owner.__annotations__.items():
         if not unresolved.isdisjoint(re.findall(r"\w+", str(hint))):
             owner.__annotations__[name] = Any
-    typed = typechecked(owner)
     if not has_shapes(owner, names):
-        return typed
+        return typechecked(owner)
+    if inspect.isgeneratorfunction(owner):
+        return owner  # its arguments are checked at the first step, in whose context none knows
+    typed = typechecked(owner)
 
     @wraps(owner)
     def call(*arguments: Any, **keywords: Any) -> Any:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from scipy import linalg
 from scipy.spatial.distance import mahalanobis
@@ -31,6 +29,7 @@ from evaluation.text.distance import (
     typicality_gap,
 )
 from evaluation.text.reference import ReferenceText, Ruler, words_of
+from pipeline.tokens.dataset import FIELDS, FORMAT_VERSION, PartWriter
 from shards.errors import UsageError
 
 
@@ -49,13 +48,13 @@ def markov_text(num: int, length: int, seed: int, vocab_size: int = 40) -> np.nd
 
 def write_tokens(home: Path, splits: dict[str, np.ndarray], **facts: Any) -> Path:
     """A run's folder with the ``tokens`` of stage 1."""
-    record = {"fingerprint": "f", "row_length": next(iter(splits.values())).shape[1], **facts}
-    record["splits"] = {}
+    record: dict[str, Any] = {**dict.fromkeys(FIELDS), "fingerprint": "f", "corpus": {}, **facts}
+    record |= {"format_version": FORMAT_VERSION, "splits": {}}
     for split, rows in splits.items():
-        (home / "tokens" / split).mkdir(parents=True)
-        table = pa.table({"input_ids": pa.array(rows.tolist(), pa.list_(pa.int64()))})
-        pq.write_table(table, home / "tokens" / split / "0.parquet")
-        record["splits"][split] = {"parts": [{"name": "0.parquet", "num_rows": len(rows)}]}
+        record["row_length"] = rows.shape[1]
+        writer = PartWriter(home / "tokens" / split, rows.shape[1])
+        writer.write(rows.astype(np.int32))
+        record["splits"][split] = {"parts": [asdict(writer.close())]}
     (home / "tokens" / "tokens.json").write_text(json.dumps(record))
     return home
 
