@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from evaluation.score import range_text
 from shards.errors import GdistillError, UsageError, visible
@@ -187,6 +187,7 @@ class DataRows:
         fingerprint: Identifies the token dataset they come from.
         vocab_size: V, entries of the tokenizer.
         bos_id: Token at the start of a row of the ``bos`` conventions; None without one.
+        counted: Of conversations in a store: the assistant's tokens; None where all count.
     """
 
     rows: Int[np.ndarray, "n l"]
@@ -194,6 +195,7 @@ class DataRows:
     fingerprint: str
     vocab_size: int
     bos_id: int | None = None
+    counted: Bool[np.ndarray, "n l"] | None = None
 
 
 def read_data_rows(place: Path, split: str = "validation", max_rows: int | None = None) -> DataRows:
@@ -213,9 +215,11 @@ def read_data_rows(place: Path, split: str = "validation", max_rows: int | None 
             store = ShardStore.open(folder)
             facts = store.manifest
             num_rows = _num_rows(folder, split, dict(facts.splits), max_rows)
-            rows = store.split(split, ["tokens"]).read_rows(0, num_rows)["tokens"]
-            fingerprint = str(facts.tokens.get("fingerprint", ""))
-            return _data_rows(folder, split, rows, fingerprint, facts.vocab_size, facts.bos_id)
+            names = ["tokens", *({"counted"} & facts.arrays.keys())]
+            found = store.split(split, names).read_rows(0, num_rows)
+            counted = found["counted"].astype(bool) if "counted" in found else None
+            of = str(facts.tokens.get("fingerprint", "")), facts.vocab_size, facts.bos_id, counted
+            return _data_rows(folder, split, found["tokens"], *of)
         if (folder / TOKENS_FILE).is_file():
             from pipeline.tokens.dataset import TokenDataset  # waits for transformers
 

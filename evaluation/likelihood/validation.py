@@ -95,7 +95,7 @@ def validation_perplexity(
 ) -> Score:
     """exp of the mean NLL per token: exact for AR, else of the bound over t in (1e-3, 1).
 
-    Position 0 is given and not counted.
+    Position 0 is given and not counted; of conversations only the assistant's tokens are.
 
     Args:
         student: In evaluation mode.
@@ -130,12 +130,18 @@ def validation_perplexity(
         what = "the student gives a likelihood that is no number"
         got = f"{int((~np.isfinite(nats)).sum())} of {len(nats)} rows"
         raise GdistillError(what, where=data.name, got=got, remedy="check the student's weights")
-    num_tokens = float(data.rows.shape[1] - 1)
-    places, counts = tuple(range(len(nats))), (num_tokens,) * len(nats)
+    all_tokens = np.ones(data.rows.shape, dtype=bool)
+    counted = all_tokens if data.counted is None else data.counted
+    counts = counted[:, 1:].sum(1).astype(float)
     prefix = "conditional_" if noise == "posterior" else ""
     return Score.of(
         f"{prefix}validation_perplexity",
-        PerSample(places, tuple(nats.tolist()), counts, is_exponential=True),
+        PerSample(
+            tuple(range(len(nats))),
+            tuple(nats.tolist()),
+            tuple(counts.tolist()),
+            is_exponential=True,
+        ),
         settings={
             "data": data.name,
             "data_fingerprint": data.fingerprint,
@@ -145,7 +151,7 @@ def validation_perplexity(
             "seed": seed,
             "precision": "fp32",
         },
-        details={"nll_nats_per_token": float(nats.mean() / num_tokens)},
+        details={"nll_nats_per_token": float(nats.sum() / counts.sum())},
         cautions=(CAVEAT,) if noise == "posterior" else (),
     )
 
@@ -185,6 +191,9 @@ def _plain(
     device = student.device
     tokens = torch.from_numpy(data.rows[part.start : part.stop]).to(device)
     ids, length = torch.tensor(part, device=device), tokens.shape[1]
+    counted = (
+        None if data.counted is None else torch.from_numpy(data.counted[part.start : part.stop])
+    )
     return Batch(
         tokens=tokens,
         token_log_probs=torch.zeros(tokens.shape, device=device),
@@ -195,4 +204,5 @@ def _plain(
         epoch=draw,
         seed=seed,
         noise=PriorRowNoise(student, ids, length, seed, draw) if noise == "prior" else None,
+        counted=None if counted is None else counted.to(device),
     )

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from evaluation.likelihood.validation import validation_perplexity
+from evaluation.samples import read_data_rows
 from pipeline.tokens.dataset import TokenDataset
 from shards.errors import GdistillError, UsageError
 from shards.noise.kinds import dense_arrivals
@@ -141,6 +144,47 @@ def test_students_learn_the_assistants_tokens_alone(conversations: ShardStore, n
     torch.testing.assert_close(sum(parts) / 2, output.loss, rtol=1e-4, atol=1e-6)
     if name != "ar":
         assert not (student.corrupt(batch).mask & ~batch.counted).any()
+
+
+@pytest.mark.parametrize("name", ["medusa", "drafter"])
+def test_heads_on_a_backbone_learn_the_assistants_tokens_alone(
+    conversations: ShardStore, teacher: Path, name: str
+) -> None:
+    chosen = {"model__backbone__location": str(teacher), "model__backbone__num_proposed": 2}
+    noise = "gumbel" if name == "medusa" else "none"
+    config = tiny_run(student=name, model__conditioning=noise, **chosen)
+    torch.manual_seed(0)
+    student = build_student(config, conversations, None).eval()
+    stream = ShardStream(conversations.split("train"), seed=0, global_batch_size=4)
+    make = BatchMaker(conversations, "train", 0, torch.device("cpu"), with_noise=name == "medusa")
+    batch = make(next(iter(stream)), 0)
+    output = student.loss(batch)
+    assert batch.counted is not None and torch.isfinite(output.loss) and output.loss > 0
+    assert 0 < output.num_tokens < student.loss(replace(batch, counted=None)).num_tokens
+    if name == "drafter":  # which says of each place what it had there
+        assert not output.token_nlls[~batch.counted].any()
+    else:  # which says it at the first token behind the anchor
+        ours, following = batch.counted[:, 1:-2], batch.counted[:, 2:-1]
+        assert not output.token_nlls[:, 1:-2][~(ours & following)].any()
+    silent = student.loss(replace(batch, counted=torch.zeros_like(batch.counted)))
+    assert silent.loss == 0 and not silent.token_nlls.any()
+
+
+def test_a_likelihood_of_conversations_is_of_their_answers(conversations: ShardStore) -> None:
+    """By the student's own logits, place by place."""
+    config = tiny_run(student="ar", model__conditioning="none")
+    torch.manual_seed(0)
+    student = build_student(config, conversations, None).eval()
+    data = read_data_rows(Path(conversations.location.url), "train")
+    assert data.counted is not None
+    found = validation_perplexity(student, data, noise="none")
+    rows, counted = torch.from_numpy(data.rows), torch.from_numpy(data.counted)[:, 1:]
+    with torch.no_grad():
+        logits = student(rows[:, :-1]).logits[..., :VOCAB_SIZE]
+    log_probs = logits.log_softmax(-1)
+    nlls = -log_probs.gather(-1, rows[:, 1:, None])[..., 0]
+    expected = nlls[counted].mean().item()
+    assert found.details["nll_nats_per_token"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_trainers_of_language_models_get_the_marks(conversations: ShardStore) -> None:

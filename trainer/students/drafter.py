@@ -146,7 +146,8 @@ class Drafter(BackboneStudent):
     def loss(self, batch: Batch, *, time_bounds: tuple[float, float] | None = None) -> LossOutput:
         """0.5 KL(p || q) + TV(p, q), the mean over K steps behind ``num_starts`` positions a row.
 
-        p is the backbone's distribution, computed here: the store gives rows alone. Steps read the
+        p is the backbone's distribution, computed here: the store gives rows alone, and which of
+        their tokens count. Steps read the
         row's own tokens in the place of their drafts. ``token_nlls`` holds at a place the sum of
         KL(p || q) over the drafts of it, nats.
 
@@ -176,17 +177,21 @@ class Drafter(BackboneStudent):
         own = own.expand(num_rows, -1, -1)
         rows = self.first_rows(tokens.gather(1, starts), _at(states, starts - 1))
         total, run = torch.zeros((), device=tokens.device), self.runner()
+        count = num_steps * starts.numel() if batch.counted is None else 0
         for step in range(num_steps):
             seen = torch.cat((seen, own), dim=-1)
             output = run(rows, starts + step, seen, cache)
             kl, lost = self._divergences(
                 output.flatten(0, 1), _at(read, starts + step).flatten(0, 1)
             )
-            total = total + STEP_DECAY**step * (KL_WEIGHT * kl + lost).mean() / num_steps
             places = starts + step + 1
+            if batch.counted is not None:
+                learnt = batch.counted.gather(1, places)
+                kl, lost = (part * learnt.flatten() for part in (kl, lost))
+                count += int(learnt.sum())
+            total = total + STEP_DECAY**step * (KL_WEIGHT * kl + lost).mean() / num_steps
             per_token.scatter_add_(1, places, kl.detach().float().view_as(places))
             rows = self.next_rows(tokens.gather(1, places), output)
-        count = num_steps * starts.numel()
         return LossOutput(total, per_token, count, count, 1)
 
     def _divergences(

@@ -155,13 +155,22 @@ class Medusa(BackboneStudent):
         noise = None if not self.is_conditioned else self.noise_states(self._embed_rows(batch))
         raw = torch.tensor([HEAD_DECAY**k for k in range(1, num_heads + 1)])
         weights, nlls = (raw / raw.sum()).tolist(), []
+        # A head learns a token that counts, as all between it and the anchor do: only these have
+        # noise, and only behind such anchors does it draft.
+        counted = batch.counted
+        learnt = None if counted is None else counted[:, 1 : 1 + num_anchors].flatten()
         for k in range(1, num_heads + 1):
             targets = tokens[:, 1 + k : 1 + k + num_anchors].flatten()
             condition = None if noise is None else noise[:, :num_anchors, k - 1].flatten(0, 1)
-            nlls.append(weights[k - 1] * self._head_nlls(k - 1, hidden, condition, targets))
+            head_nlls = self._head_nlls(k - 1, hidden, condition, targets)
+            if counted is not None and learnt is not None:
+                learnt = learnt & counted[:, 1 + k : 1 + k + num_anchors].flatten()
+                head_nlls = head_nlls * learnt
+            nlls.append(weights[k - 1] * head_nlls)
         total = torch.stack(nlls).sum(dim=0).view(len(tokens), num_anchors)
         count, token_nlls = total.numel(), pad(total.detach(), (1, num_heads))
-        return LossOutput(total.sum() / max(1, count), token_nlls, count, count * num_heads, 1)
+        scored = count if learnt is None else max(1, int((total > 0).sum()))
+        return LossOutput(total.sum() / max(1, count), token_nlls, scored, count * num_heads, 1)
 
     def _head_nlls(
         self, index: int, hidden: Tensor, noise: Tensor | None, targets: Int[Tensor, "n"]

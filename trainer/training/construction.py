@@ -79,10 +79,6 @@ def _refuse_idle_settings(config: RunConfig, kind: type[Student]) -> None:
 def _require_store(config: RunConfig, store: ShardStore) -> None:
     """Refuse a store that lacks what the student is to learn from."""
     model, codec = config.model, store.codec
-    if "counted" in store.manifest.arrays and config.student in ("medusa", "drafter"):
-        what, where = "the student does not learn from conversations", f"student {config.student}"
-        got = "a store in which only the assistant's tokens have noise"
-        raise UsageError(what, where=where, got=got, expected="mdlm, bd3lm or ar")
     distribution = {"kd.kind=token": model.kd.kind == "token"}
     distribution |= {"noise.prior_share": bool(model.noise.prior_share)}
     for name, is_needed in distribution.items():
