@@ -223,24 +223,24 @@ def _compute(judge: JudgeModel, texts: Sequence[str], max_tokens: int) -> dict[s
     rows = [ids or [judge.document_start_id] for ids in rows]
     lengths = np.array([len(ids) for ids in rows])
     head = judge.model.get_output_embeddings()
-    found: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+    found: dict[int, np.ndarray] = {}
+    lengths_of = lengths.tolist()
     with progress_bar("states", len(texts), unit="text") as bar:
 
         def read(members: list[int]) -> None:
             ids = side_by_side([rows[index] for index in members], judge.document_start_id)
             ids = ids.to(judge.model.device)
-            states = body(input_ids=ids, use_cache=False).last_hidden_state
+            states = body(input_ids=ids, use_cache=False).last_hidden_state.float()
+            parts = []
             for index, row, tokens in zip(members, states, ids, strict=True):
-                row, tokens = row[: lengths[index]], tokens[1 : lengths[index]]
-                error = head(row[:-1]).float().softmax(-1)
-                error[torch.arange(len(tokens)), tokens] -= 1
-                gradient = (error @ head.weight.float() * row[:-1].float()).sum(0)
-                gradient /= max(1, len(tokens))
-                parts = (row[-1].float(), row.float().mean(0), gradient)
-                found[index] = tuple(part.cpu().numpy() for part in parts)
+                row, following = row[: lengths_of[index]], tokens[1 : lengths_of[index], None]
+                error = head(row[:-1].to(head.weight.dtype)).float().softmax(-1)
+                error.scatter_add_(1, following, -torch.ones_like(following, dtype=error.dtype))
+                gradient = (error @ head.weight.float() * row[:-1]).sum(0)
+                parts.append(torch.stack((row[-1], row.mean(0), gradient / max(1, len(error)))))
+            found.update(zip(members, torch.stack(parts).cpu().numpy(), strict=True))
             bar.advance(len(members))
 
-        judge.room.fill(lengths.tolist(), max_tokens, read)
-    parts = zip(*(found[index] for index in range(len(rows))), strict=True)
-    last, means, gradients = (np.stack(part) for part in parts)
+        judge.room.fill(lengths_of, max_tokens, read)
+    last, means, gradients = np.stack([found[index] for index in range(len(rows))], axis=1)
     return {"values": last, "means": means, "gradients": gradients, "num_tokens": lengths}
