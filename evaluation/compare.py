@@ -251,8 +251,8 @@ def compare(
     names = [run.name for run in read]
     if len(names) < 2 or len(set(names)) < len(names):
         what = "runs of one name" if len(names) > 1 else "one run cannot be compared"
-        expected = "at least two runs of different names, NAME=FOLDER"
-        raise UsageError(what, where=", ".join(names), expected=expected)
+        expected, remedy = "at least two runs of different names", "give NAME=FOLDER for each"
+        raise UsageError(what, where=", ".join(names), expected=expected, remedy=remedy)
     chosen = read[0].run if baseline is None else baseline
     base = [run for run in read if run.run == chosen]
     if not base:

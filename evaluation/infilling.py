@@ -94,8 +94,9 @@ def rows_of_samples(rows: list[InfillRow], samples: SampleSet) -> list[InfillRow
                 f"{samples.source}:{samples.lines[place]}",
             )
             got = f"{len(tokens)} tokens that differ where the row was given"
-            expected = f"row {samples.indices[place] % len(rows)} of the file given to --infill"
-            raise GdistillError(what, where=where, got=got, expected=expected)
+            expected = f"row {samples.indices[place] % len(rows)} of the file"
+            remedy = "give the file that gdistill-sample --infill was given"
+            raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
     return found
 
 

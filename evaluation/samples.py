@@ -345,8 +345,9 @@ class SampleSet:
         if None in self.texts:
             where = f"{self.source}:{self.lines[self.texts.index(None)]}"
             remedy = "sample with a tokenizer in the model folder, or leave out --judge and --maze"
-            got = "null or no such field"
-            raise GdistillError("a sample has no text", where=where, got=got, remedy=remedy)
+            what, got = "a sample has no text", "null or no such field"
+            expected = '{"tokens": [...], "text": "..."}'
+            raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
         return self.texts  # type: ignore[return-value]
 
 
@@ -491,7 +492,8 @@ def _require_one_run(records: list[Record], settings: dict[str, Any], file: Path
         if type(vocab_size) is int and max(values["tokens"], default=0) > vocab_size:
             what = "the samples are of another tokenizer than settings.json says"
             got, expected = f"token {max(values['tokens'])}", f"at most {vocab_size}"
-            raise GdistillError(what, where=f"{file}:{line}", got=got, expected=expected)
+            where, remedy = f"{file}:{line}", "restore the settings.json that the sampler wrote"
+            raise GdistillError(what, where=where, got=got, expected=expected, remedy=remedy)
     digest = settings.get("config_sha256")
     if digest is not None and first.get("config_sha256", digest) != digest:
         where = f"{file.with_name('settings.json')}, config_sha256"

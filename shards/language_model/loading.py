@@ -438,7 +438,8 @@ def _probe(model: CausalModel, vocab_size: int, float32_logits: bool) -> None:
         what = f"this {files.role}'s output layer gives no float32 logits"
         where, remedy = f"{files.name}, --dtype {model.dtype}", "use --dtype float32"
         got = "no plain linear layer" if unused else f"logits rounded to {logits.dtype}"
-        raise UsageError(what, where=where, got=got, remedy=remedy)
+        expected = "logits that are not rounded: that would cost fidelity in every token"
+        raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy)
     moved = look_ahead(logits[..., :vocab_size].float(), TOLERANCES[model.dtype])
     if moved is not None:
         got = f"logits that move by {moved:.2g} of their spread when a later token changes"

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,8 +52,6 @@ from shards.store.manifest import (
 )
 
 Opened = TypeVar("Opened", bound="ShardStore")
-RECORDS_KEPT = 1 << 13
-"""Of shards met last: some 3 KB each."""
 
 
 class ShardStore:
@@ -326,8 +324,7 @@ class SplitReader:
         self.rows_per_chunk = manifest.rows_per_chunk
         self.num_chunks = -(-self.num_rows // self.rows_per_chunk)
         names = list(dict.fromkeys(manifest.all_arrays if arrays is None else arrays))
-        # Of so many shards: what is kept must not grow with the corpus.
-        self._record = lru_cache(RECORDS_KEPT)(self._read_record)
+        self._known = _KnownFiles(manifest.num_shards(split), names)
         self._arrays = {name: self._open(name) for name in names}
 
     @property
@@ -376,8 +373,11 @@ class SplitReader:
 
     def _file(self, shard: int, name: str) -> tuple[str, FileRecord, str | None]:
         """Name, size and hash of a shard's file, and the hash of its tail if the ledger has it."""
-        file, record = self.manifest.shard_file(self.split, name, shard), self._record(shard)
-        return file, record.files[file], record.tails.get(file)
+        if shard not in self._known:
+            record = self._read_record(shard)
+            self._known.add(record, self.manifest.shard_files(record.shard))
+        file = self.manifest.shard_file(self.split, name, shard)
+        return file, self._known.record(shard, name), self._known.tail_sha256(shard, name)
 
     def read_chunk(self, index: int) -> dict[str, np.ndarray]:
         """The rows of one inner chunk: array name -> [rows, L, *trailing].
@@ -467,3 +467,41 @@ class SplitReader:
             raise IntegrityError(
                 what, where=where, got=got, expected=wanted, remedy=remedy
             ) from error
+
+
+class _KnownFiles:
+    """Size, hash and tail of the files of shards met so far: 72 bytes a file, whatever the corpus.
+
+    Threads may add the same shard at once, as they add the same values.
+    """
+
+    def __init__(self, num_shards: int, arrays: Sequence[str]) -> None:
+        self._columns = {name: column for column, name in enumerate(arrays)}
+        shape = (num_shards, len(self._columns))
+        self._num_bytes = np.zeros(shape, np.int64)
+        self._sha256, self._tails = (np.zeros((*shape, 32), np.uint8) for _ in range(2))
+        self._is_known = np.zeros(num_shards, np.bool_)
+
+    def __contains__(self, shard: int) -> bool:
+        return bool(self._is_known[shard])
+
+    def add(self, record: ShardRecord, names: Mapping[str, str]) -> None:
+        """Remember a shard's files; ``names`` gives them by array."""
+        shard = record.shard.index
+        for array, column in self._columns.items():
+            file = record.files[names[array]]
+            self._num_bytes[shard, column] = file.num_bytes
+            self._sha256[shard, column] = [*bytes.fromhex(file.sha256)]
+            if record.tails:
+                self._tails[shard, column] = [*bytes.fromhex(record.tails[names[array]])]
+        self._is_known[shard] = True  # last: other threads look here first
+
+    def record(self, shard: int, array: str) -> FileRecord:
+        """Size and hash of a known shard's file."""
+        place = shard, self._columns[array]
+        return FileRecord(int(self._num_bytes[place]), self._sha256[place].tobytes().hex())
+
+    def tail_sha256(self, shard: int, array: str) -> str | None:
+        """Hash of the tail of a known shard's file; None if the ledger has none."""
+        tail = self._tails[shard, self._columns[array]]
+        return tail.tobytes().hex() if tail.any() else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import zarr
 
 from shards.codec.registry import make_codec
 from shards.errors import GdistillError, IntegrityError, UsageError
+from shards.store import store as reader
 from shards.store.location import LocalLocation
 from shards.store.manifest import read_record
 from shards.store.store import ShardStore
@@ -242,3 +244,23 @@ def test_what_is_read_is_what_was_asked_for(tmp_path: Path) -> None:
     assert set(store.split("train", ["tokens"]).read_chunk(0)) == {"tokens"}
     with pytest.raises(UsageError, match="no such array"):
         store.split("train", ["noise"])
+
+
+def test_a_shard_counts_as_known_once_all_of_it_is(tmp_path: Path) -> None:
+    """Another thread that finds it known reads its sizes and hashes at once."""
+    write_store(tmp_path / "store")
+    store = ShardStore.open(tmp_path / "store")
+    shard = store.manifest.shards("train")[0]
+    record = read_record(store.location, store.manifest, shard)
+    names = store.manifest.shard_files(shard)
+    assert record is not None
+    known, seen = reader._KnownFiles(1, [*names]), []
+
+    class Watched(dict):
+        def __getitem__(self, name: str) -> object:
+            seen.append(0 in known)
+            return super().__getitem__(name)
+
+    known.add(replace(record, files=Watched(record.files), tails=Watched(record.tails)), names)
+    assert len(seen) >= len(names) and not any(seen) and 0 in known
+    assert all(known.record(0, array) == record.files[name] for array, name in names.items())
