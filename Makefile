@@ -72,7 +72,7 @@ ENGINE_STAMP = $(ENGINE)/.with-gdistill
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo maze extract train sample references eval test test-slow test-all test-portable test-portable-sample lint bench \
-        bench-sampling bench-extract bench-training gpu clean
+        bench-sampling bench-extract gpu clean
 
 help: ## list the targets and the variables
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-20s %s\n", $$1, $$2}'
@@ -177,16 +177,13 @@ lint: $(STAMP) ## ruff and pyright
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-bench: bench-sampling bench-extract bench-training ## all benchmarks that need no GPU
+bench: bench-sampling bench-extract ## all benchmarks that need no GPU
 
 bench-sampling: $(STAMP) ## tokens per second of every sampler
 	$(BIN)/python -m benchmarks.sampling --out benchmarks/results $(ARGS)
 
 bench-extract: $(STAMP) ## extraction against the bare teacher forward
 	$(BIN)/python -m benchmarks.extract --teacher gpt2-small --rows 24 --threads 1 --out benchmarks/results $(ARGS)
-
-bench-training: $(STAMP) ## a training step against a dense one and against an online teacher
-	$(BIN)/python -m benchmarks.training_step --out benchmarks/results $(ARGS)
 
 gpu: $(STAMP) ## on a GPU: checks, then every figure with a bar, within 8 minutes; JSON and page
 	$(BIN)/python -m benchmarks.gpu_suite $(ARGS)

@@ -1,16 +1,7 @@
-"""An engine's scores beside our own extraction of the same rows.
+"""A real vLLM that serves a teacher, and stores of what it says beside the teacher itself.
 
-    python -m benchmarks.engine --teacher ../shared/data/stories260K --text FILE [--out DIR]
-
-A loopback server answers from the teacher as vLLM does, with the m likeliest tokens of every
-position; the store made of that is compared with the teacher itself on the same rows: the largest
-difference of log p of the tokens, and coupling agreement, the probability that argmax(logits +
-decoded noise) is the token, in closed form. Beside it stands the store that our own extraction
-makes with as many entries.
-
-With ``--engine .vllm`` a real vLLM serves the teacher instead, and gives hidden states and the 20
-most probable tokens in turns. ``engine-states.json`` says both stores' distance from the teacher,
-and tokens per second and processor time (server and client) of both.
+``make test-engine`` runs it: coupling agreement, the probability that argmax(logits + decoded
+noise) is the token, in closed form, and the largest difference of log p of the tokens.
 """
 
 from __future__ import annotations
@@ -27,25 +18,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Annotated, Any
+from typing import Any
 
 import requests
 import torch
-import typer
-from transformers import AutoModelForCausalLM
 
-from benchmarks.measure import machine
 from benchmarks.serving import Engine
 from pipeline.engine import run_scored
 from pipeline.run import run_extraction
 from pipeline.settings import Worker, resolve_request
-from shards.atomic import write_json_atomic
 from shards.store.store import ShardStore
-from tests.pipeline.engine.engine_server import EngineServer
 
 NUM_ROWS, ROW_LENGTH = 64, 256
-TURNS = 5
 STARTS_WITHIN_S = 600
 
 
@@ -83,54 +67,25 @@ def compare(store: ShardStore, model: torch.nn.Module) -> dict[str, float]:
         "num_tokens": len(chosen),
         "max_abs_log_prob_difference_nats": float((own - exact).abs().max()),
         "coupling_agreement": float(agreement.mean()),
-        "bytes_per_token": _bytes_per_token(store),
     }
-
-
-def _bytes_per_token(store: ShardStore) -> float:
-    sizes = store.location.sizes("train")
-    stored = sum(n for name, n in sizes.items() if "/tokens/" not in name and "/c/" in name)
-    return stored / (NUM_ROWS * ROW_LENGTH)
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running ``vllm serve``.
-
-    Attributes:
-        url: Its address.
-        process: The one that was started.
-        states: Where it writes hidden states.
-    """
+    """A running ``vllm serve``: its address, its process, where it writes hidden states."""
 
     url: str
     process: subprocess.Popen[bytes]
     states: Path
-
-    def cpu_seconds(self) -> float:
-        """Processor time so far of all processes of its session."""
-        ticks = 0
-        for file in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = file.read_text().rpartition(")")[2].split()
-            except OSError:  # it ended meanwhile
-                continue
-            if int(fields[3]) == self.process.pid:
-                ticks += int(fields[11]) + int(fields[12])
-        return ticks / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
 def real_server(
     place: Path, teacher: Path, *options: str, has_states: bool = True
 ) -> Iterator[Server]:
-    """vLLM in float32 with one thread, until the context ends.
+    """vLLM of the environment ``place`` in float32 with one thread, until the context ends.
 
-    Args:
-        place: The environment that it is installed in.
-        teacher: The model's folder.
-        *options: More of ``vllm serve``.
-        has_states: Whether it writes hidden states, as docs/engines.md has it started.
+    With ``has_states`` it writes hidden states, started as docs/engines.md says.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -181,77 +136,3 @@ def real_server(
             os.killpg(process.pid, signal.SIGTERM)
             process.wait()
             shutil.rmtree(states, ignore_errors=True)
-
-
-def real_engine(
-    place: Path, teacher: Path, text: Path, model: torch.nn.Module
-) -> dict[str, dict[str, Any]]:
-    """Hidden states and the 20 most probable tokens, in turns; then those 20 of a plain server."""
-    tokenizer = {"tokenizer": str(teacher)}
-    top_20: dict[str, Any] = {"name": "posterior", "num_entries": 20}
-    states = ({"name": "hidden"}, {"device": "cpu", "teacher": {"location": str(teacher)}})
-    top = "prompt_logprobs, m = 20"
-    kinds: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-        "hidden states, int8": states,
-        "hidden states, float16": ({"name": "hidden", "dtype": "float16"}, states[1]),
-        top: (top_20, {"teacher": tokenizer, "engine": {"num_top": 20}}),
-    }
-    found: dict[str, dict[str, Any]] = {}
-    for has_states in (True, False):
-        with real_server(place, teacher, has_states=has_states) as server:
-            asked = kinds if has_states else {top: kinds[top]}
-            for turn in range(1 + TURNS):  # the first warms up
-                for name, (codec, who) in asked.items():
-                    engine = {"url": server.url, **who.get("engine", {})}
-                    begun, busy = time.perf_counter(), server.cpu_seconds() + time.process_time()
-                    with tempfile.TemporaryDirectory() as folder:
-                        store = extract(Path(folder), text, codec, {**who, "engine": engine})
-                        seconds = time.perf_counter() - begun
-                        cpu = server.cpu_seconds() + time.process_time() - busy
-                        key = name if has_states else f"{name}, an engine without states"
-                        if not turn:
-                            found[key] = {**compare(store, model), "seconds": [], "cpu_seconds": []}
-                            continue
-                        found[key]["seconds"].append(seconds)
-                        found[key]["cpu_seconds"].append(cpu)
-                    for left in server.states.iterdir():  # scores alone were asked for
-                        left.unlink()
-    for figures in found.values():
-        figures["tokens_per_second"] = NUM_ROWS * ROW_LENGTH / median(figures["seconds"])
-        figures["cpu_ms_per_token"] = 1e3 * median(figures["cpu_seconds"]) / (NUM_ROWS * ROW_LENGTH)
-    return found
-
-
-def main(
-    teacher: Annotated[Path, typer.Option(help="Folder of a causal LM with its tokenizer.")],
-    text: Annotated[Path, typer.Option(help="Text to score.")],
-    engine: Annotated[Path | None, typer.Option(help="Environment with vLLM.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder.")] = Path("benchmarks/results"),
-) -> None:
-    """Measure m = 5, 20 and 64, or a real engine's hidden states beside its m = 20."""
-    model = AutoModelForCausalLM.from_pretrained(teacher).float().eval()
-    found: dict[str, Any] = {}
-    out.mkdir(parents=True, exist_ok=True)
-    about = {"machine": machine(torch.device("cpu")), "teacher": teacher.name}
-    if engine is not None:
-        found = real_engine(engine, teacher, text, model)
-        write_json_atomic(out / "engine-states.json", {**about, "results": found})
-        typer.echo(json.dumps(found, indent=2))
-        return
-    with EngineServer(teacher).running() as url, tempfile.TemporaryDirectory() as folder:
-        for num_top in (5, 20, 64):
-            served = {
-                "engine": {"url": url, "num_top": num_top},
-                "teacher": {"tokenizer": str(teacher)},
-            }
-            own = {"teacher": {"location": str(teacher)}}
-            for name, who in (("engine", served), ("own extraction", own)):
-                place = Path(folder, f"{name}-{num_top}")
-                codec = {"name": "posterior", "num_entries": num_top}
-                found[f"{name}, m = {num_top}"] = compare(extract(place, text, codec, who), model)
-    write_json_atomic(out / "engine.json", {**about, "results": found})
-    typer.echo(json.dumps(found, indent=2))
-
-
-if __name__ == "__main__":
-    typer.run(main)

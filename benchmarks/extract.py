@@ -1,7 +1,6 @@
 """Stage 2 against the bare teacher: how much longer than its forward passes does extraction take?
 
-    python -m benchmarks.extract --teacher stories260K --rows 512 --row-length 512 --threads 1
-    python -m benchmarks.extract --teacher gpt2-small --rows 24 --row-length 256 --threads 1
+    python -m benchmarks.extract --teacher gpt2-small --rows 24 --threads 1
     python -m benchmarks.extract --teacher gpt2-large --dtype bfloat16 --device cuda --rows 256
 
 Both sides see the same batches in the same process, in turns; the fastest of each counts, for
@@ -21,31 +20,28 @@ and the bare side keeps every core busy: the worst case.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+import typer
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.measure import interleaved_seconds, machine
-from pipeline.corpus.config import corpus_config
 from pipeline.extract import Extractor, resources_on
 from pipeline.run import rows_per_unit
 from pipeline.settings import StoreSettings, Worker
 from pipeline.teacher import Teacher, automatic_batch_size, rows_tensor
-from pipeline.tokens.build import prepare_tokens
-from pipeline.tokens.tokenizer import load_tokenizer
 from shards.atomic import write_json_atomic
 from shards.codec.protocol import Codec
 from shards.codec.registry import CODECS, codec_parameters, make_codec
@@ -61,7 +57,6 @@ SHAPES = {
 }
 LOGIT_SPREAD_NATS = 4.0
 BARS = {"cpu": 1.15, "cuda": 1.10}
-PEAK_FLOPS = {"NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12}
 
 
 @dataclass
@@ -122,80 +117,48 @@ class Case:
             splits={"train": len(self.rows)},
             rows_per_shard=shard,
             rows_per_chunk=chunk,
-            teacher={},
-            tokenizer={},
-            tokens={},
             seed=0,
-            versions={},
+            **{key: {} for key in ("teacher", "tokenizer", "tokens", "versions")},
         )
 
 
-def main() -> None:
-    arguments = _arguments()
-    device = resolve_device(arguments.device)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+def main(
+    teacher: Literal["gpt2-small", "gpt2-large"] = "gpt2-small",
+    rows: int = 8,
+    row_length: int = 256,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="Of the forward pass.")] = None,
+    repeats: int = 3,
+    codec: Annotated[list[str] | None, typer.Option(help="One or more; all of them.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the JSON.")] = Path("benchmarks/results"),
+) -> None:
+    """Measure, write extract-TEACHER.json; exit 1 where the default codec misses its bar."""
+    target = resolve_device(device)
+    if threads:
+        torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as folder:
-        case = make_case(arguments, device, Path(folder))
-        result = measure(case, arguments.codec or list(CODECS), arguments.repeats)
-    result = {"teacher": arguments.teacher, "dtype": arguments.dtype, **result}
-    path = arguments.out / f"extract-{arguments.name or arguments.teacher}.json"
-    load = {"load_average_1min": round(os.getloadavg()[0], 1)}
-    write_json_atomic(path, {"machine": machine(device) | load, **result})
-    print(json.dumps(result, indent=2))
-    if not result["default_codec_meets_bar"]:
-        sys.exit(1)
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--teacher", choices=["stories260K", *SHAPES], default="gpt2-small")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
-    parser.add_argument("--name", help="of the result file")
-    parser.add_argument("--shared", type=Path, default=Path("../shared"))
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    numbers = {"rows": 8, "row-length": 256, "batch-size": None, "threads": None, "repeats": 3}
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--codec", action="append", choices=list(CODECS))
-    return parser.parse_args()
-
-
-def make_case(arguments: argparse.Namespace, device: torch.device, folder: Path) -> Case:
-    """The teacher, its rows and the batch size that extraction would choose."""
-    if arguments.teacher == "stories260K":
-        source = arguments.shared / "data" / "stories260K"
-        rows = _story_rows(arguments, source, folder)
-    else:
-        source = random_teacher(SHAPES[arguments.teacher], folder / "teacher")
+        source = random_teacher(SHAPES[teacher], Path(folder, "teacher"))
         draw = np.random.default_rng(0)
-        rows = draw.integers(50257, size=(arguments.rows, arguments.row_length), dtype=np.int32)
-    return case_of(source, arguments.dtype, device, rows, folder, arguments.batch_size)
+        tokens = draw.integers(50257, size=(rows, row_length), dtype=np.int32)
+        case = case_of(source, dtype, target, tokens, Path(folder))
+        result = measure(case, codec or list(CODECS), repeats)
+    result = {"teacher": teacher, "dtype": dtype, **result}
+    load = {"load_average_1min": round(os.getloadavg()[0], 1)}
+    record = {"machine": machine(target) | load, **result}
+    write_json_atomic(out / f"extract-{teacher}.json", record)
+    print(json.dumps(result, indent=2))
+    raise typer.Exit(0 if result["default_codec_meets_bar"] else 1)
 
 
-def case_of(
-    source: Path,
-    dtype: str,
-    device: torch.device,
-    rows: np.ndarray,
-    folder: Path,
-    batch_size: int | None = None,
-) -> Case:
+def case_of(source: Path, dtype: str, device: torch.device, rows: np.ndarray, folder: Path) -> Case:
     """A teacher as extraction loads it, beside the same as transformers does."""
     teacher = Teacher.load(find_pretrained(source), dtype, device)
     bare = AutoModelForCausalLM.from_pretrained(source, dtype=getattr(torch, dtype)).eval()
     weight_bytes = sum(p.numel() * p.element_size() for p in bare.parameters())
     sizes = (rows.shape[1], teacher.files.num_logits, weight_bytes, device)
-    batch_size = batch_size or automatic_batch_size(*sizes)
+    batch_size = automatic_batch_size(*sizes)
     return Case(teacher, bare.to(device), rows, batch_size, folder / "store")
-
-
-def _story_rows(arguments: argparse.Namespace, teacher: Path, folder: Path) -> np.ndarray:
-    text = arguments.shared / "data" / "tinystories" / "tinystories_a.txt"
-    config = corpus_config(f"text:{text}", {"row_length": arguments.row_length})
-    tokenizer = load_tokenizer(teacher)
-    return prepare_tokens(config, tokenizer, folder).read_rows("train", 0, arguments.rows)
 
 
 def random_teacher(shape: dict[str, int], folder: Path) -> Path:
@@ -244,20 +207,10 @@ def measure(case: Case, codecs: list[str], repeats: int) -> dict[str, object]:
         "vocab_size": case.teacher.vocab_size,
         "num_parameters": sum(p.numel() for p in case.bare.parameters()),
         "figures": figures,
-        "model_flops_utilisation": _utilisation(case, num_tokens / bare),
         "bar": bar,
         "default_codec_meets_bar": figures[default]["ratio"] <= bar,
     }
 
 
-def _utilisation(case: Case, tokens_per_second: float) -> float | None:
-    """Of the bare forward: 2 FLOPs per parameter and token against the device's bf16 peak."""
-    if case.teacher.device.type != "cuda":
-        return None
-    peak = PEAK_FLOPS.get(torch.cuda.get_device_name(case.teacher.device))
-    weights = sum(p.numel() for p in case.bare.parameters())
-    return None if peak is None else 2 * weights * tokens_per_second / peak
-
-
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -34,17 +34,9 @@ H200_BF16_FLOPS = 989e12
 class SuiteShape:
     """What the suite runs at.
 
-    Attributes:
-        vocab_size: V.
-        student: Settings of the student.
-        teacher: Layers, width, heads of the online teacher.
-        conditioner: Width and masked tokens of the conditioner benchmark.
-        rows: (row length, global batch, micro-batch) of each training benchmark.
-        dtype: Autocast precision of the steps.
-        repeats: Timed repetitions.
-        stored_rows: Rows of the store that training reads; the same ones again and again.
-        sampled: Shape of the sampling benchmark.
-        extraction: Shape of the extracting teacher (GPT-2's names), rows and row length.
+    ``teacher``: layers, width, heads; ``conditioner``: width and masked tokens; ``rows``: (row
+    length, global batch, micro-batch) of each training benchmark; ``stored_rows`` are read again
+    and again; ``extraction``: GPT-2's names for a shape, rows and row length.
     """
 
     vocab_size: int

@@ -127,10 +127,7 @@ def suite_parts(shape: SuiteShape, device: torch.device) -> dict[str, Callable[[
 def run_suite(shape: SuiteShape, device: torch.device, keep: Callable[[Found], None]) -> Found:
     """Checks, then each part while there is time; what fails is recorded, and the rest goes on.
 
-    Args:
-        shape: What is run.
-        device: Where.
-        keep: Given everything found so far, after the checks and after each part.
+    After the checks and after each part ``keep`` is given everything found so far.
     """
     start = time.monotonic()
     obstacle = use_noise_kernel("auto", device)
@@ -175,9 +172,7 @@ def plain(value: Any) -> Any:
 def main(
     shape: Annotated[str, typer.Option(help="paper or toy.")] = "paper",
     device: Annotated[str, typer.Option(help="Torch device.")] = "cuda",
-    out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path(
-        "benchmarks/results/gpu_suite.json"
-    ),
+    out: Annotated[Path, typer.Option(help="JSON.")] = Path("benchmarks/results/gpu_suite.json"),
 ) -> None:
     """Run the suite, write its JSON and its page; exit code 1 if a check or a part failed."""
     if shape not in SUITE_SHAPES:

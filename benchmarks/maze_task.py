@@ -17,15 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from evaluation.maze import (
-    BOS,
-    EOS,
-    Maze,
-    Path_,
-    maze_success,
-    moves_of_words,
-    teacher_decode,
-)
+from evaluation.maze import BOS, EOS, Maze, Path_, maze_success, moves_of_words, teacher_decode
 from evaluation.score import Score, wilson_interval
 from shards.console import without_library_bars
 from shards.errors import GdistillError
@@ -61,10 +53,7 @@ def conditional_table(
 ) -> Float[np.ndarray, "s l"]:
     """p(x_i | x_S) of ``target`` for every subset S of positions (bit mask) and every position i.
 
-    Args:
-        language: All sequences of the language.
-        weights: Their probabilities.
-        target: The sequence x; each x_S must occur in the language.
+    ``language`` has all sequences, ``weights`` their probabilities; each x_S must occur in it.
     """
     length = language.shape[1]
     agree = language == target[None]
@@ -104,10 +93,8 @@ def optimal_success(
 ) -> tuple[float, Float[np.ndarray, "p"]]:
     """The factorised optimum's chance to produce a sequence of the language, and of each one.
 
-    Args:
-        language: All sequences, one a row, without the position that is given.
-        weights: Their probabilities.
-        num_steps: T, the NFE budget of ancestral sampling.
+    ``language`` has all sequences without the position that is given, ``weights`` their
+    probabilities; ``num_steps`` is T, the NFE budget of ancestral sampling.
 
     Raises:
         ValueError: For rows of more than 14 tokens (the sums are exponential in the length).
@@ -146,14 +133,9 @@ def teacher_agreement(samples: Sequence[Sequence[int]], teacher_rows: Int[Tensor
 class MazeTask:
     """One layout with everything its samples are judged by.
 
-    Attributes:
-        maze: The maze.
-        words: Word of each token id.
-        row_length: Tokens in a row, the given first one included.
-        teacher: The teacher, a causal language model.
-        path_probabilities: The teacher's probability of each path.
-        optimum: NFE -> success of the exact Bayes-optimal unconditioned model.
-        decodes: The teacher's rows found so far, by sampling seed and number.
+    ``words`` are those of the token ids; a row of ``row_length`` tokens includes the given first
+    one; ``optimum`` is the success of the exact Bayes-optimal unconditioned model by NFE;
+    ``decodes`` are the teacher's rows found so far, by sampling seed and number.
     """
 
     maze: Maze
@@ -183,12 +165,7 @@ class MazeTask:
         return moves_of_words([self.words[token] if token < known else "?" for token in row])
 
     def score(self, rows: Int[Tensor, "n l"], seed: int) -> tuple[Score, Score]:
-        """Success, and agreement with the teacher's own decode of the same noise.
-
-        Args:
-            rows: The samples 0 .. n - 1 of a seed.
-            seed: The seed.
-        """
+        """Success of a seed's samples 0 .. n - 1; agreement with the teacher's decode of it."""
         tokens = rows.tolist()
         moves = [self.moves(row) for row in tokens]
         success = maze_success(self.maze, moves, self.path_probabilities, "teacher")
@@ -196,11 +173,9 @@ class MazeTask:
 
 
 def load_task(home: Path, nfe: Sequence[int]) -> MazeTask:
-    """Read an extraction's maze, vocabulary and teacher; enumerate its paths and its optimum.
+    """Read maze, vocabulary and teacher of ``gdistill-extract --corpus maze:LAYOUT --out home``.
 
-    Args:
-        home: The ``--out`` of ``gdistill-extract --corpus maze:LAYOUT``.
-        nfe: Budgets that the optimum is wanted for.
+    Its paths are enumerated, and its optimum at each of ``nfe``.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

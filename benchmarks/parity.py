@@ -113,26 +113,14 @@ def gradient_comparisons(golden: Golden, student: Student) -> list[Entry]:
 
 
 DIFFUSION_CASES = (
-    "mdlm",
-    "mdlm_timecond",
-    "mdlm_lossscale",
-    "mdlm_gumbel",
-    "mdlm_gumbel_add",
-    "bd3lm_block4",
-    "bd3lm_block8",
-    "bd3lm_block4_clip",
-    "bd3lm_block8_clip_half",
-    "bd3lm_block1_nll",
-    "bd3lm_gumbel_block4",
-    "bd3lm_gumbel_block8",
-    "bd3lm_gumbel_block8_add",
-)
+    "mdlm", "mdlm_timecond", "mdlm_lossscale", "mdlm_gumbel", "mdlm_gumbel_add",
+    "bd3lm_block4", "bd3lm_block8", "bd3lm_block4_clip", "bd3lm_block8_clip_half",
+    "bd3lm_block1_nll", "bd3lm_gumbel_block4", "bd3lm_gumbel_block8", "bd3lm_gumbel_block8_add",
+)  # fmt: skip
 SAMPLING_CASES = (
-    "bd3lm_block4_sample",
-    "bd3lm_block8_sample",
-    "bd3lm_gumbel_block4_sample",
-    "bd3lm_gumbel_block8_sample",
-)
+    "bd3lm_block4_sample", "bd3lm_block8_sample",
+    "bd3lm_gumbel_block4_sample", "bd3lm_gumbel_block8_sample",
+)  # fmt: skip
 
 
 def n_minus_2_case(folder: Path) -> list[Comparison]:
@@ -170,16 +158,12 @@ def sampling_case(folder: Path, name: str) -> list[Comparison]:
         finished, block = tokens[:, :-size], tokens[:, -size:]
         masked, cache = block == student.mask_id, student.start_cache(tokens.shape[0])
         block_log_probs = student.predict_after(finished, block, masked, own, cache)
-    entries = [
-        ("raw_logits", absolute(logits, golden["raw_logits"]), 5e-5),
-        ("log_probs", absolute(log_probs, golden["log_probs"]), 5e-5),
-        (
-            "block_log_probs (cache)",
-            absolute(block_log_probs, golden["block_log_probs"][masked]),
-            5e-5,
-        ),
-    ]
-    return [Comparison(name, *entry) for entry in entries]
+    pairs = {
+        "raw_logits": (logits, golden["raw_logits"]),
+        "log_probs": (log_probs, golden["log_probs"]),
+        "block_log_probs (cache)": (block_log_probs, golden["block_log_probs"][masked]),
+    }
+    return [Comparison(name, key, absolute(*pair), 5e-5) for key, pair in pairs.items()]
 
 
 def autoregressive_case(folder: Path) -> list[Comparison]:
@@ -238,12 +222,9 @@ def operations_case(folder: Path) -> list[Comparison]:
             entries.append((key, mismatches(got, golden[key].bool()), 0.0))
     cosines = golden["rotary.cos"]
     rotary = Rotary.of(torch.arange(cosines.shape[0]), cosines.shape[1])
-    for key, got in (
-        ("rotary.cos", rotary.cos),
-        ("rotary.sin", rotary.sin),
-        ("timestep.freq256", sigma_features(golden["timestep.sigma"])),
-    ):
-        entries.append((key, absolute(got, golden[key]), 1e-6))
+    features = {"rotary.cos": rotary.cos, "rotary.sin": rotary.sin}
+    features["timestep.freq256"] = sigma_features(golden["timestep.sigma"])
+    entries += [(key, absolute(got, golden[key]), 1e-6) for key, got in features.items()]
     return [Comparison("ops", *entry) for entry in entries]
 
 
@@ -253,11 +234,9 @@ def training_case(folder: Path) -> list[Comparison]:
     named = {kind: _named(golden, kind) for kind in ("init", "final", "ema")}
     student = student_of(golden, folder, named["init"]).train()
     rule = golden.info["optimiser"]
+    (beta1, beta2), decay = rule["betas"], rule["weight_decay"]
     config = OptimizationConfig(
-        learning_rate=rule["lr"],
-        beta1=rule["betas"][0],
-        beta2=rule["betas"][1],
-        weight_decay=rule["weight_decay"],
+        learning_rate=rule["lr"], beta1=beta1, beta2=beta2, weight_decay=decay
     )
     optimizer = make_optimizer(student.parameters(), config)
     average = ExponentialMovingAverage(student, rule["ema_decay"])
@@ -306,9 +285,7 @@ def all_comparisons(folder: Path) -> list[Comparison]:
 
 def main(
     golden: Annotated[Path, typer.Option(help="Folder of the goldens.")] = Path("../shared/golden"),
-    out: Annotated[Path, typer.Option(help="Where the JSON goes.")] = Path(
-        "benchmarks/results/parity.json"
-    ),
+    out: Annotated[Path, typer.Option(help="The JSON.")] = Path("benchmarks/results/parity.json"),
 ) -> None:
     """Compare everything, print the table, write the JSON; exit 1 when anything is off."""
     rows = all_comparisons(golden)

@@ -4,31 +4,25 @@ The goldens enumerate, in float64, what each sampler of the reference makes of a
 tokens and short rows. Here ours draw many samples of the same model with fixed seeds; cells with
 an expectation below 5 are pooled. Beside each p-value stands the power: the smallest effect size w
 (w^2 = sum (q - p)^2 / p; total variation is at most w / 2) that the test would reject at the
-stated level with probability 0.99.
-
-python -m benchmarks.sampler_statistics [--golden DIR] [--num 200000] [--out DIR]
+stated level with probability 0.99. tests/trainer/sampling runs it at 20,000 samples a case.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 
 import numpy as np
 import torch
-import typer
 from jaxtyping import Float, Int
 from safetensors.torch import load_file
 from scipy import optimize, stats
 from torch import Tensor
 
 from benchmarks.dense_noise import DenseNoise
-from benchmarks.measure import machine
-from shards.atomic import write_json_atomic
-from shards.console import progress_bar
 from shards.provenance import derive_seed
 from trainer.importing import our_parameters
 from trainer.sampling.block import BlockSampler, SequentialSampler
@@ -39,7 +33,6 @@ from trainer.students.registry import STUDENTS, Student, StudentSettings
 LEVEL = 1e-4
 """Significance of one case: about 1 false alarm in 250 runs of the whole table, were seeds free."""
 MIN_EXPECTATION = 5.0
-TAUS = (0.5, 0.85)
 BATCH = 20_000
 
 
@@ -58,14 +51,6 @@ class ChiSquare:
     def passed(self) -> bool:
         """Not rejected at ``LEVEL``."""
         return self.p_value > LEVEL
-
-    def line(self) -> str:
-        """One line of the table."""
-        return (
-            f"{self.case:<44} n {self.num_samples:>7}  cells {self.num_cells:>3}  "
-            f"chi2 {self.statistic:8.1f}  p {self.p_value:8.2g}  w {self.detectable_effect:.3f}  "
-            f"{'pass' if self.passed else 'FAIL'}"
-        )
 
 
 def chi_square(case: str, counts: Tensor, expected_probs: Tensor) -> ChiSquare:
@@ -160,12 +145,8 @@ class Goldens:
 class Case:
     """A golden case, such as ``mdlm.ancestral_T2.p0.8.noise_removal`` or ``ar.p1.0``.
 
-    Attributes:
-        model: mdlm, mdlm_gumbel, bd3lm, bd3lm_gumbel or ar.
-        sampler: ancestral, fixed_k, first_hitting or sequential.
-        num_steps: T; 0 where there is none.
-        nucleus_p: Nucleus p.
-        noise_removal: Whether a greedy pass fills what is still masked after T steps.
+    ``num_steps`` is 0 where there is no T; with ``noise_removal`` a greedy pass fills what is still
+    masked after T steps.
     """
 
     model: str
@@ -249,11 +230,8 @@ def run_case(
     goldens: Goldens, case: str, num_samples: int, *, judged_by: str | None = None
 ) -> ChiSquare:
     """Draw ``num_samples`` samples of a case and test them, against another case if told."""
-    exact, parsed, sizes = (
-        goldens.exact(judged_by or case),
-        Case.parse(case),
-        goldens.info["config"],
-    )
+    exact, parsed = goldens.exact(judged_by or case), Case.parse(case)
+    sizes = goldens.info["config"]
     is_conditioned = parsed.model.endswith("_gumbel")
     sampler = parsed.config(is_conditioned, sizes["length"], sizes["block_size_bd3"])
     counts = count_samples(goldens, parsed.model, sampler, case, num_samples, exact)
@@ -276,48 +254,3 @@ def run_tau(goldens: Goldens, tau: float, num_samples: int, *, judged_by: float)
     exact = exact_one_step(goldens, judged_by)
     counts = count_samples(goldens, "mdlm_gumbel", sampler, "tau", num_samples, exact)
     return chi_square(f"mdlm_gumbel, T 1, tau {tau}, judged at {judged_by}", counts, exact)
-
-
-def main(
-    golden: Path = Path("../shared/golden"),
-    out: Path = Path("benchmarks/results"),
-    num: int = 200_000,
-    num_truncation: int = 40_000,
-) -> None:
-    """Test every case, show that float32 draws fail, write sampler_statistics.json."""
-    from benchmarks import float32_truncation as truncation
-
-    goldens = Goldens.read(golden)
-    cases = list(goldens.info["cases"])
-    results = []
-    with progress_bar("chi-square", len(cases) * num, unit="samples") as bar:
-        for case in cases:
-            results.append(run_case(goldens, case, num))
-            bar.advance(num)
-            bar.note(case)
-    num_tail, drawn = 50_256, []
-    with progress_bar("float32", 2 * num_truncation, unit="samples") as bar:
-        for precision in (truncation.FLOAT64, truncation.FLOAT32):
-            name, sizes = f"flat tail, {precision.name}", (precision, num_tail)
-            counts = truncation.through_the_sampler(*sizes, num_truncation, bar.advance)
-            drawn.append(truncation.judge(f"{name}, all uniforms drawn", counts, num_tail))
-            drawn.append(truncation.judge(name, truncation.simulate(*sizes, num), num_tail))
-    results += [run_tau(goldens, tau, num, judged_by=tau) for tau in TAUS]
-    rows = [*results, *drawn, run_tau(goldens, 0.85, num, judged_by=1.0)]
-    for row in rows:
-        print(row.line())
-    failed = [row.case for row in results if not row.passed]
-    document = {
-        "level": LEVEL,
-        "power": 0.99,
-        "seed": "derive_seed('sampler statistics', case); sample ids 0, 1, ...",
-        "machine": machine(torch.device("cpu")),
-        "failed": failed,
-        "tests": [{**asdict(row), "passed": row.passed} for row in rows],
-    }
-    write_json_atomic(out / "sampler_statistics.json", document)
-    print(f"{len(results) - len(failed)} of {len(results)} cases pass; wrote {out}")
-
-
-if __name__ == "__main__":
-    typer.run(main)

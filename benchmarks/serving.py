@@ -1,29 +1,22 @@
-"""Shared noise in a real vLLM on record: exactness, tokens per target pass, speed, cost.
+"""Shared noise in a real vLLM on record: exactness, tokens per target pass, speed.
 
     python -m benchmarks.serving --engine .vllm --teacher ../shared/data/stories3M \
-        [--drafter RUN/model] [--out benchmarks/results] [--tokens 100000] [--part exact]
+        [--drafter RUN/model] [--out benchmarks/results] [--tokens 100000]
 
 Engines run beside each other, each in a process of the environment ``--engine``, and are asked in
 turns: the stock one, the one with the plugin and no drafts, and with drafts of vLLM's n-gram and of
-a student. Parts:
+a student:
 
 - ``speed``: tokens per second at 1, 4, 16 streams, and tokens per target pass;
 - ``exact``: requests at temperature 0, 0.7 and 1, with and without nucleus, 1 to 16 streams at a
   time, in another order than the engine without drafts got them, one in ten cancelled: how many of
-  their tokens differ;
-- ``own``: the student's requests once more by our own sampler under the same noise: its tokens per
-  pass, and how many tokens differ;
-- ``cost``: the plugin without drafts in one process, its step and the stock one in turns: median
-  ratio of processor time, which other processes' load and the luck of a start do not reach;
-- ``altered``: 10,000 tokens served with n-gram drafts are certified; then one of them is altered,
-  many times over: how often the certificate names that very token.
+  their tokens differ.
 
-Writes ``serving.json``; what it holds of a part that is not run stays.
+Writes ``serving.json``; what it holds of earlier measurements stays.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import random
@@ -31,9 +24,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median, stdev
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -51,34 +44,16 @@ PROMPTS = (
 CUTS = [(t, p) for t in (0.0, 0.7, 1.0) for p in (1.0, 0.9)]
 STREAMS = (1, 4, 16)
 REPEATS = 5
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 2,
-    "prompt_lookup_min": 1,
-    "prompt_lookup_max": 3,
-}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+NGRAM |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
 STUDENT = {"method": "custom_class", "model": "trainer.serving.drafters.StudentDrafter"}
 MAX_TOKENS = 100
-OWN_ROWS = 48
-COST_TURNS = {1: 100, 4: 60, 16: 40}
-"""By number of streams."""
-SERVED = 100
-ALTERED = 200
 VERSIONS = "import torch, vllm; print(vllm.__version__, torch.__version__)"
 
 
 @dataclass
 class Job:
-    """One request.
-
-    Attributes:
-        prompt: Its text.
-        seed: Of its noise.
-        temperature: 0 is greedy.
-        top_p: 1 cuts nothing.
-        max_tokens: It has no other end.
-        cancel_after: Tokens after which the caller leaves; None for never.
-    """
+    """One request; its caller leaves after ``cancel_after`` tokens, where that is set."""
 
     prompt: str
     seed: int
@@ -89,15 +64,10 @@ class Job:
 
 
 class Engine:
-    """An engine in a process of its own.
+    """An engine in a process of its own, in the environment ``place``.
 
-    Args:
-        place: The environment that vLLM is installed in.
-        teacher: The model's folder.
-        plugin: Whether it draws from shared noise.
-        drafts: vLLM's ``speculative_config``.
-        drafter: A student's folder, for our own class of drafter.
-        options: More of vLLM's ``LLM``.
+    With ``plugin`` it draws from shared noise. ``drafts`` is vLLM's ``speculative_config``,
+    ``drafter`` a student's folder for our own class of drafter.
     """
 
     def __init__(
@@ -111,10 +81,8 @@ class Engine:
     ) -> None:
         self.process = subprocess.Popen(
             [
-                str(place / "bin" / "python"),
-                *("-m", "benchmarks.serving", "worker", teacher, json.dumps(drafts)),
-                str(drafter or ""),
-                json.dumps(options or {}),
+                *(str(place / "bin" / "python"), "-m", "benchmarks.serving", "worker", teacher),
+                *(json.dumps(drafts), str(drafter or ""), json.dumps(options or {})),
             ],
             env={**os.environ, **self.settings(plugin)},
             stdin=subprocess.PIPE,
@@ -137,17 +105,10 @@ class Engine:
             "HF_HUB_OFFLINE": "1",
         }
 
-    def serve(self, jobs: list[Job], streams: int, is_stock: bool = False) -> dict[str, Any]:
-        """Seconds, and each job's tokens and passes.
-
-        Args:
-            jobs: In the order in which they begin.
-            streams: Jobs at a time, at most.
-            is_stock: Draw as vLLM does, though the plugin is there; for engines without drafts.
-        """
+    def serve(self, jobs: list[Job], streams: int) -> dict[str, Any]:
+        """Seconds, and the tokens and passes of each job; ``streams`` jobs at a time, at most."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        asked = {"streams": streams, "is_stock": is_stock}
-        line = json.dumps({"jobs": [asdict(job) for job in jobs], **asked})
+        line = json.dumps({"jobs": [asdict(job) for job in jobs], "streams": streams})
         print(line, file=self.process.stdin, flush=True)
         for said in self.process.stdout:
             if said.startswith("@"):
@@ -168,7 +129,6 @@ def worker(
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     preempted, preempt = 0, Scheduler._preempt_request
 
@@ -189,10 +149,9 @@ def worker(
         additional_config={"gdistill_drafter": drafter} if drafter else {},
         **options,
     ).llm_engine
-    number, sample = 0, GPUModelRunner._sample
+    number = 0
     for line in sys.stdin:
         asked = json.loads(line)
-        GPUModelRunner._sample = inspect.unwrap(sample) if asked["is_stock"] else sample
         jobs, begun, cpu = asked["jobs"], time.perf_counter(), time.process_time()
         rows = [{"tokens": [], "passes": 0, "cached": 0} for _ in jobs]
         preempted = 0
@@ -257,31 +216,6 @@ def speed(engines: dict[str, Engine]) -> dict[str, Any]:
     return found
 
 
-def cost(engine: Engine) -> dict[str, Any]:
-    """Processor time with shared noise over that without, turn by turn."""
-    found: dict[str, Any] = {}
-    for streams, turns in COST_TURNS.items():
-        jobs = [Job(PROMPTS[i % len(PROMPTS)], 1000 + i, max_tokens=60) for i in range(streams)]
-        ratios, busy = [], {True: [], False: []}
-        for turn in range(2 + turns):
-            for is_stock in (turn % 2 == 0, turn % 2 == 1):
-                said = engine.serve(jobs, streams, is_stock)
-                if turn > 1:  # what is compiled and cached at first is nobody's cost
-                    busy[is_stock].append(said["cpu_seconds"])
-            if turn > 1:
-                ratios.append(busy[False][-1] / busy[True][-1])
-        error = 1.25 * stdev(ratios) / turns**0.5
-        found[str(streams)] = {
-            "turns": turns,
-            "median_cost": median(ratios) - 1,
-            "standard_error": error,
-            "stock_ms_per_token": 1e3 * median(busy[True]) / (60 * streams),
-            "ms_per_token": 1e3 * median(busy[False]) / (60 * streams),
-        }
-        typer.echo(f"{streams} streams: {median(ratios) - 1:+.1%}, standard error {error:.1%}")
-    return found
-
-
 def tokens_per_pass(rows: list[dict[str, Any]]) -> float:
     """Without the pass that reads the prompt: nothing was drafted for it."""
     tokens = sum(len(row["tokens"]) - 1 for row in rows)
@@ -323,115 +257,13 @@ def exact(
         yield found
 
 
-def own(student: Path, teacher: str, lookahead: int, engine: Engine) -> dict[str, Any]:
-    """The engine beside our own coupled sampler: one student, one noise, at temperature 1."""
-    import torch
-    from transformers import AutoTokenizer
-
-    from shards.noise.kinds import KeyedPrior
-    from shards.noise.murmur3 import EngineKeys
-    from trainer.loading import load_student
-    from trainer.sampling.coupled import CoupledSampler
-    from trainer.sampling.own_backbone import MedusaSampler
-    from trainer.students.medusa import Medusa
-
-    model, words = load_student(student), AutoTokenizer.from_pretrained(teacher)
-    length, mask = model.config.row_length, model.mask_id
-    sampler: Any = CoupledSampler(verifier=teacher, max_lookahead=lookahead)
-    if isinstance(model, Medusa):
-        sampler = MedusaSampler(max_lookahead=lookahead)
-    tokens, jobs = torch.full((OWN_ROWS, length), mask), []
-    for row in range(OWN_ROWS):
-        prompt = words(PROMPTS[row % len(PROMPTS)])["input_ids"]
-        tokens[row, : len(prompt)] = torch.tensor(prompt)
-        jobs.append(Job(PROMPTS[row % len(PROMPTS)], row, max_tokens=length - len(prompt)))
-    rows = torch.arange(OWN_ROWS)
-    keys = EngineKeys(rows.repeat_interleave(length), torch.arange(length).repeat(OWN_ROWS))
-    noise = KeyedPrior(keys, model.config.vocab_size)
-    ours = sampler.sample(model, tokens, rows, noise, 0)
-    said = engine.serve(jobs, 16)["rows"]
-    filled = (tokens == mask).sum(dim=1)
-    pairs = zip(said, ours.tokens, strict=True)
-    served = [(torch.tensor(row["tokens"]), mine[-len(row["tokens"]) :]) for row, mine in pairs]
-    num_tokens, passes = int(filled.sum()), int(ours.details["verifier_nfe"].sum())
-    # Heads propose nothing before the first pass, here and there.
-    first = OWN_ROWS if isinstance(model, Medusa) else 0
-    found = {
-        "tokens": num_tokens,
-        "differing": sum(int((one != other).sum()) for one, other in served),
-        "tokens_per_pass": tokens_per_pass(said),
-        "ours": (num_tokens - first) / (passes - first),
-    }
-    typer.echo(f"student: {found}")
-    return found
-
-
-def altered(engine: Engine, teacher: str) -> dict[str, Any]:
-    """Whether one altered token of all that were served is found.
-
-    Half of the alterations are any other token, half the most probable other one: the likeliest to
-    be taken for right.
-    """
-    import torch
-    from transformers import AutoTokenizer
-
-    from evaluation.served_certificate import Answer, certify_answers
-    from shards.language_model.loading import find_pretrained, load_causal_model
-
-    words, files = AutoTokenizer.from_pretrained(teacher), find_pretrained(teacher)
-    model, size = load_causal_model(files).network, files.num_logits
-    jobs = [Job(PROMPTS[i % len(PROMPTS)], 5000 + i, *CUTS[i % len(CUTS)]) for i in range(SERVED)]
-    answers = [
-        Answer(
-            name=f"answer {job.seed}",
-            prompt=words(job.prompt)["input_ids"],
-            tokens=row["tokens"],
-            temperature=job.temperature,
-            top_p=job.top_p,
-            seed=job.seed,
-            noise="murmur3",
-        )
-        for job, row in zip(jobs, engine.serve(jobs, 16)["rows"], strict=True)
-    ]
-    whole, pick = certify_answers(answers, model, size), random.Random(0)
-    found: dict[str, Any] = {
-        "tokens": sum(verdict.num_tokens for verdict in whole.verdicts),
-        "agreeing": sum(verdict.num_agreeing for verdict in whole.verdicts),
-        "ties": sum(verdict.num_ties for verdict in whole.verdicts),
-        "any other token": {"altered": 0, "found": 0, "missed": 0},
-        "the most probable other token": {"altered": 0, "found": 0, "missed": 0},
-    }
-    for number in range(ALTERED):
-        answer = pick.choice(answers)
-        place, tokens = pick.randrange(len(answer.tokens)), list(answer.tokens)
-        kind = "any other token"
-        tokens[place] = (tokens[place] + pick.randrange(1, size)) % size
-        if number % 2:
-            kind, ids = "the most probable other token", answer.prompt + answer.tokens[:place]
-            with torch.no_grad():
-                logits = model(input_ids=torch.tensor([ids])).logits[0, -1, :size]
-            logits[answer.tokens[place]] = -torch.inf
-            tokens[place] = int(logits.argmax())
-        # The others are judged by passes of their own, which this one does not change.
-        verdict = certify_answers([replace(answer, tokens=tokens)], model, size).verdicts[0]
-        is_found = verdict.first is not None and verdict.first[:2] == (place, tokens[place])
-        found[kind]["altered"] += 1
-        found[kind]["found"] += is_found
-        found[kind]["missed"] += not is_found
-    typer.echo(f"altered: {found}")
-    return found
-
-
 def main(
     engine: Annotated[Path, typer.Option(help="Environment with vLLM; make engine makes it.")],
     teacher: Annotated[str, typer.Option(help="The model to serve, a folder.")],
     drafter: Annotated[Path | None, typer.Option(help="A student's folder, RUN/model.")] = None,
     lookahead: Annotated[int, typer.Option(help="Tokens that the student drafts.")] = 4,
-    out: Annotated[Path, typer.Option(help="Folder for serving.json.")] = Path(
-        "benchmarks/results"
-    ),
+    out: Annotated[Path, typer.Option(help="Of serving.json.")] = Path("benchmarks/results"),
     tokens: Annotated[int, typer.Option(help="Tokens compared, of each kind of drafts.")] = 100_000,
-    part: Annotated[str, typer.Option(help="speed, cost, exact, own, altered or all.")] = "all",
 ) -> None:
     """Measure and write serving.json."""
     import torch  # neither is needed where the engines run
@@ -440,10 +272,6 @@ def main(
 
     file = out / "serving.json"
     found = json.loads(file.read_text()) if file.exists() else {}
-
-    def write() -> None:
-        file.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
-
     versions = subprocess.run(
         [engine / "bin" / "python", "-c", VERSIONS],
         capture_output=True,
@@ -451,54 +279,27 @@ def main(
         check=True,
         env={**os.environ, "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"},
     ).stdout.split()
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout
-    found |= {
-        "machine": machine(torch.device("cpu")),
-        "commit": commit.strip(),
-        "vllm": versions[-2],
-        "torch": versions[-1],
-        "teacher": Path(teacher).name,
-    }
-    if part in ("altered", "all"):
-        serving = Engine(engine, teacher, True, NGRAM)
-        found["altered"] = altered(serving, teacher)
-        serving.close()
-        write()
-    if part == "altered":
-        return
+    about = machine(torch.device("cpu"))
+    found |= {"machine": about, "commit": about["commit"], "teacher": Path(teacher).name}
+    found |= {"vllm": versions[-2], "torch": versions[-1]}
     plain = Engine(engine, teacher, plugin=True)
-    if part in ("cost", "all"):
-        found["cost"] = {**cost(plain), "commit": commit.strip()}
-        write()
-    if part == "cost":
-        plain.close()
-        return
     drafting = {"n-gram": Engine(engine, teacher, True, NGRAM)}
     if drafter is not None:
         drafts = {**STUDENT, "num_speculative_tokens": lookahead}
         drafting["student"] = Engine(engine, teacher, True, drafts, drafter)
-    if part in ("speed", "all"):
-        stock = Engine(engine, teacher, plugin=False)
-        found["speed"] = speed({"stock": stock, "shared noise": plain, **drafting})
-        stock.close()
-    if part in ("exact", "all"):
-        for said in exact(plain, {"no drafts, again": plain, **drafting}, tokens):
-            found["exact"] = found.get("exact", {}) | said
-            write()
-    if part in ("own", "all") and drafter is not None:
-        found["own"] = own(drafter, teacher, lookahead, drafting["student"])
+    stock = Engine(engine, teacher, plugin=False)
+    found["speed"] = speed({"stock": stock, "shared noise": plain, **drafting})
+    stock.close()
+    for said in exact(plain, {"no drafts, again": plain, **drafting}, tokens):
+        found["exact"] = said
+        file.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
     for other in (plain, *drafting.values()):
         other.close()
-    write()
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["worker"]:
-        worker(
-            sys.argv[2],
-            json.loads(sys.argv[3]),
-            sys.argv[4],
-            json.loads(sys.argv[5] if sys.argv[5:] else "{}"),
-        )
+        options = json.loads(sys.argv[5]) if sys.argv[5:] else {}
+        worker(sys.argv[2], json.loads(sys.argv[3]), sys.argv[4], options)
     else:
         typer.run(main)

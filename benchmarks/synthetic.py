@@ -92,11 +92,6 @@ def batch_reader(
     return lambda step: make(rows(epoch=step, step=step), step).to(device)
 
 
-def read_batch(store: ShardStore, num_rows: int, device: torch.device) -> Batch:
-    """The first rows of a store as one global batch, read from its shards."""
-    return batch_reader(store, num_rows, device)(0)
-
-
 def random_batch(
     num_rows: int,
     row_length: int,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_checks, gpu_suite, parity, training_step
+from benchmarks import gpu_checks, gpu_suite, parity
 from shards.errors import GdistillError, UsageError
 
 CPU = torch.device("cpu")
@@ -66,26 +66,6 @@ def test_a_check_that_cannot_run_has_failed_and_the_others_run(
 def test_gpu_suite_refuses_an_unknown_shape(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--shape\]; got foo; expected paper or toy"):
         gpu_suite.main(shape="foo", device="cpu", out=tmp_path / "a.json")
-
-
-def test_training_step_benchmark_at_toy_shape(tmp_path: Path) -> None:
-    """Our loss is the dense one, which holds the noise in memory."""
-    out = tmp_path / "step.json"
-    training_step.main(
-        out=out,
-        presets="tiny",
-        codecs="posterior,full",
-        batch_size=4,
-        row_length=16,
-        vocab_size=300,
-        repeats=1,
-        dtypes="float32",
-        teacher="1,16,2",
-    )
-    steps = json.loads(out.read_text())["steps"]
-    assert set(steps) == {"tiny, posterior, float32", "tiny, full, float32"}
-    for found in steps.values():
-        assert found["losses"]["ours"] == pytest.approx(found["losses"]["dense"], rel=1e-4)
 
 
 def check(comparisons: list[parity.Comparison]) -> None:

@@ -1,6 +1,6 @@
 """The samplers against exact distributions, and a sampler that must fail the same test.
 
-Small runs of ``benchmarks/sampler_statistics.py``; the table at 200,000 samples comes from there.
+Runs of ``benchmarks/sampler_statistics.py``.
 """
 
 from __future__ import annotations
@@ -11,18 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.float32_truncation import (
-    FLOAT32,
-    FLOAT64,
-    TAIL_PROBABILITY,
-    flat_tail_student,
-    head_probability,
-    judge,
-    simulate,
-    through_the_sampler,
-)
 from benchmarks.sampler_statistics import Goldens, chi_square, run_case, run_tau
-from trainer.sampling.noise import TokenRule
+from shards.noise.philox import PositionKeys, race, uniforms
 
 NUM = 20_000
 
@@ -76,33 +66,17 @@ def test_pooling_by_hand() -> None:
     assert impossible.p_value == 0
 
 
-def test_float32_draws_fail_the_same_test() -> None:
-    """A flat tail of 50,256 tokens of 2^-25 each: 300 of 200,000 draws are from the tail."""
-    num_tail, num = 50_256, 200_000
-    outcome = {}
-    for precision in (FLOAT64, FLOAT32):
-        counts = simulate(precision, num_tail, num)
-        outcome[precision.name] = judge(precision.name, counts, num_tail)
-        if precision is FLOAT32:
-            share = 2.0**-24 * num_tail / (math.e**2 - 1)
-            assert abs(int(counts[1]) - share * num) < 5 * math.sqrt(share * num)
-    assert outcome["float64"].passed
-    assert not outcome["float32"].passed
-
-
-def test_the_short_cut_is_the_sampler() -> None:
-    """The sampler itself, all uniforms drawn, gives what the simulation gives: few but the same."""
-    num_tail = 4095
-    student = flat_tail_student(num_tail)
-    tokens = torch.tensor([[0, student.mask_id]])
-    with torch.no_grad():
-        found = student.predict_at(tokens, tokens == student.mask_id)
-        probs = TokenRule().probabilities(found[:, :-1])
-    assert float(probs[0, 0]) == pytest.approx(head_probability(num_tail), rel=1e-6)
-    assert torch.allclose(probs[0, 1:], torch.tensor(TAIL_PROBABILITY).double(), rtol=1e-4)
-    for precision in (FLOAT64, FLOAT32):
-        counts = through_the_sampler(precision, num_tail, 400, lambda _: None)
-        assert int(counts.sum()) == 400 and int(counts[0]) >= 399
+def test_draws_are_finer_than_float32() -> None:
+    """On float32's grid a token of probability 2^-25 is drawn three times too rarely."""
+    rows = torch.arange(4)
+    scaled = uniforms(PositionKeys(3, rows, rows), 0, 2000) * 2.0**24
+    assert float((scaled != scaled.floor()).double().mean()) > 0.9
+    rare = 2.0**-25
+    for head_wins, head in ((True, math.exp(-0.3)), (False, math.exp(-0.7))):
+        # The rare token's E is 2^-26, which float32 makes 0: p / E = 2 against 1 / 0.3 and 1 / 0.7.
+        uniform = torch.tensor([[head, 1 - 2.0**-26]], dtype=torch.float64)
+        winner = race(torch.tensor([[1 - rare, rare]], dtype=torch.float64), uniform)
+        assert bool(winner == 0) is head_wins
 
 
 def test_tau_has_its_own_distribution(goldens: Goldens) -> None:
