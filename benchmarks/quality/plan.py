@@ -35,6 +35,8 @@ class Recipe:
         sampler: Sampler; maze only.
         sampling: Settings of it, over those that suit the student; maze only.
         verifier: Name of the recipe whose student verifies (``sampler`` apd).
+        sweeps: Stories only: folder -> words of ``gdistill-sample``; else what suits the student.
+        is_sampled: Stories only: whether it is judged, and not only a start for others.
     """
 
     name: str
@@ -49,6 +51,8 @@ class Recipe:
     sampler: str = "ancestral"
     sampling: Mapping[str, Any] = field(default_factory=dict)
     verifier: str | None = None
+    sweeps: Mapping[str, str] = field(default_factory=dict)
+    is_sampled: bool = True
 
     @property
     def needs(self) -> list[str]:

@@ -10,8 +10,8 @@ from typing import Any
 from benchmarks.jobs import run_visibly
 from benchmarks.quality.plan import Plan, Run
 
-PLAIN = ("nucleus_p=1.0,0.9,0.8,0.7", ())
-WITH_NOISE = ("tau=0.85,1.0,1.3,1.7", ("decision=argmax",))
+PLAIN = "--sweep nucleus_p=1.0,0.9,0.8,0.7"
+WITH_NOISE = "--sweep tau=0.85,1.0,1.3,1.7 --set decision=argmax"
 
 
 class StoriesBench:
@@ -30,15 +30,16 @@ class StoriesBench:
     def measure(self, run: Run, folder: Path) -> dict[str, Any]:
         """The last validation of a student; its samples go to ``samples/`` of the bench."""
         orders = ["confidence", "ancestral"] if run.recipe.student == "mdlm" else ["block"]
-        sweep, rule = WITH_NOISE if run.recipe.conditioning != "none" else PLAIN
-        for sampler in orders:
-            out = self.home / "samples" / run.folder / sampler
-            words = ["gdistill-sample", str(folder), "--out", str(out), "--sweep", sweep]
-            words += ["--sampler", sampler, "--num", str(self.plan.num_samples)]
+        usual = WITH_NOISE if run.recipe.conditioning != "none" else PLAIN
+        sweeps = run.recipe.sweeps or {order: f"--sampler {order} {usual}" for order in orders}
+        for name, chosen in sweeps.items() if run.recipe.is_sampled else ():
+            out = self.home / "samples" / run.folder / name
+            words = ["gdistill-sample", str(folder), "--out", str(out), *chosen.split()]
+            words += ["--num", str(self.plan.num_samples)]
             words += ["--seed", str(self.plan.sample_seeds[0])]
-            words += ["--nfe", ",".join(map(str, run.recipe.nfe or self.plan.nfe))]
-            words += [word for setting in rule for word in ("--set", setting)]
-            run_visibly(f"{run.folder}, {sampler}", tuple(words))
+            if "--nfe" not in words:
+                words += ["--nfe", ",".join(map(str, run.recipe.nfe or self.plan.nfe))]
+            run_visibly(f"{run.folder}, {name}", tuple(words))
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         last = [line for line in map(json.loads, lines) if line["kind"] == "validation"][-1]
         return {"validation": last}
@@ -53,7 +54,8 @@ class StoriesBench:
         for name, seeds in figures.items():
             found = ", ".join(f"{cells['validation']['nll_nats']:.3f}" for cells in seeds)
             lines.append(f"| {name} | {found} |")
-        runs = [f"{run.folder}={self.home / 'samples' / run.folder}" for run in self.plan.runs]
+        sampled = [run.folder for run in self.plan.runs if run.recipe.is_sampled]
+        runs = [f"{folder}={self.home / 'samples' / folder}" for folder in sampled]
         words = ["gdistill-eval", "frontier", *runs, "--data", str(self.home / "store")]
         words += ["--out", str(self.home / "frontier")]
         run_visibly("frontier", (*words, *(("--judge", str(self.judge)) if self.judge else ())))

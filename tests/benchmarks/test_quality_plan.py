@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.quality import stories
 from benchmarks.quality.__main__ import link_teacher
 from benchmarks.quality.plan import TEACHER, Plan, Recipe, read_plan
+from benchmarks.quality.stories import StoriesBench
 from shards.errors import UsageError
 from tests.trainer.backbone_cases import write_backbone
 from trainer.initial_weights import network_settings
@@ -46,7 +48,7 @@ def test_students_may_begin_as_the_teacher(tmp_path: Path) -> None:
 
 
 def test_every_plan_in_the_repository_can_be_read(tmp_path: Path) -> None:
-    five_layers = write_backbone(tmp_path / "lm", num_hidden_layers=5)  # as stories260K
+    five_layers = write_backbone(tmp_path / "lm", num_hidden_layers=6)  # as stories3M
     teacher = network_settings(five_layers, MDLM)
     files = sorted((Path(__file__).parents[2] / "benchmarks" / "quality").glob("*.toml"))
     assert files
@@ -62,3 +64,20 @@ def test_every_plan_in_the_repository_can_be_read(tmp_path: Path) -> None:
             model = {"model": {"conditioning": run.recipe.conditioning}}
             network = teacher if plan.begins_with_teacher(run.recipe) else {}
             compose_run([read_recipe(plan.preset), network, source, model], settings)
+
+
+def test_stories_are_sampled_as_their_recipe_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe with sweeps has no others; one that is only a start has no samples."""
+    ran: list[tuple[str, ...]] = []
+    monkeypatch.setattr(stories, "run_visibly", lambda name, words: ran.append(words))
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "validation", "nll_nats": 2.0}\n')
+    own = Recipe("own", sweeps={"few": "--sampler block --nfe 2 --sweep tau=1,2"}, nfe=(64,))
+    start, usual = Recipe("start", is_sampled=False), Recipe("usual", student="bd3lm", nfe=(8, 16))
+    bench = StoriesBench(Plan("stories", (), (own, start, usual), seeds=(1,)), tmp_path, None)
+    for run in bench.plan.runs:
+        bench.measure(run, tmp_path)
+    few, block = (" ".join(words) for words in ran)
+    assert few.count("--nfe") == 1 and "--sampler block --nfe 2 --sweep tau=1,2" in few
+    assert "own-seed1/few" in few and "usual-seed1/block" in block and "--nfe 8,16" in block
