@@ -9,6 +9,7 @@ a table, a figure and all numbers into benchmarks/results.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -121,7 +122,8 @@ def make_judge(plan: Plan, words: Sequence[str], home: Path, parallel: int) -> P
         return None
     store = extracted(home / "judge-data", (*plan.judge, *words))
     judge = Run(Recipe("judge", student="ar", settings=plan.judge_settings), seed=0)
-    train(plan, [judge], {"": store}, home, parallel)
+    own = replace(plan, settings=())  # those of diffusion students are none of its own
+    train(own, [judge], {"": store}, home, parallel)
     return home / judge.folder
 
 
