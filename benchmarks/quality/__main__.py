@@ -9,7 +9,6 @@ a table, a figure and all numbers into benchmarks/results.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,8 +36,8 @@ def quality(
         str, typer.Option(help="Further words of gdistill-extract: the corpus and the teacher.")
     ] = "",
     judge: Annotated[
-        str, typer.Option(help="The same for the text that a second judge is trained on.")
-    ] = "",
+        Path | None, typer.Option(help="Causal language model that judges; not the teacher.")
+    ] = None,
     only: Annotated[str, typer.Option(help="Recipes whose name has this text.")] = "",
     parallel: Annotated[int, typer.Option(help="Students trained side by side.")] = 2,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value")] = None,
@@ -51,8 +50,7 @@ def quality(
     stores = make_stores(plan, home, words)
     link_teacher(home, words)
     train(plan, plan.runs, stores, home, parallel)
-    scorer = make_judge(plan, judge.split(), home, parallel)
-    bench = MazeBench(plan, home) if plan.task == "maze" else StoriesBench(plan, home, scorer)
+    bench = MazeBench(plan, home) if plan.task == "maze" else StoriesBench(plan, home, judge)
     figures = measure(plan, stores, home, bench)
     out.mkdir(parents=True, exist_ok=True)
     place = out / f"quality-{plan_file.stem}"
@@ -114,17 +112,6 @@ def train(
         for run in wave:
             command = run.command(plan, stores[run.recipe.store], home)
             remember(home / run.folder / "done.json", command, True)
-
-
-def make_judge(plan: Plan, words: Sequence[str], home: Path, parallel: int) -> Path | None:
-    """The second judge, trained on a store of its own; None where no text is given for it."""
-    if not words:
-        return None
-    store = extracted(home / "judge-data", (*plan.judge, *words))
-    judge = Run(Recipe("judge", student="ar", settings=plan.judge_settings), seed=0)
-    own = replace(plan, settings=())  # those of diffusion students are none of its own
-    train(own, [judge], {"": store}, home, parallel)
-    return home / judge.folder
 
 
 def measure(

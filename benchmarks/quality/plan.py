@@ -96,9 +96,6 @@ class Plan:
         sample_seeds: Sampling seeds of every student.
         num_samples: Samples per sampling seed.
         nfe: Forward passes per sample.
-        judge: ``gdistill-extract`` words of a second store, on which a judge that is not the
-            teacher is trained, all but corpus and teacher.
-        judge_settings: Settings of that judge, a student of kind ``ar``.
     """
 
     task: Literal["maze", "stories"]
@@ -110,8 +107,6 @@ class Plan:
     sample_seeds: tuple[int, ...] = (11, 12)
     num_samples: int = 2000
     nfe: tuple[int, ...] = (1, 2, 4)
-    judge: tuple[str, ...] = ()
-    judge_settings: tuple[str, ...] = field(default=())
     stores: tuple[StoreWords, ...] = ()
 
     def __post_init__(self) -> None:
