@@ -87,7 +87,7 @@ class Bench:
         own = self.target, prompts, text["length"], text["seed"], self.folder / "text"
         self.tokens = target_text(*own)
         sizes = (self.target.vocab_size, self.training.vocabulary)
-        self.ids = draft_vocabulary(self.tokens, *sizes)
+        self.vocabulary = draft_vocabulary(self.tokens, *sizes)
         self.forms = {entry["name"]: Form(**entry) for entry in settings["drafter"]}
         slots = self.training.slots
         self.sizes = sorted({*range(1, min(slots, 4) + 1), *range(6, slots + 1, 2), slots})
@@ -110,7 +110,7 @@ class Bench:
 
     def drafter(self, name: str, seed: int, slots: int) -> Drafter:
         """A trained drafter that is asked for so many slots."""
-        drafter = Drafter(self.forms[name], self.target, self.ids, self.training.slots)
+        drafter = Drafter(self.forms[name], self.target, *self.vocabulary, self.training.slots)
         drafter.load_state_dict(torch.load(self.path(name, seed), weights_only=True)["drafter"])
         drafter.slots = slots
         return drafter.eval()
@@ -178,7 +178,7 @@ class Bench:
             paths = point.tree[1] if point.tree and drafter.form.kind == "steps" else 1
             flops = drafter.flops(48) * paths
             line["draft_flops"] = flops / self.target.flops(1, 48)
-            line["weights"] = sum(w.numel() for w in drafter.parameters())
+            line["weights"] = sum(w.numel() for w in drafter.parameters() if w.requires_grad)
         for batch, found in times.items():
             plain = found["target 1"]
             line[f"draft_time_batch{batch}"] = found[f"{point.work} {slots}"] / plain

@@ -1,9 +1,10 @@
-"""Drafters: what each reads of the target, and when a slot learns the one before.
+"""Drafters: what each reads of the target and of the noise, and when a slot learns the one before.
 
 Every drafter gives logits l_i for k slots, and drafts ``argmax(l_i + xi_i)``; l_i may rest on the
-drafts of *earlier* slots only, so given them, slot i is a draw from softmax(l_i): the draft may be
-checked by the target under the same noise (coupled rule), and as well by the standard rejection
-rule, to which the noise is the drafter's own randomness, drawn ahead.
+drafts or the noise of *earlier* slots only, so given them, slot i is a draw from softmax(l_i): the
+draft may be checked by the target under the same noise (coupled rule), and as well by the standard
+rejection rule, to which the noise is the drafter's own randomness, drawn ahead. With one uniform a
+token in the place of xi (PTP) a draft is the token at that quantile of softmax(l_i), by id.
 
 Layers begin as copies of the target's, and read the target's own keys and values of the text: a
 drafter keeps no cache, and a draft costs its slots alone.
@@ -17,9 +18,18 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
+from torch.nn.functional import pad, rms_norm, silu
 
-from benchmarks.drafting.target import Keys, Target, rotary
+from benchmarks.drafting.target import Keys, Target, rotary, uniform
+
+NOISE = {
+    "slots": ("none", "soft", "ids", "uniform"),
+    "lora": ("none", "soft", "ids", "uniform"),
+    "heads": ("none", "soft", "race"),
+    "steps": ("none",),
+}
+"""The kinds of drafters, and what each may read of the noise."""
+WAVES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,19 +37,31 @@ class Form:
     """One rival.
 
     Args:
-        kind: ``slots`` (all slots in one pass of layers; Uno's and DFlash's form) or ``steps``
-            (EAGLE: one pass per slot, which reads the last pass's row and token).
+        kind: ``slots`` (all slots in one pass of layers; DFlash's form), ``lora`` (the same, but
+            the layers stay the target's, with low-rank adapters on the draft rows alone; Uno's
+            and PTP's form), ``heads`` (Medusa: a block per slot over the target's last state) or
+            ``steps`` (EAGLE: one pass per slot, which reads the last pass's row and token).
         layers: The target's layers that a pass begins as copies of, lowest first.
+        rank: Of the adapters.
+        noise: What a slot reads of the noise of earlier slots: ``none``; ``soft``, the embedding
+            softmax(xi + w log q) E, q the unigram of the text and w learnt; ``ids``, that of the
+            token argmax(xi + log q); ``uniform``, one uniform as sines and cosines; ``race``, of
+            heads, softmax(l + xi) E with the earlier head's l: the heads then run in turn (Hydra).
     """
 
     name: str
     kind: str
     layers: tuple[int, ...] = ()
+    rank: int = 32
+    noise: str = "none"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
-        if self.kind not in ("slots", "steps"):
-            raise ValueError(f"drafter {self.name}: unknown kind {self.kind}")
+        if self.noise not in NOISE.get(self.kind, ()):
+            raise ValueError(f"drafter {self.name}: {self.kind} with noise {self.noise}")
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass(frozen=True)
@@ -71,30 +93,74 @@ class Grown:
         return Grown(last, self.keys)
 
 
+class Adapted(nn.Module):
+    """A frozen linear map of rows [b, a, s, w] and, on all but the first of s, a low-rank one."""
+
+    def __init__(self, whole: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.whole = whole
+        self.down = nn.Linear(whole.in_features, rank, bias=False)
+        self.up = _linear(rank, whole.out_features)
+
+    def forward(self, rows: Float[Tensor, "b a s w"]) -> Float[Tensor, "b a s u"]:
+        """The first row is the text's last token, which the target reads as ever."""
+        return self.whole(rows) + pad(self.up(self.down(rows[:, :, 1:])), (0, 0, 1, 0))
+
+
 class Drafter(nn.Module):
     """A drafter of one :class:`Form` with the target's embedding and head, which stay frozen.
 
     Args:
         ids: The draft vocabulary: the target's ids, the most frequent first; [v].
+        log_q: Their log-frequencies.
         slots: Of a block; a trained drafter may be asked for fewer.
     """
 
-    def __init__(self, form: Form, target: Target, ids: Int[Tensor, "v"], slots: int) -> None:
+    def __init__(
+        self,
+        form: Form,
+        target: Target,
+        ids: Int[Tensor, "v"],
+        log_q: Float[Tensor, "v"],
+        slots: int,
+    ) -> None:
         super().__init__()
         self.form, self.shape, self.slots = form, target.shape, slots
         width, embedding = target.shape.width, target.embedding.detach()
         self.register_buffer("embedding", embedding, persistent=False)
         self.register_buffer("head", embedding[ids].contiguous(), persistent=False)
         self.register_buffer("ids", ids)
-        self.states = _linear(2 * width, width)
+        self.register_buffer("log_q", log_q, persistent=False)
         self.layers = nn.ModuleList(deepcopy(target.layers[index]) for index in form.layers)
         self.norms = nn.ModuleList([deepcopy(target.norm)])
-        self.requires_grad_(True)
-        if form.kind == "slots":
+        if form.kind != "lora":
+            self.requires_grad_(True)
+        if form.kind in ("slots", "steps"):
+            self.states = _linear(2 * width, width)
+        if form.kind in ("slots", "lora"):
             self.places = nn.Parameter(torch.randn(slots - 1, width) * 0.02)
+        if form.kind == "slots":
             self.ahead = _linear(3 * width, width)
         if form.kind == "steps":
             self.again = _linear(width, width)
+        if form.kind == "lora":
+            for layer in self.layers:
+                for name in ("qkv", "out", "gate_up", "down"):
+                    setattr(layer, name, Adapted(layer.get_submodule(name), form.rank))
+        if form.kind == "heads":
+            inner = target.shape.inner
+            more = [0 if form.noise == "none" else slot for slot in range(slots)]
+            sizes = [(3 + n) * width for n in more]
+            self.blocks = nn.ModuleList(nn.Linear(size, inner, bias=False) for size in sizes)
+            self.outs = nn.ModuleList(_linear(inner, width) for _ in sizes)
+        if form.noise == "soft":
+            self.prior = nn.Parameter(torch.ones(()))
+        if form.noise == "uniform":
+            self.waves = nn.Linear(2 * WAVES, width)
+
+    def hears(self, xi: Float[Tensor, "*n vocabulary"]) -> Float[Tensor, "*n v"]:
+        """What the drafter knows of the noise: xi of its own ids, or one uniform (v is 1)."""
+        return uniform(xi)[..., None] if self.form.noise == "uniform" else xi[..., self.ids]
 
     def forward(
         self,
@@ -105,20 +171,50 @@ class Drafter(nn.Module):
         """Logits of the k slots.
 
         Args:
-            noise: xi of the slots, [b, a, k, v]; for ``steps``, which read their drafts.
+            noise: Of the slots, as :meth:`hears` gives it, [b, a, k, v]; ``steps`` draft with it.
             given: The true tokens of the slots, which ``steps`` read in training instead.
         """
         if self.form.kind == "steps":
             return self._in_steps(prefix, noise, given)
-        first = self.embedding[prefix.tokens] + self.states(_even(prefix.states))
         every = torch.cat([_even(prefix.states), self.embedding[prefix.tokens]], -1)
-        ahead = self.ahead(every)[:, :, None] + self.places[: self.slots - 1]
-        rows = torch.cat([first[:, :, None], ahead], 2)
+        if self.form.kind == "heads":
+            return self._by_heads(prefix, every, noise)
+        first, ahead = self.embedding[prefix.tokens], self.places[: self.slots - 1]
+        if self.form.kind == "slots":
+            first = first + self.states(_even(prefix.states))
+            ahead = ahead + self.ahead(every)[:, :, None]
+        if self.form.noise != "none":
+            ahead = ahead + self._read(noise)
+        rows = torch.cat([first[:, :, None], ahead.expand(*first.shape[:2], -1, -1)], 2)
         turns = rotary(self.shape, prefix.positions[..., None] + torch.arange(self.slots))
         own = _causal(prefix, self.slots)
         for index, layer in zip(self.form.layers, self.layers, strict=True):
             rows, _ = layer(rows, turns, own, prefix.keys[index], prefix.seen)
         return self._logits(rows)
+
+    def _read(self, noise: Tensor | None) -> Float[Tensor, "b a j w"]:
+        """What is read of the noise of all slots but the last."""
+        assert noise is not None
+        noise = noise[:, :, : self.slots - 1]
+        if self.form.noise == "uniform":
+            angles = torch.pi * noise * 2.0 ** torch.arange(WAVES)
+            return self.waves(torch.cat([angles.cos(), angles.sin()], -1))
+        if self.form.noise == "ids":
+            return self.head[(noise + self.log_q).argmax(-1)]
+        return (noise + self.prior * self.log_q).softmax(-1) @ self.head
+
+    def _by_heads(self, prefix: Prefix, every: Tensor, noise: Tensor | None) -> Tensor:
+        # Medusa's residual; ``every`` holds the last state at a fifth of one scale.
+        last, logits = 5 * every[..., self.shape.width : 2 * self.shape.width], []
+        read = list(self._read(noise).unbind(2)) if self.form.noise == "soft" else []
+        for slot in range(self.slots):
+            mixed = silu(self.blocks[slot](torch.cat([every, *read[:slot]], -1)))
+            logits.append(self._logits(last + self.outs[slot](mixed)))
+            if self.form.noise == "race":
+                assert noise is not None
+                race = logits[-1].detach().float() + noise[:, :, slot]
+                read.append(race.softmax(-1) @ self.head)
+        return torch.stack(logits, 2)
 
     def _in_steps(self, prefix: Prefix, noise: Tensor | None, given: Tensor | None) -> Tensor:
         every, grown, logits = _causal(prefix, self.slots), None, []
@@ -167,8 +263,14 @@ class Drafter(nn.Module):
 
     def flops(self, context: float) -> float:
         """Operations of one draft behind ``context`` tokens: layers, heads, what it reads."""
-        width, head = self.shape.width, 2.0 * self.head.numel()
-        return self.slots * (len(self.layers) * self.shape.flops(context) + head + 8.0 * width**2)
+        head, layers = 2.0 * self.head.numel(), len(self.layers) * self.shape.flops(context)
+        if self.form.kind in ("slots", "steps"):
+            own = self.slots * 8.0 * self.shape.width**2
+        else:
+            own = 2.0 * sum(w.numel() for w in self.parameters() if w.requires_grad and w.ndim == 2)
+            own *= self.slots if self.form.kind == "lora" else 1
+        reads = head if self.form.noise in ("soft", "race") else 0.0
+        return self.slots * (layers + head + reads) + own
 
 
 def _linear(inputs: int, outputs: int) -> nn.Linear:

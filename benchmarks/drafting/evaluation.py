@@ -1,8 +1,9 @@
 """Drafting as it is served: draft, one pass of the target, keep what it keeps; and what that costs.
 
-Two rules keep the law of the target's text. *Coupled*: the target's token at a position is
+Three rules keep the law of the target's text. *Coupled*: the target's token at a position is
 argmax(l + xi) with the drafter's own noise, drafts are kept while they are that token; the text is
-the target's sequential decode of the noise, token for token. *Standard* (Leviathan et al., 2023;
+the target's sequential decode of the noise, token for token. *Quantile*: the same with one uniform
+a token; the target's own is that at quantile u of softmax(l). *Standard* (Leviathan et al., 2023;
 Chen et al., 2023): a draft d ~ q is kept with probability min(1, p(d) / q(d)), else a token of
 (p - q)+ takes its place; the noise is then the drafter's own matter.
 """
@@ -22,7 +23,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from benchmarks.drafting.drafters import Drafter, Prefix
-from benchmarks.drafting.target import Cache, Target, own_text, row_noise
+from benchmarks.drafting.target import (
+    Cache,
+    Target,
+    at_quantile,
+    own_text,
+    row_noise,
+    uniform,
+)
 
 
 @dataclass(frozen=True)
@@ -45,13 +53,17 @@ Propose = Callable[[Prefix, Tensor, Tensor], Drafts]
 
 
 def proposer(drafter: Drafter) -> Propose:
-    """Drafts argmax(l + xi)."""
+    """Drafts argmax(l + xi), or the token at quantile u of softmax(l)."""
     ids = drafter.ids
 
     def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
-        noise = xi[..., ids]
+        noise = drafter.hears(xi)
         logits = drafter(prefix, noise[:, None])[:, 0].float()
-        return Drafts(ids[(logits + noise).argmax(-1)], logits, ids)
+        if drafter.form.noise != "uniform":
+            return Drafts(ids[(logits + noise).argmax(-1)], logits, ids)
+        law = torch.zeros_like(xi)
+        law[..., ids] = logits.softmax(-1)
+        return Drafts(at_quantile(law, noise[..., 0]), logits, ids)
 
     return propose
 
@@ -62,7 +74,8 @@ def tree_proposer(drafter: Drafter, nodes: int, width: int, *, blind: bool = Fal
     With the noise known, softmax(l + xi) says how probable it is that each token wins the race of
     its slot: next to 1 where the race is decided, near 1/2 for each of two where it is close. The
     tree is grown slot by slot, the ``width`` most probable paths at each (EAGLE-2's search).
-    Of a drafter that does not step, a slot's logits are the same behind every path.
+    Of a drafter that does not step, a slot's logits are the same behind every path. Not for one
+    that reads uniforms.
     ``blind``: the tree is chosen without a look at the noise, by softmax(l).
     """
     steps = drafter.form.kind == "steps"
@@ -73,7 +86,7 @@ def tree_proposer(drafter: Drafter, nodes: int, width: int, *, blind: bool = Fal
         # Who is behind whom among all tokens so far, and the scores of the last ones' paths.
         grown, behind, last = None, torch.ones(b, 1, 1, dtype=torch.bool), prefix.tokens
         pasts, score = [behind], torch.zeros(b, 1)
-        at_once = None if steps else drafter(prefix, None)
+        at_once = None if steps else drafter(prefix, noise[:, None])
         for slot in range(drafter.slots):
             if at_once is None:
                 found, grown = drafter.grow(prefix, last[:, None], slot, behind[:, None], grown)
@@ -188,7 +201,7 @@ def decode(
     """``tokens`` new tokens for each prompt, at temperature 1; a row's last block may go beyond.
 
     Args:
-        rule: ``coupled`` or ``standard``.
+        rule: ``coupled``, ``quantile`` or ``standard``.
         room: Places of the cache behind a text; a tree's tokens need one each.
     """
     n, p = prompts.shape
@@ -225,11 +238,12 @@ def decode(
             cache.follow(path[:, 1:])
             drafts = Drafts(known.gather(1, path[:, 1:]))
             same = slot[:-1] < count[:, None]
-        elif rule == "coupled":
-            own = (logits + noise).argmax(-1)
-            same = own[:, :-1] == drafts.tokens
-        else:
+        elif rule == "standard":
             own, same = _standard(logits, drafts, draw[..., 1], draw[..., 0])
+        else:
+            u, race = uniform(noise), rule == "coupled"
+            own = (logits + noise).argmax(-1) if race else at_quantile(logits.softmax(-1), u)
+            same = own[:, :-1] == drafts.tokens
         count = same.long().cumprod(1).sum(1)
         new = torch.where(slot < count[:, None], torch.cat([drafts.tokens, token], 1), own)
         text[here] = torch.where(slot <= count[:, None], new, 0)
@@ -298,8 +312,7 @@ def _walk_rejecting(
             p = torch.where(lost, left / left.sum(-1, keepdim=True), p)
             spent = q.scatter(1, token[:, None], 0.0)
             q = torch.where(lost, spent / spent.sum(-1, keepdim=True).clamp(min=1e-30), q)
-        sums = p.cumsum(-1)
-        own.append((sums < draw[:, slot, :1] * sums[:, -1:]).sum(-1).clamp(max=p.shape[-1] - 1))
+        own.append(at_quantile(p, draw[:, slot, 0]))
         going = going & met
         count += going
         now = torch.where(going, chosen, now)
@@ -324,9 +337,7 @@ def _standard(
     theirs, ours = (law[:, :-1].gather(-1, chosen)[..., 0] for law in (p, q))
     same = accept[:, :-1] * ours < theirs
     # Behind the last slot q is 0, and what is left of p is p.
-    rest = (p - q).clamp_(min=0).cumsum(-1)
-    places = (rest < again[..., None] * rest[..., -1:]).sum(-1)
-    return places.clamp_(max=p.shape[-1] - 1), same
+    return at_quantile((p - q).clamp_(min=0), again), same
 
 
 def pooled(parts: list[Decoded]) -> Decoded:

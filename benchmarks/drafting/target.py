@@ -212,6 +212,17 @@ def row_noise(seed: int, row: int, shape: tuple[int, int]) -> Float[Tensor, "t v
     return -torch.from_numpy(arrivals).clamp_(min=2.0**-126).log_()
 
 
+def uniform(xi: Float[Tensor, "*n v"]) -> Float[Tensor, "*n"]:
+    """One uniform of a position, for those who draw by quantiles: of the noise of id 0."""
+    return (-(-xi[..., 0]).exp()).exp()
+
+
+def at_quantile(law: Float[Tensor, "*n v"], quantile: Float[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+    """The token at a quantile of a law (of any sum), in the order of ids: F^-1(u)."""
+    sums = law.cumsum(-1)
+    return (sums < quantile[..., None] * sums[..., -1:]).sum(-1).clamp_(max=law.shape[-1] - 1)
+
+
 @torch.no_grad()
 def own_text(
     target: Target, prompts: Int[Tensor, "b p"], length: int, seed: int, first_row: int

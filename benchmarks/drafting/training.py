@@ -14,6 +14,7 @@ from torch.nn.functional import log_softmax
 
 from benchmarks.drafting.drafters import Drafter, Form, Prefix
 from benchmarks.drafting.target import Cache, Target
+from shards.noise.gumbel import MIN_ARRIVAL, add_wait_, token_gumbels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +40,33 @@ class Training:
     save_every: int = 100
 
 
-def draft_vocabulary(tokens: Int[Tensor, "n l"], vocab_size: int, size: int) -> Int[Tensor, "v"]:
-    """The most frequent ids of the text."""
+def draft_vocabulary(
+    tokens: Int[Tensor, "n l"], vocab_size: int, size: int
+) -> tuple[Int[Tensor, "v"], Float[Tensor, "v"]]:
+    """The most frequent ids of the text, and their log-frequencies."""
     counts = torch.bincount(tokens.flatten(), minlength=vocab_size).float() + 0.5
-    return counts.argsort(descending=True, stable=True)[:size]
+    ids = counts.argsort(descending=True, stable=True)[:size]
+    return ids, (counts / counts.sum()).log()[ids]
+
+
+def posterior_noise(
+    log_p: Float[Tensor, "*n v"], tokens: Int[Tensor, "*n"], generator: torch.Generator
+) -> Float[Tensor, "*n v"]:
+    """xi given that argmax(log p + xi) is the token (Algorithm 1 of Zhang et al., ICLR 2026)."""
+    first = torch.empty(tokens.shape).exponential_(generator=generator)
+    waits = torch.empty(log_p.shape).exponential_(generator=generator)
+    xi = -add_wait_(waits, log_p.exp() * first[..., None]).clamp_(min=MIN_ARRIVAL).log_()
+    own = token_gumbels(log_p.gather(-1, tokens[..., None]), first[..., None])
+    return xi.scatter_(-1, tokens[..., None], own)
+
+
+def posterior_uniform(
+    log_p: Float[Tensor, "*n v"], tokens: Int[Tensor, "*n"], generator: torch.Generator
+) -> Float[Tensor, "*n"]:
+    """u given that F^-1(u) is the token: uniform between the sums of p before it and with it."""
+    p, share = log_p.exp(), torch.rand(tokens.shape, generator=generator)
+    until, own = (v.gather(-1, tokens[..., None])[..., 0] for v in (p.cumsum(-1), p))
+    return until - share * own
 
 
 def losses(
@@ -51,21 +75,30 @@ def losses(
     tokens: Int[Tensor, "b l"],
     starts: Int[Tensor, "a"],
     settings: Training,
+    generator: torch.Generator,
 ) -> tuple[Tensor, Float[Tensor, "k"]]:
-    """The loss of blocks behind the positions ``starts``, and 1 - TV by slot."""
+    """The loss of blocks behind the positions ``starts``, and 1 - TV by slot.
+
+    A drafter that reads noise gets that of its own ids under which the text is the target's.
+    """
     (b, length), k = tokens.shape, drafter.slots
     following = starts[:, None] + torch.arange(1, k + 1)
     with torch.no_grad():
         cache = Cache.empty(len(target.layers), target.shape, b, length)
         logits, states = target.read(tokens, cache)
-        log_p = log_softmax(logits, -1)[..., drafter.ids]
-        goal = log_p[:, following - 1]
+        log_p, noise = log_softmax(logits, -1), None
+        own = log_p[:, :-1], tokens[:, 1:], generator
+        if drafter.form.noise == "uniform":
+            noise = posterior_uniform(*own)[:, following - 1, None]
+        elif drafter.form.noise != "none":
+            noise = posterior_noise(*own)[..., drafter.ids][:, following - 1]
+        goal = log_p[..., drafter.ids][:, following - 1]
         p = goal.exp()
     with torch.autocast("cpu", torch.bfloat16):
         seen = (torch.arange(length) < starts[:, None]).expand(b, -1, -1)
         at = starts.expand(b, -1)
         prefix = Prefix(states[:, starts - 1], tokens[:, starts], at, cache.keys, seen)
-        drafted = drafter(prefix, None, tokens[:, following])
+        drafted = drafter(prefix, noise, tokens[:, following])
     weights, log_q = settings.decay ** torch.arange(k), log_softmax(drafted.float(), -1)
     kl = (p * (goal - log_q)).sum(-1).mean((0, 1))
     same = torch.minimum(p, log_q.exp()).sum(-1).mean((0, 1))
@@ -73,9 +106,10 @@ def losses(
 
 
 def step_flops(drafter: Drafter, target: Target, settings: Training, length: int) -> float:
-    """Operations of one training step: forward, and twice that backward (frozen heads: once)."""
+    """Operations of one training step: forward, and twice that backward (what is frozen: once)."""
     every = settings.rows * target.flops(length, length / 2)
-    return every + 2.7 * settings.rows * settings.anchors * drafter.flops(length / 2)
+    share = 2.1 if drafter.form.kind == "lora" else 2.7
+    return every + share * settings.rows * settings.anchors * drafter.flops(length / 2)
 
 
 def train(
@@ -89,10 +123,10 @@ def train(
 ) -> Drafter:
     """A trained drafter; a training that was cut off goes on from ``path``, bit for bit."""
     torch.manual_seed(seed)
-    ids = draft_vocabulary(tokens, target.vocab_size, settings.vocabulary)
-    drafter = Drafter(form, target, ids, settings.slots)
+    vocabulary = draft_vocabulary(tokens, target.vocab_size, settings.vocabulary)
+    drafter = Drafter(form, target, *vocabulary, settings.slots)
     steps = max(2, round(settings.flops / step_flops(drafter, target, settings, tokens.shape[1])))
-    weights = dict(drafter.named_parameters())
+    weights = {name: w for name, w in drafter.named_parameters() if w.requires_grad}
     matrices = [w for name, w in weights.items() if w.ndim == 2 and "places" not in name]
     others = [w for name, w in weights.items() if w.ndim != 2 or "places" in name]
     plain = {"lr": settings.rate, "weight_decay": 0.0}
@@ -118,7 +152,7 @@ def train(
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = rate
             optimizer.zero_grad()
-        loss, kept = losses(drafter, target, tokens[chosen], starts, settings)
+        loss, kept = losses(drafter, target, tokens[chosen], starts, settings, generator)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         for optimizer in optimizers:

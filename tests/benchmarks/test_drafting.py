@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scipy.stats import chi2, chisquare
+from scipy.stats import chi2, chisquare, kstest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.drafting.__main__ import main
@@ -18,14 +18,28 @@ from benchmarks.drafting.evaluation import (
     sampled_tree_proposer,
     tree_proposer,
 )
-from benchmarks.drafting.target import Cache, Target, own_text
-from benchmarks.drafting.training import Training, losses, train
+from benchmarks.drafting.target import Cache, Target, at_quantile, own_text
+from benchmarks.drafting.training import (
+    Training,
+    losses,
+    posterior_noise,
+    posterior_uniform,
+    train,
+)
 
 SLOTS = 3
 FORMS = [
     Form(name="steps", kind="steps", layers=(1,)),
     Form(name="slots", kind="slots", layers=(0, 1)),
+    Form(name="heads", kind="heads"),
+    Form(name="heads-soft", kind="heads", noise="soft"),
+    Form(name="heads-race", kind="heads", noise="race"),
+    Form(name="lora", kind="lora", layers=(0, 1), rank=2),
+    Form(name="lora-soft", kind="lora", layers=(0, 1), rank=2, noise="soft"),
+    Form(name="lora-ids", kind="lora", layers=(0, 1), rank=2, noise="ids"),
+    Form(name="uniform", kind="lora", layers=(0, 1), rank=2, noise="uniform"),
 ]
+ADAPTED = [form for form in FORMS if form.kind == "lora"]
 
 
 def write_llama(path: Path, seed: int, vocab_size: int, spread: float) -> Path:
@@ -50,21 +64,33 @@ def target(folder: Path) -> Target:
     return Target(folder)
 
 
-def trained(form: Form, target: Target, size: int = 40) -> Drafter:
+def trained(
+    form: Form, target: Target, size: int = 40, steps: int = 3, curve: list[float] | None = None
+) -> Drafter:
     """A drafter after three steps, so that what it reads of noise changes what it says."""
     torch.manual_seed(1)
     ids = torch.randperm(target.vocab_size)[:size]
-    drafter = Drafter(form, target, ids, SLOTS)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=3e-2)
+    drafter = Drafter(form, target, ids, torch.zeros(size), SLOTS)
+    weights = [w for w in drafter.parameters() if w.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=3e-2)
     generator = torch.Generator().manual_seed(2)
     text = torch.randint(target.vocab_size, (4, 12), generator=generator)
-    for _ in range(3):
+    for _ in range(steps):
         starts = torch.arange(1, 12 - SLOTS)
-        loss, _ = losses(drafter, target, text, starts, Training(flops=1))
+        loss, _ = losses(drafter, target, text, starts, Training(flops=1), generator)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        if curve is not None:
+            curve.append(loss.item())
     return drafter.eval()
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_form_learns_a_small_text(form: Form, target: Target) -> None:
+    curve: list[float] = []
+    trained(form, target, steps=40, curve=curve)
+    assert sum(curve[-5:]) < 0.9 * sum(curve[:5])
 
 
 def test_the_target_is_the_model_of_the_folder(folder: Path, target: Target) -> None:
@@ -81,7 +107,7 @@ def test_the_target_is_the_model_of_the_folder(folder: Path, target: Target) -> 
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", FORMS, ids=str)
 def test_a_slot_does_not_see_its_own_noise_nor_later_ones(form: Form, target: Target) -> None:
     drafter = trained(form, target)
     generator = torch.Generator().manual_seed(4)
@@ -94,16 +120,16 @@ def test_a_slot_does_not_see_its_own_noise_nor_later_ones(form: Form, target: Ta
     noise = torch.rand((2, 1, SLOTS, 40), generator=generator)
     noise = -torch.log(-torch.log(noise)) * 4
     with torch.no_grad():
-        first = drafter(prefix, noise)
+        first = drafter(prefix, drafter.hears(noise))
         changed = noise.clone()
         changed[:, :, 1:] = changed[:, :, 1:].flip(-1).roll(1, 0)
-        other = drafter(prefix, changed)
+        other = drafter(prefix, drafter.hears(changed))
     torch.testing.assert_close(first[:, :, :2], other[:, :, :2])
-    if form.name != "slots":
+    if form.kind == "steps" or form.noise != "none":
         assert not torch.allclose(first[:, :, 2], other[:, :, 2])
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", FORMS, ids=str)
 def test_coupled_text_is_the_targets_own_decode(form: Form, target: Target) -> None:
     prompts = torch.randint(40, (5, 4), generator=torch.Generator().manual_seed(5))
     propose = proposer(trained(form, target, 30))
@@ -113,7 +139,33 @@ def test_coupled_text_is_the_targets_own_decode(form: Form, target: Target) -> N
     assert int(found.tokens.sum()) == int(found.kept.sum() + found.passes.sum())
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", ADAPTED, ids=str)
+def test_adapters_leave_the_texts_own_rows_to_the_target(form: Form, target: Target) -> None:
+    """The first slot is then the target itself, and every draw of it is the target's own."""
+    prompts = torch.randint(40, (5, 4), generator=torch.Generator().manual_seed(6))
+    drafter = trained(form, target)
+    for own, theirs in zip(drafter.layers, target.layers, strict=True):
+        assert torch.equal(own.qkv.whole.weight, theirs.qkv.weight)
+    rule = "quantile" if form.noise == "uniform" else "coupled"
+    found = decode(target, proposer(drafter), prompts, 16, SLOTS, rule, 8)
+    assert 0 < found.kept[1] < found.reached[1] < found.reached[0] == found.kept[0]
+
+
+def test_noise_of_the_text_tells_its_tokens_and_is_noise() -> None:
+    """Behind tokens of the target's law, the posterior has the law of fresh noise."""
+    generator = torch.Generator().manual_seed(17)
+    p = torch.tensor([0.5, 0.3, 0.1, 0.07, 0.03]).expand(5000, -1)
+    tokens = torch.multinomial(p, 1, generator=generator)[:, 0]
+    xi = posterior_noise(p.log(), tokens, generator)
+    assert torch.equal((p.log() + xi).argmax(-1), tokens)
+    u = posterior_uniform(p.log(), tokens, generator)
+    assert torch.equal(at_quantile(p, u), tokens)
+    laws = [kstest((-xi[:, token]).exp().numpy(), "expon") for token in range(5)]
+    laws.append(kstest(u.numpy(), "uniform"))
+    assert min(law.pvalue for law in laws) > 1e-4
+
+
+@pytest.mark.parametrize("form", FORMS[:-1], ids=str)
 def test_text_of_a_tree_is_the_targets_own_in_fewer_passes(form: Form, target: Target) -> None:
     prompts = torch.randint(40, (6, 4), generator=torch.Generator().manual_seed(14))
     drafter = trained(form, target)
@@ -129,20 +181,21 @@ def test_text_of_a_tree_is_the_targets_own_in_fewer_passes(form: Form, target: T
     assert passes[0] > passes[1] > passes[2]
 
 
-@pytest.mark.parametrize("form", [*FORMS, "tree"], ids=["steps", "slots", "tree"])
-def test_the_standard_rule_keeps_the_law(form: Form | str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [*FORMS, "tree", "quantile"], ids=str)
+def test_a_rule_keeps_the_law(form: Form | str, tmp_path: Path) -> None:
     """The law of three tokens, against the target's probabilities of all of them."""
     target = Target(write_llama(tmp_path, 9, 5, 0.2))
     count, prompt = 6000, torch.tensor([1, 3, 2])
     # Token 4 or so is none that the drafter can name.
-    if isinstance(form, Form):
-        propose = proposer(trained(form, target, 4))
+    if form != "tree":
+        propose = proposer(trained(FORMS[-1] if isinstance(form, str) else form, target, 4))
     else:
         drafter = trained(FORMS[0], target, 4)
         drafter.norms[0].weight.data *= 3  # it is too sure, so that many draws are refused
         propose = sampled_tree_proposer(drafter, 9, (0.5, 0.4, 0.2))
     rows = prompt.expand(count, -1)
-    found = decode(target, propose, rows, 3, SLOTS, "standard", 11, room=11)
+    rule = "quantile" if form == "quantile" else "standard"
+    found = decode(target, propose, rows, 3, SLOTS, rule, 11, room=11)
     every = torch.cartesian_prod(*[torch.arange(5)] * 3)
     logits = target.read(torch.cat([prompt.expand(125, -1), every], 1))[0].log_softmax(-1)
     exact = logits[:, 2:5].gather(-1, every[..., None]).sum((1, 2)).exp().double()
@@ -164,7 +217,7 @@ def test_a_training_that_was_cut_off_ends_in_the_same_weights(
     text = torch.randint(40, (6, 14), generator=torch.Generator().manual_seed(13))
     settings = Training(flops=1.2e7, rows=2, anchors=4, slots=SLOTS, vocabulary=30, save_every=1)
     said: list[str] = []
-    whole = train(FORMS[-1], target, text, settings, 0, tmp_path / "whole.pt", said.append)
+    whole = train(FORMS[-2], target, text, settings, 0, tmp_path / "whole.pt", said.append)
     assert len(said) > 3
 
     def stop(line: str) -> None:
@@ -172,11 +225,11 @@ def test_a_training_that_was_cut_off_ends_in_the_same_weights(
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        train(FORMS[-1], target, text, settings, 0, tmp_path / "cut.pt", stop)
+        train(FORMS[-2], target, text, settings, 0, tmp_path / "cut.pt", stop)
     again: list[str] = []
-    resumed = train(FORMS[-1], target, text, settings, 0, tmp_path / "cut.pt", again.append)
+    resumed = train(FORMS[-2], target, text, settings, 0, tmp_path / "cut.pt", again.append)
     assert again == said[2:]
-    train(FORMS[-1], target, text, settings, 0, tmp_path / "cut.pt", again.append)
+    train(FORMS[-2], target, text, settings, 0, tmp_path / "cut.pt", again.append)
     assert again == said[2:], "what is done is not done again"
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -221,6 +274,15 @@ layers = [0, 4]
 name = "steps"
 kind = "steps"
 layers = [4]
+[[drafter]]
+name = "uniform"
+kind = "lora"
+layers = [0, 1, 2, 3, 4]
+rank = 2
+noise = "uniform"
+[[point]]
+drafter = "uniform"
+rule = "quantile"
 [[point]]
 drafter = "n-gram"
 rule = "coupled"
@@ -243,7 +305,7 @@ ranks = [0.5, 0.2]
     main(str(settings))
     report = json.loads((tmp_path / "results.json").read_text())
     lines = {line["name"]: line for line in report["lines"]}
-    assert len(lines) == 5
+    assert len(lines) == 6
     mean, low, high = lines["slots, coupled"]["tokens_per_pass"]
     assert 1 <= low <= mean <= high <= 4
     assert lines["slots, coupled"]["seeds"] == 2
