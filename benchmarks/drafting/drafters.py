@@ -23,13 +23,14 @@ from torch.nn.functional import pad, rms_norm, silu
 from benchmarks.drafting.target import Keys, Target, rotary, uniform
 
 NOISE = {
-    "slots": ("none", "soft", "ids", "uniform"),
+    "slots": ("none",),
     "lora": ("none", "soft", "ids", "uniform"),
     "heads": ("none", "soft", "race"),
     "steps": ("none",),
 }
 """The kinds of drafters, and what each may read of the noise."""
 WAVES = 12
+"""Of a uniform: sines and cosines of pi u, 2 pi u, 4 pi u and so on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,16 +142,15 @@ class Drafter(nn.Module):
             self.places = nn.Parameter(torch.randn(slots - 1, width) * 0.02)
         if form.kind == "slots":
             self.ahead = _linear(3 * width, width)
-        if form.kind == "steps":
+        elif form.kind == "steps":
             self.again = _linear(width, width)
-        if form.kind == "lora":
+        elif form.kind == "lora":
             for layer in self.layers:
                 for name in ("qkv", "out", "gate_up", "down"):
-                    setattr(layer, name, Adapted(layer.get_submodule(name), form.rank))
-        if form.kind == "heads":
-            inner = target.shape.inner
-            more = [0 if form.noise == "none" else slot for slot in range(slots)]
-            sizes = [(3 + n) * width for n in more]
+                    setattr(layer, name, Adapted(getattr(layer, name), form.rank))
+        else:
+            inner, reads = target.shape.inner, form.noise != "none"
+            sizes = [(3 + reads * slot) * width for slot in range(slots)]
             self.blocks = nn.ModuleList(nn.Linear(size, inner, bias=False) for size in sizes)
             self.outs = nn.ModuleList(_linear(inner, width) for _ in sizes)
         if form.noise == "soft":

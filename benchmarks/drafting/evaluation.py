@@ -152,9 +152,9 @@ def sampled_tree_proposer(drafter: Drafter, nodes: int, ranks: tuple[float, ...]
     return propose
 
 
-def ngram_proposer(text: Int[Tensor, "n l"], slots: int, order: int = 4) -> Propose:
+def ngram_proposer(text: Int[Tensor, "n l"], slots: int) -> Propose:
     """The most frequent next token behind the last 3, 2 or 1, ``slots`` times over."""
-    counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    order, counts = 4, defaultdict[tuple[int, ...], Counter[int]](Counter)
     for row in text.tolist():
         for size in range(1, order):
             for i in range(size, len(row)):

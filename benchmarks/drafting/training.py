@@ -53,7 +53,7 @@ def posterior_noise(
     log_p: Float[Tensor, "*n v"], tokens: Int[Tensor, "*n"], generator: torch.Generator
 ) -> Float[Tensor, "*n v"]:
     """xi given that argmax(log p + xi) is the token (Algorithm 1 of Zhang et al., ICLR 2026)."""
-    first = torch.empty(tokens.shape).exponential_(generator=generator)
+    first = torch.empty(tokens.shape).exponential_(generator=generator).clamp_(min=MIN_ARRIVAL)
     waits = torch.empty(log_p.shape).exponential_(generator=generator)
     xi = -add_wait_(waits, log_p.exp() * first[..., None]).clamp_(min=MIN_ARRIVAL).log_()
     own = token_gumbels(log_p.gather(-1, tokens[..., None]), first[..., None])

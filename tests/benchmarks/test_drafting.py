@@ -181,7 +181,7 @@ def test_text_of_a_tree_is_the_targets_own_in_fewer_passes(form: Form, target: T
     assert passes[0] > passes[1] > passes[2]
 
 
-@pytest.mark.parametrize("form", [*FORMS, "tree", "quantile"], ids=str)
+@pytest.mark.parametrize("form", [*FORMS[:2], FORMS[4], *FORMS[-2:], "tree", "quantile"], ids=str)
 def test_a_rule_keeps_the_law(form: Form | str, tmp_path: Path) -> None:
     """The law of three tokens, against the target's probabilities of all of them."""
     target = Target(write_llama(tmp_path, 9, 5, 0.2))
