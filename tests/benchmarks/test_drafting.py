@@ -1,4 +1,4 @@
-"""The bench of drafters: both rules keep the target's law, and no drafter sees its own draw."""
+"""The bench of drafters: every rule keeps the target's law, and no drafter sees its own draw."""
 
 from __future__ import annotations
 
@@ -148,7 +148,8 @@ def test_adapters_leave_the_texts_own_rows_to_the_target(form: Form, target: Tar
         assert torch.equal(own.qkv.whole.weight, theirs.qkv.weight)
     rule = "quantile" if form.noise == "uniform" else "coupled"
     found = decode(target, proposer(drafter), prompts, 16, SLOTS, rule, 8)
-    assert 0 < found.kept[1] < found.reached[1] < found.reached[0] == found.kept[0]
+    assert found.kept[0] == found.reached[0] > 0
+    assert 0 < found.kept[1] < found.reached[1]
 
 
 def test_noise_of_the_text_tells_its_tokens_and_is_noise() -> None:
