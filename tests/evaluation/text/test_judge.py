@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
     BloomConfig,
     BloomForCausalLM,
     GPT2Config,
@@ -47,6 +49,26 @@ def judge(judge_folder: Path) -> JudgeModel:
 @pytest.fixture
 def copied(tmp_path: Path, judge_folder: Path) -> Path:
     return Path(shutil.copytree(judge_folder, tmp_path / "copy"))
+
+
+def test_a_judge_without_one_of_its_tensors_is_refused(copied: Path) -> None:
+    """transformers would fill it with random numbers, and the perplexity with them."""
+    weights = load_file(copied / "model.safetensors")
+    name = next(name for name in weights if name.endswith("attn.c_proj.weight"))
+    del weights[name]
+    save_file(weights, copied / "model.safetensors", {"format": "pt"})
+    with pytest.raises(GdistillError, match=r"judge's weights are incomplete.*c_proj"):
+        load_judge(str(copied))
+
+
+def test_a_judge_that_sees_the_future_is_refused(copied: Path) -> None:
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = BertConfig(vocab_size=4, intermediate_size=8, max_position_embeddings=16, **shape)
+    for seed in range(2):  # whatever its weights
+        torch.manual_seed(seed)
+        BertLMHeadModel(config).save_pretrained(copied)
+        with pytest.raises(UsageError, match="the judge is not causal"):
+            load_judge(str(copied))
 
 
 def test_a_judge_without_a_limit_reads_windows_of_1024(copied: Path) -> None:

@@ -235,6 +235,25 @@ def test_errors_of_every_thread_end_the_run_in_one_line(
     assert verify(tmp_path / "store") == []
 
 
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"codec": {"num_entries": 6}}, "codec.parameters.num_entries"),
+        ({"codec": {"name": "full", "num_entries": None}}, "codec.name"),
+        ({"teacher": {"dtype": "bfloat16"}}, "teacher.dtype"),
+        ({"store": {"rows": 20}}, "splits.train"),
+    ],
+)
+def test_another_identity_is_refused_by_field(
+    finished: Path, asked: Asked, change: dict[str, Any], field: str
+) -> None:
+    before = contents(finished)
+    with pytest.raises(UsageError, match=rf"begun with other inputs.*{field}.*got .*expected "):
+        run(finished, asked(**change))
+    assert contents(finished) == before
+
+
 def test_another_teacher_or_corpus_of_the_same_name_is_refused(
     tmp_path: Path, finished: Path, corpus: Path, teacher: Path
 ) -> None:

@@ -27,7 +27,7 @@ from pipeline.settings import Worker, resolve_request
 from pipeline.teacher import Teacher, automatic_batch_size, check_vocabulary
 from pipeline.tokens.tokenizer import load_tokenizer
 from shards.errors import GdistillError, UsageError
-from shards.language_model.forward import largest_batch
+from shards.language_model.forward import largest_batch, resolve_device
 from shards.language_model.loading import find_pretrained
 from shards.store.store import ShardStore
 from tests.pipeline.extract_cases import (
@@ -339,6 +339,17 @@ def test_damaged_weights_are_refused(tmp_path: Path, folder: Path) -> None:
         Teacher.load(tmp_path)
     with pytest.raises(GdistillError, match="damaged safetensors file"):
         _ = find_pretrained(tmp_path).weights_sha256
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    for name, message in (
+        (f"cuda:{torch.cuda.device_count()}", "no such GPU"),
+        ("abacus", "unknown device"),
+        ("meta", r"device not supported.*cuda:N"),
+        ("mps", r"device not supported.*cuda:N"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            resolve_device(name)
 
 
 # Rows of a forward pass, unless told.

@@ -44,6 +44,13 @@ def test_keyed_bits_follow_the_documented_counter() -> None:
     assert int(bits[5, vocab_id]) == int(expected)
 
 
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 1), (1, 2), (3, 9), (4, 8), (6, 6), (50250, 50257)]
+)
+def test_a_tile_is_a_slice_of_the_whole(start: int, stop: int) -> None:
+    assert torch.equal(keyed_bits(keys(), start, stop), keyed_bits(keys(), 0, 50257)[:, start:stop])
+
+
 def test_every_part_of_the_key_matters() -> None:
     whole = keyed_bits(keys(), 0, 400)
     assert len(set(whole.flatten().tolist())) > 0.999 * whole.numel()
@@ -52,3 +59,8 @@ def test_every_part_of_the_key_matters() -> None:
     assert not (keyed_bits(keys(draw=1), 0, 400) == whole).any()
     streams = torch.cat([stream_bits(keys(), stream, 200) for stream in range(3)], dim=1)
     assert not np.isin(streams.numpy(), whole.numpy()).any()
+
+
+def test_selecting_positions_selects_their_bits() -> None:
+    index = torch.tensor([4, 0])
+    assert torch.equal(keyed_bits(keys().select(index), 0, 40), keyed_bits(keys(), 0, 40)[index])

@@ -97,6 +97,16 @@ def test_of_rival_identities_exactly_one_gets_the_folder(tmp_path: Path) -> None
     assert verify(tmp_path / "store") == []
 
 
+def test_a_claim_is_held_against_others_and_void_after_a_kill(tmp_path: Path) -> None:
+    writer = open_writer(tmp_path / "store")
+    shard = writer.pending("train")[0]
+    with writer.claim(shard) as mine, open_writer(tmp_path / "store").claim(shard) as other:
+        assert mine and not other
+    with writer.claim(shard) as again:
+        assert again
+    assert not (tmp_path / "store" / ".claims").exists()
+
+
 def test_a_damaged_shard_is_written_again_and_the_others_are_kept(store: Path) -> None:
     root, reference = store, file_bytes(store)
     (root / "train/entry_gap_byte0/c/1/0/0").unlink()

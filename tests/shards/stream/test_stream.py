@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.store.store import ShardStore
-from shards.stream.stream import ShardStream, lanes_for
+from shards.stream.stream import RowBatch, ShardStream, lanes_for
 from tests.shards.store_cases import write_store
 
 
@@ -46,6 +46,14 @@ def stream(reader: CountingReader, **options) -> ShardStream:
     return ShardStream(reader, **{"seed": 3, "global_batch_size": 12, **options})
 
 
+def assert_same(left: RowBatch, right: RowBatch) -> None:
+    assert torch.equal(left.row_ids, right.row_ids) and torch.equal(left.slots, right.slots)
+    assert (left.epoch, left.step) == (right.epoch, right.step)
+    assert left.arrays.keys() == right.arrays.keys()
+    for name, array in left.arrays.items():
+        assert torch.equal(array.long(), right.arrays[name].long())
+
+
 def global_batches(num_rows: int, world_size: int, num_workers: int, **options) -> list[list[int]]:
     """Row ids of every global batch, put together from all ranks by their slots."""
     options |= {"world_size": world_size, "num_workers": num_workers}
@@ -67,6 +75,14 @@ def test_global_batches_depend_on_nothing_but_the_seed(num_rows: int, shuffle: b
         for num_workers in (0, 1, 3):
             got = global_batches(num_rows, world_size, num_workers, shuffle=shuffle)
             assert got == expected, (world_size, num_workers)
+
+
+def test_arrays_belong_to_their_rows() -> None:
+    for batch in stream(CountingReader(101), num_workers=2):
+        expected = batch.row_ids[:, None] * 10 + torch.arange(3)
+        assert torch.equal(batch.arrays["tokens"], expected.int())
+        assert batch.arrays["ids"].dtype == torch.uint16
+        assert torch.equal(batch.arrays["ids"].long()[..., 0], expected % 251)
 
 
 def test_epochs_drop_the_ragged_end_and_differ() -> None:
@@ -130,6 +146,17 @@ def test_resume_twice_with_other_world_sizes(
 def endless(one: ShardStream):
     while True:
         yield from one
+
+
+def test_state_counts_consumed_batches_not_prefetched_ones() -> None:
+    one = stream(CountingReader(400), num_workers=3)
+    iterator = iter(one)
+    for step in range(1, 6):
+        next(iterator)
+        assert one.state_dict()["rows_consumed"] == 12 * step
+    resumed = stream(CountingReader(400))
+    resumed.load_state_dict(one.state_dict())
+    assert_same(next(iter(resumed)), next(iterator))
 
 
 def test_one_pass_leaves_the_place_alone_and_a_whole_epoch_moves_it() -> None:
