@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Annotated, Any, get_args
 
 import torch
 import typer
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from evaluation.samples import find_sample_files, read_records, read_samples, short
-from evaluation.text.reading import clean_logits, token_margins
+from evaluation.text.reading import clean_logits, kept, token_margins
 from shards.atomic import canonical_json, require_writable, write_json_atomic
 from shards.codec.protocol import Codec
 from shards.codec.registry import make_codec
@@ -28,7 +27,6 @@ from trainer.sampling.noise import (
     NucleusRule,
     TokenRule,
     sampling_noise,
-    truncate_to_nucleus,
 )
 from trainer.sampling.verifier import Verifier
 from trainer.students.configuration import grouped
@@ -151,28 +149,6 @@ def _judge(
         found.num_mismatches += 1
         if len(found.mismatches) < MOST_LISTED:
             found.mismatches.append(position)
-
-
-def kept(logits: Float[Tensor, "n v"], rule: TokenRule, slack: float = 0.0) -> Bool[Tensor, "n v"]:
-    """Tokens that the teacher's top-k and nucleus keep.
-
-    Args:
-        logits: The teacher's.
-        rule: With its temperature.
-        slack: Tokens within it of a cut, in nats or in probability, stay too; negative: go too.
-    """
-    if not rule.truncates:
-        return torch.ones_like(logits, dtype=torch.bool)
-    probs = (logits.double() / rule.temperature).softmax(dim=-1)
-    best = probs == probs.amax(dim=-1, keepdim=True)
-    if rule.top_k is not None and rule.top_k < logits.shape[-1]:
-        least = probs.topk(rule.top_k, dim=-1).values[..., -1:] * math.exp(-slack)
-        probs = torch.where((probs >= least) | best, probs, 0.0)
-        probs = probs / probs.sum(dim=-1, keepdim=True)
-    if rule.nucleus_p < 1:
-        p = max(rule.nucleus_p + slack, 1e-9)
-        probs = truncate_to_nucleus(probs, p, rule.nucleus_rule)
-    return (probs > 0) | best
 
 
 # Samples with everything that names their noise: read, checked, refused where it cannot be had.

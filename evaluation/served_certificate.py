@@ -29,12 +29,13 @@ import typer
 from jaxtyping import Float
 from torch import Tensor
 
-from evaluation.text.reading import clean_logits, token_margins
+from evaluation.text.reading import clean_logits, kept, token_margins
 from shards.atomic import require_writable, write_json_atomic
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import resolve_device
 from shards.language_model.loading import find_pretrained, load_causal_model
 from shards.noise.murmur3 import engine_gumbels
+from trainer.sampling.noise import TokenRule
 from trainer.students.folder import load_tokenizer
 
 NOISES = {"murmur3": torch.float32, "murmur3-float64": torch.float64}
@@ -210,16 +211,8 @@ def allowed(
         top_p: 1: no cut. At least the most probable token stays.
         slack: Tokens within it of a cut, in nats or in probability, stay too; negative: go too.
     """
-    if 0 < top_k < scaled.shape[-1]:
-        least = scaled.topk(top_k, dim=-1).values[..., -1:] - slack
-        is_best = scaled == scaled.amax(dim=-1, keepdim=True)
-        scaled = scaled.masked_fill((scaled < least) & ~is_best, -torch.inf)
-    if top_p < 1:
-        ordered, ids = scaled.sort(dim=-1)
-        is_out = ordered.double().softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p - slack
-        is_out[..., -1] = False
-        scaled = torch.empty_like(scaled).scatter_(-1, ids, ordered.masked_fill(is_out, -torch.inf))
-    return scaled
+    rule = TokenRule(nucleus_p=top_p, nucleus_rule="crossing", top_k=top_k or None)
+    return scaled.masked_fill(~kept(scaled, rule, slack), -torch.inf)
 
 
 def judge(answer: Answer, logits: Float[Tensor, "n v"], tie: float) -> Verdict:

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from pipeline.settings import ExtractSettings, Worker
 from pipeline.teacher import RawLogits, Teacher, automatic_batch_size, check_output, rows_tensor
-from pipeline.tokens.chat import unmarked
+from pipeline.tokens.dataset import unmarked
 from shards.codec.protocol import Codec, TeacherOutput
 from shards.console import Bar, progress_bar, stderr
 from shards.errors import UsageError
@@ -312,7 +312,12 @@ class Extractor(ShardWork):
         tokens = rows_tensor(rows)
         for part in self.batch_size.parts(shard.num_rows):
             self._forward(tokens, part, shard, arrays, bar)
-        self._encoder.submit(self._hand_over, shard, arrays, reserved=False)
+
+        def hand_over() -> None:
+            self._storage.reserve()
+            self._storage.submit(self._write, shard, arrays)
+
+        self._encoder.submit(hand_over, reserved=False)
 
     def _forward(
         self, tokens: Tensor, part: slice, shard: ShardRange, arrays: Arrays, bar: Bar
@@ -343,7 +348,12 @@ class Extractor(ShardWork):
     ) -> None:
         def work(part: slice) -> None:
             rows = raw.rows(part)
-            output = rows.normalise(self.teacher.vocab_size, self._memory(rows))
+            memory = None if self._on_gpu else self._buffer
+            if memory is not None and memory.numel() < rows.logits.numel():
+                # Kept from part to part: fresh pages cost a CPU more than the log-softmax itself,
+                # 0.1 ms a token at V = 50,257.
+                memory = self._buffer = torch.empty(rows.logits.numel())
+            output = rows.normalise(self.teacher.vocab_size, memory)
             output = self.process(output) if self.process else output
             seed = self.writer.manifest.noise_seed(shard.split)
             encoded: dict[str, Tensor] = dict(self.codec.encode(output, seed, self.resources))
@@ -363,21 +373,6 @@ class Extractor(ShardWork):
             )
         in_batches(work, len(raw.logits), self._encoded)
         bar.advance(raw.tokens.shape[0] * (raw.tokens.shape[1] + 1))
-
-    def _memory(self, raw: RawLogits) -> Tensor | None:
-        """Memory for log-probabilities, kept from part to part.
-
-        Fresh pages cost a CPU more than the log-softmax itself: 0.1 ms a token at V = 50,257.
-        """
-        if self._on_gpu:
-            return None
-        if self._buffer.numel() < raw.logits.numel():
-            self._buffer = torch.empty(raw.logits.numel())
-        return self._buffer
-
-    def _hand_over(self, shard: ShardRange, arrays: Arrays) -> None:
-        self._storage.reserve()
-        self._storage.submit(self._write, shard, arrays)
 
     def _write(self, shard: ShardRange, arrays: Arrays) -> None:
         if "counted" in arrays:  # noise and log p of the assistant's tokens alone

@@ -23,8 +23,7 @@ from pipeline.extract import Extractor, resources_on, settle_environment
 from pipeline.settings import TOKENS_RECORD, ExtractRequest, StoreSettings, Worker
 from pipeline.teacher import Teacher, check_row_length, check_vocabulary, tokenizer_size
 from pipeline.tokens.build import prepare_tokens
-from pipeline.tokens.chat import unmarked
-from pipeline.tokens.dataset import TokenDataset, rows_per_group
+from pipeline.tokens.dataset import TokenDataset, rows_per_group, unmarked
 from pipeline.tokens.tokenizer import load_tokenizer
 from shards.atomic import require_writable, write_json_atomic
 from shards.codec.ids import unigram_log_probs
@@ -148,12 +147,19 @@ def known_teacher(request: ExtractRequest, weights: bool = False) -> PretrainedF
         UsageError: If there is no teacher.
     """
     asked = request.settings.teacher
-    location = asked.location or train_own_teacher(request)
+    location: str | Path | None = asked.location
+    if location is None:
+        layout, location = own_teacher(request)
+        from pipeline import maze
+
+        is_demo = asked.preset == "demo"
+        config = maze.demo_teacher_config() if is_demo else maze.MazeTeacherConfig()
+        config = replace(config, seed=request.corpus.seed)
+        with file_claim(request.out / ".teacher.lock", wait=True):
+            maze.train_maze_teacher(maze.load_maze(layout), location, config)
+    trusted = asked.trust_remote_code
     return find_pretrained(
-        location,
-        revision=asked.revision,
-        trust_remote_code=asked.trust_remote_code,
-        weights=weights,
+        location, revision=asked.revision, trust_remote_code=trusted, weights=weights
     )
 
 
@@ -164,19 +170,6 @@ def own_teacher(request: ExtractRequest) -> tuple[str, Path]:
         expected = "a local folder or the hub id of a causal language model"
         raise UsageError("no teacher", where="--teacher", expected=expected)
     return layout or "k4", request.out / "teacher"
-
-
-def train_own_teacher(request: ExtractRequest) -> Path:
-    """The teacher of a maze, trained once into ``<out>/teacher``."""
-    layout, out = own_teacher(request)
-    from pipeline import maze
-
-    is_demo = request.settings.teacher.preset == "demo"
-    config = maze.demo_teacher_config() if is_demo else maze.MazeTeacherConfig()
-    config = replace(config, seed=request.corpus.seed)
-    with file_claim(request.out / ".teacher.lock", wait=True):
-        maze.train_maze_teacher(maze.load_maze(layout), out, config)
-    return out
 
 
 def check_teacher(

@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
-from transformers import AutoTokenizer
 
 from shards.atomic import sha256_file, write_json_atomic
 from shards.console import without_library_bars
 from shards.errors import GdistillError, UsageError, first_line
+from shards.language_model.loading import find_tokenizer
 from shards.settings import from_mapping
 from trainer.students.base import before_float32
 from trainer.students.registry import STUDENTS, Student, StudentSettings
@@ -386,12 +386,7 @@ def import_checkpoint(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError("the output folder is taken", where=out, remedy="name a new one")
     if tokenizer is not None:
-        try:
-            here: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-            words = AutoTokenizer.from_pretrained(tokenizer, **here)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            what = "no tokenizer there"
-            raise UsageError(what, where="--tokenizer", got=tokenizer) from error
+        words = find_tokenizer(tokenizer, where=f"--tokenizer {tokenizer}")
     ends = None if words is None else (words.bos_token_id, words.eos_token_id)
     checkpoint = read_checkpoint(ckpt)
     name, student = student_from(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +26,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoTokenizer
 
 from evaluation.score import PerSample, Score
 from shards.atomic import append_line, canonical_json, whole_lines
 from shards.console import progress_bar
-from shards.errors import GdistillError, UsageError, first_line
+from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import (
     BatchSize,
     allow_tf32,
@@ -39,7 +39,8 @@ from shards.language_model.forward import (
     memory_bytes,
     resolve_device,
 )
-from shards.language_model.loading import find_pretrained, load_causal_model
+from shards.language_model.loading import find_pretrained, find_tokenizer, load_causal_model
+from trainer.sampling.noise import TokenRule, truncate_to_nucleus
 
 ROWS_AT_A_TIME = 32
 DEFAULT_MAX_TOKENS = 1024
@@ -93,15 +94,7 @@ def load_judge(name: str, device: str = "cpu") -> JudgeModel:
     """
     place = resolve_device(device)
     files = find_pretrained(name, role="judge")
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            files.folder, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # transformers lets errors of many libraries through
-        what, got = "cannot load the judge's tokenizer", first_line(error)
-        where, remedy = files.folder, "copy the tokenizer's files into the folder"
-        expected = "the files that save_pretrained writes"
-        raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy) from error
+    tokenizer = find_tokenizer(files.folder, "judge")
     eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
     borders = tuple(sorted({token for token in (bos, eos) if token is not None}))
     if not borders:
@@ -221,10 +214,7 @@ class Room:
             order = order[len(group) :]
             size = BatchSize(len(group))
 
-            def on_members(part: slice, members: list[int] = group) -> None:
-                work(members[part])
-
-            in_batches(on_members, len(group), size)
+            in_batches(lambda part, members=group: work(members[part]), len(group), size)
             if size.rows < len(group):
                 self.side_by_side = size.rows * width
 
@@ -518,6 +508,28 @@ def clean_logits(
                 logits = model(input_ids=ids.to(device)).logits[..., :vocab_size].float()
             yield from zip(group, logits, strict=True)
             bar.advance(len(group))
+
+
+def kept(logits: Float[Tensor, "n v"], rule: TokenRule, slack: float = 0.0) -> Bool[Tensor, "n v"]:
+    """Tokens that the teacher's top-k and nucleus keep.
+
+    Args:
+        logits: The teacher's.
+        rule: With its temperature.
+        slack: Tokens within it of a cut, in nats or in probability, stay too; negative: go too.
+    """
+    if not rule.truncates:
+        return torch.ones_like(logits, dtype=torch.bool)
+    probs = (logits.double() / rule.temperature).softmax(dim=-1)
+    best = probs == probs.amax(dim=-1, keepdim=True)
+    if rule.top_k is not None and rule.top_k < logits.shape[-1]:
+        least = probs.topk(rule.top_k, dim=-1).values[..., -1:] * math.exp(-slack)
+        probs = torch.where((probs >= least) | best, probs, 0.0)
+        probs = probs / probs.sum(dim=-1, keepdim=True)
+    if rule.nucleus_p < 1:
+        p = max(rule.nucleus_p + slack, 1e-9)
+        probs = truncate_to_nucleus(probs, p, rule.nucleus_rule)
+    return (probs > 0) | best
 
 
 def token_margins(

@@ -89,9 +89,9 @@ class ReferenceText:
         folder = next((folder for folder in folders if folder.is_dir()), None)
         if folder is None:
             return cls(rows.tolist(), "tokens", None, training, place)
-        from transformers import AutoTokenizer
+        from shards.language_model.loading import find_tokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = find_tokenizer(folder)
         found = cls(rows.tolist(), "tokens", [], training, place, tokenizer, held_out.bos_id)
         found.texts.extend(found.decode(found.rows))  # type: ignore[union-attr]
         return found

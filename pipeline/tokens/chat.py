@@ -11,17 +11,10 @@ import json
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.tokens.tokenizer import Ids, backend
 from shards.errors import GdistillError, first_line
-
-
-def unmarked(rows: Int[np.ndarray, "*s"]) -> tuple[Int[np.ndarray, "*s"], Bool[np.ndarray, "*s"]]:
-    """Token ids of marked rows, and which of them count."""
-    counted = rows >= 0
-    return np.where(counted, rows, ~rows), counted
 
 
 def encode_chats(

@@ -28,10 +28,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import transformers
+from jaxtyping import Bool, Int
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.corpus.config import MARKED
-from pipeline.tokens.chat import unmarked
 from pipeline.tokens.tokenizer import tokenizer_sha256
 from shards.atomic import canonical_json, fsync_path, write_json_atomic
 from shards.errors import IntegrityError, UsageError, safe_name
@@ -313,3 +313,9 @@ class TokenDataset:
             where = f"{path}, row group {group}"
             raise IntegrityError("damaged token rows", where=where, got=error) from error
         return column.flatten().to_numpy(zero_copy_only=False).reshape(-1, self.row_length)
+
+
+def unmarked(rows: Int[np.ndarray, "*s"]) -> tuple[Int[np.ndarray, "*s"], Bool[np.ndarray, "*s"]]:
+    """Token ids of marked rows, and which of them count."""
+    counted = rows >= 0
+    return np.where(counted, rows, ~rows), counted

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from pipeline.corpus.config import CorpusConfig, SpecialTokens
 from pipeline.corpus.documents import Tally
-from shards.errors import GdistillError, UsageError, first_line
-from shards.language_model.loading import looks_local
+from shards.errors import GdistillError, UsageError
+from shards.language_model.loading import find_tokenizer, looks_local
 
 BATCH_CHARACTERS = 1 << 19
 BATCH_DOCUMENTS = 1 << 12
@@ -40,12 +40,7 @@ def load_tokenizer(location: str | Path) -> PreTrainedTokenizerBase:
     place, expected = os.path.expanduser(location), "a folder with tokenizer.json"
     if looks_local(str(location)) and not Path(place).is_dir():
         raise UsageError("no such tokenizer folder", where=location, expected=expected)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        got, expected = first_line(error), f"{expected}, or the hub id of a model"
-        what = "cannot load a tokenizer"
-        raise UsageError(what, where=location, got=got, expected=expected) from error
+    tokenizer = find_tokenizer(place, where=location, local_files_only=False)
     backend(tokenizer)
     return tokenizer
 

@@ -27,7 +27,7 @@ from huggingface_hub import snapshot_download
 from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from shards.atomic import canonical_json, sha256_file
 from shards.console import without_library_bars
@@ -231,6 +231,26 @@ def find_pretrained(
         got, expected = first_line(error), "a model type that transformers knows"
         raise UsageError(what, where=where, got=got, expected=expected) from error
     return PretrainedFiles(name, folder, config, trust_remote_code, role)
+
+
+def find_tokenizer(
+    location: str | Path, role: str = "", *, where: object = None, local_files_only: bool = True
+) -> Any:
+    """The tokenizer of a folder or, from the local cache unless told, a hub id; without its code.
+
+    Raises:
+        UsageError: If there is none, or it cannot be read; it names ``where`` or the location, and
+            what the tokenizer is wanted for (``role``).
+    """
+    try:
+        place, here = os.path.expanduser(location), {"local_files_only": local_files_only}
+        return AutoTokenizer.from_pretrained(place, **here, trust_remote_code=False)
+    except Exception as error:  # transformers lets errors of many libraries through
+        what = f"cannot load the {role}'s tokenizer" if role else "cannot load a tokenizer"
+        where, got = where or location, first_line(error)
+        expected = "a folder with tokenizer.json, or the hub id of a model"
+        remedy = "copy the files that the tokenizer's save_pretrained writes into the folder"
+        raise UsageError(what, where=where, got=got, expected=expected, remedy=remedy) from error
 
 
 def looks_local(location: str) -> bool:

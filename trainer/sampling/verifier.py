@@ -23,12 +23,12 @@ from typing import Any, ClassVar
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from shards.errors import UsageError
 from shards.language_model.forward import DtypeName
-from shards.language_model.loading import find_pretrained, load_causal_model
+from shards.language_model.loading import find_pretrained, find_tokenizer, load_causal_model
 from trainer.students.folder import is_model, load_tokenizer
 from trainer.students.registry import Student
 
@@ -262,15 +262,8 @@ def require_same_tokenizer(path: str, tokenizer: Any) -> None:
     if tokenizer is None:
         return
     place = _place(path)
-    if Path(place).is_dir():
-        theirs = load_tokenizer(Path(place))
-    else:
-        try:
-            theirs = AutoTokenizer.from_pretrained(
-                place, local_files_only=True, trust_remote_code=False
-            )
-        except (OSError, ValueError, KeyError):
-            theirs = None
+    is_folder = Path(place).is_dir()
+    theirs = load_tokenizer(Path(place)) if is_folder else find_tokenizer(place, "verifier")
     if theirs is None:
         raise UsageError(
             "the verifier has no tokenizer to compare with the student's",

@@ -209,7 +209,7 @@ def test_a_tokenizer_comes_along(golden: Path, tmp_path: Path) -> None:
     assert (model.student.config.bos_token_id, model.student.config.eos_token_id) == (0, 1)
     fast.add_tokens(["another"])
     fast.save_pretrained(tmp_path / "longer")
-    for place, expected in (("longer", "not its tokenizer"), ("absent", "no tokenizer there")):
+    for place, expected in (("longer", "not its tokenizer"), ("absent", "cannot load a tokenizer")):
         with pytest.raises(UsageError, match=expected):
             import_checkpoint(checkpoint, tmp_path / "out", tokenizer=str(tmp_path / place))
     assert not (tmp_path / "out").exists()
