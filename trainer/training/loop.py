@@ -35,14 +35,8 @@ from shards.settings import to_mapping
 from shards.store.store import ShardStore, SplitReader
 from shards.stream.stream import RowBatch, ShardStream
 from trainer.objective.batch import Batch, BatchMaker, CopiesAhead
-from trainer.objective.corruption import (
-    FULL,
-    MAX_BATCHES,
-    Clips,
-    best_clips,
-    candidates,
-    require_reachable,
-)
+from trainer.objective.clips import MAX_BATCHES, best_clips, candidates
+from trainer.objective.corruption import FULL, Clips, require_reachable
 from trainer.students.folder import export_model
 from trainer.students.registry import LossOutput, Student
 from trainer.training.checkpoint import CheckpointFolder, Trainee, run_identity

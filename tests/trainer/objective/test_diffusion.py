@@ -14,13 +14,11 @@ from torch import Tensor
 
 from shards.errors import GdistillError, UsageError
 from trainer.objective.batch import Batch
+from trainer.objective.clips import best_clips, candidates, clip_variance
 from trainer.objective.corruption import (
     FULL,
     RATE_SCHEDULE,
     SCHEDULES,
-    best_clips,
-    candidates,
-    clip_variance,
     corrupt,
     draw_mask,
     fully_masked_quantile,
