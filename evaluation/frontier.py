@@ -17,13 +17,7 @@ import typer
 
 from evaluation.figures import TEACHER, figure_file, look
 from evaluation.report import Table, write_report
-from evaluation.samples import (
-    SampleSet,
-    drawn_with,
-    find_sample_files,
-    named_folder,
-    read_samples,
-)
+from evaluation.samples import SampleSet, drawn_with, find_sample_files, named_folder, read_samples
 from evaluation.text.distance import (
     Estimate,
     Rows,

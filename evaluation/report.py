@@ -71,8 +71,8 @@ class Table:
     def to_csv(self) -> str:
         """Header and rows, quoted where needed (RFC 4180); no cell is a spreadsheet's formula."""
         text = io.StringIO()
-        rows = [[_no_formula(cell) for cell in row] for row in (self.header, *self.rows)]
-        csv.writer(text).writerows(rows)
+        for row in (self.header, *self.rows):
+            csv.writer(text).writerow("'" * bool(FORMULA.match(c)) + visible(c) for c in row)
         return text.getvalue()
 
 
@@ -83,10 +83,6 @@ def markdown_text(text: str) -> str:
 
 def _markdown_row(cells: Sequence[str]) -> str:
     return "| " + " | ".join(markdown_text(cell).replace("|", r"\|") for cell in cells) + " |"
-
-
-def _no_formula(cell: str) -> str:
-    return ("'" if FORMULA.match(cell) else "") + visible(cell)
 
 
 # The page: tables, figures and samples in one file that loads nothing from outside.
@@ -270,7 +266,8 @@ def _score_table(scored: Scored) -> Table:
     rows = []
     for (samples, _), scores in zip(scored, own, strict=True):
         seconds = samples.processor_seconds_mean
-        row = [samples.name, str(len(samples.tokens)), _passes(samples)]
+        nfe = "-" if samples.nfe_mean is None else f"{samples.nfe_mean:.1f}"
+        row = [samples.name, str(len(samples.tokens)), nfe]
         row.append("-" if seconds is None else f"{seconds:.3g}")
         for score in scores:
             low_high = map(_number, score.interval or ())
@@ -358,10 +355,6 @@ def _number(value: float) -> str:
     """Four digits or so, without an exponent."""
     digits = 3 if abs(value) < 10 else 1 if abs(value) < 1e4 else 0
     return f"{value:.{digits}f}"
-
-
-def _passes(samples: SampleSet) -> str:
-    return "-" if samples.nfe_mean is None else f"{samples.nfe_mean:.1f}"
 
 
 def _settings_notes(name: str, scored: Scored, scores: Sequence[Score]) -> Iterator[str]:

@@ -433,10 +433,6 @@ def _is_count(value: object, end: int = 2**63) -> bool:
     return type(value) is int and 0 <= value < end
 
 
-def _is_tokens(value: object) -> bool:
-    return isinstance(value, list) and all(_is_count(token, 2**31) for token in value)
-
-
 def _is_seconds(value: object) -> bool:
     return type(value) in (int, float) and value >= 0  # type: ignore[operator]
 
@@ -457,7 +453,7 @@ def _checked(record: Record, file: Path) -> Record:
     """The record with every field that is read, of its type; the index is the line's by default."""
     where, values = f"{file}:{record.line}", record.values
     tokens = values.get("tokens")
-    if not _is_tokens(tokens):
+    if not (isinstance(tokens, list) and all(_is_count(token, 2**31) for token in tokens)):
         got = "no such field" if tokens is None else short(tokens)
         expected = '{"index": int, "tokens": [int in 0..2^31 - 1, ...], "text": str}'
         what, remedy = "a sample has no token ids", "write it as gdistill-sample does"

@@ -269,18 +269,12 @@ def planned_rates(
         rates.append(Rate(UTILISATION * H100_FLOPS[dtype] / flops, "one H100", share))
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         share = f"{UTILISATION:.0%} of a product of matrices in {dtype}, measured just now"
-        speed = UTILISATION * _cpu_flops(getattr(torch, dtype)) / flops
+        given = {"matrix": torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=getattr(torch, dtype))}
+        timer = Timer("matrix.mm(matrix)", globals=given, num_threads=torch.get_num_threads())
+        seconds = timer.blocked_autorange(min_run_time=PRODUCT_SECONDS).mean
+        speed = UTILISATION * 2 * PRODUCT_SIZE**3 / seconds / flops
         rates.append(Rate(speed, "this CPU", share))
     return rates
-
-
-def _cpu_flops(dtype: torch.dtype) -> float:
-    """Operations per second of a product on all of this process's threads."""
-    matrix = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=dtype)
-    timer = Timer(
-        "matrix.mm(matrix)", globals={"matrix": matrix}, num_threads=torch.get_num_threads()
-    )
-    return 2 * PRODUCT_SIZE**3 / timer.blocked_autorange(min_run_time=PRODUCT_SECONDS).mean
 
 
 # Tokens of the corpus at hand: given, counted in finished rows, or estimated from a sample.
@@ -350,19 +344,17 @@ def sample_corpus(request: ExtractRequest, files: PretrainedFiles | None) -> Cor
         files: The teacher's, for its tokenizer; None for a maze.
     """
     try:
-        is_read = (request.out / TOKENS_RECORD).is_file()
-        return _counted(request) if is_read else _estimated(request, files)
+        if not (request.out / TOKENS_RECORD).is_file():
+            return _estimated(request, files)
+        dataset = TokenDataset.open(request.out / "tokens")
+        rows = (request.stored_rows(name, dataset.num_rows(name)) for name in dataset.splits)
+        split = next(name for name in dataset.splits if dataset.num_rows(name))
+        first = dataset.read_rows(split, 0, min(SAMPLE_ROWS, dataset.num_rows(split)))
+        found = sum(rows) * dataset.row_length
+        return CorpusSample(found, f"counted in {dataset.path}", rows=first)
     except GdistillError as error:
         reason = f"the corpus cannot be read here ({error}); give --tokens for its own column"
         return CorpusSample(None, reason)
-
-
-def _counted(request: ExtractRequest) -> CorpusSample:
-    dataset = TokenDataset.open(request.out / "tokens")
-    rows = (request.stored_rows(name, dataset.num_rows(name)) for name in dataset.splits)
-    split = next(name for name in dataset.splits if dataset.num_rows(name))
-    first = dataset.read_rows(split, 0, min(SAMPLE_ROWS, dataset.num_rows(split)))
-    return CorpusSample(sum(rows) * dataset.row_length, f"counted in {dataset.path}", rows=first)
 
 
 def _estimated(request: ExtractRequest, files: PretrainedFiles | None) -> CorpusSample:
@@ -431,13 +423,6 @@ HEAD_VOCABULARY = 512
 LOG_EXPONENT, LOG_OFFSET, ZIPF_OFFSET = (-0.3, 0.7), (-0.8, 1.0), 2.7
 
 
-def zipf_unigram(vocab_size: int, draws: torch.Generator) -> Float[Tensor, "v"]:
-    """Log-probabilities of a Zipf-Mandelbrot unigram, in random order; nats."""
-    ranks = torch.arange(vocab_size, dtype=torch.float64)
-    log_probs = (-(ranks + ZIPF_OFFSET).log()).log_softmax(0).float()
-    return log_probs[torch.randperm(vocab_size, generator=draws)]
-
-
 def power_laws(
     num: int, unigram: Float[Tensor, "v"], draws: torch.Generator
 ) -> Float[Tensor, "n v"]:
@@ -464,7 +449,9 @@ def measured_bytes_per_token(
     tokens = min(row_length, positions + 1) - 1
     rows = max(1, positions // tokens)
     draws, hidden = generator(0, "plan"), None
-    unigram = zipf_unigram(vocab_size, draws)
+    # A Zipf-Mandelbrot unigram, in random order; nats.
+    zipf = -(torch.arange(vocab_size, dtype=torch.float64) + ZIPF_OFFSET).log()
+    unigram = zipf.log_softmax(0).float()[torch.randperm(vocab_size, generator=draws)]
     resources = {"unigram_log_probs": unigram}
     if codec.needs_hidden:
         hidden = torch.randn(rows, tokens, hidden_size, generator=draws)
@@ -511,11 +498,8 @@ def _stored_bytes(codec: Codec, output: TeacherOutput, resources: dict[str, Tens
         splits={"train": rows},
         rows_per_shard=rows,
         rows_per_chunk=rows,
-        teacher={},
-        tokenizer={},
-        tokens={},
         seed=0,
-        versions={},
+        **{name: {} for name in ("teacher", "tokenizer", "tokens", "versions")},
     )
     arrays = {name: with_position_0(tensor) for name, tensor in encoded.items()}
     files = encode_shard(manifest, manifest.shard("train", 0), arrays)

@@ -86,7 +86,10 @@ def run_command(app: Callable[..., object], /, **others: Callable[..., object]) 
         if type(error).__name__ == "NoArgsIsHelpError":
             _say(error.ctx.get_help())  # no word was given
         elif is_first_process():
-            _say(f"error: {_one_line(error)}")
+            message = " ".join(error.format_message().split())
+            context = getattr(error, "ctx", None)  # which knows where help is
+            remedy = f"; see {context.command_path} --help" if context is not None else ""
+            _say(f"error: {message[:1].lower()}{message[1:].rstrip('.')}{remedy}")
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         _say(INTERRUPTED)
@@ -112,14 +115,6 @@ def _call(app: Callable[..., object], others: Mapping[str, Callable[..., object]
     if code == 130:
         _say(INTERRUPTED)
     return code if isinstance(code, int) else 0
-
-
-def _one_line(error: Any) -> str:
-    """What is wrong with an option, and where help is."""
-    message = " ".join(error.format_message().split())
-    context = getattr(error, "ctx", None)
-    remedy = f"; see {context.command_path} --help" if context is not None else ""
-    return message[:1].lower() + message[1:].rstrip(".") + remedy
 
 
 def _say(line: str) -> None:

@@ -33,7 +33,7 @@ LAYERS = {
         "stream",
     )
 }
-MAX_CODE_LINES = 19_950
+MAX_CODE_LINES = 19_860
 """What there is today. The goal is 20,000: lower this with every cut, never raise it."""
 MAX_FILE_LINES = 700
 FILES = sorted(path for package in PACKAGES for path in (REPOSITORY / package).rglob("*.py"))

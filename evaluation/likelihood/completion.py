@@ -99,7 +99,10 @@ class CompletionScorer:
         places = torch.arange(length, device=tokens.device)
         target = places >= torch.tensor(num_given, device=tokens.device)[:, None]
         if isinstance(self.student, AR):
-            return self._exact(self.student, tokens, target)
+            log_probs = self.student.predict(tokens[:, :-1])
+            own = log_probs.gather(-1, tokens[:, 1:, None])[..., 0].double()
+            most_probable = (log_probs.argmax(-1) == tokens[:, 1:]) | ~target[:, 1:]
+            return (own * target[:, 1:]).sum(1).tolist(), most_probable.all(1).tolist()
         draws, greedy = [], torch.full((len(tokens),), self.estimate == "one_pass")
         for draw in range(self._draws):
             total = torch.zeros(len(tokens), dtype=torch.float64)
@@ -110,14 +113,6 @@ class CompletionScorer:
             draws.append(total)
         sums = torch.stack(draws).logsumexp(0) - math.log(len(draws))
         return sums.tolist(), greedy.tolist()
-
-    def _exact(
-        self, student: AR, tokens: Int[Tensor, "b l"], target: Bool[Tensor, "b l"]
-    ) -> tuple[list[float], list[bool]]:
-        log_probs = student.predict(tokens[:, :-1])
-        own = log_probs.gather(-1, tokens[:, 1:, None])[..., 0].double()
-        most_probable = (log_probs.argmax(-1) == tokens[:, 1:]) | ~target[:, 1:]
-        return (own * target[:, 1:]).sum(1).tolist(), most_probable.all(1).tolist()
 
     def _maskings(
         self, target: Bool[Tensor, "b l"], row_ids: Sequence[int], draw: int
@@ -162,7 +157,11 @@ class CompletionScorer:
     ) -> tuple[Float[Tensor, "b l"], Bool[Tensor, "b"]]:
         """log p of the masked tokens (0 elsewhere), and whether each is the most probable there."""
         student = self.student
-        row, where = _padded(student, tokens.masked_fill(masked, student.mask_id), masked)
+        # Up to the end of the last block, open behind their own end, as blocks are sampled.
+        missing = -tokens.shape[1] % student.block_size if isinstance(student, BD3LM) else 0
+        row = tokens.masked_fill(masked, student.mask_id)
+        row = torch.nn.functional.pad(row, (0, missing), value=student.mask_id)
+        where = torch.nn.functional.pad(masked, (0, missing), value=False)
         noise = None
         if self._reads_noise:
             ids = torch.tensor([*row_ids], device=tokens.device)
@@ -174,14 +173,3 @@ class CompletionScorer:
         right = torch.ones_like(masked).index_put(places, found.argmax(-1) == wanted)
         blank = torch.zeros(tokens.shape, dtype=torch.float64, device=tokens.device)
         return blank.index_put(places, own), right.all(1)
-
-
-def _padded(
-    student: Student, row: Int[Tensor, "b l"], where: Bool[Tensor, "b l"]
-) -> tuple[Int[Tensor, "b m"], Bool[Tensor, "b m"]]:
-    """Rows up to the end of their last block, open behind their own end, as blocks are sampled."""
-    missing = -row.shape[1] % student.block_size if isinstance(student, BD3LM) else 0
-    return (
-        torch.nn.functional.pad(row, (0, missing), value=student.mask_id),
-        torch.nn.functional.pad(where, (0, missing), value=False),
-    )

@@ -106,12 +106,8 @@ def mauve_of_histograms(p: Float[np.ndarray, "k"], q: Float[np.ndarray, "k"]) ->
 
     x, y = np.append(1.0, closeness(q)), np.append(0.0, closeness(p))
     x, y = np.append(x, 0.0), np.append(y, 1.0)
-    return float(sum(_area(one, other) for one, other in ((x, y), (y, x))) / 2)
-
-
-def _area(x: Float[np.ndarray, "n"], y: Float[np.ndarray, "n"]) -> float:
-    order = np.argsort(x)
-    return float(np.trapezoid(y[order], x[order]))
+    orders = ((x, y, np.argsort(x)), (y, x, np.argsort(y)))
+    return float(sum(np.trapezoid(b[order], a[order]) for a, b, order in orders) / 2)
 
 
 def _cautions(samples: TextFeatures, references: TextFeatures) -> list[str]:

@@ -36,15 +36,11 @@ def _by_tables(*names: str) -> Detokenizer:
     return apply
 
 
-def _lambada(text: str) -> str:
-    """Straight double quotes, and every passage on a new line."""
-    return "\n" + text.replace("“", '"').replace("”", '"').strip()
-
-
 DETOKENIZERS: dict[str, Detokenizer] = {
     "none": lambda text: text,
     **{name: _by_tables(name) for name in TABLES},
-    "lambada": _lambada,
+    # Straight double quotes, and every passage on a new line.
+    "lambada": lambda text: "\n" + text.replace("“", '"').replace("”", '"').strip(),
     "scientific_papers": _by_tables("wikitext", "lm1b"),
 }
 

@@ -152,15 +152,12 @@ class LaneOrder:
         lanes, longer = np.arange(num_lanes), num_rows % num_lanes
         self._lengths = num_rows // num_lanes + (lanes < longer)
         self._starts = lanes * (num_rows // num_lanes) + np.minimum(lanes, longer)
-        self._turns = self._turns_of_lanes()
-
-    def _turns_of_lanes(self) -> Indices:
-        """How far into a lane it begins; what it skips comes at its end."""
-        lanes, phases = np.arange(self.num_lanes), self._starts % self.rows_per_chunk
-        if 2 * len(np.unique(phases)) >= min(self.rows_per_chunk, self.num_lanes):
-            return np.zeros_like(phases)  # spread already, and a turn reads a chunk twice
-        wanted = lanes * self.rows_per_chunk // self.num_lanes
-        return (wanted - phases) % self.rows_per_chunk % self._lengths
+        # How far into a lane it begins; what it skips comes at its end.
+        phases = self._starts % rows_per_chunk
+        self._turns = np.zeros_like(phases)  # a turn reads a chunk twice
+        if 2 * len(np.unique(phases)) < min(rows_per_chunk, num_lanes):  # not spread already
+            wanted = lanes * rows_per_chunk // num_lanes
+            self._turns = (wanted - phases) % rows_per_chunk % self._lengths
 
     def locate(self, positions: Indices) -> tuple[Indices, Indices]:
         lanes, indices = positions % self.num_lanes, positions // self.num_lanes

@@ -27,12 +27,7 @@ from trainer.sampling.fill import (
     check_times,
     require_whole_row_student,
 )
-from trainer.sampling.noise import (
-    STEPS_PER_ATTEMPT,
-    RowNoise,
-    SampleKeys,
-    position_chunks,
-)
+from trainer.sampling.noise import STEPS_PER_ATTEMPT, RowNoise, SampleKeys, position_chunks
 from trainer.sampling.verifier import CausalReader, SecondModel
 from trainer.students.registry import Student
 

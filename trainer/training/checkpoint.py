@@ -120,7 +120,14 @@ class CheckpointFolder:
                 publish_folder(temporary, self.path(step))
             finally:
                 self._remove_unfinished()
-            self._prune()
+            steps = self.steps()
+            kept = set(steps[-self._keep_last :])
+            if self._keep_every:
+                kept |= {one for one in steps if one % self._keep_every == 0}
+            for old in set(steps) - kept:
+                # The state file goes first: a folder without it does not count as a checkpoint.
+                (self.path(old) / STATE_FILE).unlink()
+                shutil.rmtree(self.path(old))
 
         on_main_process(write, accelerator)
 
@@ -128,16 +135,6 @@ class CheckpointFolder:
         """What a write that died has left: the run's lock is held, so nobody is writing it."""
         for folder in self.directory.glob(f"{UNFINISHED}*"):
             shutil.rmtree(folder)
-
-    def _prune(self) -> None:
-        steps = self.steps()
-        kept = set(steps[-self._keep_last :])
-        if self._keep_every:
-            kept |= {step for step in steps if step % self._keep_every == 0}
-        for step in set(steps) - kept:
-            # The state file goes first: a folder without it does not count as a checkpoint.
-            (self.path(step) / STATE_FILE).unlink()
-            shutil.rmtree(self.path(step))
 
 
 def seal(document: Mapping[str, Any]) -> str:
