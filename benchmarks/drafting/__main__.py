@@ -50,17 +50,18 @@ class Point:
         drafter: A trained drafter, or ``n-gram``.
         tree: Drafts of a tree and paths that its search follows; a chain without.
         blind: The tree is chosen without a look at the noise.
-        ranks: Of a tree of draws, for the standard rule: how often the r-th draw is kept.
+        ranks: Of a tree of draws, for the standard rule: how often the r-th draw is kept, a list
+            for each slot; the last is that of all slots behind it.
     """
 
     drafter: str
     rule: str
     tree: tuple[int, int] | None = None
     blind: bool = False
-    ranks: tuple[float, ...] = ()
+    ranks: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", tuple(self.ranks))
+        object.__setattr__(self, "ranks", tuple(map(tuple, self.ranks)))
         object.__setattr__(self, "tree", self.tree and tuple(self.tree))
 
     @property

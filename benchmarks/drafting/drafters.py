@@ -23,7 +23,7 @@ from torch.nn.functional import pad, rms_norm, silu
 from benchmarks.drafting.target import Keys, Target, rotary, uniform
 
 NOISE = {
-    "slots": ("none",),
+    "slots": ("none", "soft"),
     "lora": ("none", "soft", "ids", "uniform"),
     "heads": ("none", "soft", "race"),
     "steps": ("none",),

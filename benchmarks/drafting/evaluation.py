@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -115,17 +115,26 @@ def tree_proposer(drafter: Drafter, nodes: int, width: int, *, blind: bool = Fal
     return propose
 
 
-def sampled_tree_proposer(drafter: Drafter, nodes: int, ranks: tuple[float, ...]) -> Propose:
-    """A tree of draws without replacement, for the recursive rejection rule; ``steps`` only.
+def sampled_tree_proposer(
+    drafter: Drafter, nodes: int, ranks: Sequence[Sequence[float]]
+) -> Propose:
+    """A tree of draws without replacement, for the recursive rejection rule.
 
     Its shape is fixed: the ``nodes`` places that are most probable to be reached when the r-th
-    draw behind a token is kept with probability ``ranks[r]`` (Sequoia, Chen et al., 2024). The
-    first draws of softmax(l) without replacement are the largest l + xi.
+    draw of a slot is kept with probability ``ranks[slot][r]`` (Sequoia, Chen et al., 2024). The
+    first draws of softmax(l) without replacement are the largest l + xi. Of a drafter that does
+    not step, the draws behind every path are the same, so it must not read the noise.
     """
+    steps, width = drafter.form.kind == "steps", max(map(len, ranks))
+    assert steps or drafter.form.noise == "none"
     places: dict[tuple[int, ...], float] = {(): 1.0}  # a place is the ranks on the way to it
     for _ in range(nodes):
         inner = [(place, p) for place, p in places.items() if len(place) < drafter.slots]
-        free = {(*place, r): p * rank for place, p in inner for r, rank in enumerate(ranks)}
+        free = {
+            (*place, r): p * rank
+            for place, p in inner
+            for r, rank in enumerate(ranks[min(len(place), len(ranks) - 1)])
+        }
         best = max(free.keys() - places, key=free.__getitem__)
         places[best] = free[best]
     depths = range(max(map(len, places)) + 1)
@@ -135,13 +144,17 @@ def sampled_tree_proposer(drafter: Drafter, nodes: int, ranks: tuple[float, ...]
         noise, b = xi[..., drafter.ids], len(xi)
         grown, behind, last = None, torch.ones(b, 1, 1, dtype=torch.bool), prefix.tokens
         tokens, pasts, logits = [], [behind], []
+        at_once = None if steps else drafter(prefix, None)
         for slot, (before, level) in enumerate(pairwise(levels)):
-            found, grown = drafter.grow(prefix, last[:, None], slot, behind[:, None], grown)
+            if at_once is None:
+                found, grown = drafter.grow(prefix, last[:, None], slot, behind[:, None], grown)
+            else:
+                found = at_once[:, :, slot, None].expand(-1, -1, len(before), -1)
             logits.append(found[:, 0].float())
-            drawn = drafter.ids[(logits[-1] + noise[:, slot, None]).topk(len(ranks)).indices]
+            drawn = drafter.ids[(logits[-1] + noise[:, slot, None]).topk(width).indices]
             parent = torch.tensor([before.index(place[:-1]) for place in level])
             last = drawn[:, parent, torch.tensor([place[-1] for place in level])]
-            grown = grown.of(parent.expand(b, -1))
+            grown = None if grown is None else grown.of(parent.expand(b, -1))
             itself = torch.eye(len(level), dtype=torch.bool).expand(b, -1, -1)
             behind = torch.cat([behind[:, parent], itself], -1)
             tokens.append(last), pasts.append(behind)

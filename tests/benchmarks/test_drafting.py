@@ -31,6 +31,7 @@ SLOTS = 3
 FORMS = [
     Form(name="steps", kind="steps", layers=(1,)),
     Form(name="slots", kind="slots", layers=(0, 1)),
+    Form(name="slots-soft", kind="slots", layers=(0, 1), noise="soft"),
     Form(name="heads", kind="heads"),
     Form(name="heads-soft", kind="heads", noise="soft"),
     Form(name="heads-race", kind="heads", noise="race"),
@@ -182,18 +183,21 @@ def test_text_of_a_tree_is_the_targets_own_in_fewer_passes(form: Form, target: T
     assert passes[0] > passes[1] > passes[2]
 
 
-@pytest.mark.parametrize("form", [*FORMS[:2], FORMS[4], *FORMS[-2:], "tree", "quantile"], ids=str)
+LAWS = [*FORMS[:3], FORMS[5], *FORMS[-2:], "tree of steps", "tree of slots", "quantile"]
+
+
+@pytest.mark.parametrize("form", LAWS, ids=str)
 def test_a_rule_keeps_the_law(form: Form | str, tmp_path: Path) -> None:
     """The law of three tokens, against the target's probabilities of all of them."""
     target = Target(write_llama(tmp_path, 9, 5, 0.2))
     count, prompt = 6000, torch.tensor([1, 3, 2])
     # Token 4 or so is none that the drafter can name.
-    if form != "tree":
-        propose = proposer(trained(FORMS[-1] if isinstance(form, str) else form, target, 4))
+    if isinstance(form, Form) or form == "quantile":
+        propose = proposer(trained(form if isinstance(form, Form) else FORMS[-1], target, 4))
     else:
-        drafter = trained(FORMS[0], target, 4)
+        drafter = trained(FORMS[form == "tree of slots"], target, 4)
         drafter.norms[0].weight.data *= 3  # it is too sure, so that many draws are refused
-        propose = sampled_tree_proposer(drafter, 9, (0.5, 0.4, 0.2))
+        propose = sampled_tree_proposer(drafter, 9, [[0.5, 0.4, 0.2], [0.5, 0.3]])
     rows = prompt.expand(count, -1)
     rule = "quantile" if form == "quantile" else "standard"
     found = decode(target, propose, rows, 3, SLOTS, rule, 11, room=11)
@@ -301,7 +305,7 @@ tree = [4, 2]
 drafter = "steps"
 rule = "standard"
 tree = [4, 2]
-ranks = [0.5, 0.2]
+ranks = [[0.5, 0.2], [0.3]]
 """)
     main(str(settings))
     report = json.loads((tmp_path / "results.json").read_text())
