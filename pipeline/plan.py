@@ -269,8 +269,8 @@ def planned_rates(
         rates.append(Rate(UTILISATION * H100_FLOPS[dtype] / flops, "one H100", share))
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         share = f"{UTILISATION:.0%} of a product of matrices in {dtype}, measured just now"
-        given = {"matrix": torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=getattr(torch, dtype))}
-        timer = Timer("matrix.mm(matrix)", globals=given, num_threads=torch.get_num_threads())
+        known = {"matrix": torch.ones(PRODUCT_SIZE, PRODUCT_SIZE, dtype=getattr(torch, dtype))}
+        timer = Timer("matrix.mm(matrix)", globals=known, num_threads=torch.get_num_threads())
         seconds = timer.blocked_autorange(min_run_time=PRODUCT_SECONDS).mean
         speed = UTILISATION * 2 * PRODUCT_SIZE**3 / seconds / flops
         rates.append(Rate(speed, "this CPU", share))
@@ -499,7 +499,10 @@ def _stored_bytes(codec: Codec, output: TeacherOutput, resources: dict[str, Tens
         rows_per_shard=rows,
         rows_per_chunk=rows,
         seed=0,
-        **{name: {} for name in ("teacher", "tokenizer", "tokens", "versions")},
+        teacher={},
+        tokenizer={},
+        tokens={},
+        versions={},
     )
     arrays = {name: with_position_0(tensor) for name, tensor in encoded.items()}
     files = encode_shard(manifest, manifest.shard("train", 0), arrays)
