@@ -16,6 +16,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
+SCORES = {"prompt_logprobs": "/v1/completions", "sglang": "/generate"}
+VERSION = {"prompt_logprobs": "/version", "sglang": "/server_info"}
+
+
+def last_norm(model: Any) -> torch.nn.Module:
+    """The norm behind the last layer of a transformer."""
+    inner = model.get_decoder().children()
+    return [each for each in inner if "Norm" in type(each).__name__][-1]
+
 
 class EngineServer:
     """Answers ``/v1/models``, ``/version`` and ``/v1/completions`` from a model folder.
@@ -38,9 +47,8 @@ class EngineServer:
         self.context: int | None = None
         self.most_top, self.padding = 20, 0
         self.states: Path | None = None
-        inner = self.model.get_decoder().children()
-        norm = [each for each in inner if "Norm" in type(each).__name__][-1]
         self._last = torch.empty(0)
+        norm = last_norm(self.model)
         norm.register_forward_pre_hook(lambda _, given: setattr(self, "_last", given[0]))
         self.misdeeds: deque[str | int] = deque()
         self.num_scored, self.most_in_flight, self._in_flight = 0, 0, 0
@@ -62,31 +70,40 @@ class EngineServer:
         for token, row in zip(ids[1:], log_probs, strict=True):
             chosen = {int(i) for i in row.topk(request["prompt_logprobs"]).indices} | {token}
             tops.append({str(i): {"logprob": float(row[i]), "rank": 1} for i in chosen})
-        answer = self._answer({"prompt_logprobs": tops})
+        if misdeed == "drop_top":
+            tops[2] = {}
+        if misdeed == "other_tokens":
+            tops.append(tops[-1])
+        choice = {"text": "", "index": 0, "prompt_logprobs": tops}
+        answer: dict[str, Any] = {"model": self.name, "choices": [choice]}
         if self.states is not None and misdeed != "no_states":
-            path = self.states / f"{uuid.uuid4()}.safetensors"
-            Path(f"{path}.lock").touch()
-            if misdeed == "shifted_states":
-                states = states.roll(1, dims=0)
-            if misdeed == "bfloat16":
-                states = states.bfloat16()
-            told = torch.tensor(ids[::-1] if misdeed == "other_ids" else ids)
-            tensors = {"hidden_states": states.contiguous(), "token_ids": told}
-            if misdeed != "no_file":
-                save_file(tensors, path)
-            answer["kv_transfer_params"] = {"hidden_states_path": str(path)}
+            path = self._write_states(self.states, ids, states, misdeed)
+            answer["kv_transfer_params"] = {"hidden_states_path": path}
         return answer
 
-    def refused(self, request: dict[str, Any]) -> str:
-        """vLLM's own words for a request that it does not take; empty for one that it does."""
-        if (asked := request.get("prompt_logprobs") or 0) > self.most_top:
-            return f"Requested prompt logprobs of {asked}, which is greater than max allowed"
-        if self.context and len(request.get("prompt", ())) + 1 > self.context:
-            return f"This model's maximum context length is {self.context} tokens"
-        return ""
+    def _write_states(self, folder: Path, ids: list[int], states: torch.Tensor, error: str) -> str:
+        path = f"{folder}/{uuid.uuid4()}.safetensors"
+        Path(f"{path}.lock").touch()
+        if error == "shifted_states":
+            states = states.roll(1, dims=0)
+        if error == "bfloat16":
+            states = states.bfloat16()
+        told = torch.tensor(ids[::-1] if error == "other_ids" else ids)
+        if error != "no_file":
+            save_file({"hidden_states": states.contiguous(), "token_ids": told}, path)
+        return path
 
-    def _answer(self, scores: dict[str, Any]) -> dict[str, Any]:
-        return {"model": self.name, "choices": [{"text": "", "index": 0, **scores}]}
+    def answered(self, request: dict[str, Any], misdeed: str) -> tuple[int, Any]:
+        """Status and answer of one request; what it does not take is refused in vLLM's words."""
+        asked = request.get("prompt_logprobs") or 0
+        if asked > self.most_top:
+            said = f"Requested prompt logprobs of {asked}, which is greater than max allowed"
+        elif self.context and len(request.get("prompt", ())) + 1 > self.context:
+            said = f"This model's maximum context length is {self.context} tokens"
+        else:
+            answer = self.completion(request, misdeed)
+            return 200, "text" if misdeed == "text" else answer
+        return 400, {"error": {"message": said}}
 
     @contextmanager
     def running(self) -> Iterator[str]:
@@ -121,14 +138,12 @@ def _generated(ids: list[int], log_probs: torch.Tensor, request: dict[str, Any])
     tops: list[Any] = [None]
     for token, row in zip(ids[1:], log_probs, strict=True):
         own.append([float(row[token]), token, None])
-        values, chosen = row.topk(request["top_logprobs_num"])
-        pairs = zip(values, chosen, strict=True)
+        pairs = zip(*row.topk(request["top_logprobs_num"]), strict=True)
         tops.append([[float(value), int(i), None] for value, i in pairs])
-    meta = {
-        "id": "0", "finish_reason": {"type": "length", "length": 1}, "prompt_tokens": len(ids),
-        "input_token_logprobs": own, "input_top_logprobs": tops,
-        "output_token_logprobs": [[-1.0, 0, None]], "output_top_logprobs": [[[-1.0, 0, None]]],
-    }  # fmt: skip
+    meta: dict[str, Any] = {"id": "0", "finish_reason": {"type": "length", "length": 1}}
+    meta |= {"input_token_logprobs": own, "input_top_logprobs": tops, "prompt_tokens": len(ids)}
+    meta |= {"output_token_logprobs": [[-1.0, 0, None]]}
+    meta |= {"output_top_logprobs": [[[-1.0, 0, None]]]}
     return {"text": "", "output_ids": [0], "meta_info": meta}
 
 
@@ -137,35 +152,29 @@ def _handler(owner: EngineServer) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            if self.path == "/v1/models":
-                card = {"id": owner.name, "object": "model", "max_model_len": owner.context}
-                self._send(200, {"data": [card]})
-            elif self.path == ("/server_info" if owner.dialect == "sglang" else "/version"):
-                self._send(200, {"version": "0.0.test"})
-            else:
-                self._send(404, {"error": "no such address"})
+            card = {"id": owner.name, "object": "model", "max_model_len": owner.context}
+            known: dict[str, Any] = {"/v1/models": {"data": [card]}}
+            known[VERSION[owner.dialect]] = {"version": "0.0.test"}
+            self._send(200 if self.path in known else 404, known.get(self.path, {"error": "who?"}))
 
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with owner.counted() as misdeed:
                 if isinstance(misdeed, int):
-                    self._send(misdeed, {"error": "as told"}, {"Retry-After": "0"})
+                    self._send(misdeed, {"error": "as told"})
                 elif misdeed == "cut":
                     self.close_connection = True
                     self.connection.close()
-                elif self.path != ("/generate" if owner.dialect == "sglang" else "/v1/completions"):
+                elif self.path != SCORES[owner.dialect]:
                     self._send(404, {"error": "no such address"})
-                elif said := owner.refused(request):
-                    self._send(400, {"error": {"message": said}})
                 else:
-                    answer = owner.completion(request, str(misdeed))
-                    self._send(200, _spoilt(answer, str(misdeed)))
+                    self._send(*owner.answered(request, misdeed))
 
-        def _send(self, status: int, value: Any, headers: dict[str, str] | None = None) -> None:
+        def _send(self, status: int, value: Any) -> None:
             body = b"not json" if value == "text" else json.dumps(value).encode()
             self.send_response(status)
-            for name, text in {**(headers or {}), "Content-Length": str(len(body))}.items():
-                self.send_header(name, text)
+            self.send_header("Retry-After", "0")
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
 
@@ -173,16 +182,3 @@ def _handler(owner: EngineServer) -> type[BaseHTTPRequestHandler]:
             return
 
     return Handler
-
-
-def _spoilt(answer: dict[str, Any], misdeed: str) -> Any:
-    if misdeed == "text":
-        return "text"
-    if not misdeed:
-        return answer
-    scores = answer["choices"][0]
-    if misdeed == "drop_top":
-        scores["prompt_logprobs"][2] = {}
-    if misdeed == "other_tokens":
-        scores["prompt_logprobs"].append(scores["prompt_logprobs"][-1])
-    return answer
