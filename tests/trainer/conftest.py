@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.trainer.backbone_cases import write_backbone
 from tests.trainer.run_cases import write_store
 
 
@@ -24,3 +25,9 @@ def one_thread() -> Iterator[None]:
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small finished store of the posterior codec."""
     return write_store(tmp_path_factory.mktemp("store") / "posterior")
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny language model of Llama's form, which fits that store."""
+    return write_backbone(tmp_path_factory.mktemp("models") / "llama")

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from shards.codec.protocol import TeacherOutput
 from shards.codec.registry import codec_parameters, make_codec
 from shards.store.manifest import Manifest
+from shards.store.store import ShardStore
 from shards.store.writer import ShardWriter
-from trainer.cli import main
+from shards.stream.stream import ShardStream
+from trainer.objective.batch import Batch, BatchMaker
 from trainer.training.metrics import TIMING_FIELDS
 from trainer.training.settings import RunConfig, compose_run
 
@@ -28,11 +28,8 @@ def write_store(
 ) -> Path:
     """A finished store of random rows under a random bigram teacher.
 
-    Args:
-        path: Where.
-        codec_name: Codec.
-        num_entries: Entries of codec ``posterior``.
-        changes: Other manifest fields; ``files`` are those beside the shards.
+    ``num_entries`` are of codec ``posterior``; ``changes`` are other fields of the manifest, and
+    ``files``, those beside the shards.
     """
     parameters = {"num_entries": num_entries} if codec_name == "posterior" else {}
     codec = make_codec(codec_name, **parameters)
@@ -96,38 +93,32 @@ def encode_rows(
 
 def tiny_run(*sources: dict[str, Any], **changes: Any) -> RunConfig:
     """Ten steps of a student that fits anywhere; dotted names with ``__`` change settings."""
+    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "condition_size": 8}
+    steps = {"num_steps": 10, "global_batch_size": 8, "log_every_steps": 3}
+    steps |= {"validate_every_steps": 4, "checkpoint_every_steps": 100}
+    place = {"precision": "fp32", "device": "cpu", "num_workers": 0, "trackers": []}
     base = {
-        "model": {
-            "hidden_size": 16,
-            "num_layers": 1,
-            "num_heads": 2,
-            "condition_size": 8,
-            "dropout": 0.0,
-            "conditioning": "gumbel",
-        },
-        "training": {
-            "num_steps": 10,
-            "global_batch_size": 8,
-            "precision": "fp32",
-            "device": "cpu",
-            "num_workers": 0,
-            "log_every_steps": 3,
-            "validate_every_steps": 4,
-            "checkpoint_every_steps": 100,
-            "trackers": [],
-        },
+        "model": {**sizes, "dropout": 0.0, "conditioning": "gumbel"},
+        "training": {**steps, **place},
         "optimization": {"learning_rate": 1e-2, "warmup_steps": 2},
     }
     overrides = [f"{name.replace('__', '.')}={value}" for name, value in changes.items()]
     return compose_run([base, *sources], overrides)
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """Exit code of ``gdistill-train``, run in this process."""
-    monkeypatch.setattr(sys, "argv", ["gdistill-train", *map(str, arguments)])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    return int(caught.value.code or 0)
+def first_batch(store: Path, num_rows: int = 3, seed: int = 0, with_noise: bool = True) -> Batch:
+    """The first rows of the train split, as a run of that seed sees them."""
+    opened = ShardStore.open(store)
+    make = BatchMaker(opened, "train", seed, torch.device("cpu"), with_noise)
+    stream = ShardStream(opened.split("train", make.arrays), seed=0, global_batch_size=num_rows)
+    return make(next(iter(stream)), 0)
+
+
+def quiet(out: Path, **changes: Any) -> dict[str, Any]:
+    """Arguments of a short training by transformers."""
+    size = {"per_device_train_batch_size": 4, "use_cpu": True, "learning_rate": 1e-2}
+    silent = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+    return {"output_dir": str(out), "max_steps": 8, **size, **silent, **changes}
 
 
 def run_files(out: Path) -> dict[str, bytes]:

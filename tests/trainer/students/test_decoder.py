@@ -1,28 +1,35 @@
-"""Students that are a language model of transformers: whose layers they have, how these attend."""
+"""Students that begin as a language model of transformers: how they attend and go on."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoConfig, AutoModelForCausalLM, BertForMaskedLM, PreTrainedTokenizerFast
 
 from shards.errors import UsageError
 from shards.store.store import ShardStore
-from shards.stream.stream import ShardStream
-from tests.trainer.backbone_cases import SHAPES, VOCAB, write_backbone
-from tests.trainer.run_cases import LENGTH, tiny_run, write_store
-from trainer.initial_weights import network_settings
-from trainer.objective.batch import Batch, BatchMaker
+from tests.commands import call
+from tests.trainer.backbone_cases import SHAPES, VOCAB, tiny_config, write_backbone
+from tests.trainer.run_cases import LENGTH, first_batch, tiny_run, write_store
+from tests.trainer.students.student_cases import row_noise
+from trainer.initial_weights import find_source, network_settings
+from trainer.loading import load_student
 from trainer.students.configuration import NoiseSettings
 from trainer.students.decoder import DecoderBackbone
 from trainer.students.dit import causal_attention, full_attention
-from trainer.students.folder import read_model
+from trainer.students.folder import read_model, weights_sha256
 from trainer.students.registry import MDLM, STUDENTS, Student
 from trainer.training.construction import build_student
+from trainer.training.loop import train
 from trainer.training.settings import RunConfig
 
 NOISE = {
@@ -31,12 +38,9 @@ NOISE = {
     "model__noise__prior_weight": 1.0,
     "model__noise__layers": "[1,2]",
 }
+BLOCKS = {"student": "bd3lm", "model__block_size": 4}
+KINDS = pytest.mark.parametrize("kind", [{}, BLOCKS], ids=["mdlm", "bd3lm"])
 TOKENS = torch.arange(LENGTH)[None] % VOCAB
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> ShardStore:
-    return ShardStore.open(write_store(tmp_path_factory.mktemp("decoder") / "store"))
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -44,25 +48,14 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return write_backbone(tmp_path_factory.mktemp(request.param) / "model", request.param)
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_backbone(tmp_path_factory.mktemp("one") / "model", "llama")
-
-
-def run_from(model: Path, **changes: Any) -> RunConfig:
+def run_from(model: Path, run_folder: Path | None = None, **changes: Any) -> RunConfig:
     """The tiny run of a student that begins as that model."""
-    kind = STUDENTS[changes.get("student", "mdlm")]
-    return tiny_run(network_settings(model, kind), **{"model__conditioning": "none", **changes})
+    network = network_settings(model, STUDENTS[changes.get("student", "mdlm")], run_folder)
+    return tiny_run(network, **{"model__conditioning": "none", **changes})
 
 
-def student_from(model: Path, store: ShardStore, **changes: Any) -> Student:
-    return build_student(run_from(model, **changes), store, model).eval()
-
-
-def batch_of(store: ShardStore, num_rows: int = 3) -> Batch:
-    maker = BatchMaker(store, "train", 3, torch.device("cpu"), with_noise=True)
-    stream = ShardStream(store.split("train", maker.arrays), seed=0, global_batch_size=num_rows)
-    return maker(next(iter(stream)), 1)
+def student_from(model: Path, store: Path, **changes: Any) -> Student:
+    return build_student(run_from(model, **changes), ShardStore.open(store), model).eval()
 
 
 def states(student: Student, attend: Any, tokens: torch.Tensor = TOKENS) -> torch.Tensor:
@@ -89,11 +82,11 @@ def logits_to_the_left(student: Student, tokens: torch.Tensor) -> torch.Tensor:
     return student.backbone.output_layer(states(student, causal_attention, tokens))
 
 
-def test_attending_to_the_left_it_says_what_the_model_says(model: Path, store: ShardStore) -> None:
+def test_attending_to_the_left_it_says_what_the_model_says(model: Path, store: Path) -> None:
     """A block's states at their own place, an MDLM's at that of the token they are about."""
     tokens = torch.randint(VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(1))
     expected = AutoModelForCausalLM.from_pretrained(model)(tokens).logits[..., :VOCAB]
-    block = student_from(model, store, student="bd3lm", model__block_size=4)
+    block = student_from(model, store, **BLOCKS)
     logits = logits_to_the_left(block, tokens)
     torch.testing.assert_close(logits[..., :VOCAB], expected, rtol=1e-4, atol=1e-4)
     assert not logits[..., VOCAB].any(), "the mask's logit begins at 0"
@@ -103,12 +96,12 @@ def test_attending_to_the_left_it_says_what_the_model_says(model: Path, store: S
     torch.testing.assert_close(shifted[:, 1:, :VOCAB], expected[:, :-1], rtol=1e-4, atol=1e-4)
 
 
-def test_what_it_sees(model: Path, store: ShardStore) -> None:
+def test_what_it_sees(model: Path, store: Path) -> None:
     """An MDLM both sides; a block of a BD3-LM itself and the clean past."""
     mdlm = student_from(model, store)
     first = [mdlm(each).logits[0, 0] for each in (TOKENS, changed(TOKENS, -1))]
     assert not torch.allclose(*first, atol=1e-3)
-    student = student_from(model, store, student="bd3lm", model__block_size=4)
+    student = student_from(model, store, **BLOCKS)
     noised = TOKENS.clone()
     noised[0, 5:7] = student.mask_id
     base = student.denoise(noised, TOKENS)[:, 4:]
@@ -122,57 +115,39 @@ def test_what_it_sees(model: Path, store: ShardStore) -> None:
     assert not torch.allclose(beside, base[:, 0], atol=1e-3)
 
 
-def test_blocks_behind_a_cache_are_those_of_the_whole_row(model: Path, store: ShardStore) -> None:
+def test_blocks_behind_a_cache_are_those_of_the_whole_row(model: Path, store: Path) -> None:
     """Keys and values of grouped heads, at their positions, with noise in every block."""
-    student = shaken(student_from(model, store, student="bd3lm", model__block_size=4, **NOISE))
-    batch = batch_of(store)
+    student, batch = shaken(student_from(model, store, **BLOCKS, **NOISE)), first_batch(store)
     tokens = batch.tokens.clone()
     tokens[:, 5:] = student.mask_id
-    everywhere = torch.ones(tokens.shape, dtype=torch.bool)
-    assert batch.noise is not None
-    condition = student.embed_noise(batch.noise.at(everywhere), 0.85)
-    condition = condition.unflatten((3, LENGTH)).map(torch.detach)
+    condition = row_noise(student, batch, 0.85)
     whole = student.predict(tokens, condition)[:, 4:]
-    masked = tokens[:, 4:] == student.mask_id
+    block, masked, own = tokens[:, 4:], tokens[:, 4:] == student.mask_id, condition[:, 4:]
     cache = student.start_cache(3)
-    found = student.predict_after(tokens[:, :4], tokens[:, 4:], masked, condition[:, 4:], cache)
+    found = student.predict_after(tokens[:, :4], block, masked, own, cache)
     torch.testing.assert_close(found, whole[masked], rtol=0, atol=1e-4)
-    again = student.predict_after(tokens[:, :0], tokens[:, 4:], masked, condition[:, 4:], cache)
+    again = student.predict_after(tokens[:, :0], block, masked, own, cache)
     torch.testing.assert_close(again, found, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("student", ["mdlm", "bd3lm"])
-def test_noise_that_is_added_begins_silent_and_is_learnt(
-    model: Path, store: ShardStore, student: str
-) -> None:
-    blocks = {"student": student, **({"model__block_size": 4} if student == "bd3lm" else {})}
-    plain = student_from(model, store, **blocks)
-    with_noise = student_from(model, store, **blocks, **NOISE)
-    batch = batch_of(store)
+@KINDS
+def test_added_noise_begins_silent_and_is_learnt(model: Path, store: Path, kind: Any) -> None:
+    with_noise, batch = student_from(model, store, **kind, **NOISE), first_batch(store)
     loss = with_noise.loss(batch).loss
-    assert torch.equal(loss, plain.loss(batch).loss)
+    assert torch.equal(loss, student_from(model, store, **kind).loss(batch).loss)
     loss.backward()
-    silent = [n for n, p in with_noise.named_parameters() if p.grad is None]
-    assert not silent
-    weight = with_noise.get_parameter("conditioner.weight")
-    assert weight.grad is not None and bool(weight.grad.any())
+    assert [n for n, p in with_noise.named_parameters() if p.grad is None] == []
+    assert bool(with_noise.get_parameter("conditioner.weight").grad.any())
 
 
-def test_a_reading_behind_the_last_layer_lies_before_the_final_norm(
-    model: Path, store: ShardStore
-) -> None:
+def test_a_reading_behind_the_last_layer_is_before_the_norm(model: Path, store: Path) -> None:
     """What it adds changes the row's own logits, and nobody else's: no layer follows."""
-    run = {**NOISE, "model__noise__layers": "[2]"}
-    student = student_from(model, store, **run)
-    reading = student.backbone.noise_readings["2"]
-    batch = batch_of(store, 1)
-    tokens = batch.tokens.clone()
+    student = student_from(model, store, **{**NOISE, "model__noise__layers": "[2]"})
+    batch = first_batch(store, 1)
+    tokens, condition = batch.tokens.clone(), row_noise(student, batch)
     tokens[:, 3] = student.mask_id
-    assert batch.noise is not None
-    condition = student.embed_noise(batch.noise.at(torch.ones_like(tokens, dtype=torch.bool)))
-    condition = condition.unflatten((1, LENGTH)).map(torch.detach)
     before = student(tokens, condition).logits
-    torch.nn.init.normal_(reading.weight)
+    torch.nn.init.normal_(student.backbone.noise_readings["2"].weight)
     after = student(tokens, condition).logits
     moved = (after - before).abs().amax(-1)[0] > 1e-6
     assert moved.tolist() == [position == 3 for position in range(LENGTH)]
@@ -181,19 +156,16 @@ def test_a_reading_behind_the_last_layer_lies_before_the_final_norm(
     torch.testing.assert_close(hidden[0, 3].square().mean(), torch.tensor(1.0), rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("student", ["mdlm", "bd3lm"])
-def test_training_and_sampling_put_the_noise_at_the_same_states(
-    model: Path, store: ShardStore, student: str
+@KINDS
+def test_training_and_sampling_read_noise_at_the_same_states(
+    model: Path, store: Path, kind: Any
 ) -> None:
     """The loss places n noise embeddings, a sampler has them laid out like the row."""
-    blocks = {"student": student, **({"model__block_size": 4} if student == "bd3lm" else {})}
-    reader = shaken(student_from(model, store, **blocks, **NOISE))
+    reader, batch = shaken(student_from(model, store, **kind, **NOISE)), first_batch(store)
     assert isinstance(reader, MDLM)
-    batch = batch_of(store)
     corruption = reader.corrupt(batch)
     places = corruption.places
     nlls = places.read(reader.corrupted_loss(batch, corruption).token_nlls)
-    assert batch.noise is not None
     row = reader.embed_noise(batch.noise.at(places)).laid_out(places.index, batch.tokens.shape)
     noised = batch.tokens.masked_fill(corruption.mask, reader.mask_id)
     logits = reader.denoise(noised, batch.tokens, row)[..., :VOCAB]
@@ -202,22 +174,7 @@ def test_training_and_sampling_put_the_noise_at_the_same_states(
     torch.testing.assert_close(nlls, expected.detach() * weights, rtol=1e-4, atol=1e-5)
 
 
-def test_states_that_predict_the_next_token_need_those_before(
-    llama: Path, store: ShardStore
-) -> None:
-    network = network_settings(llama, MDLM)["model"]
-    added = NoiseSettings(injection="add")
-    settings = dataclasses.replace(run_from(llama).model, conditioning="gumbel", noise=added)
-    assert settings.language_model == network["language_model"] and settings.predicts_next
-    with pytest.raises(UsageError, match=r"injection.*add where predicts_next"):
-        dataclasses.replace(settings, noise=NoiseSettings())
-    with pytest.raises(UsageError, match=r"predicts_next.*false for a DiT"):
-        dataclasses.replace(settings, language_model=None)
-    with pytest.raises(UsageError, match=r"time_conditioning.*no time"):
-        run_from(llama, model__diffusion__time_conditioning="true")
-
-
-def test_dropout_is_of_what_a_layer_adds(llama: Path, store: ShardStore) -> None:
+def test_dropout_is_of_what_a_layer_adds(llama: Path, store: Path) -> None:
     """Nearly all of it dropped, the states are the embeddings, normalised."""
     student = student_from(llama, store, student="bd3lm", model__dropout=1 - 1e-7)
     dropped = states(student.train(), full_attention)
@@ -226,38 +183,36 @@ def test_dropout_is_of_what_a_layer_adds(llama: Path, store: ShardStore) -> None
     assert not torch.allclose(states(student.eval(), full_attention), dropped, atol=1e-2)
 
 
-def test_the_networks_own_dropout_is_off(model: Path, store: ShardStore) -> None:
+def test_the_networks_own_dropout_is_off(model: Path, store: Path) -> None:
     """GPT-2 has three kinds of it; the student's is the only one, and 0 here."""
     student = student_from(model, store)
     kept = states(student, full_attention)
     assert torch.equal(states(student.train(), full_attention), kept)
 
 
-def test_no_rows_give_gradients_of_zero(model: Path, store: ShardStore) -> None:
+def test_no_rows_give_gradients_of_zero(model: Path, store: Path) -> None:
     """A process's share of a last batch."""
     student = student_from(model, store)
-    loss = student.loss(batch_of(store).rows(slice(0))).loss
+    loss = student.loss(first_batch(store).rows(slice(0))).loss
     assert not float(loss.detach())
     loss.backward()
     grads = [p.grad for p in student.backbone.blocks.parameters()]
     assert all(grad is not None and not grad.any() for grad in grads)
 
 
-def test_the_folder_stands_alone(model: Path, store: ShardStore, tmp_path: Path) -> None:
-    student = student_from(model, store)
-    student.save_pretrained(tmp_path / "student")
-    loaded = read_model(tmp_path / "student").eval()
+def test_the_folder_stands_alone(model: Path, store: Path, tmp_path: Path) -> None:
+    student, batch = student_from(model, store), first_batch(store)
+    student.save_pretrained(tmp_path)
+    loaded, from_it = read_model(tmp_path).eval(), student_from(tmp_path, store)
     assert isinstance(loaded.backbone, DecoderBackbone)
-    batch = batch_of(store)
-    torch.testing.assert_close(loaded.loss(batch).loss, student.loss(batch).loss)
     assert loaded.config.get_text_config() is loaded.config, "what it holds is no part of its own"
-    from_it = student_from(tmp_path / "student", store)
-    torch.testing.assert_close(from_it.loss(batch).loss, student.loss(batch).loss)
+    for other in (loaded, from_it):
+        torch.testing.assert_close(other.loss(batch).loss, student.loss(batch).loss)
     copied = dict(from_it.named_parameters())
     assert all(torch.equal(p, copied[n]) for n, p in student.named_parameters())
 
 
-def test_what_it_costs(llama: Path, store: ShardStore) -> None:
+def test_what_it_costs(llama: Path, store: Path) -> None:
     """6 FLOPs a weight of the layers and token, 12 per layer, pair and width attended.
 
     Two layers: queries, keys and values of two heads of four, output, three matrices of the MLP.
@@ -267,26 +222,184 @@ def test_what_it_costs(llama: Path, store: ShardStore) -> None:
     assert student_from(llama, store).flops_per_row == expected
 
 
-def test_a_network_without_weights_is_initialised(llama: Path, store: ShardStore) -> None:
+def test_a_network_without_weights_is_initialised(llama: Path, store: Path) -> None:
     """The same shape from scratch: a baseline."""
-    student = build_student(run_from(llama), store, None)
-    begun = student_from(llama, store)
-    (fresh,) = (p for n, p in student.named_parameters() if n.endswith("0.self_attn.q_proj.weight"))
-    (trained,) = (p for n, p in begun.named_parameters() if n.endswith("0.self_attn.q_proj.weight"))
+    student = build_student(run_from(llama), ShardStore.open(store), None)
+    fresh, trained = (
+        next(p for n, p in made.named_parameters() if n.endswith("0.self_attn.q_proj.weight"))
+        for made in (student, student_from(llama, store))
+    )
     assert fresh.shape == trained.shape and not torch.equal(fresh, trained)
     assert 0 < float(fresh.detach().std()) < 0.5
 
 
-def test_attention_keeps_the_scale_of_its_layer(store: ShardStore, tmp_path: Path) -> None:
+def test_attention_keeps_the_scale_of_its_layer(store: Path, tmp_path: Path) -> None:
     """A model whose second layer's scores are halved; that it is the same model is tried inside."""
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
-    config = GPT2Config(**sizes, vocab_size=VOCAB, scale_attn_by_inverse_layer_idx=True)
-    network = AutoModelForCausalLM.from_config(config)
-    for weight in network.parameters():
-        if weight.ndim == 2:
-            torch.nn.init.normal_(weight, std=0.5)
-    network.save_pretrained(tmp_path / "model")
-    student = student_from(tmp_path / "model", store)
-    expected = network.eval()(TOKENS).logits[:, :-1]
-    torch.testing.assert_close(logits_to_the_left(student, TOKENS)[:, 1:, :VOCAB], expected)
+    model = write_backbone(tmp_path, "gpt2", num_logits=VOCAB, scale_attn_by_inverse_layer_idx=True)
+    network = AutoModelForCausalLM.from_pretrained(model).eval()
+    found = logits_to_the_left(student_from(model, store), TOKENS)[:, 1:, :VOCAB]
+    torch.testing.assert_close(found, network(TOKENS).logits[:, :-1])
+
+
+# --init-from: what it decides, how runs go on.
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def test_the_command_takes_the_networks_widths(store: Path, llama: Path, tmp_path: Path) -> None:
+    """A preset's give way. The language model's configuration is kept as it was read."""
+    start = ("run", "--store", store, "--preset", "tiny", "--init-from", llama)
+    short = ("--set", "training.num_steps=2", "--set", "training.global_batch_size=4")
+    assert call("gdistill-train", *start, *short, "--out", tmp_path) == 0
+    student = load_student(tmp_path)
+    settings = student.settings
+    assert (settings.hidden_size, settings.num_layers, settings.num_heads) == (16, 2, 4)
+    assert student.generate(num_samples=2, nfe=3, seed=0).shape == (2, LENGTH)
+    assert "llama language model" in (tmp_path / "model" / "README.md").read_text()
+    saved = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert saved["language_model"] == network_settings(llama, MDLM)["model"]["language_model"]
+    assert saved["language_model"]["model_type"] == "llama"
+
+
+def go_on(model: Path, store: Path, out: Path, num_steps: int, source: Path | None = None) -> bool:
+    """Train a student that begins as that model, or at ``source``, up to a step."""
+    changes = {"training__num_steps": num_steps, "optimization__schedule": "constant"}
+    return train(run_from(model, out, **changes), store, out, init_from=source or model)
+
+
+def test_a_run_goes_on_without_its_language_model(store: Path, llama: Path, tmp_path: Path) -> None:
+    """Bit for bit as a run that was never stopped."""
+    model = shutil.copytree(llama, tmp_path / "model")
+    assert go_on(model, store, tmp_path / "whole", 4) and go_on(model, store, tmp_path / "parts", 2)
+    shutil.rmtree(model)
+    with pytest.raises(UsageError, match="no model there"):
+        network_settings(model, MDLM)
+    assert go_on(model, store, tmp_path / "parts", 4)
+    expected, got = weights(tmp_path / "whole"), weights(tmp_path / "parts")
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+
+
+def test_a_language_model_is_known_by_content(store: Path, llama: Path, tmp_path: Path) -> None:
+    """A moved folder goes on; other weights, in its place or elsewhere, and other widths do not."""
+    model, out = shutil.copytree(llama, tmp_path / "model"), tmp_path / "run"
+    assert go_on(model, store, out, 2)
+    moved = model.rename(tmp_path / "moved")
+    assert go_on(moved, store, out, 3)
+    for place in (model, tmp_path / "other"):
+        with pytest.raises(UsageError, match="other weights"):
+            go_on(write_backbone(place, "llama", seed=1), store, out, 4)
+    wider = write_backbone(tmp_path / "wider", "llama", intermediate_size=32)
+    with pytest.raises(UsageError, match=r"another setting.*\.intermediate_size.*got 32"):
+        go_on(wider, store, out, 4, moved)
+
+
+@pytest.mark.parametrize("student", ["mdlm", "bd3lm"])
+def test_read_again_begins_with_it(store: Path, llama: Path, tmp_path: Path, student: str) -> None:
+    """Its network in both parts, its weights in the first; the second begins with the first's."""
+    chosen = ["--set", "training.num_steps=20", "--set", "training.global_batch_size=4"]
+    chosen += ["--set", "optimization.learning_rate=1e-9", "--student", student]
+    line = ("two-stage", "--store", store, "--out", tmp_path, "--init-from", llama)
+    assert call("gdistill-train", *line, *chosen) == 0
+    record = json.loads((tmp_path / "model" / "student.json").read_text())
+    first = weights_sha256(tmp_path / "plain" / "model")
+    assert record["run"]["init_from"]["weights_sha256"] == first
+    second = load_student(tmp_path)
+    assert second.is_conditioned and second.settings.noise.layers == (1, 2)
+    name = "layers.1.mlp.up_proj.weight"
+    expected = AutoModelForCausalLM.from_pretrained(llama).state_dict()[f"model.{name}"]
+    for folder in (tmp_path / "plain", tmp_path):
+        found = weights(folder)[f"backbone.network.{name}"]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+def test_a_student_is_known_from_a_language_model(store: Path, llama: Path, tmp_path: Path) -> None:
+    assert train(tiny_run(training__num_steps=1), store, tmp_path)
+    assert find_source(tmp_path).language_model is None
+    assert network_settings(tmp_path, MDLM) == {} == network_settings(None, MDLM)
+    assert find_source(llama).language_model is not None
+    assert find_source(tmp_path).weights_sha256 != find_source(llama).weights_sha256
+
+
+SIZES: dict[str, Any] = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2}
+HEADS: dict[str, Any] = {**SIZES, "num_attention_heads": 2, "intermediate_size": 24}
+
+
+def windowed(window: int) -> Any:
+    return AutoConfig.for_model("mistral", **HEADS, num_key_value_heads=2, sliding_window=window)
+
+
+NO_STUDENTS = [
+    (windowed(LENGTH - 1), f"window of {LENGTH - 1} .*at least the {LENGTH} of a row"),
+    (AutoConfig.for_model("mamba", **SIZES), "cannot become a student .*mamba"),
+    (AutoConfig.for_model("rwkv", **SIZES), "cannot become a student .*rwkv"),
+    (
+        AutoConfig.for_model("bloom", **HEADS),
+        "cannot become a student .*bloom",
+    ),
+    (
+        AutoConfig.for_model("mpt", **HEADS),
+        "cannot become a student .*mpt",
+    ),
+    (tiny_config("llama", VOCAB - 1), "vocabulary.*got 11"),
+    (tiny_config("llama", max_position_embeddings=7), "rows.*got 8; .*most 7"),
+    (AutoConfig.for_model("bert", **HEADS), "not causal|cannot become"),
+    (AutoConfig.for_model("granite", **HEADS, logits_scaling=3.0), "differ by .* of their spread"),
+]
+
+
+def random_model(config: Any, folder: Path) -> Path:
+    make = BertForMaskedLM if config.model_type == "bert" else AutoModelForCausalLM.from_config
+    make(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("config", "expected"), NO_STUDENTS, ids=lambda value: str(value)[:12])
+def test_models_that_do_not_fit(store: Path, tmp_path: Path, config: Any, expected: str) -> None:
+    with pytest.raises(UsageError, match=expected):
+        student_from(random_model(config, tmp_path), store)
+
+
+def test_a_window_as_long_as_the_row_is_none(store: Path, tmp_path: Path) -> None:
+    student_from(random_model(windowed(LENGTH), tmp_path), store)
+
+
+def tokenizer_of(first: str) -> PreTrainedTokenizerFast:
+    ids = {first: 0, **{f"w{i}": i for i in range(1, VOCAB)}}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(ids, first)))
+
+
+def test_another_tokenizer_is_refused(llama: Path, tmp_path: Path) -> None:
+    """Tokens of the store under other ids would be garbage to the model."""
+    tokenizer_of("a").save_pretrained(tmp_path / "tokens")
+    files = {f"tokenizer/{p.name}": p.read_bytes() for p in (tmp_path / "tokens").iterdir()}
+    store = write_store(tmp_path / "store", files=files)
+    model = shutil.copytree(llama, tmp_path / "model")
+    tokenizer_of("b").save_pretrained(model)
+    with pytest.raises(UsageError, match=r"1 other tokens, the first 'b' as id 0; expected 'a'"):
+        student_from(model, store)
+    tokenizer_of("a").save_pretrained(model)
+    student_from(model, store)
+
+
+def test_what_cannot_be_begun(store: Path, llama: Path, tmp_path: Path) -> None:
+    added = NoiseSettings(injection="add")
+    settings = dataclasses.replace(run_from(llama).model, conditioning="gumbel", noise=added)
+    network = network_settings(llama, MDLM)["model"]
+    assert settings.language_model == network["language_model"] and settings.predicts_next
+    with pytest.raises(UsageError, match=r"injection.*add where predicts_next"):
+        dataclasses.replace(settings, noise=NoiseSettings())
+    with pytest.raises(UsageError, match=r"predicts_next.*false for a DiT"):
+        dataclasses.replace(settings, language_model=None)
+    with pytest.raises(UsageError, match=r"time_conditioning.*no time"):
+        run_from(llama, model__diffusion__time_conditioning="true")
+    with pytest.raises(UsageError, match="network_settings"):
+        build_student(tiny_run(model__conditioning="none"), ShardStore.open(store), llama)
+    with pytest.raises(UsageError, match=r"does not read \[model\.language_model\].* student ar;"):
+        student_from(llama, store, student="ar")
+    with pytest.raises(UsageError, match="no model there"):
+        network_settings(tmp_path / "absent", MDLM)
+    with pytest.raises(UsageError, match=r"cannot find the source.*no-such-model"):
+        network_settings("no-such-model", MDLM)
