@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from shards.codec.registry import make_codec
 from shards.store.store import ShardStore
 from tests.commands import call
-from tests.shards.cli_cases import VOCAB, Run, write_encoded
+from tests.shards.store_cases import VOCAB, Run, write_encoded, write_store
 
 
 @pytest.fixture
@@ -22,8 +24,16 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return run_once
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def posterior(tmp_path_factory: pytest.TempPathFactory) -> ShardStore:
     """A store with every probability (num_entries = V)."""
     folder = tmp_path_factory.mktemp("posterior") / "store"
     return write_encoded(folder, make_codec("posterior", num_entries=VOCAB))
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small store, finished; for tests that only read it."""
+    folder = tmp_path_factory.mktemp("whole") / "store"
+    write_store(folder)
+    return folder

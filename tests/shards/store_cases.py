@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from shards.codec.registry import make_codec
+from shards.codec.protocol import Codec, TeacherOutput
+from shards.codec.registry import codec_parameters, make_codec
 from shards.store.manifest import Manifest, ShardRange
+from shards.store.store import ShardStore
 from shards.store.writer import ShardWriter
 
-VOCAB, LENGTH, KEPT = 50, 6, 3
+VOCAB, LENGTH, KEPT, HIDDEN = 50, 6, 3, 6
+SPLITS = {"train": 28, "validation": 5}
 FILES = {"tokenizer/tokenizer.json": b'{"a": 1}', "corpus/maze.json": b"[1, 2]"}
+LEAST_LIKELY_NATS = -140.0
+"""Of one token of each split: its probability is 0 in float32."""
+Run = Callable[..., tuple[int, str]]
 
 
 def make_manifest(**changes: Any) -> Manifest:
     """A manifest of 2 splits: 4 shards (the last one short) and 1 shard."""
-    fields: dict[str, Any] = {
-        "codec": {"name": "topk", "parameters": {"num_entries": KEPT}},
-        "arrays": make_codec("topk", num_entries=KEPT).array_specs(VOCAB, None),
-        "vocab_size": VOCAB,
-        "row_length": LENGTH,
-        "splits": {"train": 28, "validation": 5},
-        "rows_per_shard": 8,
-        "rows_per_chunk": 4,
-        "teacher": {"id": "tiny", "weights_sha256": "ab" * 32, "dtype": "float32"},
-        "tokenizer": {"id": "tiny", "sha256": "cd" * 32},
-        "tokens": {"fingerprint": "ef" * 32, "corpus": {"name": "text"}},
-        "seed": 7,
-        "versions": {"gdistill": "0.1.0"},
-        "bos_id": 0,
-    }
+    codec = {"name": "topk", "parameters": {"num_entries": KEPT}}
+    fields: dict[str, Any] = {"codec": codec, "vocab_size": VOCAB, "row_length": LENGTH, "seed": 7}
+    fields |= {"arrays": make_codec("topk", num_entries=KEPT).array_specs(VOCAB, None), "bos_id": 0}
+    fields |= {"splits": SPLITS, "rows_per_shard": 8, "rows_per_chunk": 4}
+    fields |= {"teacher": {"id": "tiny", "weights_sha256": "ab" * 32, "dtype": "float32"}}
+    fields |= {"tokenizer": {"id": "tiny", "sha256": "cd" * 32}, "versions": {"gdistill": "0.1.0"}}
+    fields |= {"tokens": {"fingerprint": "ef" * 32, "corpus": {"name": "text"}}}
     return Manifest(**{**fields, **changes})
 
 
@@ -91,3 +92,41 @@ def file_bytes(root: Path) -> dict[str, bytes]:
         for path in sorted(root.rglob("*"))
         if path.is_file()
     }
+
+
+def teacher_rows(split: str) -> tuple[TeacherOutput, dict[str, torch.Tensor]]:
+    """All rows of a made-up teacher; one token is next to impossible."""
+    generator = torch.Generator().manual_seed(sorted(SPLITS).index(split))
+    head = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9))
+    bias = torch.zeros(VOCAB)
+    bias[3] = LEAST_LIKELY_NATS
+    hidden = torch.randn(SPLITS[split], LENGTH - 1, HIDDEN, generator=generator)
+    log_probs = (hidden @ head.T + bias).log_softmax(-1)
+    flat = log_probs.exp().flatten(0, 1)
+    tokens = torch.multinomial(flat, 1, generator=generator).reshape(hidden.shape[:2])
+    tokens[1, 2] = 3
+    output = TeacherOutput(log_probs, tokens, torch.arange(SPLITS[split]), hidden)
+    unigram = torch.full((VOCAB,), -math.log(VOCAB))
+    return output, {"lm_head": head, "lm_head_bias": bias, "unigram_log_probs": unigram}
+
+
+def write_encoded(location: Path, codec: Codec) -> ShardStore:
+    """A store as extraction with ``codec`` writes it: only the resources that its codec names."""
+    named = {"name": codec.name, "parameters": codec_parameters(codec)}
+    manifest = make_manifest(codec=named, arrays=codec.array_specs(VOCAB, HIDDEN))
+    _, known = teacher_rows("train")
+    resources = {name: known[name].numpy() for name in codec.resource_names}
+    writer = ShardWriter.create_or_resume(location, manifest, resources)
+    for split in SPLITS:
+        output, _ = teacher_rows(split)
+        values = dict(codec.encode(output, manifest.seed, known))
+        values |= {"token_log_probs": output.token_log_probs, "tokens": output.tokens}
+        for shard in writer.shards(split):
+            arrays = {
+                name: np.zeros((shard.num_rows, LENGTH, *spec.trailing_shape), spec.dtype)
+                for name, spec in manifest.all_arrays.items()
+            }
+            for name, value in values.items():
+                arrays[name][:, 1:] = value[shard.start : shard.stop].numpy()
+            writer.write(shard, arrays)
+    return ShardStore.open(location)

@@ -3,31 +3,110 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
+from scipy.stats import chisquare, expon, ks_2samp, kstest
 from torch import Tensor
 
 from shards.codec import registry
 from shards.codec.full import FullCodec, frozen_posterior, round_down_to_half
 from shards.codec.ids import from_planes, most_probable_tokens
 from shards.codec.posterior import PosteriorCodec
-from shards.codec.protocol import PART_ELEMENTS, Codec, TeacherOutput
+from shards.codec.protocol import PART_ELEMENTS, Codec, TeacherOutput, position_keys
 from shards.codec.quantized import QuantizedCodec
 from shards.codec.registry import CODECS, make_codec
+from shards.codec.seeded import SeededCodec, ShiftedNoise, ShiftScale, _codes
+from shards.codec.topk import TopKCodec
 from shards.errors import GdistillError, UsageError
+from shards.noise import order_statistics as statistics
+from shards.noise import philox
 from shards.noise.gumbel import gumbel_argmax
-from shards.noise.kinds import KeyedPosterior, dense_arrivals
+from shards.noise.kinds import KeyedPosterior, KeyedPrior, Noise, dense_arrivals
+from shards.noise.philox import PositionKeys
 from shards.store.writer import ShardWriter
 from shards.testing import check_codec
-from tests.shards.codec_cases import SEED, decode, flat_log_probs, teacher_output
 from tests.shards.store_cases import make_arrays, make_manifest
 
+Arrays = dict[str, Tensor]
+SEED = 1234
 AGREEMENT = {"posterior": 0.99, "hidden": 0.95, "topk": 0.0}
+
+
+def teacher_output(
+    shape: tuple[int, int, int] = (6, 20, 90), spread: float = 3.0, width: int = 0, seed: int = 0
+) -> tuple[TeacherOutput, Arrays]:
+    """A random teacher whose tokens were drawn from it, and the resources of its store.
+
+    ``shape``: rows, tokens of each, vocabulary; ``width``: of its hidden states, if it has any.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    unigram = (torch.randn(shape[2], generator=generator) * spread / 2).log_softmax(-1)
+    known, hidden = {"unigram_log_probs": unigram}, None
+    if width:
+        hidden = torch.randn(*shape[:2], width, generator=generator)
+        head = torch.randn(shape[2], width, generator=generator) * spread
+        known["lm_head"] = head / width**0.5
+        logits = hidden @ known["lm_head"].T
+    else:
+        logits = unigram + torch.randn(shape, generator=generator) * spread
+    log_probs = logits.log_softmax(-1)
+    flat = log_probs.flatten(0, 1).exp()
+    tokens = torch.multinomial(flat, 1, generator=generator).view(shape[:2])
+    return TeacherOutput(log_probs, tokens, torch.arange(shape[0]) + 3, hidden), known
+
+
+def flat_log_probs(output: TeacherOutput) -> Tensor:
+    """[n, V] log-probabilities of all positions."""
+    return output.log_probs.flatten(0, 1)
+
+
+def of_tokens(values: Tensor, output: TeacherOutput) -> Tensor:
+    """[n] the entries of [n, V] that belong to the tokens."""
+    return values.gather(1, output.tokens.flatten()[:, None]).squeeze(1)
+
+
+def exact_gumbels(output: TeacherOutput) -> Tensor:
+    """[n, V] the draw that codecs of a frozen draw keep."""
+    return frozen_posterior(output, SEED).gumbels()
+
+
+def decode(
+    codec: Codec, output: TeacherOutput, known: Arrays, draw: int = 0, arrays: Arrays | None = None
+) -> Noise:
+    """Encode, check against the declared arrays, decode all positions."""
+    arrays = arrays or codec.encode(output, SEED, known)
+    hidden_size = None if output.hidden is None else output.hidden.shape[-1]
+    specs = codec.array_specs(output.log_probs.shape[-1], hidden_size)
+    assert set(specs) == set(arrays)
+    for name, spec in specs.items():
+        assert arrays[name].shape == (*output.tokens.shape, *spec.trailing_shape), name
+        assert str(arrays[name].dtype).removeprefix("torch.") == spec.dtype, name
+    flat = {name: array.flatten(0, 1) for name, array in arrays.items()}
+    keys = position_keys(output, SEED, draw)
+    assert isinstance(keys, PositionKeys)
+    own = of_tokens(flat_log_probs(output), output)
+    return codec.decode(flat, output.tokens.flatten(), own, keys, known)
+
+
+def probabilities(noise: Noise) -> Tensor:
+    """[n, V] the distribution of noise that is drawn anew; it is normalised."""
+    assert isinstance(noise, KeyedPosterior)
+    probs = noise.probabilities.tile(0, noise.vocab_size)
+    torch.testing.assert_close(probs.sum(1), torch.ones(len(probs)), rtol=0, atol=2e-3)
+    return probs
+
+
+def assert_same_law(left: Tensor, right: Tensor) -> None:
+    assert ks_2samp(left.numpy(), right.numpy()).pvalue > 1e-4
+
+
+def assert_uniform(counts: Tensor) -> None:
+    assert chisquare(counts.numpy()).pvalue > 1e-4
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -37,14 +116,12 @@ def test_our_codecs_pass_the_kit(name: str) -> None:
     assert isinstance(codec, Codec) and codec.name == name
 
 
-@dataclass(frozen=True)
 class Redrawing(FullCodec):
     """Says that it is fresh, and is not."""
 
     is_fresh = True
 
 
-@dataclass(frozen=True)
 class Undeclared(FullCodec):
     """Keeps an array that it does not declare."""
 
@@ -52,7 +129,6 @@ class Undeclared(FullCodec):
         return {**super().encode(output, seed, resources), "more": output.tokens}
 
 
-@dataclass(frozen=True)
 class Batchwise(FullCodec):
     """Encodes a row by its place in the batch."""
 
@@ -114,7 +190,7 @@ def test_parts_and_batches_do_not_show(name: str, monkeypatch: pytest.MonkeyPatc
 def test_the_token_stays_the_argmax_of_what_is_stored(name: str, parameters: dict) -> None:
     """Entries that rounding would lift past the token are rounded down."""
     for seed in range(3):
-        output, resources = teacher_output(100, 30, 60, spread=1.0, seed=seed)
+        output, resources = teacher_output((100, 30, 60), spread=1.0, seed=seed)
         noise = decode(make_codec(name, **parameters), output, resources)
         scores = flat_log_probs(output).double() + noise.gumbels().double()
         assert torch.equal(scores.argmax(1), output.tokens.flatten())
@@ -125,15 +201,10 @@ def test_the_token_stays_the_argmax_of_what_is_stored(name: str, parameters: dic
 
 def test_every_entry_is_the_posterior_draw_rounded() -> None:
     output, resources = teacher_output()
-    decoded = decode(make_codec("full"), output, resources).gumbels()
-    exact = frozen_posterior(output, SEED).gumbels()
+    decoded, exact = decode(make_codec("full"), output, resources).gumbels(), exact_gumbels(output)
     # Half precision has 11 significant bits; a rounding down doubles the largest error.
     assert bool(((decoded - exact).abs() <= exact.abs() * 2.0**-10 + 1e-6).all())
-    tokens = output.tokens.flatten()[:, None]
-    torch.testing.assert_close(decoded.gather(1, tokens), exact.gather(1, tokens))
-
-
-def test_round_down_to_half() -> None:
+    torch.testing.assert_close(of_tokens(decoded, output), of_tokens(exact, output))
     values = torch.cat([torch.randn(10_000) * 10, torch.tensor([1e-9, -1e-9, 0.0, 2.0])])
     rounded = round_down_to_half(values).float()
     assert bool((rounded <= values).all())
@@ -143,16 +214,15 @@ def test_round_down_to_half() -> None:
 @pytest.mark.parametrize("vocab_size", [90, 91])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_error_is_half_a_level(bits: Literal[4, 8], vocab_size: int) -> None:
-    output, resources = teacher_output(vocab_size=vocab_size)
+    output, resources = teacher_output((6, 20, vocab_size))
     codec = QuantizedCodec(bits)
     arrays = codec.encode(output, SEED, resources)
     noise = decode(codec, output, resources, arrays=arrays)
-    decoded, exact = noise.gumbels(), frozen_posterior(output, SEED).gumbels()
+    decoded, exact = noise.gumbels(), exact_gumbels(output)
     levels = (decoded - exact).abs() / arrays["spacing"].flatten()[:, None]
     assert float((levels <= 0.5001).float().mean()) > 0.99
     assert float(levels.max()) <= 1.0001
-    own = output.tokens.flatten()[:, None]
-    torch.testing.assert_close(decoded.gather(1, own), exact.gather(1, own))
+    torch.testing.assert_close(of_tokens(decoded, output), of_tokens(exact, output))
     for start, stop in [(0, 7), (7, 12), (13, vocab_size)]:
         assert torch.equal(noise.tile(start, stop), dense_arrivals(noise)[:, start:stop])
 
@@ -163,25 +233,20 @@ def test_error_is_half_a_level(bits: Literal[4, 8], vocab_size: int) -> None:
 @pytest.mark.parametrize("kept", [1, 8, 90, 1000])
 def test_the_stored_distribution_is_normalised_and_keeps_the_token(kept: int) -> None:
     output, resources = teacher_output()
-    noise = decode(make_codec("posterior", num_entries=kept), output, resources)
-    assert isinstance(noise, KeyedPosterior)
-    probs = noise.probabilities.tile(0, noise.vocab_size)
-    torch.testing.assert_close(probs.sum(1), torch.ones(len(probs)), rtol=0, atol=2e-3)
+    probs = probabilities(decode(make_codec("posterior", num_entries=kept), output, resources))
     exact = flat_log_probs(output).exp()
-    own = output.tokens.flatten()[:, None]
-    torch.testing.assert_close(probs.gather(1, own), exact.gather(1, own))
+    torch.testing.assert_close(of_tokens(probs, output), of_tokens(exact, output))
 
 
 def test_agreement_is_one_over_one_plus_the_total_variation() -> None:
-    output, resources = teacher_output(60, 60, 40, spread=2.0)
+    output, resources = teacher_output((60, 60, 40), spread=2.0)
     codec = make_codec("posterior", num_entries=4)
     wins = []
     for draw in range(1, 5):
         noise = decode(codec, output, resources, draw)
         chosen = gumbel_argmax(flat_log_probs(output), dense_arrivals(noise))
         wins.append(chosen == output.tokens.flatten())
-    assert isinstance(noise, KeyedPosterior)
-    missing = (flat_log_probs(output).exp() - noise.probabilities.tile(0, 40)).clamp(min=0).sum(1)
+    missing = (flat_log_probs(output).exp() - probabilities(noise)).clamp(min=0).sum(1)
     expected = float((1 / (1 + missing)).mean())
     agreement = torch.stack(wins).float()
     sigma = float(agreement.std()) / agreement.numel() ** 0.5
@@ -204,7 +269,7 @@ def test_every_listed_probability_is_within_half_a_step_the_least_included() -> 
 KEPT = 8
 
 
-def scored(num: int) -> tuple[TeacherOutput, dict[str, Tensor], tuple[Tensor, ...]]:
+def scored(num: int) -> tuple[TeacherOutput, Arrays, tuple[Tensor, ...]]:
     """A teacher's output, resources, and its ``num`` most probable tokens as engines give them."""
     drawn = torch.Generator().manual_seed(3)
     logits = torch.randn(1, 6, 40, generator=drawn) * 2
@@ -221,11 +286,11 @@ def test_the_arrays_of_the_most_probable_tokens_are_those_of_the_distribution() 
     whole = codec.encode(output, 0, resources)
     found = codec.encode_likeliest(*given, resources)
     assert found.keys() == whole.keys()
+    # The tail is a difference here, a sum there.
+    tails = found.pop("tail_log_mass"), whole.pop("tail_log_mass")[0]
+    torch.testing.assert_close(*tails, atol=2e-3, rtol=2e-3)
     for name in found:
-        if name == "tail_log_mass":  # a difference here, a sum there
-            torch.testing.assert_close(found[name], whole[name][0], atol=2e-3, rtol=2e-3)
-        else:
-            assert torch.equal(found[name], whole[name][0]), name
+        assert torch.equal(found[name], whole[name][0]), name
 
 
 def test_fewer_known_tokens_leave_their_mass_to_the_tail() -> None:
@@ -265,17 +330,14 @@ def test_values_and_ids_are_those_of_topk(vocab_size: int, num_entries: int) -> 
     assert ids.dtype == torch.int64 and torch.equal(ids, expected_ids)
 
 
-@pytest.mark.parametrize("vocab_size", [40, 4096])
-def test_equal_probabilities_give_distinct_ids(vocab_size: int) -> None:
-    log_probs = torch.zeros(3, vocab_size)
-    log_probs[:, vocab_size // 2] = 1.0
-    values, ids = most_probable_tokens(log_probs, 10)
-    assert values.tolist() == [[1.0] + [0.0] * 9] * 3
-    assert ids[:, 0].tolist() == [vocab_size // 2] * 3
-    assert all(len(set(row)) == 10 for row in ids.tolist())
-
-
-def test_the_largest_of_one_block_are_all_found() -> None:
+def test_equal_probabilities_give_distinct_ids_and_all_of_one_block_are_found() -> None:
+    for vocab_size in (40, 4096):
+        log_probs = torch.zeros(3, vocab_size)
+        log_probs[:, vocab_size // 2] = 1.0
+        values, ids = most_probable_tokens(log_probs, 10)
+        assert values.tolist() == [[1.0] + [0.0] * 9] * 3
+        assert ids[:, 0].tolist() == [vocab_size // 2] * 3
+        assert all(len(set(row)) == 10 for row in ids.tolist())
     log_probs, stride = torch.zeros(1, 4096), 4096 // 8  # block b holds ids b, b + 512, ...
     log_probs[0, 3::stride] = torch.arange(8, 0, -1.0)
     values, ids = most_probable_tokens(log_probs, 8)
@@ -288,53 +350,46 @@ def test_the_largest_of_one_block_are_all_found() -> None:
 
 @pytest.mark.parametrize(("dtype", "variation"), [("int8", 0.02), ("float16", 1e-3)])
 def test_the_distribution_is_rebuilt(dtype: str, variation: float) -> None:
-    output, resources = teacher_output(vocab_size=300, hidden_size=32)
+    output, resources = teacher_output((6, 20, 300), width=32)
     noise = decode(make_codec("hidden", dtype=dtype), output, resources, draw=1)
-    assert isinstance(noise, KeyedPosterior)
-    probs = noise.probabilities.tile(0, 300)
-    torch.testing.assert_close(probs.sum(1), torch.ones(len(probs)), rtol=0, atol=2e-3)
-    distance = (probs - flat_log_probs(output).exp()).clamp(min=0).sum(1).mean()
+    distance = (probabilities(noise) - flat_log_probs(output).exp()).clamp(min=0).sum(1).mean()
     assert float(distance) < variation
     wins = gumbel_argmax(flat_log_probs(output), dense_arrivals(noise)) == output.tokens.flatten()
     assert float(wins.float().mean()) > 1 - 4 * variation
 
 
+def with_log_probs(output: TeacherOutput, logits: Tensor) -> TeacherOutput:
+    """The same rows and hidden states, other logits."""
+    return TeacherOutput(logits.log_softmax(-1), output.tokens, output.rows, output.hidden)
+
+
 def test_a_bias_is_used() -> None:
-    output, resources = teacher_output(vocab_size=80, hidden_size=16)
+    output, resources = teacher_output((6, 20, 80), width=16)
     bias = torch.linspace(-3, 3, 80)
-    log_probs = (output.log_probs + bias).log_softmax(-1)
-    biased = TeacherOutput(log_probs, output.tokens, output.rows, output.hidden)
+    biased = with_log_probs(output, output.log_probs + bias)
     noise = decode(make_codec("hidden"), biased, {**resources, "lm_head_bias": bias})
-    assert isinstance(noise, KeyedPosterior)
-    distance = (noise.probabilities.tile(0, 80) - flat_log_probs(biased).exp()).abs().sum(1)
+    distance = (probabilities(noise) - flat_log_probs(biased).exp()).abs().sum(1)
     assert float(distance.mean()) < 0.04
 
 
-def test_a_head_that_is_not_linear_is_refused() -> None:
-    output, resources = teacher_output(vocab_size=80, hidden_size=16)
-    capped = (torch.tanh(output.log_probs / 3) * 3).log_softmax(-1)
-    wrong = TeacherOutput(capped, output.tokens, output.rows, output.hidden)
+def test_logits_that_the_head_does_not_give_are_refused() -> None:
+    output, resources = teacher_output((6, 20, 80), width=16)
+    wrong = with_log_probs(output, torch.tanh(output.log_probs / 3) * 3)
     with pytest.raises(GdistillError, match="posterior"):
         make_codec("hidden").encode(wrong, SEED, resources)
     with pytest.raises(GdistillError, match="does not fit"):
         make_codec("hidden").encode(output, SEED, {**resources, "lm_head": torch.ones(80, 8)})
     with pytest.raises(UsageError, match="hidden states"):
         make_codec("hidden").encode(teacher_output()[0], SEED, resources)
-
-
-@pytest.mark.parametrize(("nats", "refused"), [(0.02, False), (0.3, True)])
-def test_logits_may_be_off_by_rounding_only(nats: float, refused: bool) -> None:
-    """One of the most probable tokens differs from what the head gives, by so many nats."""
-    output, resources = teacher_output(vocab_size=80, hidden_size=16)
-    best = output.log_probs.argmax(-1, keepdim=True)
-    log_probs = output.log_probs.scatter_add(-1, best, torch.full(best.shape, nats))
-    off = TeacherOutput(log_probs.log_softmax(-1), output.tokens, output.rows, output.hidden)
-    codec = make_codec("hidden", dtype="float16")
-    if not refused:
-        codec.encode(off, SEED, resources)
-        return
+    # One of the most probable tokens may be off by so many nats as rounding takes.
+    best, codec = output.log_probs.argmax(-1, keepdim=True), make_codec("hidden", dtype="float16")
+    near, far = (
+        with_log_probs(output, output.log_probs.scatter_add(-1, best, torch.full(best.shape, nats)))
+        for nats in (0.02, 0.3)
+    )
+    codec.encode(near, SEED, resources)
     with pytest.raises(GdistillError, match="off by"):
-        codec.encode(off, SEED, resources)
+        codec.encode(far, SEED, resources)
 
 
 def test_a_hidden_state_too_large_for_half_precision_is_not_stored(tmp_path: Path) -> None:
@@ -349,3 +404,270 @@ def test_a_hidden_state_too_large_for_half_precision_is_not_stored(tmp_path: Pat
     arrays["hidden"] = codec._round(hidden.flatten(0, 1))["hidden"].view(hidden.shape).numpy()
     with pytest.raises(GdistillError, match=r"hidden.*train row 10, position 3.*inf.*dtype"):
         writer.write(shard, arrays)
+
+
+# seeded: every entry within eps, few entries, the token still first.
+
+TOLERANCES = [0.001, 0.01, 0.1, 0.5]
+
+
+@pytest.mark.parametrize(("tolerance", "spread"), product(TOLERANCES, [0.1, 3.0]))
+def test_every_entry_is_within_the_tolerance(tolerance: float, spread: float) -> None:
+    output, resources = teacher_output((20, 30, 300), spread=spread)
+    codec = SeededCodec(tolerance_nats=tolerance, max_entries=300)
+    noise = decode(codec, output, resources, draw=5)
+    errors = noise.gumbels().double() - exact_gumbels(output).double()
+    assert float(errors.abs().max()) <= tolerance
+    chosen = gumbel_argmax(flat_log_probs(output), dense_arrivals(noise))
+    assert torch.equal(chosen, output.tokens.flatten())
+
+
+@pytest.mark.parametrize("tolerance", [0.01, 0.1])
+def test_number_of_entries_is_at_or_below_its_bound(tolerance: float) -> None:
+    output, resources = teacher_output((60, 50, 500), spread=2.0)
+    codec = SeededCodec(tolerance_nats=tolerance, max_entries=500)
+    arrays = codec.encode(output, SEED, resources)
+    stored = (from_planes("shift_gap", arrays, 500) > 0).sum(-1).flatten().double()
+    probs = flat_log_probs(output).exp().double()
+    bound = (probs / (probs + math.expm1(tolerance))).sum(1)
+    assert bool((bound <= 1 / math.expm1(tolerance)).all())
+    # Conditional on p the counts are independent: the mean may exceed its expectation by chance.
+    sigma = float((stored - bound).std()) / math.sqrt(len(stored))
+    assert float(stored.mean()) <= float(bound.mean()) + 3 * sigma
+    # The bound is tight but for the token's own entry, which is never stored.
+    own = of_tokens(probs, output)
+    expected = bound - own / (own + math.expm1(tolerance))
+    assert abs(float((stored - expected).mean())) < 4.5 * sigma + 2e-3 * float(expected.mean())
+
+
+@pytest.mark.parametrize(("tolerance", "least"), [(0.003, 57), (0.01, 100), (0.3, 57)])
+@pytest.mark.parametrize("spread", [0.1, 1.0])
+def test_coarsened_positions_keep_the_token_first(
+    tolerance: float, least: int, spread: float
+) -> None:
+    output, resources = teacher_output((20, 60, 2000), spread=spread)
+    codec = SeededCodec(tolerance_nats=tolerance, max_entries=least)
+    arrays = codec.encode(output, SEED, resources)
+    gumbels = decode(codec, output, resources, arrays=arrays).gumbels().double()
+    level = arrays["coarsening"].flatten().long()
+    assert tolerance > 0.2 or bool((level > 0).any())
+    allowed = (tolerance * torch.exp2((level % 128).double())).clamp(max=0.5)
+    errors = gumbels - exact_gumbels(output).double()
+    assert bool((errors.abs().amax(1) <= allowed).all())
+    chosen = (flat_log_probs(output).double() + gumbels).argmax(1)
+    assert torch.equal(chosen, output.tokens.flatten())
+
+
+def test_positions_coarsened_by_an_older_version_are_read() -> None:
+    """There a code stood for 2^c times the shift that it stands for at eps."""
+    output, resources = teacher_output((4, 10, 300), spread=1.0)
+    codec = SeededCodec(tolerance_nats=0.01)
+    arrays = codec.encode(output, SEED, resources)
+    plain = decode(codec, output, resources, arrays=arrays)
+    arrays["coarsening"] = torch.full_like(arrays["coarsening"], 2)
+    older = decode(codec, output, resources, arrays=arrays)
+    assert isinstance(plain, ShiftedNoise) and isinstance(older, ShiftedNoise)
+    used = plain.factors.used
+    shifts, theirs = (n.factors.values[used].log() for n in (plain, older))
+    torch.testing.assert_close(theirs[shifts < 5], 4 * shifts[shifts < 5], rtol=1e-5, atol=1e-5)
+
+
+def test_the_default_slots_hold_every_distribution_and_too_few_are_refused() -> None:
+    # Uniform is the worst case; of 4,000 positions one has E_0 near 8. Five times the expected
+    # number of entries, 1 / (e^eps - 1), would overflow at about one position in 150.
+    tolerance, vocab_size = 0.1, 4000
+    codec = SeededCodec(tolerance_nats=tolerance)
+    output, resources = teacher_output((40, 101, vocab_size), spread=0.0)
+    arrays = codec.encode(output, SEED, resources)
+    stored = (from_planes("shift_gap", arrays, vocab_size) > 0).sum(-1)
+    assert int((stored > 5.2 / math.expm1(tolerance)).sum()) > 10
+    assert int(arrays["coarsening"].max()) == 0
+    slots = codec.array_specs(vocab_size, None)["shift_gap_byte0"].trailing_shape[0]
+    assert int(stored.max()) < slots
+    with pytest.raises(UsageError, match=r"max_entries.*57"):
+        make_codec("seeded", max_entries=4).array_specs(300, None)
+    assert make_codec("seeded", max_entries=4).array_specs(4, None)
+
+
+def stored_shifts(scale: ShiftScale, shifts: Tensor) -> Tensor:
+    """Shifts in nats as they come back from their codes."""
+    codes = _codes(shifts, scale.unit, scale.num_nearest, scale.max_code)
+    plain = torch.zeros(1, dtype=torch.uint8)
+    return SeededCodec(scale.tolerance_nats)._shifts(codes[None], plain)[0]
+
+
+@pytest.mark.parametrize("tolerance", TOLERANCES)
+def test_shift_codes(tolerance: float) -> None:
+    scale = ShiftScale(tolerance)
+    shifts = torch.linspace(0, 25.9, 200_001, dtype=torch.float64)
+    decoded = stored_shifts(scale, shifts)
+    assert float((decoded - shifts).abs().max()) <= tolerance
+    # Lowering a shift by d passes the token when d > -log(1 - e^-s).
+    lowered = shifts - decoded
+    assert bool((lowered <= -torch.log(-torch.expm1(-shifts)))[1:].all())
+    # Above the nearest region a factor may not fall below the exact one, not by a rounding.
+    multiples = torch.arange(2 * scale.num_nearest + 1, int(20 / scale.unit))
+    exact = scale.unit * multiples.double()
+    for shifts in (exact, exact * (1 - 1e-9), exact * (1 + 1e-9)):
+        factors = stored_shifts(scale, shifts).exp().float()
+        assert bool((factors.double() > shifts.exp() * (1 + 1e-7)).all())
+
+
+@pytest.mark.parametrize("max_entries", [None, 1900])
+def test_more_entries_than_the_slots_are_held_at_twice_the_tolerance(
+    max_entries: int | None,
+) -> None:
+    """Shifts of 1.5 eps everywhere at one position of three: no distribution does that to V."""
+    codec, vocab_size = SeededCodec(tolerance_nats=0.01, max_entries=max_entries), 2500
+    num_slots = codec._num_slots(vocab_size)
+    assert num_slots < vocab_size
+    prior = torch.ones(3, vocab_size)
+    waits = torch.full_like(prior, 1e-6)
+    waits[1] = math.expm1(0.015)
+    assert codec._coarsening(waits, prior).tolist() == [0, 1, 0]
+    small = torch.ones(3, num_slots)
+    assert codec._coarsening(waits[:, :num_slots], small).tolist() == [0, 0, 0]
+
+
+# topk: training noise and sampling noise are cut alike, in O(k).
+
+
+def keys(num: int, seed: int = 3) -> PositionKeys:
+    return PositionKeys(seed, torch.arange(num), torch.ones(num, dtype=torch.int64))
+
+
+def exponentials(num: int, vocab_size: int, seed: int = 1) -> Tensor:
+    return dense_arrivals(KeyedPrior(keys(num, seed), vocab_size))
+
+
+@pytest.mark.parametrize("kept", [1, 7, 90, 500])
+def test_the_largest_entries_are_kept_and_the_others_weighed(kept: int) -> None:
+    output, resources = teacher_output()
+    noise = decode(TopKCodec(kept), output, resources)
+    assert isinstance(noise, statistics.SparseNoise)
+    exact = dense_arrivals(frozen_posterior(output, SEED))
+    expected = statistics.keep_first(exact, min(kept, 90))
+    assert torch.equal(noise.ids.sort(1).values, expected.ids.sort(1).values)
+    cut = dense_arrivals(noise)
+    assert bool((torch.isfinite(cut).sum(1) == min(kept, 90)).all())
+    torch.testing.assert_close(cut[cut < torch.inf], exact[cut < torch.inf], rtol=1e-2, atol=0)
+    total = exact.reciprocal().sum(1)
+    known = torch.where(cut < torch.inf, exact.reciprocal(), 0).sum(1)
+    torch.testing.assert_close(noise.rest_rate, total - known, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("vocab_size", "kept"), [(3000, 5), (3000, 64)])
+def test_order_statistics_have_the_law_of_the_dense_draw(vocab_size: int, kept: int) -> None:
+    sparse = statistics.first_arrivals_of(keys(3000), vocab_size, kept)
+    dense = statistics.keep_first(exponentials(3000, vocab_size), kept)
+    assert bool((sparse.arrivals.diff(dim=1) > 0).all())
+    for rank in {0, 1, kept // 2, kept - 1}:
+        assert_same_law(sparse.arrivals[:, rank], dense.arrivals[:, rank])
+    assert_same_law(sparse.rest_rate, dense.rest_rate)
+    # The rest given the last kept arrival, not only on its own: the ratio to its mean.
+    means = [statistics.mean_rate(n.arrivals[:, -1].double()) for n in (sparse, dense)]
+    ratios = [n.rest_rate / mean for n, mean in zip((sparse, dense), means, strict=True)]
+    assert_same_law(*ratios)
+
+
+def test_gaps_are_exponential_and_independent() -> None:
+    noise = statistics.first_arrivals_of(keys(20_000), 5000, 4)
+    arrivals = torch.cat([torch.zeros(20_000, 1), noise.arrivals], dim=1).double()
+    gaps = arrivals.diff(dim=1) * torch.arange(5000, 4996, -1)
+    assert kstest(gaps.flatten().numpy(), expon.cdf).pvalue > 1e-4
+    correlation = torch.corrcoef((-gaps).exp().T)[~torch.eye(4, dtype=torch.bool)]
+    assert float(correlation.abs().max()) < 4.5 / math.sqrt(20_000)
+
+
+def test_ids_are_distinct_and_uniform_in_every_rank() -> None:
+    ids = statistics.distinct_ids(keys(40_000), 40, 10)
+    assert bool((ids.sort(1).values.diff(dim=1) > 0).all())
+    for rank in (0, 4, 9):
+        assert_uniform(torch.bincount(ids[:, rank], minlength=40))
+    pairs = torch.bincount(ids[:, 0] * 40 + ids[:, 9], minlength=1600).view(40, 40)
+    assert int(pairs.diagonal().sum()) == 0
+    assert_uniform(pairs[~torch.eye(40, dtype=torch.bool)])
+
+
+@pytest.mark.parametrize(("vocab_size", "kept"), [(6, 3), (6, 9), (5000, 2000), (5000, 16)])
+def test_keyed_per_position_and_not_by_batch(vocab_size: int, kept: int) -> None:
+    prior = TopKCodec(kept).prior(keys(50), vocab_size)
+    whole, part = prior.drawn, prior.select(torch.tensor([17])).drawn
+    assert whole.ids.shape == (50, min(kept, vocab_size))
+    for name in ("ids", "arrivals", "rest_rate"):
+        assert torch.equal(getattr(whole, name)[17:18], getattr(part, name)), name
+
+
+def test_work_does_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    plain = philox.philox4x32
+
+    def counting(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> object:
+        words = plain(counter, seed)
+        drawn.append(words[0].numel())
+        return words
+
+    monkeypatch.setattr(philox, "philox4x32", counting)
+    totals = []
+    for vocab_size in (50_257, 5_000_000):
+        drawn.clear()
+        statistics.first_arrivals_of(keys(8), vocab_size, 32)
+        totals.append(sum(drawn))
+    assert totals[0] == totals[1] < 8 * 64
+
+
+def test_posterior_noise_cut_is_prior_noise_cut() -> None:
+    """Tokens drawn from p: what training shows has the law of what sampling shows."""
+    output, resources = teacher_output((100, 40, 60), spread=2.0)
+    shown = decode(TopKCodec(8), output, resources)
+    drawn = TopKCodec(8).prior(keys(4000), 60).drawn
+    assert isinstance(shown, statistics.SparseNoise)
+    assert_same_law(shown.rest_rate, drawn.rest_rate)
+    for rank in (0, 7):
+        assert_same_law(shown.arrivals.sort(1).values[:, rank], drawn.arrivals[:, rank])
+    assert_uniform(torch.bincount(shown.ids.flatten(), minlength=60))
+
+
+def test_mean_rate_by_quadrature() -> None:
+    x = torch.tensor([0.01, 0.3, 1.0], dtype=torch.float64)
+    t = torch.linspace(-12, 6, 200_001, dtype=torch.float64).exp()
+    for value, got in zip(x, statistics.mean_rate(x), strict=True):
+        expected = torch.trapezoid((-t).exp() / (value + t), t)
+        assert float(expected) == pytest.approx(float(got), rel=1e-3)
+
+
+def test_rest_rate_is_a_quantile_function() -> None:
+    """A larger normal variate is a larger rate, and the rate at 0 is near the median."""
+    after = torch.tensor([0.01, 0.1, 0.8], dtype=torch.float64)
+    normals = torch.linspace(-4, 4, 81, dtype=torch.float64)
+    rates = torch.stack([statistics.rest_rate(after, 3000, z.expand(3)) for z in normals])
+    assert bool((rates.diff(dim=0) > 0).all())
+    drawn = exponentials(2000, 3000, seed=4).double()
+    for column, f in enumerate(after):
+        exact = (f + drawn).reciprocal().sum(1)
+        for z, share in ((-1.0, 0.158655), (0.0, 0.5), (1.0, 0.841345)):
+            below = float((exact < rates[(normals - z).abs().argmin(), column]).double().mean())
+            assert abs(below - share) < 4.5 * math.sqrt(share * (1 - share) / 2000)
+
+
+def test_arrivals_say_nothing_of_ids() -> None:
+    """Gaps, ids and the rest are drawn from streams of their own."""
+    num = 20_000
+    noise = statistics.first_arrivals_of(keys(num), 5000, 3)
+    columns = [*noise.ids.T.double(), *noise.arrivals.T.double().neg().exp()]
+    correlation = torch.corrcoef(torch.stack([*columns, noise.rest_rate.double()]))
+    ids_by_others = correlation[:3, 3:]
+    assert float(ids_by_others.abs().max()) < 4.5 / math.sqrt(num)
+
+
+def test_the_token_is_known_apart_from_what_a_student_is_shown() -> None:
+    """Also one so unlikely that its arrival time is no float32."""
+    output, resources = teacher_output((1, 3, 90))
+    output.log_probs[0, :, 7] = torch.tensor([-10.0, -95.0, -600.0])
+    output = TeacherOutput(output.log_probs, torch.full((1, 3), 7), output.rows)
+    noise = decode(make_codec("topk", num_entries=4), output, resources)
+    whole = frozen_posterior(output, SEED).token_gumbels
+    assert torch.equal(noise.gumbels()[:, 7], whole)
+    assert torch.equal(noise.select(slice(1, 3)).gumbels(5, 9)[:, 2], whole[1:])
+    shown = torch.isfinite(dense_arrivals(noise)).sum(1)
+    assert shown.tolist() == [4, 4, 4] and bool((noise.gumbels() > -torch.inf).sum(1).le(5).all())

@@ -35,12 +35,9 @@ def test_every_row_once(num_rows: int, rows_per_chunk: int, lanes: int, seed: in
 
 def test_frozen_orders() -> None:
     # A change of these numbers breaks every saved training state.
-    assert rows_of(LaneOrder(12, 3, 7, 0, 2), 12).tolist() == LANES_OF_TWO
-    assert rows_of(WholeOrder(8, 3, 7, 0), 8).tolist() == WHOLE
-
-
-LANES_OF_TWO = [5, 7, 3, 8, 4, 6, 11, 0, 9, 2, 10, 1]
-WHOLE = [5, 2, 7, 3, 0, 6, 4, 1]
+    lanes = [5, 7, 3, 8, 4, 6, 11, 0, 9, 2, 10, 1]
+    assert rows_of(LaneOrder(12, 3, 7, 0, 2), 12).tolist() == lanes
+    assert rows_of(WholeOrder(8, 3, 7, 0), 8).tolist() == [5, 2, 7, 3, 0, 6, 4, 1]
 
 
 def test_lanes_go_through_their_chunks_one_by_one() -> None:
@@ -68,19 +65,15 @@ def test_epoch_and_seed_move_the_chunks_and_the_rows_in_them(lanes: int) -> None
         assert np.mean(inside[0] == inside[1]) < 0.25
 
 
-@pytest.mark.parametrize(("num_rows", "lanes"), [(1000, 4), (1024, 16), (1021, 7)])
-def test_any_positions_in_any_grouping(num_rows: int, lanes: int) -> None:
-    order = LaneOrder(num_rows, 8, 1, 0, lanes)
-    whole, asked = rows_of(order, num_rows), np.random.default_rng(0).permutation(num_rows)
-    assert np.array_equal(order.locate(asked)[0], whole[asked])
-    assert np.array_equal(
-        np.concatenate([order.locate(part)[0] for part in np.array_split(asked, 9)]), whole[asked]
-    )
-
-
 @pytest.mark.parametrize(("num_rows", "lanes"), [(1000, 4), (1024, 16), (1021, 7), (50, 50)])
-def test_last_need_is_the_last_position_of_a_run_of_a_chunk(num_rows: int, lanes: int) -> None:
-    rows, last = LaneOrder(num_rows, 8, 1, 0, lanes).locate(np.arange(num_rows))
+def test_any_positions_in_any_grouping_and_their_last_need(num_rows: int, lanes: int) -> None:
+    """The last position of a run of a chunk is the one that needs it last."""
+    order = LaneOrder(num_rows, 8, 1, 0, lanes)
+    asked = np.random.default_rng(0).permutation(num_rows)
+    rows, last = order.locate(np.arange(num_rows))
+    assert np.array_equal(order.locate(asked)[0], rows[asked])
+    parts = [order.locate(part)[0] for part in np.array_split(asked, 9)]
+    assert np.array_equal(np.concatenate(parts), rows[asked])
     for lane in range(lanes):
         chunks, needs = rows[lane::lanes] // 8, last[lane::lanes]
         for i, (chunk, need) in enumerate(zip(chunks, needs, strict=True)):
@@ -90,30 +83,23 @@ def test_last_need_is_the_last_position_of_a_run_of_a_chunk(num_rows: int, lanes
             assert need == end * lanes + lane
 
 
-def reads_per_chunk(num_chunks: int, rows_per_chunk: int, batch: int, world: int) -> float:
-    """Of all ranks over one epoch, each keeping a chunk until its last need."""
-    num_rows = num_chunks * rows_per_chunk
-    lanes = lanes_for(num_chunks, 1 << 20, batch)
-    order = LaneOrder(num_rows, rows_per_chunk, 3, 0, lanes)
-    end = num_rows // batch * batch
-    reads = 0
-    owner = np.empty(end, dtype=np.int64)
-    for start in range(0, end, batch):
-        for rank in range(world):
-            owner[order.positions_of_rank(start, start + batch, rank, world)] = rank
-    rows, last = order.locate(np.arange(end))
-    # A visit of a chunk by a lane ends at a position of its own; each rank in it reads it once.
-    visits = np.unique(np.stack([rows // rows_per_chunk, last, owner]), axis=1)
-    reads = visits.shape[1]
-    return reads / num_chunks
-
-
 @pytest.mark.parametrize("world", [1, 5, 7, 32, 48, 64, 96, 128, 331, 1021, 1024])
 def test_reads_per_chunk_whatever_the_world_size(world: int) -> None:
-    """A store of 48 million tokens and more: 12,288 chunks."""
+    """All ranks over one epoch, each keeping a chunk until its last need.
+
+    The store has 48 million tokens and more: 12,288 chunks of 4 rows.
+    """
     batch = world * max(1, 512 // world)
+    order = LaneOrder(12_288 * 4, 4, 3, 0, lanes_for(12_288, 1 << 20, batch))
+    owner = np.empty(12_288 * 4 // batch * batch, dtype=np.int64)
+    for start in range(0, len(owner), batch):
+        for rank in range(world):
+            owner[order.positions_of_rank(start, start + batch, rank, world)] = rank
+    rows, last = order.locate(np.arange(len(owner)))
+    # A visit of a chunk by a lane ends at a position of its own; each rank in it reads it once.
+    visits = np.unique(np.stack([rows // 4, last, owner]), axis=1)
     # A window below 1 GB holds fewer chunks of 1 MiB than the largest batches have rows.
-    assert reads_per_chunk(12_288, 4, batch, world) <= (1.1 if batch <= 896 else 3)
+    assert visits.shape[1] / 12_288 <= (1.1 if batch <= 896 else 3)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
@@ -140,7 +126,7 @@ def rank_correlation(left: np.ndarray, right: np.ndarray) -> float:
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
-def test_consecutive_rows_are_as_unrelated_as_in_a_full_permutation() -> None:
+def test_consecutive_rows_are_unrelated_and_a_batch_has_rows_of_as_many_chunks() -> None:
     num_rows = 48 * 64 * 16
     rows = rows_of(LaneOrder(num_rows, 16, 5, 0, 256), num_rows)
     # The coefficient of a random permutation has standard deviation 1 / sqrt(n - 1); whole chunks
@@ -148,12 +134,8 @@ def test_consecutive_rows_are_as_unrelated_as_in_a_full_permutation() -> None:
     bound = 5 / math.sqrt(num_rows) * math.sqrt(16)
     assert abs(rank_correlation(rows[:-1], rows[1:])) < bound
     assert abs(rank_correlation(np.arange(num_rows), rows)) < bound
-
-
-def test_rows_of_a_batch_come_from_chunks_of_their_own() -> None:
-    rows = rows_of(LaneOrder(48 * 64 * 16, 16, 5, 0, 256), 48 * 64 * 16)
-    batches = (rows // 16).reshape(-1, 256)
     # Two lanes may meet in the chunk that their border cuts.
+    batches = (rows // 16).reshape(-1, 256)
     assert np.mean([1 - len(np.unique(batch)) / 256 for batch in batches]) < 0.02
 
 
@@ -174,23 +156,18 @@ def test_chunks_are_opened_at_an_even_pace() -> None:
         *((384, 1, 512, 0), (384, 32, 512, 16), (1000, 1, 512, 512), (400, 1, 512, 256)),
     ],
 )
-def test_lanes_follow_batch_memory_and_size(
-    num_chunks: int, mib: int, batch: int, lanes: int
-) -> None:
+def test_lanes_follow_sizes(num_chunks: int, mib: int, batch: int, lanes: int) -> None:
     assert lanes_for(num_chunks, mib << 20, batch) == lanes
-
-
-VOCAB, TOKENS = 50_257, 1 << 23
 
 
 @pytest.mark.parametrize("batch", [64, 512])
 @pytest.mark.parametrize("length", [128, 256, 1024])
 @pytest.mark.parametrize("codec", CODECS)
 def test_few_rows_of_a_batch_share_a_chunk(codec: str, length: int, batch: int) -> None:
-    arrays = make_codec(codec).array_specs(VOCAB, 4096)
+    arrays = make_codec(codec).array_specs(50_257, 4096)
     per_chunk = rows_per_unit(length, arrays, StoreSettings())[0]
     chunk_bytes = per_chunk * length * bytes_per_token(arrays)
-    shuffling = shuffling_of(TOKENS // length, per_chunk, chunk_bytes, batch)
+    shuffling = shuffling_of((1 << 23) // length, per_chunk, chunk_bytes, batch)
     assert shuffling.shared_rows <= 0.2
     assert shuffling.window_bytes < 1e9
     assert shuffling.batch_bytes == batch * length * bytes_per_token(arrays)

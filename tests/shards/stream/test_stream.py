@@ -9,6 +9,8 @@ import sys
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count, product
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +18,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
+import shards
 from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.store.store import ShardStore
+from shards.stream.dataset import RowStream
 from shards.stream.stream import RowBatch, ShardStream, lanes_for
 from tests.shards.store_cases import write_store
+from tests.trainer.run_cases import write_store as write_trained_store
 
 
 class CountingReader:
@@ -46,35 +52,36 @@ def stream(reader: CountingReader, **options) -> ShardStream:
     return ShardStream(reader, **{"seed": 3, "global_batch_size": 12, **options})
 
 
-def assert_same(left: RowBatch, right: RowBatch) -> None:
-    assert torch.equal(left.row_ids, right.row_ids) and torch.equal(left.slots, right.slots)
-    assert (left.epoch, left.step) == (right.epoch, right.step)
-    assert left.arrays.keys() == right.arrays.keys()
-    for name, array in left.arrays.items():
-        assert torch.equal(array.long(), right.arrays[name].long())
+def rows_of(batches: Sequence[RowBatch]) -> list[int]:
+    return [row for batch in batches for row in batch.row_ids.tolist()]
 
 
-def global_batches(num_rows: int, world_size: int, num_workers: int, **options) -> list[list[int]]:
-    """Row ids of every global batch, put together from all ranks by their slots."""
-    options |= {"world_size": world_size, "num_workers": num_workers}
+def joined(parts: Sequence[RowBatch]) -> list[int]:
+    """Row ids of a global batch, put together from all ranks by their slots."""
+    slots = torch.cat([part.slots for part in parts])
+    assert sorted(slots.tolist()) == list(range(parts[0].num_global_rows))
+    return torch.cat([part.row_ids for part in parts])[slots.argsort()].tolist()
+
+
+def global_batches(num_rows: int, world_size: int, **options) -> list[list[int]]:
+    options |= {"world_size": world_size}
     ranks = [list(stream(CountingReader(num_rows), rank=r, **options)) for r in range(world_size)]
-    result = []
-    for parts in zip(*ranks, strict=True):
-        slots, rows = (torch.cat([getattr(p, n) for p in parts]) for n in ("slots", "row_ids"))
-        assert sorted(slots.tolist()) == list(range(parts[0].num_global_rows))
-        result.append(rows[slots.argsort()].tolist())
-    return result
+    return [joined(parts) for parts in zip(*ranks, strict=True)]
+
+
+def endless(one: ShardStream) -> Iterator[RowBatch]:
+    while True:
+        yield from one
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("num_rows", [50, 601])
 def test_global_batches_depend_on_nothing_but_the_seed(num_rows: int, shuffle: bool) -> None:
-    expected = global_batches(num_rows, 1, 0, shuffle=shuffle)
+    expected = global_batches(num_rows, 1, num_workers=0, shuffle=shuffle)
     assert len({row for batch in expected for row in batch}) == sum(map(len, expected))
-    for world_size in (1, 2, 4):
-        for num_workers in (0, 1, 3):
-            got = global_batches(num_rows, world_size, num_workers, shuffle=shuffle)
-            assert got == expected, (world_size, num_workers)
+    for world_size, num_workers in product((1, 2, 4), (0, 1, 3)):
+        got = global_batches(num_rows, world_size, num_workers=num_workers, shuffle=shuffle)
+        assert got == expected, (world_size, num_workers)
 
 
 def test_arrays_belong_to_their_rows() -> None:
@@ -91,14 +98,14 @@ def test_epochs_drop_the_ragged_end_and_differ() -> None:
     assert [len(epoch) for epoch in epochs] == [4, 4, 4] == [len(one)] * 3
     assert [b.step for epoch in epochs for b in epoch] == list(range(12))
     assert [b.epoch for epoch in epochs for b in epoch] == [0] * 4 + [1] * 4 + [2] * 4
-    dropped = [set(range(50)) - {r for b in e for r in b.row_ids.tolist()} for e in epochs]
+    dropped = [set(range(50)) - set(rows_of(epoch)) for epoch in epochs]
     assert all(len(rows) == 2 for rows in dropped) and dropped[0] != dropped[1]
 
 
 def test_validation_keeps_order_and_the_last_partial_batch() -> None:
     batches = list(stream(CountingReader(50), shuffle=False))
     assert [b.num_global_rows for b in batches] == [12, 12, 12, 12, 2]
-    assert [r for b in batches for r in b.row_ids.tolist()] == list(range(50))
+    assert rows_of(batches) == list(range(50))
     for rank in range(4):  # a rank without rows in the last batch still steps
         one = stream(CountingReader(37), shuffle=False, rank=rank, world_size=4, num_workers=1)
         last = list(one)[-1]
@@ -117,46 +124,36 @@ def test_validation_keeps_order_and_the_last_partial_batch() -> None:
 def test_resume_twice_with_other_world_sizes(
     num_rows: int, first: int, second: int, worlds: list[int], workers: int
 ) -> None:
-    whole = endless(stream(CountingReader(num_rows)))
-    expected = [next(whole) for _ in range(first + second + 5)]
-    state, step = None, 0
-    for world_size, count in zip(worlds, (first, second, 5), strict=True):
-        ranks = [
-            stream(CountingReader(num_rows), rank=r, world_size=world_size, num_workers=workers)
-            for r in range(world_size)
-        ]
+    whole, steps, state = endless(stream(CountingReader(num_rows))), count(), None
+    for world_size, length in zip(worlds, (first, second, 5), strict=True):
+        options = {"world_size": world_size, "num_workers": workers}
+        ranks = [stream(CountingReader(num_rows), rank=r, **options) for r in range(world_size)]
         for rank in ranks:
             if state is not None:
                 rank.load_state_dict(json.loads(json.dumps(state)))
         iterators = [endless(rank) for rank in ranks]
-        for _ in range(count):
-            parts = [next(iterator) for iterator in iterators]
-            got = torch.cat([p.row_ids for p in parts])[
-                torch.cat([p.slots for p in parts]).argsort()
-            ]
-            assert torch.equal(got, expected[step].row_ids)
-            assert parts[0].step == expected[step].step == step
-            step += 1
-        states = [rank.state_dict() for rank in ranks]
-        assert all(s == states[0] for s in states)
-        state = states[0]
+        for _ in range(length):
+            parts, expected = [next(iterator) for iterator in iterators], next(whole)
+            assert joined(parts) == expected.row_ids.tolist()
+            assert parts[0].step == expected.step == next(steps)
+        state, *others = [rank.state_dict() for rank in ranks]
+        assert all(other == state for other in others)
         assert len(json.dumps(state)) < 200
 
 
-def endless(one: ShardStream):
-    while True:
-        yield from one
-
-
 def test_state_counts_consumed_batches_not_prefetched_ones() -> None:
-    one = stream(CountingReader(400), num_workers=3)
+    one, resumed = stream(CountingReader(400), num_workers=3), stream(CountingReader(400))
     iterator = iter(one)
     for step in range(1, 6):
         next(iterator)
         assert one.state_dict()["rows_consumed"] == 12 * step
-    resumed = stream(CountingReader(400))
     resumed.load_state_dict(one.state_dict())
-    assert_same(next(iter(resumed)), next(iterator))
+    left, right = next(iter(resumed)), next(iterator)
+    assert torch.equal(left.row_ids, right.row_ids) and torch.equal(left.slots, right.slots)
+    assert (left.epoch, left.step) == (right.epoch, right.step)
+    assert left.arrays.keys() == right.arrays.keys()
+    for name, array in left.arrays.items():
+        assert torch.equal(array.long(), right.arrays[name].long())
 
 
 def test_one_pass_leaves_the_place_alone_and_a_whole_epoch_moves_it() -> None:
@@ -171,33 +168,27 @@ def test_one_pass_leaves_the_place_alone_and_a_whole_epoch_moves_it() -> None:
 def test_a_changed_batch_size_continues_with_the_next_row() -> None:
     one, other = stream(CountingReader(200)), stream(CountingReader(200), global_batch_size=10)
     iterator = iter(one)
-    rows = [next(iterator).row_ids for _ in range(3)]
+    first = [next(iterator) for _ in range(3)]
     other.load_state_dict(one.state_dict())
-    rest_of_epoch = list(other)
-    assert [b.step for b in rest_of_epoch] == [*range(3, 19)]
+    rest = list(other)
+    assert [b.step for b in rest] == [*range(3, 19)]
     assert next(iter(other)).step == 19
-    rest = [b.row_ids for b in rest_of_epoch]
-    whole = torch.cat([b.row_ids for b in stream(CountingReader(200)).one_pass()])
-    assert torch.equal(torch.cat(rows + rest)[:192], whole[:192])
+    whole = rows_of(list(stream(CountingReader(200)).one_pass()))
+    assert rows_of(first + rest)[:192] == whole[:192]
 
 
-def test_another_store_is_refused_by_name() -> None:
-    state = stream(CountingReader(50, name="abc train")).state_dict()
-    for other in (
-        stream(CountingReader(50, name="def train")),
-        stream(CountingReader(50, name="abc train"), seed=4),
-    ):
+def test_the_state_of_another_store_and_a_damaged_one_are_refused() -> None:
+    one = stream(CountingReader(50, name="abc train"))
+    state = one.state_dict()
+    for name, seed in (("def train", 3), ("abc train", 4)):
+        other = stream(CountingReader(50, name=name), seed=seed)
         with pytest.raises(GdistillError, match=r"got abc train, seed 3.*expected") as caught:
             other.load_state_dict(state)
         assert other.fingerprint in str(caught.value)
-
-
-def test_a_damaged_state_is_refused() -> None:
-    one = stream(CountingReader(50))
     odd = {"epoch": (-1,), "rows_consumed": (51, None), "step": (-1,), "num_lanes": (51, None)}
     for name, value in ((name, value) for name, values in odd.items() for value in values):
         with pytest.raises(GdistillError, match="damaged"):
-            one.load_state_dict({**one.state_dict(), name: value})
+            one.load_state_dict({**state, name: value})
 
 
 def test_two_iterations_at_once_are_refused() -> None:
@@ -241,9 +232,7 @@ def test_a_chunk_is_read_by_one_rank_of_any_number(world_size: int) -> None:
 class WeighingReader(CountingReader):
     """Knows how many of its chunks are alive at once."""
 
-    def __init__(self, num_rows: int, chunk_bytes: int) -> None:
-        super().__init__(num_rows)
-        self.chunk_bytes, self.alive, self.most = chunk_bytes, 0, 0
+    alive, most = 0, 0
 
     def read_chunk(self, index: int) -> dict[str, np.ndarray]:
         chunk = super().read_chunk(index)
@@ -257,14 +246,14 @@ class WeighingReader(CountingReader):
 
 
 @pytest.mark.parametrize("window", [20, 64, 1000])
-def test_the_window_is_bounded_in_bytes(window: int) -> None:
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 1), (1, 4)])
+def test_the_window_is_bounded_in_bytes(window: int, rank: int, world_size: int) -> None:
     """Whatever a chunk weighs: those open at a time, and those of the batch being put together."""
-    reader = WeighingReader(num_rows=16_000, chunk_bytes=1000)
-    list(stream(reader, global_batch_size=48, window_bytes=1000 * window))
-    assert reader.most <= window + 48
-    rank = WeighingReader(num_rows=16_000, chunk_bytes=1000)
-    list(stream(rank, global_batch_size=48, window_bytes=1000 * window, rank=1, world_size=4))
-    assert rank.most <= window / 4 + 48
+    reader = WeighingReader(num_rows=16_000)
+    reader.chunk_bytes = 1000
+    options = {"window_bytes": 1000 * window, "rank": rank, "world_size": world_size}
+    list(stream(reader, global_batch_size=48, **options))
+    assert reader.most <= window / world_size + 48
 
 
 def test_the_order_does_not_depend_on_which_arrays_are_read_but_on_their_weight() -> None:
@@ -315,7 +304,7 @@ def test_batches_hold_the_rows_of_the_store(location: Path, num_workers: int) ->
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_lost_shard_stops_the_stream(location: Path, tmp_path: Path, num_workers: int) -> None:
+def test_a_lost_shard_stops_the_stream(tmp_path: Path, num_workers: int) -> None:
     write_store(tmp_path / "store")
     (tmp_path / "store/train/entry_gumbels/c/1/0/0").unlink()
     split = ShardStore.open(tmp_path / "store").split("train")
@@ -341,16 +330,102 @@ while True:
 
 def test_kill_leaves_nothing_behind(location: Path) -> None:
     before = {str(path) for path in location.rglob("*")}
-    process = subprocess.Popen(
-        [sys.executable, "-c", CONSUMER, str(location)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    num_readers = int(process.stdout.readline())
-    maps = Path(f"/proc/{process.pid}/maps").read_text()
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    process.stdout.close()
+    command = [sys.executable, "-c", CONSUMER, str(location)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        num_readers = int(process.stdout.readline())
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
     assert num_readers >= 1 and not children.strip()  # it was at work, with threads only
     assert "/dev/shm" not in maps
     assert {str(path) for path in location.rglob("*")} == before
+
+
+# Rows for a training loop of one's own: a plain DataLoader, with and without workers.
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_trained_store(tmp_path_factory.mktemp("dataset") / "store", "posterior")
+
+
+def open_rows(store: Path, **options) -> RowStream:
+    return shards.open_store(store).stream(batch_size=4, seed=3, **options)
+
+
+def ids_of(batches: Iterable[dict[str, torch.Tensor]]) -> list[list[int]]:
+    return [batch["row_ids"].tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_workers_do_not_show_and_any_batch_is_a_place_to_resume(store: Path, workers: int) -> None:
+    plain, rows = open_rows(store), open_rows(store)
+    epochs = [ids_of(plain) for _ in range(2)]
+    assert len(epochs[0]) == len(plain) > 4 and epochs[0] != epochs[1]
+    seen = list(DataLoader(rows, batch_size=None, num_workers=workers))
+    assert ids_of(seen) == epochs[0]
+    for index in (0, 2, len(seen) - 1):
+        again = open_rows(store)
+        again.load_state_dict(rows.state_dict(seen[index]))
+        rest = ids_of(DataLoader(again, batch_size=None, num_workers=workers))
+        assert rest == (epochs[0][index + 1 :] or epochs[1])
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_second_loop_with_workers_is_the_next_epoch(store: Path, kept: bool) -> None:
+    plain, rows = open_rows(store), open_rows(store)
+    epochs = [ids_of(plain) for _ in range(4)]
+    loader = DataLoader(rows, batch_size=None, num_workers=2, persistent_workers=kept)
+    for epoch in epochs[:2]:
+        seen = list(loader)
+        assert ids_of(seen) == epoch
+    next(iter(loader))  # a loop that is left early has begun the third epoch
+    assert ids_of(loader) == epochs[3]
+    rows.load_state_dict(rows.state_dict(seen[2]))
+    assert ids_of(loader) == epochs[1][3:]
+    assert ids_of(rows) == epochs[2]
+
+
+def test_fresh_noise_of_two_splits_differs_and_so_do_their_places(store: Path) -> None:
+    drawn = [open_rows(store, split=split, shuffle=False) for split in ("train", "validation")]
+    batch = next(iter(drawn[0]))
+    mask = torch.zeros(batch["tokens"].shape, dtype=torch.bool)
+    mask[:, 1:] = True
+    first, other = (rows.noise(batch, mask).gumbels() for rows in drawn)
+    assert not bool(torch.isclose(first, other).any(1).any())
+    with pytest.raises(GdistillError, match="another store or order"):
+        open_rows(store, split="validation").load_state_dict(open_rows(store).state_dict())
+
+
+def test_a_state_without_a_batch_is_refused_where_workers_read(store: Path) -> None:
+    rows = open_rows(store)
+    iterator = iter(rows)
+    first = next(iterator)
+    assert rows.state_dict() == rows.state_dict(first)
+    list(DataLoader(rows, batch_size=None, num_workers=2))
+    with pytest.raises(UsageError, match=r"state_dict\(batch\)"):
+        rows.state_dict()
+
+
+def test_noise_and_distribution_of_a_batch(store: Path) -> None:
+    rows = open_rows(store)
+    first, later = next(iter(rows)), None
+    mask = torch.ones(first["tokens"].shape, dtype=torch.bool)
+    with pytest.raises(UsageError, match="position 0"):
+        rows.noise(first, mask)
+    mask[:, 0] = False
+    noise, target = rows.noise(first, mask), rows.distribution(first, mask)
+    own = first["tokens"][mask].long()
+    probs = target.tile(0, target.vocab_size)
+    torch.testing.assert_close(probs.sum(1), torch.ones(len(probs)), rtol=0, atol=5e-3)
+    expected = first["token_log_probs"][mask].exp()
+    torch.testing.assert_close(probs.gather(1, own[:, None]).squeeze(1), expected)
+    winners = (probs.double().log() + noise.gumbels().double()).argmax(1)
+    assert float((winners == own).double().mean()) > 0.97
+    for batch in (*rows, *rows):
+        if torch.equal(batch["row_ids"], first["row_ids"]) and batch["place"][-1] == 1:
+            later = batch
+    assert noise.softmax_embed(torch.randn(noise.vocab_size, 8)).shape == (int(mask.sum()), 8)
+    assert later is None or not torch.equal(rows.noise(later, mask).gumbels(), noise.gumbels())

@@ -19,15 +19,13 @@ import numpy as np
 import pytest
 
 from shards.store.store import ShardStore
-from tests.shards.store_cases import write_store
 
 REVISION = "a" * 40
 PUSH_AND_READ = """
-import sys
+import shards, sys
 from tests.commands import call
 if call("gdistill-shards", "push", sys.argv[1], sys.argv[2], "--license", "mit"):
     sys.exit("not pushed")
-import shards
 store = shards.open_store("hf://datasets/me/store")
 rows = store.split("train").read_rows(0, 28)
 print("read", int(rows["tokens"].sum()), store.manifest.sha256)
@@ -105,11 +103,9 @@ class Hub(BaseHTTPRequestHandler):
                 if record["key"] == "file":
                     value = record["value"]
                     self.files[value["path"]] = base64.b64decode(value["content"])
-            done = {
-                "commitUrl": f"{here}/datasets/me/store/commit/{REVISION}",
-                "commitOid": REVISION,
-            }
-            return self.answer({**done, "hookOutput": "", "success": True})
+            url = f"{here}/datasets/me/store/commit/{REVISION}"
+            done = {"commitUrl": url, "commitOid": REVISION, "hookOutput": "", "success": True}
+            return self.answer(done)
         return self.answer({"error": f"no route {path}"}, 500)
 
 
@@ -132,13 +128,14 @@ def call(endpoint: str, cache: Path, *arguments: str) -> subprocess.CompletedPro
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_a_pushed_store_is_read_from_the_hub(tmp_path: Path, hub: tuple[str, type[Hub]]) -> None:
-    write_store(tmp_path / "store")
+def test_a_pushed_store_is_read_from_the_hub(
+    tmp_path: Path, whole: Path, hub: tuple[str, type[Hub]]
+) -> None:
     endpoint, held = hub
     target = "hf://datasets/me/store"
-    done = call(endpoint, tmp_path, "-c", PUSH_AND_READ, str(tmp_path / "store"), target)
+    done = call(endpoint, tmp_path, "-c", PUSH_AND_READ, str(whole), target)
     assert done.returncode == 0, done.stderr[-2000:]
-    local = ShardStore.open(tmp_path / "store")
+    local = ShardStore.open(whole)
     assert held.files.keys() == {*local.location.sizes(), "README.md"}
     card = held.files["README.md"].decode()
     for word in ("license: mit", "| teacher | tiny |", "topk", "28 train", "bytes each", target):
@@ -149,14 +146,12 @@ def test_a_pushed_store_is_read_from_the_hub(tmp_path: Path, hub: tuple[str, typ
 
 
 def test_what_cannot_be_pushed_or_read_is_said_in_one_line(
-    tmp_path: Path, hub: tuple[str, type[Hub]]
+    tmp_path: Path, whole: Path, hub: tuple[str, type[Hub]]
 ) -> None:
-    write_store(tmp_path / "store")
-    endpoint, _ = hub
-    done = call(endpoint, tmp_path, "-c", REFUSED, str(tmp_path / "store"))
+    done = call(hub[0], tmp_path, "-c", REFUSED, str(whole))
     assert done.stdout.strip() == "[2, 2]", done.stderr[-2000:]
     assert "hf://datasets/OWNER/NAME" in done.stderr and "no store there" in done.stderr
-    push = ("-m", "shards.cli", "push", str(tmp_path / "store"), "hf://datasets/me/store")
+    push = ("-m", "shards.cli", "push", str(whole), "hf://datasets/me/store")
     nobody = call("http://127.0.0.1:9", tmp_path, *push)
     assert nobody.returncode == 1 and "the hub does not take the store" in nobody.stderr
     assert "Traceback" not in done.stderr + nobody.stderr

@@ -1,0 +1,336 @@
+"""One loader for three roles, and rows through a model: what is refused, what fits, what is asked.
+
+What is no whole, causal language model is refused in every role.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import BertConfig, BloomConfig, GPT2Config, GPT2LMHeadModel, MambaConfig
+
+from evaluation.text.reading import UNLIMITED_CONTEXT, load_judge
+from pipeline.teacher import Teacher
+from shards.errors import GdistillError, UsageError
+from shards.language_model import forward, loading
+from shards.language_model.forward import BatchSize, in_batches
+from tests.pipeline.extract_cases import CONTEXT_LENGTH, VOCAB_SIZE, save_teacher, save_tokenizer
+from trainer.sampling.verifier import load_verifier
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+LOADERS: dict[str, Callable[[Path], Any]] = {
+    "teacher": lambda folder: Teacher.load(folder, device="cpu"),
+    "judge": lambda folder: load_judge(str(folder)),
+    "verifier": lambda folder: load_verifier(str(folder), VOCAB_SIZE, CPU),
+}
+
+
+def save_bert(folder: Path, initializer_range: float = 0.02, **changes: Any) -> Path:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"intermediate_size": 64, "max_position_embeddings": CONTEXT_LENGTH}
+    changes |= {"vocab_size": VOCAB_SIZE, "initializer_range": initializer_range}
+    config = BertConfig(**sizes, **changes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.BertForMaskedLM(config).save_pretrained(folder)
+    return save_tokenizer(folder)
+
+
+def save_without_a_tensor(folder: Path) -> Path:
+    """The library would draw it at random, and the model would score all the same."""
+    weights = save_teacher(folder) / "model.safetensors"
+    tensors = load_file(weights)
+    tensors.pop("transformer.h.1.mlp.c_fc.weight")
+    save_file(tensors, weights, metadata={"format": "pt"})
+    return folder
+
+
+def save_without_weights(folder: Path) -> Path:
+    (save_teacher(folder) / "model.safetensors").unlink()
+    return folder
+
+
+def save_with_code(folder: Path) -> Path:
+    """Code that would leave a file beside the folder."""
+    code = f"open({str(folder.parent / 'ran')!r}, 'w').close()\nclass Own: ...\n"
+    (save_teacher(folder) / "modeling_own.py").write_text(code)
+    own = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "modeling_own.Own")
+    config = json.loads((folder / "config.json").read_text())
+    changed = {**config, "model_type": "own-kind", "auto_map": own}
+    (folder / "config.json").write_text(json.dumps(changed))
+    return folder
+
+
+@pytest.mark.parametrize("role", LOADERS)
+@pytest.mark.parametrize(
+    ("save", "error", "words"),
+    [
+        (save_bert, UsageError, r"the ROLE is not causal.*is_decoder"),
+        (save_without_a_tensor, GdistillError, r"the ROLE's weights are incomplete.*mlp\.c_fc"),
+        (save_without_weights, UsageError, "the ROLE has no weights"),
+        (save_with_code, UsageError, "cannot read the ROLE's configuration"),
+    ],
+)
+def test_what_is_no_whole_causal_model_is_refused(
+    tmp_path: Path, role: str, save: Callable[[Path], Path], error: type[Exception], words: str
+) -> None:
+    folder = save(tmp_path / "model")
+    with pytest.raises(error, match=words.replace("ROLE", role)):
+        LOADERS[role](folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_look_ahead_shows_in_half_precision(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not causal"):
+        Teacher.load(save_bert(tmp_path, 0.3), "bfloat16", "cpu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_model_as_a_decoder_is_a_teacher(tmp_path: Path, dtype: Any) -> None:
+    folder = save_bert(tmp_path, 0.3, is_decoder=True)
+    loaded = Teacher.load(folder, dtype, "cpu")
+    assert loaded.head is not None and loaded.head.last_hidden is None
+    assert loaded.log_probs(torch.tensor([[0, 3, 4]])).shape == (1, 2, VOCAB_SIZE)
+
+
+def test_one_small_pass_is_all_the_question_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes, plain = [], GPT2LMHeadModel.forward
+
+    def counted(self: GPT2LMHeadModel, **arguments: Any) -> Any:
+        shapes.append(tuple(arguments["input_ids"].shape))
+        return plain(self, **arguments)
+
+    monkeypatch.setattr(GPT2LMHeadModel, "forward", counted)
+    Teacher.load(save_teacher(tmp_path), device="cpu")
+    assert shapes == [(5, 8)]
+
+
+class TwiceTheHead(nn.Linear):
+    """An output layer that is more than a matrix product."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def test_logits_that_would_be_rounded_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, library = save_teacher(tmp_path), transformers.AutoModelForCausalLM
+    load = library.from_pretrained
+
+    def with_own_head(*arguments: Any, **options: Any) -> Any:
+        network, report = load(*arguments, **options)
+        weight = network.lm_head.weight
+        network.lm_head = TwiceTheHead(*weight.T.shape, bias=False, dtype=weight.dtype)
+        network.lm_head.weight = weight
+        return network, report
+
+    monkeypatch.setattr(library, "from_pretrained", with_own_head)
+    with pytest.raises(UsageError, match=r"no float32 logits.*bfloat16.*use --dtype float32"):
+        Teacher.load(folder, "bfloat16", "cpu")
+    loaded = Teacher.load(folder, "float32", "cpu")
+    assert loaded.head is None and loaded.log_probs(torch.tensor([[0, 3]])).dtype == torch.float32
+
+
+SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 16}
+MAMBA = {**SIZES, "num_hidden_layers": 1, "state_size": 4, "use_mambapy": False}
+
+
+@pytest.mark.parametrize(
+    "network",
+    [
+        lambda: transformers.BloomForCausalLM(BloomConfig(**SIZES, n_layer=1, n_head=2)),
+        lambda: transformers.MambaForCausalLM(MambaConfig(**MAMBA)),
+    ],
+    ids=["bloom", "mamba"],
+)
+def test_models_that_read_any_length_score(tmp_path: Path, network: Callable[[], Any]) -> None:
+    network().save_pretrained(tmp_path)
+    folder = save_tokenizer(tmp_path)
+    assert Teacher.load(folder, device="cpu").context_length is None
+    assert load_judge(str(folder)).context_length == UNLIMITED_CONTEXT
+    assert load_verifier(str(folder), VOCAB_SIZE, CPU).context_length is None
+
+
+def files_with(config: Any) -> loading.PretrainedFiles:
+    return loading.PretrainedFiles("model", Path("model"), config)
+
+
+def test_the_context_is_found_under_any_name_and_in_nested_configurations(tmp_path: Path) -> None:
+    nested = {"max_position_embeddings": 77, "hidden_size": 8, "vocab_size": 9}
+    files = files_with(transformers.Gemma3Config(text_config=nested))
+    assert (files.context_length, files.hidden_size, files.num_logits) == (77, 8, 9)
+    assert files_with(BloomConfig(seq_length=55)).context_length == 55
+    assert files_with(MambaConfig()).context_length is None
+    assert loading.find_pretrained(save_teacher(tmp_path)).context_length == CONTEXT_LENGTH
+
+
+def test_a_configuration_is_told_by_what_it_computes() -> None:
+    """A teacher of another configuration is another teacher, whatever its weights."""
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11).to_dict()
+    first = files_with(GPT2Config(**config)).config_sha256
+    for change in ({"layer_norm_epsilon": 1e-3}, {"activation_function": "relu"}, {"n_head": 4}):
+        assert files_with(GPT2Config(**{**config, **change})).config_sha256 != first
+    for change in ({}, {"_name_or_path": "elsewhere"}, {"transformers_version": "0"}):
+        assert files_with(GPT2Config(**{**config, **change})).config_sha256 == first
+
+
+@pytest.mark.parametrize(
+    "device_map", ["nowhere", "cuda:97", "meta", {}, {"": "disk"}, {"": 97}, {"": True}], ids=str
+)
+def test_a_device_that_is_not_there_is_one_line(device_map: Any) -> None:
+    with pytest.raises(UsageError, match=r"no such place for a model \[device_map\]"):
+        loading.check_device_map(device_map)
+
+
+@pytest.mark.parametrize("device_map", ["cpu", {"": "cpu"}, "auto"], ids=str)
+def test_a_device_map_computes_the_same(tmp_path: Path, device_map: Any) -> None:
+    if torch.cuda.is_available() and device_map == "auto":
+        device_map = "cpu"  # kernels of another device round differently
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=8, vocab_size=11)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    files, rows = loading.find_pretrained(tmp_path), torch.arange(10).view(2, 5)
+    models = [loading.load_causal_model(files, device_map=where) for where in (None, device_map)]
+    plain, mapped = (model.network(rows).logits for model in models)
+    torch.testing.assert_close(plain, mapped, rtol=0, atol=1e-5)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is gone must be gone at once: a device out of memory waits for no collection."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_retry_finds_the_memory_of_the_attempts_that_failed() -> None:
+    attempts: list[weakref.ref[torch.Tensor]] = []
+    done: list[int] = []
+
+    def work(part: slice) -> None:
+        assert not any(attempt() is not None for attempt in attempts)
+        big = torch.zeros(1000)
+        attempts.append(weakref.ref(big))
+        if part.stop - part.start > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+        done.extend(range(part.start, part.stop))
+
+    size = BatchSize(8)
+    in_batches(work, 11, size)
+    assert done == list(range(11))
+    assert len(attempts) == 3 + 11, "tried with 8, 4 and 2 rows once each, then with one"
+    in_batches(work, 2, size)
+    assert size.rows == 1 and len(attempts) == 3 + 11 + 2, "what was found is remembered"
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])
+def test_one_row_that_does_not_fit_is_one_error(error: BaseException) -> None:
+    def work(part: slice) -> None:
+        raise error
+
+    with pytest.raises(GdistillError, match=r"batch of one row; got \w+.*; use shorter rows"):
+        in_batches(work, 4, BatchSize(4))
+    with pytest.raises(GdistillError, match="batch of one row"):
+        BatchSize(1).halve(error)
+
+
+def test_other_errors_are_not_tried_again() -> None:
+    parts: list[slice] = []
+
+    def work(part: slice) -> None:
+        parts.append(part)
+        raise ValueError("not about memory")
+
+    with pytest.raises(ValueError, match="not about memory"):
+        in_batches(work, 4, BatchSize(9))
+    assert parts == [slice(0, 4)]
+
+
+@pytest.mark.parametrize(("num_rows", "rows"), [(10, 4), (8, 4), (3, 7), (1, 1)])
+def test_parts_cover_every_row_once_and_none_is_larger(num_rows: int, rows: int) -> None:
+    parts = list(BatchSize(rows).parts(num_rows))
+    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(num_rows))
+    assert all(part.stop - part.start <= rows for part in parts)
+    assert len(parts) == -(-num_rows // rows)
+
+
+def test_a_batch_that_did_not_fit_is_halved_for_good() -> None:
+    size, seen = BatchSize(9), []
+    while size.rows > 1:
+        size.halve(torch.OutOfMemoryError("CUDA out of memory."))
+        seen.append(size.rows)
+    assert seen == [4, 2, 1]
+    size = BatchSize(512)
+    size.halve(MemoryError(), num_rows=5)
+    assert size.rows == 2, "a smaller batch that did not fit is halved itself"
+
+
+def test_a_row_that_no_kernel_can_index_is_refused_with_a_way_out() -> None:
+    forward.require_indexable(2**31 - 1, GPU, "")
+    forward.require_indexable(2**40, CPU, "")
+    with pytest.raises(GdistillError) as caught:
+        forward.require_indexable(14_135 * 151_936, GPU, "shorter rows")
+    assert caught.value.got == "2,147,615,360 logits of a row"
+    assert caught.value.expected.startswith("at most 2,147,483,647")
+    assert caught.value.remedy == "shorter rows"
+    assert forward.largest_batch(2**31, GPU) == 1 < 1000 < forward.largest_batch(2**31, CPU)
+    assert forward.memory_bytes(CPU) == psutil.virtual_memory().total, "a CPU has its host's memory"
+
+
+@pytest.mark.parametrize(
+    ("capability", "override", "runs"),
+    [
+        ((9, 0), None, "TF32"),
+        ((8, 0), "1", "TF32"),
+        ((8, 0), "0", "float32"),
+        ((7, 5), None, "float32"),
+    ],
+)
+def test_tf32_is_allowed_where_a_gpu_has_it_and_the_user_does_not_object(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], override: str | None, runs: str
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=False))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    if override is not None:
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", override)
+    assert forward.allow_tf32(CPU) == "float32"
+    assert torch.backends.cuda.matmul.allow_tf32 is False
+    assert forward.allow_tf32(GPU) == runs
+    assert torch.backends.cuda.matmul.allow_tf32 is (runs == "TF32")
+
+
+def test_rows_of_the_probe_differ_in_their_last_token_alone() -> None:
+    for vocab_size, length in ((50257, 8), (23, 8), (6, 8), (2, 2), (3, 1)):
+        rows = loading.probe_rows(vocab_size, length)
+        assert torch.equal(rows[0], rows[1]) and (rows[:, :-1] == rows[0, :-1]).all()
+        assert (rows[2:, -1] != rows[0, -1]).any()
+        assert rows.min() >= 0 and rows.max() < vocab_size
+
+
+def test_what_moves_equal_rows_too_is_no_look_ahead() -> None:
+    logits = torch.randn(1, 8, 50, generator=torch.Generator().manual_seed(0)).repeat(5, 1, 1)
+    assert loading.look_ahead(logits, 1e-4) is None
+    leaking = logits.clone()
+    leaking[3, 2] += 0.01 * torch.arange(50) / 50
+    assert loading.look_ahead(leaking, 1e-4) == pytest.approx(0.0058, rel=0.2)
+    leaking[1, 4] += 0.01 * torch.arange(50) / 50  # the equal row moved as far
+    assert loading.look_ahead(leaking, 1e-4) is None
+    masked = logits.clone()
+    masked[..., 7] = -torch.inf
+    assert loading.look_ahead(masked, 1e-4) is None
