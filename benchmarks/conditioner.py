@@ -24,6 +24,8 @@ from shards.noise.kinds import KeyedPrior, Noise, dense_arrivals
 from shards.noise.philox import PositionKeys
 from trainer.students.conditioning import GumbelConditioner
 
+Pass = Callable[[], tuple[Tensor, Tensor]]
+
 
 def keyed_noise(num_positions: int, vocab_size: int, device: torch.device) -> KeyedPrior:
     """Prior noise of a batch of masked positions."""
@@ -47,18 +49,12 @@ def tiled_pass(
     conditioner.weight.grad = None
     output = conditioner(noise)
     output.backward(upstream)
-    gradient = conditioner.weight.grad
+    gradient, conditioner.weight.grad = conditioner.weight.grad, None
     assert gradient is not None
-    conditioner.weight.grad = None
     return output.detach(), gradient
 
 
-def compare(
-    dense: Callable[[], tuple[Tensor, Tensor]],
-    tiled: Callable[[], tuple[Tensor, Tensor]],
-    device: torch.device,
-    repeats: int,
-) -> dict[str, object]:
+def compare(dense: Pass, tiled: Pass, device: torch.device, repeats: int) -> dict[str, object]:
     """Errors first, then memory, then time."""
     (output, gradient), (our_output, our_gradient) = dense(), tiled()
     errors = {
@@ -82,24 +78,19 @@ def compare(
 
 
 def run_benchmark(
-    vocab_size: int,
-    hidden_size: int,
-    num_positions: int,
-    *,
-    device: torch.device,
-    repeats: int,
-    dtype: torch.dtype = torch.float32,
+    sizes: tuple[int, int, int], device: torch.device, repeats: int, dtype: torch.dtype
 ) -> dict[str, object]:
-    """Both settings at one shape."""
+    """Both settings at one shape: vocabulary, width, masked tokens."""
+    vocab_size, hidden_size, num_positions = sizes
     torch.manual_seed(0)
     conditioner = GumbelConditioner(vocab_size, hidden_size).to(device)
     torch.nn.init.normal_(conditioner.weight)
     upstream = torch.randn(num_positions, hidden_size, device=device)
     keyed = keyed_noise(num_positions, vocab_size, device)
 
-    def in_turn(dense: Callable[[], object], tiled: Callable[[], object]) -> dict[str, object]:
+    def in_turn(dense: Pass, tiled: Pass) -> dict[str, object]:
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            return compare(dense, tiled, device, repeats)  # type: ignore[arg-type]
+            return compare(dense, tiled, device, repeats)
 
     arrivals = dense_arrivals(keyed)
     xi, noise = -arrivals.log(), DenseNoise(arrivals)

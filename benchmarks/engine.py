@@ -113,13 +113,9 @@ def real_server(
     environment = {**os.environ, **Engine.settings(plugin=True), "PYTHONPATH": str(root)}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [*command, *(with_states if has_states else [])],
-            env=environment,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        command += with_states if has_states else []
+        said = {"stdout": log, "stderr": log}
+        process = subprocess.Popen(command, env=environment, start_new_session=True, **said)
         url, until = f"http://127.0.0.1:{port}", time.monotonic() + STARTS_WITHIN_S
         try:
             while True:

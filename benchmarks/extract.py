@@ -94,10 +94,9 @@ class Case:
 
     def resources(self, codec: Codec) -> dict[str, np.ndarray]:
         """What the codec wants once per store; made before the clock starts by a first call."""
-        vocab_size = self.teacher.vocab_size
         made = {}
         if "unigram_log_probs" in codec.resource_names:
-            zipf = -np.log(np.arange(1, vocab_size + 1, dtype=np.float32))
+            zipf = -np.log(np.arange(1, self.teacher.vocab_size + 1, dtype=np.float32))
             made["unigram_log_probs"] = (zipf - np.log(np.exp(zipf).sum())).astype(np.float32)
         if "lm_head" in codec.resource_names:
             made["lm_head"] = self.teacher.lm_head[0].numpy()
@@ -144,9 +143,8 @@ def main(
         case = case_of(source, dtype, target, tokens, Path(folder))
         result = measure(case, codec or list(CODECS), repeats)
     result = {"teacher": teacher, "dtype": dtype, **result}
-    load = {"load_average_1min": round(os.getloadavg()[0], 1)}
-    record = {"machine": machine(target) | load, **result}
-    write_json_atomic(out / f"extract-{teacher}.json", record)
+    about = machine(target) | {"load_average_1min": round(os.getloadavg()[0], 1)}
+    write_json_atomic(out / f"extract-{teacher}.json", {"machine": about, **result})
     print(json.dumps(result, indent=2))
     raise typer.Exit(0 if result["default_codec_meets_bar"] else 1)
 
@@ -174,10 +172,8 @@ def random_teacher(shape: dict[str, int], folder: Path) -> Path:
 
 def measure(case: Case, codecs: list[str], repeats: int) -> dict[str, object]:
     """Seconds and ratios of every codec against the bare forward, in turns."""
-    made = {name: make_codec(name) for name in codecs}
     work: dict[str, Callable[[], object]] = {"bare": case.run_bare}
-    for name, codec in made.items():
-        work[name] = partial(case.run_stage2, codec)
+    work |= {name: partial(case.run_stage2, make_codec(name)) for name in codecs}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in work}
 
     def timed(name: str) -> None:
@@ -187,20 +183,18 @@ def measure(case: Case, codecs: list[str], repeats: int) -> dict[str, object]:
 
     both = {name: partial(timed, name) for name in work}
     seconds = interleaved_seconds(both, case.teacher.device, repeats=repeats)
-    num_tokens = case.rows.size
-    bare = min(seconds["bare"])
     figures = {
         name: {
             "seconds": [round(value, 4) for value in seconds[name]],
             "cpu_seconds": [round(value, 4) for value in cpu_seconds[name]],
-            "ratio": min(seconds[name]) / bare,
+            "ratio": min(seconds[name]) / min(seconds["bare"]),
             "cpu_ratio": min(cpu_seconds[name]) / min(cpu_seconds["bare"]),
-            "tokens_per_second": num_tokens / min(seconds[name]),
+            "tokens_per_second": case.rows.size / min(seconds[name]),
         }
         for name in work
     }
     bar = BARS[case.teacher.device.type]
-    default = "posterior" if "posterior" in made else codecs[0]
+    default = "posterior" if "posterior" in codecs else codecs[0]
     return {
         "rows": list(case.rows.shape),
         "batch_size": case.batch_size,

@@ -104,17 +104,10 @@ def student_of(golden: Golden, folder: Path, weights: dict[str, Tensor] | None =
     """The student of a golden with its weights."""
     config = golden.info["config"]
     student_class = STUDENTS[config["model_family"].removesuffix("_gumbel")]
-    student_config = student_class.config_class.build(
-        settings_of(config),
-        vocab_size=config["vocab_size_with_mask"] - 1,
-        row_length=config["length"],
-        bos_token_id=config["bos_id"],
-        eos_token_id=config["eos_id"],
-    )
-    student = student_class(student_config).eval()
-    if weights is None:
-        weights = load_file(folder / golden.info["weights"])
-    parameters = our_parameters(weights)
+    sizes = {"vocab_size": config["vocab_size_with_mask"] - 1, "row_length": config["length"]}
+    sizes |= {"bos_token_id": config["bos_id"], "eos_token_id": config["eos_id"]}
+    student = student_class(student_class.config_class.build(settings_of(config), **sizes)).eval()
+    parameters = our_parameters(weights or load_file(folder / golden.info["weights"]))
     missing, unexpected = student.load_state_dict(parameters, strict=False)
     if unexpected or set(missing) - {"time_bounds"}:
         raise ValueError(f"{golden.name}: missing {missing}, unexpected {unexpected}")
@@ -123,22 +116,10 @@ def student_of(golden: Golden, folder: Path, weights: dict[str, Tensor] | None =
 
 def batch_of(golden: Golden) -> Batch:
     """The golden's rows and noise as one global batch."""
-    tokens = golden["x0"]
+    tokens, gumbel = golden["x0"], golden.tensors.get("gumbel")
     rows = torch.arange(tokens.shape[0])
-    noise = None
-    if "gumbel" in golden.tensors:
-        noise = row_noise(golden["gumbel"], tokens.shape[1])
-    return Batch(
-        tokens=tokens,
-        token_log_probs=torch.zeros(tokens.shape),
-        row_ids=rows,
-        slots=rows,
-        global_batch_size=tokens.shape[0],
-        step=0,
-        epoch=0,
-        seed=0,
-        noise=noise,
-    )
+    noise = None if gumbel is None else row_noise(gumbel, tokens.shape[1])
+    return Batch(tokens, torch.zeros(tokens.shape), rows, rows, len(rows), 0, 0, 0, noise)
 
 
 def corruption_of(golden: Golden, settings: StudentSettings) -> Corruption:
@@ -147,11 +128,9 @@ def corruption_of(golden: Golden, settings: StudentSettings) -> Corruption:
     def uniforms(round_number: int) -> Tensor:
         return golden["u_mask"] if round_number == 0 else golden["u_resample"][round_number - 1]
 
-    low, high = golden.info["sampling_eps"]
-    rows = torch.arange(golden["x0"].shape[0])
-    return corruption_from_uniforms(
-        golden["u_t"], uniforms, rows, len(rows), settings.diffusion, (low, high)
-    )
+    bounds, rows = tuple(golden.info["sampling_eps"]), torch.arange(golden["x0"].shape[0])
+    sizes = (rows, len(rows), settings.diffusion)
+    return corruption_from_uniforms(golden["u_t"], uniforms, *sizes, bounds)
 
 
 def absolute(got: Tensor, want: Tensor) -> float:
@@ -181,9 +160,8 @@ def mismatches(got: Tensor, want: Tensor) -> float:
 
 def condition_of(student: Student, gumbel: Tensor, tokens: Tensor) -> EmbeddedNoise:
     """[B, L, D] noise embeddings of every position; position 0 has none and stays 0."""
-    everywhere = torch.ones(tokens.shape, dtype=torch.bool)
-    everywhere[:, 1 : 1 + gumbel.shape[1]] = False
-    filled = ~everywhere
+    filled = torch.zeros(tokens.shape, dtype=torch.bool)
+    filled[:, 1 : 1 + gumbel.shape[1]] = True
     noise = student.embed_noise(row_noise(gumbel, tokens.shape[1]).at(filled))
     return noise.laid_out(filled.nonzero(as_tuple=True), tokens.shape)
 

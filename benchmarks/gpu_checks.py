@@ -98,11 +98,9 @@ def check_attention(_: int, device: torch.device) -> Checks:
     length, block = 64, 4
     inputs = [torch.randn(2, 2, 2 * length, 32, device=device) for _ in range(3)]
     learns = device.type == "cuda"
+    masked = masked_attention(training_mask(length, block, device))
     results = []
-    for attend in (
-        masked_attention(training_mask(length, block, device)),
-        flex_training_attention(length, block, device),
-    ):
+    for attend in (masked, flex_training_attention(length, block, device)):
         leaves = [value.clone().requires_grad_(learns) for value in inputs]
         output = attend(*leaves)
         gradients = torch.autograd.grad(output.square().sum(), leaves) if learns else ()
@@ -118,7 +116,7 @@ def check_attention(_: int, device: torch.device) -> Checks:
 def check_step(vocab_size: int, device: torch.device) -> Checks:
     """Fused step (tiles, masked rows, fused head) against the dense formulation in float32."""
     student = make_student(SETTINGS, 32, vocab_size, device)
-    batch = random_batch(4, 32, vocab_size, device, 0, 4)
+    batch = random_batch(range(4), 32, vocab_size, device, 4)
 
     def gradients(loss: Tensor) -> tuple[Tensor, Tensor]:
         student.zero_grad()
@@ -130,8 +128,7 @@ def check_step(vocab_size: int, device: torch.device) -> Checks:
     for suffix, tolerances in (("", (1e-5, 1e-4)), (", bf16", (1e-2, 5e-2))):
         with torch.autocast(device.type, torch.bfloat16, enabled=bool(suffix)):
             loss = tiled_loss(student, batch)
-        for name, got, want, tolerance in zip(
-            ("loss", "gradient"), gradients(loss), wanted, tolerances, strict=True
-        ):
+        pairs = zip(("loss", "gradient"), gradients(loss), wanted, tolerances, strict=True)
+        for name, got, want, tolerance in pairs:
             found[f"step {name}{suffix}"] = _verdict(_relative(got, want), tolerance)
     return found

@@ -108,10 +108,10 @@ def training_throughput(
     """
     student = make_student(shape.student, row_length, shape.vocab_size, device)
     optimizer = make_optimizer(student.parameters(), OptimizationConfig(learning_rate=1e-12))
-    teacher = make_teacher(*shape.teacher, shape.vocab_size, device, max(row_length, 8))
+    teacher = make_teacher(shape.teacher, shape.vocab_size, max(row_length, 8), device)
     teacher = teacher.to(shape.dtype)
-    parts = [random_batch(micro, row_length, shape.vocab_size, device, i * micro, batch_size)
-             for i in range(batch_size // micro)]  # fmt: skip
+    slots = [range(first, first + micro) for first in range(0, batch_size, micro)]
+    parts = [random_batch(s, row_length, shape.vocab_size, device, batch_size) for s in slots]
 
     def losses(batches: Iterator[Batch]) -> Iterator[Tensor]:
         for part in batches:
@@ -134,10 +134,9 @@ def training_throughput(
     chosen = {name: median(values) for name, values in seconds.items()}
     tokens = batch_size * row_length
     flops = step_flops(student, tokens, row_length, masked_share=0.5)
+    sizes = {"row_length": row_length, "batch_size": batch_size, "micro_batch_size": micro}
     return {
-        "row_length": row_length,
-        "batch_size": batch_size,
-        "micro_batch_size": micro,
+        **sizes,
         "seconds": chosen,
         "tokens_per_second": {name: tokens / value for name, value in chosen.items()},
         "decoupling_gain": chosen["online teacher"] / chosen["from shards"],
@@ -162,7 +161,7 @@ def block_training(shape: SuiteShape, device: torch.device) -> dict[str, Any]:
     """BD3-LM steps with SDPA and with FlexAttention (the latter on CUDA only)."""
     row_length, _, micro = shape.rows[-1]
     paths = ("sdpa", "flex") if device.type == "cuda" else ("sdpa",)
-    batch = random_batch(micro, row_length, shape.vocab_size, device, 0, micro)
+    batch = random_batch(range(micro), row_length, shape.vocab_size, device, micro)
     work = {path: _block_step(shape, path, row_length, batch, device) for path in paths}
     seconds = interleaved_seconds(work, device, repeats=shape.repeats)
     chosen = {name: median(values) for name, values in seconds.items()}
@@ -188,18 +187,15 @@ def _block_step(
 def first_hitting(shape: SuiteShape, device: torch.device) -> dict[str, Any]:
     """Tokens per second of the first-hitting sampler, many rows at a time over one."""
     sampled = SHAPES[shape.sampled]
-    student = make_sampled("mdlm", sampled, device)
-    trials = [
-        Trial("", student, FirstHittingSampler(), rows, sampled, shape.dtype)
-        for rows in (1, LARGE_BATCH)
-    ]
-    work: dict[str, Callable[[], object]] = {str(trial.batch_size): trial for trial in trials}
-    seconds = interleaved_seconds(work, device, repeats=shape.repeats)
-    speed = {
-        name: int(name) * sampled.num_filled / median(values) for name, values in seconds.items()
+    given = (make_sampled("mdlm", sampled, device), FirstHittingSampler())
+    work: dict[str, Callable[[], object]] = {
+        str(rows): Trial("", *given, rows, sampled, shape.dtype) for rows in (1, LARGE_BATCH)
     }
+    seconds = interleaved_seconds(work, device, repeats=shape.repeats)
+    filled = sampled.num_filled
+    speed = {name: int(name) * filled / median(values) for name, values in seconds.items()}
     gain = speed[str(LARGE_BATCH)] / speed["1"]
-    return {"num_filled": sampled.num_filled, "tokens_per_second": speed, "batched_gain": gain}
+    return {"num_filled": filled, "tokens_per_second": speed, "batched_gain": gain}
 
 
 def extraction(shape: SuiteShape, device: torch.device) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def suite_parts(shape: SuiteShape, device: torch.device) -> dict[str, Callable[[
     sizes = (shape.vocab_size, *shape.conditioner)
 
     def conditioner(dtype: torch.dtype) -> Found:
-        return run_benchmark(*sizes, device=device, repeats=shape.repeats, dtype=dtype)
+        return run_benchmark(sizes, device, shape.repeats, dtype)
 
     parts = {"conditioner float32": lambda: conditioner(torch.float32)}
     if shape.dtype != torch.float32:

@@ -19,13 +19,9 @@ POLL_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class Job:
-    """One command of the project.
+    """One command of the project, its name first; what it prints goes to ``log``.
 
-    Attributes:
-        name: What it does, for messages.
-        command: Name of the console script, then its arguments.
-        log: File that receives everything it prints.
-        share_done: Tells how much of it is done, from 0 to 1.
+    ``share_done`` tells how much of it is done, from 0 to 1.
     """
 
     name: str
@@ -42,12 +38,8 @@ def script(name: str) -> str:
     """
     path = Path(sys.executable).with_name(name)
     if not path.is_file():
-        raise UsageError(
-            "a command of the project is not installed",
-            where=path,
-            got="no such file",
-            remedy="install the project into this environment (make setup)",
-        )
+        what, remedy = "a command of the project is not installed", "install it (make setup)"
+        raise UsageError(what, where=path, got="no such file", remedy=remedy)
     return str(path)
 
 
@@ -65,10 +57,7 @@ def run_visibly(name: str, command: Sequence[str]) -> None:
 def run_jobs(jobs: Sequence[Job], num_parallel: int, report: Callable[[float, str], None]) -> None:
     """Run jobs, ``num_parallel`` at a time on as many threads each as the machine affords.
 
-    Args:
-        jobs: What to run, in order.
-        num_parallel: How many at a time.
-        report: Is told, a few times a second, how much of all is done (0 to 1), and what runs.
+    ``report`` is told, a few times a second, how much of all is done (0 to 1), and what runs.
 
     Raises:
         UsageError: For fewer than one job at a time.
@@ -95,12 +84,10 @@ def run_jobs(jobs: Sequence[Job], num_parallel: int, report: Callable[[float, st
             for job in [job for job, process in running.items() if process.poll() is not None]:
                 if code := running.pop(job).returncode:
                     printed = job.log.read_text(encoding="utf-8", errors="replace").strip()
-                    raise GdistillError(
-                        f"{job.name} failed with exit code {code}",
-                        where=job.log,
-                        got=printed.splitlines()[-1] if printed else "no output",
-                        remedy="see the log; the same command resumes",
-                    )
+                    last = printed.splitlines()[-1] if printed else "no output"
+                    what = f"{job.name} failed with exit code {code}"
+                    remedy = "see the log; the same command resumes"
+                    raise GdistillError(what, where=job.log, got=last, remedy=remedy)
                 finished += 1
             done = finished + sum(min(1.0, job.share_done()) for job in running)
             report(done / len(jobs), ", ".join(job.name for job in running))

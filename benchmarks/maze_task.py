@@ -6,7 +6,6 @@ teacher's own decode of the same noise, and the best that any unconditioned stud
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,21 +111,18 @@ def rows_of_paths(
     paths: Sequence[Sequence[str]], length: int, ids: dict[str, int]
 ) -> Int[np.ndarray, "p l"]:
     """Paths as token rows of ``length``, padded with the end marker."""
-    padded = [list(itertools.chain(path, [EOS] * (length - len(path)))) for path in paths]
+    padded = [[*path, *[EOS] * (length - len(path))] for path in paths]
     return np.array([[ids[word] for word in row] for row in padded])
 
 
 def teacher_agreement(samples: Sequence[Sequence[int]], teacher_rows: Int[Tensor, "b l"]) -> Score:
     """Share of samples that equal the teacher's decode token by token."""
-    expected = teacher_rows.tolist()
-    if len(expected) != len(samples):
-        raise GdistillError(
-            "one teacher row per sample is needed", got=len(expected), expected=len(samples)
-        )
-    num_equal = sum(list(ours) == theirs for ours, theirs in zip(samples, expected, strict=True))
-    num, details = len(expected), {"num_equal": num_equal}
-    interval = wilson_interval(num_equal, num)
-    return Score("equal_to_teacher_decode", num_equal / num, num, interval, details=details)
+    expected, num = teacher_rows.tolist(), len(samples)
+    if len(expected) != num:
+        raise GdistillError("one teacher row per sample is needed", got=len(expected), expected=num)
+    equal = sum(list(ours) == theirs for ours, theirs in zip(samples, expected, strict=True))
+    found = (equal / num, num, wilson_interval(equal, num))
+    return Score("equal_to_teacher_decode", *found, details={"num_equal": equal})
 
 
 @dataclass(frozen=True)
@@ -155,8 +151,7 @@ class MazeTask:
         """The teacher's decode of that noise; the same for every model, NFE and rule."""
         if (seed, num) not in self.decodes:
             first, noise = torch.full((num,), self.words.index(BOS)), self.noise(seed, num)
-            rows = teacher_decode(self.teacher, first, noise, self.row_length)
-            self.decodes[seed, num] = rows
+            self.decodes[seed, num] = teacher_decode(self.teacher, first, noise, self.row_length)
         return self.decodes[seed, num]
 
     def moves(self, row: Sequence[int]) -> Path_ | None:
@@ -184,9 +179,8 @@ def load_task(home: Path, nfe: Sequence[int]) -> MazeTask:
     tokenizer = AutoTokenizer.from_pretrained(home / "store" / "tokenizer", **here)
     words = tuple(tokenizer.convert_ids_to_tokens(range(len(tokenizer))))
     with without_library_bars():
-        teacher = AutoModelForCausalLM.from_pretrained(
-            home / "teacher", dtype=torch.float32, **here
-        )
+        load = AutoModelForCausalLM.from_pretrained
+        teacher = load(home / "teacher", dtype=torch.float32, **here)
     row_length = maze.max_moves + 2
     ids = {word: index for index, word in enumerate(words)}
     rows = rows_of_paths(maze.paths, row_length - 1, ids)
@@ -211,10 +205,10 @@ def row_probabilities(teacher: Any, rows: Int[Tensor, "p l"]) -> list[float]:
 
 def pool(scores: Sequence[Score], agreements: Sequence[Score]) -> dict[str, Any]:
     """One cell of the table: all seeds together, with each seed's success beside it."""
-    num_success = sum(score.details["num_success"] for score in scores)
+    details, num_samples = [s.details for s in scores], sum(s.num_samples for s in scores)
+    num_success = sum(detail["num_success"] for detail in details)
     num_equal = sum(score.details["num_equal"] for score in agreements)
-    num_samples = sum(score.num_samples for score in scores)
-    details = [score.details for score in scores]
+    variation = [detail["total_variation_to_teacher"] for detail in details]
     return {
         "success": num_success / num_samples,
         "interval_95": list(wilson_interval(num_success, num_samples)),
@@ -222,9 +216,7 @@ def pool(scores: Sequence[Score], agreements: Sequence[Score]) -> dict[str, Any]
         "success_by_run": [score.value for score in scores],
         "num_distinct_paths": min(detail["num_distinct_paths"] for detail in details),
         "num_paths_in_language": details[0]["num_paths_in_language"],
-        "total_variation_to_teacher": float(
-            np.mean([detail["total_variation_to_teacher"] for detail in details])
-        ),
+        "total_variation_to_teacher": float(np.mean(variation)),
         "equal_to_teacher_decode": num_equal / num_samples,
         "equal_interval_95": list(wilson_interval(num_equal, num_samples)),
     }

@@ -60,19 +60,21 @@ def peak_extra_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
+    return 1024 * int(_entry("self/status", field).split()[0])
+
+
+def _entry(file: str, name: str) -> str:
+    """What a file of /proc says behind ``name:``; nothing where it does not."""
+    lines = Path("/proc", file).read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 
 def machine(device: torch.device) -> dict[str, object]:
     """What the figures were measured on, and the code that measured them."""
-    on_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name(device) if on_gpu else _processor_name()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return {
         "device": device.type,
-        "name": name,
+        "name": name or _entry("cpuinfo", "model name") or platform.processor(),
         "threads": torch.get_num_threads(),
         "processors": os.cpu_count(),
         "torch": torch.__version__,
@@ -80,10 +82,3 @@ def machine(device: torch.device) -> dict[str, object]:
         "python": platform.python_version(),
         "commit": code_version(),
     }
-
-
-def _processor_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()

@@ -45,6 +45,7 @@ from trainer.students.registry import AR, BD3LM, Student
 from trainer.training.construction import ExponentialMovingAverage, clip_gradients, make_optimizer
 from trainer.training.settings import OptimizationConfig
 
+DRAWS = ("teacher_logits", "x0", "zeta", "zeta0")
 Entry = tuple[str, float, float]
 
 
@@ -56,7 +57,7 @@ def diffusion_case(folder: Path, name: str) -> list[Comparison]:
     corruption = corruption_of(golden, student.settings)
     entries: list[Entry] = []
     if "teacher_logits" in golden.tensors:
-        xi = posterior_of(*(golden[key] for key in ("teacher_logits", "x0", "zeta", "zeta0")))
+        xi = posterior_of(*(golden[key] for key in DRAWS))
         entries.append(("gumbel", absolute(xi, golden["gumbel"]), 1e-5))
     width = golden["xt"].shape[1]
     times = corruption.t.repeat_interleave(width // corruption.t.shape[1], dim=1)
@@ -68,9 +69,8 @@ def diffusion_case(folder: Path, name: str) -> list[Comparison]:
         ("loss_scale", relative(-corruption.weight, scale), 1e-6),
         ("sigma", relative(corruption.sigma, golden["sigma"][:, 0]), 1e-6),
     ]
-    condition = None
+    condition, rows = None, corruption.mask
     if batch.noise is not None:
-        rows = corruption.mask
         noise = student.embed_noise(batch.noise.at(rows))
         condition = noise.laid_out(rows.nonzero(as_tuple=True), rows.shape)
     with torch.no_grad():
@@ -104,10 +104,9 @@ def gradient_comparisons(golden: Golden, student: Student) -> list[Entry]:
         layout = want.expand(1, 1) if kind == "grad_norm" and want.numel() == 1 else want
         own, target = next(iter(our_parameters({name: layout}).items()))
         got, gap = ours[own], float("nan")
-        if got is not None and kind == "grad_norm":
-            gap = relative_to_largest(got.norm().reshape(1), want)
-        elif got is not None:
-            gap = relative_to_largest(got, target)
+        if got is not None:
+            pair = (got, target) if kind == "grad" else (got.norm().reshape(1), want)
+            gap = relative_to_largest(*pair)
         worst[kind] = gap if gap != gap else max(worst.get(kind, 0.0), gap)
     return [(kind, value, 1e-4) for kind, value in worst.items()]
 
@@ -175,13 +174,9 @@ def autoregressive_case(folder: Path) -> list[Comparison]:
     logits = student(tokens[:, :-1]).logits
     counted = golden["attention_mask"][:, 1:].float()
     head, hidden = student.backbone.output_layer, student._hidden(tokens[:, :-1])
-    loss, nlls = weighted_nll(
-        head.features(hidden, None).flatten(0, 1),
-        head.linear,
-        tokens[:, 1:].flatten(),
-        (counted / counted.sum()).flatten(),
-        student.mask_id,
-    )
+    features = head.features(hidden, None).flatten(0, 1)
+    shares, targets = (counted / counted.sum()).flatten(), tokens[:, 1:].flatten()
+    loss, nlls = weighted_nll(features, head.linear, targets, shares, student.mask_id)
     loss.backward()
     cache = student.start_cache(tokens.shape[0])
     steps = [student.predict_next(tokens[:, i : i + 1], cache) for i in range(tokens.shape[1] - 1)]
@@ -234,11 +229,9 @@ def training_case(folder: Path) -> list[Comparison]:
     named = {kind: _named(golden, kind) for kind in ("init", "final", "ema")}
     student = student_of(golden, folder, named["init"]).train()
     rule = golden.info["optimiser"]
-    (beta1, beta2), decay = rule["betas"], rule["weight_decay"]
-    config = OptimizationConfig(
-        learning_rate=rule["lr"], beta1=beta1, beta2=beta2, weight_decay=decay
-    )
-    optimizer = make_optimizer(student.parameters(), config)
+    rates = {"learning_rate": rule["lr"], "weight_decay": rule["weight_decay"]}
+    rates |= dict(zip(("beta1", "beta2"), rule["betas"], strict=True))
+    optimizer = make_optimizer(student.parameters(), OptimizationConfig(**rates))
     average = ExponentialMovingAverage(student, rule["ema_decay"])
     entries: list[Entry] = []
     for step in range(rule["steps"]):
@@ -250,9 +243,8 @@ def training_case(folder: Path) -> list[Comparison]:
         norm = clip_gradients(student.parameters(), rule["grad_clip_norm"])
         optimizer.step()
         average.update()
-        gap = relative(output.loss.detach(), given["loss"])
-        entries.append((f"step {step} loss", gap, 1e-5))
-        entries.append((f"step {step} grad_norm", relative(norm, given["grad_norm"]), 1e-5))
+        for name, got in (("loss", output.loss.detach()), ("grad_norm", norm)):
+            entries.append((f"step {step} {name}", relative(got, given[name]), 1e-5))
     ours = dict(student.named_parameters())
     for kind, got in (("final", ours), ("ema", average.shadows)):
         wanted = our_parameters(named[kind])
@@ -269,10 +261,8 @@ def _named(golden: Golden, kind: str) -> dict[str, Tensor]:
 def _step_golden(golden: Golden, step: int) -> Golden:
     """One step's draws in the form of a training golden."""
     tensors = _named(golden, f"step{step}")
-    names = ("teacher_logits", "x0", "zeta", "zeta0")
-    tensors["gumbel"] = posterior_of(*(tensors[name] for name in names))
-    info = {**golden.info, "sampling_eps": [1e-3, 1.0]}
-    return Golden(golden.name, tensors, info)
+    tensors["gumbel"] = posterior_of(*(tensors[name] for name in DRAWS))
+    return Golden(golden.name, tensors, {**golden.info, "sampling_eps": [1e-3, 1.0]})
 
 
 def all_comparisons(folder: Path) -> list[Comparison]:
@@ -290,9 +280,8 @@ def main(
     """Compare everything, print the table, write the JSON; exit 1 when anything is off."""
     rows = all_comparisons(golden)
     for row in rows:
-        verdict = "ok" if row.passed else "OFF"
         shown = f"{row.golden:<26}{row.quantity:<28}{row.difference:>12.2e}"
-        print(f"{shown}  (tolerance {row.tolerance:.0e}) {verdict}")
+        print(f"{shown}  (tolerance {row.tolerance:.0e}) {'ok' if row.passed else 'OFF'}")
     found = [{**vars(row), "passed": row.passed} for row in rows]
     write_json_atomic(out, {"machine": machine(torch.device("cpu")), "comparisons": found})
     raise typer.Exit(0 if all(row.passed for row in rows) else 1)

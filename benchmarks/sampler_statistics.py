@@ -67,8 +67,7 @@ def chi_square(case: str, counts: Tensor, expected_probs: Tensor) -> ChiSquare:
         observed[smallest] += observed[-1]
         expected[smallest] += expected[-1]
         observed, expected = observed[:-1], expected[:-1]
-    statistic = float(((observed - expected) ** 2 / expected).sum())
-    freedom = len(expected) - 1
+    statistic, freedom = float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1
     p_value = float(stats.chi2.sf(statistic, freedom)) if freedom else 1.0
     p_value = 0.0 if impossible else p_value
     effect = detectable_effect(freedom, num) if freedom else 1.0
@@ -164,21 +163,21 @@ class Case:
         nucleus_p = float(rest.removesuffix(".noise_removal"))
         return cls(model, kind or "sequential", int(steps or 0), nucleus_p, "noise_removal" in rest)
 
-    def config(self, is_conditioned: bool, row_length: int, block_size: int) -> Sampler:
+    def config(self, sizes: dict) -> Sampler:
         """Our sampler of the case.
 
         Raises:
             ValueError: Where no sampler of ours reveals as many tokens a pass.
         """
-        common = {"nucleus_p": self.nucleus_p}
+        common, row_length = {"nucleus_p": self.nucleus_p}, sizes["length"]
         if self.sampler == "sequential":
             return SequentialSampler(**common)
-        common["tau"] = 1.0 if is_conditioned else None
+        common["tau"] = 1.0 if self.model.endswith("_gumbel") else None
         if self.model.startswith("bd3lm"):
+            block_size = sizes["block_size_bd3"]
             per_pass = block_size // self.num_steps if self.num_steps else 1
             if per_pass == block_size > 1:
-                passes = row_length // block_size
-                return BlockSampler(nfe=passes, final_argmax=False, **common)
+                return BlockSampler(nfe=row_length // block_size, final_argmax=False, **common)
             if per_pass != 1:
                 raise ValueError(f"{self}: {per_pass} tokens a pass in blocks of {block_size}")
             return BlockSampler(inner="first_hitting", **common)
@@ -231,9 +230,7 @@ def run_case(
 ) -> ChiSquare:
     """Draw ``num_samples`` samples of a case and test them, against another case if told."""
     exact, parsed = goldens.exact(judged_by or case), Case.parse(case)
-    sizes = goldens.info["config"]
-    is_conditioned = parsed.model.endswith("_gumbel")
-    sampler = parsed.config(is_conditioned, sizes["length"], sizes["block_size_bd3"])
+    sampler = parsed.config(goldens.info["config"])
     counts = count_samples(goldens, parsed.model, sampler, case, num_samples, exact)
     return chi_square(case, counts, exact)
 

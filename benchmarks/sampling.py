@@ -111,15 +111,10 @@ def make_student(kind: str, shape: Shape, device: torch.device, **changes: Any) 
 
 def save_verifier(folder: Path, shape: Shape) -> str:
     """A causal model of about a quarter of the student's layers."""
-    settings = shape.settings
-    config = LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=settings.hidden_size,
-        intermediate_size=2 * settings.hidden_size,
-        num_hidden_layers=max(1, settings.num_layers // 4),
-        num_attention_heads=settings.num_heads,
-        max_position_embeddings=shape.row_length,
-    )
+    width, layers = shape.settings.hidden_size, max(1, shape.settings.num_layers // 4)
+    sizes = {"vocab_size": shape.vocab_size, "max_position_embeddings": shape.row_length}
+    sizes |= {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers}
+    config = LlamaConfig(**sizes, num_attention_heads=shape.settings.num_heads)
     torch.manual_seed(0)
     with without_library_bars():
         LlamaForCausalLM(config).save_pretrained(folder)
@@ -177,30 +172,21 @@ def run_benchmark(shape: Shape, device: torch.device, precision: torch.dtype) ->
         seconds = interleaved_seconds(work, device, repeats=shape.repeats)
     rows = [summarise(trial, seconds[trial.name]) for trial in trials]
     speed = {row["name"]: row["tokens_per_second"] for row in rows}
-    many = speed[f"first-hitting, batch {LARGE_BATCH}"]
-    ratios = {
-        "block_cache_over_no_cache": speed["block 4, cache"] / speed["block 4, no cache"],
-        "first_hitting_batch_16_over_1": many / speed["first-hitting, batch 1"],
-    }
-    return {
-        "machine": machine(device),
-        "precision": str(precision).removeprefix("torch."),
-        "shape": asdict(shape),
-        "parameters": trials[0].student.num_parameters(),
-        "samplers": rows,
-        "ratios": ratios,
-    }
+    many, one = (speed[f"first-hitting, batch {size}"] for size in (LARGE_BATCH, 1))
+    cached = speed["block 4, cache"] / speed["block 4, no cache"]
+    about = {"machine": machine(device), "precision": str(precision).removeprefix("torch.")}
+    about |= {"shape": asdict(shape), "parameters": trials[0].student.num_parameters()}
+    ratios = {"block_cache_over_no_cache": cached, "first_hitting_batch_16_over_1": many / one}
+    return {**about, "samplers": rows, "ratios": ratios}
 
 
 def main(
     shape: Literal["auto", "paper", "scaled", "toy"] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    precision: Annotated[
-        Literal["auto", "fp32", "bf16"], typer.Option(help="auto is bf16 on CUDA.")
-    ] = "auto",
+    precision: Literal["auto", "fp32", "bf16"] = "auto",
     out: Annotated[Path, typer.Option(help="Folder of the JSON.")] = Path("benchmarks/results"),
 ) -> None:
-    """Measure, print the table, write the JSON."""
+    """Measure, print the table, write the JSON; the precision is bf16 on CUDA, unless given."""
     where = resolve_device(device)
     on_gpu = where.type == "cuda"
     name = ("paper" if on_gpu else "scaled") if shape == "auto" else shape

@@ -48,6 +48,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 NGRAM |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
 STUDENT = {"method": "custom_class", "model": "trainer.serving.drafters.StudentDrafter"}
 MAX_TOKENS = 100
+ASKED = ("temperature", "top_p", "seed", "max_tokens")
 VERSIONS = "import torch, vllm; print(vllm.__version__, torch.__version__)"
 
 
@@ -79,16 +80,10 @@ class Engine:
         drafter: Path | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
-        self.process = subprocess.Popen(
-            [
-                *(str(place / "bin" / "python"), "-m", "benchmarks.serving", "worker", teacher),
-                *(json.dumps(drafts), str(drafter or ""), json.dumps(options or {})),
-            ],
-            env={**os.environ, **self.settings(plugin)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [str(place / "bin" / "python"), "-m", "benchmarks.serving", "worker", teacher]
+        command += [json.dumps(drafts), str(drafter or ""), json.dumps(options or {})]
+        settings, pipe = {**os.environ, **self.settings(plugin)}, subprocess.PIPE
+        self.process = subprocess.Popen(command, env=settings, stdin=pipe, stdout=pipe, text=True)
 
     @staticmethod
     def settings(plugin: bool) -> dict[str, str]:
@@ -159,32 +154,24 @@ def worker(
         while waiting or running:
             while waiting and len(running) < asked["streams"]:
                 index, number = waiting.pop(0), number + 1
-                job = jobs[index]
                 running[str(number)] = index
-                params = SamplingParams(
-                    temperature=job["temperature"],
-                    top_p=job["top_p"],
-                    seed=job["seed"],
-                    max_tokens=job["max_tokens"],
-                    ignore_eos=True,
-                    output_kind=RequestOutputKind.DELTA,
-                )
-                engine.add_request(str(number), job["prompt"], params)
+                given = {name: jobs[index][name] for name in ASKED}
+                given |= {"ignore_eos": True, "output_kind": RequestOutputKind.DELTA}
+                params = SamplingParams(**given)
+                engine.add_request(str(number), jobs[index]["prompt"], params)
             for out in engine.step():
                 index = running[out.request_id]
                 row, leave_at = rows[index], jobs[index]["cancel_after"]
                 row["tokens"] += out.outputs[0].token_ids
                 row["passes"] += 1
                 row["cached"] = out.num_cached_tokens or 0
-                if leave_at is not None and len(row["tokens"]) >= leave_at and not out.finished:
+                leaves = leave_at is not None and len(row["tokens"]) >= leave_at
+                if leaves and not out.finished:
                     engine.abort_request([out.request_id])
+                if leaves or out.finished:
                     del running[out.request_id]
-                elif out.finished:
-                    del running[out.request_id]
-        seconds = time.perf_counter() - begun
-        said = {"seconds": seconds, "cpu_seconds": time.process_time() - cpu, "rows": rows}
-        said["preempted"] = preempted
-        print("@" + json.dumps(said), flush=True)
+        said = {"seconds": time.perf_counter() - begun, "cpu_seconds": time.process_time() - cpu}
+        print("@" + json.dumps({**said, "rows": rows, "preempted": preempted}), flush=True)
 
 
 def speed(engines: dict[str, Engine]) -> dict[str, Any]:
@@ -272,13 +259,9 @@ def main(
 
     file = out / "serving.json"
     found = json.loads(file.read_text()) if file.exists() else {}
-    versions = subprocess.run(
-        [engine / "bin" / "python", "-c", VERSIONS],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"},
-    ).stdout.split()
+    quiet = {**os.environ, "VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
+    asked = [engine / "bin" / "python", "-c", VERSIONS]
+    versions = subprocess.check_output(asked, text=True, env=quiet).split()
     about = machine(torch.device("cpu"))
     found |= {"machine": about, "commit": about["commit"], "teacher": Path(teacher).name}
     found |= {"vllm": versions[-2], "torch": versions[-1]}

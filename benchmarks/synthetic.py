@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from shards.codec.protocol import TeacherOutput
+from shards.codec.protocol import Codec, TeacherOutput
 from shards.codec.registry import codec_parameters, make_codec
 from shards.store.manifest import Manifest
 from shards.store.store import ShardStore
@@ -19,7 +19,7 @@ from shards.stream.stream import RowBatch
 from trainer.objective.batch import Batch, BatchMaker, StoredRowNoise
 from trainer.students.registry import MDLM, MDLMConfig, StudentSettings
 
-ROWS_AT_ONCE = 8
+ROWS_AT_ONCE, SEED = 8, 5
 
 
 def unigram(vocab_size: int) -> Tensor:
@@ -47,37 +47,35 @@ def write_store(
     folder: Path, codec_name: str, num_rows: int, row_length: int, vocab_size: int
 ) -> ShardStore:
     """A complete store of synthetic rows under that codec."""
-    codec, seed = make_codec(codec_name), 5
+    codec = make_codec(codec_name)
     resources = {"unigram_log_probs": unigram(vocab_size)}
-    per_shard = min(ROWS_AT_ONCE, num_rows)
+    units = dict.fromkeys(("rows_per_shard", "rows_per_chunk"), min(ROWS_AT_ONCE, num_rows))
     manifest = Manifest(
         codec={"name": codec_name, "parameters": codec_parameters(codec)},
         arrays=codec.array_specs(vocab_size, None),
         vocab_size=vocab_size,
         row_length=row_length,
         splits={"train": num_rows},
-        rows_per_shard=per_shard,
-        rows_per_chunk=per_shard,
-        teacher={"id": "synthetic"},
-        tokenizer={"id": "synthetic"},
-        tokens={"fingerprint": "synthetic"},
-        seed=seed,
-        versions={},
+        seed=SEED,
+        **units,
+        **{key: {} for key in ("teacher", "tokenizer", "tokens", "versions")},
     )
     arrays = {name: value.numpy() for name, value in resources.items()}
     writer = ShardWriter.create_or_resume(folder, manifest, arrays)
     for shard in writer.pending("train"):
-        rows = torch.arange(shard.start, shard.stop)
-        output = synthetic_output(rows, row_length, vocab_size)
-        encoded = codec.encode(output, seed, resources)
-        chosen = output.log_probs.gather(-1, output.tokens[..., None])[..., 0]
-        columns = {"tokens": output.tokens.int(), "token_log_probs": chosen, **encoded}
-        writer.write(shard, {n: _with_position_0(v).numpy() for n, v in columns.items()})
+        output = synthetic_output(torch.arange(shard.start, shard.stop), row_length, vocab_size)
+        columns = _columns(output, codec, resources)
+        writer.write(shard, {name: value.numpy() for name, value in columns.items()})
     return ShardStore.open(folder)
 
 
-def _with_position_0(values: Tensor) -> Tensor:
-    return torch.cat((torch.zeros_like(values[:, :1]), values), dim=1)
+def _columns(
+    output: TeacherOutput, codec: Codec, resources: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The arrays of rows, position 0 among them."""
+    given = {"tokens": output.tokens.int(), "token_log_probs": output.token_log_probs}
+    found = {**given, **codec.encode(output, SEED, resources)}
+    return {n: torch.cat((torch.zeros_like(v[:, :1]), v), dim=1) for n, v in found.items()}
 
 
 def batch_reader(
@@ -93,26 +91,18 @@ def batch_reader(
 
 
 def random_batch(
-    num_rows: int,
-    row_length: int,
-    vocab_size: int,
-    device: torch.device,
-    first_slot: int,
-    global_batch_size: int,
+    slots: range, row_length: int, vocab_size: int, device: torch.device, global_batch_size: int
 ) -> Batch:
     """Rows as a store under the ``posterior`` codec gives them, made in memory on the device."""
     codec = make_codec("posterior")
     resources = {"unigram_log_probs": unigram(vocab_size).to(device)}
-    columns: list[dict[str, Tensor]] = []
-    for rows in torch.arange(first_slot, first_slot + num_rows).split(ROWS_AT_ONCE):
-        output = synthetic_output(rows, row_length, vocab_size, device)
-        chosen = output.log_probs.gather(-1, output.tokens[..., None])[..., 0]
-        encoded = codec.encode(output, 5, resources)
-        columns.append({"tokens": output.tokens, "token_log_probs": chosen, **encoded})
-    whole = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
-    arrays = {name: _with_position_0(value) for name, value in whole.items()}
-    tokens, chosen = arrays.pop("tokens"), arrays.pop("token_log_probs")
-    rows = torch.arange(first_slot, first_slot + num_rows, device=device)
+    rows = torch.tensor(slots, device=device)
+    columns = [
+        _columns(synthetic_output(part, row_length, vocab_size, device), codec, resources)
+        for part in rows.split(ROWS_AT_ONCE)
+    ]
+    arrays = {name: torch.cat([part[name] for part in columns]) for name in columns[0]}
+    tokens, chosen = arrays.pop("tokens").long(), arrays.pop("token_log_probs")
     noise = StoredRowNoise(codec, arrays, tokens, chosen, rows, 7, 0, resources)
     return Batch(tokens, chosen, rows, rows, global_batch_size, 0, 0, 3, noise)
 
@@ -140,16 +130,11 @@ def make_student(
 
 
 def make_teacher(
-    num_layers: int,
-    hidden_size: int,
-    num_heads: int,
-    vocab_size: int,
-    device: torch.device,
-    context_length: int = 1024,
+    shape: tuple[int, int, int], vocab_size: int, context_length: int, device: torch.device
 ) -> GPT2LMHeadModel:
-    """A GPT-2 with random weights; 36 x 1280 with 20 heads is the shape of GPT-2 Large."""
-    shape = {"n_layer": num_layers, "n_embd": hidden_size, "n_head": num_heads}
-    config = GPT2Config(vocab_size=vocab_size, n_positions=context_length, **shape)
+    """A GPT-2 with random weights; layers, width and heads of GPT-2 Large are 36, 1280 and 20."""
+    sizes = dict(zip(("n_layer", "n_embd", "n_head"), shape, strict=True))
+    config = GPT2Config(vocab_size=vocab_size, n_positions=context_length, **sizes)
     torch.manual_seed(0)
     with device:
         teacher = GPT2LMHeadModel(config)

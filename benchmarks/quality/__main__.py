@@ -32,12 +32,8 @@ def quality(
     plan_file: Annotated[Path, typer.Argument(help="TOML file of recipes.")],
     home: Annotated[Path | None, typer.Option(help="Stores and students.")] = None,
     out: Annotated[Path, typer.Option(help="Results.")] = Path("benchmarks/results"),
-    extract: Annotated[
-        str, typer.Option(help="Further words of gdistill-extract: the corpus and the teacher.")
-    ] = "",
-    judge: Annotated[
-        Path | None, typer.Option(help="Causal language model that judges; not the teacher.")
-    ] = None,
+    extract: Annotated[str, typer.Option(help="More words of gdistill-extract.")] = "",
+    judge: Annotated[Path | None, typer.Option(help="Causal model; not the teacher.")] = None,
     only: Annotated[str, typer.Option(help="Recipes whose name has this text.")] = "",
     parallel: Annotated[int, typer.Option(help="Students trained side by side.")] = 2,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="key=value")] = None,

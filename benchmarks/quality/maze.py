@@ -25,12 +25,7 @@ MARGINS = ((0.0, 0.05), (0.05, 0.1), (0.1, 0.2), (0.2, 0.4), (0.4, math.inf))
 
 
 class MazeBench:
-    """Judges students of one maze.
-
-    Args:
-        plan: Samples and passes.
-        home: Folder of the extraction.
-    """
+    """Judges students of one maze, extracted into ``home``."""
 
     def __init__(self, plan: Plan, home: Path) -> None:
         self.plan, self.home = plan, home
@@ -54,8 +49,7 @@ class MazeBench:
             cell["nfe_mean"] = passes.double().mean().item()
             result["own" if nfe is None else str(nfe)] = cell
         if run.recipe.sampler == "ancestral" and run.recipe.student_of is None:
-            sampler = self._sampler(run, student, 1)
-            result["by_margin"] = self._by_margin(student, sampler, self.plan.sample_seeds[0])
+            result["by_margin"] = self._by_margin(student, self._sampler(run, student, 1))
         return result
 
     def _sampler(self, run: Run, student: Any, nfe: int | None) -> Sampler:
@@ -71,14 +65,14 @@ class MazeBench:
         return make_sampler(recipe.sampler, **{**settings, **recipe.sampling})
 
     @torch.no_grad()
-    def _by_margin(self, student: Any, sampler: Sampler, seed: int) -> list[Cell]:
+    def _by_margin(self, student: Any, sampler: Sampler) -> list[Cell]:
         """Agreement in one pass by how near the nearest tie of the teacher's decode is.
 
         The margin of a row is the least distance between the largest and the next log p + xi.
         """
-        tokens = self._draw(student, sampler, seed).tokens
-        decoded = self.task.teacher_rows(seed, self.plan.num_samples)
-        noise = self.task.noise(seed, self.plan.num_samples)
+        given = (self.plan.sample_seeds[0], self.plan.num_samples)
+        tokens = self._draw(student, sampler, given[0]).tokens
+        decoded, noise = self.task.teacher_rows(*given), self.task.noise(*given)
         shape = (len(decoded), self.task.row_length, noise.vocab_size)
         gumbels = -noise.tile(0, noise.vocab_size).log().view(shape)[:, 1:]
         log_probs = self.task.teacher(input_ids=decoded).logits[:, :-1].float().log_softmax(-1)

@@ -65,10 +65,8 @@ class Recipe:
 class StoreWords:
     """A further store: extracted by words of its own, or converted from the one that all share.
 
-    Attributes:
-        name: What recipes call it.
-        extract: Words of ``gdistill-extract``, all but ``--out``; ``{home}`` is the bench's folder.
-        convert: Words of ``gdistill-shards convert``, all but the stores.
+    ``extract``: words of ``gdistill-extract``, all but ``--out``; ``{home}`` is the bench's folder.
+    ``convert``: words of ``gdistill-shards convert``, all but the stores.
     """
 
     name: str
@@ -77,25 +75,21 @@ class StoreWords:
 
     def __post_init__(self) -> None:
         if bool(self.extract) == bool(self.convert):
-            what = "a store is extracted or converted"
-            raise UsageError(what, where=self.name, got="both or none")
+            raise UsageError(
+                "a store is extracted or converted", where=self.name, got="both or none"
+            )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A bench.
+    """A bench: how students are judged, and what is compared.
 
     Attributes:
-        task: How students are judged.
         extract: Words of ``gdistill-extract``, all but ``--out``.
-        recipes: What is compared.
+        preset: Recipe of the trainer that all start from; ``key=value`` ``settings`` go over it.
+        seeds: Training seeds of every recipe; ``sample_seeds``: of every student.
+        num_samples: Samples per sampling seed, of ``nfe`` forward passes each.
         stores: Further stores that recipes name.
-        preset: Recipe of the trainer that all start from.
-        settings: ``key=value`` settings that all share.
-        seeds: Training seeds of every recipe.
-        sample_seeds: Sampling seeds of every student.
-        num_samples: Samples per sampling seed.
-        nfe: Forward passes per sample.
     """
 
     task: Literal["maze", "stories"]

@@ -15,13 +15,9 @@ WITH_NOISE = "--sweep tau=0.85,1.0,1.3,1.7 --set decision=argmax"
 
 
 class StoriesBench:
-    """Samples and measures students of one store of stories, by the commands that users have.
+    """Samples and measures students of the stories extracted into ``home``, by users' commands.
 
-    Args:
-        plan: Samples and passes.
-        home: Folder of the extraction.
-        judge: The judge of the text: a causal model that is not the teacher; None for the energy
-            distance of n-grams.
+    The judge is a causal model that is not the teacher; None for the energy distance of n-grams.
     """
 
     def __init__(self, plan: Plan, home: Path, judge: Path | None) -> None:
