@@ -1,40 +1,42 @@
-"""The plugin on a stand-in of vLLM's surface: what it replaces, and what it leaves as it was."""
+"""What an engine serves: seeds that answers say, drafts that are kept, and the plugin's hold.
+
+The plugin stands on a stand-in of vLLM's surface: what it replaces, what it leaves as it was.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import json
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trainer.serving import plugin
-from trainer.serving.coupling import draw
+from trainer.serving.asgi import SeededAnswers
+from trainer.serving.coupling import NOTHING, draw, keep_agreeing
 
 STOCK = torch.tensor([[-9]])
 
 
-class Logger:
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def info(self, text: str, *parts: object) -> None:
-        return
-
-    def warning(self, text: str, *parts: object) -> None:
-        self.said.append(text % parts)
-
-    def warning_once(self, text: str, *parts: object) -> None:
-        if text % parts not in self.said:
-            self.warning(text, *parts)
-
-
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Modules by the names that the plugin imports, registered; ``log`` is what it said."""
-    logger = Logger()
+    """Modules by the names that the plugin imports, registered; ``said`` are its warnings."""
+    said: list[str] = []
+
+    def warn(text: str, *parts: object) -> None:
+        said.append(text % parts)
+
+    def warn_once(text: str, *parts: object) -> None:
+        if text % parts not in said:
+            warn(text, *parts)
+
+    logger = SimpleNamespace(info=lambda *_: None, warning=warn, warning_once=warn_once)
 
     class GPUModelRunner:
         def _sample(self, logits: Any, drafts: Any) -> Any:
@@ -66,10 +68,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     ) -> Any:
         return STOCK
 
-    runner = SimpleNamespace(GPUModelRunner=GPUModelRunner)
-    rejection = ModuleType("rejection_sampler")
-    rejection.rejection_sample = rejection_sample  # type: ignore[attr-defined]
-    rejection.expand_batch_to_tokens = None  # type: ignore[attr-defined]
+    rejection: Any = ModuleType("rejection_sampler")
+    rejection.rejection_sample, rejection.expand_batch_to_tokens = rejection_sample, None
     ops = SimpleNamespace(
         TopKTopPSampler=TopKTopPSampler, apply_top_k_top_p=lambda logits, k, p: logits
     )
@@ -80,13 +80,13 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "vllm.v1.sample": SimpleNamespace(rejection_sampler=rejection),
         "vllm.v1.sample.rejection_sampler": rejection,
         "vllm.v1.sample.ops.topk_topp_sampler": ops,
-        "vllm.v1.worker.gpu_model_runner": runner,
+        "vllm.v1.worker.gpu_model_runner": SimpleNamespace(GPUModelRunner=GPUModelRunner),
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(plugin, "is_registered", False)
     plugin.register()
-    return SimpleNamespace(runner=GPUModelRunner, rejection=rejection, log=logger, modules=modules)
+    return SimpleNamespace(runner=GPUModelRunner, rejection=rejection, said=said, modules=modules)
 
 
 def step(engine: SimpleNamespace, seeds: list[int | None], **metadata: Any) -> Any:
@@ -122,18 +122,15 @@ def test_tokens_are_drawn_with_the_noise_of_seed_and_position(engine: SimpleName
     assert alone._sample(logits[1:2].clone(), None).tolist() == found[1:2].tolist()
 
 
-def test_what_fails_leaves_the_metadata_as_it_was(engine: SimpleNamespace) -> None:
-    runner = step(engine, [1])
-    with pytest.raises(RuntimeError, match="stock"):
-        runner._sample(None, None)
-    assert runner.input_batch.sampling_metadata.generators == {0: "moves on"}
-
-
-def test_greedy_steps_are_the_stock_ones(engine: SimpleNamespace) -> None:
+def test_greedy_and_failing_steps_are_the_stock_ones(engine: SimpleNamespace) -> None:
     runner = step(engine, [1], all_greedy=True)
     none = SimpleNamespace(num_draft_tokens=[0])
     assert runner._sample(torch.eye(50)[:1], none).tolist() == [0]
     assert runner.seen == ({0: "moves on"}, None), "no drafts are none"
+    runner = step(engine, [1])
+    with pytest.raises(RuntimeError, match="stock"):
+        runner._sample(None, None)
+    assert runner.input_batch.sampling_metadata.generators == {0: "moves on"}
 
 
 def test_drafts_are_kept_while_they_equal_the_targets_draw(engine: SimpleNamespace) -> None:
@@ -147,12 +144,11 @@ def test_drafts_are_kept_while_they_equal_the_targets_draw(engine: SimpleNamespa
         target_logits_indices=torch.tensor([0, 1, 4]),
     )
     runner._sample(logits, drafts)
-    keyed = runner.seen[0]
     own = draw(logits.clone(), torch.tensor([7, 7, 7, 8, 9, 9]), runner.positions)
     proposed = own[[0, 1, 4]].clone()
     proposed[1] = (proposed[1] + 1) % 50
     metadata = runner.input_batch.sampling_metadata
-    metadata.generators = keyed
+    metadata.generators, _ = runner.seen
     asked: dict[str, Any] = {
         "num_draft_tokens": counts,
         "sampling_metadata": metadata,
@@ -175,19 +171,19 @@ def test_values_of_requests_become_values_of_their_drafts(engine: SimpleNamespac
 
 def test_no_failure_of_a_drafter_reaches_a_request(engine: SimpleNamespace) -> None:
     runner, told = step(engine, [1, 2]), []
-    given = (None, None, "states", None, "verified")
+    asked = ("step", [[1], [2]], None, None, "states", None, "verified")
 
     def fail() -> Any:
         raise ValueError("broken\nin two lines")
 
     runner.drafter = SimpleNamespace(propose=fail)
     for _ in range(2):
-        assert runner.propose_draft_token_ids("step", [[1], [2]], *given) == [[], []]
+        assert runner.propose_draft_token_ids(*asked) == [[], []]
     runner.drafter = SimpleNamespace(
-        propose=lambda: [[3, 50, 4], [-1]], look=lambda *asked: told.append(asked)
+        propose=lambda: [[3, 50, 4], [-1]], look=lambda *seen: told.append(seen)
     )
-    assert runner.propose_draft_token_ids("step", [[1], [2]], *given) == [[3], []]
-    assert len(engine.log.said) == 3 and "ValueError: broken" in engine.log.said[0]
+    assert runner.propose_draft_token_ids(*asked) == [[3], []]
+    assert len(engine.said) == 3 and "ValueError: broken" in engine.said[0]
     assert told[0][0].seeds.tolist() == [1, 2] and told[0][1:] == ("states", "verified")
 
 
@@ -196,13 +192,12 @@ def test_a_second_registration_and_another_version(
 ) -> None:
     before = engine.runner._sample
     plugin.register()
-    assert engine.runner._sample is before and not engine.log.said
+    assert engine.runner._sample is before and not engine.said
     engine.modules["vllm"].__version__ = "0.99.0"
     monkeypatch.setattr(plugin, "is_registered", False)
     plugin.register()
-    assert [line.split("; ")[1] for line in engine.log.said] == [
-        "this is 0.99.0: certify what it serves"
-    ]
+    (line,) = engine.said
+    assert line.split("; ")[1] == "this is 0.99.0: certify what it serves"
 
 
 def test_seeds_are_the_requests_own() -> None:
@@ -210,3 +205,153 @@ def test_seeds_are_the_requests_own() -> None:
     drawn = {plugin.seed_of(name, None) for name in "abc"}
     assert len(drawn) == 3 and all(0 <= seed < 1 << 63 for seed in drawn)
     assert importlib.reload(plugin).seed_of("a", None) in drawn, "alike in every process"
+
+
+# The rule that keeps drafts: whatever is drafted, the text is the target's own.
+
+ids = st.integers(0, 3)
+request = st.lists(st.tuples(ids, ids), max_size=4)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(request, ids), min_size=1, max_size=4))
+def test_kept_are_the_drafts_before_the_first_that_differs_and_one_more(
+    batch: list[tuple[list[tuple[int, int]], int]],
+) -> None:
+    pairs = [pair for drafted, _ in batch for pair in drafted]
+    drafts, targets = (torch.tensor([p[i] for p in pairs], dtype=torch.int64) for i in (0, 1))
+    counts = torch.tensor([len(drafted) for drafted, _ in batch])
+    bonus = torch.tensor([last for _, last in batch])
+    found = keep_agreeing(drafts, targets, counts, bonus, int(counts.max()))
+    for (drafted, last), row in zip(batch, found.tolist(), strict=True):
+        expected = []
+        for draft, target in drafted:
+            expected.append(target)
+            if draft != target:
+                break
+        else:
+            expected.append(last)
+        assert row == expected + [NOTHING] * (len(row) - len(expected))
+
+
+def take(prefix: list[int], seed: int) -> int:
+    """By a toy model, whose logits of the next token are a function of all tokens before."""
+    generator = torch.Generator().manual_seed(hash(tuple(prefix)) % 2**31)
+    logits, place = torch.randn(1, 12, generator=generator), torch.tensor([len(prefix) - 1])
+    return int(draw(logits, torch.tensor([seed]), place))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(-(2**63), 2**63 - 1), st.lists(st.lists(st.integers(0, 11), max_size=5)))
+def test_speculative_text_is_the_text_without_drafts(seed: int, proposals: list[list[int]]) -> None:
+    plain, written = [1, 2], [1, 2]
+    while len(plain) < 20:
+        plain.append(take(plain, seed))
+    for drafts in [*proposals, *[[]] * 20]:
+        targets = [take(written + drafts[:i], seed) for i in range(len(drafts) + 1)]
+        num = len(drafts)
+        proposed, verdict, bonus = torch.tensor([*drafts, *targets]).split([num, num, 1])
+        kept = keep_agreeing(proposed, verdict, torch.tensor([num]), bonus, num)
+        written += [token for token in kept[0].tolist() if token != NOTHING]
+    assert written[:20] == plain
+
+
+def test_greedy_rows_take_no_noise() -> None:
+    logits = torch.randn(40, 9, generator=torch.Generator().manual_seed(0))
+    seeds, places = torch.arange(40), torch.arange(40)
+    found = draw(logits, seeds, places, is_greedy=torch.arange(40) % 2 == 0)
+    assert torch.equal(found[::2], logits[::2].argmax(dim=-1))
+    assert not torch.equal(found[1::2], logits[1::2].argmax(dim=-1))
+    assert torch.equal(found[1::2], draw(logits[1::2], seeds[1::2], places[1::2]))
+
+
+def test_cut_tokens_are_never_drawn() -> None:
+    logits = torch.zeros(500, 8)
+    logits[:, 3:] = -torch.inf
+    assert int(draw(logits, torch.arange(500), torch.zeros(500, dtype=torch.int64)).max()) == 2
+
+
+def test_draws_follow_the_law() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).expand(20_000, 4)
+    found = draw(logits, torch.arange(20_000), torch.full((20_000,), 5))
+    share = torch.bincount(found, minlength=4) / 20_000
+    expected = logits[0].softmax(dim=-1)
+    deviation = (expected * (1 - expected) / 20_000).sqrt()
+    assert bool(((share - expected).abs() < 4.5 * deviation).all())
+
+
+# Requests without a seed get one, and answers say it.
+
+SAID = (b'{"choices": [', b'{"text": "x"}]}')
+JSON = b"application/json"
+
+
+def call(
+    body: bytes,
+    path: str = "/v1/completions",
+    kind: bytes = JSON,
+    parts: tuple[bytes, ...] = SAID,
+) -> tuple[bytes, dict[bytes, bytes], bytes]:
+    """What the engine was asked, and the headers and body that came back."""
+    asked, sent = [], []
+
+    async def engine(scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        asked.append(message["body"])
+        assert dict(scope["headers"])[b"content-length"] == str(len(message["body"])).encode()
+        headers = [(b"content-type", kind)]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for number, part in enumerate(parts, 1):
+            more = number < len(parts)
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(b"content-length", str(len(body)).encode())]
+    scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+    asyncio.run(SeededAnswers(engine)(scope, receive, send))
+    answer = b"".join(message["body"] for message in sent[1:])
+    return asked[0], dict(sent[0]["headers"]), answer
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_missing_seed_is_drawn_and_returned(path: str) -> None:
+    asked, headers, answer = call(b'{"prompt": "a"}', path=path)
+    seed = json.loads(asked)["seed"]
+    assert json.loads(asked)["prompt"] == "a"
+    assert json.loads(answer)["seed"] == seed == int(headers[b"x-seed"])
+    assert json.loads(answer)["choices"] == [{"text": "x"}]
+    assert headers[b"content-length"] == str(len(answer)).encode()
+    assert json.loads(call(b'{"prompt": "a"}')[0])["seed"] != seed
+
+
+def test_a_given_seed_is_kept() -> None:
+    asked, _, answer = call(b'{"prompt": "a", "seed": 7}')
+    assert json.loads(asked)["seed"] == json.loads(answer)["seed"] == 7
+
+
+def test_noise_is_told_only_where_it_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "noise" not in json.loads(call(b"{}")[2])
+    monkeypatch.setattr(plugin, "is_registered", True)
+    assert json.loads(call(b"{}")[2])["noise"] == "murmur3"
+
+
+def test_a_stream_passes_as_it_comes_and_says_its_seed_in_a_header() -> None:
+    parts = (b"data: {}\n\n", b"data: [DONE]\n\n")
+    _, headers, answer = call(b"{}", kind=b"text/event-stream", parts=parts)
+    assert answer == b"".join(parts)
+    assert int(headers[b"x-seed"]) >= 0
+
+
+@pytest.mark.parametrize("body", [b"not JSON", b"[1, 2]"])
+def test_what_is_no_request_is_left_to_the_engine(body: bytes) -> None:
+    assert call(body)[0] == body
+
+
+def test_other_paths_are_left_alone() -> None:
+    asked, headers, _ = call(b'{"prompt": "a"}', path="/v1/embeddings")
+    assert asked == b'{"prompt": "a"}' and b"x-seed" not in headers

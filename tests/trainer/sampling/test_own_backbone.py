@@ -1,0 +1,330 @@
+"""Heads and layers on a backbone: its own tokens, whatever they draft; and typical acceptance."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot, pad
+from transformers import AutoModelForCausalLM
+
+from shards.errors import UsageError
+from shards.store.store import ShardStore
+from tests.trainer.backbone_cases import SHAPES, VOCAB, backbone_run, store_of, write_backbone
+from tests.trainer.sampling.decoding_cases import (
+    IDS,
+    assert_alone_as_together,
+    assert_ended,
+    assert_every_pass_gains,
+    own_decode,
+    prompts,
+)
+from tests.trainer.sampling_cases import LENGTH, draw, open_rows, tiny_student
+from tests.trainer.students.test_drafter import tiny_drafter
+from trainer.sampling import own_backbone
+from trainer.sampling.fill import StopRule
+from trainer.sampling.noise import TokenRule, sampling_noise
+from trainer.sampling.own_backbone import MedusaSampler, Tree, TreeReader, is_typical
+from trainer.sampling.registry import make_sampler
+from trainer.students.drafter import Drafter
+from trainer.students.registry import Medusa
+from trainer.training.construction import build_student
+
+LONG = 20
+CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {"model__conditioning": "none"},
+    "seen": {"model__backbone__own_noise": "seen"},
+    "bf16": {"model__backbone__dtype": "bfloat16"},
+}
+
+
+def make_heads(folder: Path, shape: str = "llama", **changes: Any) -> Medusa:
+    backbone = write_backbone(folder / "backbone", shape)
+    store = store_of(folder / "store", backbone)
+    student = build_student(backbone_run(backbone, **changes), ShardStore.open(store), None)
+    assert isinstance(student, Medusa)
+    generator = torch.Generator().manual_seed(5)
+    for weight in student.parameters():
+        with torch.no_grad():
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
+    return student.eval()
+
+
+@pytest.fixture(scope="module", params=[*SHAPES, *CHANGES])
+def heads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Medusa:
+    shape = request.param if request.param in SHAPES else "qwen2"
+    folder = tmp_path_factory.mktemp("medusa")
+    return make_heads(folder, shape, **CHANGES.get(request.param, {}))
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "tau"), [("coupled", 1.0), ("coupled", 0.6), ("coupled", 4.0), ("greedy", 0.0)]
+)
+def test_heads_are_lossless(heads: Medusa, acceptance: Any, tau: float) -> None:
+    """Together and alone the backbone's own decode of the noise, or its greedy continuation.
+
+    In bf16 logits of other shapes differ by up to 0.063, two of them by half of the room.
+    """
+    tokens, in_bf16 = prompts(heads, LONG, 19), heads.settings.backbone.dtype == "bfloat16"
+    sampler = MedusaSampler(acceptance=acceptance, tau=tau or 1.0)
+    together = draw(heads, sampler, IDS, tokens)
+    network, room = heads.language_model.network, 0.25 if in_bf16 else 1e-3
+    truth, certain = own_decode(network, tokens, IDS, VOCAB, tau, room=room)
+    num_checked = 0
+    for slot, (index, stop) in enumerate(zip(IDS, certain.tolist(), strict=True)):
+        alone = draw(heads, sampler, index[None], tokens[slot : slot + 1])
+        # A pass with a cache rounds otherwise: behind a near tie all may differ.
+        assert torch.equal(together.tokens[slot, :stop], truth[slot, :stop])
+        assert torch.equal(alone.tokens[0, :stop], truth[slot, :stop])
+        if not in_bf16:
+            assert torch.equal(alone.tokens[0], together.tokens[slot])
+            assert torch.equal(alone.details["reached"][0], together.details["reached"][slot])
+        num_checked += int((tokens[slot, :stop] == VOCAB).sum())
+    assert in_bf16 or int(certain.sum()) > 0.8 * tokens.numel()
+    assert tau < 4 or num_checked > 20, "with much noise near ties are few"
+    assert_every_pass_gains(together, (tokens == VOCAB).sum(dim=1))
+    accepted, reached = (together.details[name].sum(dim=0) for name in ("accepted", "reached"))
+    assert (accepted <= reached).all() and int(reached[0]) > 0
+    assert int(together.details["drafted"].shape[1]) == heads.settings.backbone.num_proposed
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_drafter_is_lossless(shape: str, tmp_path: Path) -> None:
+    """Padded and tied heads, grouped queries, learnt positions; rows longer than in training."""
+    student, _ = tiny_drafter(tmp_path, shape)
+    tokens = prompts(student, LENGTH, 1)
+    backbone = AutoModelForCausalLM.from_pretrained(tmp_path / shape).eval()
+    cases: tuple[dict[str, Any], ...] = (
+        {},
+        {"tau": 0.7, "max_lookahead": 1},
+        {"max_lookahead": 4, "tree": 30, "width": 11},
+        {"max_lookahead": 5, "tree": 3, "width": 1, "draft": "greedy"},
+        {"top_k": 3, "tree": 9, "max_lookahead": 3},
+        {"max_lookahead": 0},
+        {"draft_dtype": "bfloat16", "tree": 9, "max_lookahead": 3},
+    )
+    for case in cases:
+        result = draw(student, make_sampler("drafter", **case), IDS, tokens)
+        rule = TokenRule(temperature=case.get("tau", 1.0), top_k=case.get("top_k"))
+        truth, _ = own_decode(backbone, tokens, IDS, VOCAB, rule.temperature, rule)
+        assert torch.equal(result.tokens, truth), case
+        assert_every_pass_gains(result, (tokens == VOCAB).sum(dim=1))
+
+
+def test_a_real_backbone_decodes_its_own_tokens(tmp_path: Path, shared: Path) -> None:
+    """stories260K, a drafter at step 0; a tree that looks at the noise needs fewer passes."""
+    backbone = shared / "data" / "stories260K"
+    store = store_of(tmp_path / "store", backbone, vocab_size=512)
+    config = backbone_run(backbone, "drafter", model__backbone__num_proposed=3)
+    student = build_student(config, ShardStore.open(store), None)
+    ids, tokens = IDS[:4], torch.full((4, 60), 512)
+    tokens[:, 0], tokens[1, 1:6] = 1, torch.tensor([403, 407, 261, 378, 286])
+    model, passes = AutoModelForCausalLM.from_pretrained(backbone).eval(), {}
+    truth, _ = own_decode(model, tokens, ids, 512)
+    for draft in ("gumbel", "greedy"):
+        result = draw(student, make_sampler("drafter", draft=draft), ids, tokens)
+        assert torch.equal(result.tokens, truth)
+        passes[draft] = int(result.details["verifier_nfe"].sum())
+    assert passes["gumbel"] < passes["greedy"] < int((tokens == 512).sum())
+
+
+def test_trees_depend_on_no_companion_and_on_no_room_for_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Noise that is drawn for few positions at a time is the same."""
+    student, _ = tiny_drafter(tmp_path, model__backbone__num_proposed=4)
+    tokens, sampler = prompts(student, LENGTH, 1), make_sampler("drafter", tree=7, width=3)
+    wanted = assert_alone_as_together(student, sampler, tokens)
+    assert wanted.details["accepted"].sum() > 0
+    for most in (1, 6 * VOCAB * len(IDS)):
+        monkeypatch.setattr(own_backbone, "MOST_ELEMENTS", {"cpu": most})
+        found = draw(student, sampler, IDS, tokens)
+        assert torch.equal(found.tokens, wanted.tokens)
+        assert torch.equal(found.details["verifier_nfe"], wanted.details["verifier_nfe"])
+
+
+def test_perfect_heads_are_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass over the prompt gives one token, each further one K + 1."""
+    student = make_heads(tmp_path, model__backbone__num_proposed=3)
+    ids, tokens = IDS[:2], open_rows(student, 2, LONG)
+    truth = draw(student, MedusaSampler(max_lookahead=0), ids, tokens).tokens
+    starts = iter(range(2, 1000, 4))
+
+    def oracle(hidden: Tensor, embedded: Tensor | None) -> Tensor:
+        start = next(starts)
+        wanted = truth[:, start : start + 3]
+        return one_hot(pad(wanted, (0, 3 - wanted.shape[1])), VOCAB).float().log()
+
+    monkeypatch.setattr(student, "propose", oracle)
+    result = draw(student, MedusaSampler(), ids, tokens)
+    assert torch.equal(result.tokens, truth)
+    assert (result.details["verifier_nfe"] == 1 + -(-(LONG - 2) // 4)).all()
+    assert torch.equal(result.details["reached"], result.details["accepted"])
+
+
+def test_a_perfect_drafter_is_followed_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K accepted and one more a pass, behind the first pass, which reads the prompt."""
+    student, _ = tiny_drafter(tmp_path, model__backbone__num_proposed=3)
+    tokens = prompts(student, LENGTH, 1)
+    backbone = AutoModelForCausalLM.from_pretrained(tmp_path / "llama").eval()
+    truth, _ = own_decode(backbone, tokens, IDS, VOCAB)
+    step, known = student.runner(), {}
+
+    def oracle(rows, positions, seen, cache):
+        known["next"] = truth[known["row"], (positions + 1).clamp_max(LENGTH - 1)]
+        return step(rows, positions, seen, cache)
+
+    def certain(self, outputs):
+        return 100.0 * one_hot(known["next"], VOCAB).float()
+
+    monkeypatch.setattr(Drafter, "runner", lambda self, dtype: oracle)
+    monkeypatch.setattr(Drafter, "logits", certain)
+    sampler = make_sampler("drafter", width=1, tree=3, draft="greedy")
+    for row, num_open in enumerate((tokens == VOCAB).sum(dim=1).tolist()):
+        known["row"] = row
+        result = draw(student, sampler, IDS[row : row + 1], tokens[row : row + 1])
+        assert torch.equal(result.tokens[0], truth[row])
+        assert int(result.details["verifier_nfe"]) == 1 + -(-(num_open - 1) // 4)
+        assert torch.equal(result.details["reached"], result.details["accepted"])
+
+
+def test_heads_are_shown_the_noise_of_the_tokens_they_propose(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind token i: the embeddings of i + 1 .. i + 1 + K, and the hidden state of i itself."""
+    student = make_heads(tmp_path, model__backbone__own_noise="seen")
+    tokens, seen = open_rows(student, 1, LONG), []
+    propose = student.propose
+    monkeypatch.setattr(
+        student, "propose", lambda h, e: seen.append((h.clone(), e.clone())) or propose(h, e)
+    )
+    result = draw(student, MedusaSampler(max_lookahead=1), IDS[:1], tokens)
+    with torch.no_grad():
+        noise = sampling_noise(3, IDS[:1], LONG, VOCAB)
+        embedded = student.embed_noise(noise, 1.0).embedding
+        hidden = student.language_model.hidden(result.tokens)[0]
+    first = 2
+    for h, e in seen:
+        width = min(3, LONG - first + 1)
+        assert torch.allclose(e[0, :width], embedded[first - 1 : first - 1 + width], atol=1e-6)
+        assert torch.allclose(h[0], hidden[first - 2], atol=1e-4)
+        # The next round begins behind the tokens that this one gave: compare by what was settled.
+        first += 1 + int(torch.equal(propose(h, e)[0, 0].argmax(), result.tokens[0, first]))
+    assert len(seen) > 5
+
+
+def test_typical_acceptance_by_hand() -> None:
+    """A sure model keeps only what it holds likely; an unsure one also what it holds unlikely."""
+    sure, flat = torch.tensor([0.9, 0.06, 0.04]), torch.full((3,), 1 / 3)
+    # exp(-H) is 0.67 for the first and 1/3 for the second: epsilon 0.1 decides both.
+    logits, tokens = torch.stack([sure, sure, flat]).log(), torch.tensor([0, 1, 2])
+    assert is_typical(logits, tokens, 0.1, 1.0).tolist() == [True, False, True]
+    just_below = 0.06 * math.exp(-float((sure * sure.log()).sum())) * 0.99
+    assert is_typical(logits, tokens, 0.9, just_below).tolist() == [True, True, True]
+    assert is_typical(logits, tokens, 0.9, just_below / 0.97)[1].item() is False
+
+
+def test_typical_keeps_what_the_backbone_holds_possible(heads: Medusa) -> None:
+    tokens = prompts(heads, LONG, 19)
+    assert not (draw(heads, MedusaSampler(acceptance="typical"), IDS, tokens).tokens == VOCAB).any()
+    strict = MedusaSampler(acceptance="typical", epsilon=1e9, delta=1e9)
+    none = draw(heads, strict, IDS, tokens)
+    assert int(none.details["accepted"].sum()) == 0
+    coupled = draw(heads, MedusaSampler(max_lookahead=0), IDS, tokens)
+    if heads.settings.backbone.dtype == "float32":
+        assert torch.equal(none.tokens, coupled.tokens)
+    lax = MedusaSampler(acceptance="typical", epsilon=1e-30)
+    everything = draw(heads, lax, IDS, tokens).details
+    assert torch.equal(everything["accepted"], everything["drafted"])
+
+
+def test_samples_end_at_eos(tmp_path: Path) -> None:
+    student, ids = make_heads(tmp_path), torch.arange(40)
+    tokens = open_rows(student, 40, LONG)
+    free = draw(student, MedusaSampler(), ids, tokens)
+    # A token that many rows have, and none everywhere: rows end in different rounds.
+    student.config.eos_token_id = eos = int(free.tokens[:, 8].mode().values)
+    ended = draw(student, MedusaSampler(stop=StopRule(at_eos=True)), ids, tokens)
+    assert_ended(ended, free, eos)
+    assert (ended.lengths < LONG).sum() > 5
+
+
+@torch.no_grad()
+def test_the_cache_keeps_the_path_and_nothing_else(tmp_path: Path) -> None:
+    """Ragged rows read as trees in turns say what the bare backbone says of whole rows."""
+    student, _ = tiny_drafter(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "llama").eval()
+    rows = torch.randint(VOCAB, (3, 30), generator=torch.Generator().manual_seed(0))
+    first = torch.tensor([2, 7, 4])
+    reader = TreeReader(student, 3)
+    reader.read_rows(rows, first)
+    first = first + 1
+    # 0 - 1 - 2, 0 - 3 - 4: the second branch of each row is the right one.
+    behind = torch.eye(5, dtype=torch.bool)
+    behind[:, 0] = behind[2, 1] = behind[4, 3] = True
+    path = torch.tensor([[0, 3, 4]]).expand(3, -1)
+    for counts in ([1, 3, 2], [3, 1, 2], [2, 2, 3]):
+        own = rows.gather(1, first[:, None] - 1 + torch.arange(3))
+        tokens = torch.cat((own[:, :1], (own[:, 1:] + 1) % VOCAB, own[:, 1:]), dim=1)
+        logits = reader.read_tree(Tree(tokens, behind.expand(3, -1, -1)), first, 30)
+        for row, stop in enumerate(first.tolist()):
+            alone = plain(rows[row : row + 1, : stop + 2]).logits[0, -3:, :VOCAB]
+            assert torch.allclose(logits[row, [0, 3, 4]], alone, atol=1e-4)
+        reader.follow(path, torch.tensor(counts))
+        first = first + torch.tensor(counts)
+        assert torch.equal(reader.lengths, first - 1)
+
+
+def test_a_tree_is_walked_along_the_own_tokens() -> None:
+    """0 - 1 - 3 and 0 - 2 - 4 - 5; a limit ends the way, and so does the first other token."""
+    behind = torch.eye(6, dtype=torch.bool)
+    behind[:, 0] = behind[3, 1] = behind[4:, 2] = behind[5, 4] = True
+    tree = Tree(torch.tensor([[9, 3, 4, 4, 3, 7]]).expand(4, -1), behind.expand(4, -1, -1))
+    own = torch.tensor([[4, 4, 3, 0, 7, 0], [4, 4, 3, 0, 7, 0], [3, 4, 3, 0, 7, 0], [5] * 6])
+    path, counts = tree.walk(own, torch.tensor([3, 1, 3, 3]))
+    assert counts.tolist() == [4, 2, 3, 1]
+    kept = [way[:count] for way, count in zip(path.tolist(), counts.tolist(), strict=True)]
+    assert kept == [[0, 2, 4, 5], [0, 2], [0, 1, 3], [0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("medusa", {"tau": 0.0}, "tau"),
+        ("medusa", {"max_lookahead": -1}, "max_lookahead"),
+        ("medusa", {"epsilon": 0.0}, "epsilon"),
+        ("medusa", {"delta": -1.0}, "delta"),
+        ("medusa", {"acceptance": "greedy", "tau": 0.5}, "without effect"),
+        ("medusa", {"epsilon": 0.5}, "without effect"),
+        ("medusa", {"acceptance": "typical", "top_k": 3}, "without effect"),
+        ("drafter", {"tree": 0}, r"a count below 1 \[tree\]; got 0"),
+        ("drafter", {"width": 0}, r"a count below 1 \[width\]; got 0"),
+    ],
+)
+def test_bad_settings_are_named(name: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_sampler(name, **settings)
+
+
+def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
+    heads, (layer, _), other = make_heads(tmp_path), tiny_drafter(tmp_path), tiny_student()
+    holed = open_rows(heads, 5, 8)
+    holed[0, 6] = 2
+    for name, student, tokens, message in (
+        ("medusa", other, None, "needs heads on a backbone"),
+        ("medusa", heads, open_rows(heads, 5, 65), "shorter rows"),
+        ("medusa", heads, holed, "behind positions to fill"),
+        ("drafter", other, None, "needs a layer beside a backbone"),
+        ("drafter", layer, open_rows(layer, 5, 65), "reads shorter rows"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            draw(student, make_sampler(name), IDS, tokens)
+    heads.config.codec = {"name": "topk", "parameters": {"num_entries": 3}}
+    with pytest.raises(UsageError, match="cuts off"):
+        draw(heads, MedusaSampler(), IDS)
