@@ -1,10 +1,11 @@
-"""What all samplers promise, and ancestral sampling."""
+"""What all samplers promise, the laws they follow, and ancestral sampling."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.dense_noise import DenseNoise
+from benchmarks.sampler_statistics import Goldens, chi_square, run_case, run_tau
 from shards.errors import UsageError
-from shards.noise.philox import race
+from shards.noise.philox import PositionKeys, race, uniforms
+from tests.changed_settings import changed
 from tests.trainer.sampling_cases import BOS, LENGTH, draw, noise_for, open_rows, tiny_student
+from trainer.loading import generate
 from trainer.objective.batch import Places
 from trainer.objective.corruption import SCHEDULES
 from trainer.sampling import fill
@@ -26,6 +29,7 @@ from trainer.sampling.fill import (
     AncestralSampler,
     Pass,
     Rows,
+    Sampler,
     ancestral_steps,
     ancestral_times,
     dense_ranks,
@@ -33,6 +37,7 @@ from trainer.sampling.fill import (
 from trainer.sampling.noise import RowNoise, SampleKeys
 from trainer.sampling.orders import FirstHittingSampler, FixedCountSampler, uniform_order
 from trainer.sampling.registry import make_sampler
+from trainer.sampling.stopping import StopRule
 from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.registry import Student
 
@@ -106,6 +111,130 @@ def test_promises(
         assert not torch.equal(other.tokens, together.tokens)
 
 
+VALUES = {
+    "inner": "ancestral", "nfe": 3, "nucleus_p": 0.6, "passes_per_block": 2, "tau": 0.3,
+    "order_temperature": 5.0, "stop.at_eos": True, "stop.entropy_window": 6, "top_k": 2,
+    "stop.max_tries": 1, "stop.min_entropy_nats": 1.0, "temperature": 3.0,
+}  # fmt: skip
+REDRAWN = {"stop": StopRule(min_entropy_nats=1.7, entropy_window=LENGTH, max_tries=3)}
+ARGMAX = {"decision": "argmax", "nucleus_p": 1.0}
+KNOWN = {"final_argmax", "use_cache"}
+"""One shows once in 10,000 rows, and a cache changes nothing: other tests have them."""
+BASES: dict[str, list[dict[str, Any]]] = {
+    "ancestral": [{"nfe": 6}],
+    "fixed_count": [{"nfe": 6}],
+    "confidence": [{"nfe": 6}],
+    "first_hitting": [{}],
+    "sequential": [{}],
+    "block": [{"nfe": 6, "inner": "confidence"}, {"passes_per_block": 1, "inner": "confidence"}],
+}
+STUDENTS = {
+    "block": partial(tiny_student, "bd3lm", block_size=4),
+    "sequential": partial(tiny_student, "ar", "none"),
+}
+
+
+def told(student: Student, sampler: Sampler) -> str:
+    """All that is said of the samples."""
+    values = vars(draw(student, sampler, torch.arange(24))).values()
+    return repr([value.tolist() if isinstance(value, Tensor) else value for value in values])
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_every_setting_does_something(name: str) -> None:
+    """Each changed alone, beside settings that let it matter: other tokens, or other counts."""
+    student, silent = STUDENTS.get(name, tiny_student)(), []
+    nucleus = {"nucleus_p": 0.8}
+    for own, more in itertools.product(BASES[name], (nucleus, nucleus | REDRAWN, ARGMAX)):
+        base = make_sampler(name, **{**own, **more})
+        result, still = told(student, base), set()
+        for key, other in changed(base, VALUES):
+            try:
+                if other is None or told(student, other) == result:
+                    still.add(key)
+            except UsageError:  # it means nothing without another one
+                still.add(key)
+        silent.append(still)
+    refused = {"tau"} if name == "sequential" else set()  # an AR student takes no noise
+    assert not set.intersection(*silent) - KNOWN - refused
+
+
+# The laws, from exact distributions of a tiny model: runs of ``benchmarks/sampler_statistics.py``.
+
+NUM = 20_000
+LAWS = {
+    "ar.": ["p0.8"],
+    "mdlm.": ["fixed_k_T2.p1.0", "first_hitting.p1.0"],
+    "mdlm.ancestral_": ["T1.p1.0", "T5.p1.0", "T2.p0.8.noise_removal"],
+    "mdlm_gumbel.": ["ancestral_T2.p1.0", "first_hitting.p0.8"],
+    "bd3lm.": ["first_hitting.p1.0", "fixed_k_T1.p1.0", "fixed_k_T2.p0.8"],
+    "bd3lm_gumbel.": ["first_hitting.p1.0", "fixed_k_T1.p0.8"],
+}
+
+
+@pytest.fixture(scope="module")
+def goldens(golden: Path) -> Goldens:
+    return Goldens.read(golden)
+
+
+@pytest.mark.parametrize("case", [model + law for model, laws in LAWS.items() for law in laws])
+def test_samplers_follow_the_exact_distribution(goldens: Goldens, case: str) -> None:
+    result = run_case(goldens, case, NUM)
+    assert result.passed, result
+    # w <= 0.09 found with probability 0.99: a total variation of 4.5% at most goes unseen.
+    assert result.detectable_effect < 0.09
+
+
+@pytest.mark.parametrize(
+    ("drawn", "judged"),
+    [
+        ("mdlm.ancestral_T1.p1.0", "mdlm.ancestral_T2.p1.0"),
+        ("mdlm.ancestral_T2.p0.8", "mdlm.ancestral_T5.p0.8"),
+        ("mdlm.ancestral_T1.p1.0", "mdlm_gumbel.ancestral_T1.p1.0"),
+        ("mdlm.ancestral_T5.p1.0", "mdlm.ancestral_T5.p0.8"),
+    ],
+)
+def test_the_test_can_fail(goldens: Goldens, drawn: str, judged: str) -> None:
+    """Another number of steps, another nucleus p or missing noise is rejected."""
+    assert not run_case(goldens, drawn, NUM, judged_by=judged).passed
+
+
+def test_tau_has_its_own_distribution(goldens: Goldens) -> None:
+    assert run_tau(goldens, 0.5, NUM, judged_by=0.5).passed
+    assert not run_tau(goldens, 0.5, NUM, judged_by=1.0).passed
+
+
+def test_pooling_by_hand() -> None:
+    probs = torch.tensor([0.5, 0.46, 0.01, 0.01, 0.01, 0.01])
+    result = chi_square("hand", torch.tensor([55, 41, 1, 1, 1, 1]), probs)
+    # The four small cells pool to an expectation of 4, below 5, and join the cell of 46.
+    assert result.num_cells == 2
+    assert result.statistic == pytest.approx((55 - 50) ** 2 / 50 + (45 - 50) ** 2 / 50)
+    impossible = chi_square("hand", torch.tensor([99, 1]), torch.tensor([1.0, 0.0]))
+    assert impossible.p_value == 0
+
+
+def test_draws_are_finer_than_float32() -> None:
+    """On float32's grid a token of probability 2^-25 is drawn three times too rarely."""
+    rows = torch.arange(4)
+    scaled = uniforms(PositionKeys(3, rows, rows), 0, 2000) * 2.0**24
+    assert float((scaled != scaled.floor()).double().mean()) > 0.9
+    rare = 2.0**-25
+    for head_wins, head in ((True, math.exp(-0.3)), (False, math.exp(-0.7))):
+        # The rare token's E is 2^-26, which float32 makes 0: p / E = 2 against 1 / 0.3 and 1 / 0.7.
+        uniform = torch.tensor([[head, 1 - 2.0**-26]], dtype=torch.float64)
+        winner = race(torch.tensor([[1 - rare, rare]], dtype=torch.float64), uniform)
+        assert bool(winner == 0) is head_wins
+
+
+def test_race_goldens(ops: dict[str, Tensor]) -> None:
+    probs, uniform = (ops[f"categorical.{name}"].flatten(0, 1) for name in "pu")
+    assert torch.equal(race(probs, uniform), ops["categorical.index"].flatten())
+
+
+# Orders and steps.
+
+
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.integers(1, 30))
 def test_groups_cover_the_rows_once_and_keep_to_the_bound(counts: list[int], most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -115,12 +244,6 @@ def test_groups_cover_the_rows_once_and_keep_to_the_bound(counts: list[int], mos
     assert all(group and (sum(group) <= most or len(group) == 1) for group in groups)
     pairs = itertools.pairwise(groups)
     assert all(sum(one) + two[0] > most for one, two in pairs), "a group could be larger"
-
-
-def test_race_goldens(golden: Path) -> None:
-    ops = load_file(golden / "ops.safetensors")
-    probs, uniform = (ops[f"categorical.{name}"].flatten(0, 1) for name in "pu")
-    assert torch.equal(race(probs, uniform), ops["categorical.index"].flatten())
 
 
 def test_steps_by_hand() -> None:
@@ -150,20 +273,16 @@ def test_order_is_shared_by_all_samplers() -> None:
     assert (steps.gather(1, one_by_one.argsort(1)).diff(dim=1) >= 0).all()
 
 
-def test_nfe_budgets() -> None:
+def test_budgets_and_their_limit() -> None:
+    """Of very many steps each reveals one token, in the same order with the same draws."""
     student, ids = tiny_student(), torch.arange(64)
-    for nfe in (1, 2, 5, 16, 1000):
-        used = draw(student, AncestralSampler(nfe=nfe, final_argmax=False), ids).nfe
-        assert used.max() <= min(nfe, LENGTH - 1)
-    assert (draw(student, FirstHittingSampler(), ids).nfe == LENGTH - 1).all()
+    for nfe in (1, 2, 5, 16, 1000, 10**6):
+        result = draw(student, AncestralSampler(nfe=nfe, final_argmax=False), ids)
+        assert result.nfe.max() <= min(nfe, LENGTH - 1)
+    one_by_one = draw(student, FirstHittingSampler(), ids)
+    assert torch.equal(result.tokens, one_by_one.tokens)
+    assert (one_by_one.nfe == LENGTH - 1).all()
     assert (draw(student, FixedCountSampler(nfe=3), ids).nfe == 3).all()
-
-
-def test_many_steps_become_first_hitting() -> None:
-    """In the limit each step reveals one token, in the same order with the same draws."""
-    student, ids = tiny_student(), torch.arange(50)
-    fine = draw(student, AncestralSampler(nfe=10**6, final_argmax=False), ids)
-    assert torch.equal(fine.tokens, draw(student, FirstHittingSampler(), ids).tokens)
 
 
 def test_one_argmax_step_is_the_argmax_of_x0() -> None:
@@ -185,11 +304,11 @@ def test_tau_scales_the_noise() -> None:
     tokens, noise = open_rows(student, 20), noise_for(student, ids, 3)
     assert noise is not None
     powered = DenseNoise(noise.tile(0, 11).pow(0.85))
-    scaled = AncestralSampler(nfe=4).sample(student, tokens, ids, noise, 3)
-    ours = AncestralSampler(nfe=4, tau=1.0).sample(student, tokens, ids, powered, 3)
-    assert torch.equal(scaled.tokens, ours.tokens)
-    other = AncestralSampler(nfe=4, tau=1.0).sample(student, tokens, ids, noise, 3)
-    assert not torch.equal(other.tokens, ours.tokens)
+    scaled, ours, other = (
+        AncestralSampler(nfe=4, **tau).sample(student, tokens, ids, seen, 3).tokens
+        for tau, seen in (({}, noise), ({"tau": 1.0}, powered), ({"tau": 1.0}, noise))
+    )
+    assert torch.equal(scaled, ours) and not torch.equal(other, ours)
 
 
 def test_a_time_conditioned_student_is_told_the_time() -> None:
@@ -256,3 +375,45 @@ def test_mismatches_are_refused(message: str, student: dict[str, Any], change: A
     noise = num_rows and noise_for(model, torch.arange(num_rows), 3, tokens.shape[1])
     with pytest.raises(UsageError, match=message):
         AncestralSampler(nfe=2).sample(model, tokens, ids, noise, 3)
+
+
+# ``generate``: what it fills, what it keeps, what it refuses.
+
+
+def test_generate_fills_rows_and_keeps_what_is_given() -> None:
+    student = tiny_student()
+    student.config.bos_token_id = 2
+    rows = generate(student, num_samples=3, nfe=4, seed=5)
+    assert rows.shape == (3, LENGTH) and (rows[:, 0] == 2).all() and (rows < 11).all()
+    assert torch.equal(rows, generate(student, num_samples=3, nfe=4, seed=5))
+    assert not torch.equal(rows, generate(student, num_samples=3, nfe=4, seed=6))
+    begun = rows.clone()
+    begun[:, 4:] = student.mask_id
+    assert torch.equal(generate(student, begun, nfe=2)[:, :4], rows[:, :4])
+
+
+def test_a_short_prompt_is_continued_to_the_row_as_if_its_masks_were_given() -> None:
+    student, prompt = tiny_student(), torch.tensor([[2, 5, 1], [2, 0, 7]])
+    rows = generate(student, input_ids=prompt, attention_mask=torch.ones_like(prompt), nfe=2)
+    masked = open_rows(student, 2)
+    masked[:, :3] = prompt
+    assert torch.equal(rows, generate(student, masked, nfe=2))
+    assert torch.equal(rows[:, :3], prompt) and bool((rows < 11).all())
+    assert generate(student, prompt, nfe=2, max_length=5).shape == (2, 5)
+
+
+def test_generate_begins_with_eos_without_bos_and_says_what_is_wrong() -> None:
+    student, whole = tiny_student(), torch.zeros(1, LENGTH, dtype=torch.int64)
+    student.config.bos_token_id, student.config.eos_token_id = None, 3
+    assert (generate(student, num_samples=2, nfe=1)[:, 0] == 3).all()
+    student.config.eos_token_id = None
+    padded = torch.ones_like(whole)
+    padded[0, 0] = 0
+    for tokens, settings, message in (
+        (None, {}, "first token"),
+        (whole, {"sampler": "guess"}, "unknown sampler"),
+        (whole, {"max_length": LENGTH - 1}, r"too long.*max_length"),
+        (whole, {"attention_mask": padded}, "padded"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            generate(student, tokens, **settings)

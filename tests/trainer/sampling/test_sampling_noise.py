@@ -1,4 +1,4 @@
-"""Noise of samples: named by seed, sample, position, step and attempt; truncated as in training."""
+"""The randomness of samples: noise, conditioned on as in training, and how tokens are chosen."""
 
 from __future__ import annotations
 
@@ -10,17 +10,29 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModel
+from torch.nn.functional import one_hot
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModel, TopPLogitsWarper
 
+from shards.codec.protocol import Codec, TeacherOutput
+from shards.codec.registry import CODECS, make_codec
 from shards.errors import UsageError
-from shards.noise.kinds import dense_arrivals
+from shards.noise.kinds import KeyedPrior, Noise, dense_arrivals
+from shards.noise.nucleus import FIRST_CANDIDATES, truncate_to_nucleus
+from shards.noise.order_statistics import TopPrior
+from shards.noise.philox import PositionKeys
+from shards.provenance import derive_seed
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import tiny_run, write_store
 from tests.trainer.sample_cli_cases import command, read, save
 from tests.trainer.sampling_cases import LENGTH, VOCAB, draw, noise_for, tiny_student
 from trainer.loading import generate
+from trainer.objective.batch import StoredRowNoise
+from trainer.sampling import noise as draws
+from trainer.sampling.adaptive import AdaptiveSampler
 from trainer.sampling.fill import AncestralSampler
-from trainer.sampling.noise import RowNoise, sampling_noise
+from trainer.sampling.noise import RowNoise, SampleKeys, TokenRule, sampling_noise
 from trainer.sampling.registry import make_sampler
 from trainer.sampling.stopping import StopRule
 from trainer.students.folder import STUDENT_FILE, export_model, open_model
@@ -37,17 +49,17 @@ def arrivals(seed: int, ids: Tensor, draw: int = 0) -> Tensor:
     return dense_arrivals(noise).view(len(ids), LENGTH, VOCAB)
 
 
-def are_new(values: Tensor) -> bool:
+def are_new(values: list[Tensor]) -> bool:
     """Whether they are draws of their own; of many float32 numbers a few agree by rounding."""
-    return len(values.unique()) > 0.99 * values.numel()
+    together = torch.stack(values)
+    return len(together.unique()) > 0.99 * together.numel()
 
 
 def test_every_name_gives_noise_of_its_own() -> None:
     """Exponentials of other names agree nowhere; those of one name agree whatever the batch."""
     ours = arrivals(3, IDS)
     assert torch.equal(arrivals(3, IDS[1:2])[0], ours[1])
-    rows = [*ours, *arrivals(4, IDS), *arrivals(3, IDS, draw=1), *arrivals(3, IDS + 1)]
-    assert are_new(torch.stack(rows))
+    assert are_new([*ours, *arrivals(4, IDS), *arrivals(3, IDS, draw=1), *arrivals(3, IDS + 1)])
 
 
 def test_every_attempt_and_step_has_noise_of_its_own() -> None:
@@ -56,7 +68,7 @@ def test_every_attempt_and_step_has_noise_of_its_own() -> None:
     attempts = [use.of(rows, attempt).noise for attempt in range(3)]
     seen = [dense_arrivals(noise.redrawn(step)) for noise in attempts for step in range(LENGTH)]
     assert torch.equal(seen[0].view(2, LENGTH, VOCAB), arrivals(3, IDS)[rows])
-    assert are_new(torch.stack(seen))
+    assert are_new(seen)
 
 
 @pytest.mark.parametrize("redraw", [False, True])
@@ -64,9 +76,10 @@ def test_every_attempt_and_step_has_noise_of_its_own() -> None:
 def test_noise_is_redrawn_at_every_step_or_at_none(
     name: str, redraw: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"nfe": 6} if name == "ancestral" else {"use_cache": False}
-    kind, size = (MDLM, None) if name == "ancestral" else (BD3LM, 6)
-    student = tiny_student("mdlm" if size is None else "bd3lm", block_size=size)
+    kind, student, settings = {
+        "ancestral": (MDLM, tiny_student(), {"nfe": 6}),
+        "block": (BD3LM, tiny_student("bd3lm", block_size=6), {"use_cache": False}),
+    }[name]
     seen, original, compared = [], MDLM.predict_at, 0
 
     def spy(self, tokens, where, condition=None, *rest):
@@ -75,10 +88,10 @@ def test_noise_is_redrawn_at_every_step_or_at_none(
 
     monkeypatch.setattr(kind, "predict_at", spy)
     draw(student, make_sampler(name, redraw_noise=redraw, **settings), IDS[:1])
-    for before, after in itertools.pairwise(seen):
-        width = min(len(before[0]), len(after[0]))
-        both = before[0][:width] & after[0][:width]
-        same = (before[1][:width][both] == after[1][:width][both]).all(dim=-1)
+    for (masked, noise), (later, other) in itertools.pairwise(seen):
+        width = min(len(masked), len(later))
+        both = masked[:width] & later[:width]
+        same = (noise[:width][both] == other[:width][both]).all(dim=-1)
         compared += len(same)
         assert (~same).all() if redraw else same.all()
     assert compared >= LENGTH
@@ -109,12 +122,11 @@ def test_a_sample_drawn_anew_sees_other_noise() -> None:
 # Truncated as a student's training noise was, whoever asks the student.
 
 
-def edit_config(model: Path, codec: Any = None) -> Path:
+def edit_config(model: Path, **codec: Any) -> Path:
     """Name a codec in the config, or take the field out as in older models."""
     config = json.loads((model / "config.json").read_text())
     del config["codec"]
-    extra = {} if codec is None else {"codec": codec}
-    (model / "config.json").write_text(json.dumps({**config, **extra}))
+    (model / "config.json").write_text(json.dumps({**config, **codec}))
     return model
 
 
@@ -123,7 +135,7 @@ def generated(student: Student, **options: Any) -> list[list[int]]:
 
 
 def test_generate_and_the_command_truncate_alike(tmp_path: Path) -> None:
-    model = edit_config(save(tmp_path / "model"), TOP_2)
+    model = edit_config(save(tmp_path / "model"), codec=TOP_2)
     assert command(model, "--num", 6, "--nfe", 3, "--seed", 5, "--out", tmp_path / "out") == 0
     sampled = [record["tokens"] for record in read(tmp_path / "out" / "samples.jsonl")]
     student = AutoModel.from_pretrained(model)
@@ -162,3 +174,253 @@ def test_a_bad_codec_is_named(codec: Any) -> None:
     student.config.codec = codec
     with pytest.raises(UsageError, match="codec"):
         generate(student, num_samples=1, nfe=1)
+
+
+# Noise of the same content is conditioned on alike, from a store and in sampling.
+
+ROWS, LONG, SEED = 6, 9, 5
+SETTINGS = {
+    "topk": {"num_entries": 12},
+    "seeded": {"tolerance_nats": 1e-3},
+    "posterior": {"num_entries": 16},
+    "hidden": {"dtype": "float16"},
+}
+ROUNDING = {"full": 2.0**-9, "quantized": 0.05, "topk": 2.0**-9, "seeded": 2e-3}
+"""Largest relative error of a share where a codec rounds xi; the others store no xi."""
+
+
+def training_noise(codec: Codec, vocab_size: int) -> StoredRowNoise:
+    """Stored noise whose content is the prior noise of the samples.
+
+    The posterior is F_x = p_x E_0 and F_j = E_j + p_j E_0: with p_x = E_x / E_0 and p_j = 0 it is
+    the prior, entry by entry. Such a p is not normalised, which no codec minds.
+    """
+    ids, positions = torch.arange(ROWS).repeat_interleave(LONG), torch.arange(LONG).repeat(ROWS)
+    keys = PositionKeys(derive_seed(SEED, "sampling noise"), ids, positions, 0)
+    prior = dense_arrivals(KeyedPrior(keys, vocab_size))
+    tokens = prior.argmin(1)
+    own = (prior.gather(1, tokens[:, None]).squeeze(1) / keys.first_arrivals()).log()
+    resources = {
+        "unigram_log_probs": torch.linspace(0, -2, vocab_size).log_softmax(0),
+        "lm_head": 300 * torch.eye(vocab_size),
+        "lm_head_bias": torch.full((vocab_size,), -300.0),
+    }
+    hidden = one_hot(tokens, vocab_size).float()
+    log_probs = 300 * hidden - 300 + own[:, None]
+
+    def rows(values: Tensor) -> Tensor:
+        return values.unflatten(0, (ROWS, LONG))
+
+    seen = rows(hidden)[:, 1:] if codec.needs_hidden else None
+    scored = TeacherOutput(rows(log_probs)[:, 1:], rows(tokens)[:, 1:], torch.arange(ROWS), seen)
+    encoded = codec.encode(scored, keys.seed, resources)
+    arrays = {name: torch.cat([a[:, :1], a], dim=1) for name, a in encoded.items()}
+    used = {name: resources[name] for name in codec.resource_names}
+    own_rows = rows(tokens), rows(own), torch.arange(ROWS)
+    return StoredRowNoise(codec, arrays, *own_rows, keys.seed, 0, used)
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return float(((got - want).norm() / want.norm()).detach())
+
+
+def watched(student: Student, codec: str, tau: float) -> list[tuple[Noise, float, Tensor]]:
+    """What its conditioner was given and gave while a student sampled."""
+    student.config.codec = {"name": codec, "parameters": SETTINGS.get(codec, {})}
+    seen: list[tuple[Noise, float, Tensor]] = []
+    student.conditioner.register_forward_hook(
+        lambda module, arguments, output: seen.append((*arguments[:2], output))
+    )
+    generate(student, num_samples=ROWS, nfe=2, seed=SEED, tau=tau)
+    return seen.copy()
+
+
+@pytest.mark.parametrize("tau", [1.0, 0.85])
+@pytest.mark.parametrize("name", CODECS)
+def test_for_every_codec(name: str, tau: float) -> None:
+    student = tiny_student(vocab_size=300, row_length=LONG, noise={"prior_weight": 0.5})
+    student.conditioner.set_unigram(torch.linspace(0, -3, 300).log_softmax(0))
+    ((noise, seen_tau, sampled),) = watched(student, name, tau)  # the noise is embedded once
+    assert seen_tau == tau and noise.num_positions == ROWS * (LONG - 1)
+    stored = training_noise(make_codec(name, **SETTINGS.get(name, {})), 300)
+    mask = torch.arange(LONG).expand(ROWS, -1) > 0
+    some = mask.clone()
+    some[1, 3:5] = False
+    for places in (mask, some):
+        trained = student.embed_noise(stored.at(places), tau).embedding
+        chosen = student.embed_noise(noise.select(places[mask]), tau).embedding
+        assert relative(trained, chosen) <= ROUNDING.get(name, 1e-4)
+    assert relative(chosen, sampled[some[mask]]) < 1e-6
+    another = student.embed_noise(noise.redrawn(1), tau).embedding
+    assert relative(another, sampled) > 0.3, "the case must tell draws apart"
+
+
+@pytest.mark.parametrize("vocab_size", [600, 4500])
+def test_noise_cut_at_k_keeps_the_weight_of_the_rest(
+    vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both below and above the size from which the k largest are drawn without the V."""
+    drawn: list[int] = []
+    plain = TopPrior.drawn.func
+
+    def counted(noise: TopPrior):
+        drawn.append(noise.num_positions)
+        return plain(noise)
+
+    monkeypatch.setattr(TopPrior.drawn, "func", counted)
+    student = tiny_student(vocab_size=vocab_size, row_length=LONG)
+    noise, _, embedded = watched(student, "topk", 1.0)[0]
+    assert drawn == [ROWS * (LONG - 1)], "the prior is drawn once"
+    assert isinstance(noise, TopPrior) and student.conditioner is not None
+    rates, rest = noise.drawn.arrivals.reciprocal(), noise.drawn.rest_rate
+    shares = rates / (rates.sum(1) + rest)[:, None]
+    expected = torch.einsum("nk,nkd->nd", shares, student.conditioner.weight[noise.drawn.ids])
+    torch.testing.assert_close(embedded, expected, rtol=1e-4, atol=1e-5)
+    assert float(rest.mean()) > float(rates.sum(1).median()) / 4, "the rest must count"
+
+
+# How tokens are chosen: the nucleus by both rules, top-k, in the memory of a few positions.
+
+WIDE = 8 * FIRST_CANDIDATES
+
+
+class LargestFloat64(TorchDispatchMode):
+    """Notes the elements of the largest float64 tensor that any operation makes."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
+            if isinstance(value, Tensor) and value.dtype == torch.float64:
+                self.num_elements = max(self.num_elements, value.numel())
+        return result
+
+
+def log_probs_and_keys(num_rows: int, length: int, size: int) -> tuple[Tensor, Any]:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(num_rows * length, size + 1, generator=generator)
+    where = torch.ones(num_rows, length, dtype=torch.bool)
+    return logits.log_softmax(-1), SampleKeys(1, torch.arange(num_rows)).at("test", where)
+
+
+@pytest.mark.parametrize("nucleus_p", [1.0, 0.9])
+@pytest.mark.parametrize("size", [50, 2000])
+def test_float64_is_held_for_a_few_positions(
+    size: int, nucleus_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_probs, keys = log_probs_and_keys(8, 16, size)
+    rule = TokenRule(nucleus_p=nucleus_p)
+    whole = rule.choose(log_probs, keys)
+    for limit in (3 * size, 40 * size):
+        monkeypatch.setattr(draws, "MOST_ELEMENTS", {"cpu": limit})
+        with LargestFloat64() as watch:
+            assert torch.equal(rule.choose(log_probs, keys), whole)
+        assert 0 < watch.num_elements <= limit + limit // size  # the mask has an entry, too
+
+
+def test_samplers_hold_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_student("ar", "none").save_pretrained(tmp_path)
+    student, ids = tiny_student(conditioning="none"), torch.arange(40)
+    nucleus, apd = AncestralSampler(nfe=1, nucleus_p=0.9), AdaptiveSampler(verifier=str(tmp_path))
+    for sampler in (nucleus, apd):
+        whole = draw(student, sampler, ids)
+        with monkeypatch.context() as patch, LargestFloat64() as watch:
+            patch.setattr(draws, "MOST_ELEMENTS", {"cpu": 1200})  # of 440 positions x 11 tokens
+            assert torch.equal(draw(student, sampler, ids).tokens, whole.tokens)
+        assert 0 < watch.num_elements <= 1320
+
+
+def test_no_position_no_token() -> None:
+    log_probs, keys = log_probs_and_keys(0, 4, 2000)
+    for rule in (TokenRule(), TokenRule(nucleus_p=0.9), TokenRule("argmax")):
+        assert rule.choose(log_probs, keys).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("settings", "probs", "expected"),
+    [
+        ({"temperature": 0.5}, [2, 1, 1], [4, 1, 1]),
+        # at temperature 1/2 probabilities are squared, so fewer tokens make up the nucleus
+        ({"temperature": 0.5, "nucleus_p": 0.7}, [2, 1, 1], [1, 0, 0]),
+        ({"nucleus_p": 0.8}, [2, 1, 1], [2, 1, 0]),
+        ({"top_k": 2}, [4, 3, 2, 1], [4, 3, 0, 0]),
+        # of 4 and 3 in 7 the nucleus of 0.8 keeps one: top-k comes first
+        ({"top_k": 2, "nucleus_p": 0.8}, [4, 3, 2, 1], [1, 0, 0, 0]),
+        ({"top_k": 9}, [4, 3, 2, 1], [4, 3, 2, 1]),
+    ],
+)
+def test_settings_by_hand(settings: Any, probs: list[float], expected: list[float]) -> None:
+    found = TokenRule(**settings).probabilities(torch.tensor([probs], dtype=torch.float64).log())
+    wanted = torch.tensor([expected], dtype=torch.float64)
+    assert torch.allclose(found, wanted / wanted.sum())
+
+
+def test_nuclei_by_hand() -> None:
+    probs = torch.tensor([[0.125, 0.5, 0.25, 0.125]], dtype=torch.float64)
+    strict = truncate_to_nucleus(probs, 0.8)
+    assert torch.allclose(strict, torch.tensor([[0, 2 / 3, 1 / 3, 0]], dtype=torch.float64))
+    assert int((truncate_to_nucleus(probs, 0.8, "crossing") > 0).sum()) == 3
+    # Three tokens add up to p exactly: the strict rule keeps a sum of p, crossing needs no more.
+    for rule in ("strict", "crossing"):
+        assert (truncate_to_nucleus(probs, 0.875, rule) > 0).tolist() == [[True, True, True, False]]
+        assert (truncate_to_nucleus(probs, 0.75, rule) > 0).tolist() == [[False, True, True, False]]
+    assert truncate_to_nucleus(probs, 1e-9).tolist() == [[0, 1, 0, 0]]
+    assert truncate_to_nucleus(probs, 1.0) is probs
+
+
+@pytest.mark.parametrize("p", ["0.9", "0.5", "0.05"])
+def test_nuclei_of_the_authors(ops: dict[str, Tensor], p: str) -> None:
+    ours = truncate_to_nucleus(ops["nucleus.p"].flatten(0, 1), float(p))
+    theirs = ops[f"nucleus.out.{p}"].flatten(0, 1)
+    assert torch.equal(ours > 0, theirs > 0)
+    assert torch.allclose(ours, theirs, rtol=1e-6, atol=0)
+
+
+def random_probs(num_rows: int, size: int, scale: float, dtype: Any = None) -> Tensor:
+    logits = scale * torch.randn(num_rows, size, generator=torch.Generator().manual_seed(size))
+    return logits.to(dtype).double().softmax(-1)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9, 0.99])
+def test_crossing_rule_is_that_of_transformers(p: float) -> None:
+    probs = random_probs(50, 300, 2.0)
+    theirs = TopPLogitsWarper(p)(torch.zeros(50, 1, dtype=torch.long), probs.log()).softmax(-1)
+    assert torch.allclose(truncate_to_nucleus(probs, p, "crossing"), theirs)
+
+
+@pytest.mark.parametrize("rule", ["strict", "crossing"])
+@pytest.mark.parametrize("scale", [0.1, 4.0])  # flat: the nucleus is wider than the first look
+def test_large_vocabularies_agree_with_a_full_sort(rule: Any, scale: float) -> None:
+    probs = random_probs(4, WIDE, scale)
+    ordered, ids = probs.sort(descending=True)
+    before = ordered.cumsum(-1) - (ordered if rule == "crossing" else 0)
+    kept = before < 0.9
+    kept[:, 0] = True
+    expected = torch.zeros_like(probs).scatter_(1, ids, ordered * kept)
+    expected /= expected.sum(-1, keepdim=True)
+    assert torch.allclose(truncate_to_nucleus(probs, 0.9, rule), expected)
+
+
+@pytest.mark.parametrize("rule", ["strict", "crossing"])
+def test_a_nucleus_depends_on_no_other_row(rule: Any) -> None:
+    """A flat row needs a full sort; beside it the others keep their sets, ties and all."""
+    probs = random_probs(20, 2 * WIDE, 3.0, torch.bfloat16)  # many tokens of equal probability
+    flat = torch.full_like(probs[:1], 1 / probs.shape[1])
+    together = truncate_to_nucleus(torch.cat((probs, flat)), 0.8, rule)[:-1]
+    alone = torch.cat([truncate_to_nucleus(row, 0.8, rule) for row in probs.split(1)])
+    assert torch.equal(together > 0, alone > 0)
+    assert torch.allclose(together, alone, rtol=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["strict", "crossing"])
+@pytest.mark.parametrize("num_above", [0, FIRST_CANDIDATES // 2, 2 * FIRST_CANDIDATES])
+def test_ties_are_broken_by_id(rule: Any, num_above: int) -> None:
+    """Equal tokens across the edge of the first look: the smallest ids are kept."""
+    probs, p = torch.ones(1, WIDE, dtype=torch.float64), 0.6
+    probs[0, WIDE - num_above :] = 3.0
+    probs /= probs.sum()
+    found = (truncate_to_nucleus(probs, p, rule) > 0)[0].nonzero()[:, 0]
+    left = p - float(probs[0, WIDE - num_above :].sum())
+    num_ties = int(left / float(probs[0, 0])) + (rule == "crossing")
+    assert found.tolist() == [*range(num_ties), *range(WIDE - num_above, WIDE)]
