@@ -1,4 +1,4 @@
-"""MDLM and BD3-LM as Hugging Face models, as objectives, and behind a cache."""
+"""MDLM, BD3-LM and AR as Hugging Face models, as objectives, and behind a cache."""
 
 from __future__ import annotations
 
@@ -8,30 +8,28 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from shards.errors import UsageError
-from shards.settings import resolve, to_mapping
 from tests.trainer.students.student_cases import (
     BLOCK,
     LENGTH,
-    TINY,
     VOCAB,
     make_batch,
     make_student,
+    row_noise,
 )
 from trainer.objective.corruption import FULL
 from trainer.students import bd3lm
 from trainer.students.bd3lm import flex_training_attention, training_mask
 from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.dit import full_attention, masked_attention
-from trainer.students.registry import BD3LM, MDLM, MDLMConfig, StudentSettings, read_preset
+from trainer.students.registry import AR, BD3LM, MDLM, StudentSettings, read_preset
 
 CPU = torch.device("cpu")
-KINDS = pytest.mark.parametrize("kind", [MDLM, BD3LM])
 
 
-@KINDS
+@pytest.mark.parametrize("kind", [MDLM, BD3LM])
 def test_round_trip_through_auto_classes(tmp_path: Path, kind: type[MDLM]) -> None:
     """Weights, clips and the corpus' unigram; the same weights elsewhere may sum in other order."""
     student, batch = make_student(kind, noise={"prior_weight": 1.0}), make_batch()
@@ -48,13 +46,10 @@ def test_round_trip_through_auto_classes(tmp_path: Path, kind: type[MDLM]) -> No
     torch.testing.assert_close(loaded.loss(batch).loss, student.loss(batch).loss)
 
 
-def test_fresh_student_predicts_uniformly() -> None:
-    student = MDLM(MDLMConfig.build(TINY, vocab_size=VOCAB, row_length=LENGTH)).eval()
-    log_probs = student.predict(torch.full((2, LENGTH), student.mask_id))
-    assert torch.allclose(log_probs[..., :VOCAB].exp(), torch.full((), 1 / VOCAB))
-
-
 def test_predict_carries_known_tokens_and_never_the_mask() -> None:
+    """A new student predicts all others alike."""
+    new = make_student(std=None).predict(torch.full((2, LENGTH), VOCAB))
+    assert torch.allclose(new[..., :VOCAB].exp(), torch.full((), 1 / VOCAB))
     student, batch = make_student(), make_batch()
     tokens = batch.tokens.clone()
     tokens[:, 3:] = student.mask_id
@@ -103,36 +98,21 @@ def test_split_batch_gives_the_same_loss() -> None:
     assert torch.allclose((parts[0].loss + parts[1].loss) / 2, whole.loss, rtol=1e-5)
 
 
-def test_blocks_of_the_loss() -> None:
-    student, batch = make_student(BD3LM), make_batch()
-    output = student.loss(batch)
-    assert output.block_nlls.shape == (4, 2)
-    assert torch.allclose(output.block_nlls.sum() * BLOCK, output.nll_sum)
-    assert torch.allclose(output.nll_sum / batch.tokens.numel(), output.loss, rtol=1e-5)
-    assert student.loss(batch, time_bounds=(0.9, 1.0)).num_masked > output.num_masked
-
-
-def test_conditioned_student_needs_noise() -> None:
-    with pytest.raises(UsageError, match="no noise"):
-        make_student().loss(dataclasses.replace(make_batch(), noise=None))
-    noise = make_batch().noise.at(torch.ones(4, LENGTH, dtype=torch.bool))
-    with pytest.raises(UsageError, match="takes no noise"):
-        make_student(conditioning="none").embed_noise(noise)
-
-
 def test_forward_refuses_what_it_would_ignore() -> None:
     student, tokens, known = make_student(), torch.full((4, LENGTH), VOCAB), make_batch().tokens
     padded = torch.ones_like(known)
     padded[0, -1] = 0
-    for given, change, named in (
-        (tokens, {}, r"needs the noise.*noise_embeddings"),
-        (known, {"attention_mask": padded}, "attention_mask"),
-        (known, {"labels": known}, r"labels.*student\.loss"),
-        (known, {"output_hidden_states": True}, "output_hidden_states"),
-        (known, {"inputs_embeds": torch.zeros(1)}, "inputs_embeds"),
+    for model, given, change, named in (
+        (student, tokens, {}, r"needs the noise.*noise_embeddings"),
+        (student, known, {"attention_mask": padded}, "attention_mask"),
+        (student, known, {"labels": known}, r"labels.*student\.loss"),
+        (student, known, {"output_hidden_states": True}, "output_hidden_states"),
+        (student, known, {"inputs_embeds": torch.zeros(1)}, "inputs_embeds"),
+        (make_student(AR), known, {"labels": known}, "labels"),
+        (make_student(AR), known, {"attention_mask": torch.zeros_like(known)}, "attention_mask"),
     ):
         with pytest.raises(UsageError, match=named):
-            student(given, **change)
+            model(given, **change)
     plain = make_student(conditioning="none")
     whole = {"attention_mask": torch.ones_like(known), "use_cache": True, "return_dict": None}
     assert torch.equal(plain(tokens, **whole).logits, plain(tokens).logits)
@@ -143,37 +123,45 @@ def test_presets_are_valid(name: str) -> None:
     assert StudentSettings(**read_preset(name)).num_layers >= 2
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"hidden_size": 15}, "hidden_size"),
-        ({"dropout": 1.0}, "dropout"),
-        ({"block_size": 3}, "block_size"),
-        ({"num_heads": 4, "attention": "flex"}, "attention"),
-        ({"diffusion": {"min_time": 0.9, "max_time": 0.5}}, "min_time"),
-        ({"diffusion": {"max_loss_weight": 0.0}}, "max_loss_weight"),
-        ({"diffusion": {"max_loss_weight": float("inf")}}, "max_loss_weight"),
-        ({"diffusion": {"fully_masked_share": 1.1}}, "fully_masked_share"),
-        ({"diffusion": {"fully_masked_share": -0.1}}, "fully_masked_share"),
-        ({"noise": {"injection": "concat"}}, "injection"),
-        ({"noise": {"prior_weight": -1.0}}, "prior_weight"),
-        ({"noise": {"prior_share": -0.1}}, "prior_share"),
-        ({"noise": {"prior_share": 1.0}}, "prior_share"),
-        ({"noise": {"prior_share": float("nan")}}, "prior_share"),
-        ({"noise": {"layers": [0]}}, r"noise\.layers"),
-        ({"noise": {"layers": [3]}}, r"noise\.layers"),
-        ({"noise": {"layers": [1]}, "conditioning": "none"}, r"noise\.layers"),
-        ({"noise": {"layers": [1], "transform": "uniform"}}, r"noise\.layers"),
-        ({"noise": {"layers": [1], "top_k": -1}}, "noise.top_k.*got -1"),
-        ({"noise": {"top_k": 2}}, "noise.top_k.*got 2"),
-        ({"noise": {"layers": [1], "top_k": VOCAB + 1}}, rf"noise.top_k.*at most V = {VOCAB}"),
-    ],
-)
+BAD_SETTINGS = [
+    ({"hidden_size": 15}, "hidden_size"),
+    ({"dropout": 1.0}, "dropout"),
+    ({"block_size": 3}, "block_size"),
+    ({"num_heads": 4, "attention": "flex"}, "attention"),
+    ({"diffusion": {"min_time": 0.9, "max_time": 0.5}}, "min_time"),
+    ({"diffusion": {"max_loss_weight": 0.0}}, "max_loss_weight"),
+    ({"diffusion": {"max_loss_weight": float("inf")}}, "max_loss_weight"),
+    ({"diffusion": {"fully_masked_share": 1.1}}, "fully_masked_share"),
+    ({"diffusion": {"fully_masked_share": -0.1}}, "fully_masked_share"),
+    ({"noise": {"injection": "concat"}}, "injection"),
+    ({"noise": {"prior_weight": -1.0}}, "prior_weight"),
+    ({"noise": {"prior_share": -0.1}}, "prior_share"),
+    ({"noise": {"prior_share": 1.0}}, "prior_share"),
+    ({"noise": {"prior_share": float("nan")}}, "prior_share"),
+    ({"noise": {"layers": [0]}}, r"noise\.layers"),
+    ({"noise": {"layers": [3]}}, r"noise\.layers"),
+    ({"noise": {"layers": [1]}, "conditioning": "none"}, r"noise\.layers"),
+    ({"noise": {"layers": [1], "transform": "uniform"}}, r"noise\.layers"),
+    ({"noise": {"layers": [1], "top_k": -1}}, "noise.top_k.*got -1"),
+    ({"noise": {"top_k": 2}}, "noise.top_k.*got 2"),
+    ({"noise": {"layers": [1], "top_k": VOCAB + 1}}, rf"noise.top_k.*at most V = {VOCAB}"),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), BAD_SETTINGS)
 def test_bad_settings_are_named(change: dict[str, Any], named: str) -> None:
     with pytest.raises(UsageError, match=named):
-        MDLMConfig.build(
-            resolve(StudentSettings, to_mapping(TINY), change), vocab_size=VOCAB, row_length=LENGTH
-        )
+        make_student(**change)
+
+
+def test_noise_goes_to_students_that_read_it_alone() -> None:
+    batch, plain = make_batch(), make_student(conditioning="none")
+    with pytest.raises(UsageError, match="no noise"):
+        make_student().loss(dataclasses.replace(batch, noise=None))
+    with pytest.raises(UsageError, match="takes no noise"):
+        row_noise(plain, batch)
+    with pytest.raises(UsageError, match="takes no noise"):
+        make_student(AR, conditioning="gumbel")
 
 
 def test_bfloat16_weights_and_autocast_change_little(tmp_path: Path) -> None:
@@ -203,6 +191,15 @@ def test_dropout_is_of_what_a_block_adds() -> None:
 
 
 # Attention in blocks.
+
+
+def test_blocks_of_the_loss() -> None:
+    student, batch = make_student(BD3LM), make_batch()
+    output = student.loss(batch)
+    assert output.block_nlls.shape == (4, 2)
+    assert torch.allclose(output.block_nlls.sum() * BLOCK, output.nll_sum)
+    assert torch.allclose(output.nll_sum / batch.tokens.numel(), output.loss, rtol=1e-5)
+    assert student.loss(batch, time_bounds=(0.9, 1.0)).num_masked > output.num_masked
 
 
 def test_flex_and_sdpa_agree() -> None:
@@ -248,9 +245,7 @@ def test_cache_equals_the_whole_prefix_with_noise_in_every_block() -> None:
     student, batch = make_student(BD3LM, block_size=2), make_batch(3)
     tokens = batch.tokens.clone()
     tokens[:, 5:6] = student.mask_id
-    everywhere = torch.ones(tokens.shape, dtype=torch.bool)
-    condition = student.embed_noise(batch.noise.at(everywhere), 0.85)
-    condition = condition.unflatten((3, LENGTH)).map(torch.detach)
+    condition = row_noise(student, batch, 0.85)
     block, own, nothing = tokens[:, 4:6], condition[:, 4:6], tokens[:, :0]
     masked = block == student.mask_id
     whole = student.predict(tokens[:, :6], condition[:, :6])[:, 4:]
@@ -264,9 +259,8 @@ def test_cache_equals_the_whole_prefix_with_noise_in_every_block() -> None:
             found = student.predict_after(nothing, block, masked, own, cache)
             assert torch.allclose(found, whole[masked], atol=1e-5)
         part = torch.tensor([2, 0])
-        some = student.predict_after(
-            nothing[part], block[part], masked[part], own[part], cache.select(part)
-        )
+        given = (each[part] for each in (nothing, block, masked, own))
+        some = student.predict_after(*given, cache.select(part))
         assert torch.allclose(some, whole[part][masked[part]], atol=1e-5)
     with pytest.raises(UsageError, match="time-conditioned"):
         make_student(BD3LM, diffusion={"time_conditioning": True}).start_cache(1)
@@ -306,3 +300,39 @@ def test_training_goes_on_without_flexattention_and_says_so(
     said = capsys.readouterr().err
     assert said.count("FlexAttention fails: no gcc") == 1 and "sdpa on cuda:3" in said
     assert "no gradient" in bd3lm.flex_obstacle(CPU)
+
+
+# The autoregressive baseline.
+
+
+def test_ar_loss_is_the_mean_nll_of_the_next_token() -> None:
+    student, batch = make_student(AR, std=0.2), make_batch(3)
+    output, log_probs = student.loss(batch), student.predict(batch.tokens)
+    nlls = -log_probs[:, :-1].gather(-1, batch.tokens[:, 1:, None])[..., 0]
+    assert torch.allclose(output.loss, nlls.mean(), rtol=1e-5)
+    assert torch.allclose(output.token_nlls[:, 1:], nlls, atol=1e-5)
+    assert output.num_tokens == 3 * (LENGTH - 1)
+    assert (log_probs[..., VOCAB] < -9e5).all()
+    assert not [n for n, _ in student.named_parameters() if "adaLN" in n or "sigma" in n]
+
+
+def test_ar_sees_no_future_and_its_cache_is_the_whole_past() -> None:
+    """The cache reads a prompt, then single tokens."""
+    student, tokens = make_student(AR, std=0.2), make_batch(3).tokens
+    whole, changed = student.predict(tokens).detach(), tokens.clone()
+    changed[:, 5:] = (changed[:, 5:] + 1) % VOCAB
+    assert torch.equal(whole[:, :5], student.predict(changed)[:, :5])
+    cache = student.start_cache(3)
+    found = [student.predict_next(tokens[:, :4], cache)]
+    found += [student.predict_next(tokens[:, i : i + 1], cache) for i in range(4, LENGTH)]
+    assert torch.allclose(torch.stack(found, 1), whole[:, 3:], atol=1e-5)
+    with pytest.raises(UsageError, match="one token"):
+        student.predict_next(tokens[:, :2], cache)
+
+
+def test_ar_round_trip(tmp_path: Path) -> None:
+    student, tokens = make_student(AR, std=0.2), make_batch().tokens
+    student.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert isinstance(loaded, AR)
+    torch.testing.assert_close(loaded.predict(tokens), student.predict(tokens))
