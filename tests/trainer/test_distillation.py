@@ -14,14 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from shards.errors import UsageError
 from shards.store.store import ShardStore
-from tests.trainer.run_cases import ROWS, VOCAB, teacher_logits, write_store
-from trainer.distillation import (
-    IGNORED,
-    NOISE_KEY,
-    DistillationLoss,
-    DistillationMixin,
-    store_rows,
-)
+from tests.trainer.run_cases import ROWS, VOCAB, quiet, teacher_logits, write_store
+from trainer.distillation import IGNORED, NOISE_KEY, DistillationLoss, DistillationMixin, store_rows
 from trainer.objective.distillation import Distillation
 
 
@@ -69,20 +63,17 @@ def test_loss_and_gradient_are_those_of_the_students(
 
 
 def test_the_teacher_itself_has_no_divergence(store: Path) -> None:
-    """Its logits at i are of token i + 1: a shift by one would be seen here."""
-    batch = batch_of(store)
-    loss = DistillationLoss(store, weight=1.0)
-    own = loss(teacher_logits()[batch["input_ids"]], batch["labels"], batch["teacher"])
-    other = loss(some_logits(batch, VOCAB), batch["labels"], batch["teacher"])
-    assert float(own) < 0.01 < 1 < float(other)
+    """Its logits at i are of token i + 1: a shift by one would be seen here.
 
-
-def test_without_weight_it_is_the_cross_entropy(store: Path) -> None:
-    batch = batch_of(store)
-    logits = some_logits(batch, VOCAB)
-    expected = cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
-    found = DistillationLoss(store, weight=0.0)(logits, batch["labels"], batch["teacher"])
-    torch.testing.assert_close(found, expected)
+    Without weight the loss is the cross-entropy.
+    """
+    batch, loss = batch_of(store), DistillationLoss(store, weight=1.0)
+    own, other = teacher_logits()[batch["input_ids"]], some_logits(batch, VOCAB)
+    found = [float(loss(each, batch["labels"], batch["teacher"])) for each in (own, other)]
+    assert found[0] < 0.01 < 1 < found[1]
+    expected = cross_entropy(other[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    plain = DistillationLoss(store, weight=0.0)(other, batch["labels"], batch["teacher"])
+    torch.testing.assert_close(plain, expected)
 
 
 def test_rows_come_once_an_epoch_in_an_order_of_the_seed(store: Path) -> None:
@@ -100,25 +91,16 @@ def test_rows_come_once_an_epoch_in_an_order_of_the_seed(store: Path) -> None:
     assert labels[0] == IGNORED and (labels[1:] != IGNORED).all()
 
 
-@pytest.mark.parametrize(
-    ("codec", "settings", "words"),
-    [
-        ("topk", {}, ["draw of the noise", "posterior or hidden"]),
-        ("posterior", {"weight": 1.5}, ["share out of range", "1.5", "0 to 1"]),
-        ("posterior", {"temperature": 0.0}, ["not a temperature", "above 0"]),
-    ],
-)
-def test_what_cannot_be_is_refused(
-    tmp_path: Path, codec: str, settings: dict[str, float], words: list[str]
-) -> None:
-    store = write_store(tmp_path / "store", codec)
-    with pytest.raises(UsageError) as refused:
-        DistillationLoss(store, **settings)
-    assert all(word in str(refused.value) for word in words)
-
-
-def test_a_student_of_another_vocabulary_is_refused(store: Path) -> None:
-    batch = batch_of(store)
+def test_what_cannot_be_is_refused(store: Path, tmp_path: Path) -> None:
+    topk, batch = write_store(tmp_path / "store", "topk"), batch_of(store)
+    for place, settings, words in (
+        (topk, {}, ["draw of the noise", "posterior or hidden"]),
+        (store, {"weight": 1.5}, ["share out of range", "1.5", "0 to 1"]),
+        (store, {"temperature": 0.0}, ["not a temperature", "above 0"]),
+    ):
+        with pytest.raises(UsageError) as refused:
+            DistillationLoss(place, **settings)
+        assert all(word in str(refused.value) for word in words)
     with pytest.raises(UsageError, match="vocabulary is too small"):
         DistillationLoss(store)(some_logits(batch, VOCAB - 1), batch["labels"], batch["teacher"])
 
@@ -135,23 +117,10 @@ def language_model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB + 4, **size, **ids, **dropout))
 
 
-def options(out: Path, **changes: Any) -> dict[str, Any]:
-    base = {
-        "max_steps": 8,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "use_cpu": True,
-    }
-    quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
-    return {"output_dir": str(out), **base, **quiet, **changes}
-
-
-def trained(
-    store: Path, out: Path, trainer: Any = Distilled, resume: bool | str = False, **changes: Any
-) -> Any:
-    made = trainer(
+def trained(store: Path, out: Path, resume: bool | str = False, **changes: Any) -> Any:
+    made: Any = Distilled(
         language_model(),
-        TrainingArguments(**options(out, **changes)),
+        TrainingArguments(**quiet(out, **changes)),
         distillation=DistillationLoss(store, weight=0.5),
         train_dataset=store_rows(store),
         eval_dataset=store_rows(store, "validation", seed=None, epochs=1),
@@ -175,23 +144,19 @@ def test_a_resumed_training_is_the_uninterrupted_one(store: Path, tmp_path: Path
     assert losses[-1] < losses[0]
 
 
-def test_accumulated_steps_are_the_steps_of_larger_batches(store: Path, tmp_path: Path) -> None:
+def test_accumulated_steps_are_those_of_larger_batches(store: Path, tmp_path: Path) -> None:
+    """An evaluation says the NLL."""
     whole = trained(store, tmp_path / "a")
-    parts = trained(
-        store, tmp_path / "b", per_device_train_batch_size=1, gradient_accumulation_steps=4
-    )
+    accumulated = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    parts = trained(store, tmp_path / "b", **accumulated)
     for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
-
-
-def test_an_evaluation_says_the_nll(store: Path, tmp_path: Path) -> None:
-    made = trained(store, tmp_path)
     rows = ShardStore.open(store).split("validation").read_rows(0, ROWS["validation"])
     tokens = torch.from_numpy(rows["tokens"]).long()
     with torch.no_grad():
-        logits = made.model.eval()(tokens).logits[..., :VOCAB]
+        logits = whole.model.eval()(tokens).logits[..., :VOCAB]
     expected = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-    assert made.evaluate()["eval_loss"] == pytest.approx(float(expected), rel=1e-4)
+    assert whole.evaluate()["eval_loss"] == pytest.approx(float(expected), rel=1e-4)
 
 
 def test_trl_trains_as_transformers_does(store: Path, tmp_path: Path) -> None:
@@ -204,11 +169,10 @@ def test_trl_trains_as_transformers_does(store: Path, tmp_path: Path) -> None:
 
     from tests.pipeline.extract_cases import save_tokenizer
 
+    own = {"bf16": False, "dataset_kwargs": {"skip_prepare_dataset": True}}
     sft = DistilledSFT(
         language_model(),
-        trl.SFTConfig(
-            **options(tmp_path / "sft", bf16=False), dataset_kwargs={"skip_prepare_dataset": True}
-        ),
+        trl.SFTConfig(**quiet(tmp_path / "sft", **own)),
         distillation=DistillationLoss(store, weight=0.5),
         train_dataset=store_rows(store),
         processing_class=AutoTokenizer.from_pretrained(save_tokenizer(tmp_path / "tokenizer")),

@@ -11,22 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
-)
 
 from shards.errors import UsageError
 from shards.noise.kinds import KeyedPrior
 from shards.noise.philox import PositionKeys
-from tests.trainer.run_cases import LENGTH, VOCAB, teacher_logits, write_store
+from tests.trainer.run_cases import LENGTH, VOCAB, quiet, teacher_logits, write_store
 from trainer.distillation import store_rows
 from trainer.dllm_adapter import NoiseMixin, NoiseSamplerMixin, read_noise
 from trainer.objective.batch import Places
@@ -35,12 +29,12 @@ MASK, WIDTH = VOCAB, 16
 PAGE = Path(__file__).resolve().parents[2] / "docs/dllm.md"
 
 
-def tokenizer(**changes: Any) -> PreTrainedTokenizerFast:
+def tokenizer(**changes: Any) -> transformers.PreTrainedTokenizerFast:
     vocab = {letter: index for index, letter in enumerate("abcdefghijkl")}
     ends = dict.fromkeys(("pad_token", "bos_token", "eos_token"), "a")
     options = {"mask_token": "[MASK]", "padding_side": "right", **ends, **changes}
     model = Tokenizer(WordLevel(vocab, unk_token="a"))
-    return PreTrainedTokenizerFast(tokenizer_object=model, **options)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=model, **options)
 
 
 def bert(**changes: Any) -> Any:
@@ -48,7 +42,9 @@ def bert(**changes: Any) -> Any:
     size = {"vocab_size": VOCAB + 1, "hidden_size": WIDTH, "intermediate_size": 32}
     heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForMaskedLM(BertConfig(**{**size, **heads, **dropout, **changes})).eval()
+    return transformers.BertForMaskedLM(
+        transformers.BertConfig(**{**size, **heads, **dropout, **changes})
+    ).eval()
 
 
 def prior(places: Places) -> KeyedPrior:
@@ -94,7 +90,7 @@ def test_masked_positions_read_their_noise(store: Path, first: int | None) -> No
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-class AllMasked(Trainer):
+class AllMasked(transformers.Trainer):
     """Masks every token but the first, as dllm's trainers do some: within compute_loss."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> torch.Tensor:
@@ -108,19 +104,10 @@ class Noisy(NoiseMixin, AllMasked):
     pass
 
 
-def quiet(out: Path, **changes: Any) -> dict[str, Any]:
-    size = {"per_device_train_batch_size": 4, "use_cpu": True, "learning_rate": 1e-2}
-    silent = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
-    return {"output_dir": str(out), "max_steps": 12, **size, **silent, **changes}
-
-
 def noisy(store: Path, out: Path, model: Any, **changes: Any) -> Any:
-    args = TrainingArguments(**quiet(out, **changes))
-    rows = store_rows(store)
-    made: Any = Noisy(
-        store=store, model=model, args=args, processing_class=tokenizer(), train_dataset=rows
-    )
-    return made
+    args, rows = transformers.TrainingArguments(**quiet(out, **changes)), store_rows(store)
+    own = {"processing_class": tokenizer(), "train_dataset": rows}
+    return Noisy(store=store, model=model, args=args, **own)
 
 
 def noise_of(store: Path, out: Path, rows: list[Any]) -> torch.Tensor:
@@ -149,7 +136,7 @@ def test_a_rows_noise_makes_its_tokens_the_teachers_choice(tmp_path: Path, codec
 
 
 @pytest.mark.parametrize(("codec", "is_fresh"), [("posterior", True), ("seeded", False)])
-def test_an_epochs_noise_is_new_where_the_codec_draws(
+def test_an_epochs_noise_is_new_where_codecs_draw(
     tmp_path: Path, codec: str, is_fresh: bool
 ) -> None:
     store = write_store(tmp_path / "store", codec)
@@ -168,7 +155,7 @@ def test_a_model_learns_to_read_the_noise_and_is_read_back(store: Path, tmp_path
     losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
     assert losses[-1] < 0.6 * losses[0]
     made.save_model(str(tmp_path / "model"))
-    again = BertForMaskedLM.from_pretrained(tmp_path / "model").eval()
+    again = transformers.BertForMaskedLM.from_pretrained(tmp_path / "model").eval()
     own, rows = read_noise(again, tokenizer()), some_rows()
     with own.showing(prior), made.noise_input.showing(prior):
         assert torch.equal(again(rows).logits, made.model.eval()(rows).logits)
@@ -206,7 +193,7 @@ def test_a_samples_noise_is_of_the_seed_and_its_index(store: Path) -> None:
 def test_what_cannot_be_is_refused(store: Path, tmp_path: Path) -> None:
     ready = bert()
     read_noise(ready, tokenizer(), store)
-    shifted = TrainingArguments(**quiet(tmp_path))
+    shifted = transformers.TrainingArguments(**quiet(tmp_path))
     shifted.right_shift_logits = True  # type: ignore[attr-defined]
     options = {"store": store, "model": bert(), "processing_class": tokenizer()}
     for act, words in [
@@ -260,9 +247,9 @@ def dllm_student(kind: str) -> Any:
 
 def dllm_trainer(place: Path | None, store: Path, out: Path, kind: str, name: str) -> Any:
     """dllm's own trainer, or ours on it where a store is the noise's."""
-    base = getattr(dllm.core.trainers, f"{name}Trainer")
+    base = getattr(dllm.core.trainers, f"{name}transformers.Trainer")
     args = getattr(dllm.core.trainers, f"{name}Config")(
-        **quiet(out, bf16=False, eval_strategy="no", report_to="none")
+        **quiet(out, max_steps=12, bf16=False, eval_strategy="no", report_to="none")
     )
     kinds = (NoiseMixin, base) if place else (base,)
     own = {"store": place} if place else {"data_collator": default_collate}
@@ -302,9 +289,8 @@ def test_dllms_samplers_draw_from_the_noise_alone(store: Path, tmp_path: Path, n
     draw_weights(made.noise_input)
     made.model.eval()
     base = getattr(dllm.core.samplers, f"{name}Sampler")
-    config = getattr(dllm.core.samplers, f"{name}SamplerConfig")(
-        max_new_tokens=7, steps=4, block_size=7, temperature=0.0
-    )
+    sizes = {"max_new_tokens": 7, "steps": 4, "block_size": 7, "temperature": 0.0}
+    config = getattr(dllm.core.samplers, f"{name}SamplerConfig")(**sizes)
     sampler = type("Drawn", (NoiseSamplerMixin, base), {})(made.model, tokenizer())
     drawn = [sampler.sample([[1]] * count, config, seed=1) for count in (4, 4, 2)]
     assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0][:2], drawn[2])
@@ -315,9 +301,7 @@ def test_dllms_samplers_draw_from_the_noise_alone(store: Path, tmp_path: Path, n
 @needs_dllm
 def test_the_page_runs(tmp_path: Path) -> None:
     tokenizer().save_pretrained(tmp_path / "tokenizer")
-    files = {
-        f"tokenizer/{file.name}": file.read_bytes() for file in (tmp_path / "tokenizer").iterdir()
-    }
+    files = {f"tokenizer/{p.name}": p.read_bytes() for p in (tmp_path / "tokenizer").iterdir()}
     write_store(tmp_path / "out/latest/store", files=files)
     block = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
     command = [sys.executable, "-c", block]

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModel
 
 from tests.trainer.sample_cli_cases import WORDS, command, read, save, save_models, without_seconds
-from tests.trainer.sampling_cases import LENGTH, VOCAB, tiny_student
+from tests.trainer.sampling_cases import LENGTH, VOCAB, open_rows, tiny_student
 from trainer.sampling import command as run_module
 from trainer.sampling.command import SampleRun
 from trainer.sampling.noise import sampling_noise
@@ -36,10 +36,18 @@ def sampled(*arguments: object, out: Path, file: str = "samples.jsonl") -> list[
     return without_seconds(out / file)
 
 
+def settings_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "settings.json").read_text())
+
+
+def tokens_of(records: list[dict[str, Any]]) -> list[list[int]]:
+    return [record["tokens"] for record in records]
+
+
 def test_files_and_records(models: Path, tmp_path: Path) -> None:
     arguments = ("--num", 5, "--nfe", 4, "--nucleus-p", 0.9, "--seed", 7)
     sampled(models / "mdlm", *arguments, out=tmp_path)
-    settings = json.loads((tmp_path / "settings.json").read_text())
+    settings = settings_of(tmp_path)
     for index, record in enumerate(read(tmp_path / "samples.jsonl")):
         assert record["index"] == index
         assert len(record["tokens"]) == LENGTH and max(record["tokens"]) < VOCAB
@@ -54,15 +62,13 @@ def test_files_and_records(models: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", ["mdlm", "plain", "bd3lm", "ar"])
 def test_batch_size_changes_no_sample(model: str, models: Path, tmp_path: Path) -> None:
-    one, three, all_seven = (
-        sampled(models / model, "--num", 7, "--batch-size", size, out=tmp_path / str(size))
-        for size in (1, 3, 32)
-    )
+    arguments = (models / model, "--num", 7, "--batch-size")
+    one, three, all_seven = (sampled(*arguments, n, out=tmp_path / str(n)) for n in (1, 3, 32))
     assert one == three == all_seven and len(one) == 7
 
 
-def test_a_batch_is_cut_where_kernels_could_not_index_its_log_probabilities(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_batches_are_cut_to_what_kernels_can_index(
+    models: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     limit, sizes, draw = 2 * LENGTH * (VOCAB + 1) + 1, [], SampleRun.draw
 
@@ -80,10 +86,10 @@ def test_a_curve_writes_one_file_per_nfe(models: Path, tmp_path: Path) -> None:
     arguments = (models / "mdlm", "--num", 3, "--nfe")
     curve = sampled(*arguments, "1,2,8", out=tmp_path, file="samples-nfe8.jsonl")
     for nfe in (1, 2, 8):
-        records = read(tmp_path / f"samples-nfe{nfe}.jsonl")
-        assert all(record["settings"]["nfe"] == nfe for record in records)
+        for record in read(tmp_path / f"samples-nfe{nfe}.jsonl"):
+            assert record["settings"]["nfe"] == nfe
     alone = sampled(*arguments, "8", out=tmp_path / "single")
-    assert [record["tokens"] for record in curve] == [record["tokens"] for record in alone]
+    assert tokens_of(curve) == tokens_of(alone)
 
 
 BLOCKED_AT_THE_FOURTH = """
@@ -136,14 +142,11 @@ def test_noise_is_found_again_from_seed_and_index(models: Path, tmp_path: Path) 
     """What evaluation relies on: argmax at NFE 1 is a function of the regenerated noise."""
     arguments = ("--num", 4, "--nfe", 1, "--decision", "argmax", "--tau", 1.0, "--seed", 5)
     records = sampled(models / "mdlm", *arguments, out=tmp_path)
-    student = tiny_student("mdlm")
-    noise = sampling_noise(5, torch.arange(4), LENGTH, VOCAB)
+    student, noise = tiny_student("mdlm"), sampling_noise(5, torch.arange(4), LENGTH, VOCAB)
     condition = student.embed_noise(noise).unflatten((4, LENGTH))
-    tokens = torch.full((4, LENGTH), student.mask_id)
-    tokens[:, 0] = 0
     with torch.no_grad():
-        expected = student.predict(tokens, condition).argmax(-1)
-    assert [record["tokens"] for record in records] == expected.tolist()
+        expected = student.predict(open_rows(student, 4), condition).argmax(-1)
+    assert tokens_of(records) == expected.tolist()
 
 
 def test_prompts(models: Path, tmp_path: Path) -> None:
@@ -184,9 +187,7 @@ def test_variable_length(model: str, models: Path, tmp_path: Path) -> None:
     assert len(lengths) > 1
 
 
-def test_monotonous_samples_are_flagged(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_monotonous_samples_are_flagged(models: Path, tmp_path: Path, capsys: Any) -> None:
     """More entropy than eight tokens can have, so that no draw will do."""
     least = ("--min-entropy", 3, "--set", "stop.entropy_window=8", "--set", "stop.max_tries=2")
     records = sampled(models / "plain", "--num", 3, *least, out=tmp_path)
@@ -203,8 +204,8 @@ def test_a_sweep_writes_a_folder_that_describes_itself(models: Path, tmp_path: P
         folder, alone = tmp_path / f"nucleus_p={value}", tmp_path / "alone" / value
         swept = without_seconds(folder / "samples.jsonl")
         assert swept == sampled(*arguments, "--nucleus-p", value, out=alone)
-        settings = json.loads((folder / "settings.json").read_text())
-        assert settings["identity"] == json.loads((alone / "settings.json").read_text())["identity"]
+        settings = settings_of(folder)
+        assert settings["identity"] == settings_of(alone)["identity"]
         assert settings["code_version"] and settings["precision"] == "fp32"
         assert len(settings["identity"]["weights_sha256"]) == 64
         assert str(models) not in (folder / "settings.json").read_text()
@@ -215,19 +216,17 @@ def test_a_sweep_writes_a_folder_that_describes_itself(models: Path, tmp_path: P
     assert (tmp_path / "nucleus_p=1" / "samples.jsonl").read_bytes() == before
 
 
-def test_a_model_in_the_hub_cache_is_sampled_by_its_id(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+def test_a_cached_model_is_sampled_by_its_id(
+    models: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     repository = tmp_path / "cache" / "models--someone--student"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("0123abc")
     shutil.copytree(models / "mdlm", repository / "snapshots" / "0123abc")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    ours, theirs = (
-        [record["tokens"] for record in sampled(model, "--num", 2, "--nfe", 2, out=tmp_path / name)]
-        for name, model in (("hub", "someone/student"), ("folder", models / "mdlm"))
-    )
-    assert ours == theirs
+    few = ("--num", 2, "--nfe", 2)
+    by_id = sampled("someone/student", *few, out=tmp_path / "hub")
+    assert tokens_of(by_id) == tokens_of(sampled(models / "mdlm", *few, out=tmp_path / "folder"))
     capsys.readouterr()
     assert command("someone/else", "--out", tmp_path / "none") == 2
     error = capsys.readouterr().err.strip()
@@ -237,39 +236,33 @@ def test_a_model_in_the_hub_cache_is_sampled_by_its_id(
 # A folder holds the samples of one run.
 
 
-def with_config(model: Path, folder: Path, **fields: Any) -> Path:
-    """The same weights under another config."""
-    shutil.copytree(model, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **fields}))
-    return folder
+OTHER_RUNS = [
+    ("mdlm", {}, ("--seed", 1), "seed]; got 1; expected 0 as there; give another --out"),
+    ("mdlm", {}, ("--tau", 0.5), "sampler.tau"),
+    ("bd3lm", {"block_size": 6}, (), "student_config.block_size"),
+    ("mdlm", {"codec": {"name": "topk", "parameters": {"num_entries": 4}}}, (), "codec"),
+    ("mdlm", {"eos_token_id": 3}, (), "eos_id"),
+]
 
 
-@pytest.mark.parametrize(
-    ("model", "fields", "words", "named"),
-    [
-        ("mdlm", {}, ("--seed", 1), "seed]; got 1; expected 0 as there; give another --out"),
-        ("mdlm", {}, ("--tau", 0.5), "sampler.tau"),
-        ("bd3lm", {"block_size": 6}, (), "student_config.block_size"),
-        ("mdlm", {"codec": {"name": "topk", "parameters": {"num_entries": 4}}}, (), "codec"),
-        ("mdlm", {"eos_token_id": 3}, (), "eos_id"),
-    ],
-)
+@pytest.mark.parametrize(("model", "fields", "words", "named"), OTHER_RUNS)
 def test_what_decides_the_samples_is_another_run(
     model: str, fields: Any, words: Any, named: str, models: Path, tmp_path: Path, capsys: Any
 ) -> None:
     arguments, out = ("--num", 2, "--out", tmp_path / "out"), tmp_path / "out"
     assert command(models / model, *arguments) == 0
     before = {name: (out / name).read_bytes() for name in ("samples.jsonl", "settings.json")}
-    other = with_config(models / model, tmp_path / "other", **fields)
+    other = shutil.copytree(models / model, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, **fields}))
     capsys.readouterr()
     assert command(other, *words, *arguments) == 2
     assert f"out: {named}" in capsys.readouterr().err
     assert {name: (out / name).read_bytes() for name in before} == before
 
 
-def test_another_verifier_in_the_same_place_is_another_run(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_another_verifier_in_its_place_is_another_run(
+    models: Path, tmp_path: Path, capsys: Any
 ) -> None:
     verifier = save(tmp_path / "verifier", "ar", "none")
     arguments = ("--sampler", "apd", "--verifier", verifier, "--num", 2, "--out", tmp_path / "out")
@@ -284,19 +277,22 @@ def test_another_verifier_in_the_same_place_is_another_run(
     assert "out: verifier_sha256]" in capsys.readouterr().err
 
 
-def test_what_tolerates_tf32_is_sampled_with_it_and_says_so(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+def test_what_tolerates_tf32_has_it_and_says_so(
+    models: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     """Not under a verifier, whose two passes must agree; nor where autocast has bfloat16."""
     asked: list[str] = []
-    monkeypatch.setattr(
-        run_module, "allow_tf32", lambda device: (asked.append(device.type), "TF32")[1]
-    )
+
+    def allowed(device: torch.device) -> str:
+        asked.append(device.type)
+        return "TF32"
+
+    monkeypatch.setattr(run_module, "allow_tf32", allowed)
     verified = ("--sampler", "apd", "--verifier", models / "ar")
     cases = {"TF32": (), "float32": verified, "bf16": ("--precision", "bf16")}
     for name, words in cases.items():
         sampled(models / "mdlm", *words, "--num", 1, out=tmp_path / name)
-        settings = json.loads((tmp_path / name / "settings.json").read_text())
+        settings = settings_of(tmp_path / name)
         assert settings["products"] == ("TF32" if name == "TF32" else "float32")
         assert "products" not in settings["identity"]
         said = " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""``gdistill-train`` end to end: exit codes, one line per mistake, signals."""
+"""``gdistill-train``: its mistakes, its plan, signals; the recipe in two parts."""
 
 from __future__ import annotations
 
@@ -9,21 +9,29 @@ import signal
 import subprocess
 import sys
 import time
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from shards.errors import UsageError
 from shards.settings import flatten, to_mapping
 from shards.store.store import ShardStore
 from tests.commands import call
 from tests.trainer.run_cases import LENGTH, assert_same_run, tiny_run, write_store
+from trainer import two_stage
+from trainer.students.folder import weights_sha256
+from trainer.students.registry import read_preset
 from trainer.training.construction import build_student
 from trainer.training.loop import train
 from trainer.training.plan import memory_plan
+from trainer.training.settings import read_recipe
+from trainer.training.status import status_text
 
 PROJECT = Path(__file__).resolve().parents[2]
+Capsys = pytest.CaptureFixture[str]
 
 
 def write_config(path: Path, **changes: object) -> Path:
@@ -39,9 +47,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(tmp_path_factory.mktemp("config") / "run.toml")
 
 
-def test_a_run_by_command(
-    store: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_by_command(store: Path, config: Path, tmp_path: Path, capsys: Capsys) -> None:
     """What it costs is said before, what was made and what comes next behind."""
     out, extracted = tmp_path / "out", tmp_path / "extracted"
     extracted.mkdir()
@@ -50,16 +56,13 @@ def test_a_run_by_command(
     words = (*words, "--out", out, "--set", "training.num_steps=8")
     assert call("gdistill-train", *words) == 0
     resolved = json.loads((out / "config.json").read_text())
-    assert resolved["training"]["num_steps"] == 8
-    assert resolved["model"]["conditioning"] == "none"
+    assert (resolved["training"]["num_steps"], resolved["model"]["conditioning"]) == (8, "none")
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("mdlm, conditioning none, ") and " parameters; 8 steps" in lines[0]
     assert f"of 8 rows of {LENGTH} tokens, {8 * 8 * LENGTH} tokens in all" in lines[0]
     assert "s a step, about 0:00:0" in lines[1] and "3 steps left" in lines[1]
-    assert lines[-2:] == [
-        f"wrote {out / 'model'}",
-        f"next: gdistill-sample {out} --num 8 --out samples",
-    ]
+    next_line = f"next: gdistill-sample {out} --num 8 --out samples"
+    assert lines[-2:] == [f"wrote {out / 'model'}", next_line]
     progress = next(line for line in lines if line.startswith("train mdlm"))
     assert "weighted loss" in progress, "no number stands beside one of another kind unnamed"
 
@@ -96,12 +99,7 @@ if not torch.cuda.is_available():
 
 @pytest.mark.parametrize(("words", "expected"), MISTAKES, ids=lambda value: str(value)[:60])
 def test_a_mistake_is_one_line(
-    store: Path,
-    config: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    expected: str,
+    store: Path, config: Path, tmp_path: Path, capsys: Capsys, words: list[str], expected: str
 ) -> None:
     if words[0] != "status":
         words = [*words, "--store", str(store)]
@@ -113,7 +111,7 @@ def test_a_mistake_is_one_line(
     assert not (tmp_path / "out" / "model").exists()
 
 
-def test_the_plan(store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan(store: Path, tmp_path: Path, capsys: Capsys) -> None:
     """State by hand; what the backward pass keeps follows the micro-batch; nothing is written."""
     opened = ShardStore.open(store)
     student = build_student(tiny_run(), opened, None)
@@ -141,9 +139,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_stores(
-    store: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
-) -> None:
+def test_damaged(store: Path, config: Path, tmp_path: Path, capsys: Capsys, damage: str) -> None:
     copy, (code, expected) = tmp_path / "store", DAMAGES[damage]
     if damage != "absent":
         shutil.copytree(store, copy)
@@ -161,19 +157,17 @@ def test_damaged_stores(
     assert not (tmp_path / "out" / "model").exists()
 
 
-def test_init_from_a_student_of_another_shape(
-    store: Path, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_init_from_another_shape(store: Path, config: Path, tmp_path: Path, capsys: Capsys) -> None:
     assert train(tiny_run(training__num_steps=1), store, tmp_path / "begun")
-    cases: list[tuple[dict[str, Any], tuple[str, ...], str]] = [
-        ({"vocab_size": 16}, (), "another vocab_size than the store"),
-        ({"row_length": 16}, (), "another row_length than the store"),
-        ({}, ("--conditioning", "none"), "conditioner.weight"),
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({"vocab_size": 16}, "gumbel", "another vocab_size than the store"),
+        ({"row_length": 16}, "gumbel", "another row_length than the store"),
+        ({}, "none", "conditioner.weight"),
     ]
-    for number, (changes, words, expected) in enumerate(cases):
+    for number, (changes, conditioning, expected) in enumerate(cases):
         other = write_store(tmp_path / f"other-{number}", **changes)
-        base = ("run", "--store", other, "--config", config, "--out", tmp_path / "out")
-        words = (*base, "--init-from", str(tmp_path / "begun"), *words)
+        words = ("run", "--store", other, "--config", config, "--out", tmp_path / "out")
+        words = (*words, "--init-from", tmp_path / "begun", "--conditioning", conditioning)
         assert call("gdistill-train", *words) == 2
         assert expected in capsys.readouterr().err.strip().splitlines()[-1]
 
@@ -188,21 +182,18 @@ def test_ctrl_c_while_it_starts_is_one_line() -> None:
         "sys.meta_path.insert(0, Late())\n"
         "from trainer.cli import main\n"
     )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, cwd=PROJECT, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGINT
     assert done.stderr == "interrupted; run the same command again to resume\n"
 
 
 def start(store: Path, config: Path, out: Path) -> subprocess.Popen[bytes]:
     """The command in a process of its own."""
-    words = ["run", "--store", str(store), "--config", str(config), "--out", str(out)]
-    return subprocess.Popen(
-        [sys.executable, "-m", "trainer.cli", *words],
-        cwd=PROJECT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-    )
+    words = [sys.executable, "-m", "trainer.cli", "run", "--store", str(store)]
+    words += ["--config", str(config), "--out", str(out)]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(words, cwd=PROJECT, env=one_thread, stderr=subprocess.PIPE)
 
 
 def wait_for_step(process: subprocess.Popen[bytes], out: Path, step: int) -> None:
@@ -244,3 +235,131 @@ def test_sigterm_then_kill_9_then_the_same_as_uninterrupted(store: Path, tmp_pat
     assert train(tiny_run(**settings), store, tmp_path / "run")
     assert_same_run(tmp_path / "run", tmp_path / "whole")
     assert (tmp_path / "run" / "model" / "config.json").read_text().count(str(LENGTH))
+
+
+# The recipe in two parts: what each is, what a user may change, how it goes on.
+
+TINY: dict[str, Any] = {
+    "model": {**read_preset("tiny"), "hidden_size": 16, "num_heads": 2},
+    "training": {"num_steps": 20, "global_batch_size": 4, "trackers": []},
+    "optimization": {"learning_rate": 1e-3, "warmup_steps": 7},
+}
+
+
+def parts_of(store: Path, student: str = "mdlm", *overrides: str) -> two_stage.Parts:
+    return two_stage.two_stage_parts(student, ShardStore.open(store), TINY, [], overrides)
+
+
+def both(found: two_stage.Parts, name: str) -> list[Any]:
+    """A setting of both parts."""
+    return [attrgetter(name)(part) for part in found]
+
+
+AS_MANY_STEPS = {
+    "student": ["mdlm", "mdlm"],
+    "model.conditioning": ["none", "gumbel"],
+    "model.diffusion.max_loss_weight": [1.0, 1.0],
+    "model.noise.layers": [(), (1, 2)],
+    "training.num_steps": [20, 20],
+    "optimization.warmup_steps": [7, 2],
+    "optimization.schedule": ["constant", "cosine"],
+    "optimization.learning_rate": [1e-3, 1e-3],
+}
+BLOCKS_BEGIN_AS_A_WHOLE_ROW = {
+    "student": ["mdlm", "bd3lm"],
+    "model.block_size": [None, 2],
+    "model.noise.prior_weight": [0.0, 0.5],
+    "model.diffusion.fully_masked_share": [0.0, 0.5],
+    "optimization.learning_rate": [1e-3, pytest.approx(2e-3)],
+}
+A_USERS_GO_BEFORE = {
+    "seed": [3, 3],
+    "model.diffusion.max_loss_weight": [5.0, 5.0],
+    "model.noise.layers": [(), (2,)],
+    "optimization.schedule": ["constant", "constant"],
+    "training.num_steps": [40, 40],
+    "training.num_noise_draws": [None, 2],
+}
+OVERRIDES = ["seed=3", "model.diffusion.max_loss_weight=5.0", "model.noise.layers=[2]"]
+OVERRIDES += ["optimization.schedule=constant", "training.num_steps=40"]
+PARTS = [
+    ("mdlm", [], AS_MANY_STEPS),
+    ("bd3lm", ["model.block_size=2", "model.noise.prior_weight=0.5"], BLOCKS_BEGIN_AS_A_WHOLE_ROW),
+    ("mdlm", [*OVERRIDES, "training.num_noise_draws=2"], A_USERS_GO_BEFORE),
+]
+
+
+@pytest.mark.parametrize(("student", "overrides", "expected"), PARTS)
+def test_settings_of_both_parts(
+    store: Path, student: str, overrides: list[str], expected: Any
+) -> None:
+    found = parts_of(store, student, *overrides)
+    assert {name: both(found, name) for name in expected} == expected
+    assert found.noise.model.noise.injection == "add"
+
+
+def test_a_users_file_goes_before_the_recipe_and_epochs_are_counted_in_steps(store: Path) -> None:
+    """Ten epochs of 40 rows in batches of 4 are 100 steps, and 100 with noise."""
+    own = {"model": {"noise": {"prior_weight": 0.5}, "diffusion": {"max_loss_weight": 3.0}}}
+    preset = {**TINY, "training": {"num_epochs": 10, "global_batch_size": 4, "trackers": []}}
+    found = two_stage.two_stage_parts("mdlm", ShardStore.open(store), preset, [own])
+    assert both(found, "training.num_steps") == [None, 100]
+    assert found.noise.training.num_epochs is None
+    assert both(found, "model.noise.prior_weight") == [0.0, 0.5]
+    assert both(found, "model.diffusion.max_loss_weight") == [3.0, 3.0]
+
+
+def test_large_vocabularies_are_read_among_candidates_at_thirds() -> None:
+    assert two_stage.noise_layers_of(4, two_stage.LARGE_VOCABULARY - 1) == {"layers": [1, 2, 3, 4]}
+    found = two_stage.noise_layers_of(12, two_stage.LARGE_VOCABULARY)
+    assert found == {"layers": [4, 8], "top_k": 256}
+    assert two_stage.noise_layers_of(1, two_stage.LARGE_VOCABULARY)["layers"] == [1]
+
+
+@pytest.mark.parametrize("preset", ["tiny", "small", "medium", "maze"])
+@pytest.mark.parametrize("student", ["mdlm", "bd3lm"])
+def test_every_preset_has_both_parts(store: Path, preset: str, student: str) -> None:
+    found = two_stage.two_stage_parts(student, ShardStore.open(store), read_recipe(preset))
+    assert found.noise.model.num_layers == found.plain.model.num_layers
+
+
+def test_the_command_trains_both_parts_and_goes_on(
+    store: Path, tmp_path: Path, capsys: Capsys
+) -> None:
+    """--config, --set and --init-from reach the parts, which are named and seen."""
+    (tmp_path / "own.toml").write_text("[model]\nhidden_size = 16\nnum_heads = 2\n")
+    words = ["two-stage", "--store", store, "--config", tmp_path / "own.toml", "--set"]
+    words += ["training.num_steps=3", "--set", "training.global_batch_size=4", "--out"]
+    run, other = tmp_path / "run", tmp_path / "other"
+    assert call("gdistill-train", *words, run) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("part 1 of 2: mdlm, conditioning none")
+    assert any(line.startswith("part 2 of 2: mdlm, conditioning gumbel") for line in lines)
+    assert status_text(run).count("3 of 3 (100.0%)") == 2
+    config = json.loads((run / "config.json").read_text())
+    assert config["model"]["hidden_size"] == 16 and config["training"]["num_steps"] == 3
+    places = (run / "plain/model/student.json", run / "model/student.json")
+    plain, noisy = (json.loads(place.read_text()) for place in places)
+    assert plain["step"] == noisy["step"] == 3
+    assert noisy["run"]["init_from"]["weights_sha256"] == weights_sha256(run / "plain/model")
+    weights = (run / "model/model.safetensors").read_bytes()
+    (run / "model/model.safetensors").unlink()
+    assert call("gdistill-train", *words, run) == 0
+    assert (run / "model/model.safetensors").read_bytes() == weights
+    assert call("gdistill-train", *words, other, "--init-from", run / "plain") == 0
+    assert not (other / "plain").exists()
+    assert (other / "model/model.safetensors").read_bytes() == weights
+
+
+@pytest.mark.parametrize("codec", ["posterior", "seeded", "topk", "quantized", "full"])
+def test_every_codec_has_the_recipe(codec: str, tmp_path: Path) -> None:
+    """Prior noise, asked for, is drawn where a store keeps distributions; one draw leaves none."""
+    path = write_store(tmp_path / "store", codec)
+    found = parts_of(path)
+    assert two_stage.train_two_stage(found, path, tmp_path / "run")
+    asked = parts_of(path, "mdlm", "model.noise.prior_share=0.1")
+    assert asked.noise.model.noise.prior_share == 0.1
+    if codec != "posterior":
+        with pytest.raises(UsageError, match="keeps one draw"):
+            two_stage.train_two_stage(asked, path, tmp_path / "asked")
+        assert not (tmp_path / "asked" / "plain").exists(), "said before the first part"
