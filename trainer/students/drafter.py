@@ -218,9 +218,10 @@ class Drafter(BackboneStudent):
     @torch.no_grad()
     def read(self, tokens: Int[Tensor, "b l"]) -> tuple[Float[Tensor, "b l d2"], DynamicCache]:
         """[m, h] of every token, and the keys and values that the layer attends to."""
-        cache = DynamicCache()
+        # First the network: a student that transformers loads stands on its backbone from here on.
+        cache, network = DynamicCache(), self.language_model.network
         with self.watch() as middle:
-            last = self.language_model.network.base_model(
+            last = network.base_model(
                 input_ids=tokens, past_key_values=cache, use_cache=True
             ).last_hidden_state
         return torch.cat((middle[0], last), dim=-1), last_layer_cache(cache)
