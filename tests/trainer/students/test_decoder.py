@@ -335,14 +335,8 @@ NO_STUDENTS = [
     (windowed(LENGTH - 1), f"window of {LENGTH - 1} .*at least the {LENGTH} of a row"),
     (AutoConfig.for_model("mamba", **SIZES), "cannot become a student .*mamba"),
     (AutoConfig.for_model("rwkv", **SIZES), "cannot become a student .*rwkv"),
-    (
-        AutoConfig.for_model("bloom", **HEADS),
-        "cannot become a student .*bloom",
-    ),
-    (
-        AutoConfig.for_model("mpt", **HEADS),
-        "cannot become a student .*mpt",
-    ),
+    (AutoConfig.for_model("bloom", **HEADS), "cannot become a student .*bloom"),
+    (AutoConfig.for_model("mpt", **HEADS), "cannot become a student .*mpt"),
     (tiny_config("llama", VOCAB - 1), "vocabulary.*got 11"),
     (tiny_config("llama", max_position_embeddings=7), "rows.*got 8; .*most 7"),
     (AutoConfig.for_model("bert", **HEADS), "not causal|cannot become"),
