@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import default_collate
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
@@ -23,14 +24,12 @@ def batch_of(store: Path, num_rows: int = 6) -> dict[str, Any]:
     return default_collate(list(islice(store_rows(store), num_rows)))
 
 
-def some_logits(batch: dict[str, Any], width: int) -> torch.Tensor:
+def some_logits(batch: dict[str, Any], width: int) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return 3 * torch.randn(*batch["labels"].shape, width, generator=generator)
 
 
-def by_autograd(
-    store: Path, batch: dict[str, Any], logits: torch.Tensor, labels: torch.Tensor, **kd: float
-) -> torch.Tensor:
+def by_autograd(store: Path, batch: Any, logits: Tensor, labels: Tensor, **kd: float) -> Tensor:
     """Mean over the counted tokens of the loss that students use, position by position."""
     opened = ShardStore.open(store)
     where = labels[:, 1:] != IGNORED

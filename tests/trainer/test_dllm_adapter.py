@@ -136,9 +136,7 @@ def test_a_rows_noise_makes_its_tokens_the_teachers_choice(tmp_path: Path, codec
 
 
 @pytest.mark.parametrize(("codec", "is_fresh"), [("posterior", True), ("seeded", False)])
-def test_an_epochs_noise_is_new_where_codecs_draw(
-    tmp_path: Path, codec: str, is_fresh: bool
-) -> None:
+def test_an_epochs_noise_is_new_if_codecs_draw(tmp_path: Path, codec: str, is_fresh: bool) -> None:
     store = write_store(tmp_path / "store", codec)
     rows = list(store_rows(store, epochs=2))
     half, by_tokens = len(rows) // 2, lambda row: tuple(row["input_ids"].tolist())

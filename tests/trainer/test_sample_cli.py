@@ -67,9 +67,7 @@ def test_batch_size_changes_no_sample(model: str, models: Path, tmp_path: Path) 
     assert one == three == all_seven and len(one) == 7
 
 
-def test_batches_are_cut_to_what_kernels_can_index(
-    models: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_batches_fit_what_kernels_can_index(models: Path, tmp_path: Path, monkeypatch: Any) -> None:
     limit, sizes, draw = 2 * LENGTH * (VOCAB + 1) + 1, [], SampleRun.draw
 
     def watched(run: SampleRun, sampler: Any, indices: list[int]) -> Any:
@@ -261,9 +259,7 @@ def test_what_decides_the_samples_is_another_run(
     assert {name: (out / name).read_bytes() for name in before} == before
 
 
-def test_another_verifier_in_its_place_is_another_run(
-    models: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_another_verifier_is_another_run(models: Path, tmp_path: Path, capsys: Any) -> None:
     verifier = save(tmp_path / "verifier", "ar", "none")
     arguments = ("--sampler", "apd", "--verifier", verifier, "--num", 2, "--out", tmp_path / "out")
     for _ in range(2):

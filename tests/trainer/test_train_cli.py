@@ -290,9 +290,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize(("student", "overrides", "expected"), PARTS)
-def test_settings_of_both_parts(
-    store: Path, student: str, overrides: list[str], expected: Any
-) -> None:
+def test_settings_of_parts(store: Path, student: str, overrides: list[str], expected: Any) -> None:
     found = parts_of(store, student, *overrides)
     assert {name: both(found, name) for name in expected} == expected
     assert found.noise.model.noise.injection == "add"
@@ -323,9 +321,7 @@ def test_every_preset_has_both_parts(store: Path, preset: str, student: str) -> 
     assert found.noise.model.num_layers == found.plain.model.num_layers
 
 
-def test_the_command_trains_both_parts_and_goes_on(
-    store: Path, tmp_path: Path, capsys: Capsys
-) -> None:
+def test_the_command_trains_both_and_goes_on(store: Path, tmp_path: Path, capsys: Capsys) -> None:
     """--config, --set and --init-from reach the parts, which are named and seen."""
     (tmp_path / "own.toml").write_text("[model]\nhidden_size = 16\nnum_heads = 2\n")
     words = ["two-stage", "--store", store, "--config", tmp_path / "own.toml", "--set"]

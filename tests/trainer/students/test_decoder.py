@@ -157,9 +157,7 @@ def test_a_reading_behind_the_last_layer_is_before_the_norm(model: Path, store: 
 
 
 @KINDS
-def test_training_and_sampling_read_noise_at_the_same_states(
-    model: Path, store: Path, kind: Any
-) -> None:
+def test_training_reads_noise_where_sampling_does(model: Path, store: Path, kind: Any) -> None:
     """The loss places n noise embeddings, a sampler has them laid out like the row."""
     reader, batch = shaken(student_from(model, store, **kind, **NOISE)), first_batch(store)
     assert isinstance(reader, MDLM)

@@ -81,9 +81,7 @@ def trained_heads(folder: Path, **changes: Any) -> tuple[Medusa, Path]:
 
 
 @BOTH
-def test_a_run_trains_and_keeps_all_but_the_backbone(
-    folder: Path, tmp_path: Path, student: str
-) -> None:
+def test_a_run_keeps_all_but_the_backbone(folder: Path, tmp_path: Path, student: str) -> None:
     backbone, store = places(folder)
     trainer = Trainer(backbone_run(backbone, student), ShardStore.open(store), tmp_path)
     made: Any = trainer.student

@@ -219,9 +219,7 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize("injection", ["replace", "add"])
 @pytest.mark.parametrize("num_scores", [0, 5])
-def test_embeddings_laid_out_like_rows_blend_as_those_listed(
-    injection: str, num_scores: int
-) -> None:
+def test_embeddings_laid_out_like_rows_blend_as_listed(injection: str, num_scores: int) -> None:
     student = tiny_student(noise={"injection": injection})
     embeddings, scores = torch.randn(3, 12, 8), torch.randn(3, 12, num_scores)
     noise = EmbeddedNoise(torch.randn(3, 12, 8), scores, scores.int())
@@ -265,9 +263,7 @@ def test_a_tied_projection_reads_the_token_embedding_and_teaches_it() -> None:
 @pytest.mark.parametrize(
     ("num", "most", "sizes"), [(37, 16, [13, 13, 11]), (17, 16, [9, 8]), (16, 16, [16]), (0, 4, [])]
 )
-def test_chunks_of_positions_are_even(
-    monkeypatch: Any, num: int, most: int, sizes: list[int]
-) -> None:
+def test_position_chunks_are_even(monkeypatch: Any, num: int, most: int, sizes: list[int]) -> None:
     """As few as can be, and no last one of a few positions."""
     monkeypatch.setattr(embedding, "TILES", dict.fromkeys(("cpu", "cuda"), (most, 64)))
     walk = embedding.Walk(DenseNoise(arrivals(num=num)), embedding.Weighting())
