@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import tomllib
 from importlib import import_module
@@ -28,6 +30,18 @@ def call(name: str, *words: object) -> int:
     finally:
         sys.argv = before
     return 0
+
+
+def python(
+    *words: object, path: object = PROJECT.parent, cwd: Path | None = None, told: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """A fresh interpreter that looks first into ``path``, a folder or several with colons."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = str(path)
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(
+        command, env=environment, cwd=cwd, input=told, capture_output=True, text=True
+    )
 
 
 def main() -> None:

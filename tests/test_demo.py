@@ -41,28 +41,23 @@ def test_a_way_is_drawn_up_to_its_first_fault(
     assert (found is None) == is_path
 
 
-def sampled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+@pytest.fixture
+def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """1 of 4 samples without noise arrives, 3 with it, at every NFE."""
     monkeypatch.setattr(demo, "NUM_SAMPLES", 4)
-    ids = {word: index for index, word in enumerate(WORDS)}
-    good = [0, *(ids[move] for move in WAY), 1]
-    bad = [0, 2, 2, 5, 5, 1]
+    good, bad = [0, *(WORDS.index(move) for move in WAY), 1], [0, 2, 2, 5, 5, 1]
     task = MazeTask(MAZE, WORDS, 6, None, {WAY: 1.0}, dict.fromkeys(demo.NFE, 0.25))
     task.decodes[demo.SAMPLE_SEED, 4] = torch.tensor([good] * 4)
-    found: dict[str, Any] = {"task": task, "cells": {}, "rows": {}}
-    for name, rows in (
-        ("without noise", [good, bad, bad, bad]),
-        ("with noise", [good] * 3 + [bad]),
-    ):
+    cells, samples = {}, {}
+    for name, num_good in (("without noise", 1), ("with noise", 3)):
+        rows = [good] * num_good + [bad] * (4 - num_good)
         for nfe in demo.NFE:
             success, agreement = task.score(torch.tensor(rows), demo.SAMPLE_SEED)
-            found["cells"][name, nfe] = pool([success], [agreement])
-            found["rows"][name, nfe] = rows
-    return found
+            cells[name, nfe], samples[name, nfe] = pool([success], [agreement]), rows
+    return {"task": task, "cells": cells, "rows": samples}
 
 
-def test_the_table_and_the_sentence_say_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = sampled(monkeypatch)
+def test_the_table_and_the_sentence_say_the_figures(found: dict[str, Any]) -> None:
     table = demo.table(found)
     assert table.rows == (
         ("without noise", *["25.0"] * len(demo.NFE), "1 of 1"),
@@ -73,10 +68,7 @@ def test_the_table_and_the_sentence_say_the_figures(monkeypatch: pytest.MonkeyPa
     assert "75%" in said and "25%" in said and max(map(len, said.splitlines())) <= 100
 
 
-def test_the_picture_shows_the_first_broken_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = sampled(monkeypatch)
+def test_the_picture_shows_the_first_broken_sample(tmp_path: Path, found: dict[str, Any]) -> None:
     assert demo.shown_sample(found) == 1
     demo.draw_picture(found, tmp_path / "demo.png")
     picture = imread(tmp_path / "demo.png")[..., :3]

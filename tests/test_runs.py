@@ -19,13 +19,13 @@ from trainer.training.parallel import follow_srun
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.parametrize(
-    "script", sorted((REPOSITORY / "runs").rglob("*.s*")), ids=lambda p: p.name
-)
+SCRIPTS = [path for path in sorted((REPOSITORY / "runs").rglob("*.s*")) if path.is_file()]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_sound_shell(script: Path) -> None:
-    if script.is_file():
-        done = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_make_lists_every_variable_that_it_reads() -> None:
@@ -36,12 +36,16 @@ def test_make_lists_every_variable_that_it_reads() -> None:
     assert read <= listed, read - listed
 
 
+def write_script(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 @pytest.mark.parametrize("drafter", ["", "run/model"])
 def test_make_serve_gives_the_engine_whole_words(tmp_path: Path, drafter: str) -> None:
-    (tmp_path / "bin").mkdir()
     for name in ("bin/vllm", ".with-gdistill"):
-        (tmp_path / name).write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
-        (tmp_path / name).chmod(0o755)
+        write_script(tmp_path / name, "#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     words = ["make", "-C", REPOSITORY, "-s", "-o", tmp_path / ".with-gdistill", "serve"]
     words += ["TEACHER=a b", f"DRAFTER={drafter}", f"ENGINE={tmp_path}", "PORT=8123"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
@@ -53,23 +57,20 @@ def test_make_serve_gives_the_engine_whole_words(tmp_path: Path, drafter: str) -
         assert json.loads(option(given, "--speculative-config"))["num_speculative_tokens"] == 4
 
 
-def recorded_commands(
-    script: Path, place: Path, environment: dict[str, str], *words: str
-) -> list[list[str]]:
+RECORD = """#!/bin/sh
+printf '%s\\n' {name} "$@" '' >>'{told}'
+exit ${{STAND_IN_EXIT:-0}}
+"""
+
+
+def recorded_commands(script: str, place: Path, environment: dict[str, str]) -> list[list[str]]:
     """The words of every command of the project that a script gives, none of which is run."""
-    (place / "runs" / script.parent.name).mkdir(parents=True)
-    (place / ".venv/bin").mkdir(parents=True, exist_ok=True)
-    copy, told = shutil.copy(script, place / "runs"), place / "told"
+    path, told = REPOSITORY / "runs" / script, place / "told"
+    (place / "runs" / path.parent.name).mkdir(parents=True)
     for name in scripts():
-        file = place / ".venv/bin" / name
-        file.write_text(
-            f"#!/bin/sh\nprintf '%s\\n' {name} \"$@\" '' >>'{told}'\nexit ${{STAND_IN_EXIT:-0}}\n"
-        )
-        file.chmod(0o755)
-    command = ["bash", copy, *words]
-    done = subprocess.run(
-        command, env=environment, cwd=place, capture_output=True, text=True, check=False
-    )
+        write_script(place / ".venv/bin" / name, RECORD.format(name=name, told=told))
+    command = ["bash", shutil.copy(path, place / "runs")]
+    done = subprocess.run(command, env=environment, cwd=place, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
     return [block.split("\n") for block in told.read_text().strip().split("\n\n")]
 
@@ -81,26 +82,18 @@ STAND_INS = {
     "torchrun": 'while [[ $1 != --no-python ]]; do shift; done; shift; exec "$@"',
     "accelerate": 'while [[ $1 != --no_python ]]; do shift; done; shift; exec "$@"',
 }
-SLURM = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_JOB_NODELIST": "node[1-2]",
-    "SLURM_NNODES": "2",
-    "SLURM_ARRAY_TASK_ID": "1",
-    "SLURM_ARRAY_TASK_COUNT": "4",
-}
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NNODES": "2"}
+SLURM |= {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_COUNT": "4"}
 
 
 def given(script: str, place: Path, **environment: str) -> list[list[str]]:
     """The commands that a script gives where srun, torchrun and accelerate stand in."""
-    (place / "stand-ins").mkdir(parents=True)
-    (place / ".venv/bin").mkdir(parents=True)
-    (place / ".venv/bin/activate").touch()
+    write_script(place / ".venv/bin/activate", "")
     for name, body in STAND_INS.items():
-        (place / "stand-ins" / name).write_text(f"#!/bin/bash\n{body}\n")
-        (place / "stand-ins" / name).chmod(0o755)
+        write_script(place / "stand-ins" / name, f"#!/bin/bash\n{body}\n")
     path = f"{place / 'stand-ins'}:{place / '.venv/bin'}:{os.environ['PATH']}"
-    whole = os.environ | {**SLURM, "PATH": path, "PWD": str(place), **environment}
-    return recorded_commands(REPOSITORY / "runs" / script, place, whole)
+    whole = os.environ | SLURM | {"PATH": path, "PWD": str(place)} | environment
+    return recorded_commands(script, place, whole)
 
 
 def option(words: list[str], name: str) -> str:
@@ -145,13 +138,13 @@ def test_srun_is_understood() -> None:
     follow_srun(step)
     assert (step["RANK"], step["WORLD_SIZE"], step["LOCAL_RANK"]) == ("3", "8", "1")
     assert (step["MASTER_ADDR"], step["MASTER_PORT"]) == ("gpu-017", "32345")
-    of_torchrun = {**tasks, "RANK": "5"}
-    follow_srun(of_torchrun)
-    assert of_torchrun == {**tasks, "RANK": "5"}, "torchrun below srun has its own numbers"
+    of_torchrun = {**tasks, "RANK": "5"}  # below srun it has its own numbers
+    # A batch script is one process, whatever it starts.
     script = {name: value for name, value in tasks.items() if name != "SLURM_STEP_ID"}
-    alone = dict(script)
-    follow_srun(alone)
-    assert alone == script, "a batch script is one process, whatever it starts"
+    for environment in (of_torchrun, script):
+        followed = dict(environment)
+        follow_srun(followed)
+        assert followed == environment
 
 
 def test_the_recipe_runs_from_text_to_scores(
@@ -163,16 +156,10 @@ def test_the_recipe_runs_from_text_to_scores(
     documents = [" ".join(draw.choices(WORDS[2:], k=30)) for _ in range(80)]
     (tmp_path / "text.txt").write_text("\n<|endoftext|>\n".join(documents))
     out = tmp_path / "out"
-    environment = os.environ | {
-        "SIZE": "toy",
-        "TEXT": str(tmp_path / "text.txt"),
-        "TEACHER": str(teacher),
-        "OUT": str(out),
-        "ROW_LENGTH": "12",
-        "STEPS": "2",
-    }
+    environment = os.environ | {"SIZE": "toy", "ROW_LENGTH": "12", "STEPS": "2"}
+    environment |= {"TEXT": str(tmp_path / "text.txt"), "TEACHER": str(teacher), "OUT": str(out)}
     monkeypatch.setattr("evaluation.text.reading.user_cache", lambda: tmp_path / "cache")
-    commands = recorded_commands(REPOSITORY / "runs/owt.sh", tmp_path / "clone", environment)
+    commands = recorded_commands("owt.sh", tmp_path / "clone", environment)
     assert [words[0] for words in commands[:2]] == ["gdistill-extract", "gdistill-train"]
     for words in commands:
         assert call(*words) == 0, f"{words}\n{capsys.readouterr().err[-3000:]}"

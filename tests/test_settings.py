@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,11 +17,11 @@ from shards.console import run_command
 from shards.errors import UsageError
 from shards.settings import check_bounds, resolve, setting, to_mapping
 from shards.settings_table import Section, setting_lines, settings_app, table_lines
+from tests.commands import python
 from trainer.cli import SETTINGS as TRAIN
 from trainer.sample_cli import SETTINGS as SAMPLE
 from trainer.sampling.registry import SAMPLERS, sampler_class
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 SECTIONS = [*EXTRACT, *TRAIN, *SAMPLE]
 
 
@@ -68,19 +68,11 @@ def test_one_declaration_is_the_table() -> None:
     ("override", "message"),
     [
         ("inner.share=0", r"out of range \[inner.share\].*0.0.*in \(0, 1\]"),
-        ("inner.share=1.5", "out of range"),
-        ("inner.share=nan", "out of range"),
-        ("inner.rows=0", "out of range"),
-        ("inner.rows=2.5", "wrong type"),
-        ("inner.rows=true", "wrong type"),
         ("inner.shore=1", "did you mean 'share'"),
         ("name=c", r"unknown value \[name\].*one of"),
-        ("sizes=3", "wrong type"),
-        ("inner=3", "wrong type"),
-        ("inner..share=1", "malformed override"),
-        (".rows=3", "malformed override"),
-        ("rows.=3", "malformed override"),
-        ("name", "malformed override"),
+        *((f"inner.{o}", "out of range") for o in ("share=1.5", "share=nan", "rows=0")),
+        *((o, "wrong type") for o in ("inner.rows=2.5", "inner.rows=true", "sizes=3", "inner=3")),
+        *((o, "malformed override") for o in ("inner..share=1", ".rows=3", "rows.=3", "name")),
     ],
 )
 def test_a_bad_value_is_one_line(override: str, message: str) -> None:
@@ -126,44 +118,42 @@ def test_a_part_of_the_table() -> None:
     assert "posterior, seeded" in table_lines(EXTRACT)[-1]
 
 
-def error_of(monkeypatch: pytest.MonkeyPatch, app: Any, words: list[str], **others: Any) -> int:
-    monkeypatch.setattr(sys, "argv", ["gdistill", *words])
-    with pytest.raises(SystemExit) as leave:
-        run_command(app, **others)
-    return int(leave.value.code or 0)
+@pytest.fixture
+def error_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable:
+    """The exit code of a command that refuses its words, and what it says."""
+
+    def call(app: Any, words: list[str], **others: Any) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["gdistill", *words])
+        with pytest.raises(SystemExit) as leave:
+            run_command(app, **others)
+        out, err = capsys.readouterr()
+        assert out == ""
+        return int(leave.value.code or 0), err
+
+    return call
 
 
-def test_a_wrong_option_takes_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from evaluation.cli import app as evaluate
-    from pipeline.cli import app as extract
-    from shards.cli import app as shards
-    from trainer.cli import app as train
-    from trainer.sample_cli import app as sample
-
+def test_a_wrong_option_takes_one_line(error_of: Callable) -> None:
     wrong = {
-        extract: [["--out", "a", "--corpuss", "x"], ["--corpus", "owt"]],
-        evaluate: [["a", "--xyz"]],
-        shards: [["infoo"], ["info"]],
-        train: [["run"], ["run", "--store"]],
-        sample: [[], ["a", "--num", "many"]],
-    }  # fmt: skip
-    for app, cases in wrong.items():
+        "pipeline.cli": [["--out", "a", "--corpuss", "x"], ["--corpus", "owt"]],
+        "evaluation.cli": [["a", "--xyz"]],
+        "shards.cli": [["infoo"], ["info"]],
+        "trainer.cli": [["run"], ["run", "--store"]],
+        "trainer.sample_cli": [[], ["a", "--num", "many"]],
+    }
+    for module, cases in wrong.items():
         for words in cases:
-            assert error_of(monkeypatch, app, words) == 2
-            out, err = capsys.readouterr()
-            assert out == "" and err.startswith("error: ") and err.count("\n") == 1, err
+            code, err = error_of(import_module(module).app, words)
+            assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
 
 
 def test_only_the_first_of_many_processes_speaks(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, error_of: Callable
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     settings = settings_app(EXTRACT)
-    assert error_of(monkeypatch, settings, ["settings", "zzz"], settings=settings) == 2
-    assert error_of(monkeypatch, settings, ["--xyz"]) == 2
-    assert capsys.readouterr().err == ""
+    assert error_of(settings, ["settings", "zzz"], settings=settings) == (2, "")
+    assert error_of(settings, ["--xyz"]) == (2, "")
 
 
 HELP = """
@@ -188,8 +178,5 @@ for module, words in (
 
 
 def test_help_settings_and_refusals_load_no_torch() -> None:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        [sys.executable, "-c", HELP], env=environment, capture_output=True, text=True, cwd="/"
-    )
+    done = python("-c", HELP, cwd=Path("/"))
     assert done.returncode == 0, done.stderr[-2000:]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from shards.store.store import ShardStore
+from tests.commands import python
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BLOCKER = """
@@ -32,7 +30,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished extraction of the maze from which the teacher and the tokens were removed."""
     home = tmp_path_factory.mktemp("walk")
     words = ("gdistill-extract", "--corpus", "maze:k4", "--teacher-preset", "demo", "--out", home)
-    done = python(home, "-m", "tests.commands", told=json.dumps([*map(str, words)]))
+    done = python("-m", "tests.commands", told=json.dumps([*map(str, words)]))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     shutil.rmtree(home / "teacher")
     shutil.rmtree(home / "tokens")
@@ -40,21 +38,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def teacherless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that makes ``pipeline``, the teacher's room, impossible to import."""
+def teacherless(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where Python looks if ``pipeline``, the teacher's room, is to be impossible to import."""
     folder = tmp_path_factory.mktemp("blocker")
     (folder / "sitecustomize.py").write_text(BLOCKER)
-    return folder
-
-
-def python(folder: Path, *words: str, told: str = "") -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter that looks into this folder first."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = f"{folder}:{REPOSITORY}"
-    command = [sys.executable, *words]
-    return subprocess.run(
-        command, env=environment, input=told, capture_output=True, text=True, check=False
-    )
+    return f"{folder}:{REPOSITORY}"
 
 
 def commands(home: Path, student: str, conditioning: str, out: Path) -> list[list[str]]:
@@ -68,14 +56,11 @@ def commands(home: Path, student: str, conditioning: str, out: Path) -> list[lis
     return [[name, *map(str, words)] for name, words in named.items()]
 
 
-def test_the_blocker_blocks(teacherless: Path) -> None:
-    done = python(teacherless, "-c", "import pipeline")
-    assert done.returncode != 0 and "must not need" in done.stderr
-
-
 def test_one_store_serves_many_students_without_a_teacher(
-    home: Path, teacherless: Path, tmp_path: Path
+    home: Path, teacherless: str, tmp_path: Path
 ) -> None:
+    blocked = python("-c", "import pipeline", path=teacherless)
+    assert blocked.returncode != 0 and "must not need" in blocked.stderr
     before = ShardStore.open(home / "store").manifest.sha256
     students = [("mdlm", "none"), ("mdlm", "gumbel"), ("bd3lm", "gumbel")]
     outs = [tmp_path / "-".join(names) for names in students]
@@ -84,7 +69,7 @@ def test_one_store_serves_many_students_without_a_teacher(
         for names, out in zip(students, outs, strict=True)
         for words in commands(home, *names, out)
     ]
-    done = python(teacherless, "-m", "tests.commands", told="\n".join(lines))
+    done = python("-m", "tests.commands", path=teacherless, told="\n".join(lines))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert done.stdout.count("maze_success") >= len(outs)
     for out in outs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tomllib
@@ -11,6 +10,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+from tests.commands import python
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SCRIPTS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["scripts"]
@@ -41,10 +42,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_the_packages_with_their_data(installed: Path) -> None:
     where = "import shards, trainer; print(shards.__file__); print(trainer.__file__)"
-    environment = os.environ | {"PYTHONPATH": str(installed)}
-    found = subprocess.run(
-        [sys.executable, "-c", where], env=environment, cwd="/", capture_output=True, text=True
-    ).stdout.split()
+    found = python("-c", where, path=installed, cwd=Path("/")).stdout.split()
     assert all(Path(place).is_relative_to(installed) for place in found) and len(found) == 2
     data = {
         path.relative_to(REPOSITORY)
@@ -58,22 +56,12 @@ def test_the_wheel_holds_the_packages_with_their_data(installed: Path) -> None:
 def test_every_command_answers_help_and_a_plan_by_a_preset_needs_nothing(installed: Path) -> None:
     """As pip's scripts call them, in an empty folder, with the wheel's modules."""
     calls = [(SCRIPTS[n], [n, "--help"]) for n in SCRIPTS if n != "gdistill-lm-eval"]
-    plan = [
-        "gdistill-extract",
-        "--corpus",
-        "maze:k4",
-        "--teacher-preset",
-        "demo",
-        "--plan",
-        "--out",
-        "x",
-    ]
+    plan = ["gdistill-extract", "--corpus", "maze:k4", "--teacher-preset", "demo", "--plan"]
+    plan += ["--out", "x"]
     calls.append((SCRIPTS[plan[0]], plan))
     home = installed.parent / "elsewhere"
     home.mkdir()
-    environment = os.environ | {"PYTHONPATH": str(installed), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", CALLS, json.dumps(calls)]
-    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True)
+    done = python("-c", CALLS, json.dumps(calls), path=installed, cwd=home)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("Usage") == len(calls) - 1
     assert "B/token" in done.stdout + done.stderr

@@ -1,26 +1,33 @@
-"""Keyed noise: tiles, selection, the invariant and the law, for each kind of probability source."""
+"""Noise of a token: Algorithm 1 against the authors' numbers, its invariant and its laws.
+
+And that every kind of noise reads alike in tiles, selections and parts.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from scipy.stats import kstest
 from torch import Tensor
 
-from benchmarks.dense_noise import DenseNoise
+from benchmarks.dense_noise import DenseNoise, given_posterior
 from shards.codec.full import StoredNoise
 from shards.codec.seeded import ShiftedNoise
-from shards.errors import GdistillError, UsageError
-from shards.noise import compiled as compiled_module
-from shards.noise import philox
 from shards.noise.embedding import Weighting
-from shards.noise.gumbel import exponential_from_bits
+from shards.noise.gumbel import (
+    arrivals_from_gumbel,
+    exponential_from_bits,
+    gumbel_argmax,
+    place_tokens,
+    token_gumbels,
+)
 from shards.noise.kinds import (
     DenseProbabilities,
     Entries,
@@ -32,14 +39,11 @@ from shards.noise.kinds import (
     dense_arrivals,
 )
 from shards.noise.order_statistics import SparseNoise, TopPrior
-from shards.noise.philox import (
-    OfPositions,
-    PositionKeys,
-    keyed_bits,
-    keyed_exponentials,
-    noise_kernel,
-    use_noise_kernel,
-)
+from shards.noise.philox import OfPositions, PositionKeys
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def make_keys(num: int, seed: int = 11, draw: int = 0) -> PositionKeys:
@@ -47,31 +51,169 @@ def make_keys(num: int, seed: int = 11, draw: int = 0) -> PositionKeys:
     return PositionKeys(seed, index // 16, index % 16 + 1, draw)
 
 
-def dense_posterior(
-    num: int, vocab_size: int, spread: float = 3.0, draw: int = 0
-) -> KeyedPosterior:
-    generator = torch.Generator().manual_seed(num)
+def posterior_of(log_probs: Tensor, tokens: Tensor, **of_keys: int) -> KeyedPosterior:
+    own = log_probs.gather(1, tokens[:, None]).squeeze(1)
+    keys = make_keys(len(tokens), **of_keys)
+    return KeyedPosterior(keys, tokens, own, DenseProbabilities(log_probs))
+
+
+def random_posterior(num: int, vocab_size: int, spread: float = 3.0) -> tuple[Tensor, Tensor]:
+    """Log-probabilities [n, V], and a token of each drawn from them."""
+    generator = seeded(num)
     log_probs = (torch.randn(num, vocab_size, generator=generator) * spread).log_softmax(-1)
-    tokens = torch.multinomial(log_probs.exp(), 1, generator=generator).squeeze(1)
-    token_log_probs = log_probs.gather(1, tokens[:, None]).squeeze(1)
-    keys = make_keys(num, draw=draw)
-    return KeyedPosterior(keys, tokens, token_log_probs, DenseProbabilities(log_probs))
+    return log_probs, torch.multinomial(log_probs.exp(), 1, generator=generator).squeeze(1)
+
+
+def dense_posterior(num: int, vocab_size: int) -> KeyedPosterior:
+    return posterior_of(*random_posterior(num, vocab_size))
+
+
+def winners(log_probs: Tensor, noise: Noise) -> Tensor:
+    return (log_probs.double() + noise.gumbels().double()).argmax(1)
+
+
+@pytest.fixture(scope="module")
+def case(golden: Path) -> dict[str, Tensor]:
+    assert json.loads((golden / "posterior.json").read_text())["tensors"].keys()
+    return load_file(golden / "posterior.safetensors")
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("part", ["", "peaked_"])
+def test_posterior_matches_the_golden_vectors(
+    case: dict[str, Tensor], part: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    logits, tokens = case[part + "logits"].to(dtype), case[part + "tokens"]
+    log_probs = (logits - logits.amax(-1, keepdim=True)).log_softmax(-1)
+    zeta, zeta_0 = case[part + "zeta"].to(dtype), case[part + "zeta0"].squeeze(1).to(dtype)
+    noise = given_posterior(log_probs, tokens, (-zeta).exp(), (-zeta_0).exp())
+    expected = case[part + "xi_float64"].double()
+    # xi_x of about 150 has a float32 spacing of 1.5e-5, and its inputs one rounding each.
+    scale = expected.abs().clamp(min=1.0)
+    assert float(((noise.gumbels().double() - expected).abs() / scale).max()) < tolerance
+    assert bool((winners(log_probs, noise) == tokens).all())
+
+
+def test_a_race_of_three_by_hand() -> None:
+    log_probs = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    others, first = torch.tensor([[9.0, 1.0, 0.1]]), torch.tensor([2.0])
+    noise = given_posterior(log_probs, torch.tensor([0]), others, first)
+    expected = torch.tensor([[0.5 * 2, 1.0 + 0.3 * 2, 0.1 + 0.2 * 2]])
+    torch.testing.assert_close(dense_arrivals(noise), expected)
+    torch.testing.assert_close(noise.gumbels(), -expected.log())
+
+
+def test_exponential_of_extreme_bits() -> None:
+    values = exponential_from_bits(torch.tensor([0, 1 << 31, (1 << 32) - 1]))
+    expected = [0.5 * 2.0**-32, math.log(2.0), 24 * math.log(2.0)]
+    torch.testing.assert_close(values, torch.tensor(expected), rtol=1e-6, atol=0)
+    assert float(values[0]) > 0
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 5.0, 20.0, 80.0])
+def test_the_token_is_always_the_argmax(spread: float) -> None:
+    log_probs, tokens = random_posterior(20_000, 50, spread)
+    noise = posterior_of(log_probs, tokens, seed=4)
+    assert torch.equal(winners(log_probs, noise), tokens)
+    assert torch.equal(gumbel_argmax(log_probs, dense_arrivals(noise)), tokens)
+    # However unlikely: float32 has no room for p = e^-150, and xi has.
+    least = log_probs.argmin(1)
+    assert torch.equal(winners(log_probs, posterior_of(log_probs, least, seed=5)), least)
+
+
+@pytest.mark.parametrize("own", [-1.0, -20.0, -60.0, -100.0, -130.0, -250.0])
+def test_the_argmax_survives_waits_below_the_float32_spacing(own: float) -> None:
+    """E_j of every other token is as small as it gets: all but tie with the winner."""
+    num, vocab_size, generator = 2000, 64, seeded(1)
+    logits = torch.randn(num, vocab_size, generator=generator)
+    logits[:, 5] = -torch.inf
+    log_probs = logits.log_softmax(-1)
+    log_probs[:, 5] = own - torch.rand(num, generator=generator)
+    first = -torch.rand(num, generator=generator).log()
+    others = torch.full((num, vocab_size), 0.5 * 2.0**-32)
+    noise = given_posterior(log_probs, torch.full((num,), 5), others, first)
+    naive = log_probs.exp() * first[:, None] + others
+    assert bool((naive == log_probs.exp() * first[:, None]).any()), "the case must have ties"
+    assert bool((winners(log_probs, noise) == 5).all())
+    if own > -80:
+        assert bool((gumbel_argmax(log_probs, dense_arrivals(noise)) == 5).all())
+
+
+def test_the_tokens_gumbel_is_rounded_up() -> None:
+    generator = seeded(2)
+    log_probs = -250 * torch.rand(5000, generator=generator)
+    first = -torch.rand(5000, generator=generator).log()
+    exact = -(log_probs.double() + first.double().log())
+    rounded = token_gumbels(log_probs, first)
+    assert bool((rounded.double() >= exact).all())
+    assert float((rounded.double() - exact).max()) <= 2.0**-15  # one spacing below 256
+
+
+def test_arrivals_of_gumbels() -> None:
+    gumbels = torch.linspace(-3, 80, 500)
+    torch.testing.assert_close(-arrivals_from_gumbel(gumbels).log(), gumbels)
+    assert float(arrivals_from_gumbel(torch.tensor([150.0]))[0].reciprocal()) < math.inf
+
+
+def test_tokens_are_placed_in_their_own_tile_only() -> None:
+    tokens, own = torch.tensor([0, 3, 4, 9]), torch.tensor([10.0, 13.0, 14.0, 19.0])
+    tiles = [place_tokens(torch.zeros(4, 2), tokens, own, i, i + 2) for i in range(0, 10, 2)]
+    expected = torch.zeros(4, 10).scatter_(1, tokens[:, None], own[:, None])
+    assert torch.equal(torch.cat(tiles, dim=1), expected)
+
+
+def test_extreme_tokens_stay_finite() -> None:
+    noise = posterior_of(torch.tensor([[0.0, -150.0]]), torch.tensor([1]))
+    rates = dense_arrivals(noise).reciprocal()
+    assert bool(torch.isfinite(rates.sum(1)).all()) and float(rates[0, 1]) > 1e30
+    torch.testing.assert_close(noise.token_gumbels, 150 - make_keys(1).first_arrivals().log())
+
+
+def test_posterior_of_drawn_tokens_is_the_prior_and_every_draw_is_fresh() -> None:
+    """If x ~ p then xi given x, mixed over x, has independent standard Gumbel entries."""
+    num, p = 100_000, torch.tensor([0.55, 0.25, 0.12, 0.05, 0.03])
+    tokens = torch.multinomial(p, num, True, generator=seeded(6))
+    draws = []
+    for draw in (0, 1, 2):
+        noise = posterior_of(p.log().expand(num, 5), tokens, seed=7, draw=draw)
+        for entry in range(5):
+            assert kstest(noise.gumbels()[:, entry].double().numpy(), "gumbel_r").pvalue > 1e-4
+        # Independent Exp(1): every pairwise correlation of exp(-F) is 0 +- 1/sqrt(num).
+        draws.append((-dense_arrivals(noise).double()).exp())
+        off_diagonal = torch.corrcoef(draws[-1].T)[~torch.eye(5, dtype=torch.bool)]
+        assert float(off_diagonal.abs().max()) < 4.5 / math.sqrt(num)
+    off_token = tokens != 0
+    pair = torch.stack([draw[off_token, 0] for draw in draws[1:]])
+    assert abs(float(torch.corrcoef(pair)[0, 1])) < 4.5 / math.sqrt(int(off_token.sum()))
+
+
+def test_prior_argmax_draws_from_the_teacher() -> None:
+    num, p = 200_000, torch.tensor([0.6, 0.3, 0.1])
+    noise = KeyedPrior(make_keys(num, seed=8), 3)
+    counts = torch.bincount(gumbel_argmax(p.log().expand(num, 3), dense_arrivals(noise)))
+    assert float((counts / num - p).abs().max()) < 4.5 * math.sqrt(0.25 / num)
+
+
+def test_keyed_prior_is_exponential_and_uncorrelated() -> None:
+    arrivals = dense_arrivals(KeyedPrior(make_keys(2000), 128)).double()
+    assert kstest(arrivals.flatten().numpy(), "expon").pvalue > 1e-4
+    u = (-arrivals).exp()
+    for one, other in ((u[:, 1:], u[:, :-1]), (u[1:], u[:-1])):
+        correlation = torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]
+        assert abs(float(correlation)) < 4.5 / math.sqrt(u.numel())
 
 
 def head_and_tail(num: int, vocab_size: int, kept: int) -> tuple[KeyedPosterior, Tensor]:
     """A posterior whose tail is the unigram, and the same distribution in full."""
-    exact = dense_posterior(num, vocab_size)
-    assert isinstance(exact.probabilities, DenseProbabilities)
-    probs = exact.probabilities.log_probs.exp()
-    unigram = torch.rand(vocab_size, generator=torch.Generator().manual_seed(1)) + 0.1
+    log_probs, tokens = random_posterior(num, vocab_size)
+    unigram = torch.rand(vocab_size, generator=seeded(1)) + 0.1
     unigram /= unigram.sum()
-    top, ids = probs.topk(kept, dim=1)
+    top, ids = log_probs.exp().topk(kept, dim=1)
     scale = (1 - top.sum(1)) / (1 - unigram[ids].sum(1))
     full = (scale[:, None] * unigram).scatter(1, ids, top)
     head = Entries(ids, top, torch.ones_like(ids, dtype=torch.bool))
-    approximate = HeadAndTail(head, scale, unigram)
-    log_p = full.gather(1, exact.tokens[:, None]).squeeze(1).log()
-    return KeyedPosterior(exact.keys, exact.tokens, log_p, approximate), full
+    noise = posterior_of(full.log(), tokens)
+    return replace(noise, probabilities=HeadAndTail(head, scale, unigram)), full
 
 
 def sparse(num: int, vocab_size: int, kept: int) -> SparseNoise:
@@ -95,49 +237,62 @@ def stored(num: int, vocab_size: int) -> StoredNoise:
     )
 
 
-NOISES: dict[str, Callable[[], Noise]] = {
-    "dense": lambda: DenseNoise(torch.rand(40, 97)),
-    "prior": lambda: KeyedPrior(make_keys(40), 97),
+POSTERIORS: dict[str, Callable[[], KeyedPosterior]] = {
     "posterior": lambda: dense_posterior(40, 97),
     "head_and_tail": lambda: head_and_tail(40, 97, 9)[0],
+}
+NOISES: dict[str, Callable[[], Noise]] = {
+    **POSTERIORS,
+    "dense": lambda: DenseNoise(torch.rand(40, 97)),
+    "prior": lambda: KeyedPrior(make_keys(40), 97),
     "sparse": lambda: sparse(40, 97, 13),
     "top_prior": lambda: TopPrior(make_keys(40), 97, 13),
     "shifted": lambda: shifted(40, 97),
     "stored": lambda: stored(40, 97),
+    "wide head_and_tail": lambda: head_and_tail(40, 1300, 9)[0],
+    "wide shifted": lambda: shifted(40, 1300),
 }
+WINDOWS = [(0, 512), (512, 1024), (1024, 1300), (1024, 1100), (0, 1300), (30, 700)]
+SOME = torch.arange(40) % 3 == 0
 
 
 @pytest.mark.parametrize("kind", NOISES)
-def test_any_noise_reads_in_tiles_and_selections(kind: str) -> None:
+def test_any_noise_reads_in_tiles_selections_and_parts(kind: str) -> None:
+    """Also where the entries of many tiles are counted at once, and between such tiles."""
     noise = NOISES[kind]()
     assert isinstance(noise, Noise)
-    whole = dense_arrivals(noise)
-    assert whole.shape == (noise.num_positions, noise.vocab_size) and whole.dtype == torch.float32
-    for width in (1, 7, 32, 97):
-        parts = [noise.tile(i, min(i + width, 97)) for i in range(0, 97, width)]
-        assert torch.equal(torch.cat(parts, dim=1), whole)
-        parts = [noise.gumbels(i, min(i + width, 97)) for i in range(0, 97, width)]
-        assert torch.equal(torch.cat(parts, dim=1), noise.gumbels())
+    whole, size = dense_arrivals(noise), noise.vocab_size
+    assert whole.shape == (noise.num_positions, size) and whole.dtype == torch.float32
+    for width in (1, 7, 32, 97) if size == 97 else (97, 512):
+        tiles = [(i, min(i + width, size)) for i in range(0, size, width)]
+        assert torch.equal(torch.cat([noise.tile(*tile) for tile in tiles], dim=1), whole)
+        gumbels = torch.cat([noise.gumbels(*tile) for tile in tiles], dim=1)
+        assert torch.equal(gumbels, noise.gumbels())
     torch.testing.assert_close(noise.gumbels(), -whole.log(), rtol=1e-5, atol=1e-5)
-    index = torch.tensor([3, 39, 0, 3])
-    assert torch.equal(dense_arrivals(noise.select(index)), whole[index])
-    mask = torch.arange(40) % 3 == 0
-    assert torch.equal(dense_arrivals(noise.select(mask).to("cpu")), whole[mask])
-    assert torch.equal(dense_arrivals(noise.select(slice(5, 9))), whole[5:9])
-    assert dense_arrivals(noise.select(torch.zeros(40, dtype=torch.bool))).shape == (0, 97)
-
-
-SOME = torch.arange(40) % 3 == 0
-POSTERIORS = ("posterior", "head_and_tail")
+    for index in (
+        torch.tensor([3, 39, 0, 3]),
+        SOME,
+        slice(5, 9),
+        torch.zeros(40, dtype=torch.bool),
+    ):
+        assert torch.equal(dense_arrivals(noise.select(index).to("cpu")), whole[index])
+    for width in (7, 20, 40, 64):
+        parts = noise.split(width)
+        assert [part.num_positions for part in parts] == [
+            min(width, 40 - i) for i in range(0, 40, width)
+        ]
+        for first, last in WINDOWS:
+            start, stop = min(first, size - 1), min(last, size)
+            read = torch.cat([part.tile(start, stop) for part in parts])
+            assert torch.equal(read, whole[:, start:stop]), (width, start, stop)
 
 
 @pytest.mark.parametrize("kind", POSTERIORS)
 def test_positions_that_are_prior_have_its_entries_and_all_else_stays(kind: str) -> None:
     """F_j = E_j bit for bit, F_x = E_0; at the other positions nothing changes."""
-    posterior = NOISES[kind]()
-    assert isinstance(posterior, KeyedPosterior)
+    posterior, keys = POSTERIORS[kind](), make_keys(40)
     noise = replace(posterior, is_prior=SOME)
-    found, keys = dense_arrivals(noise), make_keys(40)
+    found = dense_arrivals(noise)
     assert torch.equal(found[~SOME], dense_arrivals(posterior)[~SOME])
     prior, first = dense_arrivals(KeyedPrior(keys, 97)), keys.first_arrivals()
     is_own = torch.arange(97) == posterior.tokens[:, None]
@@ -146,7 +301,7 @@ def test_positions_that_are_prior_have_its_entries_and_all_else_stays(kind: str)
     index = torch.tensor([3, 39, 0, 4])
     assert torch.equal(dense_arrivals(noise.select(index)), found[index])
     assert torch.equal(torch.cat([dense_arrivals(part) for part in noise.split(7)]), found)
-    weight = torch.randn(97, 5, generator=torch.Generator().manual_seed(0))
+    weight = torch.randn(97, 5, generator=seeded(0))
     expected = (1.3 * noise.gumbels()).softmax(-1) @ weight
     embedded = noise.softmax_embed(weight, Weighting(tau=1.3))
     torch.testing.assert_close(embedded, expected, rtol=1e-4, atol=1e-5)
@@ -157,59 +312,19 @@ def test_a_token_at_a_prior_position_is_as_good_as_unknown() -> None:
     n, vocab_size = 20_000, 8
     log_probs = torch.full((n, vocab_size), math.log(1e-3 / (vocab_size - 1)))
     log_probs[:, 0] = math.log1p(-1e-3)
-    everywhere, tokens = torch.ones(n, dtype=torch.bool), torch.ones(n, dtype=torch.int64)
-    source = DenseProbabilities(log_probs)
-    noise = KeyedPosterior(make_keys(n), tokens, log_probs[:, 1], source, everywhere)
-    arrivals = dense_arrivals(noise).double()
+    exact = posterior_of(log_probs, torch.ones(n, dtype=torch.int64))
+    arrivals = dense_arrivals(replace(exact, is_prior=torch.ones(n, dtype=torch.bool))).double()
     assert kstest(arrivals[:, 1].numpy(), "expon").pvalue > 1e-6
     wins, share = int((arrivals.argmin(dim=1) == 1).sum()), 1 / vocab_size
     assert abs(wins - n * share) < 5 * math.sqrt(n * share * (1 - share))
-
-
-@pytest.mark.parametrize("width", [7, 20, 40, 64])
-@pytest.mark.parametrize("kind", [*NOISES, "wide head_and_tail", "wide shifted"])
-def test_parts_of_consecutive_positions_read_like_the_whole(kind: str, width: int) -> None:
-    """Also where the entries of many tiles are counted at once, and between such tiles."""
-    wide = {
-        "wide head_and_tail": lambda: head_and_tail(40, 1300, 9)[0],
-        "wide shifted": lambda: shifted(40, 1300),
-    }
-    noise = (NOISES | wide)[kind]()
-    whole = dense_arrivals(noise)
-    parts = noise.split(width)
-    sizes = [min(width, 40 - i) for i in range(0, 40, width)]
-    assert [part.num_positions for part in parts] == sizes
-    for first, last in ((0, 512), (512, 1024), (1024, 1300), (1024, 1100), (0, 1300), (30, 700)):
-        start, stop = min(first, noise.vocab_size - 1), min(last, noise.vocab_size)
-        read = torch.cat([part.tile(start, stop) for part in parts])
-        assert torch.equal(read, whole[:, start:stop])
-
-
-def assert_as_defined(keys: PositionKeys, start: int, stop: int) -> None:
-    expected = exponential_from_bits(keyed_bits(keys, start, stop))
-    assert torch.equal(keyed_exponentials(keys, start, stop), expected)
-
-
-@pytest.mark.parametrize(("start", "stop"), [(0, 1), (3, 90), (5, 5), (50251, 50257)])
-@pytest.mark.parametrize("num", [0, 1, 300])
-def test_fast_exponentials_equal_the_plain_formula(num: int, start: int, stop: int) -> None:
-    assert_as_defined(make_keys(num, seed=(1 << 63) - 5, draw=7), start, stop)
-
-
-@pytest.mark.parametrize("elements", [1, 130, 1 << 20])
-def test_blocks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
-    monkeypatch.setattr(philox, "BLOCK_ELEMENTS", elements)
-    assert_as_defined(make_keys(50), 0, 200)
 
 
 def test_head_and_tail_uses_its_own_distribution() -> None:
     noise, full = head_and_tail(200, 97, 9)
     torch.testing.assert_close(full.sum(1), torch.ones(200))
     torch.testing.assert_close(noise.probabilities.tile(0, 97), full)
-    exact = KeyedPosterior(
-        noise.keys, noise.tokens, noise.token_log_probs, DenseProbabilities(full.log())
-    )
-    torch.testing.assert_close(dense_arrivals(noise), dense_arrivals(exact), rtol=1e-5, atol=1e-8)
+    exact = dense_arrivals(posterior_of(full.log(), noise.tokens))
+    torch.testing.assert_close(dense_arrivals(noise), exact, rtol=1e-5, atol=1e-8)
 
 
 def test_unused_slots_leave_the_tail_alone() -> None:
@@ -228,141 +343,6 @@ def test_posterior_moves_the_prior_only_later() -> None:
     assert bool((moved >= prior)[off_token].all())
 
 
-def test_draws_are_fresh_and_standard() -> None:
-    """Tokens from p: over positions and draws each entry is a standard Gumbel."""
-    num, p = 40_000, torch.tensor([0.5, 0.3, 0.15, 0.04, 0.01])
-    tokens = torch.multinomial(p, num, True, generator=torch.Generator().manual_seed(2))
-    source = DenseProbabilities(p.log().expand(num, 5))
-    gumbels = []
-    for draw in (1, 2):
-        noise = KeyedPosterior(make_keys(num, draw=draw), tokens, p.log()[tokens], source)
-        gumbels.append(noise.gumbels().double())
-        for entry in range(5):
-            assert kstest(gumbels[-1][:, entry].numpy(), "gumbel_r").pvalue > 1e-4
-    off_token = tokens != 0
-    pair = torch.stack([draws[off_token, 0] for draws in gumbels]).neg().exp().neg().exp()
-    assert abs(float(torch.corrcoef(pair)[0, 1])) < 4.5 / math.sqrt(int(off_token.sum()))
-
-
-def test_extreme_tokens_stay_finite() -> None:
-    log_probs = torch.tensor([[0.0, -150.0]])
-    noise = KeyedPosterior(
-        make_keys(1), torch.tensor([1]), torch.tensor([-150.0]), DenseProbabilities(log_probs)
-    )
-    rates = dense_arrivals(noise).reciprocal()
-    assert bool(torch.isfinite(rates.sum(1)).all()) and float(rates[0, 1]) > 1e30
-    torch.testing.assert_close(noise.token_gumbels, 150 - make_keys(1).first_arrivals().log())
-
-
-def test_keyed_prior_is_exponential_and_uncorrelated() -> None:
-    arrivals = dense_arrivals(KeyedPrior(make_keys(2000), 128)).double()
-    assert kstest(arrivals.flatten().numpy(), "expon").pvalue > 1e-4
-    u = (-arrivals).exp()
-    for one, other in ((u[:, 1:], u[:, :-1]), (u[1:], u[:-1])):
-        correlation = torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1]
-        assert abs(float(correlation)) < 4.5 / math.sqrt(u.numel())
-
-
-@pytest.fixture(scope="module")
-def compiled_noise() -> Iterator[None]:
-    if shutil.which("g++") is None and shutil.which("clang++") is None:
-        pytest.skip("no C++ compiler")
-    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        pytest.skip("the compiler of PyTorch writes no code for its plainest kernels")
-    use_noise_kernel("compiled")
-    yield
-    use_noise_kernel("eager")
-
-
-@pytest.mark.parametrize(("num", "start", "stop"), [(300, 3, 90), (2, 0, 50257), (64, 6, 2055)])
-def test_the_compiled_kernel_gives_the_same_bits(
-    compiled_noise: None, num: int, start: int, stop: int
-) -> None:
-    assert noise_kernel() == "compiled"
-    assert_as_defined(make_keys(num, seed=99, draw=3), start, stop)
-
-
-def broken(*arguments: object, **options: object) -> object:
-    raise RuntimeError("no compiler")
-
-
-def test_kernels_are_chosen_by_name_and_a_failure_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with pytest.raises(UsageError, match="noise kernel"):
-        use_noise_kernel("fast")
-    before = noise_kernel()
-    monkeypatch.setattr(torch, "compile", lambda *a, **k: broken)
-    with pytest.raises(GdistillError, match="no compiler"):
-        use_noise_kernel("compiled")
-    assert noise_kernel() == before
-
-
-def test_auto_compiles_on_cuda_alone_and_tells_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[torch.device] = []
-
-    def fails(device: torch.device) -> None:
-        calls.append(device)
-        raise GdistillError("cannot compile the noise kernel", got="no Triton")
-
-    monkeypatch.setattr("shards.noise.philox._compile", fails)
-    monkeypatch.setattr(philox, "_compiled", {})
-    assert use_noise_kernel("auto", "cpu") == "" and not calls
-    assert "no Triton" in use_noise_kernel("auto", "cuda") and calls == [torch.device("cuda")]
-    assert noise_kernel() == "eager"
-
-
-def test_a_form_that_is_compiled_wrongly_gives_way_to_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As PyTorch 2.13 does under AVX2: numbers of the first form are wrong, of the second right."""
-    tried: list[str] = []
-
-    def compiled(work: Callable[..., Tensor], **_: object) -> Callable[..., Tensor]:
-        tried.append(work.__name__)
-        wrong = work.__name__ == "_by_lane"
-        return lambda *words: -work(*words) if wrong else work(*words)
-
-    monkeypatch.setattr(torch, "compile", compiled)
-    monkeypatch.setattr(philox, "_compiled", {})
-    use_noise_kernel("compiled")
-    try:
-        assert_as_defined(make_keys(5, seed=1), 0, 40)
-    finally:
-        use_noise_kernel("eager")
-    assert tried == ["_by_lane", "_all_lanes"]
-
-
-@pytest.mark.parametrize(
-    ("ulps", "most", "fits"), [(0, 0, True), (1, 0, False), (2, 2, True), (3, 2, False)]
-)
-def test_a_compiled_kernel_may_differ_as_far_as_its_device_allows(
-    monkeypatch: pytest.MonkeyPatch, ulps: int, most: int, fits: bool
-) -> None:
-    """Not at all on a CPU, whose results are reproduced bit for bit."""
-
-    def compiled(work: Callable[..., Tensor], **_: object) -> Callable[..., Tensor]:
-        def run(*words: Tensor) -> Tensor:
-            found = work(*words)
-            found.view(torch.int32)[3, 5, 1] += ulps
-            return found
-
-        return run
-
-    assert compiled_module.LARGEST_ULPS == {"cpu": 0, "cuda": 2}
-    monkeypatch.setattr(torch, "compile", compiled)
-    monkeypatch.setattr(philox, "_compiled", {})
-    monkeypatch.setitem(compiled_module.LARGEST_ULPS, "cpu", most)
-    obstacle = ""
-    try:
-        use_noise_kernel("compiled", "cpu")
-    except GdistillError as error:
-        obstacle = str(error)
-    assert noise_kernel("cpu") == ("compiled" if fits else "eager")
-    assert noise_kernel("cuda") == "eager", "another device keeps its own kernel"
-    assert fits or f"{ulps} units" in obstacle
-
-
 def test_a_kind_without_its_own_part_cannot_be_made() -> None:
     class Half(TokenNoise):
         pass
@@ -371,20 +351,3 @@ def test_a_kind_without_its_own_part_cannot_be_made() -> None:
         Half()  # type: ignore[abstract]
     with pytest.raises(TypeError, match="num_positions"):
         OfPositions()  # type: ignore[abstract]
-
-
-def test_one_graph_serves_every_size_and_gradient_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._dynamo.utils import counters
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    monkeypatch.setattr(philox, "_compiled", {})
-    before = counters["stats"]["unique_graphs"]
-    use_noise_kernel("compiled")
-    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
-        for num in (2, 40):
-            with mode():
-                keys = make_keys(num, seed=99)
-                found = keyed_exponentials(keys, 5, 9000)
-                expected = exponential_from_bits(keyed_bits(keys, 5, 9000))
-            torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-    assert counters["stats"]["unique_graphs"] == before + 1

@@ -10,8 +10,9 @@ import pytest
 from tests.shards.store_cases import write_store
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small store, which nobody changes."""
     root = tmp_path_factory.mktemp("sound") / "store"
     write_store(root)
     return root

@@ -1,124 +1,164 @@
-"""Kills, full disks and rival writers; a few of each (the full counts: benchmarks.faults)."""
+"""Kills, power cuts, full disks, rival writers and damage, done for real on small stores."""
 
 from __future__ import annotations
 
+import json
+import resource
+import shutil
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from shards.errors import UsageError
+from shards.errors import GdistillError, IntegrityError, UsageError
+from shards.store.manifest import FORMAT_VERSION, Manifest, seal
 from shards.store.store import ShardStore
-from shards.store.verification import verify
+from shards.store.verification import forget, verify
 from shards.store.writer import ShardWriter
+from tests.shards import store_cases as cases
 from tests.shards.store import fault_trials as trials
-from tests.shards.store_cases import (
-    FILES,
-    file_bytes,
-    make_arrays,
-    make_manifest,
-    make_resources,
-    open_writer,
-    write_pending,
-)
+
+BIG = {"splits": {"train": 188, "validation": 21}}
+"""24 + 3 shards: long enough a write to be killed in the middle."""
+
+_context = get_context("forkserver")
+_context.set_forkserver_preload([__name__])
+
+
+def start(target: Callable[..., None], *arguments: object) -> BaseProcess:
+    """A child process running ``target``."""
+    process = _context.Process(target=target, args=arguments)
+    process.start()
+    return process
+
+
+def exit_codes(processes: list[BaseProcess]) -> list[int | None]:
+    for process in processes:
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def write_worker(root: Path, changes: dict[str, Any]) -> None:
+    """What each of several writers does."""
+    cases.write_pending(cases.open_writer(root, **changes))
+
+
+def write_big(root: Path, num_workers: int) -> float:
+    """Write or finish the big store; gives the seconds it took."""
+    begin = time.monotonic()
+    assert not any(exit_codes([start(write_worker, root, BIG) for _ in range(num_workers)]))
+    return time.monotonic() - begin
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The big store as one undisturbed writer leaves it."""
     root = tmp_path_factory.mktemp("reference") / "store"
-    trials.write_with(root, 1)
-    return file_bytes(root)
+    write_big(root, 1)
+    return cases.file_bytes(root)
 
 
 def test_several_and_killed_writers_write_the_bytes_of_one(
     tmp_path: Path, reference: dict[str, bytes]
 ) -> None:
-    seconds = trials.write_with(tmp_path / "three", 3)
-    assert file_bytes(tmp_path / "three") == reference
-    assert verify(tmp_path / "three") == []
+    root = tmp_path / "store"
+    seconds = write_big(root, 3)
+    assert cases.file_bytes(root) == reference
+    assert verify(root) == []
     for seed in (0, 2):  # all three killed, one of three killed
+        shutil.rmtree(root)
         rng = np.random.default_rng(seed)
-        outcome = trials.kill_trial(tmp_path / "store", reference, rng, seconds)
-        assert outcome["byte_identical"] == 1
+        writers = [start(write_worker, root, BIG) for _ in range(3)]
+        time.sleep(rng.uniform(0, seconds))
+        for writer in writers[: rng.choice([1, 3])]:
+            writer.kill()
+        exit_codes(writers)
+        if (root / "manifest.json").exists():
+            store = ShardStore.open(root, allow_incomplete=True)
+            for shard in set(store.manifest.all_shards()) - set(store.unfinished()):
+                rows = store.split(shard.split).read_rows(shard.start, shard.stop)
+                for name, values in cases.make_arrays(store.manifest, shard).items():
+                    np.testing.assert_array_equal(rows[name], values, f"{name} of {shard}")
+        write_big(root, int(rng.integers(1, 4)))
+        assert cases.file_bytes(root) == reference
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3, 4, 5, 20, 47, 91, 132, 170, 213, 251, 302])
 def test_dying_at_a_file_operation_loses_nothing(tmp_path: Path, sound: Path, after: int) -> None:
-    assert trials.crash_trial(tmp_path / "store", file_bytes(sound), after)
+    root, reference = tmp_path / "store", cases.file_bytes(sound)
+    assert exit_codes([start(trials.write_until_the_power_goes, root, after)]) == [9]
+    for name, data in cases.file_bytes(root).items():
+        if not name.endswith(".tmp") and not name.startswith(".claims/"):
+            assert data == reference[name], f"{name} was there and torn"
+    cases.write_store(root)
+    assert cases.file_bytes(root) == reference
+
+
+def full_disk_worker(root: Path, limit: int) -> None:
+    """Write under a file size limit; leaves with 0 only if the failure was told properly."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    with pytest.raises(GdistillError, match=r"cannot write.*finished shards are kept"):
+        write_worker(root, BIG)
 
 
 def test_a_full_disk_is_one_clear_error_and_keeps_what_is_done(
     tmp_path: Path, reference: dict[str, bytes]
 ) -> None:
-    largest = max(len(data) for data in reference.values())
-    trials.finish([trials.start(trials.full_disk_worker, tmp_path / "store", largest - 1)])
-    left = file_bytes(tmp_path / "store")
+    root, largest = tmp_path / "store", max(len(data) for data in reference.values())
+    assert exit_codes([start(full_disk_worker, root, largest - 1)]) == [0]
+    left = cases.file_bytes(root)
     assert not [name for name in left if name.endswith(".tmp")]
     assert all(reference[name] == data for name, data in left.items())
-    trials.write_with(tmp_path / "store", 1)
-    assert file_bytes(tmp_path / "store") == reference
+    write_big(root, 1)
+    assert cases.file_bytes(root) == reference
 
 
 def salted_worker(root: Path, salt: int) -> None:
     """A writer whose log-probabilities differ in the last bit, as another GPU's would."""
-    writer = open_writer(root, **trials.BIG)
-    for split in writer.manifest.splits:
-        for shard in writer.shards(split):
-            arrays = make_arrays(writer.manifest, shard)
-            arrays["token_log_probs"][:, 1:] -= np.float32(salt)
-            arrays["token_gumbels"][:, 1:] = salt
-            writer.write(shard, arrays)
+    writer = cases.open_writer(root, **BIG)
+    for shard in writer.manifest.all_shards():
+        arrays = cases.make_arrays(writer.manifest, shard)
+        arrays["token_log_probs"][:, 1:] -= np.float32(salt)
+        arrays["token_gumbels"][:, 1:] = salt
+        writer.write(shard, arrays)
 
 
 def test_rival_writers_with_different_values_never_mix_a_shard(tmp_path: Path) -> None:
-    rivals = [trials.start(salted_worker, tmp_path / "store", salt) for salt in (1, 2, 3)]
-    trials.finish(rivals)
-    assert verify(tmp_path / "store") == []
-    store = ShardStore.open(tmp_path / "store")
-    writer = open_writer(tmp_path / "store", **trials.BIG)
-    for shard in writer.shards("train"):
+    root = tmp_path / "store"
+    assert not any(exit_codes([start(salted_worker, root, salt) for salt in (1, 2, 3)]))
+    assert verify(root) == []
+    store = ShardStore.open(root)
+    for shard in store.manifest.shards("train"):
         rows = store.split("train").read_rows(shard.start, shard.stop)
         (salt,) = np.unique(rows["token_gumbels"][:, 1:])
-        expected = make_arrays(store.manifest, shard)["token_log_probs"][:, 1:] - np.float32(salt)
-        np.testing.assert_array_equal(rows["token_log_probs"][:, 1:], expected)
-
-
-def seed_worker(root: Path, seed: int) -> None:
-    """A writer of its own identity: fails unless it was the first."""
-    write_pending(open_writer(root, seed=seed))
+        expected = cases.make_arrays(store.manifest, shard)["token_log_probs"][:, 1:]
+        np.testing.assert_array_equal(rows["token_log_probs"][:, 1:], expected - np.float32(salt))
 
 
 def test_of_rival_identities_exactly_one_gets_the_folder(tmp_path: Path) -> None:
-    rivals = [trials.start(seed_worker, tmp_path / "store", seed) for seed in (1, 2, 3, 4)]
-    for rival in rivals:
-        rival.join()
-    assert sorted(rival.exitcode for rival in rivals) == [0, 1, 1, 1]
-    assert verify(tmp_path / "store") == []
-
-
-def test_a_claim_is_held_against_others_and_void_after_a_kill(tmp_path: Path) -> None:
-    writer = open_writer(tmp_path / "store")
-    shard = writer.pending("train")[0]
-    with writer.claim(shard) as mine, open_writer(tmp_path / "store").claim(shard) as other:
-        assert mine and not other
-    with writer.claim(shard) as again:
-        assert again
-    assert not (tmp_path / "store" / ".claims").exists()
+    root = tmp_path / "store"
+    rivals = [start(write_worker, root, {"seed": seed}) for seed in (1, 2, 3, 4)]
+    assert sorted(exit_codes(rivals)) == [0, 1, 1, 1]
+    assert verify(root) == []
 
 
 def test_a_damaged_shard_is_written_again_and_the_others_are_kept(store: Path) -> None:
-    root, reference = store, file_bytes(store)
-    (root / "train/entry_gap_byte0/c/1/0/0").unlink()
-    (root / "train/tokens/c/2/0").write_bytes(b"")
-    (root / "ledger/validation/000000.json").write_bytes(b"{}")
-    (root / "train/token_gumbels/zarr.json").write_bytes(b"{}")
-    (root / "tokenizer/tokenizer.json").unlink()
-    writer = open_writer(root)
+    reference = cases.file_bytes(store)
+    (store / "train/entry_gap_byte0/c/1/0/0").unlink()
+    (store / "train/tokens/c/2/0").write_bytes(b"")
+    (store / "ledger/validation/000000.json").write_bytes(b"{}")
+    (store / "train/token_gumbels/zarr.json").write_bytes(b"{}")
+    (store / "tokenizer/tokenizer.json").unlink()
+    writer = cases.open_writer(store)
     pending = [f"{shard.split} {shard.index}" for shard in writer.all_pending()]
     assert pending == ["train 1", "train 2", "validation 0"]
-    write_pending(writer)
-    assert file_bytes(root) == reference
+    cases.write_pending(writer)
+    assert cases.file_bytes(store) == reference
 
 
 TEACHER = {"id": "tiny", "weights_sha256": "ab" * 32, "dtype": "float32"}
@@ -140,17 +180,146 @@ CHANGES: list[tuple[dict, str]] = [
 def test_resuming_with_other_inputs_names_the_field_and_both_values(
     sound: Path, change: dict, message: str
 ) -> None:
-    before = file_bytes(sound)
+    before = cases.file_bytes(sound)
     with pytest.raises(UsageError, match=message):
-        open_writer(sound, **change)
-    assert file_bytes(sound) == before
-    assert make_manifest().difference(make_manifest(**change)) is not None
+        cases.open_writer(sound, **change)
+    assert cases.file_bytes(sound) == before
+    assert cases.make_manifest().difference(cases.make_manifest(**change)) is not None
 
 
 def test_resuming_with_another_resource_or_side_file_is_refused(sound: Path) -> None:
-    resources = {**make_resources(), "lm_head": make_resources()["lm_head"] + 1}
+    resources = {**cases.make_resources(), "lm_head": cases.make_resources()["lm_head"] + 1}
     with pytest.raises(UsageError, match=r"files\.resources/lm_head"):
-        ShardWriter.create_or_resume(sound, make_manifest(), resources, FILES)
-    other = {**FILES, "corpus/maze.json": b"[]"}
+        ShardWriter.create_or_resume(sound, cases.make_manifest(), resources, cases.FILES)
+    other = {**cases.FILES, "corpus/maze.json": b"[]"}
     with pytest.raises(UsageError, match=r"files\.corpus/maze\.json"):
-        ShardWriter.create_or_resume(sound, make_manifest(), make_resources(), other)
+        ShardWriter.create_or_resume(sound, cases.make_manifest(), cases.make_resources(), other)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A smaller store; whoever damages it mends it."""
+    path = tmp_path_factory.mktemp("integrity") / "store"
+    cases.write_store(path, splits={"train": 12, "validation": 4})
+    return path
+
+
+@pytest.fixture(scope="module")
+def truth(root: Path) -> dict[str, bytes]:
+    assert verify(root) == []
+    found, refused = trials.read_everything(root)
+    assert refused == []
+    return found
+
+
+def test_single_bit_flips_are_all_found(root: Path, truth: dict[str, bytes]) -> None:
+    """Half of them spread evenly over files and half over all bytes."""
+    rng, files = np.random.default_rng(0), cases.file_bytes(root)
+    names = [name for name, data in files.items() if data]
+    weights = np.array([len(files[name]) for name in names], float)
+    for trial in range(60):
+        name = names[rng.choice(len(names), p=weights / weights.sum() if trial % 2 else None)]
+        bit = int(rng.integers(8 * len(files[name])))
+        trials.check_damage(root, name, trials.flipped(files[name], bit), truth)
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut by one", "halved", "grown by one"])
+def test_no_file_may_be_missing_empty_or_of_another_length(
+    root: Path, truth: dict[str, bytes], damage: str
+) -> None:
+    for name, data in cases.file_bytes(root).items():
+        damages = {"missing": None, "empty": b"", "cut by one": data[:-1]}
+        damages |= {"halved": data[: len(data) // 2], "grown by one": data + b"\0"}
+        trials.check_damage(root, name, damages[damage], truth)
+
+
+@pytest.mark.parametrize("data", [None, b"", b"short"])
+def test_the_error_names_the_shard_even_after_it_was_read_once(root: Path, data) -> None:
+    reader = ShardStore.open(root).split("train")
+    reader.read_chunk(2)
+    told = r"train/entry_gumbels/c/1/0/0: train shard 1 \(rows 8 to 11\)"
+    with (
+        trials.damaged(root / "train/entry_gumbels/c/1/0/0", data),
+        pytest.raises(IntegrityError, match=told),
+    ):
+        reader.read_chunk(2)
+
+
+def unsealed(root: Path) -> dict[str, Any]:
+    """The fields of a store's manifest, without the seal."""
+    value = json.loads((root / "manifest.json").read_bytes())
+    del value["sha256"]
+    return value
+
+
+def test_every_field_of_the_manifest_is_sealed(root: Path) -> None:
+    whole = json.loads((root / "manifest.json").read_bytes())
+    for field, value in whole.items():
+        edited = whole | {field: value + 1 if isinstance(value, int) else "edited"}
+        text = json.dumps(edited, indent=2, sort_keys=True).encode() + b"\n"
+        with trials.damaged(root / "manifest.json", text):
+            with pytest.raises(GdistillError, match=r"manifest\.json"):
+                ShardStore.open(root)
+            assert [problem.file for problem in verify(root)] == ["manifest.json"]
+
+
+def test_a_manifest_edited_and_sealed_again_does_not_fit_the_ledger(root: Path) -> None:
+    edited = unsealed(root) | {"teacher": {**unsealed(root)["teacher"], "id": "another"}}
+    with trials.damaged(root / "manifest.json", seal(edited)):
+        with pytest.raises(IntegrityError, match="another manifest"):
+            ShardStore.open(root).split("train").read_chunk(0)
+        assert len(verify(root)) == 3
+
+
+def test_a_store_of_format_1_keeps_its_one_noise_seed() -> None:
+    old = cases.make_manifest(format_version=1)
+    assert Manifest.from_bytes(old.to_bytes(), "manifest.json").noise_seed("validation") == old.seed
+    seeds = [cases.make_manifest().noise_seed(split) for split in ("train", "validation")]
+    assert len({*seeds, old.seed}) == 3
+
+
+def test_a_newer_format_is_refused_by_reader_writer_and_verify(root: Path) -> None:
+    newer = {"format_version": FORMAT_VERSION + 1, "something_new": {"a": 1}}
+    value = json.loads((root / "manifest.json").read_bytes()) | newer
+    with trials.damaged(root / "manifest.json", json.dumps(value).encode()):
+        for attempt in (ShardStore.open, cases.open_writer):
+            with pytest.raises(GdistillError, match=r"newer format.*upgrade"):
+                attempt(root)
+        assert "newer format" in str(verify(root)[0])
+
+
+def test_a_field_of_another_program_is_refused(root: Path) -> None:
+    value = unsealed(root)
+    with pytest.raises(IntegrityError, match="fields unknown"):
+        Manifest.from_bytes(seal({**value, "extra": 1}), "manifest.json")
+    del value["seed"]
+    with pytest.raises(IntegrityError, match=r"malformed.*seed"):
+        Manifest.from_bytes(seal(value), "manifest.json")
+
+
+def test_swapped_files_are_found(root: Path) -> None:
+    one, two = root / "ledger/train/000000.json", root / "ledger/train/000001.json"
+    with trials.damaged(one, two.read_bytes()):
+        assert [problem.file for problem in verify(root)] == ["ledger/train/000000.json"]
+        with pytest.raises(IntegrityError, match="does not belong here"):
+            ShardStore.open(root).split("train").read_chunk(0)
+
+
+def test_strangers_are_reported_and_harmless(store: Path) -> None:
+    stranger, before = store / "train/tokens/c/9/0", trials.read_everything(store)
+    stranger.parent.mkdir()
+    stranger.write_bytes(b"x")
+    (problem,) = verify(store)
+    assert problem.file == "train/tokens/c/9/0" and "not a file of this store" in str(problem)
+    assert trials.read_everything(store) == before
+
+
+def test_a_shard_written_anew_or_at_work_is_not_forgotten(store: Path) -> None:
+    path = store / "train/token_gumbels/c/2/0"
+    sound = path.read_bytes()
+    path.write_bytes(trials.flipped(sound, 77))
+    problems = verify(store)
+    with cases.open_writer(store).location.claim("train-000002", wait=False):
+        assert forget(store, problems) == []
+    path.write_bytes(sound)
+    assert forget(store, problems) == [] and verify(store) == []

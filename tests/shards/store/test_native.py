@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import tracemalloc
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,63 +29,78 @@ from shards.store.layout import (
     decode_chunk,
 )
 from shards.store.store import ShardStore
+from tests.shards.store.fault_trials import flipped
 from tests.shards.store_cases import write_store
 
 DTYPES = ["int32", "float32", "uint16", "float16", "uint8", "int8", "bool", "uint64", "float64"]
+FIRST = "a/c/0/0/0"
 
 
-def create(
-    num_rows: int = 22,
-    chunk: int = 3,
-    per_shard: int = 3,
-    tail: tuple[int, ...] = (5, 2),
-    **options,
-) -> tuple[MemoryStore, zarr.Array[Any]]:
-    """An array as stores have them; ``options`` change something about it."""
-    store = MemoryStore()
-    settings_ = {
-        "shape": (num_rows, *tail),
-        "chunks": (chunk, *tail),
-        "shards": (chunk * per_shard, *tail),
-        "dtype": "float16",
-        "compressors": [ZstdCodec(level=3), Crc32cCodec()],
-        "fill_value": 0,
-        "config": {"write_empty_chunks": True},
-    }
-    return store, zarr.create_array(store, name="a", **{**settings_, **options})
+class Made:
+    """An array as stores have them, of zarr-python in memory; ``options`` change something."""
+
+    def __init__(
+        self,
+        num_rows: int = 22,
+        chunk: int = 3,
+        per_shard: int = 3,
+        tail: tuple[int, ...] = (5, 2),
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        self.memory = MemoryStore()
+        usual = {"dtype": "float16", "compressors": [ZstdCodec(level=3), Crc32cCodec()]}
+        usual |= {"fill_value": 0, "config": {"write_empty_chunks": True}}
+        sizes = {"shape": num_rows, "chunks": chunk, "shards": chunk * per_shard}
+        shapes = {name: (rows, *tail) for name, rows in sizes.items()}
+        self.array = zarr.create_array(self.memory, name="a", **shapes, **(usual | options))
+        dtype = self.array.dtype
+        self.native = NativeArray(dtype.newbyteorder("<"), tail, chunk, per_shard)
+        draw = np.random.default_rng(seed).integers(0, 256, self.array.shape)
+        self.array[:] = draw.astype(dtype)
+
+    @property
+    def content(self) -> dict[str, bytes]:
+        return {name: data.to_bytes() for name, data in self.memory._store_dict.items()}
+
+    def with_tails(self) -> tuple[dict[str, bytes], dict[int, str]]:
+        """The files as the writer keeps them, and what the ledger says of their tails."""
+        content, tails = self.content, dict[int, str]()
+        for shard, name in enumerate(sorted(name for name in content if "/c/" in name)):
+            content[name] = self.native.with_tail(content[name])
+            tails[shard] = self.native.tail_sha256(content[name])
+        return content, tails
+
+    def shards(
+        self, content: Mapping[str, bytes] | None = None, tails: dict[int, str] | None = None
+    ) -> NativeShards:
+        """Our reader of these files."""
+        files = content or self.content
+        assert self.native.fits(files["a/zarr.json"], self.array.shape[0])
+        zeros = "/0" * (self.array.ndim - 1)
+        return NativeShards(
+            self.native,
+            lambda shard, start, length: files[f"a/c/{shard}{zeros}"][start : start + length],
+            lambda shard: len(files[f"a/c/{shard}{zeros}"]),
+            lambda shard: (tails or {}).get(shard),
+        )
+
+    def assert_reads_as_zarr(self, shards: NativeShards) -> None:
+        rows = self.array.chunks[0]
+        for index in range(-(-self.array.shape[0] // rows)):
+            expected = np.asarray(self.array[index * rows : (index + 1) * rows])
+            got = shards.read_chunk(index)
+            assert got.dtype == expected.dtype and got.shape == self.array.chunks
+            assert got[: len(expected)].tobytes() == expected.tobytes()
 
 
-def files(store: MemoryStore) -> dict[str, bytes]:
-    return {name: buffer.to_bytes() for name, buffer in store._store_dict.items()}
+def read_all(shards: NativeShards) -> list[bytes]:
+    return [shards.read_chunk(index).tobytes() for index in range(8)]
 
 
-def native_of(array: zarr.Array[Any]) -> NativeArray:
-    """What our reader takes the array for."""
-    assert array.shards is not None
-    return NativeArray(
-        array.dtype.newbyteorder("<"),
-        array.shape[1:],
-        array.chunks[0],
-        array.shards[0] // array.chunks[0],
-    )
-
-
-def decode(array: zarr.Array[Any], data: bytes) -> np.ndarray:
-    return decode_chunk(data, array.dtype.newbyteorder("<"), (array.chunks[0], *array.shape[1:]))
-
-
-def shards_of(
-    content: dict[str, bytes], array: zarr.Array[Any], tails: dict[int, str] | None = None
-) -> NativeShards:
-    native = native_of(array)
-    assert native.fits(content["a/zarr.json"], array.shape[0])
-    names = ["/".join(["a/c", str(i), *["0"] * (array.ndim - 1)]) for i in range(99)]
-    return NativeShards(
-        native,
-        lambda shard, start, length: content[names[shard]][start : start + length],
-        lambda shard: len(content[names[shard]]),
-        lambda shard: (tails or {}).get(shard),
-    )
+@pytest.fixture(scope="module")
+def made() -> Made:
+    return Made()
 
 
 @settings(max_examples=40, deadline=None)
@@ -97,25 +113,14 @@ def shards_of(
     checksum=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_bytes_are_those_of_zarr(
-    num_rows: int, chunk: int, per_shard: int, tail: tuple, dtype: str, checksum: bool, seed: int
-) -> None:
-    codecs = [ZstdCodec(level=3, checksum=checksum), Crc32cCodec()]
-    store, array = create(num_rows, chunk, per_shard, tail, dtype=dtype, compressors=codecs)
-    rng = np.random.default_rng(seed)
-    array[:] = rng.integers(0, 100, array.shape).astype(dtype)
-    shards = shards_of(files(store), array)
-    for index in range(-(-num_rows // chunk)):
-        expected = np.asarray(array[index * chunk : (index + 1) * chunk])
-        got = shards.read_chunk(index)
-        assert got.dtype == expected.dtype and got.shape == (chunk, *tail)
-        assert got[: len(expected)].tobytes() == expected.tobytes()
+def test_bytes_are_those_of_zarr(checksum: bool, **sizes: Any) -> None:
+    made = Made(compressors=[ZstdCodec(level=3, checksum=checksum), Crc32cCodec()], **sizes)
+    made.assert_reads_as_zarr(made.shards())
 
 
-def test_any_change_of_the_metadata_is_refused() -> None:
-    store, array = create()
-    native = native_of(array)
-    metadata = json.loads(files(store)["a/zarr.json"])
+def test_any_change_of_the_metadata_is_refused(made: Made) -> None:
+    native, text = made.native, made.content["a/zarr.json"].decode()
+    metadata = json.loads(text)
     free = {"fill_value", "attributes", "dimension_names"}
     assert native.fits(json.dumps(metadata).encode(), 22)
     for key in metadata:
@@ -124,148 +129,96 @@ def test_any_change_of_the_metadata_is_refused() -> None:
         without = {name: value for name, value in metadata.items() if name != key}
         assert native.fits(json.dumps(without).encode(), 22) == (key in free)
     assert not native.fits(json.dumps({**metadata, "new": 1}).encode(), 22)
-    assert not native.fits(json.dumps(metadata).encode(), 23), "rows of the manifest"
+    assert not native.fits(text.encode(), 23), "rows of the manifest"
     for other in (b"[]", b"{}", b"", b"\xff", b"[" * 10**5):
         assert not native.fits(other, 22)
-
-
-def test_zstd_may_be_told_how_hard_to_try_and_nothing_else() -> None:
-    store, array = create()
-    text = files(store)["a/zarr.json"].decode()
+    # zstd may be told how hard to try and nothing else
     assert '"level": 3' in text
-    assert native_of(array).fits(text.replace('"level": 3', '"level": 9').encode(), 22)
-    assert not native_of(array).fits(text.replace('"level": 3', '"dictionary": 3').encode(), 22)
+    assert native.fits(text.replace('"level": 3', '"level": 9').encode(), 22)
+    assert not native.fits(text.replace('"level": 3', '"dictionary": 3').encode(), 22)
 
 
-def with_tails(
-    content: dict[str, bytes], array: zarr.Array[Any]
-) -> tuple[dict[str, bytes], dict[int, str]]:
-    """The files as the writer keeps them, and what the ledger says of their tails."""
-    native = native_of(array)
-    names = {f"a/c/{shard}/0/0": shard for shard in range(3)}
-    kept = {name: native.with_tail(content[name]) for name in names}
-    tails = {shard: native.tail_sha256(kept[name]) for name, shard in names.items()}
-    return {**content, **kept}, tails
-
-
-def test_tails_are_nothing_to_zarr_and_the_rows_stay_the_same(sound) -> None:
-    content, array = sound
-    kept, tails = with_tails(content, array)
-    assert all(len(kept[f"a/c/{i}/0/0"]) == len(content[f"a/c/{i}/0/0"]) + 12 for i in range(3))
+def test_tails_are_nothing_to_zarr_and_the_rows_stay_the_same(made: Made) -> None:
+    kept, tails = made.with_tails()
+    assert len(tails) == 3
+    grown = {name: len(data) - len(made.content[name]) for name, data in kept.items()}
+    assert all(more == (12 if "/c/" in name else 0) for name, more in grown.items())
     memory = MemoryStore()
     for name, data in kept.items():
         memory._store_dict[name] = cpu.Buffer.from_bytes(data)
     judge = zarr.open_array(memory, path="a", mode="r")
-    np.testing.assert_array_equal(np.asarray(judge[:]), np.asarray(array[:]))
-    shards = shards_of(kept, array, tails)
-    for index in range(8):
-        expected = np.asarray(array[index * 3 : index * 3 + 3])
-        assert shards.read_chunk(index)[: len(expected)].tobytes() == expected.tobytes()
-
-
-def incompressible(seed: int) -> tuple[dict[str, bytes], zarr.Array[Any], dict[int, str]]:
-    """An array whose chunks all take the same bytes, so that every index is the same."""
-    store, array = create(18, dtype="uint8", tail=(50, 20))
-    array[:] = np.random.default_rng(seed).integers(0, 256, array.shape).astype("uint8")
-    content = files(store)
-    native = native_of(array)
-    indices = {content[f"a/c/{i}/0/0"][-native.index_bytes :] for i in range(2)}
-    assert len(indices) == 1
-    kept = {f"a/c/{i}/0/0": native.with_tail(content[f"a/c/{i}/0/0"]) for i in range(2)}
-    tails = {i: native.tail_sha256(kept[f"a/c/{i}/0/0"]) for i in range(2)}
-    return {**content, **kept}, array, tails
+    np.testing.assert_array_equal(np.asarray(judge[:]), np.asarray(made.array[:]))
+    made.assert_reads_as_zarr(made.shards(kept, tails))
 
 
 def test_a_whole_chunk_of_another_place_is_refused() -> None:
-    content, array, tails = incompressible(0)
-    data = content["a/c/0/0/0"]
-    (start, length), (second, _) = native_of(array).parse_index(data[-52:])[:2].tolist()
-    chunk = data[second : second + length]
-    mixed = {**content, "a/c/0/0/0": data[:start] + chunk + data[start + length :]}
-    shards = shards_of(mixed, array, tails)
+    """Bytes that do not compress: all chunks take the same, so that every index is the same."""
+    made = Made(18, dtype="uint8", tail=(50, 20))
+    content, tails = made.with_tails()
+    data = content[FIRST]
+    assert len({content[f"a/c/{i}/0/0"][-made.native.index_bytes :] for i in range(2)}) == 1
+    (start, length), (second, _) = made.native.parse_index(data[-52:])[:2].tolist()
+    mixed = data[:start] + data[second : second + length] + data[start + length :]
+    shards = made.shards({**content, FIRST: mixed}, tails)
     with pytest.raises(DamagedShard, match="inner chunk 0 is another one"):
         shards.read_chunk(0)
-    assert shards.read_chunk(1).tobytes() == shards_of(content, array).read_chunk(1).tobytes()
+    assert shards.read_chunk(1).tobytes() == made.shards(content).read_chunk(1).tobytes()
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 59, 1 << 24])
-def test_a_chunk_of_another_size_is_refused_and_never_filled_up(sound, num_bytes: int) -> None:
+def test_a_chunk_of_another_size_is_refused_and_never_filled_up(made: Made, num_bytes: int) -> None:
     frame = zstandard.ZstdCompressor().compress(bytes(num_bytes))
     frame += google_crc32c.value(frame).to_bytes(4, "little")
     told = f"holds {num_bytes if num_bytes < 60 else 'more than 60'} bytes, expected 60"
     with pytest.raises(DamagedShard, match=told):
-        decode(sound[1], frame)
+        decode_chunk(frame, made.native.dtype, made.array.chunks)
 
 
-@pytest.fixture()
-def sound() -> tuple[dict[str, bytes], zarr.Array[Any]]:
-    store, array = create()
-    array[:] = np.random.default_rng(0).normal(size=array.shape).astype("float16")
-    return files(store), array
-
-
-def read_all(content: dict[str, bytes], array: zarr.Array[Any]) -> list[bytes]:
-    shards = shards_of(content, array)
-    return [shards.read_chunk(index).tobytes() for index in range(8)]
-
-
-def test_every_flipped_bit_and_every_cut_is_noticed(sound) -> None:
-    content, array = sound
-    name = "a/c/1/0/0"
+def test_every_flipped_bit_and_every_cut_is_noticed(made: Made) -> None:
+    content, name = made.content, "a/c/1/0/0"
     data = content[name]
-    refused = 0
-    for bit in range(0, len(data) * 8, 3):
-        flipped = bytearray(data)
-        flipped[bit // 8] ^= 1 << bit % 8
+    flips = [flipped(data, bit) for bit in range(0, len(data) * 8, 3)]
+    assert len(flips) > 500
+    for damaged in [*flips, *(data[:length] for length in range(len(data)))]:
         with pytest.raises(DamagedShard):
-            read_all({**content, name: bytes(flipped)}, array)
-        refused += 1
-    for length in range(len(data)):
-        with pytest.raises(DamagedShard):
-            read_all({**content, name: data[:length]}, array)
-    assert refused > 500
+            read_all(made.shards({**content, name: damaged}))
 
 
 def test_an_absent_chunk_is_an_error_and_no_fill_value() -> None:
-    store, array = create(config={"write_empty_chunks": False})
-    array[:] = 1
-    array[9:12] = 0  # equal to the fill value: zarr-python leaves the chunk out
-    shards = shards_of(files(store), array)
-    assert shards.array.parse_index(files(store)["a/c/1/0/0"][-52:])[0].tolist() == [ABSENT] * 2
+    made = Made(config={"write_empty_chunks": False})
+    made.array[:] = 1
+    made.array[9:12] = 0  # equal to the fill value: zarr-python leaves the chunk out
+    shards = made.shards()
+    assert made.native.parse_index(made.content["a/c/1/0/0"][-52:])[0].tolist() == [ABSENT] * 2
     shards.read_chunk(4)
     with pytest.raises(DamagedShard, match="absent"):
         shards.read_chunk(3)
 
 
-def test_an_index_that_points_outside_is_an_error(sound) -> None:
-    content, array = sound
-    data = content["a/c/0/0/0"]
+def test_an_index_that_points_outside_is_an_error(made: Made) -> None:
+    data = made.content[FIRST]
     index = np.frombuffer(data[-52:-4], "<u8").copy()
     index[0] = 10**6
     crc = google_crc32c.value(index.tobytes()).to_bytes(4, "little")
-    broken = {**content, "a/c/0/0/0": data[:-52] + index.tobytes() + crc}
     with pytest.raises(DamagedShard, match="outside"):
-        read_all(broken, array)
+        read_all(made.shards({**made.content, FIRST: data[:-52] + index.tobytes() + crc}))
 
 
-def test_rows_are_writable_and_independent(sound) -> None:
-    content, array = sound
-    shards = shards_of(content, array)
+def test_rows_are_writable_and_independent(made: Made) -> None:
+    shards = made.shards()
     first = shards.read_chunk(0)
     first[:] = 7
     assert not np.array_equal(shards.read_chunk(0), first)
 
 
-def test_what_is_kept_of_shards_is_bounded(sound, monkeypatch: pytest.MonkeyPatch) -> None:
-    content, array = sound
+def test_what_is_kept_of_shards_is_bounded(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shards.store.layout.INDEX_MEMORY_BYTES", 2 * (64 + INDEX_OVERHEAD_BYTES))
-    shards = shards_of(content, array)
-    reads = []
+    shards, reads = made.shards(), []
     read_range = shards._read_range
     monkeypatch.setattr(shards, "_read_range", lambda *a: reads.append(a) or read_range(*a))
-    expected = read_all(content, array)
+    expected = read_all(made.shards())
     for _ in range(2):
-        assert [shards.read_chunk(index).tobytes() for index in range(8)] == expected
+        assert read_all(shards) == expected
         assert shards._tail.cache_info().currsize == 2
     assert len([length for *_, length in reads if length == 52]) == 6, "3 shards, met in turn"
 

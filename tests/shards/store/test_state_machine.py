@@ -18,16 +18,10 @@ from shards.store.manifest import ShardRange
 from shards.store.store import ShardStore
 from shards.store.verification import forget, verify
 from shards.tools.rewriting import merge
-from tests.shards.store_cases import (
-    file_bytes,
-    make_arrays,
-    make_manifest,
-    open_writer,
-    write_pending,
-    write_store,
-)
+from tests.shards import store_cases as cases
+from tests.shards.store.fault_trials import flipped
 
-SHARDS = make_manifest().shards("train") + make_manifest().shards("validation")
+SHARDS = cases.make_manifest().all_shards()
 shards = st.sampled_from(SHARDS)
 
 
@@ -38,9 +32,9 @@ class StoreMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.root = self.folder / "store"
-        write_store(self.folder / "reference")
-        self.reference = file_bytes(self.folder / "reference")
-        self.writer = open_writer(self.root)
+        cases.write_store(self.folder / "reference")
+        self.reference = cases.file_bytes(self.folder / "reference")
+        self.writer = cases.open_writer(self.root)
         self.whole: set[ShardRange] = set()
         self.spoilt: set[ShardRange] = set()
         self.held: dict[ShardRange, ExitStack] = {}
@@ -51,18 +45,15 @@ class StoreMachine(RuleBasedStateMachine):
                 claim.close()
             shutil.rmtree(self.folder)
 
-    def file(self, shard: ShardRange, array: str = "token_gumbels") -> Path:
-        return self.root / f"{shard.split}/{array}/c/{shard.index}/0"
-
     @rule(shard=shards)
     def write(self, shard: ShardRange) -> None:
         """By any writer; a shard that looks done is left alone, a claimed one to its holder."""
-        with open_writer(self.root).claim(shard) as mine:
+        with cases.open_writer(self.root).claim(shard) as mine:
             assert mine == (shard not in self.whole | self.spoilt and shard not in self.held)
             if mine:
-                self.writer = open_writer(self.root)
+                self.writer = cases.open_writer(self.root)
         if mine:
-            self.writer.write(shard, make_arrays(self.writer.manifest, shard))
+            self.writer.write(shard, cases.make_arrays(self.writer.manifest, shard))
             self.whole.add(shard)
 
     @rule(shard=shards, files=st.integers(1, 4))
@@ -70,9 +61,7 @@ class StoreMachine(RuleBasedStateMachine):
         """A writer that got so far: files without a record, and the temporary one it was at."""
         if shard in self.whole | self.spoilt | set(self.held):
             return
-        names = [n for n in self.reference if n.startswith(f"{shard.split}/") and "/c/" in n]
-        names = [n for n in names if n.split("/")[3] == str(shard.index)]
-        for name in names[:files]:
+        for name in sorted(cases.make_manifest().shard_files(shard).values())[:files]:
             path = self.root / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(self.reference[name])
@@ -94,9 +83,8 @@ class StoreMachine(RuleBasedStateMachine):
     def flip(self, shard: ShardRange, bit: int) -> None:
         """In a chunk's bytes: its file keeps its size and tail, so only readers find out."""
         if shard in self.whole:
-            data = bytearray(self.file(shard).read_bytes())
-            data[bit // 8 % 8] ^= 1 << bit % 8
-            self.file(shard).write_bytes(data)
+            path = self.root / f"{shard.split}/token_gumbels/c/{shard.index}/0"
+            path.write_bytes(flipped(path.read_bytes(), bit % 64))
             self.whole.discard(shard)
             self.spoilt.add(shard)
 
@@ -126,15 +114,12 @@ class StoreMachine(RuleBasedStateMachine):
             claim.close()
         self.held.clear()
         forget(self.root, verify(self.root))
-        write_pending(open_writer(self.root))
+        cases.write_pending(cases.open_writer(self.root))
         self.whole, self.spoilt = set(SHARDS), set()
-        found = file_bytes(self.root)
-        assert found == self.reference
+        assert cases.file_bytes(self.root) == self.reference
 
     @invariant()
     def reads_as_the_model(self) -> None:
-        if not hasattr(self, "root"):
-            return
         store = ShardStore.open(self.root, allow_incomplete=True)
         assert set(store.unfinished()) == set(SHARDS) - self.whole - self.spoilt
         for shard in SHARDS:
@@ -144,8 +129,8 @@ class StoreMachine(RuleBasedStateMachine):
                 assert shard not in self.whole
                 continue
             assert shard in self.whole
-            expected = make_arrays(store.manifest, shard)
-            assert all(np.array_equal(rows[name], expected[name]) for name in expected)
+            for name, values in cases.make_arrays(store.manifest, shard).items():
+                np.testing.assert_array_equal(rows[name], values)
 
 
 TestStore = StoreMachine.TestCase

@@ -14,12 +14,17 @@ from shards.store.location import LocalLocation, file_claim
 from tests.shards.store_cases import write_store
 
 
-def test_a_listing_beside_a_writer_misses_what_is_gone_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def place(tmp_path: Path) -> LocalLocation:
     place = LocalLocation(tmp_path)
     for name in ("train/a", "train/b", "train/c/d"):
         place.write(name, b"xyz")
+    return place
+
+
+def test_a_listing_beside_a_writer_misses_what_is_gone_and_nothing_else(
+    place: LocalLocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lstat = Path.lstat
 
     def renamed_meanwhile(path: Path) -> os.stat_result:
@@ -30,31 +35,25 @@ def test_a_listing_beside_a_writer_misses_what_is_gone_and_nothing_else(
     monkeypatch.setattr(Path, "lstat", renamed_meanwhile)
     assert place.sizes() == {"train/a": 3, "train/c/d": 3}
     assert place.sizes("nowhere") == {}
-    os.utime(tmp_path / "train" / "a", (5, 7))
+    os.utime(place.root / "train" / "a", (5, 7))
     assert place.written_at("train")["train/a"] == 7.0
 
 
-def test_a_listing_is_whole_while_others_write(tmp_path: Path) -> None:
-    place, done = LocalLocation(tmp_path), threading.Event()
-    place.write("train/fixed", b"x")
-
+def test_a_listing_is_whole_while_others_write(place: LocalLocation) -> None:
     def write() -> None:
         for index in range(150):
             place.write(f"train/{index % 3}/file", bytes(index))
-        done.set()
 
-    thread = threading.Thread(target=write)
-    thread.start()
-    while not done.is_set():
-        assert place.sizes("train")["train/fixed"] == 1
-    thread.join()
+    writer = threading.Thread(target=write)
+    writer.start()
+    while writer.is_alive():
+        assert place.sizes("train")["train/a"] == 3
+    writer.join()
 
 
 def test_what_cannot_be_listed_does_not_look_empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: LocalLocation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = LocalLocation(tmp_path)
-    place.write("train/c/file", b"x")
     scandir = os.scandir
 
     def refuses(path: str):
@@ -94,8 +93,7 @@ def test_a_forked_child_that_leaves_the_claim_does_not_release_it(tmp_path: Path
         assert mine
         child = os.fork()
         if child == 0:
-            claim = file_claim(path, wait=False)
-            with claim as also_mine:
+            with file_claim(path, wait=False) as also_mine:
                 os._exit(3 if also_mine else 0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert path.exists()
@@ -104,64 +102,50 @@ def test_a_forked_child_that_leaves_the_claim_does_not_release_it(tmp_path: Path
     assert not path.exists()
 
 
-def test_a_peek_is_bytes_or_nothing(tmp_path: Path) -> None:
-    place = LocalLocation(tmp_path)
+def test_a_peek_is_bytes_or_nothing(place: LocalLocation) -> None:
     place.write("a", b"0123456789")
     assert place.peek("a", 7, 3) == b"789" and place.peek("a", -5, 3) == b"012"
     assert place.peek("b", 0, 3) == b""
 
 
-class Events:
-    """Syncs and renames, with what each file was then: (what, inode, size)."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: list[tuple[str, int, int, str]] = []
-        fsync, replace = os.fsync, os.replace
-
-        def synced(descriptor: int) -> None:
-            status = os.fstat(descriptor)
-            self.seen.append(("sync", status.st_ino, status.st_size, ""))
-            fsync(descriptor)
-
-        def renamed(source: str, target: str) -> None:
-            status = os.stat(source)
-            self.seen.append(("rename", status.st_ino, status.st_size, str(target)))
-            replace(source, target)
-
-        monkeypatch.setattr(os, "fsync", synced)
-        monkeypatch.setattr(os, "replace", renamed)
-
-    def renames(self) -> list[int]:
-        return [index for index, event in enumerate(self.seen) if event[0] == "rename"]
-
-
 def test_contents_are_on_disk_before_their_name_and_names_before_the_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events = Events(monkeypatch)
+    events: list[tuple[str, int, int, str]] = []
+    """Syncs and renames, with what each file was then: what, inode, size, its new name."""
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        events.append(("sync", status.st_ino, status.st_size, ""))
+        fsync(descriptor)
+
+    def renamed(source: str, target: str) -> None:
+        status = os.stat(source)
+        events.append(("rename", status.st_ino, status.st_size, str(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
     write_store(tmp_path / "store")
-    names = events.renames()
-    assert len(names) > 30
-    for index in names:
-        _, inode, size, target = events.seen[index]
-        before = [event[:3] for event in events.seen[:index]]
+    renames = [index for index, event in enumerate(events) if event[0] == "rename"]
+    assert len(renames) > 30
+    for index in renames:
+        _, inode, size, target = events[index]
+        before = [event[:3] for event in events[:index]]
         assert ("sync", inode, size) in before, f"{target} was named before its bytes were safe"
         folder = os.stat(Path(target).parent).st_ino
-        later = [event[:2] for event in events.seen[index + 1 :]]
+        later = [event[:2] for event in events[index + 1 :]]
         assert ("sync", folder) in later, f"{target}'s name was never made safe"
-        until = next(i for i, event in enumerate(later) if event == ("sync", folder))
-        assert "rename" not in [what for what, _ in later[:until]], "the next file came first"
+        between = later[: later.index(("sync", folder))]
+        assert "rename" not in [what for what, _ in between], "the next file came first"
 
 
 def test_leftovers_of_one_file_and_of_no_other(tmp_path: Path) -> None:
     path = tmp_path / "a[1]"
     ours = tmp_path / f".a[1].{'0' * 32}.tmp"
-    others = [
-        tmp_path / f".a1.{'0' * 32}.tmp",
-        tmp_path / f".b.{'0' * 32}.tmp",
-        tmp_path / ".a[1].notes.tmp",
-        tmp_path / "a[1].tmp",
-    ]
+    names = (f".a1.{'0' * 32}.tmp", f".b.{'0' * 32}.tmp", ".a[1].notes.tmp", "a[1].tmp")
+    others = [tmp_path / name for name in names]
     for left in (ours, *others):
         left.write_bytes(b"half")
     write_bytes_atomic(path, b"whole")

@@ -1,0 +1,285 @@
+"""Random bits by key: Philox and vLLM's stream against published numbers, and fast kernels."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from shards.errors import GdistillError, UsageError
+from shards.noise import compiled as compiled_module
+from shards.noise import philox
+from shards.noise.gumbel import exponential_from_bits
+from shards.noise.kinds import DenseProbabilities, KeyedPosterior, KeyedPrior
+from shards.noise.murmur3 import (
+    MASK,
+    SECOND_WORD,
+    EngineKeys,
+    engine_arrivals,
+    engine_bits,
+    engine_gumbels,
+    uniforms,
+    uniforms64,
+)
+from shards.noise.philox import (
+    PositionKeys,
+    keyed_bits,
+    keyed_exponentials,
+    noise_kernel,
+    philox4x32,
+    stream_bits,
+    use_noise_kernel,
+)
+
+# Random123, kat_vectors: counter, key, expected.
+ZERO, ONES = "00000000 " * 3 + "00000000", "ffffffff " * 3 + "ffffffff"
+PI = "243f6a88 85a308d3 13198a2e 03707344"
+KNOWN = [
+    (ZERO, "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    (ONES, "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    (PI, "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+VECTORS = json.loads(Path(__file__).with_name("murmur3_vectors.json").read_text())
+
+
+def hexadecimal(text: str) -> list[int]:
+    return [int(word, 16) for word in text.split()]
+
+
+def words_of(counter: list[int], seed: int) -> list[int]:
+    c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
+    return [int(word) for word in philox4x32((c0, c1, c2, c3), seed)]
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_known_answers(counter: str, key: str, expected: str) -> None:
+    low, high = hexadecimal(key)
+    assert words_of(hexadecimal(counter), low | high << 32) == hexadecimal(expected)
+
+
+def keys(seed: int = 5, draw: int = 0) -> PositionKeys:
+    rows = torch.tensor([0, 1, 1, 7, (1 << 32) + 1, (1 << 44) - 1])
+    return PositionKeys(seed, rows, torch.tensor([1, 1, 2, 1023, 1, (1 << 20) - 1]), draw)
+
+
+def test_keyed_bits_follow_the_documented_counter() -> None:
+    row, position, vocab_id = (1 << 44) - 1, (1 << 20) - 1, 9
+    counter = [vocab_id // 4, position | (row >> 32) << 20, row & 0xFFFFFFFF, 3]
+    assert int(keyed_bits(keys(draw=3), 0, 10)[5, vocab_id]) == words_of(counter, 5)[vocab_id % 4]
+
+
+def test_a_tile_and_a_selection_are_parts_of_the_whole() -> None:
+    whole = keyed_bits(keys(), 0, 50257)
+    for start, stop in ((0, 1), (1, 2), (3, 9), (4, 8), (6, 6), (50250, 50257)):
+        assert torch.equal(keyed_bits(keys(), start, stop), whole[:, start:stop]), (start, stop)
+    index = torch.tensor([4, 0])
+    assert torch.equal(keyed_bits(keys().select(index), 0, 40), whole[index, :40])
+
+
+def test_every_part_of_the_key_matters() -> None:
+    whole = keyed_bits(keys(), 0, 400)
+    assert len(set(whole.flatten().tolist())) > 0.999 * whole.numel()
+    for other in (keys(seed=6), keys(seed=5 + (1 << 40)), keys(draw=1)):
+        assert not (keyed_bits(other, 0, 400) == whole).any()
+    streams = torch.cat([stream_bits(keys(), stream, 200) for stream in range(3)], dim=1)
+    assert not np.isin(streams.numpy(), whole.numpy()).any()
+
+
+def make_keys(num: int, seed: int = 99, draw: int = 0) -> PositionKeys:
+    index = torch.arange(num)
+    return PositionKeys(seed, index // 16, index % 16 + 1, draw)
+
+
+def assert_as_defined(keys: PositionKeys, start: int, stop: int) -> None:
+    expected = exponential_from_bits(keyed_bits(keys, start, stop))
+    assert torch.equal(keyed_exponentials(keys, start, stop), expected)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 1), (3, 90), (5, 5), (50251, 50257)])
+@pytest.mark.parametrize("num", [0, 1, 300])
+def test_fast_exponentials_equal_the_plain_formula(num: int, start: int, stop: int) -> None:
+    assert_as_defined(make_keys(num, seed=(1 << 63) - 5, draw=7), start, stop)
+
+
+@pytest.mark.parametrize("elements", [1, 130, 1 << 20])
+def test_blocks_of_rows_do_not_show(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
+    monkeypatch.setattr(philox, "BLOCK_ELEMENTS", elements)
+    assert_as_defined(make_keys(50), 0, 200)
+
+
+@pytest.fixture(scope="module")
+def compiled_noise() -> Iterator[None]:
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("no C++ compiler")
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("the compiler of PyTorch writes no code for its plainest kernels")
+    use_noise_kernel("compiled")
+    yield
+    use_noise_kernel("eager")
+
+
+@pytest.mark.parametrize(("num", "start", "stop"), [(300, 3, 90), (2, 0, 50257), (64, 6, 2055)])
+def test_the_compiled_kernel_gives_the_same_bits(
+    compiled_noise: None, num: int, start: int, stop: int
+) -> None:
+    assert noise_kernel() == "compiled"
+    assert_as_defined(make_keys(num, draw=3), start, stop)
+
+
+@pytest.fixture
+def compile_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., object]], None]:
+    """Gives torch another compiler, in a process that has compiled nothing yet."""
+    monkeypatch.setattr(philox, "_compiled", {})
+    return partial(monkeypatch.setattr, torch, "compile")
+
+
+def test_kernels_are_chosen_by_name_and_a_failure_changes_nothing(compile_by: Callable) -> None:
+    def broken(*arguments: object, **options: object) -> object:
+        raise RuntimeError("no compiler")
+
+    with pytest.raises(UsageError, match="noise kernel"):
+        use_noise_kernel("fast")
+    compile_by(lambda *_, **options: broken)
+    with pytest.raises(GdistillError, match="no compiler"):
+        use_noise_kernel("compiled")
+    assert noise_kernel() == "eager"
+
+
+def test_auto_compiles_on_cuda_alone_and_tells_why_not(
+    compile_by: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[torch.device] = []
+
+    def fails(device: torch.device) -> None:
+        calls.append(device)
+        raise GdistillError("cannot compile the noise kernel", got="no Triton")
+
+    monkeypatch.setattr(philox, "_compile", fails)
+    assert use_noise_kernel("auto", "cpu") == "" and not calls
+    assert "no Triton" in use_noise_kernel("auto", "cuda") and calls == [torch.device("cuda")]
+    assert noise_kernel() == "eager"
+
+
+def test_a_form_that_is_compiled_wrongly_gives_way_to_the_next(compile_by: Callable) -> None:
+    """As PyTorch 2.13 does under AVX2: numbers of the first form are wrong, of the second right."""
+    tried: list[str] = []
+
+    def compiled(work: Callable[..., Tensor], **_: object) -> Callable[..., Tensor]:
+        tried.append(work.__name__)
+        wrong = work.__name__ == "_by_lane"
+        return lambda *words: -work(*words) if wrong else work(*words)
+
+    compile_by(compiled)
+    use_noise_kernel("compiled")
+    assert_as_defined(make_keys(5, seed=1), 0, 40)
+    assert tried == ["_by_lane", "_all_lanes"]
+
+
+@pytest.mark.parametrize(
+    ("ulps", "most", "fits"), [(0, 0, True), (1, 0, False), (2, 2, True), (3, 2, False)]
+)
+def test_a_compiled_kernel_may_differ_as_far_as_its_device_allows(
+    compile_by: Callable, monkeypatch: pytest.MonkeyPatch, ulps: int, most: int, fits: bool
+) -> None:
+    """Not at all on a CPU, whose results are reproduced bit for bit."""
+
+    def compiled(work: Callable[..., Tensor], **_: object) -> Callable[..., Tensor]:
+        def run(*words: Tensor) -> Tensor:
+            found = work(*words)
+            found.view(torch.int32)[3, 5, 1] += ulps
+            return found
+
+        return run
+
+    assert compiled_module.LARGEST_ULPS == {"cpu": 0, "cuda": 2}
+    compile_by(compiled)
+    monkeypatch.setitem(compiled_module.LARGEST_ULPS, "cpu", most)
+    obstacle = ""
+    try:
+        use_noise_kernel("compiled", "cpu")
+    except GdistillError as error:
+        obstacle = str(error)
+    assert noise_kernel("cpu") == ("compiled" if fits else "eager")
+    assert noise_kernel("cuda") == "eager", "another device keeps its own kernel"
+    assert fits or f"{ulps} units" in obstacle
+
+
+def test_one_graph_serves_every_size_and_gradient_mode(compile_by: Callable) -> None:
+    from torch._dynamo.utils import counters
+
+    compile_by(partial(torch.compile, backend="eager"))
+    before = counters["stats"]["unique_graphs"]
+    use_noise_kernel("compiled")
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        for num in (2, 40):
+            with mode():
+                found = keyed_exponentials(make_keys(num), 5, 9000)
+                expected = exponential_from_bits(keyed_bits(make_keys(num), 5, 9000))
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert counters["stats"]["unique_graphs"] == before + 1
+
+
+def at_vectors(draw: Callable[..., Tensor], *more: int) -> Tensor:
+    """[9, 16] draws of the engine's stream at the vectors' seeds, positions and ids."""
+    seeds, positions = torch.tensor(VECTORS["seeds"]), torch.tensor(VECTORS["positions"])
+    return torch.cat([draw(seeds, positions, j, j + 1, *more) for j in VECTORS["token_ids"]], dim=1)
+
+
+def numbers(name: str) -> Tensor:
+    rows = [[float.fromhex(value) for value in row] for row in VECTORS[name]]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def test_bits_uniforms_and_variates_are_the_engines_own() -> None:
+    first, second = at_vectors(engine_bits), at_vectors(engine_bits, SECOND_WORD)
+    assert (first.long() & MASK).tolist() == VECTORS["bits"]
+    assert (second.long() & MASK).tolist() == VECTORS["bits_of_second_word"]
+    assert torch.equal(uniforms(first).double(), numbers("uniforms32"))
+    assert torch.equal(uniforms64(first, second), numbers("uniforms64"))
+    found = at_vectors(engine_gumbels).double()  # to the rounding of a logarithm
+    torch.testing.assert_close(found, numbers("gumbels32"), rtol=3e-7, atol=3e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_engines_arrivals_are_exponential_and_a_tile_is_a_part_of_them(
+    dtype: torch.dtype,
+) -> None:
+    seeds, positions = torch.arange(50) - 9, torch.arange(50)
+    whole = engine_arrivals(seeds, positions, 0, 400, dtype)
+    assert stats.kstest(whole.flatten().double().numpy(), "expon").pvalue > 1e-3
+    assert torch.equal(engine_arrivals(seeds, positions, 17, 210, dtype), whole[:, 17:210])
+    assert torch.equal(engine_arrivals(seeds[1:], positions[1:], 0, 400, dtype), whole[1:])
+
+
+def test_the_largest_bits_leave_the_variates_finite() -> None:
+    extreme = torch.tensor([0, -1], dtype=torch.int32)
+    assert uniforms(extreme).tolist() == [2.0**-33, 1.0]
+    assert bool(((u := uniforms64(extreme, extreme)) > 0).all()) and bool((u < 1).all())
+
+
+def test_noise_of_keys_is_what_the_engine_draws_the_token_with() -> None:
+    seeds, places = torch.tensor([5, 5, 8]), torch.tensor([1, 2, 1])
+    noise = KeyedPrior(EngineKeys(seeds, places), 60)
+    torch.testing.assert_close(noise.gumbels(), engine_gumbels(seeds, places - 1, 0, 60))
+    assert not torch.equal(noise.redrawn(1).gumbels(), noise.gumbels())
+    assert torch.equal(noise.select(torch.tensor([2])).gumbels(), noise.gumbels()[2:])
+
+
+def test_a_store_decoded_under_the_engines_noise_gives_back_its_tokens() -> None:
+    torch.manual_seed(0)
+    log_p = torch.randn(200, 30).log_softmax(dim=-1)
+    tokens = torch.distributions.Categorical(logits=log_p).sample()
+    keys = EngineKeys(torch.arange(200), torch.arange(200) % 7 + 1)
+    own = log_p.gather(1, tokens[:, None])[:, 0]
+    gumbels = KeyedPosterior(keys, tokens, own, DenseProbabilities(log_p)).gumbels()
+    assert torch.equal((log_p + gumbels).argmax(dim=-1), tokens)
+    assert bool(gumbels.isfinite().all())
+    assert stats.kstest(gumbels.double().flatten().numpy(), "gumbel_r").pvalue > 1e-3
