@@ -147,6 +147,17 @@ def test_of_rival_identities_exactly_one_gets_the_folder(tmp_path: Path) -> None
     assert verify(root) == []
 
 
+def test_a_claim_is_held_against_others(store: Path) -> None:
+    (store / "ledger/train/000000.json").unlink()
+    writer = cases.open_writer(store)
+    shard = writer.pending("train")[0]
+    with writer.claim(shard) as mine, cases.open_writer(store).claim(shard) as other:
+        assert mine and not other
+    with writer.claim(shard) as again:
+        assert again
+    assert not (store / ".claims").exists()
+
+
 def test_a_damaged_shard_is_written_again_and_the_others_are_kept(store: Path) -> None:
     reference = cases.file_bytes(store)
     (store / "train/entry_gap_byte0/c/1/0/0").unlink()
