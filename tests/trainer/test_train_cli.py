@@ -139,7 +139,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged(store: Path, config: Path, tmp_path: Path, capsys: Capsys, damage: str) -> None:
+def test_bad_stores(store: Path, config: Path, tmp_path: Path, capsys: Capsys, damage: str) -> None:
     copy, (code, expected) = tmp_path / "store", DAMAGES[damage]
     if damage != "absent":
         shutil.copytree(store, copy)

@@ -77,7 +77,7 @@ def trained_heads(folder: Path, **changes: Any) -> tuple[Medusa, Path]:
     return student, store
 
 
-# Both.
+# What holds for both.
 
 
 @BOTH
