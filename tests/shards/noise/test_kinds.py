@@ -20,14 +20,8 @@ from torch import Tensor
 from benchmarks.dense_noise import DenseNoise, given_posterior
 from shards.codec.full import StoredNoise
 from shards.codec.seeded import ShiftedNoise
+from shards.noise import gumbel
 from shards.noise.embedding import Weighting
-from shards.noise.gumbel import (
-    arrivals_from_gumbel,
-    exponential_from_bits,
-    gumbel_argmax,
-    place_tokens,
-    token_gumbels,
-)
 from shards.noise.kinds import (
     DenseProbabilities,
     Entries,
@@ -104,7 +98,7 @@ def test_a_race_of_three_by_hand() -> None:
 
 
 def test_exponential_of_extreme_bits() -> None:
-    values = exponential_from_bits(torch.tensor([0, 1 << 31, (1 << 32) - 1]))
+    values = gumbel.exponential_from_bits(torch.tensor([0, 1 << 31, (1 << 32) - 1]))
     expected = [0.5 * 2.0**-32, math.log(2.0), 24 * math.log(2.0)]
     torch.testing.assert_close(values, torch.tensor(expected), rtol=1e-6, atol=0)
     assert float(values[0]) > 0
@@ -115,7 +109,7 @@ def test_the_token_is_always_the_argmax(spread: float) -> None:
     log_probs, tokens = random_posterior(20_000, 50, spread)
     noise = posterior_of(log_probs, tokens, seed=4)
     assert torch.equal(winners(log_probs, noise), tokens)
-    assert torch.equal(gumbel_argmax(log_probs, dense_arrivals(noise)), tokens)
+    assert torch.equal(gumbel.gumbel_argmax(log_probs, dense_arrivals(noise)), tokens)
     # However unlikely: float32 has no room for p = e^-150, and xi has.
     least = log_probs.argmin(1)
     assert torch.equal(winners(log_probs, posterior_of(log_probs, least, seed=5)), least)
@@ -136,7 +130,7 @@ def test_the_argmax_survives_waits_below_the_float32_spacing(own: float) -> None
     assert bool((naive == log_probs.exp() * first[:, None]).any()), "the case must have ties"
     assert bool((winners(log_probs, noise) == 5).all())
     if own > -80:
-        assert bool((gumbel_argmax(log_probs, dense_arrivals(noise)) == 5).all())
+        assert bool((gumbel.gumbel_argmax(log_probs, dense_arrivals(noise)) == 5).all())
 
 
 def test_the_tokens_gumbel_is_rounded_up() -> None:
@@ -144,20 +138,20 @@ def test_the_tokens_gumbel_is_rounded_up() -> None:
     log_probs = -250 * torch.rand(5000, generator=generator)
     first = -torch.rand(5000, generator=generator).log()
     exact = -(log_probs.double() + first.double().log())
-    rounded = token_gumbels(log_probs, first)
+    rounded = gumbel.token_gumbels(log_probs, first)
     assert bool((rounded.double() >= exact).all())
     assert float((rounded.double() - exact).max()) <= 2.0**-15  # one spacing below 256
 
 
 def test_arrivals_of_gumbels() -> None:
     gumbels = torch.linspace(-3, 80, 500)
-    torch.testing.assert_close(-arrivals_from_gumbel(gumbels).log(), gumbels)
-    assert float(arrivals_from_gumbel(torch.tensor([150.0]))[0].reciprocal()) < math.inf
+    torch.testing.assert_close(-gumbel.arrivals_from_gumbel(gumbels).log(), gumbels)
+    assert float(gumbel.arrivals_from_gumbel(torch.tensor([150.0]))[0].reciprocal()) < math.inf
 
 
 def test_tokens_are_placed_in_their_own_tile_only() -> None:
     tokens, own = torch.tensor([0, 3, 4, 9]), torch.tensor([10.0, 13.0, 14.0, 19.0])
-    tiles = [place_tokens(torch.zeros(4, 2), tokens, own, i, i + 2) for i in range(0, 10, 2)]
+    tiles = [gumbel.place_tokens(torch.zeros(4, 2), tokens, own, i, i + 2) for i in range(0, 10, 2)]
     expected = torch.zeros(4, 10).scatter_(1, tokens[:, None], own[:, None])
     assert torch.equal(torch.cat(tiles, dim=1), expected)
 
@@ -190,7 +184,7 @@ def test_posterior_of_drawn_tokens_is_the_prior_and_every_draw_is_fresh() -> Non
 def test_prior_argmax_draws_from_the_teacher() -> None:
     num, p = 200_000, torch.tensor([0.6, 0.3, 0.1])
     noise = KeyedPrior(make_keys(num, seed=8), 3)
-    counts = torch.bincount(gumbel_argmax(p.log().expand(num, 3), dense_arrivals(noise)))
+    counts = torch.bincount(gumbel.gumbel_argmax(p.log().expand(num, 3), dense_arrivals(noise)))
     assert float((counts / num - p).abs().max()) < 4.5 * math.sqrt(0.25 / num)
 
 

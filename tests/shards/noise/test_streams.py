@@ -16,28 +16,9 @@ from torch import Tensor
 
 from shards.errors import GdistillError, UsageError
 from shards.noise import compiled as compiled_module
-from shards.noise import philox
+from shards.noise import murmur3, philox
 from shards.noise.gumbel import exponential_from_bits
 from shards.noise.kinds import DenseProbabilities, KeyedPosterior, KeyedPrior
-from shards.noise.murmur3 import (
-    MASK,
-    SECOND_WORD,
-    EngineKeys,
-    engine_arrivals,
-    engine_bits,
-    engine_gumbels,
-    uniforms,
-    uniforms64,
-)
-from shards.noise.philox import (
-    PositionKeys,
-    keyed_bits,
-    keyed_exponentials,
-    noise_kernel,
-    philox4x32,
-    stream_bits,
-    use_noise_kernel,
-)
 
 # Random123, kat_vectors: counter, key, expected.
 ZERO, ONES = "00000000 " * 3 + "00000000", "ffffffff " * 3 + "ffffffff"
@@ -56,7 +37,7 @@ def hexadecimal(text: str) -> list[int]:
 
 def words_of(counter: list[int], seed: int) -> list[int]:
     c0, c1, c2, c3 = (torch.tensor([word]) for word in counter)
-    return [int(word) for word in philox4x32((c0, c1, c2, c3), seed)]
+    return [int(word) for word in philox.philox4x32((c0, c1, c2, c3), seed)]
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
@@ -65,42 +46,43 @@ def test_known_answers(counter: str, key: str, expected: str) -> None:
     assert words_of(hexadecimal(counter), low | high << 32) == hexadecimal(expected)
 
 
-def keys(seed: int = 5, draw: int = 0) -> PositionKeys:
+def keys(seed: int = 5, draw: int = 0) -> philox.PositionKeys:
     rows = torch.tensor([0, 1, 1, 7, (1 << 32) + 1, (1 << 44) - 1])
-    return PositionKeys(seed, rows, torch.tensor([1, 1, 2, 1023, 1, (1 << 20) - 1]), draw)
+    return philox.PositionKeys(seed, rows, torch.tensor([1, 1, 2, 1023, 1, (1 << 20) - 1]), draw)
 
 
 def test_keyed_bits_follow_the_documented_counter() -> None:
     row, position, vocab_id = (1 << 44) - 1, (1 << 20) - 1, 9
     counter = [vocab_id // 4, position | (row >> 32) << 20, row & 0xFFFFFFFF, 3]
-    assert int(keyed_bits(keys(draw=3), 0, 10)[5, vocab_id]) == words_of(counter, 5)[vocab_id % 4]
+    bits = philox.keyed_bits(keys(draw=3), 0, 10)
+    assert int(bits[5, vocab_id]) == words_of(counter, 5)[vocab_id % 4]
 
 
 def test_a_tile_and_a_selection_are_parts_of_the_whole() -> None:
-    whole = keyed_bits(keys(), 0, 50257)
+    whole = philox.keyed_bits(keys(), 0, 50257)
     for start, stop in ((0, 1), (1, 2), (3, 9), (4, 8), (6, 6), (50250, 50257)):
-        assert torch.equal(keyed_bits(keys(), start, stop), whole[:, start:stop]), (start, stop)
+        assert torch.equal(philox.keyed_bits(keys(), start, stop), whole[:, start:stop])
     index = torch.tensor([4, 0])
-    assert torch.equal(keyed_bits(keys().select(index), 0, 40), whole[index, :40])
+    assert torch.equal(philox.keyed_bits(keys().select(index), 0, 40), whole[index, :40])
 
 
 def test_every_part_of_the_key_matters() -> None:
-    whole = keyed_bits(keys(), 0, 400)
+    whole = philox.keyed_bits(keys(), 0, 400)
     assert len(set(whole.flatten().tolist())) > 0.999 * whole.numel()
     for other in (keys(seed=6), keys(seed=5 + (1 << 40)), keys(draw=1)):
-        assert not (keyed_bits(other, 0, 400) == whole).any()
-    streams = torch.cat([stream_bits(keys(), stream, 200) for stream in range(3)], dim=1)
+        assert not (philox.keyed_bits(other, 0, 400) == whole).any()
+    streams = torch.cat([philox.stream_bits(keys(), stream, 200) for stream in range(3)], dim=1)
     assert not np.isin(streams.numpy(), whole.numpy()).any()
 
 
-def make_keys(num: int, seed: int = 99, draw: int = 0) -> PositionKeys:
+def make_keys(num: int, seed: int = 99, draw: int = 0) -> philox.PositionKeys:
     index = torch.arange(num)
-    return PositionKeys(seed, index // 16, index % 16 + 1, draw)
+    return philox.PositionKeys(seed, index // 16, index % 16 + 1, draw)
 
 
-def assert_as_defined(keys: PositionKeys, start: int, stop: int) -> None:
-    expected = exponential_from_bits(keyed_bits(keys, start, stop))
-    assert torch.equal(keyed_exponentials(keys, start, stop), expected)
+def assert_as_defined(keys: philox.PositionKeys, start: int, stop: int) -> None:
+    expected = exponential_from_bits(philox.keyed_bits(keys, start, stop))
+    assert torch.equal(philox.keyed_exponentials(keys, start, stop), expected)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 1), (3, 90), (5, 5), (50251, 50257)])
@@ -121,16 +103,16 @@ def compiled_noise() -> Iterator[None]:
         pytest.skip("no C++ compiler")
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("the compiler of PyTorch writes no code for its plainest kernels")
-    use_noise_kernel("compiled")
+    philox.use_noise_kernel("compiled")
     yield
-    use_noise_kernel("eager")
+    philox.use_noise_kernel("eager")
 
 
 @pytest.mark.parametrize(("num", "start", "stop"), [(300, 3, 90), (2, 0, 50257), (64, 6, 2055)])
 def test_the_compiled_kernel_gives_the_same_bits(
     compiled_noise: None, num: int, start: int, stop: int
 ) -> None:
-    assert noise_kernel() == "compiled"
+    assert philox.noise_kernel() == "compiled"
     assert_as_defined(make_keys(num, draw=3), start, stop)
 
 
@@ -146,11 +128,11 @@ def test_kernels_are_chosen_by_name_and_a_failure_changes_nothing(compile_by: Ca
         raise RuntimeError("no compiler")
 
     with pytest.raises(UsageError, match="noise kernel"):
-        use_noise_kernel("fast")
+        philox.use_noise_kernel("fast")
     compile_by(lambda *_, **options: broken)
     with pytest.raises(GdistillError, match="no compiler"):
-        use_noise_kernel("compiled")
-    assert noise_kernel() == "eager"
+        philox.use_noise_kernel("compiled")
+    assert philox.noise_kernel() == "eager"
 
 
 def test_auto_compiles_on_cuda_alone_and_tells_why_not(
@@ -163,9 +145,10 @@ def test_auto_compiles_on_cuda_alone_and_tells_why_not(
         raise GdistillError("cannot compile the noise kernel", got="no Triton")
 
     monkeypatch.setattr(philox, "_compile", fails)
-    assert use_noise_kernel("auto", "cpu") == "" and not calls
-    assert "no Triton" in use_noise_kernel("auto", "cuda") and calls == [torch.device("cuda")]
-    assert noise_kernel() == "eager"
+    assert philox.use_noise_kernel("auto", "cpu") == "" and not calls
+    assert "no Triton" in philox.use_noise_kernel("auto", "cuda")
+    assert calls == [torch.device("cuda")]
+    assert philox.noise_kernel() == "eager"
 
 
 def test_a_form_that_is_compiled_wrongly_gives_way_to_the_next(compile_by: Callable) -> None:
@@ -178,7 +161,7 @@ def test_a_form_that_is_compiled_wrongly_gives_way_to_the_next(compile_by: Calla
         return lambda *words: -work(*words) if wrong else work(*words)
 
     compile_by(compiled)
-    use_noise_kernel("compiled")
+    philox.use_noise_kernel("compiled")
     assert_as_defined(make_keys(5, seed=1), 0, 40)
     assert tried == ["_by_lane", "_all_lanes"]
 
@@ -204,11 +187,11 @@ def test_a_compiled_kernel_may_differ_as_far_as_its_device_allows(
     monkeypatch.setitem(compiled_module.LARGEST_ULPS, "cpu", most)
     obstacle = ""
     try:
-        use_noise_kernel("compiled", "cpu")
+        philox.use_noise_kernel("compiled", "cpu")
     except GdistillError as error:
         obstacle = str(error)
-    assert noise_kernel("cpu") == ("compiled" if fits else "eager")
-    assert noise_kernel("cuda") == "eager", "another device keeps its own kernel"
+    assert philox.noise_kernel("cpu") == ("compiled" if fits else "eager")
+    assert philox.noise_kernel("cuda") == "eager", "another device keeps its own kernel"
     assert fits or f"{ulps} units" in obstacle
 
 
@@ -217,12 +200,12 @@ def test_one_graph_serves_every_size_and_gradient_mode(compile_by: Callable) -> 
 
     compile_by(partial(torch.compile, backend="eager"))
     before = counters["stats"]["unique_graphs"]
-    use_noise_kernel("compiled")
+    philox.use_noise_kernel("compiled")
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         for num in (2, 40):
             with mode():
-                found = keyed_exponentials(make_keys(num), 5, 9000)
-                expected = exponential_from_bits(keyed_bits(make_keys(num), 5, 9000))
+                found = philox.keyed_exponentials(make_keys(num), 5, 9000)
+                expected = exponential_from_bits(philox.keyed_bits(make_keys(num), 5, 9000))
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     assert counters["stats"]["unique_graphs"] == before + 1
 
@@ -239,12 +222,13 @@ def numbers(name: str) -> Tensor:
 
 
 def test_bits_uniforms_and_variates_are_the_engines_own() -> None:
-    first, second = at_vectors(engine_bits), at_vectors(engine_bits, SECOND_WORD)
-    assert (first.long() & MASK).tolist() == VECTORS["bits"]
-    assert (second.long() & MASK).tolist() == VECTORS["bits_of_second_word"]
-    assert torch.equal(uniforms(first).double(), numbers("uniforms32"))
-    assert torch.equal(uniforms64(first, second), numbers("uniforms64"))
-    found = at_vectors(engine_gumbels).double()  # to the rounding of a logarithm
+    first = at_vectors(murmur3.engine_bits)
+    second = at_vectors(murmur3.engine_bits, murmur3.SECOND_WORD)
+    assert (first.long() & murmur3.MASK).tolist() == VECTORS["bits"]
+    assert (second.long() & murmur3.MASK).tolist() == VECTORS["bits_of_second_word"]
+    assert torch.equal(murmur3.uniforms(first).double(), numbers("uniforms32"))
+    assert torch.equal(murmur3.uniforms64(first, second), numbers("uniforms64"))
+    found = at_vectors(murmur3.engine_gumbels).double()  # to the rounding of a logarithm
     torch.testing.assert_close(found, numbers("gumbels32"), rtol=3e-7, atol=3e-7)
 
 
@@ -253,22 +237,22 @@ def test_the_engines_arrivals_are_exponential_and_a_tile_is_a_part_of_them(
     dtype: torch.dtype,
 ) -> None:
     seeds, positions = torch.arange(50) - 9, torch.arange(50)
-    whole = engine_arrivals(seeds, positions, 0, 400, dtype)
+    whole = murmur3.engine_arrivals(seeds, positions, 0, 400, dtype)
     assert stats.kstest(whole.flatten().double().numpy(), "expon").pvalue > 1e-3
-    assert torch.equal(engine_arrivals(seeds, positions, 17, 210, dtype), whole[:, 17:210])
-    assert torch.equal(engine_arrivals(seeds[1:], positions[1:], 0, 400, dtype), whole[1:])
+    assert torch.equal(murmur3.engine_arrivals(seeds, positions, 17, 210, dtype), whole[:, 17:210])
+    assert torch.equal(murmur3.engine_arrivals(seeds[1:], positions[1:], 0, 400, dtype), whole[1:])
 
 
 def test_the_largest_bits_leave_the_variates_finite() -> None:
     extreme = torch.tensor([0, -1], dtype=torch.int32)
-    assert uniforms(extreme).tolist() == [2.0**-33, 1.0]
-    assert bool(((u := uniforms64(extreme, extreme)) > 0).all()) and bool((u < 1).all())
+    assert murmur3.uniforms(extreme).tolist() == [2.0**-33, 1.0]
+    assert bool(((u := murmur3.uniforms64(extreme, extreme)) > 0).all()) and bool((u < 1).all())
 
 
 def test_noise_of_keys_is_what_the_engine_draws_the_token_with() -> None:
     seeds, places = torch.tensor([5, 5, 8]), torch.tensor([1, 2, 1])
-    noise = KeyedPrior(EngineKeys(seeds, places), 60)
-    torch.testing.assert_close(noise.gumbels(), engine_gumbels(seeds, places - 1, 0, 60))
+    noise = KeyedPrior(murmur3.EngineKeys(seeds, places), 60)
+    torch.testing.assert_close(noise.gumbels(), murmur3.engine_gumbels(seeds, places - 1, 0, 60))
     assert not torch.equal(noise.redrawn(1).gumbels(), noise.gumbels())
     assert torch.equal(noise.select(torch.tensor([2])).gumbels(), noise.gumbels()[2:])
 
@@ -277,7 +261,7 @@ def test_a_store_decoded_under_the_engines_noise_gives_back_its_tokens() -> None
     torch.manual_seed(0)
     log_p = torch.randn(200, 30).log_softmax(dim=-1)
     tokens = torch.distributions.Categorical(logits=log_p).sample()
-    keys = EngineKeys(torch.arange(200), torch.arange(200) % 7 + 1)
+    keys = murmur3.EngineKeys(torch.arange(200), torch.arange(200) % 7 + 1)
     own = log_p.gather(1, tokens[:, None])[:, 0]
     gumbels = KeyedPosterior(keys, tokens, own, DenseProbabilities(log_p)).gumbels()
     assert torch.equal((log_p + gumbels).argmax(dim=-1), tokens)

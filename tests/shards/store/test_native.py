@@ -20,14 +20,7 @@ from zarr.codecs import Crc32cCodec, ZstdCodec
 from zarr.core.buffer import cpu
 from zarr.storage import MemoryStore
 
-from shards.store.layout import (
-    ABSENT,
-    INDEX_OVERHEAD_BYTES,
-    DamagedShard,
-    NativeArray,
-    NativeShards,
-    decode_chunk,
-)
+from shards.store import layout
 from shards.store.store import ShardStore
 from tests.shards.store.fault_trials import flipped
 from tests.shards.store_cases import write_store
@@ -55,7 +48,7 @@ class Made:
         shapes = {name: (rows, *tail) for name, rows in sizes.items()}
         self.array = zarr.create_array(self.memory, name="a", **shapes, **(usual | options))
         dtype = self.array.dtype
-        self.native = NativeArray(dtype.newbyteorder("<"), tail, chunk, per_shard)
+        self.native = layout.NativeArray(dtype.newbyteorder("<"), tail, chunk, per_shard)
         draw = np.random.default_rng(seed).integers(0, 256, self.array.shape)
         self.array[:] = draw.astype(dtype)
 
@@ -73,19 +66,19 @@ class Made:
 
     def shards(
         self, content: Mapping[str, bytes] | None = None, tails: dict[int, str] | None = None
-    ) -> NativeShards:
+    ) -> layout.NativeShards:
         """Our reader of these files."""
         files = content or self.content
         assert self.native.fits(files["a/zarr.json"], self.array.shape[0])
         zeros = "/0" * (self.array.ndim - 1)
-        return NativeShards(
+        return layout.NativeShards(
             self.native,
             lambda shard, start, length: files[f"a/c/{shard}{zeros}"][start : start + length],
             lambda shard: len(files[f"a/c/{shard}{zeros}"]),
             lambda shard: (tails or {}).get(shard),
         )
 
-    def assert_reads_as_zarr(self, shards: NativeShards) -> None:
+    def assert_reads_as_zarr(self, shards: layout.NativeShards) -> None:
         rows = self.array.chunks[0]
         for index in range(-(-self.array.shape[0] // rows)):
             expected = np.asarray(self.array[index * rows : (index + 1) * rows])
@@ -94,7 +87,7 @@ class Made:
             assert got[: len(expected)].tobytes() == expected.tobytes()
 
 
-def read_all(shards: NativeShards) -> list[bytes]:
+def read_all(shards: layout.NativeShards) -> list[bytes]:
     return [shards.read_chunk(index).tobytes() for index in range(8)]
 
 
@@ -160,7 +153,7 @@ def test_a_whole_chunk_of_another_place_is_refused() -> None:
     (start, length), (second, _) = made.native.parse_index(data[-52:])[:2].tolist()
     mixed = data[:start] + data[second : second + length] + data[start + length :]
     shards = made.shards({**content, FIRST: mixed}, tails)
-    with pytest.raises(DamagedShard, match="inner chunk 0 is another one"):
+    with pytest.raises(layout.DamagedShard, match="inner chunk 0 is another one"):
         shards.read_chunk(0)
     assert shards.read_chunk(1).tobytes() == made.shards(content).read_chunk(1).tobytes()
 
@@ -170,8 +163,8 @@ def test_a_chunk_of_another_size_is_refused_and_never_filled_up(made: Made, num_
     frame = zstandard.ZstdCompressor().compress(bytes(num_bytes))
     frame += google_crc32c.value(frame).to_bytes(4, "little")
     told = f"holds {num_bytes if num_bytes < 60 else 'more than 60'} bytes, expected 60"
-    with pytest.raises(DamagedShard, match=told):
-        decode_chunk(frame, made.native.dtype, made.array.chunks)
+    with pytest.raises(layout.DamagedShard, match=told):
+        layout.decode_chunk(frame, made.native.dtype, made.array.chunks)
 
 
 def test_every_flipped_bit_and_every_cut_is_noticed(made: Made) -> None:
@@ -180,7 +173,7 @@ def test_every_flipped_bit_and_every_cut_is_noticed(made: Made) -> None:
     flips = [flipped(data, bit) for bit in range(0, len(data) * 8, 3)]
     assert len(flips) > 500
     for damaged in [*flips, *(data[:length] for length in range(len(data)))]:
-        with pytest.raises(DamagedShard):
+        with pytest.raises(layout.DamagedShard):
             read_all(made.shards({**content, name: damaged}))
 
 
@@ -189,9 +182,10 @@ def test_an_absent_chunk_is_an_error_and_no_fill_value() -> None:
     made.array[:] = 1
     made.array[9:12] = 0  # equal to the fill value: zarr-python leaves the chunk out
     shards = made.shards()
-    assert made.native.parse_index(made.content["a/c/1/0/0"][-52:])[0].tolist() == [ABSENT] * 2
+    index = made.native.parse_index(made.content["a/c/1/0/0"][-52:])
+    assert index[0].tolist() == [layout.ABSENT] * 2
     shards.read_chunk(4)
-    with pytest.raises(DamagedShard, match="absent"):
+    with pytest.raises(layout.DamagedShard, match="absent"):
         shards.read_chunk(3)
 
 
@@ -200,7 +194,7 @@ def test_an_index_that_points_outside_is_an_error(made: Made) -> None:
     index = np.frombuffer(data[-52:-4], "<u8").copy()
     index[0] = 10**6
     crc = google_crc32c.value(index.tobytes()).to_bytes(4, "little")
-    with pytest.raises(DamagedShard, match="outside"):
+    with pytest.raises(layout.DamagedShard, match="outside"):
         read_all(made.shards({**made.content, FIRST: data[:-52] + index.tobytes() + crc}))
 
 
@@ -212,7 +206,8 @@ def test_rows_are_writable_and_independent(made: Made) -> None:
 
 
 def test_what_is_kept_of_shards_is_bounded(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shards.store.layout.INDEX_MEMORY_BYTES", 2 * (64 + INDEX_OVERHEAD_BYTES))
+    room = 2 * (64 + layout.INDEX_OVERHEAD_BYTES)
+    monkeypatch.setattr(layout, "INDEX_MEMORY_BYTES", room)
     shards, reads = made.shards(), []
     read_range = shards._read_range
     monkeypatch.setattr(shards, "_read_range", lambda *a: reads.append(a) or read_range(*a))
@@ -227,7 +222,7 @@ def test_what_is_kept_of_shards_is_bounded(made: Made, monkeypatch: pytest.Monke
 def test_a_reader_remembers_little_of_each_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shards.store.layout.INDEX_MEMORY_BYTES", 0)
+    monkeypatch.setattr(layout, "INDEX_MEMORY_BYTES", 0)
     write_store(tmp_path / "store", splits={"train": 800}, rows_per_shard=4, rows_per_chunk=4)
     reader = ShardStore.open(tmp_path / "store").split("train")
     reader.read_chunk(0)
