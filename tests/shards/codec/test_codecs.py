@@ -570,13 +570,18 @@ def test_order_statistics_have_the_law_of_the_dense_draw(vocab_size: int, kept: 
     assert_same_law(*ratios)
 
 
-def test_gaps_are_exponential_and_independent() -> None:
+def test_gaps_are_exponential_and_independent_and_say_nothing_of_ids() -> None:
+    """Gaps, ids and the rest are drawn from streams of their own."""
     noise = statistics.first_arrivals_of(keys(20_000), 5000, 4)
     arrivals = torch.cat([torch.zeros(20_000, 1), noise.arrivals], dim=1).double()
     gaps = arrivals.diff(dim=1) * torch.arange(5000, 4996, -1)
     assert kstest(gaps.flatten().numpy(), expon.cdf).pvalue > 1e-4
     correlation = torch.corrcoef((-gaps).exp().T)[~torch.eye(4, dtype=torch.bool)]
     assert float(correlation.abs().max()) < 4.5 / math.sqrt(20_000)
+    columns = [*noise.ids.T.double(), *noise.arrivals.T.double().neg().exp()]
+    correlation = torch.corrcoef(torch.stack([*columns, noise.rest_rate.double()]))
+    ids_by_others = correlation[:4, 4:]
+    assert float(ids_by_others.abs().max()) < 4.5 / math.sqrt(20_000)
 
 
 def test_ids_are_distinct_and_uniform_in_every_rank() -> None:
@@ -648,16 +653,6 @@ def test_rest_rate_is_a_quantile_function() -> None:
         for z, share in ((-1.0, 0.158655), (0.0, 0.5), (1.0, 0.841345)):
             below = float((exact < rates[(normals - z).abs().argmin(), column]).double().mean())
             assert abs(below - share) < 4.5 * math.sqrt(share * (1 - share) / 2000)
-
-
-def test_arrivals_say_nothing_of_ids() -> None:
-    """Gaps, ids and the rest are drawn from streams of their own."""
-    num = 20_000
-    noise = statistics.first_arrivals_of(keys(num), 5000, 3)
-    columns = [*noise.ids.T.double(), *noise.arrivals.T.double().neg().exp()]
-    correlation = torch.corrcoef(torch.stack([*columns, noise.rest_rate.double()]))
-    ids_by_others = correlation[:3, 3:]
-    assert float(ids_by_others.abs().max()) < 4.5 / math.sqrt(num)
 
 
 def test_the_token_is_known_apart_from_what_a_student_is_shown() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import spearmanr
 
 from pipeline.run import bytes_per_token, rows_per_unit
 from pipeline.settings import StoreSettings
@@ -120,20 +121,14 @@ def test_sequential_ranks_take_contiguous_parts() -> None:
     assert order.locate(np.array([0, 7, 8, 99]))[1].tolist() == [7, 7, 15, 99]
 
 
-def rank_correlation(left: np.ndarray, right: np.ndarray) -> float:
-    """Spearman's, of samples without ties worth speaking of."""
-    ranks = [np.argsort(np.argsort(x)).astype(float) for x in (left, right)]
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
-
-
 def test_consecutive_rows_are_unrelated_and_a_batch_has_rows_of_as_many_chunks() -> None:
     num_rows = 48 * 64 * 16
     rows = rows_of(LaneOrder(num_rows, 16, 5, 0, 256), num_rows)
     # The coefficient of a random permutation has standard deviation 1 / sqrt(n - 1); whole chunks
     # of 16 rows are placed at random: as few free choices as there are chunks.
     bound = 5 / math.sqrt(num_rows) * math.sqrt(16)
-    assert abs(rank_correlation(rows[:-1], rows[1:])) < bound
-    assert abs(rank_correlation(np.arange(num_rows), rows)) < bound
+    assert abs(spearmanr(rows[:-1], rows[1:]).statistic) < bound
+    assert abs(spearmanr(np.arange(num_rows), rows).statistic) < bound
     # Two lanes may meet in the chunk that their border cuts.
     batches = (rows // 16).reshape(-1, 256)
     assert np.mean([1 - len(np.unique(batch)) / 256 for batch in batches]) < 0.02
