@@ -32,18 +32,14 @@ def sentences() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def bpe_tokenizer(sentences: list[str]) -> PreTrainedTokenizerFast:
+def bpe(sentences: list[str]) -> PreTrainedTokenizerFast:
     """280 entries; ``<|endoftext|>`` (id 0) is bos and eos, as in GPT-2."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     backend.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    trainer = trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )  # type: ignore[call-arg]
-    backend.train_from_iterator(sentences, trainer)
+    bytes_ = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    special: dict[str, Any] = {"special_tokens": ["<|endoftext|>"], **bytes_}
+    backend.train_from_iterator(sentences, trainers.BpeTrainer(vocab_size=280, **special))
     ends = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
     return PreTrainedTokenizerFast(tokenizer_object=backend, **ends)
 
@@ -53,17 +49,19 @@ def sentence_corpus(tmp_path: Path, sentences: list[str]) -> CorpusConfig:
     """500 sentences, one per line, the last 50 held out, in rows of 16."""
     path = tmp_path / "corpus.txt"
     path.write_text("\n".join(sentences) + "\n")
-    settings: dict[str, Any] = {"document_separator": "line", "validation_documents": 50}
-    return CorpusConfig(f"text:{path}", row_length=16, **settings)
+    settings: dict[str, Any] = {"row_length": 16, "validation_documents": 50}
+    return CorpusConfig(f"text:{path}", document_separator="line", **settings)
 
 
 @pytest.fixture
-def prepare(sentence_corpus: CorpusConfig, bpe_tokenizer: PreTrainedTokenizerFast) -> Prepare:
-    """Stage 1 of the sentences, with changed settings, into a folder."""
+def prepare(sentence_corpus: CorpusConfig, bpe: PreTrainedTokenizerFast) -> Prepare:
+    """Stage 1 of the sentences, or of a text, with changed settings, into a folder."""
 
-    def prepared(out: Path, limits: Any = None, **changes: Any) -> TokenDataset:
+    def prepared(
+        out: Path, limits: Any = None, tokenizer: Any = bpe, **changes: Any
+    ) -> TokenDataset:
         config = dataclasses.replace(sentence_corpus, **changes)
-        return prepare_tokens(config, bpe_tokenizer, out, limits=limits)
+        return prepare_tokens(config, tokenizer, out, limits=limits)
 
     return prepared
 

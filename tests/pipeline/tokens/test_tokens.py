@@ -1,11 +1,15 @@
-"""Token rows: which they are, what decides them, and what is refused."""
+"""Token rows: which they are, what decides them, what is refused, and how they are resumed."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
@@ -15,20 +19,33 @@ import datasets
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipeline.corpus.config import CorpusConfig, corpus_config
 from pipeline.corpus.detokenize import detokenizer
 from pipeline.corpus.sources import file_identity
-from pipeline.maze import load_maze, maze_tokenizer, path_rows
+from pipeline.maze import (
+    MazeLayout,
+    MazeTeacherConfig,
+    load_maze,
+    maze_tokenizer,
+    path_rows,
+    train_maze_teacher,
+)
 from pipeline.references import write_references
-from pipeline.tokens import build, tokenizer
-from pipeline.tokens.build import corpus_identity, prepare_tokens
+from pipeline.tokens import build
+from pipeline.tokens.build import SpecialIds, make_packer, prepare_tokens
 from pipeline.tokens.dataset import FIELDS, FORMAT_VERSION, TokenDataset
-from pipeline.tokens.tokenizer import load_tokenizer, special_ids
+from pipeline.tokens.pieces import cut_between_words, encode_with_overlap, join
+from pipeline.tokens.tokenizer import backend, encode, load_tokenizer, special_ids
 from shards.errors import GdistillError, IntegrityError, UsageError
 from tests.pipeline.conftest import Prepare
+from tests.pipeline.extract_cases import contents, times
+
+END = "<|endoftext|>"
 
 
 def streamed(tokenizer: PreTrainedTokenizerFast, texts: list[str], length: int) -> np.ndarray:
@@ -39,58 +56,57 @@ def streamed(tokenizer: PreTrainedTokenizerFast, texts: list[str], length: int) 
     return np.array(stream[: num_rows * length]).reshape(num_rows, length)
 
 
-def all_rows(dataset: TokenDataset, split: str) -> np.ndarray:
+def all_rows(dataset: TokenDataset, split: str = "train") -> np.ndarray:
     return dataset.read_rows(split, 0, dataset.num_rows(split))
 
 
-def times(folder: Path) -> dict[Path, int]:
-    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+def made(spec: object, out: Path, tokenizer: Any, **settings: Any) -> TokenDataset:
+    """Stage 1 of a corpus as it is named on the command line."""
+    return prepare_tokens(corpus_config(str(spec), settings), tokenizer, out)
 
 
 @pytest.mark.usefixtures("small_parts")
 def test_rows_on_disk(
     tmp_path: Path,
     prepare: Prepare,
-    bpe_tokenizer: PreTrainedTokenizerFast,
+    bpe: PreTrainedTokenizerFast,
     sentences: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dataset = prepare(tmp_path / "run")
+    # Other readers open the files.
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    files = {split: str(dataset.path / split / "*.parquet") for split in dataset.splits}
+    loaded = datasets.load_dataset("parquet", data_files=files).with_format("numpy")
     for split, texts in (("train", sentences[:450]), ("validation", sentences[450:])):
-        expected = streamed(bpe_tokenizer, texts, 16)
+        expected = streamed(bpe, texts, 16)
         assert np.array_equal(all_rows(dataset, split), expected)
+        assert np.array_equal(loaded[split]["input_ids"][:], expected)
         # Ranges across row groups and parts.
         for start in range(0, len(expected) - 37, 29):
             found = dataset.read_rows(split, start, start + 37)
             assert np.array_equal(found, expected[start : start + 37])
+        begin = 0
+        for part in dataset.parts(split):
+            rows = expected[begin : begin + part.num_rows]
+            assert sha256(rows.astype("<i4").tobytes()).hexdigest() == part.tokens_sha256
+            begin += part.num_rows
     assert len(dataset.parts("train")) > 3
     assert dataset.read_rows("train", 5, 5).shape == (0, 16)
     assert (dataset.row_length, dataset.vocab_size, dataset.eos_id) == (16, 280, 0)
     assert dataset.max_token_id == max(all_rows(dataset, name).max() for name in dataset.splits)
-    for split in dataset.splits:
-        begin = 0
-        for part in dataset.parts(split):
-            rows = dataset.read_rows(split, begin, begin + part.num_rows)
-            assert sha256(rows.astype("<i4").tobytes()).hexdigest() == part.tokens_sha256
-            begin += part.num_rows
     assert len(AutoTokenizer.from_pretrained(dataset.tokenizer_path)) == 280
     summary = dataset.record["splits"]["train"]
     assert (summary["num_documents"], summary["num_rows"]) == (450, dataset.num_rows("train"))
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["tokens"]
     with pytest.raises(IndexError):
         dataset.read_rows("train", 0, dataset.num_rows("train") + 1)
-    # Other readers open the files.
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    files = {split: str(dataset.path / split / "*.parquet") for split in dataset.splits}
-    loaded = datasets.load_dataset("parquet", data_files=files).with_format("numpy")
-    for split in dataset.splits:
-        assert np.array_equal(loaded[split]["input_ids"][:], all_rows(dataset, split))
     schema = pq.read_table(dataset.path / "train").schema
     assert str(schema.field("input_ids").type).startswith("fixed_size_list")
 
 
-def test_a_finished_stage_is_left_alone(
-    tmp_path: Path, sentence_corpus: CorpusConfig, prepare: Prepare
+def test_a_finished_stage_is_left_alone_and_outlives_its_corpus(
+    tmp_path: Path, sentence_corpus: CorpusConfig, prepare: Prepare, capsys: Any
 ) -> None:
     first, source = prepare(tmp_path / "run"), sentence_corpus.source.removeprefix("text:")
     before = times(first.path)
@@ -102,16 +118,20 @@ def test_a_finished_stage_is_left_alone(
     prepare(tmp_path / "run")
     assert times(first.path) == before
     assert prepare(tmp_path / "b").fingerprint == first.fingerprint
+    Path(source).unlink()
+    assert prepare(tmp_path / "run").fingerprint == first.fingerprint
+    assert "the corpus is gone" in capsys.readouterr().err
+    with pytest.raises(UsageError, match="no such corpus file"):
+        prepare(tmp_path / "new")
+    with pytest.raises(UsageError, match="other settings"):
+        prepare(tmp_path / "run", row_length=8)
 
 
-def test_the_record_counts_what_the_policy_met(
-    tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_the_record_counts_what_the_policy_met(tmp_path: Path, prepare: Prepare) -> None:
     lines = [b"a cat sat on a mat", b"", b"a \x01 dog", b"a \xff dog", b"the end"]
     (tmp_path / "a.txt").write_bytes(b"\n".join(lines) + b"\n")
-    settings = {"document_separator": "line", "on_bad_utf8": "skip", "validation_documents": 1}
-    config = corpus_config(f"{tmp_path}/a.txt", {**settings, "row_length": 4})
-    record = prepare_tokens(config, bpe_tokenizer, tmp_path).record["splits"]
+    settings: dict[str, Any] = {"validation_documents": 1, "on_bad_utf8": "skip", "row_length": 4}
+    record = prepare(tmp_path, source=f"text:{tmp_path}/a.txt", **settings).record["splits"]
     counted = ("num_documents", "num_empty", "num_bad_utf8", "num_control_characters")
     assert [record["train"][name] for name in counted] == [2, 1, 1, 1]
     assert [record["validation"][name] for name in counted] == [1, 0, 0, 0]
@@ -119,37 +139,17 @@ def test_the_record_counts_what_the_policy_met(
 
 
 def test_other_settings_are_refused_by_name(
-    tmp_path: Path,
-    sentence_corpus: CorpusConfig,
-    prepare: Prepare,
-    bpe_tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path, prepare: Prepare, bpe: PreTrainedTokenizerFast
 ) -> None:
     prepare(tmp_path)
     changes = {"row_length": 8, "packing": "wrap", "validation_documents": 3, "separator_id": 4}
     for name, value in changes.items():
         with pytest.raises(UsageError, match=rf"corpus\.{name}\]; got .*; expected {value}"):
             prepare(tmp_path, **{name: value})
-    backend = tokenizer.backend(bpe_tokenizer)
-    larger = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    larger = PreTrainedTokenizerFast(tokenizer_object=backend(bpe), eos_token=END)
     larger.add_tokens(["xyzzy"])
     with pytest.raises(UsageError, match=r"tokenizer\.(sha256|vocab_size)"):
-        prepare_tokens(sentence_corpus, larger, tmp_path)
-
-
-def test_finished_rows_outlive_their_corpus(
-    tmp_path: Path,
-    sentence_corpus: CorpusConfig,
-    prepare: Prepare,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    first = prepare(tmp_path / "run")
-    Path(sentence_corpus.source.removeprefix("text:")).unlink()
-    assert prepare(tmp_path / "run").fingerprint == first.fingerprint
-    assert "the corpus is gone" in capsys.readouterr().err
-    with pytest.raises(UsageError, match="no such corpus file"):
-        prepare(tmp_path / "new")
-    with pytest.raises(UsageError, match="other settings"):
-        prepare(tmp_path / "run", row_length=8)
+        prepare(tmp_path, tokenizer=larger)
 
 
 def test_a_changed_corpus_is_refused_by_name(
@@ -180,28 +180,13 @@ def test_a_file_of_the_same_size_is_hashed_again_once_it_was_written(tmp_path: P
     assert file_identity(path, {str(path): known})["sha256"] != known["sha256"]
 
 
-def test_every_setting_that_can_change_a_row_is_in_the_identity(
-    sentence_corpus: CorpusConfig, bpe_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    own = corpus_identity(sentence_corpus, bpe_tokenizer, {})
-    changes: list[dict[str, Any]] = [
-        {"detokenizer": "ptb"}, {"keep_empty": True}, {"on_bad_utf8": "skip"},
-        {"special_tokens": "token"}, {"packing": "wrap"}, {"field": "story"},
-        {"validation_fraction": 0.5, "validation_documents": 0},
-    ]  # fmt: skip
-    for change in changes:
-        other = dataclasses.replace(sentence_corpus, **change)
-        assert corpus_identity(other, bpe_tokenizer, {}) != own, change
-
-
 def test_damage_is_found(tmp_path: Path, prepare: Prepare) -> None:
     dataset = prepare(tmp_path)
     part = dataset.path / "train" / dataset.parts("train")[0].name
     whole = part.read_bytes()
     for position in range(200, len(whole) // 2, 997):
-        damaged = bytearray(whole)
-        damaged[position] ^= 4
-        part.write_bytes(damaged)
+        damage = bytes([whole[position] ^ 4])
+        part.write_bytes(whole[:position] + damage + whole[position + 1 :])
         with pytest.raises(IntegrityError, match="damaged token rows"):
             TokenDataset.open(tmp_path / "tokens").read_rows("train", 0, 1)
     part.write_bytes(whole[:-1])
@@ -210,24 +195,19 @@ def test_damage_is_found(tmp_path: Path, prepare: Prepare) -> None:
     part.unlink()
     with pytest.raises(IntegrityError, match="missing"):
         prepare(tmp_path)
-    record = json.loads((tmp_path / "tokens/tokens.json").read_text())
+    path = tmp_path / "tokens/tokens.json"
+    record = json.loads(path.read_text())
     for name in sorted(set(record) - {"format_version", "versions"}):
-        less = {key: value for key, value in record.items() if key != name}
-        (tmp_path / "tokens/tokens.json").write_text(json.dumps(less))
+        path.write_text(json.dumps({key: record[key] for key in record if key != name}))
         with pytest.raises(IntegrityError, match=rf"a field is missing.*got {name};.*stage 1"):
             TokenDataset.open(tmp_path / "tokens")
-    (tmp_path / "tokens/tokens.json").write_text('{"format_version": 99}')
+    path.write_text('{"format_version": 99}')
     with pytest.raises(UsageError, match="format version"):
         TokenDataset.open(tmp_path / "tokens")
 
 
-PART = {
-    "name": "part-00000.parquet",
-    "num_rows": 1,
-    "num_bytes": 7,
-    "tokens_sha256": "0" * 64,
-    "max_token_id": 3,
-}
+PART = {"name": "part-00000.parquet", "num_rows": 1, "num_bytes": 7, "max_token_id": 3}
+PART["tokens_sha256"] = "0" * 64
 NAMES = ["../../planted", "/etc/passwd", "..", "", "a//b", "a\\b", "a\0b", "a" * 300, 7, None]
 OUTSIDE: list[Any] = [{"train": {"parts": [{**PART, "name": name}]}} for name in NAMES]
 OUTSIDE += [{split: {"parts": [PART]}} for split in ("..", "../tokens/train", "/tmp", "", "a\nb")]
@@ -276,20 +256,18 @@ def test_only_the_rows_asked_for_are_tokenized(
 
 
 def test_a_special_token_in_a_text_is_text_and_counted(
-    tmp_path: Path, bpe_tokenizer: PreTrainedTokenizerFast
+    tmp_path: Path, bpe: PreTrainedTokenizerFast
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "the cat<|endoftext|>the dog sat on a mat"}\n' * 9)
     settings = {"row_length": 4, "validation_fraction": 0.0, "separate_train": False}
-    found = {}
-    for choice in ("text", "token"):
-        config = corpus_config(f"{tmp_path}/a.jsonl", {**settings, "special_tokens": choice})
-        dataset = prepare_tokens(config, bpe_tokenizer, tmp_path / choice)
-        rows = all_rows(dataset, "train")
-        found[choice] = int((rows == 0).sum())
+    for choice, expected in (("text", 0), ("token", 9)):
+        out, chosen = tmp_path / choice, {**settings, "special_tokens": choice}
+        dataset = made(tmp_path / "a.jsonl", out, bpe, **chosen)
+        rows = all_rows(dataset)
+        assert (rows == 0).sum() == expected
         assert dataset.record["splits"]["train"]["num_special_tokens"] == 9
-        text = bpe_tokenizer.decode(rows.reshape(-1).tolist())
+        text = bpe.decode(rows.reshape(-1).tolist())
         assert text.startswith("the cat<|endoftext|>the dog")
-    assert found == {"text": 0, "token": 9}
 
 
 def test_wikitext_rows_by_hand(tmp_path: Path) -> None:
@@ -303,16 +281,15 @@ def test_wikitext_rows_by_hand(tmp_path: Path) -> None:
     texts = ["", " = Valkyria Chronicles = \n", "", " The role @-@ playing game , in 2011 . \n"]
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     settings = {"validation_split": "none", "validation_fraction": 0.0, "row_length": 6}
-    config = corpus_config("wikitext2", {**settings, "source": f"jsonl:{lines}"})
-    dataset = prepare_tokens(config, words_only, tmp_path)
+    dataset = made("wikitext2", tmp_path, words_only, **settings, source=f"jsonl:{lines}")
     #          eos | = Valkyria Chronicles | = eos eos The | role-playing game, in 2011. | eos
     expected = [
-        ["<eos>", "<eos>", "=", "Valkyria", "Chronicles", "<eos>"],
-        ["<eos>", "=", "<eos>", "<eos>", "The", "<eos>"],
-        ["<eos>", "role-playing", "game,", "in", "2011.", "<eos>"],
+        "<eos> <eos> = Valkyria Chronicles <eos>",
+        "<eos> = <eos> <eos> The <eos>",
+        "<eos> role-playing game, in 2011. <eos>",
     ]
-    found = [words_only.convert_ids_to_tokens(row) for row in all_rows(dataset, "train")]
-    assert found == expected
+    rows = all_rows(dataset)
+    assert [words_only.convert_ids_to_tokens(row) for row in rows] == [e.split() for e in expected]
     assert dataset.record["splits"]["train"]["num_dropped_tokens"] == 1
     assert dataset.num_rows("validation") == 0
 
@@ -325,39 +302,38 @@ def test_lm1b_rows_equal_the_references_packing(shared: Path, tmp_path: Path) ->
     settings |= {"document_separator": "line", "source": f"text:{file}"}
     texts = [detokenizer("lm1b")(line) for line in file.read_text().split("\n")[:1500]]
     for group, groups in ((0, [texts]), (1000, [texts[:1000], texts[1000:]])):
-        config = corpus_config("lm1b", {**settings, "group_documents": group})
-        rows = all_rows(prepare_tokens(config, gpt2, tmp_path / str(group)), "train")
+        out, chosen = tmp_path / str(group), {**settings, "group_documents": group}
+        rows = all_rows(made("lm1b", out, gpt2, **chosen))
         bodies = np.concatenate([streamed(gpt2, part, 126) for part in groups])
         assert np.array_equal(rows[:, 1:-1], bodies)
         assert (rows[:, 0] == 50256).all() and (rows[:, -1] == 50256).all()
 
 
 def test_maze_rows_are_the_teachers(tmp_path: Path) -> None:
-    dataset = prepare_tokens(corpus_config("maze:k4", {"seed": 1}), maze_tokenizer(), tmp_path)
-    rows = all_rows(dataset, "train")
+    dataset = made("maze:k4", tmp_path, maze_tokenizer(), seed=1)
+    rows = all_rows(dataset)
     assert rows.shape == (2000, 11) and dataset.num_rows("validation") == 500
     distinct = {tuple(row) for row in rows.tolist()}
     assert distinct == {tuple(row) for row in path_rows(load_maze("k4").paths(), 11).tolist()}
 
 
-def test_special_ids(shared: Path, bpe_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_special_ids(shared: Path, bpe: PreTrainedTokenizerFast) -> None:
     def found(tokenizer: Any, split: str = "train", **settings: Any) -> list[int | None]:
-        return list(
-            vars(special_ids(tokenizer, CorpusConfig("text:a", **settings), split)).values()
-        )
+        config = CorpusConfig("text:a", **settings)
+        return list(vars(special_ids(tokenizer, config, split)).values())
 
-    assert found(bpe_tokenizer) == [0, 0, 0]
+    assert found(bpe) == [0, 0, 0]
     quiet: dict[str, Any] = {"separate_validation": False, "eos_id": 7}
-    assert found(bpe_tokenizer, "validation", **quiet)[2] is None
-    assert found(bpe_tokenizer, **quiet)[2] == 7
+    assert found(bpe, "validation", **quiet)[2] is None
+    assert found(bpe, **quiet)[2] == 7
     with pytest.raises(UsageError, match=r"corpus\.bos_id.*0 to 279"):
-        found(bpe_tokenizer, bos_id=280)
-    bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend(bpe_tokenizer))
+        found(bpe, bos_id=280)
+    bare = PreTrainedTokenizerFast(tokenizer_object=backend(bpe))
     with pytest.raises(UsageError, match=r"neither a bos nor an eos.*corpus\.eos_id=N"):
         found(bare)
     assert found(bare, eos_id=7) == [7, 7, 7], "as the remedy says"
     # bos before and eos after every text: borders are eos, as the model has seen them.
-    framed = Tokenizer.from_str(tokenizer.backend(bpe_tokenizer).to_str())
+    framed = Tokenizer.from_str(backend(bpe).to_str())
     framed.add_special_tokens(["<s>", "</s>"])
     ends = [("<s>", 280), ("</s>", 281)]
     framed.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=ends)
@@ -367,15 +343,13 @@ def test_special_ids(shared: Path, bpe_tokenizer: PreTrainedTokenizerFast) -> No
     assert found(load_tokenizer(shared / "data/stories260K")) == [1, 1, 1]
 
 
-def test_requests_that_cannot_be_met(
-    tmp_path: Path, sentence_corpus: CorpusConfig, prepare: Prepare
-) -> None:
+def test_requests_that_cannot_be_met(tmp_path: Path, prepare: Prepare) -> None:
     with pytest.raises(UsageError, match="no such tokenizer folder"):
         load_tokenizer(tmp_path / "nowhere")
     with pytest.raises(GdistillError, match=r"does not fill one row.*expected at least 100000"):
         prepare(tmp_path / "long", row_length=100_000)
     with pytest.raises(GdistillError, match=r"cannot encode the text.*this corpus"):
-        prepare_tokens(sentence_corpus, maze_tokenizer(), tmp_path / "words")
+        prepare(tmp_path / "words", tokenizer=maze_tokenizer())
     (tmp_path / "file").write_text("")
     with pytest.raises(GdistillError, match=r"cannot write the token rows.*file"):
         prepare(tmp_path / "file/run")
@@ -383,26 +357,295 @@ def test_requests_that_cannot_be_met(
 
 
 def test_a_huge_single_document(
-    tmp_path: Path, sentences: list[str], bpe_tokenizer: PreTrainedTokenizerFast
+    tmp_path: Path, sentences: list[str], bpe: PreTrainedTokenizerFast
 ) -> None:
-    text = " ".join(sentences * 4)
-    (tmp_path / "a.txt").write_text(text)
-    config = CorpusConfig(f"text:{tmp_path}/a.txt", row_length=16, validation_fraction=0.1)
-    dataset = prepare_tokens(config, bpe_tokenizer, tmp_path)
-    rows = np.concatenate([all_rows(dataset, split) for split in ("train", "validation")])
-    assert 0.89 < dataset.num_rows("train") / len(rows) < 0.91
-    decoded = bpe_tokenizer.decode(all_rows(dataset, "train").reshape(-1))
+    text, path = " ".join(sentences * 4), tmp_path / "a.txt"
+    path.write_text(text)
+    dataset = made(path, tmp_path, bpe, row_length=16, validation_fraction=0.1)
+    train, validation = (dataset.num_rows(split) for split in ("train", "validation"))
+    assert 0.89 < train / (train + validation) < 0.91
+    decoded = bpe.decode(all_rows(dataset).reshape(-1))
     assert text.startswith(decoded.removesuffix("<|endoftext|>"))
 
 
 def test_rows_as_reference_texts(
-    tmp_path: Path, prepare: Prepare, bpe_tokenizer: PreTrainedTokenizerFast
+    tmp_path: Path, prepare: Prepare, bpe: PreTrainedTokenizerFast
 ) -> None:
     dataset, out = prepare(tmp_path), tmp_path / "references.jsonl"
     assert write_references(str(tmp_path), out, 5, "train") == 5
     rows = dataset.read_rows("train", 0, 5)
     for row, line in zip(rows, out.read_text().splitlines(), strict=True):
         kept = row[1:] if row[0] == dataset.bos_id else row
-        assert json.loads(line) == {"text": bpe_tokenizer.decode(kept.tolist())}
+        assert json.loads(line) == {"text": bpe.decode(kept.tolist())}
     with pytest.raises(UsageError, match="too few rows"):
         write_references(str(tmp_path), out, 10**6, "train")
+
+
+# How documents are laid into rows.
+
+IDS, NO_SEPARATOR = SpecialIds(bos=100, eos=101, separator=101), SpecialIds(100, 101, None)
+
+
+def documents(*lists: list[int]) -> list[np.ndarray]:
+    return [np.array(ids, np.int32) for ids in lists]
+
+
+WRAPPED = [[100, 1, 2, 3, 101], [100, 101, 4, 101, 101]]
+PADDED = [[100, 1, 2, 3, 101], [100, 4, 101, 101, 101], [100, 101, 101, 101, 101]]
+BY_HAND: dict[str, tuple[Any, list[list[int]], list[list[int]], int]] = {
+    # 7 8 and the last separator are dropped
+    "concat": ((4, IDS), [[1, 2, 3], [4], [5, 6, 7, 8]], [[1, 2, 3, 101], [4, 101, 5, 6]], 3),
+    "wrap": ((5, IDS), [[1, 2, 3], [4], [5]], WRAPPED, 2),  # 5 and its separator
+    "pad": ((5, IDS), [[1, 2, 3], [4], [], [5, 6, 7, 8, 9]], [*PADDED, [100, 5, 6, 7, 101]], 2),
+    "concat without a separator": ((2, NO_SEPARATOR), [[1], [2, 3], [4]], [[1, 2], [3, 4]], 0),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_packing_by_hand(name: str) -> None:
+    given_to, texts, rows, num_dropped = BY_HAND[name]
+    packer = make_packer(name.split()[0], *given_to)  # type: ignore[arg-type]
+    assert packer.pack(documents(*texts)).tolist() == rows
+    packer.finish()
+    assert packer.num_dropped_tokens == num_dropped
+
+
+def test_groups_of_documents_share_no_row() -> None:
+    grouped = make_packer("concat", 2, NO_SEPARATOR, group_documents=2)
+    assert grouped.pack(documents([1], [2, 3], [4])).tolist() == [[1, 2]]
+    assert grouped.pack(documents([5])).tolist() == [[4, 5]]
+    assert grouped.num_dropped_tokens == 1
+
+
+TEXTS_OF_IDS = st.lists(st.lists(st.integers(0, 99), max_size=9), max_size=12)
+without_a_clock = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@without_a_clock
+@given(TEXTS_OF_IDS, st.integers(0, 12), st.sampled_from(["concat", "wrap", "pad"]), st.booleans())
+def test_batch_borders_and_resumes_leave_no_trace(
+    texts: list[list[int]], cut: int, packing: Any, is_grouped: bool
+) -> None:
+    group = 3 if is_grouped and packing != "pad" else 0
+    whole, first, second = (make_packer(packing, 4, IDS, group) for _ in range(3))
+    rows = whole.pack(documents(*texts))
+    whole.finish()
+    head = first.pack(documents(*texts[:cut]))
+    second.restore(json.loads(json.dumps(first.state())))
+    tail = second.pack(documents(*texts[cut:]))
+    second.finish()
+    assert np.concatenate([head, tail]).tolist() == rows.tolist()
+    assert second.num_dropped_tokens == whole.num_dropped_tokens
+    assert rows.dtype == np.int32 and rows.shape[1] == 4
+
+
+@without_a_clock
+@given(TEXTS_OF_IDS)
+def test_concat_loses_only_what_it_counts(texts: list[list[int]]) -> None:
+    packer = make_packer("concat", 4, IDS)
+    rows = packer.pack(documents(*texts))
+    packer.finish()
+    stream = [token for text in texts for token in [*text, 101]]
+    assert rows.reshape(-1).tolist() == stream[: rows.size]
+    assert rows.size + packer.num_dropped_tokens == len(stream)
+
+
+def test_rows_without_room_are_refused() -> None:
+    for packing, length in (("concat", 1), ("wrap", 2), ("pad", 2)):
+        with pytest.raises(UsageError, match="too short"):
+            make_packer(packing, length, IDS)  # type: ignore[arg-type]
+
+
+# Long documents are tokenized in pieces.
+
+TEXTS = {
+    "sentences": "".join(f'Cat {i} sat, then ran; "slowly" (on\n\n{i * i}).\n' for i in range(400)),
+    "accents": "naïve café — «ça va?»  日本語 テキスト 🙂🙂\n\n" * 60,
+    "white space": " \n\t  a   \n\n\n b\r\n" * 100,
+    "no white space": "abc" * 2000,
+    "special": f"one{END} two " * 200,
+}
+
+
+def whole(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("name", sorted(TEXTS))
+@pytest.mark.parametrize("size", [50, 777])
+def test_pieces_have_the_ids_of_the_whole(
+    bpe: PreTrainedTokenizerFast, name: str, size: int
+) -> None:
+    fast, text = backend(bpe), TEXTS[name]
+    pieces = cut_between_words(fast, text, size)
+    assert "".join(pieces) == text
+    assert [token for piece in pieces for token in whole(fast, piece)] == whole(fast, text)
+    if name != "no white space":
+        assert len(pieces) > len(text) // size // 3
+
+
+def test_a_normalizer_that_adds_to_the_text_forbids_cuts(bpe: PreTrainedTokenizerFast) -> None:
+    fast = Tokenizer.from_str(backend(bpe).to_str())
+    fast.normalizer = normalizers.Prepend("x")  # type: ignore[assignment]
+    assert cut_between_words(fast, TEXTS["sentences"], 100) == [TEXTS["sentences"]]
+    fast.normalizer = normalizers.NFC()  # type: ignore[assignment]
+    assert len(cut_between_words(fast, TEXTS["accents"], 100)) > 10
+
+
+@pytest.mark.parametrize("name", sorted(TEXTS))
+def test_overlapping_pieces_have_the_ids_of_the_whole(
+    bpe: PreTrainedTokenizerFast, name: str
+) -> None:
+    fast, text = backend(bpe), TEXTS[name]
+    assert encode_with_overlap(fast, text, 1000).tolist() == whole(fast, text)
+
+
+@pytest.mark.parametrize("num_equal", [1, 10, 63, 64, 90])
+def test_pieces_are_joined_where_many_tokens_agree(num_equal: int) -> None:
+    """Fewer may agree by chance: then the text is tokenized whole."""
+    borders = np.arange(200, dtype=np.int64)
+    left, right = np.zeros(200, np.int32), np.ones(200, np.int32)
+    left[50 : 50 + num_equal] = right[50 : 50 + num_equal] = 7
+    cut = join(left, borders, right, borders)
+    assert (cut is not None) == (num_equal >= 64)
+    if cut is not None:
+        assert cut[0] == cut[1] and 50 <= cut[0] < 50 + num_equal
+
+
+def test_real_tokenizers(shared: Path) -> None:
+    text = (shared / "data/tinystories/tinystories_a.txt").read_text(encoding="utf-8")[:60_000]
+    for name in ("gpt2-tokenizer", "stories260K"):
+        fast = backend(load_tokenizer(shared / "data" / name))
+        expected = np.array(whole(fast, text))
+        assert np.array_equal(encode_with_overlap(fast, text, 10_000), expected)
+        assert np.array_equal(encode(load_tokenizer(shared / "data" / name), [text])[0], expected)
+
+
+def test_long_and_short_documents_in_one_batch_keep_their_order(
+    bpe: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches, groups of pieces and overlaps all smaller than the documents."""
+    fast = Tokenizer.from_str(backend(bpe).to_str())
+    whole_words_only = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=END)
+    monkeypatch.setattr("pipeline.tokens.pieces.BATCH_CHARACTERS", 20_000)
+    monkeypatch.setattr("pipeline.tokens.pieces.HUGE_CHARACTERS", 50_000)
+    texts = [TEXTS["sentences"] * 5, "", "the cat", TEXTS["no white space"] * 10, "ran"]
+    texts += [TEXTS["accents"] * 6]
+    expected = [whole(fast, text) for text in texts]
+    assert [ids.tolist() for ids in encode(whole_words_only, texts)] == expected
+
+
+# Stage 1 that is interrupted, killed or asked for by many; what is on disk before its name.
+
+
+def test_processes_that_ask_at_the_same_time_share_one_run(
+    tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock is per open file, so threads stand for processes here."""
+    publish, built = build.publish_folder, []
+
+    def counted(*arguments: Any) -> None:
+        built.append(1)
+        publish(*arguments)
+
+    monkeypatch.setattr(build, "publish_folder", counted)
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(prepare, tmp_path) for _ in range(3)]
+        assert len({one.result().fingerprint for one in asked}) == 1
+    assert len(built) == 1
+
+
+@pytest.mark.usefixtures("small_parts")
+@pytest.mark.parametrize("packing", ["concat", "wrap", "pad"])
+def test_an_interrupted_stage_goes_on_to_the_same_bytes(
+    tmp_path: Path, prepare: Prepare, monkeypatch: pytest.MonkeyPatch, packing: str
+) -> None:
+    whole, encoded = prepare(tmp_path / "whole", packing=packing), build.encoded
+    for num_batches in (1, 4, 9, 12):
+        run, read = tmp_path / str(num_batches), list[int]()
+
+        def count(*arguments: Any, most: int = num_batches, read: Any = read) -> Iterator[Any]:
+            for number, found in enumerate(encoded(*arguments)):
+                if len(read) == most:
+                    raise KeyboardInterrupt
+                read.append(number)
+                yield found
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(build, "encoded", count)
+            prepare(run, packing=packing)
+        assert not (run / "tokens").exists()
+        with pytest.raises(UsageError, match="no finished token data set"):
+            TokenDataset.open(run / "tokens")
+        if num_batches > 2:
+            with pytest.raises(UsageError, match=r"row_length.*remove .*tokens\.partial"):
+                prepare(run, packing=packing, row_length=8)
+            with pytest.raises(UsageError, match="another number of rows"):
+                prepare(run, {"train": 5}, packing=packing)
+        if num_batches == 4:  # another version's journal, or none: the stage begins anew
+            (run / ".tokens.partial/journal.json").write_text('{"span": 0, "identity": {}}')
+        resumed = prepare(run, packing=packing)
+        assert contents(resumed.path) == contents(whole.path)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from pipeline.corpus.config import corpus_config
+from pipeline.tokens import build, dataset, tokenizer
+dataset.PART_TOKENS, dataset.ROW_GROUP_TOKENS, tokenizer.BATCH_DOCUMENTS = 800, 160, 40
+write = build.write_json_atomic
+def write_and_die(path, journal):
+    write(path, journal)
+    if len(journal["splits"]["train"]["parts"]) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+build.write_json_atomic = write_and_die
+settings = {"document_separator": "line", "row_length": 16, "validation_documents": 50}
+config = corpus_config(sys.argv[1], settings)
+build.prepare_tokens(config, tokenizer.load_tokenizer(sys.argv[2]), Path(sys.argv[3]))
+"""
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_killed_process_loses_no_finished_part(
+    tmp_path: Path, sentence_corpus: CorpusConfig, prepare: Prepare, bpe: Any
+) -> None:
+    bpe.save_pretrained(tmp_path / "tokenizer")
+    given = [sentence_corpus.source, str(tmp_path / "tokenizer"), str(tmp_path)]
+    command = [sys.executable, "-c", KILLED, *given]
+    assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
+    parts = sorted((tmp_path / ".tokens.partial/train").glob("part-*.parquet"))
+    written = {path.name: path.stat().st_mtime_ns for path in parts}
+    assert len(written) == 3 and not (tmp_path / "tokens").exists()
+    (tmp_path / ".tokens.partial" / f".journal.json.{'0' * 32}.tmp").write_text("killed while")
+    saved = load_tokenizer(tmp_path / "tokenizer")
+    resumed = prepare(tmp_path, tokenizer=saved)
+    kept = {name: (resumed.path / "train" / name).stat().st_mtime_ns for name in written}
+    assert kept == written
+    whole = prepare(tmp_path / "whole", tokenizer=saved)
+    assert contents(resumed.path) == contents(whole.path)
+
+
+def test_what_has_its_name_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal that names a part must never outlive it in a power cut; nor folders their files."""
+    synced, fsync, replace = set[int](), os.fsync, os.replace
+
+    def noted(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def checked(old: Path, new: Path) -> None:
+        assert os.stat(old).st_ino in synced, f"{new} is named before its content is on disk"
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "replace", checked)
+    (tmp_path / "a.txt").write_text("right down right\n" * 20)
+    lines = {"row_length": 4, "document_separator": "line"}
+    rows = made(tmp_path / "a.txt", tmp_path / "run", maze_tokenizer(), **lines).path
+    teacher = MazeTeacherConfig(num_layers=1, num_heads=2, hidden_size=8, num_steps=2)
+    maze = MazeLayout("hand", ("ST", ".."), max_moves=3)
+    train_maze_teacher(maze, tmp_path / "run/teacher", teacher)
+    for folder in (rows, tmp_path / "run/teacher"):
+        paths = [folder.parent, folder, *folder.rglob("*")]
+        assert [str(path) for path in paths if path.stat().st_ino not in synced] == []
