@@ -40,9 +40,7 @@ def half_done(out: Path) -> None:
         record.unlink()
 
 
-def test_later_workers_take_over_threads_and_rows_per_pass(
-    tmp_path: Path, asked: Asked, said: list[str]
-) -> None:
+def test_later_workers_compute_as_the_first(tmp_path: Path, asked: Asked, said: list[str]) -> None:
     run(tmp_path, asked(threads=2, batch_size=3))
     whole = contents(tmp_path / "store")
     (way,) = json.loads(whole[COMPUTED_FILE])["ways"]
@@ -54,19 +52,14 @@ def test_later_workers_take_over_threads_and_rows_per_pass(
     assert torch.get_num_threads() == 2 and said == []
     assert contents(tmp_path / "store") == whole
     assert verify(tmp_path / "store") == []
+    # A store without the record goes on.
+    half_done(tmp_path)
+    (tmp_path / "store" / COMPUTED_FILE).unlink()
+    run(tmp_path, asked(threads=2, batch_size=3, strict=True))
+    assert contents(tmp_path / "store") == whole
     half_done(tmp_path)
     run(tmp_path, asked(batch_size=3, threads=1))
     assert len(said) == 1 and "threads 1 (was 2)" in said[0]
-
-
-def test_a_store_without_the_record_goes_on(tmp_path: Path, asked: Asked) -> None:
-    given = asked(threads=1)
-    run(tmp_path, given)
-    whole = contents(tmp_path / "store")
-    half_done(tmp_path)
-    (tmp_path / "store" / COMPUTED_FILE).unlink()
-    run(tmp_path, {**given, "strict": True})
-    assert contents(tmp_path / "store") == whole
 
 
 @pytest.mark.parametrize("obstacle", ["", "no Triton here"])
@@ -91,9 +84,7 @@ def test_extraction_asks_for_the_compiled_noise_kernel_and_says_why_it_has_none(
 
 
 @pytest.mark.parametrize("kernel", ["compiled", "eager"])
-def test_the_environment_of_a_gpu_says_where_its_noise_is_eager(
-    monkeypatch: pytest.MonkeyPatch, kernel: str
-) -> None:
+def test_a_gpu_says_where_its_noise_is_eager(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     monkeypatch.setattr(extract, "noise_kernel", lambda device: kernel)
     assert extract._kernels(True).endswith(", eager noise") == (kernel == "eager")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pipeline.extract import Extractor
-from pipeline.run import corpus_unigram, rows_per_unit
-from pipeline.settings import StoreSettings
+from pipeline.run import corpus_unigram, rows_per_unit, run_extraction
+from pipeline.settings import ExtractRequest, StoreSettings, Worker, resolve_request
 from pipeline.teacher import RawLogits, Teacher
 from pipeline.tokens.dataset import TokenDataset
 from shards.codec.posterior import PosteriorCodec
@@ -22,32 +24,26 @@ from shards.codec.registry import make_codec
 from shards.errors import GdistillError, UsageError
 from shards.noise.gumbel import gumbel_argmax
 from shards.noise.kinds import dense_arrivals
-from shards.noise.philox import PositionKeys
 from shards.store.manifest import read_ways
 from shards.store.store import ShardStore
 from shards.store.verification import verify
 from shards.store.writer import ShardWriter
+from tests.changed_settings import changed
+from tests.pipeline import extract_cases
 from tests.pipeline.conftest import Asked
-from tests.pipeline.extract_cases import (
-    VOCAB_SIZE,
-    contents,
-    options,
-    run,
-    save_teacher,
-    write_corpus,
-)
+from tests.pipeline.extract_cases import VOCAB_SIZE, contents, options, run, times
 
 
 def rows_of(dataset: TokenDataset, split: str) -> np.ndarray:
     return dataset.read_rows(split, 0, dataset.num_rows(split))
 
 
-def fail(message: str) -> Any:
-    return lambda *_, **__: pytest.fail(message)
-
-
 def out_of_memory(*_: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+
+def load_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Teacher, "load", lambda *_, **__: pytest.fail("the teacher was loaded"))
 
 
 def test_store_holds_rows_and_what_the_teacher_says_of_them(finished: Path, teacher: Path) -> None:
@@ -63,9 +59,8 @@ def test_store_holds_rows_and_what_the_teacher_says_of_them(finished: Path, teac
         log_probs = model.log_probs(tokens).gather(-1, tokens[:, 1:, None]).squeeze(-1)
         stored = torch.from_numpy(arrays["token_log_probs"])
         assert (stored[:, 1:] - log_probs).abs().max() < 1e-5
-        for name, array in arrays.items():
-            if name != "tokens":
-                assert not array[:, 0].any(), f"{name} has something at position 0"
+        for name in arrays.keys() - {"tokens"}:
+            assert not arrays[name][:, 0].any(), f"{name} has something at position 0"
     # What makes it self-contained, and the packages that decide meaning. Those that move last
     # bits stand beside it, so that an upgrade does not end a store.
     assert set(store.files("tokenizer")) == {"tokenizer.json", "tokenizer_config.json"}
@@ -86,53 +81,38 @@ def test_unigram_is_the_smoothed_count(finished: Path) -> None:
 
 
 def test_frozen_noise_reproduces_every_token_and_differs_between_splits(
-    tmp_path: Path, teacher: Path, corpus: Path
+    tmp_path: Path, teacher: Path, corpus: Path, asked: Asked
 ) -> None:
-    given = options(teacher, corpus, codec={"name": "full", "num_entries": None})
-    given["corpus"] |= {"validation_source": f"text:{corpus}"}
-    store = run(tmp_path, given)
-    arrays = store.split("train").read_rows(0, store.split("train").num_rows)
-    tokens = torch.from_numpy(arrays["tokens"]).long()
-    rows, positions = torch.ones_like(tokens).bool().nonzero(as_tuple=True)
-    rows, positions = rows[positions > 0], positions[positions > 0]
-    noise = store.codec.decode(
-        {name: torch.from_numpy(arrays[name])[rows, positions] for name in store.manifest.arrays},
-        tokens[rows, positions],
-        torch.from_numpy(arrays["token_log_probs"])[rows, positions],
-        PositionKeys(store.manifest.noise_seed("train"), rows, positions),
-        store.resources,
-    )
+    own = {"validation_source": f"text:{corpus}"}
+    store = run(tmp_path, asked(codec={"name": "full"}, corpus=own))
+    noise, tokens = extract_cases.stored_noise(store)
     log_probs = Teacher.load(teacher, device="cpu").log_probs(tokens).flatten(0, 1)
     assert torch.equal(gumbel_argmax(log_probs, dense_arrivals(noise)), tokens[:, 1:].flatten())
     # Equal rows of two splits have noise of their own.
-    held_out = store.split("validation").read_rows(0, 20)
+    train, held_out = (store.split(name).read_rows(0, 20) for name in ("train", "validation"))
     for name in ("tokens", "token_log_probs"):
-        assert np.array_equal(arrays[name][:20], held_out[name])
-    name = max(store.manifest.arrays, key=lambda array: arrays[array].nbytes)
-    assert (arrays[name][:20, 1:] != held_out[name][:, 1:]).mean() > 0.9
+        assert np.array_equal(train[name], held_out[name])
+    name = max(store.manifest.arrays, key=lambda array: train[array].nbytes)
+    assert (train[name][:, 1:] != held_out[name][:, 1:]).mean() > 0.9
 
 
 def test_rerun_of_a_finished_store_changes_nothing_and_loads_no_weights(
     finished: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def times() -> dict[Path, int]:
-        files = [path for path in finished.rglob("*") if path.is_file()]
-        return {path: path.stat().st_mtime_ns for path in files if path.suffix != ".lock"}
-
-    before = times()
-    monkeypatch.setattr(Teacher, "load", fail("the teacher was loaded"))
+    before = times(finished)
+    load_nothing(monkeypatch)
     run(finished, asked())
-    assert times() == before
+    assert times(finished) == before
 
 
 def test_rerun_takes_the_head_from_the_store_and_repairs_a_damaged_one(
     tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = asked(codec={"name": "hidden", "num_entries": None})
+    given = asked(codec={"name": "hidden"})
     run(tmp_path, given)
     before = contents(tmp_path / "store")
     with monkeypatch.context() as patch:
-        patch.setattr(Teacher, "load", fail("the teacher was loaded"))
+        load_nothing(patch)
         run(tmp_path, given)
     assert contents(tmp_path / "store") == before
     head = next(name for name in before if name.startswith("resources/lm_head/c/"))
@@ -141,32 +121,30 @@ def test_rerun_takes_the_head_from_the_store_and_repairs_a_damaged_one(
     assert contents(tmp_path / "store") == before
 
 
-@pytest.mark.parametrize("fail_at", [0, 1, 4])
+@pytest.mark.parametrize("num_shards", [0, 1, 4])
 def test_an_interrupted_run_resumes_to_the_same_bytes(
     tmp_path: Path,
-    teacher: Path,
-    corpus: Path,
+    asked: Asked,
     reference: dict[str, bytes],
     monkeypatch: pytest.MonkeyPatch,
-    fail_at: int,
+    num_shards: int,
 ) -> None:
     """And a finished shard is not computed again."""
-    forward, calls = Teacher.forward, []
+    forward, calls, most_calls = Teacher.forward, [], 4 * num_shards + 2
 
     def failing(self: Teacher, rows: Tensor, *rest: Any) -> RawLogits:
         calls.append(len(rows))
-        if len(calls) > 4 * fail_at + 2:
+        if len(calls) > most_calls:
             raise KeyboardInterrupt
         return forward(self, rows, *rest)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Teacher, "forward", failing)
-        run(tmp_path, options(teacher, corpus))
-    calls.clear()
-    left = ShardStore.open(tmp_path / "store", allow_incomplete=True).unfinished()
-    fail_at = 10**6
     monkeypatch.setattr(Teacher, "forward", failing)
-    run(tmp_path, options(teacher, corpus))
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, asked())
+    left = ShardStore.open(tmp_path / "store", allow_incomplete=True).unfinished()
+    calls.clear()
+    most_calls = 10**6
+    run(tmp_path, asked())
     assert sum(calls) == sum(shard.num_rows for shard in left)
     assert contents(tmp_path / "store") == reference
 
@@ -183,13 +161,13 @@ def test_out_of_memory_halves_the_batch_and_loses_nothing(
         return forward(self, rows, *rest)
 
     monkeypatch.setattr(Teacher, "forward", cramped)
-    store = run(tmp_path, asked(batch_size=16))
+    store, whole = run(tmp_path, asked(batch_size=16)), ShardStore.open(finished / "store")
     assert max(sizes) == 2
-    mine, reference = (ShardStore.open(p / "store").split("train") for p in (tmp_path, finished))
-    ours, theirs = mine.read_rows(0, mine.num_rows), reference.read_rows(0, mine.num_rows)
+    rows = store.manifest.splits["train"]
+    ours, theirs = (each.split("train").read_rows(0, rows) for each in (store, whole))
     assert np.array_equal(ours["tokens"], theirs["tokens"])
     assert np.abs(ours["token_log_probs"] - theirs["token_log_probs"]).max() < 1e-5
-    assert store.manifest.sha256 == reference.manifest.sha256, "batch size is no identity"
+    assert store.manifest.sha256 == whole.manifest.sha256, "batch size is no identity"
 
 
 def test_encoding_that_runs_out_of_memory_goes_on_in_halves(
@@ -209,65 +187,52 @@ def disk_full(*_: Any) -> None:
     raise GdistillError("disk full")
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "broken", "message"),
-    [
+def test_errors_of_every_thread_end_the_run_in_one_line(
+    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases: list[tuple[type, str, Any, str]] = [
         (Teacher, "forward", out_of_memory, "batch of one row"),
         (PosteriorCodec, "encode", out_of_memory, "batch of one row"),
         (Extractor, "_encode", disk_full, "disk full"),
         (ShardWriter, "write", disk_full, "disk full"),
-    ],
-)
-def test_errors_of_every_thread_end_the_run_in_one_line(
-    tmp_path: Path,
-    asked: Asked,
-    monkeypatch: pytest.MonkeyPatch,
-    owner: type,
-    name: str,
-    broken: Any,
-    message: str,
-) -> None:
-    monkeypatch.setattr(owner, name, broken)
-    with pytest.raises(GdistillError, match=message):
-        run(tmp_path, asked())
-    monkeypatch.undo()
-    run(tmp_path, asked())
-    assert verify(tmp_path / "store") == []
+    ]
+    for number, (owner, name, broken, message) in enumerate(cases):
+        out = tmp_path / str(number)
+        with monkeypatch.context() as patch, pytest.raises(GdistillError, match=message):
+            patch.setattr(owner, name, broken)
+            run(out, asked())
+        run(out, asked())
+        assert verify(out / "store") == []
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
+def test_another_identity_is_refused_by_field(finished: Path, asked: Asked) -> None:
+    before = contents(finished)
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"seed": 1}, "seed"),
         ({"codec": {"num_entries": 6}}, "codec.parameters.num_entries"),
-        ({"codec": {"name": "full", "num_entries": None}}, "codec.name"),
+        ({"codec": {"name": "full"}}, "codec.name"),
         ({"teacher": {"dtype": "bfloat16"}}, "teacher.dtype"),
         ({"store": {"rows": 20}}, "splits.train"),
-    ],
-)
-def test_another_identity_is_refused_by_field(
-    finished: Path, asked: Asked, change: dict[str, Any], field: str
-) -> None:
-    before = contents(finished)
-    with pytest.raises(UsageError, match=rf"begun with other inputs.*{field}.*got .*expected "):
-        run(finished, asked(**change))
+    ]
+    for change, field in cases:
+        message = rf"begun with other inputs.*{field}.*got .*expected "
+        with pytest.raises(UsageError, match=message):
+            run(finished, asked(**change))
     assert contents(finished) == before
 
 
 def test_another_teacher_or_corpus_of_the_same_name_is_refused(
     tmp_path: Path, finished: Path, corpus: Path, teacher: Path
 ) -> None:
-    other = save_teacher(tmp_path / teacher.name, seed=1)
-    with pytest.raises(UsageError, match=r"teacher\.weights_sha256"):
-        run(finished, options(other, corpus))
-    changed = shutil.copytree(teacher, tmp_path / "changed" / teacher.name)
-    config = json.loads((changed / "config.json").read_text())
-    (changed / "config.json").write_text(json.dumps({**config, "layer_norm_epsilon": 1e-4}))
-    with pytest.raises(UsageError, match=r"teacher\.config_sha256"):
-        run(finished, options(changed, corpus))
-    own = write_corpus(tmp_path / "corpus.txt")
+    other = extract_cases.save_teacher(tmp_path / teacher.name, seed=1)
+    set_up = shutil.copytree(teacher, tmp_path / "changed" / teacher.name) / "config.json"
+    set_up.write_text(json.dumps({**json.loads(set_up.read_text()), "layer_norm_epsilon": 1e-4}))
+    for folder, field in ((other, "weights_sha256"), (set_up.parent, "config_sha256")):
+        with pytest.raises(UsageError, match=rf"teacher\.{field}"):
+            run(finished, options(folder, corpus))
+    own = extract_cases.write_corpus(tmp_path / "corpus.txt")
     run(tmp_path / "out", options(teacher, own))
-    write_corpus(own, seed=1)
+    extract_cases.write_corpus(own, seed=1)
     with pytest.raises(GdistillError, match="not the one that was tokenized"):
         run(tmp_path / "out", options(teacher, own))
 
@@ -284,8 +249,53 @@ def test_rows_limit_takes_the_first_rows(tmp_path: Path, asked: Asked, finished:
 
 
 def test_sizes_of_chunks_and_shards_are_bounded_in_tokens_and_bytes() -> None:
-    arrays = make_codec("posterior").array_specs(50257, None)
-    assert rows_per_unit(1024, arrays, StoreSettings()) == (4, 256)
-    full = make_codec("full").array_specs(50257, None)
+    posterior, full = (make_codec(name).array_specs(50257, None) for name in ("posterior", "full"))
+    assert rows_per_unit(1024, posterior, StoreSettings()) == (4, 256)
     assert rows_per_unit(1024, full, StoreSettings())[0] == 1
     assert rows_per_unit(1024, full, StoreSettings(rows_per_shard=6))[1] == 6
+
+
+# Every setting decides what is stored, or is known not to.
+
+VALUES = {
+    "corpus.bos_id": 5, "corpus.detokenizer": "ptb", "corpus.document_separator": "blank_line",
+    "corpus.eos_id": 5, "corpus.on_bad_utf8": "skip", "corpus.packing": "wrap",
+    "corpus.row_length": 10, "corpus.separator_id": 5, "corpus.validation_documents": 7,
+    "device": "cpu:0", "store.rows": 20, "store.rows_per_chunk": 4, "store.rows_per_shard": 8,
+    "store.validation_rows": 1, "teacher.attention": "eager", "teacher.device_map": None,
+}  # fmt: skip
+HOW_IT_RUNS = {
+    "batch_size", "device", "strict", "threads", "teacher.attention", "sequential.batch_size",
+}  # fmt: skip
+"""The store may go on under another of these: a store is told from another by what it holds."""
+ELSEWHERE = {
+    *("corpus.source", "corpus.validation_source", "store.location", "teacher.location"),
+    *("teacher.tokenizer", "teacher.revision", "teacher.device_map", "teacher.preset"),
+    *("teacher.trust_remote_code", "teacher.compiled", "mode", "corpus.seed"),
+}
+"""Places, hub revisions and what only a maze or another device reads: other tests have them."""
+WRITTEN = {"sequential.temperature", "sequential.nucleus_p"}
+"""They decide rows that the teacher writes."""
+
+
+@pytest.mark.parametrize("mode", ["parallel", "sequential"])
+def test_a_store_goes_on_under_no_other_setting(tmp_path: Path, asked: Asked, mode: str) -> None:
+    """Each setting changed alone: refused, or the store of the first run is left as it was."""
+    base = resolve_request(tmp_path, asked(mode=mode))
+    run_extraction(base, Worker())
+    before = contents(tmp_path / "store")
+    free = set()
+    for part in ("settings", "corpus", "codec"):
+        prefix = "" if part == "settings" else f"{part}."
+        for name, other in changed(getattr(base, part), VALUES, prefix):
+            if name in ELSEWHERE or name.startswith("engine."):
+                continue
+            try:
+                assert other is not None, name
+                request: ExtractRequest = dataclasses.replace(base, **{part: other})
+                run_extraction(request, Worker())
+                free.add(name)
+            except GdistillError as error:
+                assert re.search("with other (inputs|settings)", str(error)), (name, error)
+            assert contents(tmp_path / "store") == before, name
+    assert free == HOW_IT_RUNS | (WRITTEN if mode == "parallel" else set())
