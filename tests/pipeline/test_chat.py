@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -25,10 +24,11 @@ from shards.noise.kinds import dense_arrivals
 from shards.store.store import ShardStore
 from shards.stream.dataset import open_store
 from shards.stream.stream import ShardStream
-from tests.pipeline.extract_cases import ROW_LENGTH, VOCAB_SIZE, WORDS, contents, run, save_teacher
+from tests.pipeline import extract_cases
+from tests.pipeline.extract_cases import ROW_LENGTH, VOCAB_SIZE, WORDS, contents, run, write_lines
 from tests.trainer.run_cases import tiny_run
 from trainer.distillation import store_rows
-from trainer.objective.batch import BatchMaker
+from trainer.objective.batch import Batch, BatchMaker
 from trainer.training.construction import build_student
 
 TEMPLATE = (
@@ -36,12 +36,12 @@ TEMPLATE = (
     "{% endif %}{{ 'w0 ' if m.role == 'user' else 'w1 ' }}{{ m.content }} <eos> {% endfor %}"
     "{% if add_generation_prompt %}w1 {% endif %}"
 )
-BOS, EOS, ASK, ANSWER = (WORDS.index(word) for word in ("<bos>", "<eos>", "w0", "w1"))
+EOS = WORDS.index("<eos>")
 
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = save_teacher(tmp_path_factory.mktemp("teacher"))
+    folder = extract_cases.save_teacher(tmp_path_factory.mktemp("teacher"))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -54,23 +54,12 @@ def turns(*contents: str) -> list[dict[str, str]]:
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-def write(path: Path, *lines: Any) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
 def given(teacher: Path, corpus: Path, packing: str = "chat", **changes: Any) -> dict[str, Any]:
-    return {
-        "mode": "parallel" if packing == "chat" else "sequential",
-        "device": "cpu",
-        "batch_size": 4,
-        "threads": 1,
-        "corpus": {"spec": f"chat:{corpus}", "packing": packing, "row_length": ROW_LENGTH},
-        "codec": {"name": "posterior", "num_entries": 5},
-        "teacher": {"location": str(teacher)},
-        "store": {"rows_per_shard": 4, "rows_per_chunk": 2},
-        **changes,
-    }
+    spec = {"spec": f"chat:{corpus}", "packing": packing, "row_length": ROW_LENGTH}
+    small = {"rows_per_shard": 4, "rows_per_chunk": 2}
+    mode = "parallel" if packing == "chat" else "sequential"
+    found = {**extract_cases.options(teacher, corpus, mode=mode, store=small), "corpus": spec}
+    return {**found, **changes}
 
 
 CONVERSATIONS = [
@@ -83,22 +72,17 @@ CONVERSATIONS = [
 @pytest.fixture(scope="module")
 def conversations(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> ShardStore:
     folder = tmp_path_factory.mktemp("chat")
-    return run(folder / "run", given(teacher, write(folder / "chat.jsonl", *CONVERSATIONS)))
+    return run(folder / "run", given(teacher, write_lines(folder / "chat.jsonl", *CONVERSATIONS)))
 
 
-def test_one_conversation_a_row_with_the_assistants_tokens_marked(
-    conversations: ShardStore,
-) -> None:
+def test_one_conversation_a_row_with_the_answers_marked(conversations: ShardStore) -> None:
     rows = conversations.split("train").read_rows(0, 2)
-    ids = {f"w{i}": WORDS.index(f"w{i}") for i in range(21)}
-    first = [ASK, ids["w5"], ids["w6"], EOS, ANSWER, ids["w7"], ids["w8"], EOS]
-    second = [ASK, ids["w5"], EOS, ANSWER, ids["w7"], EOS, ASK, ids["w9"], EOS, ANSWER]
-    second += [ids["w10"], EOS]
-    assert rows["tokens"].tolist() == [first + 4 * [EOS], second]
-    assert rows["counted"].tolist() == [
-        [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0],
-        [0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1],
-    ]
+    first = "w0 w5 w6 <eos> w1 w7 w8 <eos> <eos> <eos> <eos> <eos>"
+    second = "w0 w5 <eos> w1 w7 <eos> w0 w9 <eos> w1 w10 <eos>"
+    found = [" ".join(WORDS[token] for token in row) for row in rows["tokens"]]
+    assert found == [first, second]
+    marks = ["".join(map(str, row)) for row in rows["counted"]]
+    assert marks == ["000001110000", "000011000011"]
 
 
 def test_padding_and_questions_are_no_part_of_the_unigram(conversations: ShardStore) -> None:
@@ -124,17 +108,24 @@ def test_only_counted_tokens_have_noise(conversations: ShardStore) -> None:
     assert torch.equal((p / noise).argmax(1), batch["tokens"][mask].long())
 
 
+def student_and_batch(
+    store: ShardStore, name: str, noise: str = "gumbel", **changes: Any
+) -> tuple[Any, Batch]:
+    """A small student of that kind, and the first four rows as it is given them."""
+    config = tiny_run(student=name, model__conditioning=noise, **changes)
+    torch.manual_seed(0)
+    student = build_student(config, store, None).eval()
+    stream = ShardStream(store.split("train"), seed=0, global_batch_size=4)
+    make = BatchMaker(store, "train", 0, torch.device("cpu"), with_noise=noise == "gumbel")
+    return student, make(next(iter(stream)), 0)
+
+
 @pytest.mark.parametrize("name", ["mdlm", "bd3lm", "ar"])
 def test_students_learn_the_assistants_tokens_alone(conversations: ShardStore, name: str) -> None:
     """What a prompt or the padding says of itself moves no loss; micro-batches add up."""
-    noise = "none" if name == "ar" else "gumbel"
     blocks = {"model__block_size": 4} if name == "bd3lm" else {}
-    config = tiny_run(student=name, model__conditioning=noise, **blocks)
-    torch.manual_seed(0)
-    student = build_student(config, conversations, None).eval()
-    stream = ShardStream(conversations.split("train"), seed=0, global_batch_size=4)
-    make = BatchMaker(conversations, "train", 0, torch.device("cpu"), with_noise=name != "ar")
-    batch = make(next(iter(stream)), 0)
+    noise = "none" if name == "ar" else "gumbel"
+    student, batch = student_and_batch(conversations, name, noise, **blocks)
     assert batch.counted is not None and 0 < batch.counted.sum() < batch.counted.numel()
     output = student.loss(batch)
     assert not output.token_nlls[~batch.counted].any()
@@ -150,14 +141,9 @@ def test_students_learn_the_assistants_tokens_alone(conversations: ShardStore, n
 def test_heads_on_a_backbone_learn_the_assistants_tokens_alone(
     conversations: ShardStore, teacher: Path, name: str
 ) -> None:
-    chosen = {"model__backbone__location": str(teacher), "model__backbone__num_proposed": 2}
     noise = "gumbel" if name == "medusa" else "none"
-    config = tiny_run(student=name, model__conditioning=noise, **chosen)
-    torch.manual_seed(0)
-    student = build_student(config, conversations, None).eval()
-    stream = ShardStream(conversations.split("train"), seed=0, global_batch_size=4)
-    make = BatchMaker(conversations, "train", 0, torch.device("cpu"), with_noise=name == "medusa")
-    batch = make(next(iter(stream)), 0)
+    chosen = {"model__backbone__location": str(teacher), "model__backbone__num_proposed": 2}
+    student, batch = student_and_batch(conversations, name, noise, **chosen)
     output = student.loss(batch)
     assert batch.counted is not None and torch.isfinite(output.loss) and output.loss > 0
     assert 0 < output.num_tokens < student.loss(replace(batch, counted=None)).num_tokens
@@ -172,9 +158,7 @@ def test_heads_on_a_backbone_learn_the_assistants_tokens_alone(
 
 def test_a_likelihood_of_conversations_is_of_their_answers(conversations: ShardStore) -> None:
     """By the student's own logits, place by place."""
-    config = tiny_run(student="ar", model__conditioning="none")
-    torch.manual_seed(0)
-    student = build_student(config, conversations, None).eval()
+    student, _ = student_and_batch(conversations, "ar", "none")
     data = read_data_rows(Path(conversations.location.url), "train")
     assert data.counted is not None
     found = validation_perplexity(student, data, noise="none")
@@ -213,7 +197,7 @@ def test_a_mistake_is_named_with_its_line(
     teacher: Path, tmp_path: Path, line: Any, packing: str, words: list[str]
 ) -> None:
     good = CONVERSATIONS[0] if packing == "chat" else {"prompt": "w3"}
-    corpus = write(tmp_path / "chat.jsonl", good, line, good)
+    corpus = write_lines(tmp_path / "chat.jsonl", good, line, good)
     with pytest.raises(GdistillError) as refused:
         run(tmp_path / "run", given(teacher, corpus, packing))
     message = str(refused.value)
@@ -221,15 +205,13 @@ def test_a_mistake_is_named_with_its_line(
     assert [word for word in words if word not in message] == []
 
 
-@pytest.mark.parametrize(
-    "changes", [{"mode": "sequential"}, {"corpus": {"spec": "chat:x.jsonl", "packing": "concat"}}]
-)
-def test_conversations_are_packed_and_scored_in_one_way(
-    teacher: Path, tmp_path: Path, changes: dict[str, Any]
-) -> None:
-    corpus = write(tmp_path / "chat.jsonl", *CONVERSATIONS)
-    with pytest.raises(UsageError, match="conversations"):
-        run(tmp_path / "run", {**given(teacher, corpus), **changes})
+def test_conversations_are_packed_and_scored_in_one_way(teacher: Path, tmp_path: Path) -> None:
+    corpus = write_lines(tmp_path / "chat.jsonl", *CONVERSATIONS)
+    concat = {"spec": "chat:x.jsonl", "packing": "concat"}
+    changes: list[dict[str, Any]] = [{"mode": "sequential"}, {"corpus": concat}]
+    for change in changes:
+        with pytest.raises(UsageError, match="conversations"):
+            run(tmp_path / "run", {**given(teacher, corpus), **change})
 
 
 PROMPTS = [
@@ -247,7 +229,7 @@ def complete(teacher: Path, prompts: Path, out: Path) -> list[str]:
 @pytest.mark.slow
 def test_answers_are_resumed_to_the_same_bytes(teacher: Path, tmp_path: Path) -> None:
     """Killed when the first shard is in the ledger; rows are prompt, answer, end, padding."""
-    prompts = write(tmp_path / "prompts.jsonl", *PROMPTS)
+    prompts = write_lines(tmp_path / "prompts.jsonl", *PROMPTS)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(complete(teacher, prompts, tmp_path / "a"), env=environment, check=True)
     begun = subprocess.Popen(complete(teacher, prompts, tmp_path / "b"), env=environment)

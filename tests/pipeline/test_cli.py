@@ -1,27 +1,56 @@
-"""`gdistill-extract` as users type it: what it does, and what it refuses in one line."""
+"""`gdistill-extract` as users type it: what it does, and what is refused before stage 1."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
+from pipeline.extract import Extractor
 from pipeline.maze import MazeTeacherConfig
-from pipeline.settings import resolve_request
+from pipeline.plan import make_plan, what_would_be_done
+from pipeline.run import public_source, run_extraction
+from pipeline.settings import ExtractRequest, PlanOptions, Worker, resolve_request
 from pipeline.teacher import RawLogits, Teacher
-from shards.errors import UsageError
+from shards.errors import GdistillError, UsageError
 from shards.store.location import open_location
 from shards.store.store import ShardStore
 from tests.commands import call
-from tests.pipeline.extract_cases import CONTEXT_LENGTH, ROW_LENGTH, WORDS, contents, save_tokenizer
+from tests.pipeline import extract_cases
+from tests.pipeline.conftest import Asked
+from tests.pipeline.extract_cases import CONTEXT_LENGTH, VOCAB_SIZE, WORDS, contents, options, run
 
+Words = Callable[..., list[Any]]
 Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def words(teacher: Path, corpus: Path) -> Words:
+    """Words of a run that works, into a folder, and more of them."""
+
+    def words_of_run(out: Path, *more: object, corpus: Path = corpus) -> list[Any]:
+        found: list[Any] = ["--corpus", f"text:{corpus}", "--teacher", teacher, "--out", out]
+        found += ["--row-length", extract_cases.ROW_LENGTH, "--device", "cpu", "--batch-size", 4]
+        found += ["--set", "corpus.document_separator=line", "--set", "store.rows_per_shard=64"]
+        return [*found, *more]
+
+    return words_of_run
 
 
 @pytest.fixture
@@ -29,20 +58,15 @@ def command(capsys: pytest.CaptureFixture[str]) -> Command:
     """Run the command in this process: (exit code, stdout, stderr)."""
 
     def run_once(*words: object) -> tuple[int, str, str]:
-        code = call("gdistill-extract", *words)
-        out, err = capsys.readouterr()
-        return code, out, err
+        return call("gdistill-extract", *words), *capsys.readouterr()
 
     return run_once
 
 
-def good(teacher: Path, corpus: Path, out: Path, *more: object) -> list[object]:
-    """Words of a run that works."""
-    words: list[object] = ["--corpus", f"text:{corpus}", "--teacher", teacher, "--out", out]
-    words += ["--row-length", ROW_LENGTH, "--device", "cpu", "--batch-size", 4]
-    for setting in ("corpus.document_separator=line", "store.rows_per_shard=64"):
-        words += ["--set", setting]
-    return [*words, *more]
+@pytest.fixture
+def extract(command: Command, words: Words) -> Command:
+    """Run the command that works, and more words."""
+    return lambda *more, **named: command(*words(*more, **named))
 
 
 def error_line(err: str) -> str:
@@ -52,10 +76,12 @@ def error_line(err: str) -> str:
     return lines[0]
 
 
-def test_a_run_ends_with_its_figures(
-    command: Command, tmp_path: Path, teacher: Path, corpus: Path
-) -> None:
-    code, out, _ = command(*good(teacher, corpus, tmp_path, "--seed", 5))
+def require_nothing_made(out: Path) -> None:
+    assert not (out / "tokens").exists() and not (out / "store").exists()
+
+
+def test_a_run_ends_with_its_figures(extract: Command, tmp_path: Path, teacher: Path) -> None:
+    code, out, _ = extract(tmp_path, "--seed", 5)
     assert code == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
     sizes = {name: len(data) for name, data in contents(tmp_path / "store").items()}
@@ -64,67 +90,62 @@ def test_a_run_ends_with_its_figures(
     assert summary["num_bytes"] == sum(sizes.values()) > size == summary["shard_bytes"] > 0
     assert summary["bytes_per_token"] == size / summary["num_tokens"]
     assert summary["fp16_ratio"] == pytest.approx(2 * len(WORDS) * summary["num_tokens"] / size)
-    for words in ("bytes/token", "fp16 vectors", "seconds", "train", "tokens left over"):
-        assert words in out
+    for text in ("bytes/token", "fp16 vectors", "seconds", "train", "tokens left over"):
+        assert text in out
     # The resolved request lies beside its outputs.
     written = json.loads((tmp_path / "config.json").read_text())
     assert (written["seed"], written["teacher"]["location"]) == (5, str(teacher))
     assert written["codec"]["name"] == "posterior"
-    code, out, _ = command(*good(teacher, corpus, tmp_path, "--seed", 5))
+    code, out, _ = extract(tmp_path, "--seed", 5)
     assert code == 0 and "nothing was left to do" in out
 
 
 def test_stage_1_alone_is_what_the_run_goes_on_from(
-    command: Command, tmp_path: Path, teacher: Path, corpus: Path
+    command: Command, words: Words, tmp_path: Path, teacher: Path, corpus: Path
 ) -> None:
     """On a node of CPUs, where no weights lie; and the corpus may go when it is done."""
     shutil.copytree(teacher, tmp_path / "teacher")
-    shutil.copy(corpus, tmp_path / "text.txt")
-    words = good(tmp_path / "teacher", tmp_path / "text.txt", tmp_path / "out")
-    words[1] = tmp_path / "text.txt"
+    text, out = Path(shutil.copy(corpus, tmp_path / "text.txt")), tmp_path / "out"
+    given = words(out)
+    given[1:4:2] = text, tmp_path / "teacher"
     weights = tmp_path / "teacher/model.safetensors"
     weights.rename(tmp_path / "elsewhere")
-    at = words.index("--device")
-    code, out, err = command("tokens", *words[:at], *words[at + 4 :])
-    assert code == 0 and " documents, " in out, err
-    assert not (tmp_path / "out/store").exists()
-    before = contents(tmp_path / "out/tokens")
+    at = given.index("--device")
+    code, said, err = command("tokens", *given[:at], *given[at + 4 :])
+    assert code == 0 and " documents, " in said, err
+    assert not (out / "store").exists()
+    before = contents(out / "tokens")
     (tmp_path / "elsewhere").rename(weights)
-    (tmp_path / "text.txt").unlink()
-    code, _, err = command(*words)
+    text.unlink()
+    code, _, err = command(*given)
     assert code == 0, err
-    assert contents(tmp_path / "out/tokens") == before
+    assert contents(out / "tokens") == before
 
 
-def test_a_store_at_a_url_holds_the_same_bytes(
-    command: Command, tmp_path: Path, teacher: Path, corpus: Path
-) -> None:
+def test_a_store_at_a_url_holds_the_same_bytes(extract: Command, tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}/store"
-    assert command(*good(teacher, corpus, tmp_path / "here"))[0] == 0
-    words = good(teacher, corpus, tmp_path / "there", "--store", url)
-    assert "would write" in command(*words, "--dry-run")[1]
-    code, out, _ = command(*words)
+    assert extract(tmp_path / "here")[0] == 0
+    there = tmp_path / "there", "--store", url
+    assert "would write" in extract(*there, "--dry-run")[1]
+    code, out, _ = extract(*there)
     assert code == 0 and url in out
     assert not (tmp_path / "there" / "store").exists()
     place = open_location(url)
     remote = {name: place.read(name) for name in place.sizes()}
     assert remote == contents(tmp_path / "here" / "store")
-    code, out, _ = command(*words, "--dry-run")
+    code, out, _ = extract(*there, "--dry-run")
     assert code == 0 and "stage 2   done" in out
 
 
-def test_plan_and_dry_run_touch_nothing(
-    command: Command, tmp_path: Path, teacher: Path, corpus: Path
-) -> None:
+def test_plan_and_dry_run_touch_nothing(extract: Command, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    plan = good(teacher, corpus, out, "--plan", "--rate", "1e6", "--tokens", "1e9")
-    code, text, _ = command(*plan)
+    code, text, _ = extract(out, "--plan", "--rate", "1e6", "--tokens", "1e9")
     assert code == 0 and "OpenWebText" in text and "FineWeb" in text
-    code, text, _ = command(*good(teacher, corpus, out), "--dry-run")
+    code, text, _ = extract(out, "--dry-run")
     assert code == 0 and "would tokenize" in text and not out.exists()
-    command(*good(teacher, corpus, out))
+    extract(out)
     before = contents(out)
-    code, text, _ = command(*good(teacher, corpus, out), "--dry-run")
+    code, text, _ = extract(out, "--dry-run")
     assert code == 0 and "stage 1   done" in text and "stage 2   done" in text
     assert contents(out) == before
 
@@ -167,59 +188,53 @@ BAD: dict[str, tuple[list[object], str]] = {
 
 @pytest.mark.parametrize("case", BAD, ids=str)
 def test_bad_requests_are_one_line_and_leave_nothing_behind(
-    command: Command, tmp_path: Path, teacher: Path, corpus: Path, case: str
+    command: Command, words: Words, tmp_path: Path, case: str
 ) -> None:
     change, text = BAD[case]
     (tmp_path / "file").write_text("in the way")
-    save_tokenizer(tmp_path / "tokenizer", [*WORDS, *(f"x{i}" for i in range(5))])
-    words = good(teacher, corpus, tmp_path / "out")
+    extract_cases.save_tokenizer(tmp_path / "tokenizer", [*WORDS, *(f"x{i}" for i in range(5))])
+    given = words(tmp_path / "out")
     for name, value in zip(change[::2], change[1::2], strict=True):
-        if name in words and name != "--set":
-            at = words.index(name)
-            del words[at : at + 2]
+        if name in given and name != "--set":
+            at = given.index(name)
+            del given[at : at + 2]
         if value is not None:
-            words += [name, str(value).format(folder=tmp_path)]
+            given += [name, str(value).format(folder=tmp_path)]
         elif name in ("--plan", "--dry-run"):
-            words.append(name)
-    code, _, err = command(*words)
+            given.append(name)
+    code, _, err = command(*given)
     assert code == 2
     assert text in error_line(err)
-    assert not (tmp_path / "out/store").exists() and not (tmp_path / "out/tokens").exists()
+    require_nothing_made(tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
+def test_bad_corpora_are_one_line_and_leave_nothing(extract: Command, tmp_path: Path) -> None:
+    corpus, out = tmp_path / "corpus.txt", tmp_path / "out"
+    for content, text in (
         (b"", "no documents"),
         (b"\n\n \n", "no"),
         (b"w1 w2 \xff\xfe w3\n" * 40, "UTF-8"),
         (b"w1 w2 unknown-word\n" * 40, "tokenizer"),
         (b"w1 w2 w3\n", "row"),
-    ],
-)
-def test_bad_corpora_are_one_line_and_leave_nothing_finished(
-    command: Command, tmp_path: Path, teacher: Path, content: bytes, text: str
-) -> None:
-    corpus, out = tmp_path / "corpus.txt", tmp_path / "out"
-    corpus.write_bytes(content)
-    code, _, err = command(*good(teacher, corpus, out))
-    assert code == 1
-    assert text in error_line(err)
-    assert not (out / "tokens").exists() and not (out / "store").exists()
+    ):
+        corpus.write_bytes(content)
+        code, _, err = extract(out, corpus=corpus)
+        assert code == 1
+        assert text in error_line(err)
+        require_nothing_made(out)
+        shutil.rmtree(out, ignore_errors=True)
 
 
-def test_a_folder_of_foreign_files_is_not_taken_for_a_store(
-    command: Command, tmp_path: Path, teacher: Path, corpus: Path
-) -> None:
+def test_a_folder_of_other_files_is_not_taken_for_a_store(extract: Command, tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "thesis.tex").write_text("precious")
-    code, _, err = command(*good(teacher, corpus, tmp_path))
+    code, _, err = extract(tmp_path)
     assert code == 1 and "no manifest" in error_line(err)
     assert (tmp_path / "store" / "thesis.tex").read_text() == "precious"
 
 
 def test_nan_logits_name_row_and_position_and_leave_an_unfinished_store(
-    command: Command, tmp_path: Path, teacher: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+    extract: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = Teacher.forward
 
@@ -231,7 +246,7 @@ def test_nan_logits_name_row_and_position_and_leave_an_unfinished_store(
         return raw
 
     monkeypatch.setattr(Teacher, "forward", torch.inference_mode()(poisoned))
-    code, _, err = command(*good(teacher, corpus, tmp_path))
+    code, _, err = extract(tmp_path)
     assert code == 1
     assert "train row 9, position 4" in error_line(err)
     assert ShardStore.open(tmp_path / "store", allow_incomplete=True).unfinished()
@@ -239,20 +254,16 @@ def test_nan_logits_name_row_and_position_and_leave_an_unfinished_store(
         ShardStore.open(tmp_path / "store")
 
 
-def test_control_characters_and_repaired_text_are_counted(
-    command: Command, tmp_path: Path, teacher: Path
-) -> None:
+def test_control_characters_and_repaired_text_are_counted(extract: Command, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.txt"
     corpus.write_bytes(b"w1 w2 w3 w4\x0b w5 w6\n" * 30 + b"w1 \xff w2\n")
-    words = good(teacher, corpus, tmp_path / "out", "--set", "corpus.on_bad_utf8=skip")
-    code, out, err = command(*words)
+    bad = "corpus.on_bad_utf8=skip"
+    code, out, err = extract(tmp_path / "out", "--set", bad, corpus=corpus)
     assert code == 0, err
     assert "control characters kept" in out and "1 documents of bad UTF-8" in out
 
 
-def test_settings_come_from_file_options_and_overrides_in_that_order(
-    tmp_path: Path, corpus: Path
-) -> None:
+def test_settings_come_from_file_options_and_overrides(tmp_path: Path, corpus: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
         f'seed = 1\n[corpus]\nspec = "text:{corpus}"\nrow_length = 8\n[codec]\nname = "full"\n'
@@ -274,12 +285,10 @@ def test_settings_come_from_file_options_and_overrides_in_that_order(
             resolve_request(tmp_path, given, [], file)
 
 
-def test_every_codec_runs_from_the_command_line(
-    command: Command, tmp_path: Path, teacher: Path, corpus: Path
-) -> None:
+def test_every_codec_runs_from_the_command_line(extract: Command, tmp_path: Path) -> None:
     for codec in ("full", "quantized", "topk", "seeded", "hidden"):
         out = tmp_path / codec
-        code, _, err = command(*good(teacher, corpus, out), "--codec", codec, "--rows", 8)
+        code, _, err = extract(out, "--codec", codec, "--rows", 8)
         assert code == 0, err
         assert ShardStore.open(out / "store").codec.name == codec
 
@@ -302,3 +311,115 @@ def test_maze_brings_its_own_teacher(
     assert np.exp(rows["token_log_probs"].sum(1)).mean() == pytest.approx(0.25, abs=0.05)
     shutil.rmtree(tmp_path / "store")
     assert command(*words)[0] == 0, "the teacher is not trained again"
+
+
+# What a run is refused for is said before stage 1, which may take hours; what ends it later.
+
+
+def refused(out: Path, given: dict[str, Any], match: str) -> None:
+    with pytest.raises(GdistillError, match=match):
+        run(out, given)
+    require_nothing_made(out)
+
+
+def test_teachers_that_cannot_score(tmp_path: Path, teacher: Path, corpus: Path) -> None:
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "intermediate_size": 16}
+    bert = BertConfig(**sizes, **heads, max_position_embeddings=CONTEXT_LENGTH)
+    scaled = GraniteConfig(**sizes, **heads, logits_scaling=2.0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        BertForMaskedLM(bert).save_pretrained(tmp_path / "bert")
+        GraniteForCausalLM(scaled).save_pretrained(tmp_path / "scaled")
+        MambaForCausalLM(MambaConfig(**sizes, state_size=4)).save_pretrained(tmp_path / "mamba")
+    for name in ("bert", "scaled", "mamba"):
+        extract_cases.save_tokenizer(tmp_path / name)
+    (shutil.copytree(teacher, tmp_path / "bare") / "model.safetensors").unlink()
+    tensors = load_file(teacher / "model.safetensors")
+    tensors["transformer.h.1.mlp.c_fc.bias"][3] = torch.nan
+    nan = shutil.copytree(teacher, tmp_path / "nan") / "model.safetensors"
+    save_file(tensors, nan, metadata={"format": "pt"})
+    shutil.copytree(teacher, tmp_path / "plain")
+    cases: list[tuple[str, dict[str, Any], str]] = [
+        ("bare", {}, "the teacher has no weights"),
+        ("bert", {}, "the teacher is not causal"),
+        ("scaled", {"codec": {"name": "hidden"}}, "changes its logits after"),
+        ("mamba", {"mode": "sequential"}, "keeps no key-value cache"),
+        ("nan", {}, r"weights hold NaN.*h\.1\.mlp\.c_fc\.bias"),
+        ("plain", {"teacher": {"attention": "foo"}}, r"attention kernel cannot.*got foo"),
+    ]
+    for name, changes, match in cases:
+        refused(tmp_path / "out", options(tmp_path / name, corpus, **changes), match)
+
+
+WAYS: dict[str, Callable[[ExtractRequest], object]] = {
+    "run": lambda request: run_extraction(request, Worker()),
+    "--dry-run": lambda request: what_would_be_done(request, Worker()),
+    "--plan": lambda request: make_plan(request, PlanOptions(tokens=1e6)),
+}
+
+
+def test_a_run_a_plan_and_a_dry_run_refuse_alike(tmp_path: Path, asked: Asked) -> None:
+    other = extract_cases.save_tokenizer(tmp_path / "other", [*WORDS[:2], *reversed(WORDS[2:])])
+    wide = extract_cases.save_tokenizer(tmp_path / "wide", [*WORDS, *(f"x{i}" for i in range(64))])
+    maze, none = asked(), asked()
+    maze["corpus"], none["teacher"] = {"spec": "maze:k4"}, {}
+    too_wide = rf"a tokenizer of {len(WORDS) + 64}.*teacher's {VOCAB_SIZE}"
+    changes: dict[str, dict[str, Any]] = {
+        "of another family": {"teacher": {"tokenizer": str(other)}},
+        too_wide: {"teacher": {"tokenizer": str(wide)}},
+        "no such tokenizer": {"teacher": {"tokenizer": "./nowhere"}},
+        r"store\.rows_per_shard.*got 15.*multiple of 8": {"store": {"rows_per_shard": 15}},
+        "context": {"corpus": {"row_length": CONTEXT_LENGTH + 1}},
+        r"no revisions.*teacher\.revision.*'main'": {"teacher": {"revision": "main"}},
+    }
+    cases = {match: asked(**change) for match, change in changes.items()}
+    cases |= {"does not know the moves.*leave --teacher out": maze, "no teacher": none}
+    for way, (match, given) in product(WAYS, cases.items()):
+        request = resolve_request(tmp_path / way, given)
+        with pytest.raises(UsageError, match=match):
+            WAYS[way](request)
+        require_nothing_made(tmp_path / way)
+
+
+def test_stores_that_cannot_be(tmp_path: Path, asked: Asked) -> None:
+    (tmp_path / "file").write_text("mine")
+    for place, match in (("foo://bucket/store", "foo"), (f"{tmp_path}/file", "store is a folder")):
+        refused(tmp_path / "out", asked(store={"location": place}), match)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_the_manifest_names_the_corpus_and_not_its_place(
+    finished: Path, teacher: Path, corpus: Path
+) -> None:
+    manifest = (finished / "store" / "manifest.json").read_text()
+    for place in (finished, corpus.parent, teacher.parent):
+        assert str(place) not in manifest
+    store = ShardStore.open(finished / "store")
+    assert store.manifest.tokens["corpus"] == f"text:{corpus.name}"
+    public = {"jsonl:/home/me/a.jsonl#text": "jsonl:a.jsonl#text", "hf:/home/me/data": "hf:data"}
+    public |= {source: source for source in ("hf:org/name:config", "maze", "maze:k4")}
+    assert {source: public_source(source) for source in public} == public
+
+
+def test_one_process_speaks_for_all(
+    tmp_path: Path, asked: Asked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = resolve_request(tmp_path, asked())
+    assert run_extraction(request, Worker(1, 2)) == []
+    assert any("nothing was left" in line for line in run_extraction(request, Worker(0, 2)))
+    assert capsys.readouterr().err == "", "the silent worker found all the work"
+
+
+def test_a_shard_that_goes_missing_meanwhile_is_no_success(
+    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extract = Extractor.run
+
+    def losing(self: Extractor, *arguments: Any) -> None:
+        extract(self, *arguments)
+        next((tmp_path / "store" / "ledger").rglob("*.json")).unlink()
+
+    monkeypatch.setattr(Extractor, "run", losing)
+    with pytest.raises(GdistillError, match=r"went missing.*same command again"):
+        run(tmp_path, asked())

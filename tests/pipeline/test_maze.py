@@ -11,19 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.maze import (
-    LAYOUTS,
-    MOVES,
-    MazeLayout,
-    MazeTeacherConfig,
-    draw_documents,
-    load_maze,
-    maze_tokenizer,
-    path_rows,
-    row_log_probs,
-    train_maze_teacher,
-)
+from pipeline import maze as mazes
+from pipeline.maze import MOVES, MazeLayout, MazeTeacherConfig, load_maze, path_rows
+from pipeline.maze import train_maze_teacher as train
 from shards.errors import UsageError
+from tests.pipeline.extract_cases import times
 
 TINY = MazeTeacherConfig(2, num_heads=2, hidden_size=32, num_steps=120, learning_rate=1e-2)
 MOST_EXCESS_NATS = 0.1
@@ -41,12 +33,10 @@ def test_built_in_layouts_have_the_known_paths(layout: str, lengths: dict[int, i
     assert keys == sorted(keys)
     for path in paths:
         cells = [maze.start]
-        for move in path:
-            down, right = MOVES[move]
+        for down, right in (MOVES[move] for move in path):
             cells.append((cells[-1][0] + down, cells[-1][1] + right))
         assert all(maze.is_free(cell) for cell in cells)
-        assert len(set(cells)) == len(cells)
-        assert cells[-1] == maze.target
+        assert len(set(cells)) == len(cells) and cells[-1] == maze.target
 
 
 def test_layouts_from_files_worked_by_hand(tmp_path: Path) -> None:
@@ -75,9 +65,7 @@ def test_layouts_from_files_worked_by_hand(tmp_path: Path) -> None:
         ("m75", None, "did you mean 'm57'"),
     ],
 )
-def test_malformed_layouts_are_refused(
-    tmp_path: Path, name: str, text: str | None, message: str
-) -> None:
+def test_bad_layouts_are_refused(tmp_path: Path, name: str, text: str | None, message: str) -> None:
     path = tmp_path / name
     if text is not None:
         path.write_text(text)
@@ -87,10 +75,10 @@ def test_malformed_layouts_are_refused(
 
 def test_documents_are_drawn_uniformly_and_reproducibly() -> None:
     maze = load_maze("m57")
-    documents = draw_documents(maze, 20_000, 0, "train")
-    assert documents == draw_documents(maze, 20_000, 0, "train")
-    assert documents != draw_documents(maze, 20_000, 1, "train")
-    assert documents[:500] != draw_documents(maze, 500, 0, "validation")
+    documents = mazes.draw_documents(maze, 20_000, 0, "train")
+    assert documents == mazes.draw_documents(maze, 20_000, 0, "train")
+    assert documents != mazes.draw_documents(maze, 20_000, 1, "train")
+    assert documents[:500] != mazes.draw_documents(maze, 500, 0, "validation")
     counts = Counter(documents)
     assert len(counts) == 57
     # Pearson statistic with 56 degrees of freedom: mean 56, standard deviation sqrt(112).
@@ -101,20 +89,20 @@ def test_documents_are_drawn_uniformly_and_reproducibly() -> None:
 
 def test_tokenizer_and_artifact(tmp_path: Path) -> None:
     maze = load_maze("k4")
-    maze_tokenizer(maze.row_length).save_pretrained(tmp_path)
+    mazes.maze_tokenizer(maze.row_length).save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id) == (6, 0, 1)
     assert tokenizer("up down left right", add_special_tokens=False)["input_ids"] == [2, 3, 4, 5]
     assert tokenizer.decode([0, 2, 5, 1, 1], skip_special_tokens=True) == "up right"
     artifact = json.loads(json.dumps(maze.artifact()))
     assert artifact["start"] == [3, 1] and artifact["target"] == [3, 4]
-    assert artifact["rows"] == list(LAYOUTS["k4"]) and len(artifact["paths"]) == 4
+    assert artifact["rows"] == list(mazes.LAYOUTS["k4"]) and len(artifact["paths"]) == 4
     assert artifact["max_moves"] == 9
 
 
 def test_teacher_reaches_the_entropy_of_its_corpus_and_is_left_alone(tmp_path: Path) -> None:
     maze, out = load_maze("k4"), tmp_path / "teacher"
-    report = train_maze_teacher(maze, out, TINY)
+    report = train(maze, out, TINY)
     # Pinsker: TV <= sqrt(KL / 2), and KL is the loss above the entropy. What 120 steps reach
     # depends on rounding: MOST_EXCESS_NATS leaves room.
     excess = report.loss_nats - report.entropy_nats
@@ -127,16 +115,16 @@ def test_teacher_reaches_the_entropy_of_its_corpus_and_is_left_alone(tmp_path: P
     by_hand = (sum(abs(p - 1 / 4) for p in model_probs) + outside) / 2
     assert report.total_variation == pytest.approx(by_hand, abs=1e-9)
 
-    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
-    assert train_maze_teacher(maze, out, TINY) == report
-    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    before = times(out)
+    assert train(maze, out, TINY) == report
+    assert times(out) == before
     with pytest.raises(UsageError, match=r"config\.seed"):
-        train_maze_teacher(maze, out, MazeTeacherConfig(**{**vars(TINY), "seed": 1}))
+        train(maze, out, MazeTeacherConfig(**{**vars(TINY), "seed": 1}))
 
     model = AutoModelForCausalLM.from_pretrained(out)
     assert len(AutoTokenizer.from_pretrained(out)) == model.config.vocab_size == 6
     with torch.no_grad():
-        log_probs = row_log_probs(model, path_rows(maze.paths(), 11))
+        log_probs = mazes.row_log_probs(model, path_rows(maze.paths(), 11))
     assert log_probs.exp().tolist() == pytest.approx(report.path_probabilities, abs=1e-5)
     artifact = json.loads((out / "maze.json").read_text())
     assert artifact["teacher_probabilities"] == pytest.approx(report.path_probabilities)
@@ -146,7 +134,7 @@ def test_training_is_deterministic_and_may_be_in_minibatches(tmp_path: Path) -> 
     settings = MazeTeacherConfig(1, num_heads=2, hidden_size=8, num_steps=4, batch_size=5)
     for name in "ab":
         torch.manual_seed(ord(name))
-        report = train_maze_teacher(load_maze("m57"), tmp_path / name, settings)
+        report = train(load_maze("m57"), tmp_path / name, settings)
         assert len(report.path_probabilities) == 57
     first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
     assert first == second
@@ -155,7 +143,7 @@ def test_training_is_deterministic_and_may_be_in_minibatches(tmp_path: Path) -> 
 def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="no maze teacher"):
-        train_maze_teacher(load_maze("k4"), tmp_path, TINY)
+        train(load_maze("k4"), tmp_path, TINY)
     assert (tmp_path / "notes.txt").read_text() == "mine"
     with pytest.raises(UsageError, match=r"maze teacher\.num_steps"):
         MazeTeacherConfig(num_steps=0)

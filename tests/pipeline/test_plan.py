@@ -1,86 +1,89 @@
+"""What a run would write, how long it would take and what it would cost, before it is begun."""
+
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from statistics import stdev
+from typing import Any
 
 import pytest
 from transformers import CLIPConfig, PreTrainedConfig, T5Config
 
-from pipeline.plan import Estimate, make_plan, measured_bytes_per_token
+from pipeline.plan import Estimate, Plan, make_plan, measured_bytes_per_token
 from pipeline.settings import PlanOptions, resolve_request
 from pipeline.teacher import Teacher
 from shards.codec.registry import CODECS, make_codec
 from shards.errors import GdistillError, UsageError
+from tests.pipeline import extract_cases
 from tests.pipeline.conftest import Asked
-from tests.pipeline.extract_cases import (
-    CONTEXT_LENGTH,
-    ROW_LENGTH,
-    VOCAB_SIZE,
-    options,
-    run,
-    save_tokenizer,
-    write_corpus,
-)
+from tests.pipeline.extract_cases import ROW_LENGTH, VOCAB_SIZE, options, run
+
+INFINITE, NOT_A_NUMBER = float("inf"), float("nan")
+Planned = Callable[..., Plan]
 
 
-def test_an_unreadable_rate_is_not_passed_over(tmp_path: Path, asked: Asked) -> None:
-    for text in ("{", "[]", '{"tokens_per_second": null}'):
-        (tmp_path / "summary.json").write_text(text)
-        with pytest.raises(GdistillError, match="--rate"):
-            make_plan(resolve_request(tmp_path, asked()))
+@pytest.fixture
+def planned(tmp_path: Path) -> Planned:
+    """The plan of a request whose outputs go into a folder, with figures given to it."""
+
+    def plan(given: dict[str, Any], out: Path = tmp_path, **figures: float) -> Plan:
+        return make_plan(resolve_request(out, given), PlanOptions(**figures))
+
+    return plan
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
-def test_figures_out_of_range_are_refused_by_name(
-    tmp_path: Path, asked: Asked, value: float
+def test_figures_out_of_range_and_unreadable_rates_are_refused_by_name(
+    tmp_path: Path, asked: Asked, planned: Planned
 ) -> None:
-    request = resolve_request(tmp_path, asked())
-    for name in ("rate", "tokens", "price"):
-        with pytest.raises(UsageError, match=rf"out of range \[--{name}\]"):
-            PlanOptions(**{name: value})
-    (tmp_path / "summary.json").write_text(json.dumps({"tokens_per_second": value}))
-    with pytest.raises(GdistillError, match=r"cannot read an earlier run's rate.*--rate"):
-        make_plan(request)
+    rates = ["{", "[]", '{"tokens_per_second": null}']
+    for value in (0.0, -1.0, INFINITE, NOT_A_NUMBER):
+        rates.append(json.dumps({"tokens_per_second": value}))
+        for name in ("rate", "tokens", "price"):
+            with pytest.raises(UsageError, match=rf"out of range \[--{name}\]"):
+                PlanOptions(**{name: value})
+    for text in rates:
+        (tmp_path / "summary.json").write_text(text)
+        with pytest.raises(GdistillError, match=r"cannot read an earlier run's rate.*--rate"):
+            planned(asked())
 
 
 @pytest.mark.parametrize("config", [T5Config(vocab_size=VOCAB_SIZE), CLIPConfig()], ids=type)
 def test_a_model_that_writes_no_text_is_refused(
-    tmp_path: Path, corpus: Path, config: PreTrainedConfig
+    tmp_path: Path, corpus: Path, config: PreTrainedConfig, planned: Planned
 ) -> None:
     config.save_pretrained(tmp_path / "model")
-    save_tokenizer(tmp_path / "model")
-    request = resolve_request(tmp_path / "out", options(tmp_path / "model", corpus))
+    extract_cases.save_tokenizer(tmp_path / "model")
     with pytest.raises(UsageError, match="causal language model"):
-        make_plan(request)
+        planned(options(tmp_path / "model", corpus))
 
 
 def test_plan_runs_no_teacher_and_writes_nothing(
-    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, asked: Asked, planned: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a large one; a small one is asked about a few rows."""
     monkeypatch.setattr(Teacher, "load", lambda *_, **__: pytest.fail("the teacher was loaded"))
     monkeypatch.setattr("pipeline.plan.LARGEST_TRIED_TEACHER", 0)
-    out = tmp_path / "out"
-    plan = make_plan(resolve_request(out, asked()))
-    assert not out.exists()
+    plan = planned(asked(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
     assert set(plan.bytes_per_token) == set(CODECS)
     assert plan.num_tokens["OpenWebText"] == 9_000_000_000
     assert plan.num_tokens["FineWeb scale"] == 10**13
     assert plan.teacher.vocab_size == VOCAB_SIZE
     # GPT-2: embeddings, 2 blocks, final norm; D = 16, head tied.
     block = (16 * 48 + 48) + (16 * 16 + 16) + (16 * 64 + 64) + (64 * 16 + 16) + 4 * 16
-    assert plan.teacher.num_parameters == (VOCAB_SIZE + CONTEXT_LENGTH) * 16 + 2 * block + 32
+    embeddings = (VOCAB_SIZE + extract_cases.CONTEXT_LENGTH) * 16
+    assert plan.teacher.num_parameters == embeddings + 2 * block + 32
     text = "\n".join(plan.lines())
     assert "*posterior" in text and "hours of this CPU" in text and "measured just now" in text
 
 
-def test_tokens_are_estimated_and_then_counted(tmp_path: Path, asked: Asked) -> None:
-    request = resolve_request(tmp_path, asked())
-    estimate = make_plan(request)
+def test_tokens_are_estimated_then_counted(tmp_path: Path, asked: Asked, planned: Planned) -> None:
+    estimate = planned(asked())
     assert "estimated" in estimate.token_origin
     run(tmp_path, asked())
-    counted = make_plan(request)
+    counted = planned(asked())
     assert "counted" in counted.token_origin
     exact = counted.num_tokens["this corpus"]
     assert exact % ROW_LENGTH == 0
@@ -92,36 +95,34 @@ def test_tokens_are_estimated_and_then_counted(tmp_path: Path, asked: Asked) -> 
     assert rate.tokens_per_second == summary["tokens_per_second"]
 
 
-def test_every_split_and_every_part_of_a_corpus_is_counted(tmp_path: Path, teacher: Path) -> None:
+def test_every_split_and_every_part_of_a_corpus_is_counted(
+    tmp_path: Path, teacher: Path, planned: Planned
+) -> None:
     """One document in two splits, all of it validation, and short documents before long ones."""
-    words = " ".join(f"w{i % 21}" for i in range(3000))
-    (tmp_path / "one.txt").write_text(words)
+    (tmp_path / "one.txt").write_text(" ".join(f"w{i % 21}" for i in range(3000)))
     lines = ["w1 w2 w3"] * 400 + [" ".join(["w4"] * 60)] * 400
     (tmp_path / "many.txt").write_text("\n".join(lines) + "\n")
     every_line = sum(len(line.split()) + 1 for line in lines)
     cases = [("one.txt", 0.1, 3000), ("one.txt", 1.0, 3000), ("many.txt", 0.3, every_line)]
     for name, fraction, expected in cases:
         given = options(teacher, tmp_path / name, corpus={"validation_fraction": fraction})
-        plan = make_plan(resolve_request(tmp_path / "out", given), PlanOptions(rate=1.0))
-        assert plan.num_tokens["this corpus"] == pytest.approx(expected, rel=0.02)
-    limited = {**given, "store": {"rows": 7}}
-    plan = make_plan(resolve_request(tmp_path / "out", limited), PlanOptions(rate=1.0))
-    assert plan.num_tokens["this corpus"] == 2 * 7 * ROW_LENGTH
+        found = planned(given, rate=1.0).num_tokens["this corpus"]
+        assert found == pytest.approx(expected, rel=0.02)
+    limited = planned({**given, "store": {"rows": 7}}, rate=1.0)
+    assert limited.num_tokens["this corpus"] == 2 * 7 * ROW_LENGTH
 
 
-def test_hours_and_price_follow_from_the_rate(tmp_path: Path, asked: Asked) -> None:
-    request = resolve_request(tmp_path, asked())
-    plan = make_plan(request, PlanOptions(rate=1000.0, tokens=7.2e6, price=3.0))
-    rows = {line.strip().split("  ")[0]: line for line in plan.table()}
-    assert rows["stage 2: hours of one process"].split()[-3:] == ["2", "2,500", "2,777,778"]
-    assert rows["price at 3 per hour"].split()[-3:] == ["6", "7,500", "8,333,333"]
+def test_hours_and_price_follow_from_the_rate(asked: Asked, planned: Planned) -> None:
+    plan = planned(asked(), rate=1000.0, tokens=7.2e6, price=3.0)
+    rows = {line.strip().split("  ")[0]: line.split()[-3:] for line in plan.table()}
+    assert rows["stage 2: hours of one process"] == ["2", "2,500", "2,777,778"]
+    assert rows["price at 3 per hour"] == ["6", "7,500", "8,333,333"]
 
 
-def test_float32_has_a_fifteenth_of_a_gpus_peak(tmp_path: Path, asked: Asked) -> None:
+def test_float32_has_a_fifteenth_of_a_gpus_peak(asked: Asked, planned: Planned) -> None:
     rates = {}
     for dtype in ("float32", "bfloat16"):
-        given = asked(device="auto", teacher={"dtype": dtype})
-        plan = make_plan(resolve_request(tmp_path, given))
+        plan = planned(asked(device="auto", teacher={"dtype": dtype}))
         rate = plan.rates[0]
         assert rate.machine == "one H100" and dtype in rate.origin
         rates[dtype] = rate.tokens_per_second
@@ -129,15 +130,14 @@ def test_float32_has_a_fifteenth_of_a_gpus_peak(tmp_path: Path, asked: Asked) ->
     assert plan.stage_1 and "gdistill-extract tokens" in "\n".join(plan.lines())
 
 
-def test_bytes_are_those_that_the_run_then_writes(tmp_path: Path, teacher: Path) -> None:
-    corpus = write_corpus(tmp_path / "corpus.txt", 1000)
-    given = options(teacher, corpus, corpus={"validation_fraction": 0.0})
-    given["store"] = {}
-    planned = make_plan(resolve_request(tmp_path, given)).bytes_per_token["posterior"]
+def test_bytes_are_those_the_run_writes(tmp_path: Path, teacher: Path, planned: Planned) -> None:
+    corpus = extract_cases.write_corpus(tmp_path / "corpus.txt", 1000)
+    given = {**options(teacher, corpus, corpus={"validation_fraction": 0.0}), "store": {}}
+    expected = planned(given).bytes_per_token["posterior"]
     run(tmp_path, given)
     summary = json.loads((tmp_path / "summary.json").read_text())
     scored = summary["bytes_per_token"] * ROW_LENGTH / (ROW_LENGTH - 1)
-    assert planned == pytest.approx(scored, rel=0.1)
+    assert expected == pytest.approx(scored, rel=0.1)
 
 
 def test_neighbours_that_are_alike_widen_the_error() -> None:
@@ -150,25 +150,25 @@ def test_neighbours_that_are_alike_widen_the_error() -> None:
     assert Estimate(256, [[1.0] * 16] * 16, []).standard_error == 0
 
 
-def test_a_corpus_out_of_reach_leaves_the_reference_columns(tmp_path: Path, teacher: Path) -> None:
-    given = options(teacher, tmp_path / "absent.txt")
-    plan = make_plan(resolve_request(tmp_path / "out", given))
+def test_a_corpus_out_of_reach_leaves_the_reference_columns(
+    tmp_path: Path, teacher: Path, planned: Planned
+) -> None:
+    plan = planned(options(teacher, tmp_path / "absent.txt"))
     assert list(plan.num_tokens) == ["OpenWebText", "FineWeb scale"]
     assert "cannot be read here" in plan.token_origin
 
 
-def test_a_teacher_that_writes_is_planned_as_it_is_run(tmp_path: Path) -> None:
+def test_a_teacher_that_writes_is_planned_as_it_is_run(planned: Planned) -> None:
     """It writes as many training rows as asked for; of validation no more than there are, but for
     a number of its own."""
-    given = {"corpus": {"spec": "maze:k4"}, "mode": "sequential"}
+    given: dict[str, Any] = {"corpus": {"spec": "maze:k4"}, "mode": "sequential"}
     for store, rows in (
         ({"rows": 800}, 800 + 500),
         ({"rows": 3000}, 3000 + 500),
         ({"rows": 10, "validation_rows": 600}, 10 + 600),
         ({}, 2000 + 500),
     ):
-        request = resolve_request(tmp_path, {**given, "store": store})
-        assert make_plan(request).num_tokens["this corpus"] == rows * 11
+        assert planned({**given, "store": store}).num_tokens["this corpus"] == rows * 11
 
 
 def test_codec_sizes_are_those_of_real_shards() -> None:
@@ -177,8 +177,6 @@ def test_codec_sizes_are_those_of_real_shards() -> None:
     assert 0.85 * 2000 < full < 1.05 * 2000 + 20
     hidden = measured_bytes_per_token(make_codec("hidden"), 50257, 256, 33)
     assert 230 < hidden < 290
-    few, many = (
-        measured_bytes_per_token(make_codec("posterior", num_entries=n), 1000, 8, 33)
-        for n in (4, 128)
-    )
+    posteriors = (make_codec("posterior", num_entries=count) for count in (4, 128))
+    few, many = (measured_bytes_per_token(codec, 1000, 8, 33) for codec in posteriors)
     assert few < many

@@ -1,81 +1,75 @@
-"""Log-probabilities of teachers, held to transformers' own; and teachers that cannot be used."""
+"""Teachers: log-probabilities held to transformers' own, rows that they write, and refusals."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from scipy import stats
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GPT2Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
+    GraniteConfig,
+    GraniteForCausalLM,
     ViTConfig,
 )
 
+from pipeline import generate
+from pipeline.generate import GeneratedRows, generate_rows, processed
 from pipeline.run import run_extraction
-from pipeline.settings import Worker, resolve_request
+from pipeline.settings import SequentialSettings, Worker, resolve_request
 from pipeline.teacher import Teacher, automatic_batch_size, check_vocabulary
+from pipeline.tokens.dataset import TokenDataset
 from pipeline.tokens.tokenizer import load_tokenizer
 from shards.errors import GdistillError, UsageError
 from shards.language_model.forward import largest_batch, resolve_device
 from shards.language_model.loading import find_pretrained
+from shards.noise.gumbel import gumbel_argmax
+from shards.noise.kinds import KeyedPrior, dense_arrivals
+from shards.noise.philox import PositionKeys
 from shards.store.store import ShardStore
-from tests.pipeline.extract_cases import (
-    CONTEXT_LENGTH,
-    VOCAB_SIZE,
-    WORDS,
-    options,
-    save_teacher,
-    save_tokenizer,
-)
+from tests.pipeline import extract_cases
+from tests.pipeline.conftest import Asked
+from tests.pipeline.extract_cases import CONTEXT_LENGTH, ROW_LENGTH, VOCAB_SIZE, contents, run
 
+Gpu = Callable[[int], torch.device]
 PADDED = 64
-NARROW: dict[str, Any] = {
-    "vocab_size": PADDED,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": CONTEXT_LENGTH,
-    "initializer_range": 0.3,
-}
+NARROW: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+NARROW |= {"num_attention_heads": 4, "max_position_embeddings": CONTEXT_LENGTH}
 GROUPED = {**NARROW, "num_key_value_heads": 2}
-GPT2 = {"n_positions": CONTEXT_LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 4}
-FAMILIES = {
-    "gpt2": GPT2Config(vocab_size=PADDED, **GPT2, initializer_range=0.3),
-    "llama": LlamaConfig(**GROUPED, tie_word_embeddings=False),
-    "qwen2": Qwen2Config(**GROUPED, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**GROUPED, head_dim=8),
-    "mistral": MistralConfig(**GROUPED, sliding_window=6),
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_positions": CONTEXT_LENGTH, "n_embd": 16, "n_layer": 2, "n_head": 4},
+    "llama": {**GROUPED, "tie_word_embeddings": False},
+    "qwen2": {**GROUPED, "tie_word_embeddings": True},
+    "qwen3": {**GROUPED, "head_dim": 8},
+    "mistral": {**GROUPED, "sliding_window": 6},
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_teacher(tmp_path_factory.mktemp("teacher"))
+def load(folder: Path, *how: Any, **named: Any) -> Teacher:
+    return Teacher.load(folder, *how, device="cpu", **named)
 
 
 @pytest.fixture
-def loaded(folder: Path) -> Teacher:
-    return Teacher.load(folder, device="cpu")
+def loaded(teacher: Path) -> Teacher:
+    return load(teacher)
 
 
 def save(folder: Path, family: str, max_shard_size: str = "5GB") -> Path:
+    shape = {**FAMILIES[family], "vocab_size": PADDED, "initializer_range": 0.3}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(FAMILIES[family])
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **shape))
     model.save_pretrained(folder, max_shard_size=max_shard_size)
-    return save_tokenizer(folder)
+    return extract_cases.save_tokenizer(folder)
 
 
 def random_rows(num_rows: int = 3, length: int = 12) -> torch.Tensor:
@@ -84,8 +78,7 @@ def random_rows(num_rows: int = 3, length: int = 12) -> torch.Tensor:
 
 def poison(teacher: Teacher, place: Any, value: float) -> None:
     """Another value in the teacher's logits [B, T, V], at ``place``."""
-    head = teacher.head
-    assert head is not None
+    head: Any = teacher.head
     clean = head.forward
 
     def poisoned(hidden: torch.Tensor) -> torch.Tensor:
@@ -93,18 +86,16 @@ def poison(teacher: Teacher, place: Any, value: float) -> None:
         head.last_logits[place] = value
         return head.last_logits
 
-    head.forward = poisoned  # type: ignore[method-assign]
+    head.forward = poisoned
 
 
 # Right numbers.
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_are_those_of_transformers_over_the_real_tokens(
-    tmp_path: Path, family: str
-) -> None:
+def test_log_probs_are_those_of_transformers_over_real_tokens(tmp_path: Path, family: str) -> None:
     folder = save(tmp_path, family)
-    teacher = Teacher.load(folder, device="cpu")
+    teacher = load(folder)
     # transformers adds Qwen's <|endoftext|> to any tokenizer beside a Qwen.
     assert teacher.vocab_size == len(load_tokenizer(folder)) in (VOCAB_SIZE, VOCAB_SIZE + 1)
     assert teacher.context_length == CONTEXT_LENGTH
@@ -127,7 +118,7 @@ def test_log_probs_of_a_trained_teacher_equal_the_loss_of_transformers(shared: P
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = "Once upon a time, there was a little girl named Lily. She loved to play outside."
     rows = torch.tensor([tokenizer(text)["input_ids"]])
-    picked = Teacher.load(folder, device="cpu").log_probs(rows).gather(-1, rows[:, 1:, None])
+    picked = load(folder).log_probs(rows).gather(-1, rows[:, 1:, None])
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
         logits = model(input_ids=rows).logits[:, :-1]
@@ -148,9 +139,9 @@ def test_entry_i_is_the_distribution_of_token_i_plus_one(loaded: Teacher) -> Non
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
 def test_bfloat16_keeps_float32_logits(tmp_path: Path, family: str) -> None:
     folder = save(tmp_path, family)
-    teacher = Teacher.load(folder, "bfloat16", "cpu")
+    teacher = load(folder, "bfloat16")
     output = teacher.output(random_rows(), torch.tensor([4, 9, 7]), need_hidden=True)
-    narrow, wide = output.log_probs, Teacher.load(folder, device="cpu").log_probs(random_rows())
+    narrow, wide = output.log_probs, load(folder).log_probs(random_rows())
     assert narrow.dtype == torch.float32 and output.rows.tolist() == [4, 9, 7]
     # Activations keep 8 bits, some 2^-8 of logits that spread over a few nats: no more than that.
     assert 0 < (narrow - wide).abs().mean() < 0.1
@@ -164,7 +155,7 @@ def test_bfloat16_keeps_float32_logits(tmp_path: Path, family: str) -> None:
 
 
 def test_a_compiled_teacher_scores_through_the_compiled_model(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    teacher: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[object] = []
 
@@ -176,24 +167,22 @@ def test_a_compiled_teacher_scores_through_the_compiled_model(
         return scorer
 
     monkeypatch.setattr(torch, "compile", compile_)
-    plain = Teacher.load(folder, device="cpu").log_probs(random_rows())
+    plain = load(teacher).log_probs(random_rows())
     assert used == []
-    compiled = Teacher.load(folder, device="cpu", compiled=True)
+    compiled = load(teacher, compiled=True)
     assert torch.allclose(compiled.log_probs(random_rows()), plain, atol=1e-5)
     assert used == [compiled.model]
 
 
-def test_the_attention_kernel_is_the_one_asked_for(folder: Path) -> None:
+def test_the_attention_kernel_is_the_one_asked_for(teacher: Path) -> None:
     for kernel in ("eager", "sdpa"):
-        asked = Teacher.load(folder, device="cpu", attention=kernel)
-        assert asked.model.config._attn_implementation == kernel
-    with pytest.raises(UsageError, match=r"attention kernel cannot be used.*got foo"):
-        Teacher.load(folder, device="cpu", attention="foo")
+        assert load(teacher, attention=kernel).model.config._attn_implementation == kernel
 
 
-def test_padding_is_left_out_and_said(tmp_path: Path, corpus: Path) -> None:
-    given = options(save(tmp_path / "teacher", "mistral"), corpus)
-    lines = run_extraction(resolve_request(tmp_path / "run", given), Worker())
+def test_padding_is_left_out_and_said(tmp_path: Path, asked: Asked) -> None:
+    folder = save(tmp_path / "teacher", "mistral")
+    request = resolve_request(tmp_path / "run", asked(teacher={"location": str(folder)}))
+    lines = run_extraction(request, Worker())
     padding = PADDED - VOCAB_SIZE
     assert any(f"64, the last {padding} of no token: left out" in line for line in lines)
     assert ShardStore.open(tmp_path / "run" / "store").manifest.vocab_size == VOCAB_SIZE
@@ -208,31 +197,29 @@ def test_weights_in_several_files_are_the_same_teacher(tmp_path: Path, family: s
     files = find_pretrained(many)
     assert len(files.weight_files) > 1
     assert files.weights_sha256 == find_pretrained(one).weights_sha256
-    log_probs = [
-        Teacher.load(place, device="cpu").log_probs(random_rows()) for place in (one, many)
-    ]
-    assert (log_probs[0] - log_probs[1]).abs().max() < 1e-5
+    from_one, from_many = (load(place).log_probs(random_rows()) for place in (one, many))
+    assert (from_one - from_many).abs().max() < 1e-5
     files.weight_files[0].unlink()
     with pytest.raises(Exception, match="a file of the teacher's weights is missing"):
-        Teacher.load(many, device="cpu")
+        load(many)
 
 
-def test_weight_hash_tells_values_names_types_and_shapes(folder: Path, tmp_path: Path) -> None:
+def test_weight_hash_tells_values_names_types_and_shapes(teacher: Path, tmp_path: Path) -> None:
     values = torch.arange(6, dtype=torch.float32)
     variants = [{"a": values}, {"b": values}, {"a": values.view(2, 3)}, {"a": values.view(3, 2)}]
     variants += [{"a": values.view(torch.int32)}, {"a": values + 1e-6}]
     hashes = set()
     for number, tensors in enumerate(variants):
-        place = shutil.copytree(folder, tmp_path / str(number))
+        place = shutil.copytree(teacher, tmp_path / str(number))
         save_file(tensors, place / "model.safetensors")
         hashes.add(find_pretrained(place).weights_sha256)
     assert len(hashes) == len(variants)
 
 
-def test_a_home_directory_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(folder.parent))
-    written = f"~/{folder.name}"
-    assert find_pretrained(written).weights_sha256 == find_pretrained(folder).weights_sha256
+def test_a_home_directory_is_found(teacher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(teacher.parent))
+    written = f"~/{teacher.name}"
+    assert find_pretrained(written).weights_sha256 == find_pretrained(teacher).weights_sha256
     assert len(load_tokenizer(written)) == VOCAB_SIZE
     with pytest.raises(UsageError, match="no such teacher folder"):
         find_pretrained("~no-such-user/model")
@@ -269,32 +256,23 @@ def test_impossible_tokens_elsewhere_are_legal(loaded: Teacher) -> None:
 
 
 def test_a_model_that_scales_its_logits_has_no_hidden_form(tmp_path: Path) -> None:
-    config = LlamaConfig(**{**NARROW, "vocab_size": VOCAB_SIZE})
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    teacher = Teacher.load(tmp_path, device="cpu")
-    assert teacher.vocab_size == VOCAB_SIZE == len(WORDS), "without a tokenizer, the output's width"
-    own_forward = teacher.model.forward
-
-    def scaled(**arguments: object) -> object:
-        output = own_forward(**arguments)
-        output.logits = output.logits * 0.5
-        return output
-
-    teacher.model.forward = scaled  # type: ignore[method-assign]
+    config = GraniteConfig(**NARROW, vocab_size=VOCAB_SIZE, logits_scaling=2.0)
+    GraniteForCausalLM(config).save_pretrained(tmp_path)
+    teacher = load(tmp_path)
+    assert teacher.vocab_size == VOCAB_SIZE, "without a tokenizer, the output's width"
     teacher.output(random_rows(), torch.arange(3))
     with pytest.raises(UsageError, match="changes its logits"):
         teacher.output(random_rows(), torch.arange(3), need_hidden=True)
 
 
 def test_a_head_that_runs_out_of_memory_keeps_nothing(loaded: Teacher) -> None:
-    head = loaded.head
-    assert head is not None
+    head: Any = loaded.head
 
     def cramped(hidden: torch.Tensor) -> torch.Tensor:
         head.last_hidden = hidden
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
 
-    head.forward = cramped  # type: ignore[method-assign]
+    head.forward = cramped
     for attempt in (
         lambda: loaded.forward(random_rows(), torch.arange(3)),
         lambda: loaded.next_log_probs(random_rows()[:, :1]),
@@ -315,30 +293,25 @@ def test_tokenizer_of_another_vocabulary_is_refused() -> None:
             check_vocabulary(num_logits, vocab_size, "too narrow, too wide")
 
 
-def test_folders_without_a_model_are_refused_in_one_line(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"without config\.json"):
-        Teacher.load(tmp_path)
-    with pytest.raises(UsageError, match="no such teacher folder"):
-        Teacher.load(tmp_path / "absent")
-    shutil.copy(folder / "config.json", tmp_path)
-    with pytest.raises(UsageError, match="no weights"):
-        Teacher.load(tmp_path, vocab_size=VOCAB_SIZE)
-    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
-    with pytest.raises(UsageError, match="cannot read the teacher's configuration"):
-        Teacher.load(tmp_path)
-    ViTConfig().save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match=r"no language model.*vit without vocab_size"):
-        _ = find_pretrained(tmp_path).num_logits
-
-
-def test_damaged_weights_are_refused(tmp_path: Path, folder: Path) -> None:
-    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    weights = tmp_path / "model.safetensors"
+def test_folders_without_a_model_are_refused_in_one_line(tmp_path: Path, teacher: Path) -> None:
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "nonsense").mkdir()
+    (tmp_path / "nonsense/config.json").write_text('{"model_type": "nonsense"}')
+    ViTConfig().save_pretrained(tmp_path / "pictures")
+    weights = shutil.copytree(teacher, tmp_path / "half") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
-    with pytest.raises(GdistillError, match="cannot load the teacher"):
-        Teacher.load(tmp_path)
+    for name, kind, message in (
+        ("nothing", UsageError, r"without config\.json"),
+        ("absent", UsageError, "no such teacher folder"),
+        ("nonsense", UsageError, "cannot read the teacher's configuration"),
+        ("half", GdistillError, "cannot load the teacher"),
+    ):
+        with pytest.raises(kind, match=message):
+            load(tmp_path / name)
+    with pytest.raises(UsageError, match=r"no language model.*vit without vocab_size"):
+        _ = find_pretrained(tmp_path / "pictures").num_logits
     with pytest.raises(GdistillError, match="damaged safetensors file"):
-        _ = find_pretrained(tmp_path).weights_sha256
+        _ = find_pretrained(tmp_path / "half").weights_sha256
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:
@@ -363,14 +336,214 @@ def test_a_batch_on_a_cpu_fills_a_gibibyte_or_4096_tokens() -> None:
     assert automatic_batch_size(1024, 200_000, 0, cpu) == 1
 
 
-def test_no_tensor_of_a_gpu_has_more_elements_than_32_bits_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def gpu_of(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """A GPU of so many bytes."""
+
+    def made(num_bytes: int) -> torch.device:
+        memory = SimpleNamespace(total_memory=num_bytes)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+        return torch.device("cuda")
+
+    return made
+
+
+def test_no_tensor_of_a_gpu_has_more_elements_than_32_bits_count(gpu_of: Gpu) -> None:
     """V = 151,936 on 141 GB: 40% of the memory would hold 15 rows of 1,024 tokens."""
-    gpu, row = torch.device("cuda"), 1024 * 151_936
-    memory = SimpleNamespace(total_memory=141 * 10**9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    gpu, row = gpu_of(141 * 10**9), 1024 * 151_936
     assert automatic_batch_size(1024, 151_936, 0, gpu) == 13 == largest_batch(row, gpu)
     assert 13 * row < 2**31 <= 14 * row
     assert automatic_batch_size(1024, 50_257, 0, gpu) == 32, "of 2^15 tokens"
     assert largest_batch(2**31, gpu) == 1 and largest_batch(row, torch.device("cpu")) > 1000
+
+
+# Rows that the teacher writes.
+
+FULL = {"mode": "sequential", "codec": {"name": "full"}}
+
+
+def test_cached_generation_is_gumbel_max_over_the_full_forward_pass(loaded: Teacher) -> None:
+    first, row_ids = torch.tensor([0, 5, 7]), torch.tensor([10, 11, 12])
+    rows = generate_rows(loaded, first, row_ids, ROW_LENGTH, stream_seed=3)
+    expected = first[:, None]
+    for position in range(1, ROW_LENGTH):
+        padded = torch.cat([expected, torch.zeros(3, 1, dtype=torch.int64)], 1)
+        log_probs = loaded.log_probs(padded)[:, -1]
+        keys = PositionKeys(3, row_ids, torch.full((3,), position))
+        noise = dense_arrivals(KeyedPrior(keys, VOCAB_SIZE))
+        expected = torch.cat([expected, gumbel_argmax(log_probs, noise)[:, None]], 1)
+    assert torch.equal(rows, expected)
+
+
+def test_tokens_follow_the_teachers_distribution(loaded: Teacher) -> None:
+    num_rows = 4000
+    first = torch.full((num_rows,), 4)
+    rows = generate_rows(loaded, first, torch.arange(num_rows), 2, stream_seed=9)
+    expected = loaded.log_probs(torch.tensor([[4, 0]]))[0, 0].double().exp() * num_rows
+    counts = torch.bincount(rows[:, 1], minlength=VOCAB_SIZE).double()
+    rare = expected < 5
+    pooled = [torch.cat([v[~rare], v[rare].sum()[None]]) for v in (counts, expected)]
+    pooled = [v[pooled[1] > 0] for v in pooled]
+    assert stats.chisquare(pooled[0], pooled[1] * pooled[0].sum() / pooled[1].sum()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "nucleus_p": 0.8}])
+def test_stored_noise_reproduces_every_token_when_rows_are_scored_again(
+    tmp_path: Path, asked: Asked, loaded: Teacher, sampling: dict[str, float]
+) -> None:
+    store = run(tmp_path, asked(**FULL, sequential=sampling, store={"rows": 40}))
+    noise, tokens = extract_cases.stored_noise(store)
+    settings = SequentialSettings(**sampling)  # type: ignore[arg-type]
+    log_probs = processed(loaded.log_probs(tokens), settings, tokens[:, 1:])
+    winners = gumbel_argmax(log_probs.flatten(0, 1), dense_arrivals(noise))
+    assert torch.equal(winners, tokens[:, 1:].flatten())
+
+
+def test_stored_noise_of_generated_rows_is_standard_gumbel(tmp_path: Path, asked: Asked) -> None:
+    """Would fail if tokens were chosen by the stream that the codec draws its noise from."""
+    store = run(tmp_path, asked(**FULL, store={"rows": 200, "validation_rows": 0}))
+    gumbels = -dense_arrivals(extract_cases.stored_noise(store)[0]).log()
+    # Entries of one position are independent, and positions too: n = 200 * 11 * V variates.
+    assert stats.kstest(gumbels.flatten().numpy(), "gumbel_r").pvalue > 1e-3
+    largest = gumbels.max(-1).values.numpy() - np.log(VOCAB_SIZE)
+    assert stats.kstest(largest, "gumbel_r").pvalue > 1e-3
+
+
+def test_generated_store_is_the_same_in_one_run_and_after_an_interruption(
+    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = asked(mode="sequential", store={"rows": 40, "validation_rows": 4})
+    whole = run(tmp_path / "whole", given)
+    assert whole.manifest.splits == {"train": 40, "validation": 4}
+    train, held_out = (whole.split(name).read_rows(0, 4) for name in ("train", "validation"))
+    differ = (train["tokens"] != held_out["tokens"]).any(axis=1)
+    assert differ.all(), "splits have noise of their own"
+    read, calls = GeneratedRows.read, []
+
+    def failing(self: GeneratedRows, *arguments: Any) -> object:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return read(self, *arguments)
+
+    monkeypatch.setattr(GeneratedRows, "read", failing)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "parts", given)
+    run(tmp_path / "parts", given)
+    assert contents(tmp_path / "parts" / "store") == contents(tmp_path / "whole" / "store")
+
+
+def test_rows_begin_like_documents_and_go_beyond_the_corpus(tmp_path: Path, asked: Asked) -> None:
+    """Rows of a corpus in one stream begin anywhere in a document; the teacher's never do."""
+    given = asked(mode="sequential", corpus={"packing": "concat"}, store={"rows": 130})
+    store, dataset = run(tmp_path, given), TokenDataset.open(tmp_path / "tokens")
+    assert dataset.num_rows("train") < 130 == store.manifest.splits["train"]
+    assert len(np.unique(dataset.read_rows("train", 0, 20)[:, 0])) > 1
+    rows = store.split("train").read_rows(0, 130)["tokens"]
+    assert (rows[:, 0] == dataset.bos_id).all()
+    assert len(np.unique(rows, axis=0)) > 100, "beyond the corpus nothing repeats"
+
+
+def test_rows_at_once_are_many_for_small_models_and_bounded_in_memory(loaded: Teacher) -> None:
+    assert generate.rows_at_once(loaded, ROW_LENGTH) == 128
+    # Keys and values of 2 layers of width 16 in float32: 256 bytes a token.
+    assert generate.rows_at_once(loaded, (4 << 30) // 256 // 50) == 50
+    assert generate.rows_at_once(loaded, (4 << 30) // 256) == 32
+
+
+def test_rows_on_a_gpu_are_as_many_as_its_memory_holds(gpu_of: Gpu) -> None:
+    """GPT-2 Large in float32, 1,024 tokens on 80 GB: 377 MB of cache and 3.6 MB of a step a row."""
+    gpu, shape = gpu_of(80 * 10**9), {"num_hidden_layers": 36, "num_attention_heads": 20}
+    token = generate.cached_token_bytes(SimpleNamespace(**shape), 1280, 4)
+    assert token == 2 * 36 * 1280 * 4
+    # Heads that share keys and values need fewer bytes of a token.
+    shared = generate.cached_token_bytes(SimpleNamespace(**shape, num_key_value_heads=5), 1280, 4)
+    for row, taken, expected in (
+        (1024 * token, 0, 104),
+        (1024 * shared, 0, 408),
+        (1024 * token, 40 * 10**9, 52),
+        (10**6 * token, 0, 1),
+        (2 * token, 0, 512),
+    ):
+        assert generate.rows_that_fit(gpu, row, 50_257, taken) == expected
+
+
+def test_a_size_that_fits_is_kept_from_shard_to_shard(
+    monkeypatch: pytest.MonkeyPatch, loaded: Teacher
+) -> None:
+    tried: list[int] = []
+
+    def written(_: Teacher, first: torch.Tensor, *rest: object) -> torch.Tensor:
+        tried.append(len(first))
+        if len(first) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return torch.zeros(len(first), ROW_LENGTH, dtype=torch.int64)
+
+    monkeypatch.setattr(generate, "generate_rows", written)
+    dataset = SimpleNamespace(bos_id=0, row_length=ROW_LENGTH, packing="concat")
+    settings = SequentialSettings(batch_size=8)
+    rows = object.__new__(GeneratedRows)  # the rows' source is not asked for anything else
+    vars(rows).update(teacher=loaded, dataset=dataset, settings=settings, seed=1)
+    for start in (0, 6):
+        rows.read("train", start, start + 6, lambda _: None)
+    assert tried == [6, 3, *[1] * 12]
+
+
+def test_mode_and_sampling_are_part_of_the_identity(tmp_path: Path, asked: Asked) -> None:
+    small = {"rows": 4, "validation_rows": 0}
+    run(tmp_path, asked(mode="sequential", store=small))
+    for field, change in (
+        ("mode", {}),
+        ("temperature", {"mode": "sequential", "sequential": {"temperature": 0.9}}),
+        ("nucleus_p", {"mode": "sequential", "sequential": {"nucleus_p": 0.9}}),
+    ):
+        with pytest.raises(UsageError, match=rf"tokens\.{field}"):
+            run(tmp_path, asked(store=small, **change))
+
+
+def test_nucleus_by_hand() -> None:
+    first = [0.5, 0.1, 0.3, 0.1]
+    log_probs = torch.tensor([first, [0.95, 0.05, 1e-9, 1e-9]]).log()
+    cut = processed(log_probs, SequentialSettings(nucleus_p=0.85))
+    assert cut[0].exp().tolist() == pytest.approx([0.625, 0, 0.375, 0])
+    assert cut[1].exp().tolist() == [1, 0, 0, 0]
+    kept = processed(log_probs, SequentialSettings(nucleus_p=0.85), torch.tensor([1, 3]))
+    assert torch.isfinite(kept[torch.arange(2), torch.tensor([1, 3])]).all()
+    warm = processed(log_probs, SequentialSettings(temperature=2.0))[0].exp()[0].item()
+    assert warm == pytest.approx(0.5**0.5 / sum(p**0.5 for p in first))
+    assert processed(log_probs, SequentialSettings()) is log_probs
+
+
+def test_temperature_comes_before_the_nucleus() -> None:
+    """At T = 2 (0.6, 0.3, 0.1) is (0.473, 0.334, 0.193): 0.85 keeps two; before, it keeps one."""
+    warm = SequentialSettings(temperature=2.0, nucleus_p=0.85)
+    probabilities = processed(torch.tensor([0.6, 0.3, 0.1]).log(), warm).exp()
+    share = 0.6**0.5 / (0.6**0.5 + 0.3**0.5)
+    assert probabilities.tolist() == pytest.approx([share, 1 - share, 0], abs=1e-6)
+
+
+def test_rows_depend_on_the_seed_the_row_and_the_position(loaded: Teacher) -> None:
+    first, ids = torch.zeros(40, dtype=torch.int64), torch.arange(40)
+    rows = generate_rows(loaded, first, ids, ROW_LENGTH, stream_seed=1)
+    other = generate_rows(loaded, first, ids, ROW_LENGTH, stream_seed=2)
+    moved = generate_rows(loaded, first, ids + 1, ROW_LENGTH, stream_seed=1)
+    alone = generate_rows(loaded, first[3:4], ids[3:4], ROW_LENGTH, stream_seed=1)
+    assert torch.equal(moved[:-1], rows[1:]), "row r is row r, whatever came before"
+    assert torch.equal(alone[0], rows[3]), "and whatever shares its batch"
+    assert (rows != other).any(1).float().mean() > 0.8
+    # With one draw for every position a row would repeat the token its noise likes best.
+    assert (rows[:, 1:] != rows[:, 1:2]).any(1).float().mean() > 0.5
+
+
+def test_the_nucleus_does_not_depend_on_how_many_rows_are_sorted_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log_probs = torch.randn(3, 4, 7, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    ordered = log_probs.double().exp().sort(-1, descending=True).values.cumsum(-1)
+    counts = (ordered <= 0.6).sum(-1).clamp_min(1)
+    least = log_probs.sort(-1, descending=True).values.gather(-1, counts[..., None] - 1)
+    settings = SequentialSettings(nucleus_p=0.6)
+    for at_once in (1, 20, 1 << 26):
+        monkeypatch.setattr(generate, "SORTED_AT_ONCE", at_once)
+        assert torch.equal(processed(log_probs, settings) > -torch.inf, log_probs >= least)
+        assert processed(log_probs[:0], settings).shape == (0, 4, 7)
