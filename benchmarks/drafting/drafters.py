@@ -157,6 +157,7 @@ class Drafter(nn.Module):
             self.prior = nn.Parameter(torch.ones(()))
         if form.noise == "uniform":
             self.waves = nn.Linear(2 * WAVES, width)
+            nn.init.normal_(self.waves.weight, std=0.01)  # beside embeddings, whose scale is 0.04
 
     def hears(self, xi: Float[Tensor, "*n vocabulary"]) -> Float[Tensor, "*n v"]:
         """What the drafter knows of the noise: xi of its own ids, or one uniform (v is 1)."""

@@ -32,6 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from shards.errors import UsageError
 from shards.language_model.forward import DtypeName
+from shards.settings import setting
 from trainer.objective.batch import Places
 from trainer.sampling.coupled import VerifiedRows, VerifiedSampler
 from trainer.sampling.fill import Pass
@@ -361,8 +362,9 @@ class TreeRows(VerifiedRows):
         last = self.tokens[self.active].gather(1, first[:, None] - 1)
         self.tree = Tree(last, torch.ones_like(last, dtype=torch.bool)[..., None])
         if bool((self.stops > first).any()):
-            self.tree = self.grow(last, first)
             self.num_drafts[self.active] += self.stops > first
+            self.tree, depths = self.grow(last, first)
+            self.stops = torch.minimum(self.stops, first + depths)
         places = Places(self.active, first)
         return Pass(self.active, places, places)
 
@@ -381,11 +383,13 @@ class TreeRows(VerifiedRows):
         probabilities = self.rule.probabilities(logits.flatten(0, 1)).view_as(logits)
         return logits.masked_fill(probabilities == 0, -torch.inf)
 
-    def grow(self, last: Int[Tensor, "m 1"], first: Int[Tensor, "m"]) -> Tree:
-        """The ``tree`` most probable drafts, searched along ``width`` paths.
+    def grow(
+        self, last: Int[Tensor, "m 1"], first: Int[Tensor, "m"]
+    ) -> tuple[Tree, Int[Tensor, "m"]]:
+        """The ``tree`` most probable drafts, searched along ``width`` paths, and how deep they go.
 
         A child is less probable than its parent, so the search ends where no path can bring a draft
-        that would be among them.
+        that would be among them; also, row by row, where its paths are too improbable to go on.
         """
         student, reader, sampler = self.student, self.reader, self.sampler
         assert reader.states is not None and reader.cache is not None
@@ -421,6 +425,11 @@ class TreeRows(VerifiedRows):
             behind[:, numbers, used + numbers] = True
             pasts.append(behind)
             used += width
+            if sampler.min_reach:  # what a row drops here depends on no other row
+                reach = score.exp().sum(dim=1, keepdim=True)
+                score = score.masked_fill(reach < sampler.min_reach, -torch.inf)
+                if bool((score[:, 0] == -torch.inf).all()):
+                    break
             if sampler.tree < used and distance + 1 < steps:
                 least = torch.cat(scores, dim=1).topk(sampler.tree).values[:, -1]
                 if bool((least >= score[:, 0]).all()):
@@ -430,7 +439,8 @@ class TreeRows(VerifiedRows):
         kept = pad(order[:, : sampler.tree].sort(dim=1).values + 1, (1, 0))
         square = torch.cat(pasts, dim=1).gather(1, kept[..., None].expand(-1, -1, behind.shape[-1]))
         square = square.gather(2, kept[:, None].expand(-1, kept.shape[1], -1))
-        return Tree(torch.cat(tokens, dim=1).gather(1, kept), square)
+        depths = torch.stack([score[:, 0] > -torch.inf for score in scores]).sum(dim=0)
+        return Tree(torch.cat(tokens, dim=1).gather(1, kept), square), depths
 
     def accept(self, logits: Float[Tensor, "m n1 v"], part: Pass) -> tuple[Places, Tensor]:
         """The backbone's own draws along the tree, up to and with the first that leaves it."""
@@ -474,6 +484,8 @@ class DrafterSampler(VerifiedSampler):
         max_lookahead: Most steps of the drafter at a time; None is as many as it was trained on.
         tree: Most drafts that a pass of the backbone reads.
         width: Paths that the search follows; 1 is a chain.
+        min_reach: The drafter takes another step where one of these paths is right with at least
+            this probability; 0 always does.
         draft_dtype: What the drafter computes in, by default as the backbone: ``bfloat16`` takes
             half the memory traffic, and changes no token, only which are drafted.
 
@@ -485,6 +497,7 @@ class DrafterSampler(VerifiedSampler):
     max_lookahead: int | None = None
     tree: int = 16
     width: int = 6
+    min_reach: float = setting(0.0, within="[0, 1]")
     draft_dtype: DtypeName | None = None
 
     label: ClassVar[str] = "drafter"

@@ -106,6 +106,7 @@ def test_the_drafter_is_lossless(shape: str, tmp_path: Path) -> None:
         {"top_k": 3, "tree": 9, "max_lookahead": 3},
         {"max_lookahead": 0},
         {"draft_dtype": "bfloat16", "tree": 9, "max_lookahead": 3},
+        {"min_reach": 0.3, "max_lookahead": 5, "width": 3},
     )
     for case in cases:
         result = draw(student, make_sampler("drafter", **case), IDS, tokens)
@@ -132,12 +133,14 @@ def test_a_real_backbone_decodes_its_own_tokens(tmp_path: Path, shared: Path) ->
     assert passes["gumbel"] < passes["greedy"] < int((tokens == 512).sum())
 
 
+@pytest.mark.parametrize("reach", [0.0, 0.4])
 def test_trees_depend_on_no_companion_and_on_no_room_for_noise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reach: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Noise that is drawn for few positions at a time is the same."""
     student, _ = tiny_drafter(tmp_path, model__backbone__num_proposed=4)
-    tokens, sampler = prompts(student, LENGTH, 1), make_sampler("drafter", tree=7, width=3)
+    tokens = prompts(student, LENGTH, 1)
+    sampler = make_sampler("drafter", tree=7, width=3, min_reach=reach)
     wanted = assert_alone_as_together(student, sampler, tokens)
     assert wanted.details["accepted"].sum() > 0
     for most in (1, 6 * VOCAB * len(IDS)):
@@ -145,6 +148,22 @@ def test_trees_depend_on_no_companion_and_on_no_room_for_noise(
         found = draw(student, sampler, IDS, tokens)
         assert torch.equal(found.tokens, wanted.tokens)
         assert torch.equal(found.details["verifier_nfe"], wanted.details["verifier_nfe"])
+
+
+def test_steps_are_taken_where_a_path_is_probable(tmp_path: Path) -> None:
+    """From all of them to one; two of twelve tokens never hold all of the probability."""
+    student, _ = tiny_drafter(tmp_path, model__backbone__num_proposed=4)
+    tokens, steps, passes = prompts(student, LENGTH, 1), [], []
+    for reach in (0.0, 0.01, 0.4, 0.7, 1.0):
+        sampler = make_sampler("drafter", tree=8, width=2, min_reach=reach)
+        found = draw(student, sampler, IDS, tokens).details
+        steps.append(int(found["drafted"].sum()))
+        passes.append(int(found["verifier_nfe"].sum()))
+    assert steps[0] >= steps[1] > steps[2] > steps[3] > steps[4]
+    assert passes[0] <= passes[4]
+    one = draw(student, make_sampler("drafter", tree=8, width=2, max_lookahead=1), IDS, tokens)
+    assert torch.equal(found["drafted"][:, :1], one.details["drafted"])
+    assert not found["drafted"][:, 1:].any()
 
 
 def test_perfect_heads_are_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +204,7 @@ def test_a_perfect_drafter_is_followed_to_the_end(
 
     monkeypatch.setattr(Drafter, "runner", lambda self, dtype: oracle)
     monkeypatch.setattr(Drafter, "logits", certain)
-    sampler = make_sampler("drafter", width=1, tree=3, draft="greedy")
+    sampler = make_sampler("drafter", width=1, tree=3, draft="greedy", min_reach=0.9)
     for row, num_open in enumerate((tokens == VOCAB).sum(dim=1).tolist()):
         known["row"] = row
         result = draw(student, sampler, IDS[row : row + 1], tokens[row : row + 1])
@@ -305,6 +324,7 @@ def test_a_tree_is_walked_along_the_own_tokens() -> None:
         ("medusa", {"acceptance": "typical", "top_k": 3}, "without effect"),
         ("drafter", {"tree": 0}, r"a count below 1 \[tree\]; got 0"),
         ("drafter", {"width": 0}, r"a count below 1 \[width\]; got 0"),
+        ("drafter", {"min_reach": 1.1}, "min_reach"),
     ],
 )
 def test_bad_settings_are_named(name: str, settings: dict[str, Any], message: str) -> None:
