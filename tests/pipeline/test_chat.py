@@ -54,12 +54,11 @@ def turns(*contents: str) -> list[dict[str, str]]:
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-def given(teacher: Path, corpus: Path, packing: str = "chat", **changes: Any) -> dict[str, Any]:
+def given(teacher: Path, corpus: Path, packing: str = "chat") -> dict[str, Any]:
     spec = {"spec": f"chat:{corpus}", "packing": packing, "row_length": ROW_LENGTH}
     small = {"rows_per_shard": 4, "rows_per_chunk": 2}
     mode = "parallel" if packing == "chat" else "sequential"
-    found = {**extract_cases.options(teacher, corpus, mode=mode, store=small), "corpus": spec}
-    return {**found, **changes}
+    return {**extract_cases.options(teacher, corpus, mode=mode, store=small), "corpus": spec}
 
 
 CONVERSATIONS = [
