@@ -1,4 +1,4 @@
-"""What verified samples must equal, and what all verified samplers promise."""
+"""What verified samples must equal; and checks of what all verified samplers promise."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def own_decode(
     return rows, certain
 
 
-def assert_every_pass_gains(result: SampleResult, num_filled: Tensor) -> None:
+def every_pass_gains(result: SampleResult, num_filled: Tensor) -> None:
     """A pass of the verifier gives what was accepted and one token more."""
     details = result.details
     assert torch.equal(details["accepted"].sum(dim=1) + details["verifier_nfe"], num_filled)
 
 
-def assert_alone_as_together(student: Student, sampler: Any, tokens: Tensor) -> SampleResult:
+def alone_as_together(student: Student, sampler: Any, tokens: Tensor) -> SampleResult:
     """No sample depends on its companions; returns the samples."""
     together = draw(student, sampler, IDS, tokens)
     for slot, index in enumerate(IDS):
@@ -72,7 +72,7 @@ def assert_alone_as_together(student: Student, sampler: Any, tokens: Tensor) -> 
     return together
 
 
-def assert_ended(ended: SampleResult, free: SampleResult, eos: int) -> None:
+def ended_at_eos(ended: SampleResult, free: SampleResult, eos: int) -> None:
     """Rows that end at the first eos, as those that were drawn to the end have it."""
     length = free.tokens.shape[1]
     for ours, stop, whole in zip(ended.tokens, ended.lengths.tolist(), free.tokens, strict=True):

@@ -1,8 +1,7 @@
-"""Adaptive parallel decoding: limits, exact law of a two-token row, caches, mistakes."""
+"""Adaptive parallel decoding: limits, the exact law of a two-token row, caches."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.sampler_statistics import chi_square
-from shards.errors import UsageError
 from tests.trainer.sampling_cases import BOS, LENGTH, VOCAB, draw, open_rows, tiny_student
 from trainer.sampling.adaptive import AdaptiveSampler, mixture
 from trainer.sampling.noise import SampleKeys, TokenRule
@@ -32,22 +30,19 @@ def tiny_llama(vocab_size: int = VOCAB, context: int = 32) -> LlamaForCausalLM:
     return model
 
 
+@torch.no_grad()
 def left_to_right(student: Student, ids: Tensor, lookahead: int, seed: int = 3) -> Tensor:
     """The student alone: a window of drafts per forward pass, all of them kept."""
     tokens = open_rows(student, len(ids))
-    rows = []
     for index, row in zip(ids, tokens.split(1), strict=True):
-        keys, row = SampleKeys(seed, index[None]), row.clone()
         for number, first in enumerate(range(1, LENGTH, lookahead), start=1):
-            stop = min(first + lookahead, LENGTH)
             where = row == student.mask_id
-            where[:, stop:] = False
-            with torch.no_grad():
-                log_probs = student.predict_at(row[:, :stop], where[:, :stop])
-            names = SampleKeys(keys.seed, keys.sample_ids, number).at("sampling tokens", where)
+            where[:, first + lookahead :] = False
+            stop = min(first + lookahead, LENGTH)
+            log_probs = student.predict_at(row[:, :stop], where[:, :stop])
+            names = SampleKeys(seed, index[None], number).at("sampling tokens", where)
             row[where] = TokenRule().choose(log_probs, names)
-        rows.append(row)
-    return torch.cat(rows)
+    return tokens
 
 
 @pytest.mark.parametrize("lookahead", [1, 4, LENGTH])
@@ -57,8 +52,7 @@ def test_r_1_is_the_student_from_left_to_right(verifier: str, lookahead: int) ->
     result = draw(student, sampler, IDS)
     assert torch.equal(result.tokens, left_to_right(student, IDS, lookahead))
     assert (result.nfe == -(-(LENGTH - 1) // lookahead)).all()
-    assert (result.details["acceptance"] == 1).all()
-    assert (result.details["verifier_nfe"] == 0).all()
+    assert (result.details["acceptance"] == 1).all() and not result.details["verifier_nfe"].any()
 
 
 def test_a_verifier_that_agrees_keeps_everything(
@@ -77,6 +71,7 @@ def test_a_verifier_that_agrees_keeps_everything(
         assert (result.nfe == 1).all() and (result.details["acceptance"] == 1).all()
 
 
+@torch.no_grad()
 def exact_two_tokens(student: Student, verifier: Verifier, weight: float) -> Tensor:
     """P(x_1, x_2) of a row of bos and two masks.
 
@@ -84,21 +79,20 @@ def exact_two_tokens(student: Student, verifier: Verifier, weight: float) -> Ten
     1 / sum_j max(p_j / p_v, q_j / q_v); otherwise x_2 is drawn from p_D(. | x_1).
     """
 
-    def marginals(row: list[int]) -> Tensor:
-        tokens = torch.tensor([row])
-        with torch.no_grad():
-            return student.predict_at(tokens, tokens == student.mask_id)
-
     mask = student.mask_id
-    first, second = marginals([BOS, mask, mask])
+
+    def marginals(*row: int) -> Tensor:
+        tokens = torch.tensor([row])
+        return student.predict_at(tokens, tokens == mask)
+
+    first, second = marginals(BOS, mask, mask)
     exact = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
     p = second[:-1].double().exp()
     for token in range(VOCAB):
-        with torch.no_grad():
-            verdict = verifier.model(torch.tensor([[BOS, token]])).logits[:, -1].log_softmax(-1)
+        verdict = verifier.model(torch.tensor([[BOS, token]])).logits[:, -1].log_softmax(-1)
         q = mixture(second[None], verdict, weight)[0, :-1].exp()
         both = 1 / torch.maximum(p[None] / p[:, None], q[None] / q[:, None]).sum(dim=1)
-        again = marginals([BOS, token, mask])[0, :-1].double().exp()
+        again = marginals(BOS, token, mask)[0, :-1].double().exp()
         exact[token] = first[token].double().exp() * (both + (1 - both.sum()) * again)
     return exact / exact.sum()
 
@@ -122,8 +116,7 @@ def test_exact_law_of_two_tokens(verifier: str, weight: float) -> None:
     counts = torch.bincount(tokens[:, 1] * VOCAB + tokens[:, 2], minlength=VOCAB**2)
     result = chi_square(f"apd, R = {weight}", counts, exact)
     assert result.passed, result
-    sequential = exact_two_tokens(student, model, 1.0)
-    assert not chi_square("another R", counts, sequential).passed
+    assert not chi_square("another R", counts, exact_two_tokens(student, model, 1.0)).passed
 
 
 def test_agreement_with_the_verifier_lowers_nfe(verifier: str) -> None:
@@ -157,18 +150,3 @@ def test_infilled_rows_are_verified_as_without_a_cache(
     expected = draw(student, sampler, ids, tokens).tokens
     assert torch.equal(together, expected)
     assert torch.equal(torch.cat(alone), expected)
-
-
-def test_verifiers_that_do_not_fit_are_refused(verifier: str, tmp_path: Path) -> None:
-    student = tiny_student()
-    tiny_llama(vocab_size=5).save_pretrained(tmp_path / "small")
-    tiny_llama(context=4).save_pretrained(tmp_path / "short")
-    for folder, message in (
-        ("absent", "no such verifier folder"),
-        ("small", "fewer tokens"),
-        ("short", "shorter rows"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            draw(student, AdaptiveSampler(verifier=str(tmp_path / folder)), IDS)
-    with pytest.raises(UsageError, match="an MDLM"):
-        draw(tiny_student("bd3lm", block_size=4), AdaptiveSampler(verifier=verifier), IDS)

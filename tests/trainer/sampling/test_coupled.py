@@ -15,14 +15,8 @@ from benchmarks.sampler_statistics import chi_square
 from shards.errors import UsageError
 from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import backbone_run, store_of
-from tests.trainer.sampling.decoding_cases import (
-    IDS,
-    assert_alone_as_together,
-    assert_ended,
-    assert_every_pass_gains,
-    own_decode,
-    prompts,
-)
+from tests.trainer.sampling import decoding_cases as check
+from tests.trainer.sampling.decoding_cases import IDS, own_decode, prompts
 from tests.trainer.sampling.test_adaptive import tiny_llama
 from tests.trainer.sampling_cases import BOS, LENGTH, VOCAB, draw, open_rows, tiny_student
 from trainer.sampling.coupled import CoupledSampler
@@ -57,9 +51,9 @@ def test_the_output_is_the_verifiers_own_decode(name: str, lookahead: int, verif
     tokens = prompts(student, LENGTH)
     for tau in (1.0, 0.6):
         sampler = CoupledSampler(verifier=verifier, max_lookahead=lookahead, tau=tau)
-        result = assert_alone_as_together(student, sampler, tokens)
+        result = check.alone_as_together(student, sampler, tokens)
         assert torch.equal(result.tokens, own_decode(tiny_llama(), tokens, IDS, VOCAB, tau)[0])
-        assert_every_pass_gains(result, (tokens == VOCAB).sum(dim=1))
+        check.every_pass_gains(result, (tokens == VOCAB).sum(dim=1))
         assert (result.nfe <= result.details["verifier_nfe"]).all()
         if lookahead == 0:
             assert not result.nfe.any() and not result.details["accepted"].any()
@@ -122,7 +116,7 @@ def test_samples_end_at_eos(verifier: str) -> None:
     settings = {"verifier": verifier, "max_lookahead": 3}
     free = draw(student, CoupledSampler(**settings), ids)
     ended = draw(student, CoupledSampler(**settings, stop=StopRule(at_eos=True)), ids)
-    assert_ended(ended, free, student.config.eos_token_id)
+    check.ended_at_eos(ended, free, student.config.eos_token_id)
     assert (ended.lengths < LENGTH).sum() > 5
     assert ended.details["verifier_nfe"].sum() < free.details["verifier_nfe"].sum()
 
@@ -135,7 +129,7 @@ def test_the_reader_reads_ragged_rows_as_if_alone(model: Any) -> None:
     rows = torch.randint(VOCAB, (3, 30), generator=generator)
     lengths = torch.zeros(3, dtype=torch.int64)
 
-    def check(rows: Tensor, stops: Tensor) -> None:
+    def compare(rows: Tensor, stops: Tensor) -> None:
         logits = reader.next_logits(rows, stops, 2)
         for slot, stop in enumerate(stops.tolist()):
             alone = model(rows[slot : slot + 1, :stop]).logits[0, -2:]
@@ -143,7 +137,7 @@ def test_the_reader_reads_ragged_rows_as_if_alone(model: Any) -> None:
 
     for _ in range(5):
         stops = lengths + torch.randint(2, 6, (3,), generator=generator)
-        check(rows, stops)
+        compare(rows, stops)
         lengths = lengths + torch.randint(0, 2, (3,), generator=generator) + 1
         lengths = torch.minimum(lengths, stops)
         reader.keep(lengths)
@@ -157,7 +151,7 @@ def test_the_reader_reads_ragged_rows_as_if_alone(model: Any) -> None:
     shortest = reader.lengths.argmin()[None]
     stops = reader.lengths[shortest] + 2
     reader.select(shortest)
-    check(rows[shortest], stops)
+    compare(rows[shortest], stops)
     assert reader.cache is not None, "nor when longer rows have left"
 
 
@@ -182,28 +176,36 @@ def test_exact_law_of_three_tokens(tau: float, verifier: str) -> None:
     assert not chi_square("another temperature", counts, exact_law(0.925)).passed
 
 
-def test_mistakes_are_named(verifier: str, tmp_path: Path) -> None:
+def test_bad_settings_are_named(verifier: str) -> None:
     with pytest.raises(UsageError, match="coupled needs a verifier"):
         make_sampler("coupled")
     for settings in ({"tau": 0.0}, {"max_lookahead": -1}):
         with pytest.raises(UsageError, match=next(iter(settings))):
             CoupledSampler(verifier=verifier, **settings)
-    short, small = str(tmp_path / "short"), str(tmp_path / "small")
+
+
+def test_rows_and_verifiers_that_do_not_fit_are_refused(verifier: str, tmp_path: Path) -> None:
+    """Here and in adaptive parallel decoding."""
+    absent, short, small = (tmp_path / name for name in ("absent", "short", "small"))
     tiny_llama(context=4).save_pretrained(short)
     tiny_llama(vocab_size=5).save_pretrained(small)
     student, cut = tiny_student(), tiny_student()
     cut.config.codec = {"name": "topk", "parameters": {"num_entries": 3}}
     holed = open_rows(student, len(IDS))
     holed[1, 6] = 2
-    for drafting, folder, tokens, message in (
-        (student, verifier, holed, "behind positions to fill"),
-        (student, short, None, "shorter rows"),
-        (student, small, None, "fewer tokens"),
-        (tiny_student("ar", "none"), verifier, None, "drafts no rows"),
-        (cut, verifier, None, "cuts off"),
+    for name, drafting, folder, tokens, message in (
+        ("coupled", student, verifier, holed, "behind positions to fill"),
+        ("coupled", student, short, None, "shorter rows"),
+        ("coupled", student, small, None, "fewer tokens"),
+        ("coupled", tiny_student("ar", "none"), verifier, None, "drafts no rows"),
+        ("coupled", cut, verifier, None, "cuts off"),
+        ("apd", student, absent, None, "no such verifier folder"),
+        ("apd", student, short, None, "shorter rows"),
+        ("apd", student, small, None, "fewer tokens"),
+        ("apd", tiny_student("bd3lm", block_size=4), verifier, None, "an MDLM"),
     ):
         with pytest.raises(UsageError, match=message):
-            draw(drafting, CoupledSampler(verifier=folder), IDS, tokens)
+            draw(drafting, make_sampler(name, verifier=str(folder)), IDS, tokens)
 
 
 def test_passes_of_all_draws_count(verifier: str) -> None:
@@ -214,7 +216,7 @@ def test_passes_of_all_draws_count(verifier: str) -> None:
     result = draw(student, CoupledSampler(verifier=verifier, stop=stop), ids)
     again = result.details["attempt"] > 0
     assert again.any() and not again.all()
-    assert_every_pass_gains(result, (result.details["attempt"] + 1) * (LENGTH - 1))
+    check.every_pass_gains(result, (result.details["attempt"] + 1) * (LENGTH - 1))
     assert (result.details["drafted"].sum(1) > once.details["drafted"].sum(1))[again].all()
 
 

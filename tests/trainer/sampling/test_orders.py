@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shards.errors import UsageError
 from shards.noise.philox import PositionKeys
-from tests.trainer.sampling.decoding_cases import assert_ended
+from tests.trainer.sampling import decoding_cases as check
 from tests.trainer.sampling_cases import LENGTH, draw, open_rows, tiny_student
 from trainer.objective.batch import Places
 from trainer.sampling import orders
@@ -114,7 +114,7 @@ def test_samples_end_at_eos(use_cache: bool) -> None:
     eos, stop = student.config.eos_token_id, StopRule(at_eos=True)
     free = draw(student, BlockSampler(use_cache=use_cache), ids)
     stopped = draw(student, BlockSampler(use_cache=use_cache, stop=stop), ids)
-    assert_ended(stopped, free, eos)
+    check.ended_at_eos(stopped, free, eos)
     assert 5 < (free.tokens[:, 1:] == eos).any(dim=1).sum() < 60
     assert stopped.nfe.sum() < free.nfe.sum()
 

@@ -15,14 +15,8 @@ from transformers import AutoModelForCausalLM
 from shards.errors import UsageError
 from shards.store.store import ShardStore
 from tests.trainer.backbone_cases import SHAPES, VOCAB, backbone_run, store_of, write_backbone
-from tests.trainer.sampling.decoding_cases import (
-    IDS,
-    assert_alone_as_together,
-    assert_ended,
-    assert_every_pass_gains,
-    own_decode,
-    prompts,
-)
+from tests.trainer.sampling import decoding_cases as check
+from tests.trainer.sampling.decoding_cases import IDS, own_decode, prompts
 from tests.trainer.sampling_cases import LENGTH, draw, open_rows, tiny_student
 from tests.trainer.students.test_drafter import tiny_drafter
 from trainer.sampling import own_backbone
@@ -86,7 +80,7 @@ def test_heads_are_lossless(heads: Medusa, acceptance: Any, tau: float) -> None:
         num_checked += int((tokens[slot, :stop] == VOCAB).sum())
     assert in_bf16 or int(certain.sum()) > 0.8 * tokens.numel()
     assert tau < 4 or num_checked > 20, "with much noise near ties are few"
-    assert_every_pass_gains(together, (tokens == VOCAB).sum(dim=1))
+    check.every_pass_gains(together, (tokens == VOCAB).sum(dim=1))
     accepted, reached = (together.details[name].sum(dim=0) for name in ("accepted", "reached"))
     assert (accepted <= reached).all() and int(reached[0]) > 0
     assert int(together.details["drafted"].shape[1]) == heads.settings.backbone.num_proposed
@@ -113,7 +107,7 @@ def test_the_drafter_is_lossless(shape: str, tmp_path: Path) -> None:
         rule = TokenRule(temperature=case.get("tau", 1.0), top_k=case.get("top_k"))
         truth, _ = own_decode(backbone, tokens, IDS, VOCAB, rule.temperature, rule)
         assert torch.equal(result.tokens, truth), case
-        assert_every_pass_gains(result, (tokens == VOCAB).sum(dim=1))
+        check.every_pass_gains(result, (tokens == VOCAB).sum(dim=1))
 
 
 def test_a_real_backbone_decodes_its_own_tokens(tmp_path: Path, shared: Path) -> None:
@@ -141,7 +135,7 @@ def test_trees_depend_on_no_companion_and_on_no_room_for_noise(
     student, _ = tiny_drafter(tmp_path, model__backbone__num_proposed=4)
     tokens = prompts(student, LENGTH, 1)
     sampler = make_sampler("drafter", tree=7, width=3, min_reach=reach)
-    wanted = assert_alone_as_together(student, sampler, tokens)
+    wanted = check.alone_as_together(student, sampler, tokens)
     assert wanted.details["accepted"].sum() > 0
     for most in (1, 6 * VOCAB * len(IDS)):
         monkeypatch.setattr(own_backbone, "MOST_ELEMENTS", {"cpu": most})
@@ -270,7 +264,7 @@ def test_samples_end_at_eos(tmp_path: Path) -> None:
     # A token that many rows have, and none everywhere: rows end in different rounds.
     student.config.eos_token_id = eos = int(free.tokens[:, 8].mode().values)
     ended = draw(student, MedusaSampler(stop=StopRule(at_eos=True)), ids, tokens)
-    assert_ended(ended, free, eos)
+    check.ended_at_eos(ended, free, eos)
     assert (ended.lengths < LONG).sum() > 5
 
 

@@ -25,15 +25,7 @@ from trainer.loading import generate
 from trainer.objective.batch import Places
 from trainer.objective.corruption import SCHEDULES
 from trainer.sampling import fill
-from trainer.sampling.fill import (
-    AncestralSampler,
-    Pass,
-    Rows,
-    Sampler,
-    ancestral_steps,
-    ancestral_times,
-    dense_ranks,
-)
+from trainer.sampling.fill import AncestralSampler, Pass, Rows, Sampler, ancestral_steps
 from trainer.sampling.noise import RowNoise, SampleKeys
 from trainer.sampling.orders import FirstHittingSampler, FixedCountSampler, uniform_order
 from trainer.sampling.registry import make_sampler
@@ -247,12 +239,12 @@ def test_groups_cover_the_rows_once_and_keep_to_the_bound(counts: list[int], mos
 
 
 def test_steps_by_hand() -> None:
-    times = ancestral_times(4, final_argmax=False)
+    times = fill.ancestral_times(4, final_argmax=False)
     assert times.tolist() == [1, 0.75, 0.5, 0.25, 0]
     uniform = torch.tensor([[0.9, 0.75, 0.6, 0.1, 0.3]], dtype=torch.float64)
     assert ancestral_steps(uniform, SCHEDULES["loglinear"], times).tolist() == [[1, 2, 2, 4, 3]]
     steps = torch.tensor([[0, 7, 3, 7, 9], [2, 2, 1, 5, 5], [0, 0, 0, 0, 0]])
-    assert dense_ranks(steps).tolist() == [[0, 2, 1, 2, 3], [2, 2, 1, 3, 3], [0, 0, 0, 0, 0]]
+    assert fill.dense_ranks(steps).tolist() == [[0, 2, 1, 2, 3], [2, 2, 1, 3, 3], [0, 0, 0, 0, 0]]
 
 
 def test_order_is_shared_by_all_samplers() -> None:
@@ -318,7 +310,7 @@ def test_a_time_conditioned_student_is_told_the_time() -> None:
     tokens, ids = open_rows(student, 2), torch.arange(2)
     where = Places.of(tokens == student.mask_id)
     rows = Rows(student, tokens, RowNoise(None, LENGTH), SampleKeys(3, ids))
-    rows.set_times(ancestral_times(4, final_argmax=False))
+    rows.set_times(fill.ancestral_times(4, final_argmax=False))
     with torch.no_grad():
         both = rows.predict(Pass(ids, where, where, torch.tensor([2, 4]))).unflatten(0, (2, -1))
         for slot, t in enumerate((0.75, 0.25)):  # time at the start of steps 2 and 4
