@@ -27,7 +27,7 @@ from trainer.objective.corruption import SCHEDULES
 from trainer.sampling import fill
 from trainer.sampling.fill import AncestralSampler, Pass, Rows, Sampler, ancestral_steps
 from trainer.sampling.noise import RowNoise, SampleKeys
-from trainer.sampling.orders import FirstHittingSampler, FixedCountSampler, uniform_order
+from trainer.sampling.orders import FirstHittingSampler, FixedCountSampler
 from trainer.sampling.registry import make_sampler
 from trainer.sampling.stopping import StopRule
 from trainer.students.conditioning import EmbeddedNoise
@@ -245,24 +245,6 @@ def test_steps_by_hand() -> None:
     assert ancestral_steps(uniform, SCHEDULES["loglinear"], times).tolist() == [[1, 2, 2, 4, 3]]
     steps = torch.tensor([[0, 7, 3, 7, 9], [2, 2, 1, 5, 5], [0, 0, 0, 0, 0]])
     assert fill.dense_ranks(steps).tolist() == [[0, 2, 1, 2, 3], [2, 2, 1, 3, 3], [0, 0, 0, 0, 0]]
-
-
-def test_order_is_shared_by_all_samplers() -> None:
-    """What ancestral sampling reveals first, the first-hitting sampler reveals first."""
-    student, ids = tiny_student(), torch.arange(200)
-    rows = Rows(student, open_rows(student, 200), RowNoise(None, LENGTH), SampleKeys(1, ids))
-
-    def revealed(passes: Any) -> Tensor:
-        steps = torch.zeros_like(rows.tokens)
-        for part in passes:
-            assert part.steps is not None and not steps[part.places.index].any()
-            steps[part.places.index] = part.steps[part.where.rows]
-        return steps[:, 1:]
-
-    one_by_one = revealed(uniform_order(rows, None))
-    assert one_by_one.sort(dim=1).values.tolist() == [[*range(1, LENGTH)]] * 200
-    steps = revealed(AncestralSampler(nfe=1000).order(rows))
-    assert (steps.gather(1, one_by_one.argsort(1)).diff(dim=1) >= 0).all()
 
 
 def test_budgets_and_their_limit() -> None:
