@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Event
 
 import pytest
 
@@ -130,16 +130,27 @@ def test_a_folder_is_held_while_a_run_lasts_and_free_after_it(tmp_path: Path) ->
 
 
 def test_who_asks_keeps_no_run_from_beginning(tmp_path: Path) -> None:
-    def begin() -> None:
-        for _ in range(50):
-            with exclusive(tmp_path):
-                pass
+    with exclusive(tmp_path):
+        pass
+    asked, done = Event(), Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            try:
+                is_held(tmp_path)
+            finally:
+                asked.set()
 
     with ThreadPoolExecutor(1) as pool:
-        runs = pool.submit(begin)
-        while not runs.done():
-            is_held(tmp_path)
-    runs.result()
+        asking = pool.submit(ask)
+        asked.wait()
+        try:
+            for _ in range(50):
+                with exclusive(tmp_path):
+                    pass
+        finally:
+            done.set()
+    asking.result()
 
 
 @pytest.fixture(autouse=True)
