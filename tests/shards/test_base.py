@@ -6,10 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier, Event
+from threading import Barrier
 
 import pytest
 
@@ -132,25 +133,21 @@ def test_a_folder_is_held_while_a_run_lasts_and_free_after_it(tmp_path: Path) ->
 def test_who_asks_keeps_no_run_from_beginning(tmp_path: Path) -> None:
     with exclusive(tmp_path):
         pass
-    asked, done = Event(), Event()
+    done = threading.Event()
 
     def ask() -> None:
         while not done.is_set():
-            try:
-                is_held(tmp_path)
-            finally:
-                asked.set()
+            is_held(tmp_path)
 
-    with ThreadPoolExecutor(1) as pool:
-        asking = pool.submit(ask)
-        asked.wait()
-        try:
-            for _ in range(50):
-                with exclusive(tmp_path):
-                    pass
-        finally:
-            done.set()
-    asking.result()
+    watcher = threading.Thread(target=ask)
+    watcher.start()
+    try:
+        for _ in range(50):
+            with exclusive(tmp_path):
+                pass
+    finally:
+        done.set()
+        watcher.join()
 
 
 @pytest.fixture(autouse=True)
