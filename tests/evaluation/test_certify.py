@@ -1,23 +1,31 @@
-"""``gdistill-eval certify``: verified samples agree everywhere; one altered token is refused."""
+"""``gdistill-eval certify``: right samples and answers pass; one altered token is found."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from evaluation.samples import read_samples
 from evaluation.scorers import make_scorers
+from evaluation.served_certificate import LEAST_P, Answer, allowed, certify_answers
 from evaluation.text.reading import token_margins
 from tests.commands import call
+from tests.evaluation.kit import Told, one_line, write_lines
 from tests.trainer.backbone_cases import backbone_run, store_of, write_backbone
 from tests.trainer.run_cases import LENGTH as ROW_LENGTH
 from tests.trainer.sample_cli_cases import command, read, save
 from tests.trainer.sampling.test_adaptive import tiny_llama
 from tests.trainer.sampling_cases import LENGTH
+from trainer.serving.coupling import draw
 from trainer.training.loop import train
 
 
@@ -28,22 +36,28 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save(folder / "plain", conditioning="none")
     save(folder / "teacher", conditioning="none")  # for its tokenizer
     tiny_llama().save_pretrained(folder / "teacher")
-    for file in (folder / "teacher").glob("student.json"):
-        file.unlink()
     return folder
 
 
-def sample(models: Path, out: Path, *arguments: object, model: str = "mdlm") -> None:
-    assert command(models / model, "--num", 20, "--out", out, *arguments) == 0
+def sample(models: Path, out: Path, *words: object, model: str = "mdlm") -> Path:
+    assert command(models / model, "--num", 20, "--out", out, *words) == 0
+    return out
 
 
-def rewrite(samples: Path, records: list[dict[str, Any]]) -> None:
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    (samples / "samples.jsonl").write_text(lines)
+def sample_coupled(models: Path, out: Path, *words: object, model: str = "mdlm") -> Path:
+    coupled = ("--sampler", "coupled", "--verifier", models / "teacher")
+    return sample(models, out, *coupled, *words, model=model)
 
 
 def certify(samples: Path, teacher: Path) -> int:
     return call("gdistill-eval", "certify", samples, "--teacher", teacher)
+
+
+def refusal(told: Told, samples: Path, teacher: Path) -> str:
+    """The one line that says why samples cannot be certified."""
+    told()
+    assert certify(samples, teacher) == 2
+    return one_line(told())
 
 
 def found(samples: Path) -> dict[str, Any]:
@@ -56,17 +70,11 @@ def found(samples: Path) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("model", ["mdlm", "plain"])
 def test_verified_samples_agree_everywhere(
-    model: str,
-    tau: float,
-    cut: tuple,
-    models: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    model: str, tau: float, cut: tuple, models: Path, tmp_path: Path, told: Told
 ) -> None:
-    coupled = ("--sampler", "coupled", "--verifier", models / "teacher", "--tau", tau)
-    sample(models, tmp_path, *coupled, *cut, "--seed", 6, model=model)
-    told = capsys.readouterr().err
-    assert "tokens per pass of the verifier" in told and "agreement by distance 0." in told
+    sample_coupled(models, tmp_path, "--tau", tau, *cut, "--seed", 6, model=model)
+    said = told()
+    assert "tokens per pass of the verifier" in said and "agreement by distance 0." in said
     assert certify(tmp_path, models / "teacher") == 0
     result = found(tmp_path)
     assert result["num_positions"] == 20 * (LENGTH - 1)
@@ -76,31 +84,28 @@ def test_verified_samples_agree_everywhere(
     records = read(tmp_path / "samples.jsonl")
     altered = records[7]["tokens"]
     altered[LENGTH - 1] = (altered[LENGTH - 1] + 1) % 11
-    rewrite(tmp_path, records)
-    capsys.readouterr()
+    write_lines(tmp_path / "samples.jsonl", *records)
+    told()
     assert certify(tmp_path, models / "teacher") == 1
-    error = capsys.readouterr().err.strip().splitlines()[-1]
+    error = told().strip().splitlines()[-1]
     assert f"sample 7, position {LENGTH - 1}" in error
     assert found(tmp_path)["num_mismatches"] == 1
 
 
-def test_a_file_cannot_call_its_tokens_given(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_cannot_call_its_tokens_given(models: Path, tmp_path: Path, told: Told) -> None:
     """What was given is known by its hash in the settings: more than that would hide tokens."""
-    sample(models, tmp_path, "--sampler", "coupled", "--verifier", models / "teacher")
+    sample_coupled(models, tmp_path)
     assert certify(tmp_path, models / "teacher") == 0 and found(tmp_path)["given_is_checked"]
     records = read(tmp_path / "samples.jsonl")
     for given, count, said in (
         (LENGTH - 1, 1, "calls tokens given in a run without a prompt"),
         (LENGTH, 20, "nothing to certify"),
     ):
-        changed = [{**r, "num_given": given if i < count else 1} for i, r in enumerate(records)]
-        rewrite(tmp_path, changed)
-        capsys.readouterr()
+        changed = ({**r, "num_given": given if i < count else 1} for i, r in enumerate(records))
+        write_lines(tmp_path / "samples.jsonl", *changed)
+        told()
         assert certify(tmp_path, models / "teacher") != 0
-        error = capsys.readouterr().err.strip()
-        assert said in error and "\n" not in error
+        assert said in one_line(told())
 
 
 def test_a_students_own_samples_get_their_agreement(models: Path, tmp_path: Path) -> None:
@@ -111,33 +116,23 @@ def test_a_students_own_samples_get_their_agreement(models: Path, tmp_path: Path
     assert result["num_mismatches"] + result["num_agreeing"] <= result["num_positions"]
 
 
-def test_what_cannot_be_certified_is_named(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def error_of(samples: Path, teacher: Path = models / "teacher") -> str:
-        capsys.readouterr()
-        assert certify(samples, teacher) == 2
-        error = capsys.readouterr().err.strip()
-        assert "\n" not in error
-        return error
-
-    sample(models, tmp_path / "plain", "--nfe", 2, model="plain")
-    assert "without noise" in error_of(tmp_path / "plain")
-    sample(models, tmp_path / "redrawn", "--nfe", 2, "--set", "redraw_noise=true")
-    assert "redraw_noise" in error_of(tmp_path / "redrawn")
-    coupled = ("--sampler", "coupled", "--verifier", models / "teacher")
-    sample(models, tmp_path / "coupled", *coupled)
-    other = tmp_path / "other"
+def test_what_cannot_be_certified_is_named(models: Path, tmp_path: Path, told: Told) -> None:
+    teacher = models / "teacher"
+    plain = sample(models, tmp_path / "plain", "--nfe", 2, model="plain")
+    assert "without noise" in refusal(told, plain, teacher)
+    redrawn = sample(models, tmp_path / "redrawn", "--nfe", 2, "--set", "redraw_noise=true")
+    assert "redraw_noise" in refusal(told, redrawn, teacher)
+    coupled = sample_coupled(models, tmp_path / "coupled")
     model = tiny_llama()
     model.lm_head.weight.data += 1
-    model.save_pretrained(other)
-    assert "verified by another model" in error_of(tmp_path / "coupled", other)
+    model.save_pretrained(tmp_path / "other")
+    assert "verified by another model" in refusal(told, coupled, tmp_path / "other")
     tiny_llama(vocab_size=5).save_pretrained(tmp_path / "small")
-    assert "fewer tokens" in error_of(tmp_path / "coupled", tmp_path / "small")
-    records = read(tmp_path / "coupled" / "samples.jsonl")
-    unseeded = [{k: v for k, v in record.items() if k != "seed"} for record in records]
-    rewrite(tmp_path / "coupled", unseeded)
-    assert "no recorded seed" in error_of(tmp_path / "coupled")
+    assert "fewer tokens" in refusal(told, coupled, tmp_path / "small")
+    records = read(coupled / "samples.jsonl")
+    unseeded = ({k: v for k, v in record.items() if k != "seed"} for record in records)
+    write_lines(coupled / "samples.jsonl", *unseeded)
+    assert "no recorded seed" in refusal(told, coupled, teacher)
 
 
 def test_margins_by_hand() -> None:
@@ -146,24 +141,34 @@ def test_margins_by_hand() -> None:
     assert margins.tolist() == [-1.0, 0.0] and winners.tolist() == [1, 1]
 
 
+# Students that have their verifier on board.
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Beside the backbone that scored it."""
+    folder = tmp_path_factory.mktemp("qwen")
+    return store_of(folder / "store", write_backbone(folder / "backbone", "qwen2"))
+
+
 def test_medusa_samples_are_certified_by_their_backbone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: Path, tmp_path: Path, told: Told
 ) -> None:
     """Heads trained, sampled and certified by the commands; other acceptance has no certificate."""
-    backbone = write_backbone(tmp_path / "backbone", "qwen2")
-    store = store_of(tmp_path / "store", backbone)
+    backbone, samples = tmp_path / "backbone", tmp_path / "coupled"
+    shutil.copytree(store.with_name("backbone"), backbone)
     train(backbone_run(backbone, training__num_steps=2), store, tmp_path / "run")
 
-    def draw(out: str, *arguments: object) -> int:
-        return command(tmp_path / "run", "--num", 6, "--out", tmp_path / out, *arguments)
+    def drawn_to(out: str, *words: object) -> int:
+        return command(tmp_path / "run", "--num", 6, "--out", tmp_path / out, *words)
 
-    assert draw("coupled", "--tau", 0.8, "--length", 24) == 0
-    assert "tokens per pass of the verifier" in capsys.readouterr().err
-    assert certify(tmp_path / "coupled", backbone) == 0
-    result = found(tmp_path / "coupled")
+    assert drawn_to("coupled", "--tau", 0.8, "--length", 24) == 0
+    assert "tokens per pass of the verifier" in told()
+    assert certify(samples, backbone) == 0
+    result = found(samples)
     assert result["num_positions"] == 6 * 23 and result["num_mismatches"] == 0
-    records = read(tmp_path / "coupled" / "samples.jsonl")
-    sets = [read_samples(tmp_path / "coupled" / "samples.jsonl")]
+    records = read(samples / "samples.jsonl")
+    sets = [read_samples(samples / "samples.jsonl")]
     scores = [score.to_json() for scorer in make_scorers(sets)[0] for score in scorer(sets[0])]
     (score,) = (one for one in scores if "pass" in one["name"])
     passes = sum(record["verifier_nfe"] for record in records)
@@ -171,76 +176,262 @@ def test_medusa_samples_are_certified_by_their_backbone(
     reached, accepted = (sum(r[name][0] for r in records) for name in ("reached", "accepted"))
     assert score["details"]["conditional_acceptance"][0] == pytest.approx(accepted / reached)
     records[3]["tokens"][20] = (records[3]["tokens"][20] + 1) % 12
-    rewrite(tmp_path / "coupled", records)
-    assert certify(tmp_path / "coupled", backbone) == 1
-    assert draw("typical", "--set", "acceptance=typical") == 0
+    write_lines(samples / "samples.jsonl", *records)
+    assert certify(samples, backbone) == 1
+    assert drawn_to("typical", "--set", "acceptance=typical") == 0
     assert certify(tmp_path / "typical", backbone) == 2
-    assert "acceptance=typical" in capsys.readouterr().err
+    assert "acceptance=typical" in told()
     # What cannot be: longer rows than the backbone reads, another one, none where it was.
-    assert draw("long", "--length", 65) == 2
-    assert "the verifier reads shorter rows" in capsys.readouterr().err
+    assert drawn_to("long", "--length", 65) == 2
+    assert "the verifier reads shorter rows" in told()
     other = write_backbone(tmp_path / "other", "qwen2", seed=3)
-    assert draw("other", "--backbone", other) == 2
-    assert "another backbone" in capsys.readouterr().err
-    assert draw("whole", "--sampler", "ancestral", "--nfe", 2) == 2
+    assert drawn_to("other", "--backbone", other) == 2
+    assert "another backbone" in told()
+    assert drawn_to("whole", "--sampler", "ancestral", "--nfe", 2) == 2
     backbone.rename(tmp_path / "moved")
-    assert draw("gone") == 2
-    assert "--backbone FOLDER" in capsys.readouterr().err
-    assert draw("found", "--backbone", tmp_path / "moved") == 0
+    assert drawn_to("gone") == 2
+    assert "--backbone FOLDER" in told()
+    assert drawn_to("found", "--backbone", tmp_path / "moved") == 0
 
 
 @pytest.mark.parametrize("student", ["medusa", "drafter"])
 def test_samples_of_a_bf16_backbone_are_certified_in_bf16(
-    student: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    student: str, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the precision that the samples name; a token that loses is listed, or refused."""
-    backbone = write_backbone(tmp_path / "backbone", "qwen2")
-    store = store_of(tmp_path / "store", backbone)
-    for dtype in ("bfloat16", "float32"):
-        config = backbone_run(
-            backbone, student, training__num_steps=2, model__backbone__dtype=dtype
-        )
-        train(config, store, tmp_path / dtype)
-        arguments = ("--num", 20, "--length", 24, "--out", tmp_path / f"{dtype}-samples")
-        assert command(tmp_path / dtype, *arguments) == 0
-    assert certify(tmp_path / "float32-samples", backbone) == 0
-    fine = found(tmp_path / "float32-samples")
-    samples = tmp_path / "bfloat16-samples"
+    qwen = store.with_name("backbone")
+    samples = {name: tmp_path / f"{name}-samples" for name in ("bfloat16", "float32")}
+    for dtype, out in samples.items():
+        options = {"training__num_steps": 2, "model__backbone__dtype": dtype}
+        train(backbone_run(qwen, student, **options), store, tmp_path / dtype)
+        assert command(tmp_path / dtype, "--num", 20, "--length", 24, "--out", out) == 0
+    assert certify(samples["float32"], qwen) == 0
     capsys.readouterr()
-    assert certify(samples, backbone) == 0
+    assert certify(samples["bfloat16"], qwen) == 0
     assert "ties within bfloat16 rounding" in capsys.readouterr().out
-    coarse = found(samples)
+    fine, coarse = found(samples["float32"]), found(samples["bfloat16"])
     assert (fine["dtype"], coarse["dtype"]) == ("float32", "bfloat16")
     assert coarse["num_positions"] == 20 * 23 and coarse["num_mismatches"] == 0
     lost = sum(tie["margin"] <= 0 for tie in coarse["ties"])
     assert lost == coarse["num_positions"] - coarse["num_agreeing"]
     assert max(abs(tie["margin"]) for tie in coarse["ties"]) > fine["smallest_margin"]
     # The last token of every row replaced: a few lose by less than rounding, not all of them.
-    records = read(samples / "samples.jsonl")
+    file, settings = (samples["bfloat16"] / name for name in ("samples.jsonl", "settings.json"))
+    records = read(file)
     for record in records:
         record["tokens"][-1] = (record["tokens"][-1] + 1) % 12
-    rewrite(samples, records)
-    assert certify(samples, backbone) == 1
-    assert found(samples)["num_mismatches"] >= 5
-    settings = json.loads((samples / "settings.json").read_text())
-    settings["student_config"]["backbone"]["dtype"] = "float8"
-    (samples / "settings.json").write_text(json.dumps(settings))
+    write_lines(file, *records)
+    assert certify(samples["bfloat16"], qwen) == 1
+    assert found(samples["bfloat16"])["num_mismatches"] >= 5
+    changed = json.loads(settings.read_text())
+    changed["student_config"]["backbone"]["dtype"] = "float8"
+    settings.write_text(json.dumps(changed))
     capsys.readouterr()
-    assert certify(samples, backbone) != 0
+    assert certify(samples["bfloat16"], qwen) != 0
     assert "backbone.dtype" in capsys.readouterr().err
 
 
-def test_samples_of_a_drafter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_samples_of_a_drafter(tmp_path: Path, told: Told) -> None:
     """The backbone certifies them, by name of its weights."""
     backbone = write_backbone(tmp_path / "backbone")
-    store = store_of(tmp_path / "store", backbone)
+    store, samples = store_of(tmp_path / "store", backbone), tmp_path / "samples"
     assert train(backbone_run(backbone, "drafter", training__num_steps=3), store, tmp_path / "run")
-    samples = tmp_path / "samples"
     assert command(tmp_path / "run", "--num", 20, "--seed", 6, "--tau", 0.7, "--out", samples) == 0
-    assert "tokens per pass of the verifier" in capsys.readouterr().err
-    other = write_backbone(tmp_path / "other", seed=1)
+    assert "tokens per pass of the verifier" in told()
     assert certify(samples, backbone) == 0
     record = found(samples)
     assert record["num_positions"] == 20 * (ROW_LENGTH - 1) and record["num_mismatches"] == 0
-    assert certify(samples, other) == 2
-    assert "verified by another model" in capsys.readouterr().err
+    other = write_backbone(tmp_path / "other", seed=1)
+    assert "verified by another model" in refusal(told, samples, other)
+
+
+# Answers of a server, which draws with a noise that is known, or from the law.
+
+END, PROMPT = 24, [1, 2, 3]
+KNOWN = ("--noise", "murmur3")
+Certified = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    model = tiny_llama()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(8.0)  # a law that is not flat
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def teacher(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("teacher")
+    model.save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def drawn(model: Any, seeds: range, sharpen: float = 1.0, **settings: Any) -> list[list[int]]:
+    """What a right engine says for each seed; ``sharpen`` is a fault: logits that much larger."""
+    temperature = settings.get("temperature", 1.0)
+    rows = torch.tensor([PROMPT] * len(seeds))
+    while rows.shape[1] < END:
+        logits: Tensor = sharpen * model(input_ids=rows).logits[:, -1].float()
+        if temperature == 0:
+            found = logits.argmax(dim=-1)
+        else:
+            top_k, top_p = settings.get("top_k", 0), settings.get("top_p", 1.0)
+            law = allowed(logits / temperature, top_k, top_p)
+            places = torch.full((len(seeds),), rows.shape[1] - 1)
+            found = draw(law, torch.tensor(list(seeds)), places)
+        rows = torch.cat((rows, found[:, None]), dim=1)
+    return rows[:, len(PROMPT) :].tolist()
+
+
+def served(model: Any, seed: int, **settings: Any) -> dict[str, Any]:
+    """A request and its right answer."""
+    (tokens,) = drawn(model, range(seed, seed + 1), **settings)
+    choice = {"index": 0, "token_ids": tokens, "prompt_token_ids": PROMPT}
+    request = {"prompt": "x", "temperature": 1.0, "seed": seed, **settings}
+    return {"request": request, "answer": {"choices": [choice]}}
+
+
+@pytest.fixture
+def certified(teacher: Path, tmp_path: Path) -> Certified:
+    """The exit code for these answers, and the certificate."""
+
+    def call_with(*records: dict[str, Any], noise: tuple[str, ...] = KNOWN) -> Any:
+        file = write_lines(tmp_path / "a.jsonl", *records)
+        code = call("gdistill-eval", "certify", file, "--teacher", teacher, *noise)
+        found = file.with_name("certificate.json")
+        return code, json.loads(found.read_text()) if found.exists() else {}
+
+    return call_with
+
+
+SETTINGS = [
+    {},
+    {"temperature": 1.5, "top_k": 4},
+    {"top_p": 0.8},
+    {"temperature": 0.0},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 9},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_right_answers_of_a_known_noise_pass_and_one_altered_token_is_found(
+    settings: dict[str, Any], model: Any, certified: Certified, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [served(model, seed, **settings) for seed in (7, 2**40, 2)]
+    code, found = certified(*records)
+    assert code == 0 and found["is_right"]
+    for verdict in found["answers"]:
+        assert verdict["num_agreeing"] + verdict["num_ties"] == END - len(PROMPT)
+    tokens = records[2]["answer"]["choices"][0]["token_ids"]
+    tokens[11] = (tokens[11] + 1) % model.config.vocab_size
+    capsys.readouterr()
+    code, found = certified(*records)
+    assert code == 1 and not found["is_right"]
+    assert found["answers"][2]["first"][:2] == [11, tokens[11]]
+    assert [verdict["first"] for verdict in found["answers"][:2]] == [None, None]
+    shown = capsys.readouterr()
+    assert "token 11 is" in shown.out and "does not draw from this model" in shown.err
+
+
+def test_another_request_than_told_is_found(model: Any, certified: Certified) -> None:
+    record = served(model, 3)
+    record["request"]["seed"] = 4
+    assert certified(record)[0] == 1
+    record["request"] |= {"seed": 3, "top_k": 2}  # which cuts tokens off, whatever the noise
+    code, found = certified(record, noise=())
+    assert code == 1 and found["answers"][0]["num_impossible"] > 0
+
+
+def test_the_law_passes_right_engines_and_convicts_others(model: Any) -> None:
+    """Of 40 right batches 2 fail on average; 8 or more would be one chance in a thousand."""
+    size = model.config.vocab_size
+    answers = [Answer("", PROMPT, row) for row in drawn(model, range(160))]
+    found = [certify_answers(answers[i : i + 4], model, size) for i in range(0, 160, 4)]
+    assert {verdict.checked for one in found for verdict in one.verdicts} == {"law"}
+    assert sum(one.p < LEAST_P for one in found) < 8
+    for sharpen in (0.3, 2.0):  # both sides: too wild, and too tame
+        wrong = [Answer("", PROMPT, row) for row in drawn(model, range(8), sharpen)]
+        verdict = certify_answers(wrong, model, size)
+        assert not verdict.is_right and (verdict.z > 0) == (sharpen < 1)
+
+
+def test_answers_that_name_their_noise_and_seed_need_no_option(
+    model: Any, certified: Certified
+) -> None:
+    record = served(model, 3)
+    record["answer"] |= {"seed": record["request"].pop("seed"), "noise": "murmur3"}
+    _, found = certified(record, noise=())
+    assert found["answers"][0]["checked"] == "noise" and found["is_right"]
+
+
+def test_each_of_several_choices_has_its_own_seed(model: Any, certified: Certified) -> None:
+    choices = [served(model, 9 + i)["answer"]["choices"][0] | {"index": i} for i in range(3)]
+    record = {"request": {"prompt": "x", "seed": 9, "n": 3}, "answer": {"choices": choices}}
+    assert certified(record)[0] == 0
+
+
+@pytest.fixture
+def url(model: Any) -> Iterator[str]:
+    """A server that draws with the engine's noise."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply({"data": [{"id": "tiny", "object": "model"}]})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            kept = {key: body[key] for key in ("temperature", "top_p") if key in body}
+            self.reply(served(model, body["seed"], **kept)["answer"])
+
+        def reply(self, said: object) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(said).encode())
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_a_server_is_asked_and_its_answers_are_kept(
+    url: str, teacher: Path, tmp_path: Path, certified: Certified, told: Told
+) -> None:
+    into = ("--teacher", teacher, "--out", tmp_path)
+    asked = ("--num", 3, "--request", '{"temperature": 0.9, "seed": 5}', *KNOWN)
+    assert call("gdistill-eval", "certify", url, *into, *asked) == 0
+    kept = read(tmp_path / "answers.jsonl")
+    assert [record["request"]["seed"] for record in kept] == [5, 6, 7]
+    code, found = certified(*kept)
+    assert code == 0 and len(found["answers"]) == 3
+    assert call("gdistill-eval", "certify", "http://127.0.0.1:9", *into) != 0
+    assert "the server does not answer" in told()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"request": {"presence_penalty": 0.5}}, "presence_penalty"),
+        ({"answer": {"noise": "mersenne"}}, "unknown noise"),
+        ({"answer": {"choices": [{"text": "abc"}]}}, "return_token_ids"),
+        ({"request": {"seed": None}}, "seed"),
+        ({"answer": {"choices": [{"token_ids": [10**6], "prompt_token_ids": [1]}]}}, "ids below"),
+        ({"answer": {"choices": [{"token_ids": [1]}]}}, "no tokenizer"),
+        ({"answer": {"choices": 5}}, "not a kept answer"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused_in_a_line(
+    change: dict[str, Any], said: str, model: Any, certified: Certified, told: Told
+) -> None:
+    record = served(model, 3)
+    for part, values in change.items():
+        record[part] |= values
+    noise = () if "noise" in change.get("answer", {}) else KNOWN
+    assert certified(record, noise=noise)[0] != 0
+    error = told()
+    assert said in error and "Traceback" not in error

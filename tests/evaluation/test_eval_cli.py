@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,36 +13,29 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import PreTrainedModel
-from typer.testing import CliRunner
+from transformers import AutoTokenizer, PreTrainedModel
 
-from evaluation.cli import app
+from evaluation.infilling import filled_spans, make_infill_rows, read_infill_rows
+from evaluation.maze import Maze
+from evaluation.samples import DataRows
 from evaluation.text.reading import JudgeModel, generative_perplexity, load_judge
 from shards.errors import GdistillError, UsageError
-from tests.evaluation.text.test_distance import markov_text, write_tokens
+from tests.evaluation.kit import (
+    evaluate,
+    markov_text,
+    nll_nats,
+    results,
+    scores_by_name,
+    write_lines,
+    write_tokens,
+)
 
-MAZE = {
-    "rows": ["...", "S.T"],
-    "start": [1, 0],
-    "target": [1, 2],
-    "paths": [["right", "right"], ["up", "right", "right", "down"]],
-    "max_moves": 4,
-}
-
-
-def evaluate(*arguments: object) -> str:
-    """Output of the command; what it raises is raised."""
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if done.exception:
-        raise done.exception
-    return done.output
+PATHS = (("right", "right"), ("up", "right", "right", "down"))
+MAZE = Maze(("...", "S.T"), (1, 0), (1, 2), PATHS, 4)
 
 
 def write_samples(file: Path, *texts: str | None) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    records = ({"tokens": [0, 1, 0], "text": text, "nfe": 2} for text in texts)
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return file
+    return write_lines(file, *({"tokens": [0, 1, 0], "text": text, "nfe": 2} for text in texts))
 
 
 @pytest.fixture
@@ -49,13 +43,10 @@ def samples(tmp_path: Path) -> Path:
     return write_samples(tmp_path / "samples.jsonl", "a b a b a b", "b a a").parent
 
 
-@pytest.fixture(scope="module")
-def judge(judge_folder: Path) -> JudgeModel:
-    return load_judge(str(judge_folder))
-
-
-def results(folder: Path) -> dict:
-    return json.loads((folder / "results.json").read_text())
+@pytest.fixture
+def maze(tmp_path: Path) -> Path:
+    (tmp_path / "maze.json").write_text(json.dumps(asdict(MAZE)))
+    return tmp_path / "maze.json"
 
 
 def test_perplexity_and_entropy_of_a_folder(samples: Path, judge_folder: Path) -> None:
@@ -63,94 +54,84 @@ def test_perplexity_and_entropy_of_a_folder(samples: Path, judge_folder: Path) -
     assert "generative_perplexity" in table and "entropy_nats" in table
     (part,) = results(samples).values()
     assert part["nfe_mean"] == 2.0
-    score = next(s for s in part["scores"] if s["name"] == "generative_perplexity")
+    score = scores_by_name(part)["generative_perplexity"]
     assert score["settings"]["stride_tokens"] == 4 and score["settings"]["max_tokens"] == 6
     assert score["details"]["num_tokens"] == 5 + 3  # the token in front does not count
+    write_samples(samples / "samples.jsonl", "a " * 60)
+    for words in (8, 40):  # beyond the judge's context too: that is what windows are for
+        evaluate(samples, "--judge", judge_folder, "--max-tokens", words)
+        (part,) = results(samples).values()
+        assert part["scores"][1]["details"]["num_tokens"] == words - 1
 
 
-@pytest.mark.parametrize("words", [8, 40])
-def test_a_limit_that_is_given_is_kept(tmp_path: Path, judge_folder: Path, words: int) -> None:
-    """Beyond the judge's context too: that is what windows are for."""
-    write_samples(tmp_path / "samples.jsonl", "a " * 60)
-    evaluate(tmp_path, "--judge", judge_folder, "--max-tokens", words)
-    (part,) = results(tmp_path).values()
-    assert part["scores"][1]["details"]["num_tokens"] == words - 1
-
-
-def test_nested_folders_give_rows_that_differ(tmp_path: Path) -> None:
+def test_a_file_has_a_row_of_its_own_and_no_claim_that_it_does_not_make(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_samples(tmp_path / name / "samples.jsonl", "a")
     table = evaluate(tmp_path)
     assert "one/samples" in table and "two/samples" in table
     assert "one/samples" not in evaluate(tmp_path / "one")
+    write_lines(tmp_path / "three" / "samples.jsonl", {"tokens": [1, 2]})
+    lines = evaluate(tmp_path / "three").splitlines()
+    assert next(line for line in lines if line.startswith("samples  1")).split()[2] == "-"
+    (part,) = results(tmp_path / "three").values()
+    assert part["nfe_mean"] is None
 
 
-def test_the_maze_is_compared_with_what_its_name_says(tmp_path: Path) -> None:
+def test_the_maze_is_compared_with_what_its_name_says(tmp_path: Path, maze: Path) -> None:
     write_samples(tmp_path / "samples.jsonl", *["<bos> right right <eos>"] * 4)
-    maze = tmp_path / "maze.json"
-    maze.write_text(json.dumps(MAZE))
     table = evaluate(tmp_path, "--maze", maze)
     assert "total_variation_to_uniform" in table and "teacher" not in table
     (part,) = results(tmp_path).values()
-    scores = {score["name"]: score for score in part["scores"]}
+    scores = scores_by_name(part)
     assert scores["maze_success"]["value"] == 1.0
     assert scores["maze_success"]["details"]["total_variation_to_uniform"] == 0.5
     assert scores["total_variation_to_uniform"]["value"] == 0.5
     assert "teacher" not in json.dumps(part)
 
 
-@pytest.mark.parametrize("option", ["--judge", "--maze"])
-def test_samples_without_text_are_named(tmp_path: Path, judge_folder: Path, option: str) -> None:
-    """As the sampler writes them for a student without a tokenizer."""
+def test_samples_that_cannot_be_read_are_named(
+    tmp_path: Path, judge_folder: Path, maze: Path
+) -> None:
+    """Without a text, as the sampler writes them for a student without a tokenizer."""
     file = write_samples(tmp_path / "samples.jsonl", "a", None)
-    maze = tmp_path / "maze.json"
-    maze.write_text(json.dumps(MAZE))
-    with pytest.raises(GdistillError, match=r"no text \[.*samples\.jsonl:2\]"):
-        evaluate(file, option, {"--judge": judge_folder, "--maze": maze}[option])
+    for words in (("--judge", judge_folder), ("--maze", maze)):
+        with pytest.raises(GdistillError, match=r"no text \[.*samples\.jsonl:2\]"):
+            evaluate(file, *words)
     assert "entropy_nats" in evaluate(file)
+    write_samples(file, "", "<eos>")
+    with pytest.raises(GdistillError, match=r"no sample has a token to score \[.*samples\.jsonl"):
+        evaluate(file, "--judge", judge_folder)
 
 
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("--stride", 0), ("--stride", -2), ("--stride", 64)]
-    + [("--max-tokens", value) for value in (-3, 0, 1)]
-    + [("--device", "nonsense"), ("--device", "meta"), ("--device", "cuda:99")],
+OF_NO_USE = (
+    *(("--stride", value) for value in (0, -2, 64)),
+    *(("--max-tokens", value) for value in (-3, 0, 1)),
+    *(("--device", value) for value in ("nonsense", "meta", "cuda:99")),
 )
-def test_values_of_no_use_are_refused(
-    samples: Path, judge_folder: Path, option: str, value: object
-) -> None:
-    with pytest.raises(UsageError) as caught:
-        evaluate(samples, "--judge", judge_folder, option, value)
-    error = caught.value
-    assert option in error.where and error.got and (error.expected or error.remedy)
-    assert not (samples / "results.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("option", "value"), [("--stride", 8), ("--max-tokens", 8), ("--device", "cpu")]
-)
-def test_options_of_the_judge_need_one(samples: Path, option: str, value: object) -> None:
-    with pytest.raises(UsageError, match=rf"needs a judge \[{option}\]"):
-        evaluate(samples, option, value)
-
-
-def test_zero_is_not_the_default_in_the_library_either(judge: JudgeModel) -> None:
-    for options in ({"stride": 0}, {"max_tokens": 0}, {"max_tokens": -3}):
-        with pytest.raises(UsageError):
-            generative_perplexity(judge, ["a b a b"], **options)  # type: ignore[arg-type]
-
-
-def test_references_are_read_by_a_reader_of_their_own(
-    samples: Path, tmp_path: Path, judge_folder: Path
-) -> None:
-    """Text alone passes the reader; what stops the command is the number of samples."""
-    file = tmp_path / "elsewhere" / "reference.json"
-    file.parent.mkdir()
-    file.write_text('{"text": "a b"}\n' * 30)
+def test_values_of_no_use_are_refused(samples: Path, judge_folder: Path, judge: JudgeModel) -> None:
+    for option, value in OF_NO_USE:
+        with pytest.raises(UsageError) as caught:
+            evaluate(samples, "--judge", judge_folder, option, value)
+        error = caught.value
+        assert option in error.where and error.got and (error.expected or error.remedy), value
+    for option, value in (("--stride", 8), ("--max-tokens", 8), ("--device", "cpu")):
+        with pytest.raises(UsageError, match=rf"needs a judge \[{option}\]"):
+            evaluate(samples, option, value)
+    # References are read by a reader of their own, whom a text suffices.
+    file = write_lines(samples / "elsewhere" / "reference.json", *[{"text": "a b"}] * 30)
     with pytest.raises(UsageError, match=r"too few samples.*got 2; expected at least 128"):
         evaluate(samples, "--judge", judge_folder, "--reference", file)
     with pytest.raises(UsageError, match=r"cannot read the reference file.*none\.jsonl"):
-        evaluate(samples, "--judge", judge_folder, "--reference", tmp_path / "none.jsonl")
+        evaluate(samples, "--judge", judge_folder, "--reference", samples / "none.jsonl")
+    (samples / "taken").write_text("")
+    with pytest.raises(UsageError, match=r"cannot write there \[.*taken\]"):
+        evaluate(samples, "--out", samples / "taken")
+    assert not (samples / "results.json").exists()
+    for options in ({"stride": 0}, {"max_tokens": 0}, {"max_tokens": -3}):
+        with pytest.raises(UsageError):  # zero is not the default in the library either
+            generative_perplexity(judge, ["a b a b"], **options)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -190,18 +171,10 @@ def test_mauve_of_two_files_reads_the_references_once(
     assert sum(first) == sum(loading) + 260 + 260
     assert sum(again) == sum(loading)
     assert "Against the text" in table and "words" in table
-    far_scores, near_scores = (
-        {score["name"]: score for score in part["scores"]}
-        for part in results(tmp_path / "samples").values()
-    )
+    far_scores, near_scores = map(scores_by_name, results(tmp_path / "samples").values())
     assert near_scores["mauve"]["value"] == pytest.approx(1.0, abs=1e-3)
-    for name in (
-        "mauve",
-        "frechet_distance",
-        "gradient_moment",
-        "energy_distance",
-        "typicality_gap",
-    ):
+    distances = ("frechet_distance", "gradient_moment", "energy_distance", "typicality_gap")
+    for name in ("mauve", *distances):
         value, near = far_scores[name]["value"], near_scores[name]
         assert value < 0.99 if name == "mauve" else value > near["value"]
         assert near["details"]["floor_samples"] == 130 and near["details"]["least_samples"] == 128
@@ -213,41 +186,19 @@ def test_mauve_of_two_files_reads_the_references_once(
     assert "tokens on average" not in cautions[1]
 
 
-def test_texts_without_tokens_name_their_file(tmp_path: Path, judge_folder: Path) -> None:
-    file = write_samples(tmp_path / "samples.jsonl", "", "<eos>")
-    with pytest.raises(GdistillError, match=r"no sample has a token to score \[.*samples\.jsonl"):
-        evaluate(file, "--judge", judge_folder)
-
-
-def test_a_judge_of_broken_weights_is_refused(tmp_path: Path, judge_folder: Path) -> None:
+def test_a_judge_of_broken_or_damaged_weights_is_refused(
+    tmp_path: Path, judge_folder: Path
+) -> None:
     judge = load_judge(str(judge_folder))
     torch.nn.init.constant_(judge.model.lm_head.weight, float("nan"))
     with pytest.raises(GdistillError, match="a likelihood that is no number"):
         generative_perplexity(judge, ["a b"])
-
-
-def test_a_damaged_judge_is_refused(tmp_path: Path, judge_folder: Path) -> None:
     for file in judge_folder.iterdir():
         data = file.read_bytes()
         cut = -40 if file.suffix == ".safetensors" else len(data)
         (tmp_path / file.name).write_bytes(data[:cut])
     with pytest.raises(GdistillError, match=r"cannot load the judge|damaged"):
         load_judge(str(tmp_path))
-
-
-def test_an_out_that_is_no_folder_is_refused_before_the_work(samples: Path) -> None:
-    taken = samples / "taken"
-    taken.write_text("")
-    with pytest.raises(UsageError, match=r"cannot write there \[.*taken\]"):
-        evaluate(samples, "--out", taken)
-
-
-def test_unknown_nfe_is_a_dash(tmp_path: Path) -> None:
-    (tmp_path / "samples.jsonl").write_text('{"tokens": [1, 2]}\n')
-    row = next(line for line in evaluate(tmp_path).splitlines() if line.startswith("samples  1"))
-    assert row.split()[2] == "-"
-    (part,) = results(tmp_path).values()
-    assert part["nfe_mean"] is None
 
 
 # Against the text: a store of one Markov chain, with samples of the chain and of a coin.
@@ -261,22 +212,20 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_rows(file: Path, rows: np.ndarray, **fields: object) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
     records = ({"index": i, "tokens": row, **fields} for i, row in enumerate(rows.tolist()))
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return file
+    return write_lines(file, *records)
 
 
 def test_scores_against_a_store_need_no_model(tmp_path: Path, chain: Path) -> None:
     near, training = markov_text(200, 32, 7), markov_text(1000, 32, 5)
     far = np.random.default_rng(1).integers(40, size=(200, 32))
-    known = {"nfe": 8, "processor_seconds": 0.25}
     for name, rows in (("a-near", near), ("b-far", far), ("c-learnt", training[:200])):
-        write_rows(tmp_path / f"{name}.jsonl", rows, **known)
+        write_rows(tmp_path / f"{name}.jsonl", rows, nfe=8, processor_seconds=0.25)
     table = evaluate(tmp_path, "--reference", chain)
     assert "0.25" in table and "8.0" in table and "passes" in table
-    scores = [{s["name"]: s for s in part["scores"]} for part in results(tmp_path).values()]
-    assert [part["processor_seconds_mean"] for part in results(tmp_path).values()] == [0.25] * 3
+    parts = results(tmp_path).values()
+    assert [part["processor_seconds_mean"] for part in parts] == [0.25] * 3
+    scores = [scores_by_name(part) for part in parts]
     energy = [one["energy_distance"] for one in scores]
     for one in energy:
         assert one["details"]["floor"] == energy[0]["details"]["floor"]
@@ -325,3 +274,79 @@ def test_naive_samplers_win_what_does_not_rank(tmp_path: Path, chain: Path) -> N
     assert set(found["scores"]) >= {"the text itself", "student: s", "periodic text"}
     with pytest.raises(UsageError, match=r"--num.*got 64"):
         evaluate("check-scores", "--data", chain, "--num", 64)
+
+
+# Infilling: what counts as filled, against a judge's sums written out by hand.
+
+TRUTHS = [[2, 0, 1, 0, 1], [2, 1, 1, 1, 0]]
+MASKED = [[2, 4], [1, 2, 3]]
+FILLED = [[2, 0, 1, 0, 0], [2, 0, 0, 1, 0]]  # right: one of two, one of three
+
+
+@pytest.fixture
+def filled(tmp_path: Path, judge_folder: Path) -> Path:
+    """Samples of a student whose tokenizer is the judge's."""
+    tokenizer = AutoTokenizer.from_pretrained(judge_folder)
+    samples = ({"tokens": row, "text": tokenizer.decode(row[1:])} for row in FILLED)
+    write_lines(tmp_path / "samples" / "samples.jsonl", *samples)
+    rows = ({"tokens": t, "masked": m} for t, m in zip(TRUTHS, MASKED, strict=True))
+    write_lines(tmp_path / "rows.jsonl", *rows)
+    return tmp_path
+
+
+def test_the_filled_part_and_the_whole_row_by_hand(
+    filled: Path, judge_folder: Path, judge: JudgeModel
+) -> None:
+    words = ("--infill", filled / "rows.jsonl", "--judge", judge_folder)
+    evaluate(filled / "samples", *words, "--tokenizer", judge_folder)
+    (part,) = results(filled / "samples").values()
+    scores = scores_by_name(part)
+    assert scores["infill_exact_match"]["value"] == pytest.approx(2 / 5)
+    assert scores["infill_exact_match"]["settings"]["masked"] == "2..3"
+    whole = [nll_nats(judge, torch.tensor(row)) for row in FILLED]
+    parts = [nll[torch.tensor(m) - 1] for nll, m in zip(whole, MASKED, strict=True)]
+    for name, nats in (("generative_perplexity", whole), ("infill_perplexity", parts)):
+        expected = float(torch.cat(nats).mean().exp())
+        assert scores[name]["value"] == pytest.approx(expected, rel=1e-5)
+    assert scores["infill_perplexity"]["details"]["num_tokens"] == 5
+
+
+def test_a_judge_of_other_tokens_counts_those_over_the_filled_characters() -> None:
+    class Letters:
+        """Position by position two letters, the first token silent."""
+
+        def decode(self, tokens: list[int]) -> str:
+            return "".join(f"{chr(97 + token)}{chr(97 + token)}" for token in tokens)
+
+    assert filled_spans(Letters(), [9, 0, 1, 2], [1, 3], "aabbcc") == [(0, 2), (4, 6)]
+    assert filled_spans(Letters(), [0, 1, 2], [1], "aabbcc") == [(2, 4)]
+    with pytest.raises(GdistillError, match="does not give the samples' text"):
+        filled_spans(Letters(), [9, 0], [1], "other")
+
+
+def test_rows_are_masked_uniformly_and_read_back(tmp_path: Path) -> None:
+    data = DataRows(np.arange(400 * 6).reshape(400, 6), "x", "f", 4000)
+    rows = make_infill_rows(data, 400, 2, seed=3)
+    file = write_lines(tmp_path / "rows.jsonl", *map(asdict, rows))
+    assert read_infill_rows(file) == rows
+    assert rows == make_infill_rows(data, 400, 2, seed=3) != make_infill_rows(data, 400, 2, seed=4)
+    counts = np.bincount([place for row in rows for place in row.masked], minlength=6)
+    assert counts[0] == 0 and all(len(row.masked) == 2 for row in rows)
+    # Each of five positions with chance 2/5: five standard errors of 400 rows are 49.
+    assert abs(counts[1:] - 160).max() < 49
+    with pytest.raises(UsageError, match="do not hold such rows"):
+        make_infill_rows(data, 401, 2, seed=0)
+
+
+def test_samples_of_other_rows_are_refused(filled: Path, judge_folder: Path) -> None:
+    words = (filled / "samples", "--infill", filled / "rows.jsonl")
+    assert "infill_exact_match" in evaluate(*words)
+    with pytest.raises(UsageError, match="--tokenizer"):
+        evaluate(*words, "--judge", judge_folder)
+    write_lines(filled / "rows.jsonl", {"tokens": [2, 1, 1, 0, 1], "masked": [2]})
+    with pytest.raises(GdistillError, match=r"does not fill its row.*samples\.jsonl:1"):
+        evaluate(*words)
+    for tokens, masked in (([2, None], [1]), ([2, 1], None), ([1], [0])):
+        write_lines(filled / "rows.jsonl", {"tokens": tokens, "masked": masked})
+        with pytest.raises(GdistillError, match=r"without its truth.*rows\.jsonl:1"):
+            evaluate(*words)

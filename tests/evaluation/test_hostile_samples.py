@@ -6,6 +6,7 @@ Nothing outside of their folder changes, nothing runs, and what is shown stays t
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -17,9 +18,15 @@ from typing import Any
 import pytest
 
 from evaluation.report import Table
-from evaluation.samples import MAX_LINE_BYTES, parse_json
+from evaluation.samples import (
+    MAX_LINE_BYTES,
+    find_sample_files,
+    parse_json,
+    read_references,
+    read_samples,
+)
 from evaluation.text.reading import readings_folder
-from shards.errors import UsageError, visible
+from shards.errors import GdistillError, UsageError, visible
 from tests.commands import call
 from tests.evaluation.kit import Page, Told, one_line, results, write_lines
 from tests.trainer.sampling.test_adaptive import tiny_llama
@@ -39,14 +46,10 @@ def record(index: int = 0, **changes: Any) -> dict[str, Any]:
 
 
 WHOLE = json.dumps(record(1))
-SETTINGS: dict[str, Any] = {
-    "student": "mdlm",
-    "vocab_size": V,
-    "precision": "fp32",
-    "student_config": {"conditioning": "gumbel"},
-    "identity": {"weights_sha256": "00", "codec": None},
-    "store": {"tokenizer": "words", "tokens": {"fingerprint": "ab"}},
-}
+SETTINGS: dict[str, Any] = {"student": "mdlm", "vocab_size": V, "precision": "fp32"}
+SETTINGS |= {"student_config": {"conditioning": "gumbel"}}
+SETTINGS |= {"identity": {"weights_sha256": "00", "codec": None}}
+SETTINGS |= {"store": {"tokenizer": "words", "tokens": {"fingerprint": "ab"}}}
 
 
 def write(folder: Path, *records: object, **settings: Any) -> Path:
@@ -166,15 +169,15 @@ REFUSED: dict[str, tuple[Case, str]] = {
     # The file
     "empty": (content("samples.jsonl", b""), "no sample in the file"),
     "a terabyte of nothing": (lambda at: os.truncate(at / "samples.jsonl", 2**40), "too long .*:3"),
-    "a line beyond the limit": (
-        lambda at: third(b" " * MAX_LINE_BYTES + b"{}")(at),
-        "too long .*l:3",
-    ),
+    "a long line": (lambda at: third(b" " * MAX_LINE_BYTES + b"{}")(at), "too long .*l:3"),
     # The text of a line
     "not UTF-8": (third(b'{"text": "\xff"}'), r"not UTF-8 .*l:3\]; got byte 0xff at column 11"),
-    "UTF-16": (third(WHOLE.encode("utf-16")), r"not UTF-8 .*l:3\]; got byte 0xff at column 1"),
+    "UTF-16": (content("samples.jsonl", WHOLE.encode("utf-16")), "not UTF-8 .*0xff at column 1"),
     "a byte order mark": (content("samples.jsonl", b"\xef\xbb\xbf" + WHOLE.encode()), "not JSON"),
-    "a pickle": (third(b"\x80\x04cposix\nsystem\n(S'touch FIRED'\ntR."), "byte 0x80 at column 1"),
+    "a pickle": (
+        content("samples.jsonl", b"\x80\x04cposix\nsystem\n(S'touch FIRED'\ntR."),
+        "not UTF-8 .*l:1.*byte 0x80 at column 1",
+    ),
     "cut off": (content("samples.jsonl", f"{WHOLE}\n\n{WHOLE[:-8]}".encode()), "not JSON .*l:3"),
     "a list": (third(b"[1, 2]"), r"no JSON object .*l:3\]; got list"),
     # Fields
@@ -272,20 +275,16 @@ def codec(name: str, **parameters: int) -> Case:
 
 READ: dict[str, Case] = {
     "sound": beside(),
-    "markup in a text": changed(text=MARKUP),
     "markup in every setting": samples(
         *(record(i, settings={"nfe": 3, "sampler": MARKUP, "tau": MARKUP}) for i in (0, 1)),
         **dict.fromkeys(("student", "precision", "code_version"), MARKUP),
         store={"tokenizer": MARKUP, "tokens": {"fingerprint": MARKUP}},
     ),
     "markup in a file's name": renamed(b"<img src=x onerror=fired()>.jsonl"),
-    "escapes of a terminal in a text": changed(text=ESCAPES),
     "escapes of a terminal in the settings": beside(student=ESCAPES, precision=ESCAPES),
     "escapes of a terminal in a file's name": renamed(b"\x1b[2Ja\n\rb.jsonl"),
     "a file's name that is not UTF-8": renamed(b"\xff\xfe.jsonl"),
     "a formula in the settings": beside(student="=cmd|' /C calc'!A0"),
-    "a text of nothing but an end": changed(text="\0"),
-    "no tokens": changed(tokens=[]),
     "settings of other types": beside(
         identity=[1], store="x", student=3, student_config=None, vocab_size="11", precision=[]
     ),
@@ -298,18 +297,20 @@ READ: dict[str, Case] = {
     "a scale of the noise below 0": both(settings={"nfe": 3, "tau": -1.0}),
     "a scale of the noise of text": both(settings={"nfe": 3, "tau": "x"}),
     "a budget of 0": both(nfe=0, settings={"nfe": 0}),
-    "filled places outside": changed(filled=[1, 99]),
-    "filled places of text": changed(filled="12"),
-    "attempts of text": changed(attempt="x"),
-    "attempts beyond all": changed(attempt=2**62),
-    "given tokens of text": changed(num_given="x"),
-    "given tokens below 0": changed(num_given=-5),
-    "results by a link": link("results.json", "../precious/file"),
-    "a page by a link": link("report.html", "../precious/file"),
-    "a certificate by a link": link("certificate.json", "../precious/file"),
     "what was read, by a link": link("judged", "../precious"),
     "a tokenizer outside": beside(checkpoint="/etc"),
 }
+for name in ("results.json", "report.html", "certificate.json"):
+    READ[f"a link as {name}"] = link(name, "../precious/file")
+ODD: dict[str, list[Any]] = {
+    "text": [MARKUP, ESCAPES, "\0"],
+    "tokens": [[]],
+    "filled": [[1, 99], "12"],
+    "attempt": ["x", 2**62],
+    "num_given": ["x", -5],
+}
+for field, values in ODD.items():
+    READ |= {f"{field}: {value!a:.20}": changed(**{field: value}) for value in values}
 
 
 def assert_inert(page: Path) -> None:
@@ -379,25 +380,18 @@ def test_readings_are_kept_where_programs_of_the_user_keep_theirs(
     assert readings_folder(tmp_path / "one") == tmp_path / ".cache/gdistill/judged" / one.name
 
 
-ODD_READINGS = (
-    "[" * 10**5,
-    '["k", [1], [NaN], "1"]',
-    "[[], [1], [1.0], 1]",
-    "3",
-    '["k",[1],[1e99],"1"]',
-)
-
-
 def test_odd_readings_are_read_again_and_links_not_written(
     stage: Stage, cache: Path, told: Told
 ) -> None:
     assert stage.run("score") == 0
     first = results(stage.samples)
     (kept,) = cache.rglob("*.judged")
-    for text in ODD_READINGS:
-        write_lines(kept, text)
+    key, ids, nll, flags = json.loads(kept.read_text().splitlines()[0])
+    no_number, too_large = ([key, ids, [value] * len(nll), flags] for value in (math.nan, 1e99))
+    for line in ("[" * 10**5, no_number, [[], [1], [1.0], 1], "3", too_large):
+        write_lines(kept, line)
         assert stage.run("score") == 0
-        assert results(stage.samples) == first, text[:30]
+        assert results(stage.samples) == first, str(line)[:30]
     kept.unlink()
     kept.symlink_to(stage.home / "precious/file")
     told()
@@ -423,42 +417,29 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_odd_rows_to_fill(name: str, stage: Stage, told: Told) -> None:
-    write_lines(stage.home / "rows.jsonl", ROWS[name])
-    assert stage.run("infill") in (1, 2)
-    one_line(told())
+def test_odd_rows_to_fill(stage: Stage, told: Told) -> None:
+    for name, row in ROWS.items():
+        write_lines(stage.home / "rows.jsonl", row)
+        assert stage.run("infill") in (1, 2), name
+        one_line(told(), name)
 
 
-# Which part of the results is changed, and how: the whole, the one file of samples, its first
-# score, or the values of that score sample by sample.
-RESULTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "a run of text": ("whole", {"x": "y"}),
-    "no scores": ("file", {"scores": None}),
-    "scores of text": ("file", {"scores": ["x"]}),
-    "a name of a list": ("file", {"name": []}),
-    "passes of text": ("file", {"nfe_mean": "3"}),
-    "passes of truth": ("file", {"nfe_mean": True}),
-    "drawn with text": ("file", {"drawn_with": "x"}),
-    "a version of a list": ("file", {"code_version": []}),
-    "a score's name of a list": ("score", {"name": []}),
-    "a value of text": ("score", {"value": "0.5"}),
-    "a value of null": ("score", {"value": None}),
-    "a value of truth": ("score", {"value": True}),
-    "an interval of one": ("score", {"interval_95": [1.0]}),
-    "an interval of text": ("score", {"interval_95": "ab"}),
-    "an interval of null": ("score", {"interval_95": [None, None]}),
-    "settings of text": ("score", {"settings": "x"}),
-    "entries of text": ("score", {"per_sample": "x"}),
-    "entries of unequal length": ("entries", {"indices": [0]}),
-    "no entries": ("entries", {"indices": [], "numerators": [], "denominators": []}),
-    "an index twice": ("entries", {"indices": [0, 0]}),
-    "an index of text": ("entries", {"indices": ["0", "1"]}),
-    "an index that cannot be hashed": ("entries", {"indices": [[0], [1]]}),
-    "entries of NaN": ("entries", {"numerators": [float("nan"), 1.0]}),
-    "entries beyond 64 bits": ("entries", {"numerators": [10**30, 1]}),
-    "denominators of 0": ("entries", {"denominators": [0, 0]}),
-    "denominators below 0": ("entries", {"denominators": [-1, 3]}),
+# (part of the results, field) -> values that are not theirs
+NOT_RESULTS: dict[tuple[str, str], list[Any]] = {
+    ("whole", "x"): ["y"],
+    ("file", "scores"): [None, ["x"]],
+    ("file", "name"): [[]],
+    ("file", "nfe_mean"): ["3", True],
+    ("file", "drawn_with"): ["x"],
+    ("file", "code_version"): [[]],
+    ("score", "name"): [[]],
+    ("score", "value"): ["0.5", None, True],
+    ("score", "interval_95"): [[1.0], "ab", [None, None]],
+    ("score", "settings"): ["x"],
+    ("score", "per_sample"): ["x"],
+    ("entries", "indices"): [[0], [0, 0], ["0", "1"], [[0], [1]]],
+    ("entries", "numerators"): [[math.nan, 1.0], [10**30, 1]],
+    ("entries", "denominators"): [[0, 0], [-1, 3]],
 }
 
 
@@ -484,10 +465,12 @@ def parts(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_odd_scores_are_not_compared(scored: Stage, told: Told) -> None:
     assert compare(scored) == 0
     shutil.rmtree(scored.home / "out")
-    odd: dict[str, dict[str, Any]] = {"nothing": {}}
-    for name, (place, changes) in RESULTS.items():
-        odd[name] = results(scored.sound)
-        parts(odd[name])[place].update(changes)
+    odd = {"nothing": {}, "no entries": results(scored.sound)}
+    parts(odd["no entries"])["entries"].update(indices=[], numerators=[], denominators=[])
+    for (place, field), values in NOT_RESULTS.items():
+        for value in values:
+            found = odd[f"{place}, {field}: {value}"] = results(scored.sound)
+            parts(found)[place][field] = value
     for name, found in odd.items():
         (scored.samples / "results.json").write_text(json.dumps(found))
         told()
@@ -521,3 +504,69 @@ def test_every_character_that_steers_is_spelt_out() -> None:
     assert visible("ä b 中") == "ä b 中"
     assert visible("\x1b[2J\n\u202e\udcff\x9b") == r"\x1b[2J\n\u202e\udcff\x9b"
     assert str(UsageError("what", where=ESCAPES, got=ESCAPES)).isprintable()
+
+
+# What is read of files that are as they should be.
+
+GOOD = {"index": 0, "tokens": [0, 1], "text": "a b", "nfe": 3, "seed": 7}
+
+
+def test_samples_are_sorted_by_index_and_keep_their_lines(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "samples.jsonl", GOOD | {"index": 1}, GOOD | {"nfe": 5})
+    samples = read_samples(file)
+    assert (samples.indices, samples.lines, samples.nfe) == ([0, 1], [2, 1], [5, 3])
+    assert (samples.name, samples.seed, samples.nfe_mean) == ("samples", 7, 4.0)
+    # Fields left out get what is known without them.
+    samples = read_samples(write_lines(tmp_path / "s.jsonl", {"tokens": [1]}, {"tokens": [2]}))
+    assert (samples.indices, samples.seed) == ([0, 1], 0)
+    assert samples.nfe_mean is None  # and not a claim of zero forward passes
+    assert samples.processor_seconds_mean is None
+
+
+def test_files_are_named_by_their_path_in_the_order_of_their_budgets(tmp_path: Path) -> None:
+    for name in ("one/samples-nfe16", "one/samples-nfe8", "two/samples", "samples.v1"):
+        write_lines(tmp_path / f"{name}.jsonl", GOOD)
+    names = [read_samples(file, tmp_path).name for file in find_sample_files(tmp_path)]
+    assert names == ["one/samples-nfe8", "one/samples-nfe16", "samples.v1", "two/samples"]
+
+
+def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
+    """U+2028 and U+0085 end a line for ``str.splitlines`` and may stand raw in a JSON string."""
+    text = "one\u2028two\x85three"
+    line = json.dumps({"tokens": [1], "text": text}, ensure_ascii=False)
+    file = write_lines(tmp_path / "s.jsonl", line)
+    assert read_samples(file).texts == [text] == read_references(file)
+
+
+def test_texts_are_required_only_where_they_are_read(tmp_path: Path) -> None:
+    absent, null = {"index": 2, "tokens": [1]}, GOOD | {"index": 1, "text": None}
+    for records, line in (((absent, GOOD), 1), ((GOOD, null), 2)):
+        samples = read_samples(write_lines(tmp_path / "a.jsonl", *records))
+        assert samples.texts == ["a b", None]
+        with pytest.raises(GdistillError, match=rf"no text \[.*a\.jsonl:{line}\]"):
+            samples.require_texts()
+
+
+def test_nothing_to_score_is_a_wrong_request(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such file or folder"):
+        find_sample_files(tmp_path / "none")
+    with pytest.raises(UsageError, match=r"no \.jsonl file"):
+        find_sample_files(tmp_path)
+    (tmp_path / "samples.jsonl.partial").write_text("")
+    with pytest.raises(UsageError, match=r"unfinished file, samples\.jsonl\.partial"):
+        find_sample_files(tmp_path)
+    (tmp_path / "samples.jsonl").write_text("\n")
+    with pytest.raises(UsageError, match="an empty file"):
+        read_samples(tmp_path / "samples.jsonl")
+
+
+def test_references_need_nothing_but_a_text(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "r.jsonl", {"text": "hello there"}, {"text": "", "id": "x"})
+    assert read_references(file) == ["hello there", ""]
+    for record in ({"text": None}, {"tokens": [1]}, {"text": ["a"]}):
+        write_lines(file, {"text": "fine"}, record)
+        with pytest.raises(GdistillError, match=r"no text \[.*r\.jsonl:2\]; got .*; expected"):
+            read_references(file)
+    for path in (tmp_path / "none.jsonl", tmp_path):
+        with pytest.raises(UsageError, match="cannot read the reference file"):
+            read_references(path)

@@ -1,8 +1,10 @@
-"""The maze's scores against hand-worked cases and simulation."""
+"""The maze: its scores by hand and by simulation, and the page of samples that settle."""
 
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,33 +14,29 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import maze_task
 from benchmarks.dense_noise import DenseNoise
-from benchmarks.maze_task import (
-    MazeTask,
-    optimal_success,
-    pool,
-    row_probabilities,
-    rows_of_paths,
-    step_probabilities,
-    teacher_agreement,
-)
+from evaluation import passes
 from evaluation.maze import Maze, maze_success, moves_of_words, teacher_decode, total_variation
 from evaluation.score import wilson_interval
 from shards.errors import GdistillError, UsageError
+from tests.commands import call
+from tests.evaluation.kit import Told
+from tests.trainer.sample_cli_cases import save
+from trainer.loading import generate, make_sampler
+from trainer.students.configuration import StudentSettings
+from trainer.students.registry import AR, MDLM, Student
 
-MAZE = Maze(
-    rows=("...", "S#T"),
-    start=(1, 0),
-    target=(1, 2),
-    paths=(("up", "right", "right", "down"),),
-    max_moves=4,
-)
-PATH = MAZE.paths[0]
+WORDS = ("<bos>", "<eos>", "up", "down", "left", "right")
+ROUND, OTHER = ("up", "right", "right", "down"), ("up", "right", "down", "right")
+MAZE = Maze(("...", "S#T"), (1, 0), (1, 2), (ROUND,), 4)
+TWO_WAYS = Maze(("...", "S.T"), (1, 0), (1, 2), (ROUND, OTHER), 4)
+TEACHER = {ROUND: 0.75, OTHER: 0.25}
 
 
 def test_success_needs_a_simple_path_that_ends_on_the_target() -> None:
-    assert MAZE.is_success(PATH)
-    assert not MAZE.is_success(PATH[:-1])
+    assert MAZE.is_success(ROUND)
+    assert not MAZE.is_success(ROUND[:-1])
     assert not MAZE.is_success(("right", "right"))  # through the wall
     assert not MAZE.is_success(("down",))  # off the map
     assert not MAZE.is_success(None)
@@ -46,18 +44,12 @@ def test_success_needs_a_simple_path_that_ends_on_the_target() -> None:
     assert not wide.is_success(("up", "down", "right"))  # comes back to its own cell
 
 
-@pytest.mark.parametrize(
-    ("text", "moves"),
-    [
-        ("<bos> up right <eos> <eos>", ("up", "right")),
-        ("up right", ("up", "right")),
-        ("<bos> <eos>", ()),
-        ("<bos> up <eos> right", None),
-        ("<bos> up <bos> <eos>", None),
-    ],
-)
-def test_moves_of_words(text: str, moves: tuple[str, ...] | None) -> None:
-    assert moves_of_words(text.split()) == moves
+def test_moves_of_words() -> None:
+    assert moves_of_words(["<bos>", "up", "right", "<eos>", "<eos>"]) == ("up", "right")
+    assert moves_of_words(["up", "right"]) == ("up", "right")
+    assert moves_of_words(["<bos>", "<eos>"]) == ()
+    assert moves_of_words(["<bos>", "up", "<eos>", "right"]) is None
+    assert moves_of_words(["<bos>", "up", "<bos>", "<eos>"]) is None
 
 
 def test_total_variation_counts_invalid_mass() -> None:
@@ -66,12 +58,11 @@ def test_total_variation_counts_invalid_mass() -> None:
     assert total_variation({None: 10}, {"a": 1.0}) == 1.0
 
 
-VALID = {"rows": ["...", "S#T"], "start": [1, 0], "target": [1, 2], "paths": [PATH], "max_moves": 4}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_a_maze_that_does_not_fit_itself_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "maze.json"
+    file.write_text(json.dumps(asdict(MAZE)))
+    assert Maze.read(file) == MAZE
+    for change, said in (
         ({"rows": ["...", "S#"]}, "unequal length"),
         ({"rows": []}, "unequal length"),
         ({"target": [1, 7]}, "target off the map"),
@@ -79,77 +70,15 @@ VALID = {"rows": ["...", "S#T"], "start": [1, 0], "target": [1, 2], "paths": [PA
         ({"paths": [["north"]]}, "not made of up, down"),
         ({"start": [1]}, r"cannot read the maze.*maze\.json"),
         ({"max_moves": None}, r"cannot read the maze.*maze\.json"),
-    ],
-)
-def test_a_maze_that_does_not_fit_itself_is_refused(
-    tmp_path: Path, change: dict, message: str
-) -> None:
-    file = tmp_path / "maze.json"
-    file.write_text(json.dumps(VALID))
-    assert Maze.read(file) == MAZE
-    file.write_text(json.dumps(VALID | change))
-    with pytest.raises(GdistillError, match=message):
-        Maze.read(file)
+    ):
+        file.write_text(json.dumps(asdict(MAZE) | change))
+        with pytest.raises(GdistillError, match=said):
+            Maze.read(file)
     file.write_text(json.dumps({"rows": ["."]}))
     with pytest.raises(GdistillError, match=r"no 'start' in it"):
         Maze.read(file)
     with pytest.raises(UsageError, match="No such file"):
         Maze.read(tmp_path / "none.json")
-
-
-def test_optimum_by_hand() -> None:
-    """Two equally likely sequences 00 and 11: one step gives 1/2; two steps can use the first."""
-    language, weights = np.array([[0, 0], [1, 1]]), np.array([0.5, 0.5])
-    one, _ = optimal_success(language, weights, 1)
-    assert one == pytest.approx(0.5)
-    two, each = optimal_success(language, weights, 2)
-    # Both tokens in the same step with chance 1/2 (success 1/2), else the second one is certain.
-    assert two == pytest.approx(0.75, abs=1e-4)
-    assert each == pytest.approx([two / 2, two / 2])
-    factorised = np.array([[a, b] for a in range(2) for b in range(3)])
-    assert optimal_success(factorised, np.full(6, 1 / 6), 1)[0] == pytest.approx(1.0)
-
-
-def test_optimum_against_simulation() -> None:
-    """Monte Carlo of the definition; the bound is 4.5 standard errors of a proportion."""
-    generator = np.random.default_rng(3)
-    language = np.array([[0, 1, 2, 0], [0, 2, 1, 1], [1, 1, 1, 0], [2, 1, 2, 2], [2, 0, 1, 2]])
-    weights = np.array([0.1, 0.2, 0.3, 0.25, 0.15])
-    num_steps, num_samples = 3, 40_000
-    exact, _ = optimal_success(language, weights, num_steps)
-    steps = generator.choice(num_steps, p=step_probabilities(num_steps), size=(num_samples, 4))
-    members = {tuple(row) for row in language.tolist()}
-    hits = sum(_simulate(row, language, weights, generator) in members for row in steps)
-    error = np.sqrt(exact * (1 - exact) / num_samples)
-    assert abs(hits / num_samples - exact) < 4.5 * error
-
-
-def _simulate(
-    steps: np.ndarray, language: np.ndarray, weights: np.ndarray, generator: np.random.Generator
-) -> tuple[int, ...]:
-    known: dict[int, int] = {}
-    for step in sorted(set(steps.tolist())):
-        agree = np.all([language[:, i] == token for i, token in known.items()], axis=0)
-        mass = weights * agree
-        if mass.sum() == 0:
-            return ()
-        revealed = {
-            i: int(generator.choice(language[:, i], p=mass / mass.sum()))
-            for i in np.flatnonzero(steps == step)
-        }
-        known |= revealed
-    return tuple(known[i] for i in range(len(steps)))
-
-
-def test_rows_of_paths_pads_with_eos() -> None:
-    ids = {"<eos>": 1, "up": 2, "down": 3, "left": 4, "right": 5}
-    assert rows_of_paths([("up", "left")], 4, ids).tolist() == [[2, 4, 1, 1]]
-
-
-ROUND = ("up", "right", "right", "down")
-OTHER = ("up", "right", "down", "right")
-TWO_WAYS = Maze(("...", "S.T"), (1, 0), (1, 2), (ROUND, OTHER), 4)
-TEACHER = {ROUND: 0.75, OTHER: 0.25}
 
 
 def test_details_of_success_by_hand() -> None:
@@ -166,18 +95,65 @@ def test_details_of_success_by_hand() -> None:
     assert always.interval is not None and always.interval[0] < 1.0 <= always.interval[1]
 
 
+# What the benchmark of the maze compares with: the optimum, and the teacher's own decode.
+
+
+def test_optimum_by_hand() -> None:
+    """Two equally likely sequences 00 and 11: one step gives 1/2; two steps can use the first."""
+    language, weights = np.array([[0, 0], [1, 1]]), np.array([0.5, 0.5])
+    assert maze_task.optimal_success(language, weights, 1)[0] == pytest.approx(0.5)
+    two, each = maze_task.optimal_success(language, weights, 2)
+    # Both tokens in the same step with chance 1/2 (success 1/2), else the second one is certain.
+    assert two == pytest.approx(0.75, abs=1e-4)
+    assert each == pytest.approx([two / 2, two / 2])
+    factorised = np.array([[a, b] for a in range(2) for b in range(3)])
+    assert maze_task.optimal_success(factorised, np.full(6, 1 / 6), 1)[0] == pytest.approx(1.0)
+
+
+def test_optimum_against_simulation() -> None:
+    """Monte Carlo of the definition; the bound is 4.5 standard errors of a proportion."""
+    generator = np.random.default_rng(3)
+    language = np.array([[0, 1, 2, 0], [0, 2, 1, 1], [1, 1, 1, 0], [2, 1, 2, 2], [2, 0, 1, 2]])
+    weights = np.array([0.1, 0.2, 0.3, 0.25, 0.15])
+    num_steps, num_samples = 3, 40_000
+    exact, _ = maze_task.optimal_success(language, weights, num_steps)
+    steps = generator.choice(
+        num_steps, p=maze_task.step_probabilities(num_steps), size=(num_samples, 4)
+    )
+    members = {tuple(row) for row in language.tolist()}
+    hits = sum(_simulate(row, language, weights, generator) in members for row in steps)
+    error = np.sqrt(exact * (1 - exact) / num_samples)
+    assert abs(hits / num_samples - exact) < 4.5 * error
+
+
+def _simulate(
+    steps: np.ndarray, language: np.ndarray, weights: np.ndarray, generator: np.random.Generator
+) -> tuple[int, ...]:
+    known: dict[int, int] = {}
+    for step in sorted(set(steps.tolist())):
+        mass = weights * np.all([language[:, i] == known[i] for i in known], axis=0)
+        if mass.sum() == 0:
+            return ()
+        shares = mass / mass.sum()
+        revealed = np.flatnonzero(steps == step)
+        known |= {i: int(generator.choice(language[:, i], p=shares)) for i in revealed}
+    return tuple(known[i] for i in range(len(steps)))
+
+
+def test_rows_of_paths_pads_with_eos() -> None:
+    ids = {"<eos>": 1, "up": 2, "down": 3, "left": 4, "right": 5}
+    assert maze_task.rows_of_paths([("up", "left")], 4, ids).tolist() == [[2, 4, 1, 1]]
+
+
 def test_a_cell_pools_samples_not_runs() -> None:
     """2 of 2 and 1 of 8 samples: 3 of 10, not the mean of 1.0 and 0.125."""
-    scores = [
-        maze_success(TWO_WAYS, [ROUND, OTHER], TEACHER, "teacher"),
-        maze_success(TWO_WAYS, [ROUND] + [None] * 7, TEACHER, "teacher"),
-    ]
-    rows = torch.tensor([[0, 1], [0, 2]])
+    runs = ([ROUND, OTHER], [ROUND] + [None] * 7)
+    scores = [maze_success(TWO_WAYS, run, TEACHER, "teacher") for run in runs]
     agreements = [
-        teacher_agreement([[0, 1], [0, 1]], rows),
-        teacher_agreement([[0, 2]] * 8, torch.tensor([[0, 2]] * 6 + [[0, 1]] * 2)),
+        maze_task.teacher_agreement([[0, 1], [0, 1]], torch.tensor([[0, 1], [0, 2]])),
+        maze_task.teacher_agreement([[0, 2]] * 8, torch.tensor([[0, 2]] * 6 + [[0, 1]] * 2)),
     ]
-    cell = pool(scores, agreements)
+    cell = maze_task.pool(scores, agreements)
     assert cell["success"] == pytest.approx(0.3) and cell["num_samples"] == 10
     assert cell["interval_95"] == pytest.approx(wilson_interval(3, 10))
     assert cell["success_by_run"] == [1.0, 0.125]
@@ -191,20 +167,24 @@ def test_a_cell_pools_samples_not_runs() -> None:
 
 def test_agreement_counts_whole_rows() -> None:
     rows = torch.tensor([[0, 1, 2], [0, 1, 3], [0, 2, 2]])
-    score = teacher_agreement([[0, 1, 2], [0, 1, 2], [0, 2, 2]], rows)
+    score = maze_task.teacher_agreement([[0, 1, 2], [0, 1, 2], [0, 2, 2]], rows)
     assert score.value == pytest.approx(2 / 3) and score.details["num_equal"] == 2
     assert score.interval == pytest.approx(wilson_interval(2, 3))
     with pytest.raises(GdistillError, match="one teacher row per sample"):
-        teacher_agreement([[0, 1, 2]], rows)
+        maze_task.teacher_agreement([[0, 1, 2]], rows)
 
 
 class Bigram:
-    """A teacher of three tokens whose next token depends on the last one alone."""
+    """A teacher whose next token depends on the last one alone, by the row of a table."""
 
-    log_probs = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.25, 0.25], [0.2, 0.2, 0.6]]).log()
+    def __init__(self, *shares: list[float]) -> None:
+        self.logits = torch.tensor(shares).log()
 
     def __call__(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.log_probs[input_ids], past_key_values=None)
+        return SimpleNamespace(logits=self.logits[input_ids], past_key_values=None)
+
+
+THREE = Bigram([0.1, 0.6, 0.3], [0.5, 0.25, 0.25], [0.2, 0.2, 0.6])
 
 
 def test_the_teacher_decodes_by_the_first_arrival() -> None:
@@ -215,20 +195,16 @@ def test_the_teacher_decodes_by_the_first_arrival() -> None:
     """
     ones = [1.0, 1.0, 1.0]
     rows = [ones, [1.0, 1.5, 1.0], [3.0, 1.0, 2.0], ones, [1.0, 2.0, 9.0], [2.0, 9.0, 1.0]]
-    found = teacher_decode(Bigram(), torch.tensor([0, 1]), DenseNoise(torch.tensor(rows)), 3)
+    found = teacher_decode(THREE, torch.tensor([0, 1]), DenseNoise(torch.tensor(rows)), 3)
     assert found.tolist() == [[0, 1, 1], [1, 0, 2]]
-
-
-def test_a_rows_probability_is_the_product_behind_its_first_token() -> None:
-    shares = row_probabilities(Bigram(), torch.tensor([[0, 1, 0], [2, 2, 2]]))
+    # A row's probability is the product behind its first token.
+    shares = maze_task.row_probabilities(THREE, torch.tensor([[0, 1, 0], [2, 2, 2]]))
     assert shares == pytest.approx([0.6 * 0.5, 0.6 * 0.6])
 
 
 def test_rows_are_scored_against_the_teachers_decode_of_their_own_noise() -> None:
     """The teacher's own rows agree with it; under another seed they are other rows."""
-    words = ("<bos>", "<eos>", "up", "right", "down", "left")
-    teacher = Uniform(len(words))
-    task = MazeTask(TWO_WAYS, words, 6, teacher, TEACHER, {})
+    task = maze_task.MazeTask(TWO_WAYS, WORDS, 6, Bigram(*[[1.0] * 6] * 6), TEACHER, {})
     rows = task.teacher_rows(5, 64)
     assert rows.shape == (64, 6) and bool((rows[:, 0] == 0).all())
     success, agreement = task.score(rows, 5)
@@ -236,15 +212,94 @@ def test_rows_are_scored_against_the_teachers_decode_of_their_own_noise() -> Non
     assert success.details["num_success"] == reached
     assert agreement.value == 1.0
     assert task.score(rows, 6)[1].value < 0.5
-    assert task.moves([0, 2, len(words), 1, 1, 1]) is None  # a mask is no move
+    assert task.moves([0, 2, len(WORDS), 1, 1, 1]) is None  # a mask is no move
 
 
-class Uniform:
-    """A teacher that finds every token equally likely."""
+# The page of settling samples: what it tells is what the sampler did.
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
 
-    def __call__(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
-        logits = torch.zeros(*input_ids.shape, self.vocab_size)
-        return SimpleNamespace(logits=logits, past_key_values=None)
+def make_student(kind: type[Student] = MDLM, **changes: Any) -> Student:
+    """A small student with random weights, so that its rows differ."""
+    torch.manual_seed(0)
+    settings = StudentSettings(hidden_size=16, num_layers=1, num_heads=2, **changes)
+    config = kind.config_class.build(settings, vocab_size=8, row_length=6, bos_token_id=0)
+    student = kind(config).eval()
+    for parameter in student.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return student
+
+
+@pytest.mark.parametrize("kind", ["none", "gumbel"])
+@pytest.mark.parametrize("sampler", ["ancestral", "confidence", "first_hitting"])
+def test_a_settled_row_is_the_sample_of_that_seed_and_index(kind: str, sampler: str) -> None:
+    student = make_student(conditioning=kind)
+    settings = {} if sampler == "first_hitting" else {"nfe": 3}
+    rows = generate(student, num_samples=4, seed=7, sampler=sampler, **settings)
+    for index, row in enumerate(rows):
+        tokens, made_in = passes.settle(student, make_sampler(sampler, **settings), index, 7)
+        assert torch.equal(tokens, row)
+        assert made_in[0] == 0 and min(made_in[1:]) == 1  # position 0 is given
+        assert set(made_in) == set(range(max(made_in) + 1))  # no pass reveals nothing
+        assert max(made_in) <= 3 or sampler == "first_hitting"
+        if sampler == "first_hitting":  # one token a pass
+            assert sorted(made_in) == list(range(len(row)))
+    with pytest.raises(UsageError, match="whole rows"):
+        passes.settle(make_student(AR), make_sampler("sequential"), 0, 0)
+
+
+def test_pieces_join_to_the_text_and_wait_for_whole_characters() -> None:
+    class Bytes:
+        def decode(self, tokens: list[int]) -> str:
+            return bytes(tokens).decode(errors="replace")
+
+    text = "aé</script>"
+    pieces = passes.pieces_of_text(Bytes(), list(text.encode()))
+    assert "".join(pieces) == text and len(pieces) == len(text.encode())
+    assert pieces[:3] == ("a", "", "é")
+
+
+def test_a_row_of_a_maze_says_whether_it_arrives() -> None:
+    read = passes.reader_of_maze(MAZE, WORDS)
+    good = torch.tensor([0, 2, 5, 5, 3, 1])
+    assert read(good, [0, 1, 1, 1, 1, 1]).verdict == "reaches T"
+    assert read(good.flip(0), [0, 1, 1, 1, 1, 1]).verdict == "does not reach T"
+
+
+def data_of(page: str) -> dict:
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
+    return json.loads(found)
+
+
+def test_the_page_holds_every_budget_and_noise_and_loads_nothing(tmp_path: Path) -> None:
+    student = make_student(conditioning="gumbel")
+    read = passes.reader_of_maze(MAZE, [*WORDS, *(f"w{n}" for n in range(8))])
+    samplers = {str(nfe): make_sampler("ancestral", nfe=nfe) for nfe in (1, 4)}
+    noisy = passes.column_of("noisy", student, samplers, 3, 5, read)
+    own = passes.Settled(("<bos>", *ROUND, "</script>"), (0, 1, 2, 3, 4, 5), "reaches T")
+    columns = [noisy, passes.Column("teacher", "teacher", {"own": [own] * 3})]
+    passes.write_page(tmp_path / "p.html", columns, title="<b>", about="x", maze=MAZE)
+    page = (tmp_path / "p.html").read_text()
+    assert not re.search(r"(src|href)\s*=|url\(|https?://(?!www\.w3\.org/2000/svg)", page)
+    data = data_of(page)
+    assert data["title"] == "<b>" and data["budgets"] == [1, 4] and data["num_samples"] == 3
+    assert data["maze"]["rows"] == ["...", "S#T"]
+    drawn, shown = data["columns"]
+    assert drawn["role"] == "noise" and [len(rows) for rows in drawn["samples"].values()] == [3, 3]
+    assert max(drawn["samples"]["1"][0]["passes"]) == 1
+    assert shown["samples"]["own"][0]["pieces"][-1] == "</script>"
+
+
+def test_the_command_makes_the_page_of_students_and_their_teacher(
+    tmp_path: Path, judge_folder: Path, told: Told
+) -> None:
+    students = [f"{kind}={save(tmp_path / kind, conditioning=kind)}" for kind in ("none", "gumbel")]
+    (tmp_path / "maze.json").write_text(json.dumps(asdict(MAZE)))
+    page = tmp_path / "new" / "page.html"
+    words = ["passes", *students, "--teacher", judge_folder, "--num", 2, "--out", page]
+    assert call("gdistill-eval", *words, "--maze", tmp_path / "maze.json", "--nfe", "1,3") == 0
+    data = data_of(page.read_text())
+    assert data["budgets"] == [1, 3] and data["num_samples"] == 2
+    assert [column["role"] for column in data["columns"]] == ["plain", "noise", "teacher"]
+    assert max(data["columns"][1]["samples"]["3"][0]["passes"]) == 3
+    assert call("gdistill-eval", *words, "--nfe", "few") == 2
+    assert "bad NFE [--nfe]; got few" in told()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from evaluation import likelihood_command
 from evaluation.likelihood.harness import GdistillLM
 from evaluation.likelihood_command import write_tasks
 from shards.errors import UsageError
+from tests.evaluation.kit import Told, write_lines
 from tests.trainer.sampling_cases import tiny_student
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -84,22 +84,16 @@ def test_generation_stops_where_it_is_told(model_folder: Path) -> None:
 
 def test_the_harness_scores_local_questions(tmp_path: Path, model_folder: Path) -> None:
     questions = tmp_path / "questions"
-    questions.mkdir()
-    lines = [{"query": "a b", "choices": ["a", "b b"], "gold": 1}] * 3
-    (questions / "choice.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    lines = [{"context_options": ["a", "b"], "continuation": "b a", "gold": 0}] * 2
-    (questions / "context.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    choice = {"query": "a b", "choices": ["a", "b b"], "gold": 1}
+    context = {"context_options": ["a", "b"], "continuation": "b a", "gold": 0}
+    write_lines(questions / "choice.jsonl", *[choice] * 3)
+    write_lines(questions / "context.jsonl", *[context] * 2)
     names = write_tasks(questions, tmp_path / "tasks")
     assert names == ["local_choice", "local_context"]
-    found = lm_eval.simple_evaluate(
-        model="gdistill",
-        model_args=f"pretrained={model_folder},draws=2,device=cpu",
-        tasks=names,
-        task_manager=lm_eval.tasks.TaskManager(
-            include_path=str(tmp_path / "tasks"), include_defaults=False
-        ),
-        bootstrap_iters=0,
-    )
+    tasks = lm_eval.tasks.TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
+    words = f"pretrained={model_folder},draws=2,device=cpu"
+    options = {"tasks": names, "task_manager": tasks, "bootstrap_iters": 0}
+    found = lm_eval.simple_evaluate(model="gdistill", model_args=words, **options)
     assert found is not None
     accuracy = {name: found["results"][name]["acc,none"] for name in names}
     assert set(accuracy.values()) <= {0.0, 1.0, 1 / 3, 2 / 3, 0.5}
@@ -112,15 +106,14 @@ def test_the_harness_scores_local_questions(tmp_path: Path, model_folder: Path) 
         assert (by_hand[1] > by_hand[0]) == (accuracy["local_choice"] == 1.0)
 
 
-def test_questions_of_other_fields_are_refused(tmp_path: Path) -> None:
+def test_questions_of_other_fields_and_unknown_arguments_are_refused(
+    tmp_path: Path, model_folder: Path
+) -> None:
     with pytest.raises(UsageError, match="no questions"):
         write_tasks(tmp_path, tmp_path / "out")
-    (tmp_path / "x.jsonl").write_text('{"question": 1}\n')
+    write_lines(tmp_path / "x.jsonl", {"question": 1})
     with pytest.raises(UsageError, match="other fields"):
         write_tasks(tmp_path, tmp_path / "out")
-
-
-def test_unknown_arguments_are_refused(model_folder: Path) -> None:
     with pytest.raises(UsageError, match="unknown model_args"):
         GdistillLM(str(model_folder), tau=0.5)
     with pytest.raises(UsageError, match="unknown noise"):
@@ -128,26 +121,26 @@ def test_unknown_arguments_are_refused(model_folder: Path) -> None:
 
 
 def test_the_harness_s_own_device_is_the_cpu_where_there_is_no_gpu(
-    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, told: Told
 ) -> None:
     """Its command asks for cuda:0 unless told; another GPU was asked for by a person."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     model = GdistillLM(str(model_folder), device="cuda:0")
     assert model.student.device.type == "cpu"
-    assert capsys.readouterr().err.startswith("no GPU here")
+    assert told().startswith("no GPU here")
     with pytest.raises(UsageError, match="no such GPU"):
         GdistillLM(str(model_folder), device="cuda:1")
 
 
 def test_without_the_harness_one_line_says_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, told: Told
 ) -> None:
     monkeypatch.delitem(sys.modules, "evaluation.likelihood.harness")
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setattr(sys, "argv", ["gdistill-lm-eval", "--help"])
     with pytest.raises(SystemExit) as ended:
         likelihood_command.lm_eval()
-    error = capsys.readouterr().err.strip()
+    error = told().strip()
     assert ended.value.code == 2 and "\n" not in error
     assert "pip install 'gdistill[evaluation]'" in error

@@ -1,4 +1,4 @@
-"""Which models may judge, what of a text they judge, and that no reading is done twice."""
+"""Which models may judge, what of a text they read, that nothing is read twice, and MAUVE."""
 
 from __future__ import annotations
 
@@ -11,39 +11,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import mauve
+import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    BertLMHeadModel,
-    BloomConfig,
-    BloomForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-)
+from torch import Tensor
 
 from evaluation.text import reading
-from evaluation.text.reading import (
-    UNLIMITED_CONTEXT,
-    JudgedText,
-    JudgeMemory,
-    JudgeModel,
-    Judging,
-    ReadingLimits,
-    Room,
-    generative_perplexity,
-    load_judge,
-    read_texts,
-    reading_limits,
+from evaluation.text.mauve_divergence import (
+    TextFeatures,
+    mauve_of_histograms,
+    mauve_score,
+    text_features,
 )
+from evaluation.text.reading import JudgeModel, Room
 from shards.errors import GdistillError, UsageError
-
-
-@pytest.fixture(scope="module")
-def judge(judge_folder: Path) -> JudgeModel:
-    return load_judge(str(judge_folder))
+from tests.evaluation.kit import Told, nll_nats
 
 
 @pytest.fixture
@@ -51,138 +36,153 @@ def copied(tmp_path: Path, judge_folder: Path) -> Path:
     return Path(shutil.copytree(judge_folder, tmp_path / "copy"))
 
 
+def change_json(file: Path, **values: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def save_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 def test_a_judge_without_one_of_its_tensors_is_refused(copied: Path) -> None:
     """transformers would fill it with random numbers, and the perplexity with them."""
     weights = load_file(copied / "model.safetensors")
-    name = next(name for name in weights if name.endswith("attn.c_proj.weight"))
-    del weights[name]
-    save_file(weights, copied / "model.safetensors", {"format": "pt"})
+    del weights[next(name for name in weights if name.endswith("attn.c_proj.weight"))]
+    save_tensors(copied, weights)
     with pytest.raises(GdistillError, match=r"judge's weights are incomplete.*c_proj"):
-        load_judge(str(copied))
+        reading.load_judge(str(copied))
 
 
 def test_a_judge_that_sees_the_future_is_refused(copied: Path) -> None:
     shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    config = BertConfig(vocab_size=4, intermediate_size=8, max_position_embeddings=16, **shape)
+    shape |= {"vocab_size": 4, "intermediate_size": 8, "max_position_embeddings": 16}
     for seed in range(2):  # whatever its weights
         torch.manual_seed(seed)
-        BertLMHeadModel(config).save_pretrained(copied)
+        transformers.BertLMHeadModel(transformers.BertConfig(**shape)).save_pretrained(copied)
         with pytest.raises(UsageError, match="the judge is not causal"):
-            load_judge(str(copied))
+            reading.load_judge(str(copied))
 
 
-def test_a_judge_without_a_limit_reads_windows_of_1024(copied: Path) -> None:
-    BloomForCausalLM(BloomConfig(vocab_size=4, hidden_size=8, n_layer=1, n_head=1)).save_pretrained(
-        copied
-    )
-    judge = load_judge(str(copied))
-    assert judge.context_length == UNLIMITED_CONTEXT
-    assert generative_perplexity(judge, ["a b " * 600]).details["num_tokens"] == 1023
+def test_a_judge_without_any_border_or_weights_is_refused(copied: Path) -> None:
+    change_json(copied / "tokenizer_config.json", eos_token=None)
+    with pytest.raises(GdistillError, match="no token between texts"):
+        reading.load_judge(str(copied))
+    for name in ("./none", "nobody/nothing"):
+        with pytest.raises(UsageError) as caught:
+            reading.load_judge(name)
+        assert "judge" in caught.value.what and caught.value.expected
 
 
 def test_a_text_is_read_up_to_1024_tokens_unless_a_limit_is_given(copied: Path) -> None:
-    """The length of the paper's samples, also of a judge that reads further."""
-    config = GPT2Config(vocab_size=4, n_positions=2048, n_embd=8, n_layer=1, n_head=1)
-    GPT2LMHeadModel(config).save_pretrained(copied)
-    assert Judging.load(str(copied)).limits == ReadingLimits(2048, 1024, 1024)
-    assert Judging.load(str(copied), max_tokens=1500).limits.max_tokens == 1500
+    """The length of the paper's samples, also of a judge that reads further or without a limit."""
+    shape = {"vocab_size": 4, "n_layer": 1, "n_head": 1}
+    config = transformers.BloomConfig(hidden_size=8, **shape)
+    transformers.BloomForCausalLM(config).save_pretrained(copied)
+    judge = reading.load_judge(str(copied))
+    assert judge.context_length == reading.UNLIMITED_CONTEXT
+    assert reading.generative_perplexity(judge, ["a b " * 600]).details["num_tokens"] == 1023
+    config = transformers.GPT2Config(n_positions=2048, n_embd=8, **shape)
+    transformers.GPT2LMHeadModel(config).save_pretrained(copied)
+    assert reading.Judging.load(str(copied)).limits == reading.ReadingLimits(2048, 1024, 1024)
+    assert reading.Judging.load(str(copied), max_tokens=1500).limits.max_tokens == 1500
 
 
 def test_a_judge_computes_in_float32_and_is_known_by_its_weights(
     copied: Path, judge: JudgeModel, judge_folder: Path
 ) -> None:
-    assert load_judge(str(copied)).weights_sha256 == judge.weights_sha256 != ""
+    assert reading.load_judge(str(copied)).weights_sha256 == judge.weights_sha256 != ""
     ids = torch.tensor([[2, 0, 1]])
-    theirs = AutoModelForCausalLM.from_pretrained(judge_folder)(input_ids=ids).logits
-    assert (judge.model(input_ids=ids).logits - theirs).abs().max() < 1e-5
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(judge_folder)(input_ids=ids)
+    assert (judge.model(input_ids=ids).logits - theirs.logits).abs().max() < 1e-5
     weights = load_file(copied / "model.safetensors")
-    half = {name: value.bfloat16() for name, value in weights.items()}
-    save_file(half, copied / "model.safetensors", {"format": "pt"})
-    config = json.loads((copied / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    other = load_judge(str(copied))
+    save_tensors(copied, {name: value.bfloat16() for name, value in weights.items()})
+    change_json(copied / "config.json", dtype="bfloat16")
+    other = reading.load_judge(str(copied))
     assert {value.dtype for value in other.model.parameters()} == {torch.float32}
     assert other.weights_sha256 != judge.weights_sha256
 
 
 def test_the_start_token_of_a_judge_stands_in_front_and_never_counts(copied: Path) -> None:
     """As with ``<s>`` of LLaMA-like judges: a border inside a text is no target."""
-    file = copied / "tokenizer_config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps(config | {"bos_token": "<unk>"}))
-    judge = load_judge(str(copied))
+    change_json(copied / "tokenizer_config.json", bos_token="<unk>")
+    judge = reading.load_judge(str(copied))
     assert (judge.document_start_id, judge.border_ids) == (3, (2, 3))
-    plain = generative_perplexity(judge, ["a b a"])
+    plain = reading.generative_perplexity(judge, ["a b a"])
     assert plain.details["num_tokens"] == 3
-    bordered = generative_perplexity(judge, ["a b <unk> a <eos> b"])
+    bordered = reading.generative_perplexity(judge, ["a b <unk> a <eos> b"])
     assert bordered.details["num_tokens"] == 4
-    ids = torch.tensor([[3, 0, 1, 0]])
-    log_probs = judge.model(input_ids=ids).logits[0, :-1].log_softmax(-1)
-    nll = -log_probs.gather(-1, ids[0, 1:, None]).sum()
+    nll = nll_nats(judge, torch.tensor([3, 0, 1, 0])).sum()
     assert plain.value == pytest.approx(math.exp(nll / 3), rel=1e-5)
-
-
-def test_a_judge_without_any_border_or_weights_is_refused(copied: Path) -> None:
-    file = copied / "tokenizer_config.json"
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps({k: v for k, v in config.items() if k != "eos_token"}))
-    with pytest.raises(GdistillError, match="no token between texts"):
-        load_judge(str(copied))
-    for name in ("./none", "nobody/nothing"):
-        with pytest.raises(UsageError) as caught:
-            load_judge(name)
-        assert "judge" in caught.value.what and caught.value.expected
 
 
 def test_long_texts_are_scored_in_windows_as_one_forward_pass_each(judge: JudgeModel) -> None:
     """Context 16, stride 8, by hand: the second window scores positions 16 to 23 only."""
     ids = torch.tensor([2] + [0, 1, 1] * 7)  # 22 tokens with the one in front
-    text = "a b b " * 7
-    first = _nll(judge, ids[:16])
-    second = _nll(judge, ids[8:])[7:]
-    score = generative_perplexity(judge, [text], stride=8, max_tokens=22)
-    assert score.details["num_tokens"] == len(first) + len(second) == 21
-    expected = torch.cat([first, second]).mean()
-    assert score.details["nll_nats_per_token"] == pytest.approx(float(expected), rel=1e-5)
-
-
-def _nll(judge: JudgeModel, ids: torch.Tensor) -> torch.Tensor:
-    logits = judge.model(input_ids=ids[None]).logits[0, :-1]
-    return -logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    by_hand = torch.cat([nll_nats(judge, ids[:16]), nll_nats(judge, ids[8:])[7:]])
+    details = reading.generative_perplexity(judge, ["a b b " * 7], stride=8, max_tokens=22).details
+    assert details["num_tokens"] == len(by_hand) == 21
+    assert details["nll_nats_per_token"] == pytest.approx(float(by_hand.mean()), rel=1e-5)
 
 
 def test_readings_survive_and_are_not_made_twice(
     tmp_path: Path, judge: JudgeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = reading_limits(judge, None, None)
+    limits = reading.reading_limits(judge, None, None)
     texts = ["a b", "b b a", "", "a b"]
-    first = read_texts(judge, texts, limits, JudgeMemory(tmp_path, {"stride": 8}))
+    first = reading.read_texts(judge, texts, limits, reading.JudgeMemory(tmp_path, {"stride": 8}))
     (file,) = tmp_path.iterdir()
     with open(file, "ab") as torn:  # as a kill in the middle of a line leaves it
         torn.write(b'["0011')
     monkeypatch.setattr(reading, "token_nll_nats", lambda *_: pytest.fail("read again"))
-    again = read_texts(judge, texts, limits, JudgeMemory(tmp_path, {"stride": 8}))
+    again = reading.read_texts(judge, texts, limits, reading.JudgeMemory(tmp_path, {"stride": 8}))
     assert again == first  # to the last bit
     assert first[0] == first[3] and first[2].ids == ()
-    other = JudgeMemory(tmp_path, {"stride": 4})
+    other = reading.JudgeMemory(tmp_path, {"stride": 4})
     assert "a b" not in other  # other windows give other numbers
     assert file.read_bytes().endswith(b"\n")
 
 
+def test_a_reading_that_is_damaged_is_made_again(tmp_path: Path) -> None:
+    memory = reading.JudgeMemory(tmp_path, {})
+    memory.add("a", reading.JudgedText((1, 2), (0.5, 0.1), (True, False)))
+    memory.add("b", reading.JudgedText((3,), (1.5,), (True,)))
+    (file,) = tmp_path.iterdir()
+    file.write_text(file.read_text().replace("[1,2]", "[1]"))
+    again = reading.JudgeMemory(tmp_path, {})
+    assert "a" not in again and again["b"].nll_sum_nats == 1.5
+
+
+# Texts side by side, and windows in parts: nine windows of 16 at most.
+
 TEXTS = ["a b b " * 9, "b", "", "a a b " * 2, "<eos>", "b b a " * 7 + "<eos> a", "a b b"]
+LIMITS = reading.ReadingLimits(16, 8, 29)
+
+
+@pytest.fixture
+def passes(judge: JudgeModel, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, int]]:
+    """(token ids, positions whose logits were given) of each pass."""
+    passes: list[tuple[Tensor, int]] = []
+    forward = judge.model.forward
+
+    @functools.wraps(forward)
+    def noted(input_ids: Tensor, **options: Any) -> Any:
+        output = forward(input_ids=input_ids, **options)
+        passes.append((input_ids, output.logits.shape[0] * output.logits.shape[1]))
+        return output
+
+    monkeypatch.setattr(judge.model, "forward", noted)
+    return passes
 
 
 @pytest.mark.parametrize("tokens", [7, 16, 40, 1000])
 @pytest.mark.parametrize("with_logits", [3, 16, 1000])
 def test_texts_side_by_side_and_windows_in_parts_read_like_each_alone(
-    judge: JudgeModel, tokens: int, with_logits: int, monkeypatch: pytest.MonkeyPatch
+    judge: JudgeModel, tokens: int, with_logits: int, passes: list[tuple[Tensor, int]]
 ) -> None:
-    """Nine windows of 16 at most; a logit of this judge is a sum of 8 terms of size below 1."""
-    limits = ReadingLimits(16, 8, 29)
-    alone = read_texts(judge, TEXTS, limits)
-    together = replace(judge, room=Room(tokens, with_logits))
-    passes = noted_passes(judge, monkeypatch)
-    found = read_texts(together, TEXTS, limits)
+    """A logit of this judge is a sum of 8 terms of size below 1."""
+    alone = reading.read_texts(judge, TEXTS, LIMITS)
+    passes.clear()
+    found = reading.read_texts(replace(judge, room=Room(tokens, with_logits)), TEXTS, LIMITS)
     for one, other in zip(alone, found, strict=True):
         assert (one.ids, one.counted) == (other.ids, other.counted)
         assert other.nll_nats == pytest.approx(one.nll_nats, rel=0, abs=1e-5)
@@ -193,44 +193,27 @@ def test_texts_side_by_side_and_windows_in_parts_read_like_each_alone(
         assert len(passes) == 3, "one for each window of the longest"
 
 
-def noted_passes(
-    judge: JudgeModel, monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[torch.Tensor, int]]:
-    """(token ids, positions whose logits were given) of each pass, while they are made."""
-    passes: list[tuple[torch.Tensor, int]] = []
-    forward = judge.model.forward
-
-    @functools.wraps(forward)
-    def noted(input_ids: torch.Tensor, **options: Any) -> Any:
-        output = forward(input_ids=input_ids, **options)
-        passes.append((input_ids, output.logits.shape[0] * output.logits.shape[1]))
-        return output
-
-    monkeypatch.setattr(judge.model, "forward", noted)
-    return passes
-
-
 def test_what_did_not_fit_is_remembered(
-    judge: JudgeModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    judge: JudgeModel, monkeypatch: pytest.MonkeyPatch, told: Told
 ) -> None:
-    together, limits = replace(judge, room=Room(100, 1000)), ReadingLimits(16, 8, 29)
-    alone = read_texts(judge, TEXTS, limits)
+    together = replace(judge, room=Room(100, 1000))
+    alone = reading.read_texts(judge, TEXTS, LIMITS)
     forward, sizes = judge.model.forward, []
 
-    def small(input_ids: torch.Tensor, **options: Any) -> Any:
+    def small(input_ids: Tensor, **options: Any) -> Any:
         sizes.append(input_ids.numel())
         if input_ids.numel() > 40:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return forward(input_ids=input_ids, **options)
 
     monkeypatch.setattr(judge.model, "forward", small)
-    found = read_texts(together, TEXTS, limits)
-    assert [reading.ids for reading in found] == [reading.ids for reading in alone]
+    found = reading.read_texts(together, TEXTS, LIMITS)
+    assert [one.ids for one in found] == [one.ids for one in alone]
     assert together.room.side_by_side <= 40 and max(sizes) > 40
     failed = sum(size > 40 for size in sizes)
-    read_texts(together, [text + " b" for text in TEXTS], limits)
+    reading.read_texts(together, [text + " b" for text in TEXTS], LIMITS)
     assert sum(size > 40 for size in sizes) == failed, "tried once in a process"
-    assert capsys.readouterr().err.count("out of memory") == failed
+    assert told().count("out of memory") == failed
 
 
 def test_a_text_whose_logits_nobody_can_hold_is_refused(
@@ -238,9 +221,8 @@ def test_a_text_whose_logits_nobody_can_hold_is_refused(
 ) -> None:
     forward = judge.model.forward
     monkeypatch.setattr(judge.model, "forward", lambda input_ids, use_cache: forward(input_ids))
-    narrow = replace(judge, room=Room(1, 5))
     with pytest.raises(GdistillError, match=r"or none.*got 16 tokens; expected at most 5, "):
-        read_texts(narrow, TEXTS, ReadingLimits(16, 8, 29))
+        reading.read_texts(replace(judge, room=Room(1, 5)), TEXTS, LIMITS)
 
 
 def test_room_is_sized_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,12 +240,112 @@ def test_room_is_sized_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host.side_by_side == 1 and host.with_logits > 1
 
 
-def test_a_reading_that_is_damaged_is_made_again(tmp_path: Path) -> None:
-    memory = JudgeMemory(tmp_path, {})
-    memory.add("a", JudgedText((1, 2), (0.5, 0.1), (True, False)))
-    memory.add("b", JudgedText((3,), (1.5,), (True,)))
+# MAUVE: mauve-text's own number from text to score, and every seed in it.
+
+MOST = 12
+
+
+def texts(seed: int, share_of_b: float) -> list[str]:
+    generator = np.random.default_rng(seed)
+    return [
+        " ".join("ab"[int(u < share_of_b)] for u in generator.random(generator.integers(3, 20)))
+        for _ in range(130)
+    ]
+
+
+def test_the_score_is_that_of_mauve_text_called_directly(
+    judge: JudgeModel, judge_folder: Path
+) -> None:
+    real, ours = texts(1, 0.3), [*texts(2, 0.6), ""]  # mauve-text leaves empty texts out
+    options = {"featurize_model_name": str(judge_folder), "max_text_length": MOST}
+    direct = [
+        mauve.compute_mauve(p_text=real, q_text=ours, seed=seed, **options).mauve
+        for seed in (25, 31)
+    ]
+    features = (text_features(judge, part, MOST) for part in (ours, real))
+    score = mauve_score(judge, *features, max_tokens=MOST, seeds=(25, 31))
+    assert score.details["by_seed"] == pytest.approx(direct, abs=1e-6)
+    assert score.value == pytest.approx(np.mean(direct), abs=1e-6)
+    spread = abs(direct[0] - direct[1]) / 2**0.5
+    assert score.details["spread_over_seeds"] == pytest.approx(spread, abs=1e-6)
+    assert score.details["num_empty"] == 1 and score.num_samples == 130
+
+
+def test_our_area_of_histograms_is_mauve_texts(judge: JudgeModel) -> None:
+    ours, real = (text_features(judge, part, MOST) for part in (texts(2, 0.6), texts(1, 0.3)))
+    direct = mauve.compute_mauve(ours.values, real.values, num_buckets=12, verbose=False)
+    found = mauve_of_histograms(direct.p_hist, direct.q_hist)
+    assert found == pytest.approx(float(direct.mauve), abs=1e-6) and 0.05 < found < 0.95
+    score = mauve_score(judge, ours, real, max_tokens=MOST)
+    assert score.interval is not None and score.interval[0] < score.value < score.interval[1]
+
+
+def test_every_seed_is_used(judge: JudgeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    compute = mauve.compute_mauve
+
+    def noted(**options: object) -> object:
+        seen.append(options["seed"])
+        return compute(**options)
+
+    monkeypatch.setattr(mauve, "compute_mauve", noted)
+    features = text_features(judge, texts(1, 0.3), MOST)
+    mauve_score(judge, features, features, max_tokens=MOST, seeds=(3, 4, 5))
+    assert seen == [3, 4, 5]
+
+
+def test_texts_side_by_side_have_the_features_of_each_alone(judge: JudgeModel) -> None:
+    """One block of 8 units: float32 sums of 8 and 32 terms below 2 in another order."""
+    given = [*texts(1, 0.3), "a"]
+    alone = text_features(judge, given, MOST)
+    together = text_features(replace(judge, room=Room(64, 1000)), given, MOST)
+    assert np.array_equal(alone.num_tokens, together.num_tokens)
+    np.testing.assert_allclose(together.values, alone.values, rtol=0, atol=2e-5)
+
+
+class AllHead(torch.nn.Linear):
+    """Says of itself what transformers says of a model without a body of its own."""
+
+    @property
+    def base_model(self) -> torch.nn.Module:
+        return self
+
+
+def test_what_cannot_be_read_is_refused(judge: JudgeModel) -> None:
+    with pytest.raises(UsageError, match=r"no features.*AllHead.*--reference"):
+        text_features(replace(judge, model=AllHead(1, 1)), ["a"], MOST)
+    with pytest.raises(UsageError, match="max_tokens"):
+        text_features(judge, ["a"], 17)
+
+
+def test_features_are_kept_by_what_was_read(tmp_path: Path, judge: JudgeModel) -> None:
+    assert text_features(judge, ["a b a", "b " * 50], 5).num_tokens.tolist() == [3, 5]
+    first = text_features(judge, ["a b", "b"], 4, tmp_path)
     (file,) = tmp_path.iterdir()
-    lines = file.read_text().splitlines()
-    file.write_text(lines[0].replace("[1,2]", "[1]") + "\n" + lines[1] + "\n")
-    again = JudgeMemory(tmp_path, {})
-    assert "a" not in again and again["b"].nll_sum_nats == 1.5
+    assert np.array_equal(text_features(judge, ["a b", "b"], 4, tmp_path).values, first.values)
+    text_features(judge, ["a b", "a"], 4, tmp_path)
+    text_features(judge, ["a b", "b"], 1, tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+    file.write_bytes(file.read_bytes()[:-30])  # a torn file is computed again
+    assert np.array_equal(text_features(judge, ["a b", "b"], 4, tmp_path).values, first.values)
+
+
+def test_gradients_are_those_of_the_surprise(judge: JudgeModel) -> None:
+    """By autograd, with respect to the logarithm of a scale of the last states; 0 for one token."""
+    features = text_features(judge, ["a b a a", "b"], MOST)
+    ids = torch.tensor([judge.tokenizer.encode("a b a a")])
+    log_scale = torch.zeros(features.means.shape[1], requires_grad=True)
+    states = judge.model.base_model(input_ids=ids).last_hidden_state[0]
+    logits = judge.model.get_output_embeddings()(states * log_scale.exp())
+    torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:]).backward()
+    assert np.allclose(features.gradients[0], log_scale.grad, atol=1e-6)
+    assert np.abs(features.gradients[0]).max() > 1e-3 and not features.gradients[1].any()
+
+
+def test_many_texts_of_equal_length_need_no_caution(judge: JudgeModel) -> None:
+    values = np.random.default_rng(0).normal(size=(1000, 3)).astype(np.float32)
+    features = TextFeatures(values, values, values, np.full(1000, 9))
+    score = mauve_score(judge, features, features, max_tokens=9, seeds=(25,))
+    assert score.cautions == () and score.settings["buckets"] == 100
+    few = features.select(np.arange(999))
+    assert mauve_score(judge, few, features, max_tokens=9, seeds=(25,)).cautions

@@ -1,16 +1,22 @@
-"""Perplexity, entropy and their intervals against the authors' numbers and hand-worked cases."""
+"""Scores of text: the authors' numbers, hand-worked cases, scipy's distances, and tricks."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from scipy import linalg
+from scipy.spatial.distance import mahalanobis
+from scipy.stats import energy_distance as scipy_energy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from evaluation.score import (
@@ -21,13 +27,11 @@ from evaluation.score import (
     percentile_interval,
     wilson_interval,
 )
-from evaluation.text.distance import (
-    distinct_ngram_share,
-    entropy_score,
-    repetition_share,
-    unigram_entropy_nats,
-)
+from evaluation.text import distance
 from evaluation.text.reading import counted_positions, summarise, token_nll_nats, window_starts
+from evaluation.text.reference import ReferenceText, Ruler, words_of
+from shards.errors import UsageError
+from tests.evaluation.kit import markov_text, write_tokens
 
 CASES = ("len160", "len150", "len65", "len40", "nosliding", "padded")
 
@@ -42,15 +46,7 @@ def authors(golden: Path) -> tuple[dict, dict[str, torch.Tensor], GPT2LMHeadMode
     config = GPT2Config(**sizes, bos_token_id=end, eos_token_id=end)
     # In float64, so that what is compared is the rule and not this machine's float32 kernels.
     model = GPT2LMHeadModel(config).double().eval()
-    names = set(model.state_dict())
-    weights = {
-        key: value
-        for name, value in tensors.items()
-        for key in names
-        if name.endswith(key)
-        and "." in key
-        and name.split(key)[0] in ("", "weights.", "gpt2.", "model.")
-    }
+    weights = {n.removeprefix("gpt2."): v for n, v in tensors.items() if n.startswith("gpt2.")}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}
     model.tie_weights()
@@ -60,52 +56,52 @@ def authors(golden: Path) -> tuple[dict, dict[str, torch.Tensor], GPT2LMHeadMode
 @pytest.mark.parametrize("case", CASES)
 def test_token_nll_perplexity_and_entropy_match_the_authors(case: str, authors: tuple) -> None:
     description, tensors, model = authors
-    given = description["results"][case]
-    ids = tensors[f"{case}.ids"]
-    mask = tensors.get(f"{case}.attention_mask")
-    eos_id = description["gpt2_config"]["eos_token_id"]
+    given, ids = description["results"][case], tensors[f"{case}.ids"]
     scored = ids[: given["sequences_scored"]]
     nll = token_nll_nats(model, scored, given["context"], given["stride"])
-    counted = counted_positions(scored, [eos_id])
-    if mask is not None:
-        counted &= mask.bool()
+    counted = counted_positions(scored, [description["gpt2_config"]["eos_token_id"]])
+    counted &= tensors.get(f"{case}.attention_mask", torch.ones(())).bool()
     assert torch.equal(counted, tensors[f"{case}.valid"].bool())
     assert (nll - tensors[f"{case}.nll"])[counted].abs().max() < 1e-4
     perplexity = math.exp(nll[counted].double().mean())
     assert perplexity == pytest.approx(given["gen_ppl"], rel=1e-4)
     expected = tensors[f"{case}.entropy_per_sample"].tolist()
     # The authors count right padding as tokens; ours scores samples, which have none.
-    assert [unigram_entropy_nats(row) for row in ids.tolist()] == pytest.approx(expected, abs=1e-5)
+    found = [distance.unigram_entropy_nats(row) for row in ids.tolist()]
+    assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_windows_score_every_position_once() -> None:
+def test_windows_score_every_position_once_and_tokens_between_texts_never() -> None:
     assert window_starts(10, 10, 5) == [(0, 0)]
     assert window_starts(11, 10, 5) == [(0, 0), (5, 10)]
     assert window_starts(20, 10, 5) == [(0, 0), (5, 10), (10, 15)]
     with pytest.raises(ValueError, match="stride"):
         window_starts(10, 4, 5)
+    ids = torch.tensor([[1, 5, 1, 6, 2, 7]])
+    assert counted_positions(ids, [1, 2]).tolist() == [[False, True, False, True, False, True]]
+    assert counted_positions(ids, []).tolist() == [[False, True, True, True, True, True]]
 
 
 def test_entropy_by_hand() -> None:
-    assert unigram_entropy_nats([1, 1, 2, 2]) == pytest.approx(math.log(2))
-    assert unigram_entropy_nats([7, 7, 7]) == 0.0
-    score = entropy_score([[1, 1, 2, 2], [3, 3]])
+    assert distance.unigram_entropy_nats([1, 1, 2, 2]) == pytest.approx(math.log(2))
+    assert distance.unigram_entropy_nats([7, 7, 7]) == 0.0
+    score = distance.entropy_score([[1, 1, 2, 2], [3, 3]])
     assert score.value == pytest.approx(math.log(2) / 2)
     pooled = -(4 / 6 * math.log(1 / 3) + 2 / 6 * math.log(1 / 3))  # three tokens, two of each
     assert score.details["pooled_nats"] == pytest.approx(pooled)
-    assert distinct_ngram_share([[1, 2, 1, 2]], 2) == pytest.approx(2 / 3)
+    assert distance.distinct_ngram_share([[1, 2, 1, 2]], 2) == pytest.approx(2 / 3)
     assert score.details["distinct_1"] == pytest.approx(3 / 6)
     assert score.details["distinct_2"] == pytest.approx(4 / 4)
     assert score.settings["tokens_per_sample"] == "2..4"
-    turns = entropy_score([[1, 2, 1, 2, 1]]).details
+    turns = distance.entropy_score([[1, 2, 1, 2, 1]]).details
     assert [turns[f"distinct_{n}"] for n in (1, 2, 3)] == pytest.approx([2 / 5, 2 / 4, 2 / 3])
 
 
 def test_repetition_is_counted_within_a_sample() -> None:
-    assert repetition_share([1, 2, 3, 4] * 2, 4) == pytest.approx(1 - 4 / 5)
-    assert repetition_share([5] * 10, 4) == pytest.approx(1 - 1 / 7)
-    assert repetition_share([1, 2], 4) == 0.0
-    twice = entropy_score([[1, 2, 3, 4], [1, 2, 3, 4]])  # equal samples: distinct-n sees it
+    assert distance.repetition_share([1, 2, 3, 4] * 2, 4) == pytest.approx(1 - 4 / 5)
+    assert distance.repetition_share([5] * 10, 4) == pytest.approx(1 - 1 / 7)
+    assert distance.repetition_share([1, 2], 4) == 0.0
+    twice = distance.entropy_score([[1, 2, 3, 4]] * 2)  # equal samples: distinct-n sees it
     assert (twice.details["repeated_4"], twice.details["distinct_3"]) == (0.0, 0.5)
 
 
@@ -145,17 +141,19 @@ def test_a_bootstrap_resamples_whole_texts_with_replacement() -> None:
     both = ratio.resampled(np.array([[0, 0], [0, 1], [1, 1]]))
     assert both == pytest.approx([2.0, 2**2.5, 8.0])
     assert ratio.select([1]).value() == pytest.approx(8.0)
-    assert PerSample.from_json(json.loads(json.dumps(asdict(ratio)))) == ratio
     assert percentile_interval(np.arange(1001.0)) == pytest.approx((25.0, 975.0))
 
 
-@pytest.mark.parametrize(
-    "change", [{"numerators": [1.0]}, {"numerators": [1.0, math.nan]}, {"denominators": [0, 0]}]
-)
-def test_damaged_values_per_sample_are_refused(change: dict) -> None:
-    good = PerSample((0, 1), (1.0, 2.0), (1.0, 1.0))
-    with pytest.raises(ValueError):
-        PerSample.from_json(asdict(good) | change)
+def test_values_per_sample_survive_json_and_damaged_ones_are_refused() -> None:
+    good = PerSample((0, 1), (1.0, 2.0), (1.0, 3.0), True)
+    assert PerSample.from_json(json.loads(json.dumps(asdict(good)))) == good
+    for name, values in (
+        ("numerators", [1.0]),
+        ("numerators", [1.0, math.nan]),
+        ("denominators", [0, 0]),
+    ):
+        with pytest.raises(ValueError):
+            PerSample.from_json(asdict(good) | {name: values})
 
 
 def test_a_score_that_is_no_number_is_null_in_json() -> None:
@@ -164,12 +162,6 @@ def test_a_score_that_is_no_number_is_null_in_json() -> None:
     assert written["value"] is None and written["interval_95"] == [1.0, None]
     assert written["details"] == {"y": None, "z": "inf"}
     json.dumps(written, allow_nan=False)
-
-
-def test_tokens_between_texts_do_not_count() -> None:
-    ids = torch.tensor([[1, 5, 1, 6, 2, 7]])
-    assert counted_positions(ids, [1, 2]).tolist() == [[False, True, False, True, False, True]]
-    assert counted_positions(ids, []).tolist() == [[False, True, True, True, True, True]]
 
 
 def test_intervals_of_shares_and_means() -> None:
@@ -182,3 +174,146 @@ def test_intervals_of_shares_and_means() -> None:
     assert mean_interval([1.0]) is None
     # Two values: their standard deviation is sqrt(2), that of their mean 1.
     assert mean_interval([1.0, 3.0]) == pytest.approx((2 - 1.959964, 2 + 1.959964))
+
+
+# Distances between samples and text.
+
+
+def test_frechet_by_hand_and_as_scipy() -> None:
+    x = np.array([[0.0], [2.0]])
+    # Means 1 and 4, variances 2 and 8: 9 + 2 + 8 - 2 sqrt(16).
+    assert distance.frechet_distance(x, np.array([[2.0], [6.0]])) == pytest.approx(11.0)
+    generator = np.random.default_rng(1)
+    x, y = generator.normal(size=(200, 6)), generator.normal(1.0, 2.0, size=(150, 6))
+    first, second = np.cov(x, rowvar=False), np.cov(y, rowvar=False)
+    root = np.real(np.asarray(linalg.sqrtm(first @ second)))
+    expected = ((x.mean(0) - y.mean(0)) ** 2).sum() + np.trace(first + second - 2 * root)
+    assert distance.frechet_distance(x, y) == pytest.approx(expected, rel=1e-6)
+    assert distance.frechet_distance(x, x) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_energy_by_hand_and_as_scipy() -> None:
+    # E|X - Y| = 2, E|X - X'| = 2 over distinct pairs, E|Y - Y'| = 4.
+    x, y = np.array([[0.0], [2.0]]), np.array([[0.0], [4.0]])
+    assert distance.energy_distance(x, y).value == pytest.approx(2 * 2 - 2 - 4)
+    generator = np.random.default_rng(2)
+    x, y = generator.normal(size=(300, 1)), generator.normal(0.7, size=(400, 1))
+    n, m = len(x), len(y)
+    within = [np.abs(rows - rows.T).mean() for rows in (x, y)]
+    # scipy keeps pairs of a row with itself and takes the root of half; both are put back.
+    unbiased = scipy_energy(x[:, 0], y[:, 0]) ** 2 - within[0] / (n - 1) - within[1] / (m - 1)
+    found = distance.energy_distance(x, y)
+    assert found.value == pytest.approx(unbiased, rel=1e-6)
+    # From the rows themselves.
+    again = distance.jackknife(lambda kept: distance.energy_distance(x[kept], y).value, n)
+    assert (found.low, found.high) == pytest.approx((again.low, again.high), rel=1e-6)
+
+
+def test_gradient_moment_by_hand() -> None:
+    # Means 1 and 5, variances 2 and 8, two rows each: (16 - 2/2 - 8/2) / 8.
+    x, y = np.array([[0.0], [2.0]]), np.array([[3.0], [7.0]])
+    assert distance.gradient_moment(x, y).value == pytest.approx(11 / 8)
+    generator = np.random.default_rng(4)
+    x, y = generator.normal(0.5, size=(400, 3)), generator.normal(size=(400, 3))
+    found = distance.gradient_moment(x, y)
+    assert distance.gradient_moment(7 * x, 7 * y).value == pytest.approx(found.value)
+    assert found.low < 0.25 < found.high  # 3 times 0.5^2 in units of 3
+
+
+@pytest.mark.parametrize("measure", [distance.energy_distance, distance.gradient_moment])
+def test_a_distance_of_one_law_is_nought_on_average(measure: Callable[..., Any]) -> None:
+    """400 pairs of sets of one law: the mean is within four standard errors of 0."""
+    generator = np.random.default_rng(3)
+    values = [measure(*generator.normal(size=(2, 30, 4))).value for _ in range(400)]
+    assert abs(np.mean(values)) < 4 * np.std(values) / np.sqrt(len(values))
+
+
+def test_ngram_vectors_see_order_and_frequency_alone() -> None:
+    rows = [[1, 2, 3, 1, 2, 3], [3, 1, 2, 3, 1, 2], [1, 1, 2, 2, 3, 3]]
+    vectors = distance.ngram_vectors(rows)
+    assert np.allclose((vectors**2).sum(1), 3.0)  # unit length for each of the three orders
+    unigrams, bigrams = vectors[:, :2048], vectors[:, 2048:4096]
+    assert np.allclose(unigrams[0], unigrams[2]) and not np.allclose(bigrams[0], bigrams[2])
+    assert not np.allclose(distance.ngram_vectors([[1, 2]]), distance.ngram_vectors([[2, 1]]))
+
+
+def test_jackknife_of_a_mean_is_the_known_interval() -> None:
+    x = np.random.default_rng(4).normal(size=(2000, 1))
+    found = distance.jackknife(lambda kept: float(x[kept].mean()), len(x))
+    half = 1.96 * x.std(ddof=1) / np.sqrt(len(x))
+    assert found.value == pytest.approx(x.mean())
+    # 20 groups know a spread to one part in sqrt(2 * 19): four of those.
+    assert (found.high - found.low) / 2 == pytest.approx(half, rel=4 / np.sqrt(38))
+
+
+def test_naive_samplers_are_behind_other_rows_of_the_text() -> None:
+    text, other, reference = (markov_text(400, 48, seed) for seed in (5, 6, 7))
+    vectors = distance.ngram_vectors(reference.tolist())
+
+    def measure(rows: np.ndarray) -> distance.Estimate:
+        return distance.energy_distance(distance.ngram_vectors(rows.tolist()), vectors)
+
+    floor = measure(other[:300])
+    naive = distance.naive_samples(text, 300)
+    assert set(naive) == {"periodic text", "unigram draws", "frequent 4-grams", "shuffled rows"}
+    for name, rows in naive.items():
+        assert rows.shape == (300, 48)
+        assert measure(rows).low > max(0, floor.high), name
+    assert np.array_equal(naive["periodic text"][0, :8], naive["periodic text"][0, 8:16])
+    shuffled = naive["shuffled rows"]
+    assert sorted(shuffled[0].tolist()) in [sorted(row.tolist()) for row in text]
+
+
+def test_typicality_as_scipy_and_on_both_sides() -> None:
+    generator = np.random.default_rng(8)
+    fitted, typical, same, near, far = (
+        generator.normal(scale=scale, size=(500, 8)) for scale in (1, 1, 1, 0.3, 2)
+    )
+    covariance = np.cov(fitted, rowvar=False)
+    inverse = np.linalg.inv(covariance + np.eye(8) * 1e-3 * np.trace(covariance) / 8)
+    mean = fitted.mean(0)
+    ours, theirs = (
+        np.mean([mahalanobis(row, mean, inverse) for row in rows]) for rows in (far, typical)
+    )
+    gap = distance.typicality_gap(far, fitted, typical)
+    assert gap.value == pytest.approx(ours / theirs - 1, rel=1e-6)
+    values = [distance.typicality_gap(rows, fitted, typical) for rows in (same, near, far)]
+    assert values[0].value < 0.05 < min(value.low for value in values[1:])
+
+
+def test_beginnings_and_memory_by_hand() -> None:
+    rows = [[0, *range(1, 30)], [0, *range(1, 30)], [0, *range(50, 79)]]
+    assert distance.distinct_beginnings(rows) == pytest.approx(2 / 3)
+    training = np.array([[9, *range(1, 30)]])
+    # 15 16-grams a row; of the first two rows all but the one that holds the first token.
+    assert distance.memorised_counts(rows, training).tolist() == [[14, 15], [14, 15], [0, 15]]
+    assert distance.memorised_counts([[1, 2]], training).tolist() == [[0, 0]]
+
+
+def test_few_samples_say_nothing() -> None:
+    with pytest.raises(UsageError, match=r"too few samples.*got 64; expected at least 128"):
+        distance.require_enough(64, "samples")
+    with pytest.raises(UsageError, match="a covariance needs two"):
+        distance.frechet_distance(np.zeros((1, 2)), np.zeros((3, 2)))
+
+
+def test_the_floor_of_a_sorted_text_is_that_of_any_other() -> None:
+    rows = np.concatenate([markov_text(200, 32, 1), np.zeros((200, 32), dtype=int)])
+    text = ReferenceText(rows.tolist(), "tokens", None, None, Path("x"))
+    floor = Ruler(text, 200, None, None).floor["energy_distance"]
+    assert floor.low < 0 < floor.high
+    with pytest.raises(UsageError, match="got 200; expected at least 256"):
+        Ruler(replace(text, rows=text.rows[:200]), 200, None, None)
+
+
+def test_texts_of_a_store_are_written_as_samples_are(tmp_path: Path, judge_folder: Path) -> None:
+    """Without the token in front; words of a file are what stands between spaces and marks."""
+    rows = np.array([[2, 0, 1, 0], [2, 1, 1, 0]])
+    write_tokens(tmp_path, {"train": rows[:1], "validation": rows}, vocab_size=4, bos_id=2)
+    with pytest.raises(UsageError, match="keeps no tokenizer"):
+        ReferenceText.read(tmp_path).require_texts()
+    shutil.copytree(judge_folder, tmp_path / "tokens" / "tokenizer")
+    found = ReferenceText.read(tmp_path, length=3)
+    assert found.texts == ["a b", "b b"] and found.rows == [[2, 0, 1], [2, 1, 1]]
+    assert found.training.tolist() == [[2, 0, 1]]  # type: ignore[union-attr]
+    assert len(set(words_of("It's a day, a day."))) == 7 and words_of("a\n b") == words_of("a b")

@@ -1,0 +1,184 @@
+"""Likelihoods of completions and of validation rows against sums written out by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from evaluation.likelihood.completion import CompletionScorer
+from evaluation.likelihood.validation import PriorRowNoise, validation_perplexity
+from evaluation.samples import DataRows, read_data_rows
+from shards.errors import UsageError
+from tests.trainer.run_cases import write_store
+from tests.trainer.sampling_cases import tiny_student
+from trainer.students.registry import Student
+
+ROW = torch.tensor([[0, 3, 7, 2, 9, 4, 1, 5, 8]])
+
+
+def log_prob(student: Student, row: Tensor, places: list[int], **noise: Tensor) -> float:
+    """Sum of log p of the row's own tokens at masked places."""
+    masked = row.clone()
+    masked[0, places] = student.mask_id
+    log_probs = student.predict(masked, *noise.values())  # type: ignore[operator]
+    return float(sum(log_probs[0, place, row[0, place]] for place in places))
+
+
+def test_one_pass_masks_the_completion_and_nothing_else() -> None:
+    """Blocks of 4: tokens 3, then 4 to 7 with block 0 clean, then 8 with a block open behind it."""
+    student = tiny_student("mdlm", "none")
+    (found,), _ = CompletionScorer(student)(ROW, [6], [0])
+    assert found == pytest.approx(log_prob(student, ROW, [6, 7, 8]), abs=1e-4)
+    student = tiny_student("bd3lm", "none", block_size=12)
+    (found,), _ = CompletionScorer(student)(ROW, [6], [0])
+    row = pad(ROW, (0, 3), value=student.mask_id)
+    assert found == pytest.approx(log_prob(student, row, [6, 7, 8]), abs=1e-4)
+    student = tiny_student("bd3lm", "none", block_size=4)
+    (found,), _ = CompletionScorer(student)(ROW, [3], [0])
+    row = pad(ROW, (0, 3), value=student.mask_id)
+    parts = ((row[:, :4], [3]), (row[:, :8], [4, 5, 6, 7]), (row, [8]))
+    by_hand = sum(log_prob(student, part, places) for part, places in parts)
+    assert found == pytest.approx(by_hand, abs=1e-4)
+
+
+def test_an_autoregressive_student_is_exact() -> None:
+    student = tiny_student("ar", "none")
+    scorer = CompletionScorer(student)
+    (found,), (greedy,) = scorer(ROW, [4], [0])
+    log_probs = student.predict(ROW)  # type: ignore[operator]
+    by_hand = sum(float(log_probs[0, i - 1, ROW[0, i]]) for i in range(4, 9))
+    assert found == pytest.approx(by_hand, abs=1e-4) and scorer.settings["estimate"] == "exact"
+    most_probable = ROW.clone()
+    for place in range(4, 9):
+        most_probable[0, place] = student.predict(most_probable)[0, place - 1].argmax()  # type: ignore[operator]
+    assert scorer(most_probable, [4], [0])[1] == [True] and not greedy
+
+
+def test_the_bound_is_the_mean_over_all_masks() -> None:
+    """Three open tokens: every subset of m has chance 1/3 / C(3, m) and weight 3 / m.
+
+    400 masks; the tolerance is five standard errors of their values.
+    """
+    student = tiny_student("mdlm", "none")
+    values, chances = [], []
+    for count in (1, 2, 3):
+        for subset in itertools.combinations([6, 7, 8], count):
+            values.append(3 / count * log_prob(student, ROW, list(subset)))
+            chances.append(1 / 3 / math.comb(3, count))
+    table, weights = torch.tensor(values), torch.tensor(chances)
+    mean = float((table * weights).sum())
+    error = float(((table - mean) ** 2 * weights).sum().sqrt()) / 400**0.5
+    (found,), _ = CompletionScorer(student, estimate="bound", num_masks=400)(ROW, [6], [0])
+    assert abs(found - mean) < 5 * error + 1e-4
+    single = CompletionScorer(student, estimate="bound", num_masks=2)(ROW, [8], [0])[0]
+    assert single == pytest.approx(CompletionScorer(student)(ROW, [8], [0])[0], abs=1e-4)
+
+
+def test_prior_draws_average_likelihoods() -> None:
+    student = tiny_student("mdlm", "gumbel")
+    where = torch.zeros(ROW.shape, dtype=torch.bool)
+    where[0, 6:] = True
+    draws = []
+    for draw in range(3):
+        noise = PriorRowNoise(student, torch.tensor([5]), ROW.shape[1], 1, draw)
+        draws.append(log_prob(student, ROW, [6, 7, 8], noise=noise.embeddings(where)))
+    assert max(draws) - min(draws) > 0.01  # the noise matters
+    expected = float(torch.tensor(draws).exp().mean().log())
+    scorer = CompletionScorer(student, num_draws=3, seed=1)
+    assert scorer(ROW, [6], [5])[0][0] == pytest.approx(expected, abs=1e-4)
+    assert scorer.settings["noise"] == "mean over 3 prior draws"
+    blind = CompletionScorer(student, noise="none")
+    assert blind(ROW, [6], [5])[0][0] == pytest.approx(log_prob(student, ROW, [6, 7, 8]), abs=1e-4)
+    assert blind.settings["noise"] == "none"
+
+
+@pytest.mark.parametrize("kind", ["mdlm", "bd3lm"])
+@pytest.mark.parametrize("estimate", ["one_pass", "bound"])
+def test_no_score_depends_on_its_batch(kind: str, estimate: str) -> None:
+    student = tiny_student(kind, "gumbel", block_size=4 if kind == "bd3lm" else None)
+    scorer = CompletionScorer(student, estimate=estimate, num_draws=2, num_masks=3)  # type: ignore[arg-type]
+    rows = torch.cat((ROW, ROW.flip(1), ROW))
+    together, _ = scorer(rows, [3, 5, 3], [10, 11, 12])
+    alone = [scorer(rows[i : i + 1], [given], [10 + i])[0][0] for i, given in enumerate((3, 5, 3))]
+    assert together == pytest.approx(alone, abs=1e-4)
+    assert together[0] != together[2]  # each row has its own noise
+
+
+# Validation perplexity.
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_store(tmp_path_factory.mktemp("store") / "store")
+
+
+def rows(num: int = 24, length: int = 12, vocab_size: int = 11) -> DataRows:
+    values = np.random.default_rng(0).integers(0, vocab_size, (num, length))
+    return DataRows(values, "validation split", "f", vocab_size)
+
+
+def test_the_perplexity_of_an_autoregressive_student_is_exact() -> None:
+    student, data = tiny_student("ar", "none"), rows()
+    score = validation_perplexity(student, data, noise="none", batch_size=5)
+    tokens = torch.from_numpy(data.rows)
+    with torch.no_grad():
+        log_probs = student.predict(tokens[:, :-1])  # type: ignore[operator]
+    nll = -log_probs.gather(-1, tokens[:, 1:, None]).mean()
+    assert score.value == pytest.approx(math.exp(nll), rel=1e-5)
+    assert score.settings["estimate"] == "exact" and score.cautions == ()
+    assert score.num_samples == 24
+
+
+def test_the_bound_is_the_same_whatever_the_draws_and_the_batch() -> None:
+    """40 draws of 24 rows against 40 others: two means of one bound, within five errors."""
+    student, data = tiny_student("mdlm", "none"), rows()
+    scores = [
+        validation_perplexity(student, data, noise="none", num_draws=40, seed=seed)
+        for seed in (0, 1)
+    ]
+    first, other = (np.array(score.per_sample.numerators) / 11 for score in scores)  # type: ignore[union-attr]
+    assert abs((first - other).mean()) < 5 * (first - other).std() / math.sqrt(24)
+    assert np.ptp(first - other) > 0
+
+
+def test_the_noise_of_the_text_itself_is_named(store: Path) -> None:
+    data = read_data_rows(store, "train", 8)
+    length, vocab_size = data.rows.shape[1], data.vocab_size
+    student = tiny_student("mdlm", "gumbel", row_length=length, vocab_size=vocab_size)
+    given = validation_perplexity(student, data, noise="posterior", store=store, split="train")
+    prior = validation_perplexity(student, data, noise="prior")
+    assert given.name == "conditional_validation_perplexity" != prior.name
+    assert "inferred from the very text" in given.cautions[0] and not prior.cautions
+    assert given.value != prior.value
+
+
+def test_what_does_not_suit_the_student_is_refused(store: Path) -> None:
+    plain, noisy = tiny_student("mdlm", "none"), tiny_student("mdlm", "gumbel")
+    for student, data, noise in (
+        (plain, rows(length=10), "none"),
+        (plain, rows(vocab_size=10), "none"),
+        (plain, rows(), "prior"),
+        (noisy, rows(), "none"),
+        (noisy, rows(), "posterior"),
+    ):
+        with pytest.raises(UsageError, match="do not suit the student"):
+            validation_perplexity(student, data, noise=noise)  # type: ignore[arg-type]
+    scorer = CompletionScorer(plain)
+    for row, given in ((ROW.repeat(1, 2), 3), (ROW, 0)):
+        with pytest.raises(UsageError, match="cannot be scored"):
+            scorer(row, [given], [0])
+    with pytest.raises(UsageError, match="num_masks"):
+        CompletionScorer(plain, num_masks=0)
+    whole = read_data_rows(store.parent, "train")
+    assert np.array_equal(read_data_rows(store, "train", 3).rows, whole.rows[:3])
+    with pytest.raises(UsageError, match="no such split"):
+        read_data_rows(store, "nothing")
+    with pytest.raises(UsageError, match="no data there"):
+        read_data_rows(store / "nothing")
