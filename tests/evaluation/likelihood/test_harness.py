@@ -90,7 +90,9 @@ def test_the_harness_scores_local_questions(tmp_path: Path, model_folder: Path) 
     write_lines(questions / "context.jsonl", *[context] * 2)
     names = write_tasks(questions, tmp_path / "tasks")
     assert names == ["local_choice", "local_context"]
-    tasks = lm_eval.tasks.TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
+    from lm_eval.tasks import TaskManager
+
+    tasks = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
     words = f"pretrained={model_folder},draws=2,device=cpu"
     options = {"tasks": names, "task_manager": tasks, "bootstrap_iters": 0}
     found = lm_eval.simple_evaluate(model="gdistill", model_args=words, **options)
