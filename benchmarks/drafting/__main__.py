@@ -204,7 +204,7 @@ def write(results: Path, lines: list[dict[str, Any]], report: dict[str, Any]) ->
     results.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
     columns = "drafter, rule|tokens per pass|kept by slot|draft: FLOPs, time|speed-up batch 1"
     table = [f"|{columns}|batch 16|target x10|x100|".replace("|", " | ").strip(), "|---" * 8 + "|"]
-    figure, axes = pyplot.subplots(figsize=(9, 6))
+    figure, axes = pyplot.subplots(figsize=(10, 6))
     for line in lines:
         (mean, low, high), at = line["tokens_per_pass"], line["draft_time_batch1"]
         slots = ["-" if v is None else f"{v:.2f}".lstrip("0") for v in line["kept_by_slot"]]
@@ -213,11 +213,16 @@ def write(results: Path, lines: list[dict[str, Any]], report: dict[str, Any]) ->
         for key in ("batch1_x1", "batch16_x1", "batch1_x10", "batch1_x100"):
             cells.append("{:.2f} (k {})".format(*line[f"speed_up_{key}"]))
         table.append("| " + " | ".join(cells) + " |")
-        axes.errorbar(at, mean, [[mean - low], [high - mean]], fmt="o", capsize=2)
-        offset = {"fontsize": 6, "xytext": (4, 3), "textcoords": "offset points"}
-        axes.annotate(line["name"], (at, mean), **offset)
+    ordered = sorted(lines, key=lambda line: line["tokens_per_pass"][0], reverse=True)
+    for number, line in enumerate(ordered, 1):
+        (mean, low, high), at = line["tokens_per_pass"], line["draft_time_batch1"]
+        label, error = f"{number}  {line['name']}", [[mean - low], [high - mean]]
+        axes.errorbar(at, mean, error, fmt="o", capsize=2, label=label)
+        offset = {"xytext": (5, 2), "textcoords": "offset points"}
+        axes.annotate(str(number), (at, mean), fontsize=7, **offset)
     results.with_name(results.name + "-table.md").write_text("\n".join(table) + "\n")
-    axes.set(xlabel="time of a draft, in passes of the target (batch 1)", xscale="log")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=7)
+    axes.set(xlabel="time of a draft, in passes of the target (batch 1)")
     axes.set(ylabel="tokens per pass of the target")
     figure.tight_layout()
     figure.savefig(results.with_suffix(".png"), dpi=120)

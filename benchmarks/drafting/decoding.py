@@ -25,12 +25,11 @@ HALF = {"draft_dtype": "bfloat16"}
 SIDES = {
     "plain": {"max_lookahead": 0},
     "chain of 2": {"max_lookahead": 2, "tree": 2, "width": 1, **HALF},
-    "tree of 4, 1 step": {"max_lookahead": 1, "tree": 4, "width": 4, **HALF},
     "tree of 8, 2 steps": {"max_lookahead": 2, "tree": 8, "width": 4, **HALF},
     "tree of 16, 3 steps": {"max_lookahead": 3, **HALF},
-    "tree of 16, 3 steps, float32": {"max_lookahead": 3},
     "tree of 16, 8 steps": HALF,
-    "tree of 16, 8 steps, blind": {"draft": "greedy", **HALF},
+    "tree of 16, steps while probable": {"min_reach": 0.5, **HALF},
+    "tree of 16, steps while probable, blind": {"min_reach": 0.5, "draft": "greedy", **HALF},
 }
 
 
