@@ -77,6 +77,7 @@ def test_drafts_depend_on_the_request_alone(kind: str, tmp_path: Path) -> None:
     assert drafts_of(student).draft(asked[::-1], 2) == together[::-1]
     drafter = drafts_of(student)
     drafter.draft(asked, 2)
+    assert drafter.draft(asked[::-1], 2) == together[::-1], "rows go on in another order"
     longer = [replace(each, tokens=[*each.tokens, 1, 2]) for each in asked[1:3]]
     for batch in (longer, [*longer, replace(asked[0], name="new")]):  # others end and begin
         assert drafter.draft(batch, 2) == drafts_of(student).draft(batch, 2)
