@@ -1,8 +1,8 @@
 """Tensors that say cuda:0 and are computed on the CPU, so that device paths run where no GPU is.
 
-    with pretend_cuda() as watch:
+    with pretend_cuda():
         ...                      # code that moves models and batches to "cuda"
-    watch.syncs                  # Counter of (kind, "file:line"): where the host waited
+    WAITS                        # Counter of (kind, "file:line"): where the host waited
 
 An operation that mixes devices raises as on CUDA: only a 0-dim CPU tensor may join, and a CPU
 index may index a device tensor (which copies it, and waits). Counted as waiting: ``item``,
@@ -10,8 +10,10 @@ index may index a device tensor (which copies it, and waits). Counted as waiting
 size depends on data (``nonzero``, indexing by a mask, ``masked_select``, ``unique``,
 ``repeat_interleave``).
 
-Streams order what is computed at once anyway: reading what another stream may still be writing
-raises, and so does memory used by a stream that it was not recorded for, when the context ends.
+Every operation is computed at once, so nothing is ever late here. Of streams the order is kept that
+a GPU would be told of: an operation may read what its own stream wrote, and of another stream what
+it has waited for, else it raises; memory that one stream took and another uses must be recorded for
+the other, or it would be given away while that one still reads: that raises when the context ends.
 
 Not pretended: pinned memory, the amount of memory, Triton, FlexAttention, NCCL, the kernels' own
 support of dtypes. Needs ``guard.cpp`` preloaded: :mod:`tests.rehearsal.run` does that.
@@ -20,6 +22,7 @@ support of dtypes. Needs ``guard.cpp`` preloaded: :mod:`tests.rehearsal.run` doe
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,8 +35,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
-
-from tests.rehearsal import streams
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PRODUCT = ("shards", "pipeline", "trainer", "evaluation")
@@ -49,29 +50,103 @@ COMPOSITE = "CompositeImplicitAutograd"
 CROSSES_DEVICES = {"_to_copy", "copy_", "_local_scalar_dense"}
 
 
-class Watch:
-    """How often the host waited, by what for and where."""
+WAITS: Counter[tuple[str, str]] = Counter()
+
+
+def wait(kind: str) -> None:
+    """Note one wait of the host at the innermost line of the product on the stack."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(REPOSITORY) and path.relative_to(REPOSITORY).parts[0] in PRODUCT:
+            WAITS[kind, f"{path.relative_to(REPOSITORY)}:{frame.f_lineno}"] += 1
+            return
+        frame = frame.f_back  # type: ignore[assignment]
+    WAITS[kind, "autograd"] += 1
+
+
+class Stream:
+    """Operations in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.seen: dict[int, int] = {id(self): 0}
+
+    def record_event(self, *_: Any) -> dict[int, int]:
+        """All that it has done and seen at this moment."""
+        return dict(self.seen)
+
+    def wait_event(self, event: dict[int, int]) -> None:
+        for stream, time in event.items():
+            self.seen[stream] = max(time, self.seen.get(stream, 0))
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        wait("stream")
+
+
+DEFAULT = Stream()
+_local = threading.local()
+
+
+def current_stream(*_: Any) -> Stream:
+    return getattr(_local, "stream", DEFAULT)
+
+
+@contextmanager
+def stream(chosen: Stream) -> Iterator[None]:
+    before, _local.stream = current_stream(), chosen
+    try:
+        yield
+    finally:
+        _local.stream = before
+
+
+class Ledger:
+    """Which stream took and last wrote each storage, and for whom it is kept."""
 
     def __init__(self) -> None:
-        self.syncs: Counter[tuple[str, str]] = Counter()
+        self.owners: dict[int, Stream] = {}
+        self.written: dict[int, tuple[Stream, int]] = {}
+        self.recorded: set[tuple[int, int]] = set()
+        self.lent: dict[tuple[int, int], str] = {}
 
-    def clear(self) -> None:
-        self.syncs.clear()
+    def run(self, name: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """An operation on the current stream.
 
-    def wait(self, kind: str) -> None:
-        """Note one wait of the host at the innermost line of the product on the stack."""
-        frame = sys._getframe(1)
-        while frame is not None:
-            path = Path(frame.f_code.co_filename)
-            if path.is_relative_to(REPOSITORY) and path.relative_to(REPOSITORY).parts[0] in PRODUCT:
-                self.syncs[kind, f"{path.relative_to(REPOSITORY)}:{frame.f_lineno}"] += 1
-                return
-            frame = frame.f_back  # type: ignore[assignment]
-        self.syncs[kind, "autograd"] += 1
+        Raises:
+            RuntimeError: If it reads what another stream may still be writing.
+        """
+        now = current_stream()
+        now.seen[id(now)] += 1
+        read = {_place(tensor) for tensor in inputs}
+        for place in read - {0}:
+            writer, time = self.written.get(place, (now, 0))
+            if writer is not now and now.seen.get(id(writer), 0) < time:
+                raise RuntimeError(f"{name} reads what another stream may still be writing")
+            if self.owners.get(place, now) is not now and (place, id(now)) not in self.recorded:
+                self.lent[place, id(now)] = name
+        in_place = name.endswith("_")
+        for place in {_place(tensor) for tensor in outputs} - {0}:
+            if place not in read:
+                self.owners[place] = now
+                self.recorded = {kept for kept in self.recorded if kept[0] != place}
+            if place not in read or in_place:
+                self.written[place] = now, now.seen[id(now)]
+
+    def record(self, tensor: torch.Tensor, user: Stream) -> None:
+        """``tensor.record_stream(user)``."""
+        key = _place(tensor), id(user)
+        self.recorded.add(key)
+        self.lent.pop(key, None)
 
 
-WATCH = Watch()
-LEDGER = streams.Ledger()
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+LEDGER = Ledger()
 
 
 class PretendTensor(torch.Tensor):
@@ -103,7 +178,7 @@ class PretendTensor(torch.Tensor):
         return True
 
     def tolist(self) -> Any:
-        WATCH.wait("tolist")
+        wait("tolist")
         return self.on_host.tolist()
 
     def numpy(self, **_: Any) -> Any:  # type: ignore[override]
@@ -148,7 +223,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         _refuse_mixed(name, func, args, given)
         _count_waits(name, args, kwargs)
     elif name == "_to_copy" and _is_device(target) and not kwargs.get("non_blocking"):
-        WATCH.wait("copy to the device")
+        wait("copy to the device")
     lands_on_device = _is_device(target) if target is not None else on_device
     if name == "copy_":
         lands_on_device = _is_pretended(args[0])
@@ -162,7 +237,7 @@ def _refuse_mixed(name: str, func: Any, args: Any, given: list[Any]) -> None:
     if strangers and name in GATHERS | SCATTERS and _is_pretended(args[0]):
         indices = [x for x in args[1] if x is not None]
         if all(any(x is index for index in indices) for x in strangers):
-            WATCH.wait("index from the host")
+            wait("index from the host")
             return
     if strangers:
         tensors = [x for x in given if isinstance(x, torch.Tensor)]
@@ -172,25 +247,23 @@ def _refuse_mixed(name: str, func: Any, args: Any, given: list[Any]) -> None:
 
 def _count_waits(name: str, args: Any, kwargs: dict[str, Any]) -> None:
     if name in SIZE_DEPENDS_ON_DATA:
-        WATCH.wait(name)
+        wait(name)
     elif name == "_local_scalar_dense":
-        WATCH.wait("item")
+        wait("item")
     elif name == "repeat_interleave" and kwargs.get("output_size") is None:
-        repeats = args[1] if len(args) > 1 else args[0]
-        if isinstance(repeats, torch.Tensor):
-            WATCH.wait(name)
+        if isinstance(args[1] if len(args) > 1 else args[0], torch.Tensor):
+            wait(name)
     elif name in GATHERS | SCATTERS and not _is_masked_fill(name, args):
-        masks = [i for i in args[1] if isinstance(i, torch.Tensor) and i.dtype in MASKS]
-        if masks:
-            WATCH.wait("indexing by a mask")
+        if any(isinstance(i, torch.Tensor) and i.dtype in MASKS for i in args[1]):
+            wait("indexing by a mask")
     elif name == "_to_copy":
         target = kwargs.get("device")
         if target is not None and not _is_device(target) and not kwargs.get("non_blocking"):
-            WATCH.wait("copy to the host")
+            wait("copy to the host")
     elif name == "copy_" and not (args[2] if len(args) > 2 else kwargs.get("non_blocking")):
         to_device, from_device = map(_is_pretended, args[:2])
         if to_device != from_device:
-            WATCH.wait("copy to the device" if to_device else "copy to the host")
+            wait("copy to the device" if to_device else "copy to the host")
 
 
 def _is_masked_fill(name: str, args: Any) -> bool:
@@ -205,10 +278,9 @@ def _compute(
     func: Any, name: str, args: Any, kwargs: dict[str, Any], given: list[Any], wrap: bool
 ) -> Any:
     bare_args, bare_kwargs = tree_map(_bare, (args, kwargs))
+    bare_kwargs.pop("pin_memory", None)
     if _is_device(bare_kwargs.get("device")):
         bare_kwargs["device"] = torch.device("cpu")
-    if bare_kwargs.get("pin_memory"):
-        bare_kwargs["pin_memory"] = False
     if name == "_to_copy":
         bare_kwargs.pop("non_blocking", None)
     result = func(*bare_args, **bare_kwargs)
@@ -218,11 +290,9 @@ def _compute(
     wrapped = {id(_bare(x)): x for x in given if isinstance(x, torch.Tensor)}
 
     def dress(value: Any) -> Any:
-        if not _is_host_tensor(value):
-            return value
-        if id(value) in wrapped:
+        if _is_host_tensor(value) and id(value) in wrapped:
             return wrapped[id(value)]
-        return PretendTensor(value) if wrap else value
+        return PretendTensor(value) if wrap and _is_host_tensor(value) else value
 
     dressed = tree_map(dress, result)
     if wrap and any(map(_is_pretended, given)) and not torch.is_inference_mode_enabled():
@@ -260,7 +330,7 @@ def _numbered(value: Any) -> Any:
     return CUDA if isinstance(value, str) and value == "cuda" else value
 
 
-def _record_stream(tensor: torch.Tensor, user: streams.Stream) -> None:
+def _record_stream(tensor: torch.Tensor, user: Stream) -> None:
     if _is_pretended(tensor):
         LEDGER.record(_bare(tensor), user)
 
@@ -276,29 +346,18 @@ def _tensor(made: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _patches() -> list[tuple[Any, str, Any]]:
-    answers = {
-        "_lazy_init": None,
-        "is_available": True,
-        "device_count": 1,
-        "current_device": 0,
-        "set_device": None,
-        "empty_cache": None,
-        "get_device_name": "a pretended GPU",
-        "get_device_properties": PROPERTIES,
-        "get_device_capability": (9, 0),
-        "is_bf16_supported": True,
-        "mem_get_info": (60 << 30, 80 << 30),
-        "memory_allocated": 0,
-        "max_memory_allocated": 0,
-        "reset_peak_memory_stats": None,
-    }
+    silent = ("_lazy_init", "set_device", "empty_cache", "reset_peak_memory_stats")
+    empty = ("current_device", "memory_allocated", "max_memory_allocated")
+    answers = dict.fromkeys(silent) | dict.fromkeys(empty, 0)
+    answers |= {"is_available": True, "device_count": 1, "is_bf16_supported": True}
+    answers |= {"get_device_name": PROPERTIES.name, "get_device_properties": PROPERTIES}
+    answers |= {"get_device_capability": (9, 0), "mem_get_info": (60 << 30, 80 << 30)}
     return [
         *((torch.cuda, name, lambda *_, said=said, **__: said) for name, said in answers.items()),
-        (torch.cuda, "synchronize", lambda device=None: WATCH.wait("synchronize")),
-        (torch.cuda, "Stream", streams.Stream),
-        (torch.cuda, "current_stream", streams.current_stream),
-        (torch.cuda, "stream", streams.stream),
-        (streams.Stream, "waited", staticmethod(WATCH.wait)),
+        (torch.cuda, "synchronize", lambda device=None: wait("synchronize")),
+        (torch.cuda, "Stream", Stream),
+        (torch.cuda, "current_stream", current_stream),
+        (torch.cuda, "stream", stream),
         (torch, "tensor", _tensor(torch.tensor)),
         (torch.Tensor, "record_stream", _record_stream),
         (torch.Tensor, "pin_memory", lambda self, *_: self),
@@ -306,16 +365,16 @@ def _patches() -> list[tuple[Any, str, Any]]:
 
 
 @contextmanager
-def pretend_cuda() -> Iterator[Watch]:
+def pretend_cuda() -> Iterator[None]:
     """A process with one device cuda:0 while the context lasts; counts from zero."""
     torch._C._ensureCUDADeviceGuardSet()
-    WATCH.clear()
+    WAITS.clear()
     with ExitStack() as stack:
         for owner, name, value in _patches():
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(PlainNames())
         stack.enter_context(DispatchToHost())
-        yield WATCH
+        yield
     lent, LEDGER.lent = LEDGER.lent, {}
     if lent:
         raise RuntimeError(f"memory used by a stream it was not recorded for: {set(lent.values())}")

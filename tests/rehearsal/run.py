@@ -34,13 +34,7 @@ def build_guard(folder: Path) -> Path:
     if not target.is_file():
         handle, name = tempfile.mkstemp(dir=folder, suffix=".so")
         os.close(handle)
-        flags = [
-            "-O1",
-            "-shared",
-            "-fPIC",
-            "-std=c++20",
-            *(f"-I{path}" for path in include_paths()),
-        ]
+        flags = ["-O1", "-shared", "-fPIC", "-std=c++20", *(f"-I{p}" for p in include_paths())]
         link = [f"-L{LIBRARY}", "-ltorch_cpu", "-lc10", "-o", name]
         command = [str(compiler()), *flags, str(SOURCE), *link]
         subprocess.run(command, check=True, capture_output=True)

@@ -35,8 +35,7 @@ from shards.codec.registry import make_codec
 from shards.language_model.forward import resolve_device
 from shards.settings import resolve
 from shards.store.store import ShardStore
-from tests.rehearsal.pretend_cuda import WATCH, pretend_cuda
-from tests.rehearsal.self_check import self_check
+from tests.rehearsal.pretend_cuda import WAITS, pretend_cuda
 from tests.trainer.backbone_cases import backbone_run, store_of, write_backbone
 from tests.trainer.run_cases import tiny_run, write_store
 from tests.trainer.sampling.test_adaptive import tiny_llama
@@ -56,11 +55,76 @@ VOCAB, LENGTH, ROWS, HIDDEN = 3000, 16, 8, 8
 """Several noise tiles wide at the block size used here, so that waits per tile would show."""
 CODECS = ("posterior", "seeded", "topk", "quantized", "full")
 Counts = Counter[tuple[str, str]]
-SCENARIOS: dict[str, Callable[[], Counts]] = {"the pretence itself": self_check}
 
 
-def scenario(name: str, work: Callable[..., Counts], *given: Any, **settings: Any) -> None:
-    SCENARIOS[name] = partial(work, *given, **settings)
+# What the pretended device must count and refuse.
+
+
+def kinds(work: Callable[[], object]) -> list[str]:
+    WAITS.clear()
+    work()
+    return [kind for (kind, _), count in WAITS.items() for _ in range(count)]
+
+
+def refused(work: Callable[[], object], why: str = "one device") -> bool:
+    try:
+        work()
+    except RuntimeError as error:
+        return why in str(error)
+    return False
+
+
+def self_check() -> Counts:
+    with pretend_cuda():
+        x = torch.arange(6.0, device="cuda").view(2, 3)
+        host, mask = torch.ones(2, 3), x > 2
+        assert x.is_cuda and x.device == torch.device("cuda:0") and (x + 1).is_cuda
+        assert refused(lambda: x + host) and not refused(lambda: x + torch.tensor(2.0))
+        assert kinds(lambda: x.sum().item()) == ["item"]
+        assert kinds(lambda: x.tolist()) == ["tolist"]
+        assert kinds(lambda: x.cpu()) == ["copy to the host"]
+        assert kinds(lambda: x.to("cpu", non_blocking=True)) == []
+        assert kinds(lambda: host.to("cuda")) == ["copy to the device"]
+        assert kinds(lambda: host.to("cuda", non_blocking=True)) == []
+        assert kinds(lambda: mask.nonzero()) == ["nonzero"]
+        assert kinds(lambda: x[mask]) == ["indexing by a mask"]
+        assert kinds(lambda: x.masked_fill(mask, 0.0)) == []
+        assert kinds(lambda: x[torch.tensor([0])]) == ["index from the host"]
+        assert kinds(lambda: x.softmax(-1).argmax(-1)) == []
+        with torch.inference_mode():
+            assert kinds(lambda: torch.where(mask, x, 0.0).cumsum(0)) == []
+        weight = torch.ones(3, device="cuda", requires_grad=True)
+        (x * weight).sum().backward()
+        assert weight.grad is not None and weight.grad.is_cuda
+        assert weight.grad.tolist() == [3.0, 5.0, 7.0]
+    assert not torch.zeros(1).is_cuda
+    with pretend_cuda():  # reading too early, and memory that would be given away too early
+        side, use = torch.cuda.Stream(), torch.cuda.current_stream()
+        with torch.cuda.stream(side):
+            x = torch.ones(5, 3).to("cuda", non_blocking=True)
+            copied = side.record_event()
+            later = x + 1
+        early = partial(refused, why="another stream")
+        assert early(lambda: x.view(-1) * 2)
+        use.wait_event(copied)
+        assert not early(lambda: x.view(-1) * 2) and early(lambda: later * 2)
+        use.wait_stream(side)
+        assert not early(lambda: later * 2)
+        x.record_stream(use)
+        later.record_stream(use)
+        x.add_(1)
+        with torch.cuda.stream(side):
+            assert early(lambda: x * 2)
+
+    def lent() -> None:
+        with pretend_cuda():
+            y = torch.zeros(7, device="cuda")
+            side.wait_stream(use)
+            with torch.cuda.stream(side):
+                y.sum()
+
+    assert refused(lent, "not recorded"), "memory was lent without a record"
+    return Counter()
 
 
 # What is made on the host, before the pretence begins.
@@ -82,8 +146,8 @@ def teacher_output(codec: str) -> tuple[TeacherOutput, dict[str, torch.Tensor]]:
     head = torch.randn(300, HIDDEN, generator=generator)
     hidden = torch.randn(2, LENGTH - 1, HIDDEN, generator=generator)
     log_probs = (hidden @ head.T).log_softmax(-1)
-    output = TeacherOutput(log_probs, log_probs.argmax(-1), torch.arange(2), hidden)
-    return output, {"lm_head": head}
+    tokens, rows = log_probs.argmax(-1), torch.arange(2)
+    return TeacherOutput(log_probs, tokens, rows, hidden), {"lm_head": head}
 
 
 @cache
@@ -101,10 +165,10 @@ def stories() -> Path:
 
 def student(kind: str = "mdlm", conditioning: str = "gumbel", **settings: object) -> Student:
     """A small student on the device."""
-    shape = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "condition_size": 8}
-    own = {"dropout": 0.1, "attention": "sdpa"}  # FlexAttention is not pretended
-    kinds = {"conditioning": conditioning, "block_size": 4 if kind == "bd3lm" else None}
-    chosen = resolve(StudentSettings, {**shape, **own, **kinds, **settings})
+    own = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "condition_size": 8}
+    own |= {"dropout": 0.1, "attention": "sdpa"}  # FlexAttention is not pretended
+    own |= {"conditioning": conditioning, "block_size": 4 if kind == "bd3lm" else None}
+    chosen = resolve(StudentSettings, {**own, **settings})
     sizes = {"vocab_size": VOCAB, "row_length": LENGTH, "bos_token_id": 0, "eos_token_id": 1}
     torch.manual_seed(0)
     model = STUDENTS[kind](STUDENTS[kind].config_class.build(chosen, **sizes))
@@ -117,10 +181,10 @@ def student(kind: str = "mdlm", conditioning: str = "gumbel", **settings: object
 def waits_per(work: Callable[[int], object], repeats: int = 3) -> Counts:
     """Waits of one repetition, by place; the first one is not counted."""
     work(0)
-    WATCH.clear()
+    WAITS.clear()
     for index in range(repeats):
         work(1 + index)
-    return Counter({place: -(-count // repeats) for place, count in WATCH.syncs.items()})
+    return Counter({place: -(-count // repeats) for place, count in WAITS.items()})
 
 
 def micro_batch(kind: str, conditioning: str, codec: str, **settings: object) -> Counts:
@@ -136,11 +200,11 @@ def optimiser_step() -> Counts:
     read = batch_reader(store("posterior"), ROWS, torch.device("cuda"))
     for index in range(2):
         model.loss(read(index)).loss.backward()
-        WATCH.clear()
+        WAITS.clear()
         clip_gradients(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return Counter(WATCH.syncs)
+    return Counter(WAITS)
 
 
 def extraction(name: str) -> Counts:
@@ -157,40 +221,18 @@ def sampling(sampler: str, kind: str, conditioning: str, passes: tuple[int, int]
     counts, made = [], []
     for number in passes:
         takes_nfe = sampler in ("ancestral", "fixed_count", "confidence")
-        length = LENGTH if takes_nfe else number
+        length, nfe = (LENGTH, {"nfe": number}) if takes_nfe else (number, {})
         rows, ids = open_rows(model, 2, length).to("cuda"), torch.arange(2, device="cuda")
         noise = None
         if model.is_conditioned:
             noise = sampling_noise(5, ids, length, VOCAB, codec=model.codec)
-        WATCH.clear()
-        chosen = make_sampler(sampler, **({"nfe": number} if takes_nfe else {}))
-        result = chosen.sample(model, rows, ids, noise, 5)
-        counts.append(Counter(WATCH.syncs))
+        WAITS.clear()
+        result = make_sampler(sampler, **nfe).sample(model, rows, ids, noise, 5)
+        counts.append(Counter(WAITS))
         made.append(float(torch.as_tensor(result.nfe).float().max()))
     between = max(1.0, made[1] - made[0])
     more = {place: (counts[1][place] - counts[0][place]) / between for place in counts[1]}
     return Counter({place: round(value, 2) for place, value in more.items() if value > 0})  # type: ignore[misc]
-
-
-for _codec in (*CODECS, "hidden"):
-    scenario(f"extraction batch, {_codec}", extraction, _codec)
-for _codec in CODECS:
-    scenario(f"micro-batch, mdlm, {_codec}", micro_batch, "mdlm", "gumbel", _codec)
-for _given in (("mdlm", "none"), ("bd3lm", "gumbel"), ("bd3lm", "none"), ("ar", "none")):
-    scenario(f"micro-batch, {', '.join(_given)}", micro_batch, *_given, "posterior")
-for _count in (0, 40):
-    _noise, _given = {"layers": (1, 2), "top_k": _count}, ("mdlm", "gumbel", "posterior")
-    scenario(f"micro-batch, cross-attention, {_count or 'all'}", micro_batch, *_given, noise=_noise)
-scenario("optimiser step", optimiser_step)
-for _sampler, _conditioning in (
-    *(("ancestral", "gumbel"), ("ancestral", "none"), ("fixed_count", "gumbel")),
-    ("confidence", "gumbel"),
-):
-    _name = f"sampling pass, {_sampler}, {_conditioning}"
-    scenario(_name, sampling, _sampler, "mdlm", _conditioning, (4, 12))
-scenario("sampling pass, first_hitting", sampling, "first_hitting", "mdlm", "gumbel", (8, 16))
-scenario("sampling pass, block", sampling, "block", "bd3lm", "gumbel", (8, 16))
-scenario("sampling token, sequential", sampling, "sequential", "ar", "none", (8, 16))
 
 
 # Whole trainings.
@@ -223,7 +265,7 @@ def training_run(settings: dict[str, Any]) -> Counts:
             run = tiny_run(**{**ON_GPU, "training__num_steps": num_steps, **settings})
             assert train(run, stories() / "store", Path(folder) / "run")
         assert (Path(folder) / "run/model/model.safetensors").is_file()
-    return Counter(WATCH.syncs)
+    return Counter(WAITS)
 
 
 def resumed() -> Counts:
@@ -237,7 +279,7 @@ def resumed() -> Counts:
             weights.append(load_file(Path(folder) / "model/model.safetensors"))
             shutil.rmtree(CheckpointFolder(Path(folder) / CHECKPOINTS, 2, None).path(3))
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    return Counter(WATCH.syncs)
+    return Counter(WAITS)
 
 
 def heads_run(student: str, conditioning: str) -> Counts:
@@ -246,14 +288,7 @@ def heads_run(student: str, conditioning: str) -> Counts:
     with tempfile.TemporaryDirectory() as folder:
         run = backbone_run(stories() / "backbone", student, **settings)
         assert train(run, stories() / "own", Path(folder) / "run")
-    return Counter(WATCH.syncs)
-
-
-for _name, _settings in RUNS.items():
-    scenario(f"training run, {_name}", training_run, _settings)
-scenario("training run, resumed as if whole", resumed)
-for _given in (("medusa", "gumbel"), ("medusa", "none"), ("drafter", "none")):
-    scenario(f"training run, {', '.join(_given)}", heads_run, *_given)
+    return Counter(WAITS)
 
 
 # Verified decoding, and the judge.
@@ -265,10 +300,10 @@ def verified(kind: str, sampler: str, **settings: object) -> Counts:
     rows, ids = open_rows(model, 2).to("cuda"), torch.arange(2, device="cuda")
     noise = sampling_noise(5, ids, rows.shape[1], SMALL, codec=model.codec)
     made = make_sampler(sampler, verifier=str(stories() / "verifier"), **settings)
-    WATCH.clear()
+    WAITS.clear()
     result = made.sample(model, rows, ids, noise, 5)
     passes = max(1.0, float(torch.as_tensor(result.details["verifier_nfe"]).float().max()))
-    return Counter({place: round(n / passes, 2) for place, n in WATCH.syncs.items()})  # type: ignore[misc]
+    return Counter({place: round(n / passes, 2) for place, n in WAITS.items()})  # type: ignore[misc]
 
 
 def judge(features: bool) -> Counts:
@@ -293,12 +328,37 @@ def moved() -> Counts:
     return waits_per(lambda _: model(torch.zeros(1, 16, dtype=torch.long, device="cuda")))
 
 
-scenario("verified pass, coupled, mdlm", verified, "mdlm", "coupled")
-scenario("verified pass, coupled, bd3lm", verified, "bd3lm", "coupled")
-scenario("verified pass, apd", verified, "mdlm", "apd", mixture_weight=0.5)
-scenario("judge, a batch of texts", judge, False)
-scenario("judge, a batch of texts, mauve features", judge, True)
-scenario("student moved and asked for logits", moved)
+PAIRS = (("mdlm", "none"), ("bd3lm", "gumbel"), ("bd3lm", "none"), ("ar", "none"))
+HEADS = (("medusa", "gumbel"), ("medusa", "none"), ("drafter", "none"))
+WHOLE_ROW = (("ancestral", "gumbel"), ("ancestral", "none"), ("fixed_count", "gumbel"))
+BY_PASSES = {
+    **{f"{name}, {noise}": (name, "mdlm", noise, (4, 12)) for name, noise in WHOLE_ROW},
+    "confidence, gumbel": ("confidence", "mdlm", "gumbel", (4, 12)),
+    "first_hitting": ("first_hitting", "mdlm", "gumbel", (8, 16)),
+    "block": ("block", "bd3lm", "gumbel", (8, 16)),
+}
+MDLM = partial(micro_batch, "mdlm", "gumbel")
+CROSS = partial(MDLM, "posterior")
+SCENARIOS: dict[str, Callable[[], Counts]] = {
+    "the pretence itself": self_check,
+    **{f"extraction batch, {name}": partial(extraction, name) for name in (*CODECS, "hidden")},
+    **{f"micro-batch, mdlm, {name}": partial(MDLM, name) for name in CODECS},
+    **{f"micro-batch, {', '.join(p)}": partial(micro_batch, *p, "posterior") for p in PAIRS},
+    "micro-batch, cross-attention, all": partial(CROSS, noise={"layers": (1, 2), "top_k": 0}),
+    "micro-batch, cross-attention, 40": partial(CROSS, noise={"layers": (1, 2), "top_k": 40}),
+    "optimiser step": optimiser_step,
+    **{f"sampling pass, {name}": partial(sampling, *given) for name, given in BY_PASSES.items()},
+    "sampling token, sequential": partial(sampling, "sequential", "ar", "none", (8, 16)),
+    **{f"training run, {name}": partial(training_run, given) for name, given in RUNS.items()},
+    "training run, resumed as if whole": resumed,
+    **{f"training run, {', '.join(pair)}": partial(heads_run, *pair) for pair in HEADS},
+    "verified pass, coupled, mdlm": partial(verified, "mdlm", "coupled"),
+    "verified pass, coupled, bd3lm": partial(verified, "bd3lm", "coupled"),
+    "verified pass, apd": partial(verified, "mdlm", "apd", mixture_weight=0.5),
+    "judge, a batch of texts": partial(judge, False),
+    "judge, a batch of texts, mauve features": partial(judge, True),
+    "student moved and asked for logits": moved,
+}
 
 
 def main(names: list[str]) -> None:
