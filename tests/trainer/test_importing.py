@@ -314,6 +314,7 @@ ARCHIVES: dict[str, Callable[[Path], Any]] = {
     "pickles nested without end": with_pickle(b"\x80\x02" + b"(" * 10**5 + b"t" * 10**5 + b"."),
 }
 SAID = {"weights of another model": "DiT", "text": "zip archive", "the first half": "cannot read"}
+SAID |= {"a bomb": "uncompressed"}
 
 
 @pytest.mark.parametrize("name", [*CHECKPOINTS, *ARCHIVES])

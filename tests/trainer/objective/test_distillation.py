@@ -1,16 +1,25 @@
-"""Token-level distillation: by hand, by what must hold, and against the dense KL."""
+"""Distillation: token by token, by hand, by what must hold, against the dense KL; in whole runs."""
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
+from shards.errors import UsageError
 from shards.noise.kinds import DenseProbabilities, Entries, HeadAndTail
+from tests.trainer.run_cases import VOCAB as SMALL
+from tests.trainer.run_cases import teacher_logits, tiny_run, write_store
+from tests.trainer.training.cases import first_batch, student_of, trainer_of
 from trainer.objective.distillation import Distillation, Outcomes, tempered_kl
+from trainer.students.folder import read_model
+from trainer.students.registry import AR, BD3LM, MDLM
+from trainer.training.loop import train
 
 VOCAB = 23
 
@@ -129,3 +138,85 @@ def test_impossible_tokens_give_finite_gradients() -> None:
     distillation = Distillation(DenseProbabilities(teacher))
     distillation.losses(logits.log_softmax(-1), torch.tensor([0]), slice(None)).sum().backward()
     assert logits.grad is not None and bool(logits.grad.isfinite().all())
+
+
+# Students that learn from the teacher's stored probabilities, with and without noise.
+
+TOKEN = {"model__kd__kind": "token"}
+BLOCKS = {"student": "bd3lm", "model__block_size": 4}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that keeps all V probabilities."""
+    return write_store(tmp_path_factory.mktemp("whole") / "store", num_entries=SMALL)
+
+
+@pytest.mark.parametrize("conditioning", ["none", "gumbel"])
+@pytest.mark.parametrize(
+    "kind", [{"student": "mdlm"}, {"student": "bd3lm", "model__block_size": 4}]
+)
+def test_a_diffusion_student_pays_the_dense_kl_where_it_is_masked(
+    whole: Path, tmp_path: Path, kind: dict[str, Any], conditioning: str
+) -> None:
+    weight = 0.75
+    settings = {**kind, **TOKEN, "model__kd__weight": weight, "model__conditioning": conditioning}
+    student = student_of(whole, **settings)
+    assert isinstance(student, MDLM | BD3LM)
+    for parameter in student.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    batch = first_batch(trainer_of(whole, tmp_path / "run", **settings)[0])
+    corruption = student.corrupt(batch)
+    noised = batch.tokens.masked_fill(corruption.mask, student.mask_id)
+    noise = None
+    if student.is_conditioned and batch.noise is not None:
+        noise = student.embed_noise(batch.noise.at(corruption.mask))
+        noise = noise.laid_out(corruption.places.index, noised.shape)
+    with torch.no_grad():
+        found = student.denoise(noised, batch.tokens, noise)[..., :SMALL].log_softmax(-1)
+        teacher = teacher_logits()[batch.tokens[:, :-1]].log_softmax(-1)
+        kl = functional.kl_div(found[:, 1:], teacher, reduction="none", log_target=True).sum(-1)
+        nll = -found.gather(-1, batch.tokens[..., None])[..., 0]
+        mixed = weight * functional.pad(kl, (1, 0)) + (1 - weight) * nll
+        loss, usual = (
+            (part * corruption.weight * corruption.mask).sum() / noised.numel()
+            for part in (mixed, nll)
+        )
+    output = student.train().loss(batch)
+    torch.testing.assert_close(output.loss, loss, rtol=3e-3, atol=1e-5)
+    likelihood = student.eval().loss(batch)
+    torch.testing.assert_close(likelihood.token_nlls, output.token_nlls, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(likelihood.loss, usual)
+
+
+def test_an_autoregressive_student_learns_the_teacher(whole: Path, tmp_path: Path) -> None:
+    settings = {"student": "ar", "model__conditioning": "none", "training__num_steps": 60}
+    settings |= {**TOKEN, "model__kd__temperature": 2.0}
+    tokens = first_batch(trainer_of(whole, tmp_path / "run", **settings)[0]).tokens
+    assert train(tiny_run(**settings), whole, tmp_path / "run")
+    teacher = teacher_logits()[tokens[:, :-1]].log_softmax(-1)
+    distances = []
+    for model in (student_of(whole, **settings), read_model(tmp_path / "run" / "model")):
+        assert isinstance(model, AR)
+        with torch.no_grad():
+            found = model.eval().predict(tokens)[:, :-1, :SMALL]
+        kl = functional.kl_div(found, teacher, reduction="none", log_target=True).sum(-1)
+        distances.append(kl.mean(0))
+    begun, trained = distances
+    assert (trained < 0.7 * begun).all(), "at every position"
+
+
+def test_listed_probabilities_with_noise_train(store: Path, tmp_path: Path) -> None:
+    assert train(tiny_run(**TOKEN, model__conditioning="gumbel"), store, tmp_path / "run")
+
+
+def test_sequence_level_distillation_wants_rows_of_the_teacher(store: Path, tmp_path: Path) -> None:
+    config = tiny_run(model__kd__kind="sequence", training__num_steps=2)
+    with pytest.raises(UsageError, match=r"rows that the teacher wrote.*--mode sequential"):
+        train(config, store, tmp_path / "run")
+    assert not (tmp_path / "run" / "config.json").exists()
+    tokens = {"fingerprint": "ef" * 32, "corpus": "random", "mode": "sequential"}
+    written = write_store(tmp_path / "written", tokens=tokens)
+    assert train(config, written, tmp_path / "run")
+    sealed = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert sealed["kd"]["kind"] == "sequence"

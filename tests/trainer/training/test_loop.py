@@ -1,58 +1,43 @@
-"""The loop: what it writes, that it learns, validation, precision, initial weights."""
+"""The loop: what it writes, that it learns, validation, precision, first weights.
+
+Its steps stand beside the same steps in plain torch: nothing that a run sets may be left undone.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModel
 
 from shards.atomic import exclusive
 from shards.errors import GdistillError, UsageError
-from shards.store.store import ShardStore
 from shards.stream.stream import RowBatch
 from tests.trainer.run_cases import LENGTH, VOCAB, tiny_run, write_store
+from tests.trainer.training.cases import first_batch, trainer_of
 from trainer.objective.batch import Batch, StoredRowNoise
-from trainer.students.registry import BD3LM, MDLM
+from trainer.objective.corruption import FULL, corrupt
+from trainer.students.registry import MDLM
+from trainer.training import loop
 from trainer.training.checkpoint import CheckpointFolder
-from trainer.training.construction import build_student
 from trainer.training.loop import Trainer, Validator, train
 
 SEARCH = {"student": "bd3lm", "model__block_size": 4, "model__diffusion__search_schedule": "true"}
-GATE = "backbone.blocks.0.attn_out.weight"
 
 
 def read_metrics(out: Path, kind: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if line["kind"] == kind]
-
-
-def trainer_of(store: Path, out: Path, **changes: Any) -> tuple[Trainer, Validator]:
-    trainer = Trainer(tiny_run(**changes), ShardStore.open(store), out)
-    assert trainer.validator is not None
-    return trainer, trainer.validator
-
-
-@pytest.fixture(scope="module")
-def finished(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("finished") / "run"
-    assert train(tiny_run(training__trackers='["tensorboard"]'), store, out)
-    return out
-
-
-@pytest.fixture(scope="module")
-def plain(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished student without noise."""
-    out = tmp_path_factory.mktemp("plain") / "run"
-    assert train(tiny_run(model__conditioning="none"), store, out)
-    return out
 
 
 def test_metrics_say_where_the_run_stands(finished: Path) -> None:
@@ -100,10 +85,8 @@ def test_validation_repeats_itself_and_leaves_training_alone(store: Path, tmp_pa
     assert first == again and first["num_tokens"] == 10 * (LENGTH - 1)
     assert first["nll_nats"] == pytest.approx(math.log(VOCAB), rel=0.5)  # uniform at the start
     assert all(torch.equal(p, before[name]) for name, p in trainer.student.named_parameters())
-    for changes, rows in (
-        ({"training__micro_batch_size": 3}, 10),
-        ({"training__num_validation_rows": 5}, 5),
-    ):
+    for name, value, rows in (("micro_batch_size", 3, 10), ("num_validation_rows", 5, 5)):
+        changes = {f"training__{name}": value}
         trainer, validator = trainer_of(store, tmp_path / str(rows), **changes)
         score = validator.score(trainer.module, trainer.student)
         assert score["num_tokens"] == rows * (LENGTH - 1)
@@ -112,14 +95,11 @@ def test_validation_repeats_itself_and_leaves_training_alone(store: Path, tmp_pa
 
 
 @pytest.mark.parametrize("student", ["mdlm", "bd3lm", "ar"])
-def test_every_student_trains_in_bf16_over_float32_weights(
-    store: Path, tmp_path: Path, student: str
-) -> None:
-    small = {"training__precision": "bf16", "training__micro_batch_size": 3}
-    small |= {"training__num_steps": 2, "student": student}
-    small |= {"model__conditioning": "none"} if student == "ar" else {}
-    small |= {"model__block_size": 4} if student == "bd3lm" else {}
-    trainer, _ = trainer_of(store, tmp_path / "run", **small)
+def test_every_student_trains_in_bf16(store: Path, tmp_path: Path, student: str) -> None:
+    own = {"ar": {"model__conditioning": "none"}, "bd3lm": {"model__block_size": 4}, "mdlm": {}}
+    small = {"student": student, "training__precision": "bf16", **own[student]}
+    small |= {"training__num_steps": 2, "training__micro_batch_size": 3}
+    trainer = trainer_of(store, tmp_path / "run", **small)[0]
     assert trainer.run()
     assert {p.dtype for p in trainer.student.parameters()} == {torch.float32}
     weights = load_file(tmp_path / "run" / "model" / "model.safetensors")
@@ -128,15 +108,10 @@ def test_every_student_trains_in_bf16_over_float32_weights(
 
 def test_a_batch_is_overfitted(tmp_path: Path) -> None:
     path = write_store(tmp_path / "store", "full", splits={"train": 8}, rows_per_shard=8)
-    config = tiny_run(
-        model__hidden_size=64,
-        model__num_layers=2,
-        training__num_steps=400,
-        training__log_every_steps=50,
-        optimization__learning_rate="5e-3",
-        optimization__schedule="cosine",
-    )
-    assert train(config, path, tmp_path / "run")
+    size = {"model__hidden_size": 64, "model__num_layers": 2}
+    steps = {"training__num_steps": 400, "training__log_every_steps": 50}
+    rate = {"optimization__learning_rate": "5e-3", "optimization__schedule": "cosine"}
+    assert train(tiny_run(**size, **steps, **rate), path, tmp_path / "run")
     losses = [line["loss"] for line in read_metrics(tmp_path / "run", "train")]
     assert losses[-1] < 0.05  # the uniform guess is log 12 = 2.48 nats
     with pytest.raises(UsageError, match=r"needs validation rows.*search_schedule"):
@@ -145,7 +120,7 @@ def test_a_batch_is_overfitted(tmp_path: Path) -> None:
 
 def test_clips_are_searched_at_validation(store: Path, tmp_path: Path) -> None:
     more = {"model__diffusion__resample": "true", "training__num_steps": 2}
-    trainer, _ = trainer_of(store, tmp_path / "run", **SEARCH, **more)
+    trainer = trainer_of(store, tmp_path / "run", **SEARCH, **more)[0]
     assert trainer.run()
     (line,) = read_metrics(tmp_path / "run", "validation")
     chosen = torch.tensor([line["min_time"], line["max_time"]])
@@ -154,28 +129,9 @@ def test_clips_are_searched_at_validation(store: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(saved, chosen)
 
 
-@pytest.mark.parametrize(
-    ("student", "name", "value"),
-    [
-        ("mdlm", "block_size", 4),
-        ("ar", "diffusion.search_schedule", "true"),
-        ("ar", "block_size", 2),
-        ("mdlm", "noise.prior_weight", 1.0),
-        ("mdlm", "noise.transform", "uniform"),
-        ("mdlm", "noise.injection", "add"),
-    ],
-)
-def test_settings_of_another_student_are_refused(
-    store: Path, student: str, name: str, value: object
-) -> None:
-    changes = {f"model__{name}": value, "model__conditioning": "none"}
-    with pytest.raises(UsageError, match=rf"does not read \[model\.{name}\]"):
-        build_student(tiny_run(student=student, **changes), ShardStore.open(store), None)
-
-
 def test_a_validation_that_is_not_finite_ends_the_run(store: Path, tmp_path: Path) -> None:
     few = {"training__num_steps": 2, "training__validate_every_steps": 2}
-    trainer, _ = trainer_of(store, tmp_path / "run", **few)
+    trainer = trainer_of(store, tmp_path / "run", **few)[0]
     report = trainer._report
 
     def spoil(*arguments: Any) -> None:
@@ -195,17 +151,15 @@ def steps(store: Path, out: Path, num: int, init_from: Path | None) -> bool:
     return bool(train(config, store, out, init_from=init_from))
 
 
-def test_first_weights_are_known_by_content_and_not_by_place(
-    store: Path, finished: Path, tmp_path: Path
-) -> None:
-    """A run that has begun does without them."""
+def test_first_weights_are_known_by_content(store: Path, finished: Path, tmp_path: Path) -> None:
+    """Not by place; a run that has begun does without them."""
     out, first = tmp_path / "run", shutil.copytree(finished / "model", tmp_path / "first")
     assert steps(store, out, 2, first)
     moved = first.rename(tmp_path / "moved")
     assert steps(store, out, 3, moved)
     other = shutil.copytree(moved, tmp_path / "other")
     weights = load_file(other / "model.safetensors")
-    weights[GATE] += 1
+    weights["backbone.blocks.0.attn_out.weight"] += 1
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     before = {path: path.read_bytes() for path in out.rglob("*.safetensors")}
     for start, got in ((other, r"other \(weights"), (None, "none"), (tmp_path / "gone", "gone")):
@@ -218,10 +172,8 @@ def test_first_weights_are_known_by_content_and_not_by_place(
     assert steps(store, out, 5, first)
 
 
-def test_runs_that_remember_a_place_alone_go_on_there(
-    store: Path, finished: Path, tmp_path: Path
-) -> None:
-    """As checkpoints were before the content of first weights was recorded."""
+def test_runs_that_remember_a_place_alone(store: Path, finished: Path, tmp_path: Path) -> None:
+    """They go on there; checkpoints were so before the content of first weights was recorded."""
     out, first = tmp_path / "run", shutil.copytree(finished / "model", tmp_path / "first")
     assert steps(store, out, 2, first)
     state = next(out.rglob("state.json"))
@@ -234,67 +186,9 @@ def test_runs_that_remember_a_place_alone_go_on_there(
     assert steps(store, out, 3, first)
 
 
-def test_a_model_lacking_a_weight_is_refused(store: Path, finished: Path, tmp_path: Path) -> None:
-    model = shutil.copytree(finished / "model", tmp_path / "model")
-    path = model / "model.safetensors"
-    weights = load_file(path)
-    del weights[GATE]
-    save_file(weights, path, metadata={"format": "pt"})
-    for message in (r"do not fit.*attn_out", "cannot be loaded"):
-        with pytest.raises(UsageError, match=message):
-            build_student(tiny_run(), ShardStore.open(store), model)
-        path.write_bytes(path.read_bytes()[:-100])
-
-
-def test_init_from_takes_the_weights_to_another_block_size(store: Path, finished: Path) -> None:
-    config = tiny_run(student="bd3lm", model__block_size=2)
-    student = build_student(config, ShardStore.open(store), finished)
-    assert isinstance(student, BD3LM) and student.num_blocks == 4
-    saved = load_file(finished / "model" / "model.safetensors")
-    assert all(torch.equal(parameter, saved[n]) for n, parameter in student.named_parameters())
-
-
-@pytest.mark.parametrize(("layers", "top_k"), [("[]", 0), ("[1]", 0), ("[1]", 5)])
-def test_noise_is_added_to_a_student_that_has_seen_none(
-    store: Path, plain: Path, tmp_path: Path, layers: str, top_k: int
-) -> None:
-    """The first loss is the source's to the last bit, whatever the noise, and noise is learnt."""
-    opened, added = ShardStore.open(store), {"model__noise__injection": "add"}
-    before = build_student(tiny_run(model__conditioning="none"), opened, plain)
-    config = tiny_run(**added, model__noise__layers=layers, model__noise__top_k=top_k)
-    student = build_student(config, opened, plain)
-    trainer = Trainer(config, opened, tmp_path / "run", plain)
-    batch = trainer.make_batch(next(trainer._rows()), 0)
-    output = student.loss(batch)
-    assert torch.equal(output.loss, before.loss(replace(batch, noise=None)).loss)
-    output.loss.backward()
-    for name, parameter in student.named_parameters():
-        if name.startswith(("conditioner", "backbone.noise_readings")) and name.endswith("weight"):
-            assert parameter.grad is not None and bool(parameter.grad.abs().sum() > 0), name
-    with pytest.raises(UsageError, match=r"model.noise.injection.*expected add"):
-        build_student(tiny_run(), opened, plain)
-
-
-def test_prior_weight_takes_the_stores_unigram(store: Path) -> None:
-    student = build_student(tiny_run(model__noise__prior_weight=1.0), ShardStore.open(store), None)
-    assert student.conditioner is not None and student.conditioner.unigram_log_probs is not None
-    expected = torch.full((VOCAB,), -math.log(VOCAB))
-    torch.testing.assert_close(student.conditioner.unigram_log_probs, expected)
-
-
-def test_initial_weights_depend_on_the_run_seed_alone(store: Path) -> None:
-    opened = ShardStore.open(store)
-    first = build_student(tiny_run(seed=1), opened, None).state_dict()
-    torch.manual_seed(99)
-    again = build_student(tiny_run(seed=1), opened, None).state_dict()
-    other = build_student(tiny_run(seed=2), opened, None).state_dict()
-    assert all(torch.equal(first[name], again[name]) for name in first)
-    assert any(not torch.equal(first[name], other[name]) for name in first)
-
-
 def test_nan_loss_names_its_rows_and_keeps_the_last_checkpoint(store: Path, tmp_path: Path) -> None:
     out, spoiled = tmp_path / "run", {13, 29}
-    trainer, _ = trainer_of(store, out, training__checkpoint_every_steps=1, seed=1)
+    trainer = trainer_of(store, out, training__checkpoint_every_steps=1, seed=1)[0]
     make_batch = trainer.make_batch
 
     def spoil(rows: RowBatch, step: int) -> Batch:
@@ -325,3 +219,149 @@ def test_a_folder_takes_one_run_at_a_time_and_no_file_is_one(store: Path, tmp_pa
     for out in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(UsageError, match="cannot write there"):
             train(tiny_run(), store, out)
+
+
+# Beside plain torch.
+
+
+NUM_STEPS = 5
+ADAMW = {"learning_rate": 3e-2, "beta1": 0.6, "beta2": 0.7, "weight_decay": 0.5}
+ADAMW |= {"schedule": "cosine", "warmup_steps": 2, "max_grad_norm": 0.05, "ema_decay": 0.28}
+SETTINGS = {"training": {"num_steps": NUM_STEPS, "micro_batch_size": 3}, "optimization": ADAMW}
+RATES = (0.015, 0.03, 0.03, 0.015, 0.0)
+"""Half the peak, the peak, then a half cosine over steps 2, 3, 4 from the peak to zero."""
+DECAYS = (2 / 11, 3 / 12, 0.28, 0.28, 0.28)
+"""(1 + n) / (10 + n) up to the limit."""
+
+
+def make_trainer(store: Path, out: Path, *given: Any, **changes: Any) -> tuple[Trainer, Validator]:
+    """A trainer whose weights are all away from zero, so that every one of them has a gradient."""
+    trainer, validator = trainer_of(store, out, *given, **changes)
+    torch.manual_seed(0)
+    for name, parameter in trainer.student.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+        trainer.ema.shadows[name].copy_(parameter.detach())
+    return trainer, validator
+
+
+def in_plain_torch(student: Any, batches: list[Batch]) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights and their average after AdamW by its definition (Loshchilov and Hutter, 2019)."""
+    weights = list(student.parameters())
+    averages = [w.detach().clone() for w in weights]
+    first, second = ([torch.zeros_like(w) for w in weights] for _ in range(2))
+    for step, batch in enumerate(batches):
+        gradients = torch.autograd.grad(student.loss(batch).loss, weights)
+        norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
+        assert norm > 2 * 0.05, "clipping must have something to do"
+        with torch.no_grad():
+            parts = zip(weights, gradients, first, second, averages, strict=True)
+            for w, g, m, v, average in parts:
+                clipped = g * (0.05 / norm)
+                m.mul_(0.6).add_(0.4 * clipped)
+                v.mul_(0.7).add_(0.3 * clipped.square())
+                m_hat, v_hat = m / (1 - 0.6 ** (step + 1)), v / (1 - 0.7 ** (step + 1))
+                w.mul_(1 - RATES[step] * 0.5)
+                w.sub_(RATES[step] * m_hat / (v_hat.sqrt() + 1e-3))
+                average.mul_(DECAYS[step]).add_((1 - DECAYS[step]) * w)
+    return weights, averages
+
+
+def test_steps_are_those_of_plain_torch(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.optim, "AdamW", partial(torch.optim.AdamW, eps=1e-3))
+    trainer = make_trainer(store, tmp_path / "run", SETTINGS)[0]
+    twin, start = copy.deepcopy(trainer.student), copy.deepcopy(trainer.student)
+    rows = trainer._rows()
+    batches = []
+    for _ in range(NUM_STEPS):
+        batches.append(trainer.make_batch(next(rows), trainer.step))
+        trainer.advance(batches[-1])
+    weights, averages = in_plain_torch(twin, batches)
+    # Both walk by the same arithmetic in another order: rounding of 6e-8 a step, eps keeps Adam's
+    # quotient smooth. The walk itself is 1e-2 and more.
+    moved = 0.0
+    for (name, ours), wanted, average, before in zip(
+        trainer.student.named_parameters(), weights, averages, start.parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: n + m)
+        torch.testing.assert_close(trainer.ema.shadows[name], average, rtol=1e-4, atol=2e-5)
+        moved = max(moved, float((wanted - before).detach().abs().max()))
+    assert moved > 1e-2
+
+
+def at_a_standstill(store: Path, out: Path, dropout: float = 0.5, **changes: Any) -> list[float]:
+    """Losses of three steps over one batch whose learning rate is all but zero."""
+    still = {"optimization__learning_rate": "1e-30", "training__num_steps": 3}
+    trainer, _ = make_trainer(store, out, **still, model__dropout=dropout, **changes)
+    batch, losses = first_batch(trainer), []
+    for _ in range(3):
+        before = trainer.window.loss_sum
+        trainer.advance(batch)
+        losses.append(trainer.window.loss_sum - before)
+    return losses
+
+
+def test_dropout_draws_anew_at_every_step_and_by_the_seed(store: Path, tmp_path: Path) -> None:
+    """Without it only the weights change a loss."""
+    losses = at_a_standstill(store, tmp_path / "a")
+    assert len(set(losses)) == 3
+    torch.manual_seed(123)
+    assert at_a_standstill(store, tmp_path / "b") == losses
+    assert at_a_standstill(store, tmp_path / "c", seed=1)[0] != losses[0]
+    without = at_a_standstill(store, tmp_path / "d", dropout=0.0)
+    assert without == pytest.approx([without[0]] * 3, rel=1e-12)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_products_have_the_precision_asked_for(store: Path, tmp_path: Path, precision: str) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[precision]
+    trainer, validator = make_trainer(store, tmp_path / "run", training__precision=precision)
+    seen = set()
+    products = trainer.student.backbone.blocks[0].attn_qkv
+    products.register_forward_hook(lambda _module, _inputs, output: seen.add(output.dtype))
+    trainer.advance(first_batch(trainer))
+    assert seen == {dtype}
+    seen.clear()
+    validator.score(trainer.module, trainer.student)
+    assert seen == {dtype}
+
+
+def test_validation_is_of_the_averaged_weights_without_dropout(store: Path, tmp_path: Path) -> None:
+    trainer, validator = make_trainer(store, tmp_path / "run", model__dropout=0.5)
+    trainer.student.eval()
+    averaged = validator.score(trainer.module, trainer.student)
+    with torch.no_grad():
+        for parameter in trainer.student.parameters():
+            parameter.add_(0.3)
+    raw = validator.score(trainer.module, trainer.student)
+    trainer.student.train()
+    trainer.metrics = type("Silent", (), {"write": lambda *_: None})()  # type: ignore[assignment]
+    trainer._validate(validator)
+    assert trainer.validation == averaged and averaged["nll_nats"] != raw["nll_nats"]
+    assert trainer.student.training
+
+
+def test_validation_draws_are_none_of_trainings(store: Path, tmp_path: Path) -> None:
+    """Row 0 of the one split is not masked as row 0 of the other."""
+    trainer, validator = make_trainer(store, tmp_path / "run")
+    batch, settings = next(validator._batches()), trainer.student.settings.diffusion
+    as_in_training = replace(batch, seed=trainer.config.seed)
+    masks = [corrupt(rows, settings, 1, FULL).mask for rows in (batch, as_in_training)]
+    assert not torch.equal(*masks)
+
+
+def test_clips_are_searched_each_under_its_own(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, validator = make_trainer(store, tmp_path / "run", **SEARCH)
+    seen: dict[Any, Any] = {}
+    monkeypatch.setattr(loop, "best_clips", lambda losses: seen.update(losses) or (0.5, 1.0))
+    validator.search_clips(trainer.module, trainer.student)
+    batch = next(validator._batches())
+    for clips in ((1e-3, 1.0), (0.5, 1.0), (0.2, 0.7)):
+        with torch.no_grad():
+            expected = trainer.student.loss(batch, time_bounds=clips).block_nlls
+        torch.testing.assert_close(seen[clips][0], expected, rtol=1e-5, atol=1e-6)
+    first = [values[0] for values in seen.values()]
+    assert not any(torch.equal(first[0], other) for other in first[1:])

@@ -1,24 +1,27 @@
-"""What a run says: lines of metrics, averages, and ``gdistill-train status`` at every stage."""
+"""What a run says: metrics, averages, ``gdistill-train status`` at every stage, trackers."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.utils import LoggerType
 
 from shards.atomic import exclusive
-from shards.errors import IntegrityError, UsageError
-from shards.store.store import ShardStore
+from shards.errors import GdistillError, IntegrityError, UsageError
 from tests.trainer.run_cases import LENGTH, tiny_run
+from tests.trainer.training.cases import student_of
 from trainer.students.bd3lm import training_mask
-from trainer.training.construction import build_student
 from trainer.training.loop import train
 from trainer.training.metrics import TIMING_FIELDS, MetricsFile, StepWindow, checkpoint_steps
 from trainer.training.status import run_status, status_json, status_text
@@ -45,15 +48,12 @@ def test_what_is_no_line_of_metrics_is_named(tmp_path: Path) -> None:
 
 
 def test_a_saved_window_goes_on() -> None:
-    whole, half = StepWindow(), StepWindow()
+    whole = StepWindow()
     whole.add(1.0, 2.0, 8, 4, 10.0)
-    half.add(1.0, 2.0, 8, 4, 10.0)
-    rest = StepWindow(**json.loads(json.dumps(half.state_dict())))
+    rest = StepWindow(**json.loads(json.dumps(whole.state_dict())))
     for window in (whole, rest):
         window.add(3.0, 4.0, 8, 2, 10.0)
-    values, others = whole.close(), rest.close()
-    for found in (values, others):
-        found = {k: v for k, v in found.items() if k not in TIMING_FIELDS}
+        found = {k: v for k, v in window.close().items() if k not in TIMING_FIELDS}
         assert found == {"loss": 2.0, "grad_norm": 3.0, "masked_fraction": 6 / 16}
     assert whole.num_steps == 0, "a window starts anew when it is closed"
 
@@ -69,21 +69,20 @@ def test_paused_time_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_model_flops_by_hand(store: Path) -> None:
-    opened = ShardStore.open(store)
-    student = build_student(tiny_run(), opened, None)
+    student = student_of(store)
     matrices = (3 * 16 * 16) + 16 * 16 + 2 * (16 * 64)  # qkv, attention output, two of the MLP
     assert student.flops_per_row == 6 * matrices * 8 + 12 * 16 * 8 * 8  # rows of 8 tokens
     assert student.flops_per_masked == (6 + 4) * 16 * 13
-    blocks = build_student(tiny_run(student="bd3lm", model__block_size=4), opened, None)
+    blocks = student_of(store, student="bd3lm", model__block_size=4)
     pairs = int(training_mask(8, 4, torch.device("cpu")).sum())
     assert blocks.flops_per_row == 2 * 6 * matrices * 8 + 12 * 16 * pairs, "it reads two halves"
-    ar = build_student(tiny_run(student="ar", model__conditioning="none"), opened, None)
+    ar = student_of(store, student="ar", model__conditioning="none")
     assert ar.num_attended_pairs == sum(range(1, 8)) and ar.num_read_tokens == 7
 
 
 def run_folder(out: Path, *lines: dict[str, Any], tail: str = "") -> Path:
     """A folder as a run of 1,000 steps leaves it after writing these lines at time 5,000."""
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
     config = {"student": "mdlm", "training": {}, "model": {"conditioning": "none"}}
     (out / "config.json").write_text(json.dumps(config))
     text = "".join(json.dumps({"num_steps": 1000, **line}) + "\n" for line in lines)
@@ -131,17 +130,14 @@ def test_both_parts_are_seen(tmp_path: Path) -> None:
     run_folder(tmp_path / "out" / "plain", train_line(250, 320.0))
     text = status_text(tmp_path / "out").splitlines()
     assert text[0] == "part 1 of 2" and text[-1].endswith("begins when part 1 is finished")
-    run_folder(tmp_path / "second", train_line(7, 320.0))
-    for path in (tmp_path / "second").iterdir():
-        path.rename(tmp_path / "out" / path.name)
+    run_folder(tmp_path / "out", train_line(7, 320.0))
     parts = json.loads(status_json(tmp_path / "out"))["parts"]
     assert [part["step"] for part in parts] == [250, 7]
     assert "part 2 of 2\nrun " in status_text(tmp_path / "out")
 
 
-def test_a_real_run_and_a_longer_one_after_it(tmp_path: Path, store: Path) -> None:
-    out = tmp_path / "out"
-    assert train(tiny_run(), store, out)
+def test_a_real_run_and_a_longer_one_after_it(tmp_path: Path, finished: Path) -> None:
+    out = shutil.copytree(finished, tmp_path / "out")
     status = run_status(out)
     assert status["is_finished"] and status["is_running"] is False
     steps = ("step", "num_steps", "checkpoint_step", "validation_step")
@@ -166,14 +162,62 @@ def test_what_is_no_run_is_one_line(tmp_path: Path) -> None:
 
 def test_asking_does_not_wait_for_torch(tmp_path: Path) -> None:
     out = run_folder(tmp_path / "out", train_line(250, 320.0))
-    program = (
-        "import sys; sys.argv = ['gdistill-train', 'status', sys.argv[1], '--json']\n"
-        "from trainer.cli import main\n"
-        "try: main()\n"
-        "finally: assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, out], capture_output=True, text=True, check=False
-    )
+    program = "import sys; from tests.commands import call; call(*sys.argv[1:]); "
+    program += "assert 'torch' not in sys.modules"
+    command = [sys.executable, "-c", program, "gdistill-train", "status", out, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["parts"][0]["step"] == 250
+
+
+# Weights & Biases: refused where it is not installed, and one run there for one run here.
+
+WANDB = {"training__trackers": '["wandb"]'}
+FAKE = """
+started, logged = [], []
+
+class Run:
+    def log(self, values, step=None, **_): logged.append((step, values))
+    def finish(self): pass
+
+def init(project, **options):
+    if options["dir"].endswith("refused"):
+        raise RuntimeError("api_key not configured\\nsee the manual")
+    started.append((project, options))
+    return Run()
+"""
+
+
+@pytest.fixture
+def wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A package that keeps what it is told."""
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    (folder / "wandb.py").write_text(FAKE)
+    monkeypatch.syspath_prepend(folder)
+    importlib.invalidate_caches()
+    # Accelerate looks once, when it is imported.
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType.WANDB])
+    yield importlib.import_module("wandb")
+    del sys.modules["wandb"]
+
+
+def test_a_resumed_run_is_the_same_one_there(wandb: Any, store: Path, tmp_path: Path) -> None:
+    for steps, out in ((4, "out"), (10, "out"), (1, "other")):
+        assert train(tiny_run(training__num_steps=steps, **WANDB), store, tmp_path / out)
+    projects, options = zip(*wandb.started, strict=True)
+    assert set(projects) == {"gdistill"} and options[0] == options[1]
+    assert options[0]["resume"] == "allow" and options[0]["name"] == "out"
+    assert options[2]["id"] != options[0]["id"]
+    steps = [step for step, values in wandb.logged[:-2] if "train/loss" in values]
+    assert steps == sorted(steps) and steps[-1] == 10
+    with pytest.raises(GdistillError, match=r"does not start.*api_key not configured") as caught:
+        train(tiny_run(**WANDB), store, tmp_path / "refused")
+    assert "manual" not in str(caught.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_tracker_that_is_not_installed_is_one_line(store: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"not installed.*pip install wandb"):
+        train(tiny_run(**WANDB), store, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

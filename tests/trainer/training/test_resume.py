@@ -1,40 +1,44 @@
-"""Interrupted runs equal uninterrupted ones, to the last bit; other runs are refused by name."""
+"""Interrupted runs equal uninterrupted ones, to the last bit; other runs are refused by name.
+
+Checkpoints are whole or absent, restored by name, and pruned by rule.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from torch import nn
 
-from shards.errors import IntegrityError, UsageError
+from shards.errors import GdistillError, IntegrityError, UsageError
 from shards.interrupts import Stopped
 from shards.store.store import ShardStore
 from tests.trainer.run_cases import assert_same_run, tiny_run, write_store
+from trainer.training.checkpoint import FILES, CheckpointFolder, Trainee
+from trainer.training.construction import ExponentialMovingAverage, make_optimizer
 from trainer.training.loop import Trainer, train
-from trainer.training.settings import RunConfig
+from trainer.training.metrics import StepWindow
+from trainer.training.resume import read_state, restore
+from trainer.training.settings import OptimizationConfig, RunConfig
 
 
 def demanding_run(**changes: Any) -> RunConfig:
-    """Everything that has a state: dropout, accumulation, epochs, threads, averages, search."""
-    settings: dict[str, Any] = {
-        "student": "bd3lm",
-        "model__block_size": 4,
-        "model__dropout": 0.1,
-        "model__diffusion__search_schedule": "true",
-        "optimization__schedule": "cosine",
-        "training__num_steps": 14,  # 5 batches an epoch
-        "training__micro_batch_size": 3,
-        "training__precision": "bf16",
-        "training__num_workers": 2,
-        "training__log_every_steps": 4,
-        "training__validate_every_steps": 7,
-        "training__num_validation_rows": 4,
-    }
-    return tiny_run(**{**settings, **changes})
+    """Everything that has a state: dropout, accumulation, epochs (of 5 batches), threads, averages,
+    search."""
+    model = {"block_size": 4, "dropout": 0.1, "diffusion": {"search_schedule": True}}
+    training = {"num_steps": 14, "micro_batch_size": 3, "precision": "bf16", "num_workers": 2}
+    training |= {"log_every_steps": 4, "validate_every_steps": 7, "num_validation_rows": 4}
+    parts = {"model": model, "training": training, "optimization": {"schedule": "cosine"}}
+    return tiny_run({"student": "bd3lm", **parts}, **changes)
 
 
 def run_with_signal(
@@ -72,13 +76,17 @@ def test_two_interruptions_change_nothing(store: Path, uninterrupted: Path, tmp_
     assert_same_run(out, uninterrupted)
 
 
-def test_lines_behind_the_last_checkpoint_are_written_again(
-    store: Path, uninterrupted: Path, tmp_path: Path
-) -> None:
-    out = tmp_path / "run"
-    config = demanding_run(training__checkpoint_every_steps=5)
+def test_a_power_cut_changes_nothing(store: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    out, config = tmp_path / "run", demanding_run(training__checkpoint_every_steps=5)
     trainer = Trainer(config, ShardStore.open(store), out)
-    trainer.optimizer.step = failing_after(trainer.optimizer.step, 9)  # type: ignore[method-assign]
+    advance = trainer.optimizer.step
+
+    def step(*arguments: Any) -> Any:
+        if trainer.step == 9:
+            raise RuntimeError("power cut")
+        return advance(*arguments)
+
+    trainer.optimizer.step = step  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="power cut"):
         trainer.run()
     with open(out / "metrics.jsonl", "ab") as file:
@@ -88,23 +96,11 @@ def test_lines_behind_the_last_checkpoint_are_written_again(
     assert_same_run(out, uninterrupted)
 
 
-def failing_after(function: Any, num_calls: int) -> Any:
-    calls = iter(range(num_calls))
-
-    def wrapped(*arguments: Any) -> Any:
-        if next(calls, None) is None:
-            raise RuntimeError("power cut")
-        return function(*arguments)
-
-    return wrapped
-
-
 def test_a_finished_run_is_left_as_it_is(store: Path, uninterrupted: Path) -> None:
-    before = (uninterrupted / "metrics.jsonl").read_bytes()
-    model = (uninterrupted / "model" / "model.safetensors").read_bytes()
+    files = [uninterrupted / name for name in ("metrics.jsonl", "model/model.safetensors")]
+    before = [file.read_bytes() for file in files]
     assert train(demanding_run(), store, uninterrupted)
-    assert (uninterrupted / "metrics.jsonl").read_bytes() == before
-    assert (uninterrupted / "model" / "model.safetensors").read_bytes() == model
+    assert [file.read_bytes() for file in files] == before
 
 
 def test_ctrl_c_saves_and_says_so(store: Path, tmp_path: Path) -> None:
@@ -119,46 +115,202 @@ def stopped(store: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize(
-    ("field", "old", "new"),
-    [
+def test_another_run_is_named(store: Path, stopped: Path, tmp_path: Path) -> None:
+    for field, old, new in (
         ("seed", "0", "5"),
         ("optimization.learning_rate", "0.01", "0.02"),
         ("model.num_layers", "1", "2"),
         ("training.global_batch_size", "8", "4"),
-    ],
-)
-def test_a_changed_config_is_named(
-    store: Path, stopped: Path, field: str, old: str, new: str
-) -> None:
-    with pytest.raises(UsageError) as caught:
-        train(tiny_run(**{field.replace(".", "__"): new}), store, stopped)
-    assert (caught.value.where, caught.value.got) == (field, new)
-    assert caught.value.expected.startswith(old)
-
-
-def test_another_store_and_a_damaged_checkpoint_are_named(
-    store: Path, stopped: Path, tmp_path: Path
-) -> None:
+    ):
+        with pytest.raises(UsageError) as caught:
+            train(tiny_run(**{field.replace(".", "__"): new}), store, stopped)
+        assert (caught.value.where, caught.value.got) == (field, new)
+        assert caught.value.expected.startswith(old)
     other = write_store(tmp_path / "other", teacher={"id": "trigram", "weights_sha256": "0" * 64})
     with pytest.raises(UsageError, match=r"store\.teacher\.id.*trigram.*bigram"):
         train(tiny_run(), other, stopped)
-    path = stopped / "checkpoints" / "step-00000004" / "weights.safetensors"
-    path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(IntegrityError, match=r"weights\.safetensors"):
-        train(tiny_run(), store, stopped)
 
 
 def test_how_a_run_is_carried_out_may_change(store: Path, stopped: Path) -> None:
     changed = tiny_run(training__num_workers=1, training__keep_last=1, training__num_steps=12)
     assert train(changed, store, stopped)
-    assert list((stopped / "checkpoints").glob("step-*")) == [
-        stopped / "checkpoints" / "step-00000012"
-    ]
+    assert [path.name for path in (stopped / "checkpoints").glob("step-*")] == ["step-00000012"]
 
 
-def test_a_cosine_run_cannot_be_prolonged(store: Path, tmp_path: Path) -> None:
-    cosine = {"optimization__schedule": "cosine"}
-    run_with_signal(tiny_run(**cosine), store, tmp_path / "run", 3)
-    with pytest.raises(UsageError, match=r"training\.num_steps"):
-        train(tiny_run(**cosine, training__num_steps=20), store, tmp_path / "run")
+# Checkpoints.
+
+
+STATE: dict[str, Any] = {"run": {"config": {"seed": 0}}, "stream": {"epoch": 1}}
+STATE |= {"window": StepWindow().state_dict(), "validation": None}
+
+
+def make_trainee(seed: int, reverse: bool = False) -> Trainee:
+    torch.manual_seed(seed)
+    layers = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}
+    student = nn.ModuleDict(dict(reversed(layers.items())) if reverse else layers)
+    student.register_buffer("clips", torch.tensor([0.0, float(seed)]))
+    optimizer = make_optimizer(student.parameters(), OptimizationConfig())
+    trainee = Trainee(student, optimizer, ExponentialMovingAverage(student, 0.9))
+    for _ in range(3):
+        for parameter in student.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        trainee.ema.update()
+    return trainee
+
+
+def save(folder: CheckpointFolder, trainee: Trainee, *steps: int) -> None:
+    for step in steps:
+        folder.save(step, trainee, STATE, Accelerator(cpu=True))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> CheckpointFolder:
+    """The first step's checkpoint is there."""
+    made = CheckpointFolder(tmp_path / "checkpoints", keep_last=2, keep_every_steps=None)
+    save(made, make_trainee(1), 1)
+    return made
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_everything_comes_back_by_name_and_goes_on(folder: CheckpointFolder, reverse: bool) -> None:
+    saved, other = make_trainee(1), make_trainee(2, reverse)
+    save(folder, saved, 3)
+    state = read_state(folder.path(3))
+    assert (state.step, state.stream, state.ema_num_updates) == (3, {"epoch": 1}, 3)
+    restore(other, folder.path(3), state.ema_num_updates)
+    for name, value in saved.student.state_dict().items():
+        assert torch.equal(other.student.state_dict()[name], value)
+        if name in saved.ema.shadows:
+            assert torch.equal(other.ema.shadows[name], saved.ema.shadows[name])
+    theirs = dict(other.student.named_parameters())
+    for name, parameter in saved.student.named_parameters():
+        for key, value in saved.optimizer.state[parameter].items():
+            assert torch.equal(other.optimizer.state[theirs[name]][key], value)
+        parameter.grad = torch.full_like(parameter, 0.1)
+        theirs[name].grad = parameter.grad.clone()
+    saved.optimizer.step()
+    other.optimizer.step()
+    assert all(torch.equal(theirs[name], p) for name, p in saved.student.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("keep_every", "expected"), [(None, [50, 60]), (20, [20, 40, 50, 60]), (25, [50, 60])]
+)
+def test_pruning(tmp_path: Path, keep_every: int | None, expected: list[int]) -> None:
+    folder = CheckpointFolder(tmp_path / "checkpoints", 2, keep_every)
+    save(folder, make_trainee(1), 10, 20, 30, 40, 50, 60)
+    assert folder.steps() == expected
+    assert names(folder.directory) == {folder.path(step).name for step in expected}
+
+
+def test_a_write_that_dies_leaves_nothing_that_looks_finished(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def power_cut(source: Any, target: Any) -> None:
+        if Path(target).name.startswith("step-"):
+            raise OSError("power cut")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", power_cut)
+    with pytest.raises(GdistillError, match="power cut"):
+        save(folder, make_trainee(2), 2)
+    monkeypatch.undo()
+    assert folder.steps() == [1]
+    left = folder.directory / ".writing-step-00000001"  # of a process that was killed
+    left.mkdir()
+    (left / "weights.safetensors").write_bytes(b"half")
+    save(folder, make_trainee(2), 2)
+    assert names(folder.directory) == {"step-00000001", "step-00000002"}
+    assert read_state(folder.path(2)).step == 2
+
+
+def test_the_folder_is_renamed_when_every_file_in_it_is_synced(
+    folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut after the rename must find the bytes that state.json vouches for."""
+    synced: set[int] = set()
+    fsync, replace = os.fsync, os.replace
+
+    def recorded(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def checked(source: Any, target: Any) -> None:
+        if Path(target).name.startswith("step-"):
+            assert not [p.name for p in Path(source).iterdir() if p.stat().st_ino not in synced]
+            synced.clear()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    monkeypatch.setattr(os, "replace", checked)
+    save(folder, make_trainee(2), 2)
+    assert folder.steps() == [1, 2]
+    assert folder.directory.stat().st_ino in synced, "the rename itself must be synced"
+
+
+def test_a_full_disk_is_one_line_and_leaves_room(folder: CheckpointFolder) -> None:
+    """A limit on the size of files fails writes as a full disk does, safetensors' among them."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        with pytest.raises(GdistillError, match="cannot write") as caught:
+            save(folder, make_trainee(2), 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value) and "make room" in str(caught.value)
+    assert names(folder.directory) == {"step-00000001"}
+    assert read_state(folder.path(1)).step == 1
+
+
+def test_files_hold_no_pickles_and_are_readable_as_the_umask_says(folder: CheckpointFolder) -> None:
+    before = os.umask(0o027)
+    try:
+        save(folder, make_trainee(2), 2)
+    finally:
+        os.umask(before)
+    assert names(folder.path(2)) == {*FILES, "state.json"}
+    assert {path.stat().st_mode & 0o777 for path in folder.path(2).iterdir()} == {0o640}
+    parts = product("ab", ("weight", "bias"), ("step", "exp_avg", "exp_avg_sq"))
+    keys = {f"{layer}.{name}/{key}" for layer, name, key in parts}
+    assert set(load_file(folder.path(2) / "optimizer.safetensors")) == keys
+
+
+DAMAGES: list[Any] = [
+    b"", b"{", b"[]", b"3", b"null", b"\xff", b"[" * 100_000,
+    {"step": "many"}, {"step": -1}, {"step": 2}, {"step": None}, {"step": 1e999},
+    {"files": {}}, {"files": None}, {"files": {"weights.safetensors": "0"}},
+    {"stream": None}, {"stream": []}, {"run": 3}, {"validation": "good"},
+    {"window": {}}, {"window": {"num_steps": "x"}}, {"window": {"num_steps": float("nan")}},
+    {"window": {**STATE["window"], "num_tokens": -8}}, {"window": {**STATE["window"], "more": 1}},
+    {"ema_num_updates": -10}, {"ema_num_updates": True}, {"format_version": 9},
+    {"format_version": "1"}, {"unknown": 1}, {"stream": {"epoch": 2}}, {"sha256": "0" * 64},
+]  # fmt: skip
+
+
+def test_a_state_of_any_content_is_one_line(folder: CheckpointFolder) -> None:
+    path = folder.path(1) / "state.json"
+    whole = path.read_bytes()
+    for damage in DAMAGES:
+        if isinstance(damage, dict):
+            damage = json.dumps({**json.loads(whole), **damage}).encode()
+        path.write_bytes(damage)
+        with pytest.raises(IntegrityError, match=r"state\.json") as refused:
+            read_state(folder.path(1))
+        assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_and_an_altered_file_are_named(folder: CheckpointFolder, name: str) -> None:
+    path = folder.path(1) / name
+    path.write_bytes(path.read_bytes()[:-3])
+    for _ in range(2):
+        with pytest.raises(IntegrityError, match=name):
+            read_state(folder.path(1))
+        path.unlink(missing_ok=True)

@@ -1,0 +1,177 @@
+"""What a training begins with: its student and first weights, learning rates, AdamW, averages.
+
+The steps together are compared with plain torch by test_loop, with the authors' by test_benchmarks.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from shards.errors import UsageError
+from tests.trainer.run_cases import VOCAB, write_store
+from tests.trainer.training.cases import first_batch, student_of, trainer_of
+from trainer.students.folder import read_model
+from trainer.students.registry import BD3LM
+from trainer.training.construction import (
+    ExponentialMovingAverage,
+    clip_gradients,
+    ema_decay,
+    learning_rate,
+    make_optimizer,
+)
+from trainer.training.settings import OptimizationConfig
+
+PLAIN = {"model__conditioning": "none"}
+SEQUENCE, TOKEN = {"model__kd__kind": "sequence"}, {"model__kd__kind": "token"}
+OTHERS = (
+    ("mdlm", "block_size", 4),
+    ("ar", "diffusion.search_schedule", "true"),
+    ("ar", "block_size", 2),
+    ("mdlm", "noise.prior_weight", 1.0),
+    ("mdlm", "noise.transform", "uniform"),
+    ("mdlm", "noise.injection", "add"),
+)
+"""Settings that a plain student does not read."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        *(
+            ({"student": s, f"model__{n}": value, **PLAIN}, rf"does not read \[model\.{n}\]")
+            for s, n, value in OTHERS
+        ),
+        ({"training__num_noise_draws": 2, **PLAIN}, "no draws to count"),
+        ({"model__noise__rank": 2, **PLAIN}, "does not read"),
+        ({"model__noise__tau": 0}, "noise.tau"),
+        ({"model__kd__kind": "tokens"}, "token"),
+        ({"model__kd__weight": 0.5}, "kd.kind=none"),
+        ({"model__kd__temperature": 2, **SEQUENCE}, "kd.kind=sequence"),
+        ({"model__kd__weight": 0, **TOKEN}, "kd.weight"),
+        ({"model__kd__weight": 1.5, **TOKEN}, "kd.weight"),
+        ({"model__kd__temperature": 0, **TOKEN}, "kd.temperature"),
+        ({"model__kd_weight": 0.5}, "unknown config key.*kd_weight"),
+    ],
+)
+def test_refused_settings(store: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        student_of(store, **settings)
+
+
+@pytest.mark.parametrize("codec", ["seeded", "topk", "quantized", "full"])
+def test_a_frozen_draw_is_no_teacher(tmp_path: Path, codec: str) -> None:
+    store = write_store(tmp_path / "store", codec)
+    with pytest.raises(UsageError, match=rf"one draw of the noise.*{codec}.*posterior or hidden"):
+        student_of(store, **TOKEN)
+
+
+def test_prior_weight_takes_the_stores_unigram(store: Path) -> None:
+    student = student_of(store, model__noise__prior_weight=1.0)
+    assert student.conditioner is not None and student.conditioner.unigram_log_probs is not None
+    expected = torch.full((VOCAB,), -math.log(VOCAB))
+    torch.testing.assert_close(student.conditioner.unigram_log_probs, expected)
+
+
+def test_initial_weights_depend_on_the_run_seed_alone(store: Path) -> None:
+    first = student_of(store, seed=1).state_dict()
+    torch.manual_seed(99)
+    again, other = (student_of(store, seed=seed).state_dict() for seed in (1, 2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_model_lacking_a_weight_is_refused(store: Path, finished: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(finished / "model", tmp_path / "model")
+    path = model / "model.safetensors"
+    weights = load_file(path)
+    del weights["backbone.blocks.0.attn_out.weight"]
+    save_file(weights, path, metadata={"format": "pt"})
+    for message in (r"do not fit.*attn_out", "cannot be loaded"):
+        with pytest.raises(UsageError, match=message):
+            student_of(store, model)
+        path.write_bytes(path.read_bytes()[:-100])
+
+
+def test_init_from_takes_the_weights_to_another_block_size(store: Path, finished: Path) -> None:
+    student = student_of(store, finished, student="bd3lm", model__block_size=2)
+    assert isinstance(student, BD3LM) and student.num_blocks == 4
+    saved = load_file(finished / "model" / "model.safetensors")
+    assert all(torch.equal(parameter, saved[n]) for n, parameter in student.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [{}, {"layers": "[1]"}, {"layers": "[1]", "top_k": 5}, {"rank": 4}, {"projection": "tied"}],
+)
+def test_noise_added_to_a_student_that_has_seen_none_begins_silent_and_learns(
+    store: Path, plain: Path, tmp_path: Path, noise: dict[str, Any]
+) -> None:
+    """The first loss is the source's to the last bit, whatever the noise, and noise is learnt."""
+    settings = {f"model__noise__{name}": value for name, value in noise.items()}
+    student = student_of(store, plain, model__noise__injection="add", **settings)
+    batch = first_batch(trainer_of(store, tmp_path / "run")[0])
+    output, source = student.loss(batch), read_model(plain / "model").train()
+    assert torch.equal(output.loss, source.loss(replace(batch, noise=None)).loss)
+    output.loss.backward()
+    learns = {
+        name: parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)
+        for name, parameter in student.named_parameters()
+        if name.startswith(("conditioner", "backbone.noise_readings")) and name.endswith("weight")
+    }
+    is_product = bool({"rank", "projection"} & set(noise))  # one of its two factors is zero
+    assert any(learns.values()) if is_product else all(learns.values()), learns
+    with pytest.raises(UsageError, match=r"model.noise.injection.*expected add"):
+        student_of(store, plain)
+
+
+def test_rates() -> None:
+    constant = OptimizationConfig(learning_rate=2.0, warmup_steps=4)
+    assert [learning_rate(constant, step, 10) for step in range(6)] == [0.5, 1.0, 1.5, 2, 2, 2]
+    cosine = OptimizationConfig(learning_rate=1.0, warmup_steps=2, schedule="cosine")
+    rates = [learning_rate(cosine, step, 13) for step in range(13)]
+    assert [rates[2], rates[7], rates[12]] == pytest.approx([1.0, 0.5, 0.0])
+    assert all(later < earlier for earlier, later in pairwise(rates[2:]))
+    long = OptimizationConfig(learning_rate=1.0, warmup_steps=100, schedule="cosine")
+    assert learning_rate(long, 9, 10) == pytest.approx(0.1), "it never reaches the peak"
+
+
+def test_clipping_keeps_direction_and_reports_the_norm_before() -> None:
+    weights = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))]
+    weights[0].grad, weights[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
+    assert float(clip_gradients(weights, 1.0)) == pytest.approx(5.0)
+    assert weights[0].grad.tolist() == pytest.approx([0.6, 0.0], abs=1e-5)
+    assert float(clip_gradients(weights, 10.0)) == pytest.approx(1.0, abs=1e-5)
+    assert weights[1].grad.tolist() == pytest.approx([0.8], abs=1e-5)
+
+
+def test_first_adamw_step_has_the_size_of_the_learning_rate() -> None:
+    weight = nn.Parameter(torch.tensor([1.0, -1.0]))
+    optimizer = make_optimizer([weight], OptimizationConfig(learning_rate=0.1))
+    weight.grad = torch.tensor([5.0, -1e-3])
+    optimizer.step()
+    assert weight.tolist() == pytest.approx([0.9, -0.9], abs=1e-4)
+
+
+def test_the_moving_average() -> None:
+    decays = [ema_decay(update, 0.9999) for update in (1, 90, 10**6)]
+    assert decays == pytest.approx([2 / 11, 0.91, 0.9999])
+    module = nn.Linear(1, 2, bias=False)
+    nn.init.zeros_(module.weight)
+    average = ExponentialMovingAverage(module, 0.9999)
+    nn.init.ones_(module.weight)
+    average.update()
+    assert average.shadows["weight"].flatten().tolist() == pytest.approx([9 / 11] * 2)
+    weights, shadow = module.weight.detach().clone(), average.shadows["weight"].clone()
+    with average.applied():
+        assert torch.equal(module.weight, shadow)
+    assert torch.equal(module.weight, weights) and torch.equal(average.shadows["weight"], shadow)
