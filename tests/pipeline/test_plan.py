@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import stdev
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +129,20 @@ def test_float32_has_a_fifteenth_of_a_gpus_peak(asked: Asked, planned: Planned) 
         rates[dtype] = rate.tokens_per_second
     assert 14 < rates["bfloat16"] / rates["float32"] < 16
     assert plan.stage_1 and "gdistill-extract tokens" in "\n".join(plan.lines())
+
+
+def test_a_cpus_rate_follows_from_the_product_that_was_timed(
+    asked: Asked, planned: Planned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two operations for each of 768^3 products in 2 ms; a token takes two for each weight."""
+    timed = SimpleNamespace(mean=0.002)
+    monkeypatch.setattr("pipeline.plan.Timer.blocked_autorange", lambda *_, **__: timed)
+    plan = planned(asked(device="cpu"))
+    (rate,) = plan.rates
+    flops_per_second = 0.4 * 905_969_664 / 0.002
+    assert rate.tokens_per_second * 2 * plan.teacher.num_parameters == pytest.approx(
+        flops_per_second
+    )
 
 
 def test_bytes_are_those_the_run_writes(tmp_path: Path, teacher: Path, planned: Planned) -> None:
