@@ -363,8 +363,7 @@ class TreeRows(VerifiedRows):
         self.tree = Tree(last, torch.ones_like(last, dtype=torch.bool)[..., None])
         if bool((self.stops > first).any()):
             self.num_drafts[self.active] += self.stops > first
-            self.tree, depths = self.grow(last, first)
-            self.stops = torch.minimum(self.stops, first + depths)
+            self.tree = self.grow(last, first)
         places = Places(self.active, first)
         return Pass(self.active, places, places)
 
@@ -383,13 +382,12 @@ class TreeRows(VerifiedRows):
         probabilities = self.rule.probabilities(logits.flatten(0, 1)).view_as(logits)
         return logits.masked_fill(probabilities == 0, -torch.inf)
 
-    def grow(
-        self, last: Int[Tensor, "m 1"], first: Int[Tensor, "m"]
-    ) -> tuple[Tree, Int[Tensor, "m"]]:
-        """The ``tree`` most probable drafts, searched along ``width`` paths, and how deep they go.
+    def grow(self, last: Int[Tensor, "m 1"], first: Int[Tensor, "m"]) -> Tree:
+        """The ``tree`` most probable drafts, searched along ``width`` paths.
 
         A child is less probable than its parent, so the search ends where no path can bring a draft
         that would be among them; also, row by row, where its paths are too improbable to go on.
+        That is then where the row ``stops``.
         """
         student, reader, sampler = self.student, self.reader, self.sampler
         assert reader.states is not None and reader.cache is not None
@@ -439,8 +437,10 @@ class TreeRows(VerifiedRows):
         kept = pad(order[:, : sampler.tree].sort(dim=1).values + 1, (1, 0))
         square = torch.cat(pasts, dim=1).gather(1, kept[..., None].expand(-1, -1, behind.shape[-1]))
         square = square.gather(2, kept[:, None].expand(-1, kept.shape[1], -1))
-        depths = torch.stack([score[:, 0] > -torch.inf for score in scores]).sum(dim=0)
-        return Tree(torch.cat(tokens, dim=1).gather(1, kept), square), depths
+        if sampler.min_reach:
+            depths = torch.stack([score[:, 0] > -torch.inf for score in scores]).sum(dim=0)
+            self.stops = torch.minimum(self.stops, first + depths)
+        return Tree(torch.cat(tokens, dim=1).gather(1, kept), square)
 
     def accept(self, logits: Float[Tensor, "m n1 v"], part: Pass) -> tuple[Places, Tensor]:
         """The backbone's own draws along the tree, up to and with the first that leaves it."""
