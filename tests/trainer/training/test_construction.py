@@ -24,10 +24,8 @@ from trainer.students.folder import read_model
 from trainer.students.registry import BD3LM
 from trainer.training.construction import (
     ExponentialMovingAverage,
-    clip_gradients,
     ema_decay,
     learning_rate,
-    make_optimizer,
 )
 from trainer.training.settings import OptimizationConfig
 
@@ -102,9 +100,22 @@ def test_a_model_lacking_a_weight_is_refused(store: Path, finished: Path, tmp_pa
         path.write_bytes(path.read_bytes()[:-100])
 
 
+def test_a_model_of_another_shape_is_refused(store: Path, finished: Path, tmp_path: Path) -> None:
+    for own, noise, message in (
+        ({"vocab_size": 16}, "gumbel", "another vocab_size than the store"),
+        ({"row_length": 16}, "gumbel", "another row_length than the store"),
+        ({}, "none", r"do not fit.*unexpected: conditioner\.weight"),
+    ):
+        other = write_store(tmp_path / message[:11], **own)
+        with pytest.raises(UsageError, match=message):
+            student_of(other, finished, model__conditioning=noise)
+
+
 def test_init_from_takes_the_weights_to_another_block_size(store: Path, finished: Path) -> None:
-    student = student_of(store, finished, student="bd3lm", model__block_size=2)
-    assert isinstance(student, BD3LM) and student.num_blocks == 4
+    """The clips of t are the run's own."""
+    clips = {"model__diffusion__min_time": 0.2}
+    student = student_of(store, finished, student="bd3lm", model__block_size=2, **clips)
+    assert isinstance(student, BD3LM) and student.num_blocks == 4 and student.clips == (0.2, 1.0)
     saved = load_file(finished / "model" / "model.safetensors")
     assert all(torch.equal(parameter, saved[n]) for n, parameter in student.named_parameters())
 
@@ -143,23 +154,6 @@ def test_rates() -> None:
     assert all(later < earlier for earlier, later in pairwise(rates[2:]))
     long = OptimizationConfig(learning_rate=1.0, warmup_steps=100, schedule="cosine")
     assert learning_rate(long, 9, 10) == pytest.approx(0.1), "it never reaches the peak"
-
-
-def test_clipping_keeps_direction_and_reports_the_norm_before() -> None:
-    weights = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))]
-    weights[0].grad, weights[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
-    assert float(clip_gradients(weights, 1.0)) == pytest.approx(5.0)
-    assert weights[0].grad.tolist() == pytest.approx([0.6, 0.0], abs=1e-5)
-    assert float(clip_gradients(weights, 10.0)) == pytest.approx(1.0, abs=1e-5)
-    assert weights[1].grad.tolist() == pytest.approx([0.8], abs=1e-5)
-
-
-def test_first_adamw_step_has_the_size_of_the_learning_rate() -> None:
-    weight = nn.Parameter(torch.tensor([1.0, -1.0]))
-    optimizer = make_optimizer([weight], OptimizationConfig(learning_rate=0.1))
-    weight.grad = torch.tensor([5.0, -1e-3])
-    optimizer.step()
-    assert weight.tolist() == pytest.approx([0.9, -0.9], abs=1e-4)
 
 
 def test_the_moving_average() -> None:

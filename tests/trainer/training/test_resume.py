@@ -97,7 +97,8 @@ def test_a_power_cut_changes_nothing(store: Path, uninterrupted: Path, tmp_path:
 
 
 def test_a_finished_run_is_left_as_it_is(store: Path, uninterrupted: Path) -> None:
-    files = [uninterrupted / name for name in ("metrics.jsonl", "model/model.safetensors")]
+    model = ("model/model.safetensors", "model/student.json", "model/README.md")
+    files = [uninterrupted / name for name in ("metrics.jsonl", *model)]
     before = [file.read_bytes() for file in files]
     assert train(demanding_run(), store, uninterrupted)
     assert [file.read_bytes() for file in files] == before

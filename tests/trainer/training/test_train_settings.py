@@ -75,16 +75,24 @@ def test_amounts() -> None:
         compose_run([read_recipe("tiny"), {"training": {"num_steps": 3, "num_epochs": 3}}])
 
 
+COUNTS = (
+    *("global_batch_size", "micro_batch_size", "num_noise_draws", "num_validation_rows"),
+    *("log_every_steps", "validate_every_steps", "checkpoint_every_steps", "keep_every_steps"),
+    *("keep_last", "num_epochs"),
+)
+"""Settings of which 0 would be a division by it, or nothing at all."""
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
         ("training.log_evry_steps=3", "log_every_steps"),
         ("optimisation.learning_rate=1.0", "optimization"),
-        ("training.keep_last=0", "keep_last"),
         ("training.precision=fp16", "bf16"),
         *((f"optimization.learning_rate={n}", "learning_rate") for n in ("inf", "nan", "0")),
         *((f"optimization.{n}=1.0", n) for n in ("beta2", "ema_decay")),
-        ("optimization.warmup_steps=-1", "warmup_steps"),
+        *((f"optimization.{n}=-1", n) for n in ("warmup_steps", "weight_decay", "beta1")),
+        *((f"training.{n}=0", n) for n in COUNTS),
         ("training.num_steps=3 training.num_epochs=1", r"both.*num_steps or num_epochs"),
     ],
 )
