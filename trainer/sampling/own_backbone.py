@@ -20,6 +20,7 @@ its branches until one leaves it. That token is right as well. Any tree gives th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
@@ -28,7 +29,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 from shards.errors import UsageError
 from shards.language_model.forward import DtypeName
@@ -289,26 +289,27 @@ class Tree:
         return self.behind.sum(dim=-1) - 1
 
     def walk(
-        self, own: Int[Tensor, "m n1"], most: Int[Tensor, "m"]
-    ) -> tuple[Int[Tensor, "m k"], Int[Tensor, "m"]]:
-        """The way of each row's own tokens from number 0, and how many of its k numbers count.
+        self, draw: Callable[[Tensor, int], Tensor], most: Int[Tensor, "m"]
+    ) -> tuple[Int[Tensor, "m k"], Int[Tensor, "m k"], Int[Tensor, "m"]]:
+        """The way of each row's own tokens from number 0: numbers, what follows each, their count.
 
         Args:
-            own: What follows each token of the tree.
-            most: Drafts that may be met. As in the tree, by depth.
+            draw: What follows the numbers [m] of the tree that it is asked for, and their depth.
+            most: Drafts that may be met.
         """
-        # On the host: a row has few tokens, and a device would be asked at every one.
-        parents = self.behind.tril(-1) * torch.arange(own.shape[1], device=own.device)
-        known = self.tokens, own, parents.amax(dim=-1), most
-        paths = []
-        for tokens, follows, before, limit in zip(*(part.tolist() for part in known), strict=True):
-            path = [0]
-            for number in range(1, len(tokens)):
-                meets = before[number] == path[-1] and tokens[number] == follows[path[-1]]
-                path += [number] * (meets and len(path) <= limit)
-            paths.append(torch.tensor(path))
-        counts = torch.tensor([len(path) for path in paths])
-        return pad_sequence(paths, batch_first=True).to(own.device), counts.to(own.device)
+        everyone = torch.arange(len(most), device=most.device)
+        now, counts, path, own = torch.zeros_like(most), torch.ones_like(most), [], []
+        while True:
+            depth = len(path)
+            path.append(now)
+            own.append(draw(now, depth))
+            met = self.behind[everyone, :, now] & (self.tokens == own[-1][:, None])
+            met &= (self.depths == depth + 1) & (counts == depth + 1)[:, None]
+            met &= (depth < most)[:, None]
+            going = met.any(dim=1)
+            if not bool(going.any()):
+                return torch.stack(path, dim=1), torch.stack(own, dim=1), counts
+            now, counts = torch.where(going, met.int().argmax(dim=1), now), counts + going
 
 
 class TreeRows(VerifiedRows):
@@ -387,7 +388,6 @@ class TreeRows(VerifiedRows):
 
         A child is less probable than its parent, so the search ends where no path can bring a draft
         that would be among them; also, row by row, where its paths are too improbable to go on.
-        That is then where the row ``stops``.
         """
         student, reader, sampler = self.student, self.reader, self.sampler
         assert reader.states is not None and reader.cache is not None
@@ -433,27 +433,28 @@ class TreeRows(VerifiedRows):
                 if bool((least >= score[:, 0]).all()):
                     break
         # A parent is at least as probable as its children and stands before them.
-        order = torch.cat(scores, dim=1).argsort(dim=1, descending=True, stable=True)
-        kept = pad(order[:, : sampler.tree].sort(dim=1).values + 1, (1, 0))
+        every, order = torch.cat(scores, dim=1).sort(dim=1, descending=True, stable=True)
+        is_worth_it = every[:, : sampler.tree].exp() >= sampler.min_reach / sampler.tree
+        size = int(is_worth_it.sum(dim=1).max()) if sampler.min_reach else sampler.tree
+        kept, found = order[:, :size].sort(dim=1)
+        kept, is_draft = pad(kept + 1, (1, 0)), is_worth_it.gather(1, found)
         square = torch.cat(pasts, dim=1).gather(1, kept[..., None].expand(-1, -1, behind.shape[-1]))
         square = square.gather(2, kept[:, None].expand(-1, kept.shape[1], -1))
-        if sampler.min_reach:
-            depths = torch.stack([score[:, 0] > -torch.inf for score in scores]).sum(dim=0)
-            self.stops = torch.minimum(self.stops, first + depths)
+        if sampler.min_reach:  # the other rows' drafts are behind nothing
+            square &= pad(is_draft, (1, 0), value=True)[..., None]
+            square.diagonal(dim1=1, dim2=2).fill_(True)
         return Tree(torch.cat(tokens, dim=1).gather(1, kept), square)
 
     def accept(self, logits: Float[Tensor, "m n1 v"], part: Pass) -> tuple[Places, Tensor]:
         """The backbone's own draws along the tree, up to and with the first that leaves it."""
         first, tree = self.first[self.active], self.tree
-        everyone = torch.arange(len(first), device=first.device)[:, None]
-        ahead = (first - self.origin)[:, None] + tree.depths
-        at_once = max(1, MOST_ELEMENTS[first.device.type] // logits[:, 0].numel())
-        parts = zip(logits.split(at_once, 1), ahead.split(at_once, 1), strict=True)
-        draws = [
-            (self.kept(some).double() + self.xi[everyone, at]).argmax(dim=-1) for some, at in parts
-        ]
-        own = torch.cat(draws, dim=1)
-        path, counts = tree.walk(own, self.stops - first)
+        everyone = torch.arange(len(first), device=first.device)
+
+        def draw(numbers: Tensor, depth: int) -> Tensor:
+            own = self.kept(logits[everyone, numbers][:, None])[:, 0].double()
+            return (own + self.xi[everyone, first - self.origin + depth]).argmax(dim=-1)
+
+        path, own, counts = tree.walk(draw, self.stops - first)
         if self.reader.read is not None:
             self.reader.follow(path, counts)
         self.ready -= path.shape[1]
@@ -462,7 +463,7 @@ class TreeRows(VerifiedRows):
         self.first[self.active] += counts
         taken = torch.arange(path.shape[1], device=first.device) < counts[:, None]
         row, column = taken.nonzero(as_tuple=True)
-        return Places(self.active[row], first[row] + column), own.gather(1, path)[taken]
+        return Places(self.active[row], first[row] + column), own[taken]
 
     def finish(self) -> None:
         """See :class:`VerifiedRows`; a draft that is reached and agrees is accepted."""
@@ -485,7 +486,7 @@ class DrafterSampler(VerifiedSampler):
         tree: Most drafts that a pass of the backbone reads.
         width: Paths that the search follows; 1 is a chain.
         min_reach: The drafter takes another step where one of these paths is right with at least
-            this probability; 0 always does.
+            this probability, and a draft is read where it is with a ``tree``-th of it; 0 always.
         draft_dtype: What the drafter computes in, by default as the backbone: ``bfloat16`` takes
             half the memory traffic, and changes no token, only which are drafted.
 

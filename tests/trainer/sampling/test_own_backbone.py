@@ -144,16 +144,29 @@ def test_trees_depend_on_no_companion_and_on_no_room_for_noise(
         assert torch.equal(found.details["verifier_nfe"], wanted.details["verifier_nfe"])
 
 
-def test_steps_are_taken_where_a_path_is_probable(tmp_path: Path) -> None:
+def test_steps_and_drafts_are_taken_where_they_are_probable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From all of them to one; two of twelve tokens never hold all of the probability."""
     student, _ = tiny_drafter(tmp_path, model__backbone__num_proposed=4)
-    tokens, steps, passes = prompts(student, LENGTH, 1), [], []
+    tokens, steps, passes, sizes, read = prompts(student, LENGTH, 1), [], [], [], []
+    read_tree = TreeReader.read_tree
+
+    def spy(self: TreeReader, tree: Tree, *others: Any) -> Tensor:
+        read.append(tree.tokens.shape[1] - 1)
+        return read_tree(self, tree, *others)
+
+    monkeypatch.setattr(TreeReader, "read_tree", spy)
     for reach in (0.0, 0.01, 0.4, 0.7, 1.0):
         sampler = make_sampler("drafter", tree=8, width=2, min_reach=reach)
+        read.clear()
+        found = draw(student, sampler, IDS[:1], tokens[:1]).details
+        sizes.append(sum(read) / len(read))
         found = draw(student, sampler, IDS, tokens).details
         steps.append(int(found["drafted"].sum()))
         passes.append(int(found["verifier_nfe"].sum()))
     assert steps[0] >= steps[1] > steps[2] > steps[3] > steps[4]
+    assert sizes[0] >= sizes[1] > sizes[2] > sizes[4]
     assert passes[0] <= passes[4]
     one = draw(student, make_sampler("drafter", tree=8, width=2, max_lookahead=1), IDS, tokens)
     assert torch.equal(found["drafted"][:, :1], one.details["drafted"])
@@ -300,7 +313,9 @@ def test_a_tree_is_walked_along_the_own_tokens() -> None:
     behind[:, 0] = behind[3, 1] = behind[4:, 2] = behind[5, 4] = True
     tree = Tree(torch.tensor([[9, 3, 4, 4, 3, 7]]).expand(4, -1), behind.expand(4, -1, -1))
     own = torch.tensor([[4, 4, 3, 0, 7, 0], [4, 4, 3, 0, 7, 0], [3, 4, 3, 0, 7, 0], [5] * 6])
-    path, counts = tree.walk(own, torch.tensor([3, 1, 3, 3]))
+    everyone = torch.arange(4)
+    path, drawn, counts = tree.walk(lambda at, depth: own[everyone, at], torch.tensor([3, 1, 3, 3]))
+    assert torch.equal(drawn, own.gather(1, path))
     assert counts.tolist() == [4, 2, 3, 1]
     kept = [way[:count] for way, count in zip(path.tolist(), counts.tolist(), strict=True)]
     assert kept == [[0, 2, 4, 5], [0, 2], [0, 1, 3], [0]]
