@@ -442,7 +442,6 @@ class TreeRows(VerifiedRows):
         square = square.gather(2, kept[:, None].expand(-1, kept.shape[1], -1))
         if sampler.min_reach:  # the other rows' drafts are behind nothing
             square &= pad(is_draft, (1, 0), value=True)[..., None]
-            square.diagonal(dim1=1, dim2=2).fill_(True)
         return Tree(torch.cat(tokens, dim=1).gather(1, kept), square)
 
     def accept(self, logits: Float[Tensor, "m n1 v"], part: Pass) -> tuple[Places, Tensor]:
