@@ -6,7 +6,6 @@ Engines run side by side, each in a process of its own, as ``benchmarks.serving`
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -269,43 +268,3 @@ def test_a_broken_drafter_costs_no_request(
     assert [row["tokens"] for row in found] == expected[:6]
     said = "".join(capfd.readouterr())
     assert said.count("gdistill: ids outside of the vocab" if fault == "OutOfRange" else BROKE) == 1
-
-
-OTHER_VERSION = """
-import vllm
-vllm.__version__ = "0.99.0"
-from trainer.serving.plugin import register
-register()
-register()
-"""
-
-
-def test_a_version_that_was_not_tried_is_told_once(place: Path) -> None:
-    settings = {**Engine.settings(plugin=False), "VLLM_LOGGING_LEVEL": "WARNING"}
-    command = [str(place / "bin" / "python"), "-c", OTHER_VERSION]
-    done = subprocess.run(
-        command, env={**os.environ, **settings}, capture_output=True, text=True, check=True
-    )
-    assert (done.stdout + done.stderr).count("0.32.0; this is 0.99.0: certify what it serves") == 1
-
-
-def test_a_student_of_another_tokenizer_is_refused(
-    place: Path, teacher: Path, tmp_path: Path
-) -> None:
-    student = write_student(tmp_path / "ar", "ar", teacher)
-    words = json.loads((student / "tokenizer.json").read_text())
-    vocabulary = words["model"]["vocab"]
-    first, second = list(vocabulary)[300:302]
-    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (student / "tokenizer.json").write_text(json.dumps(words))
-    command = [place / "bin" / "python", "-m", "benchmarks.serving", "worker", teacher]
-    command += [json.dumps({**STUDENT, "num_speculative_tokens": 2}), student]
-    done = subprocess.run(
-        [str(part) for part in command],
-        env={**os.environ, **Engine.settings(plugin=True)},
-        input="",
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode != 0
-    assert "another tokenizer" in done.stderr + done.stdout

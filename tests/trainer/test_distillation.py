@@ -95,6 +95,7 @@ def test_what_cannot_be_is_refused(store: Path, tmp_path: Path) -> None:
     for place, settings, words in (
         (topk, {}, ["draw of the noise", "posterior or hidden"]),
         (store, {"weight": 1.5}, ["share out of range", "1.5", "0 to 1"]),
+        (store, {"weight": -0.1}, ["share out of range", "-0.1"]),
         (store, {"temperature": 0.0}, ["not a temperature", "above 0"]),
     ):
         with pytest.raises(UsageError) as refused:

@@ -181,6 +181,7 @@ def test_a_samples_noise_is_of_the_seed_and_its_index(store: Path) -> None:
     canvas = [0] + [MASK] * (LENGTH - 1)
     four, two = (sampler.sample([canvas] * count, seed=1) for count in (4, 2))
     torch.testing.assert_close(four[:2], two)
+    torch.testing.assert_close(sampler.sample([canvas] * 2, seed=1, tau=0.85), two)
     guided = sampler.sample([canvas] * 2, 2, seed=1)  # the same samples, without their prompts
     torch.testing.assert_close(guided[2:], two)
     for other in ({"seed": 2}, {"seed": 1, "tau": 0.1}):
@@ -190,7 +191,8 @@ def test_a_samples_noise_is_of_the_seed_and_its_index(store: Path) -> None:
 
 def test_what_cannot_be_is_refused(store: Path, tmp_path: Path) -> None:
     ready = bert()
-    read_noise(ready, tokenizer(), store)
+    with read_noise(ready, tokenizer(), store).showing(prior):
+        ready(some_rows())
     shifted = transformers.TrainingArguments(**quiet(tmp_path))
     shifted.right_shift_logits = True  # type: ignore[attr-defined]
     options = {"store": store, "model": bert(), "processing_class": tokenizer()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from shards.errors import UsageError
 from shards.settings import flatten, to_mapping
 from shards.store.store import ShardStore
 from tests.commands import call
-from tests.trainer.run_cases import LENGTH, assert_same_run, tiny_run, write_store
+from tests.trainer.backbone_cases import backbone_run, store_of
+from tests.trainer.run_cases import LENGTH, VOCAB, assert_same_run, tiny_run, write_store
 from trainer import two_stage
 from trainer.students.folder import weights_sha256
 from trainer.students.registry import read_preset
@@ -53,9 +54,10 @@ def test_a_run_by_command(store: Path, config: Path, tmp_path: Path, capsys: Cap
     extracted.mkdir()
     (extracted / "store").symlink_to(store)
     words = ("run", "--store", extracted, "--config", config, "--conditioning", "none")
-    words = (*words, "--out", out, "--set", "training.num_steps=8")
+    words = (*words, "--out", out, "--set", "training.num_steps=8", "--kd", "token")
     assert call("gdistill-train", *words) == 0
     resolved = json.loads((out / "config.json").read_text())
+    assert resolved["model"]["kd"]["kind"] == "token"
     assert (resolved["training"]["num_steps"], resolved["model"]["conditioning"]) == (8, "none")
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("mdlm, conditioning none, ") and " parameters; 8 steps" in lines[0]
@@ -76,8 +78,10 @@ MISTAKES: list[tuple[list[str], str]] = [
     ([*RUN, "--set", "training.global_batch_size=41"], "fewer rows than one global batch"),
     ([*RUN, "--set", "training.trackers=['abacus']"], "training.trackers"),
     ([*RUN, "--set", "model.block_size=3", "--student", "bd3lm"], "block_size"),
+    ([*RUN, "--store", "/nowhere"], "no store there"),
     ([*RUN, "--init-from", "/nowhere/at/all"], "no model there"),
     ([*RUN, "--init-from", "nowhere"], "cannot find the source [nowhere]"),
+    ([*RUN, "--student", "medusa", "--backbone", "nowhere"], "cannot find the backbone [nowhere]"),
     (["run", "--config", "nowhere.toml"], "cannot read the config file"),
     ([*RUN, "--processes", "2"], "an option of --plan without it"),
     ([*RUN, "--plan", "--processes", "0"], "invalid value for '--processes'"),
@@ -102,7 +106,7 @@ def test_a_mistake_is_one_line(
     store: Path, config: Path, tmp_path: Path, capsys: Capsys, words: list[str], expected: str
 ) -> None:
     if words[0] != "status":
-        words = [*words, "--store", str(store)]
+        words = words if "--store" in words else [*words, "--store", str(store)]
         words += [] if "--out" in words else ["--out", str(tmp_path / "out")]
     words = [str(config) if word == "CONFIG" else word for word in words]
     assert call("gdistill-train", *words) == 2
@@ -111,65 +115,37 @@ def test_a_mistake_is_one_line(
     assert not (tmp_path / "out" / "model").exists()
 
 
-def test_the_plan(store: Path, tmp_path: Path, capsys: Capsys) -> None:
-    """State by hand; what the backward pass keeps follows the micro-batch; nothing is written."""
-    opened = ShardStore.open(store)
-    student = build_student(tiny_run(), opened, None)
-    weights = 4 * sum(parameter.numel() for parameter in student.parameters())
-    plans = [memory_plan(tiny_run(training__micro_batch_size=n), opened) for n in (2, 4)]
-    kept = [plan["kept for the backward pass"] for plan in plans]
-    assert kept == [2 * LENGTH * 68 * 16, 4 * LENGTH * 68 * 16], "34 bytes in 16 bit, twice in 32"
-    state = ("weights", "gradients", "AdamW's moments", "moving average of the weights")
-    assert [plans[0][name] for name in state] == [weights, weights, 2 * weights, weights]
-    sharded = memory_plan(tiny_run(training__sharding="fsdp"), opened, 4)
-    assert sharded["AdamW's moments"] == weights // 2
+def test_the_plan(store: Path, llama: Path, tmp_path: Path, capsys: Capsys) -> None:
+    """By hand: 34 bytes in 16 bit, twice in 32; a frozen backbone is whole in every process."""
+    opened, below = ShardStore.open(store), ShardStore.open(store_of(tmp_path / "scored", llama))
+    frozen = 4 * sum(w.numel() for w in AutoModelForCausalLM.from_pretrained(llama).parameters())
+    for own, place, still, processes, rows, pieces in (
+        ({"training__micro_batch_size": 2}, opened, 0, 1, 2, 1),
+        ({}, opened, 0, 1, 8, 1),
+        ({}, opened, 0, 4, 2, 1),
+        ({"training__sharding": "fsdp"}, opened, 0, 4, 2, 4),
+        ({"training__sharding": "fsdp"}, below, frozen, 2, 4, 2),
+    ):
+        config = backbone_run(llama, **own) if still else tiny_run(**own)
+        student = build_student(config, place, None)
+        weights = 4 * sum(parameter.numel() for parameter in student.parameters()) // pieces
+        tokens = rows * student.num_read_tokens
+        assert memory_plan(config, place, processes) == {
+            "weights": weights + still,
+            "gradients": weights,
+            "AdamW's moments": 2 * weights,
+            "moving average of the weights": weights,
+            "kept for the backward pass": tokens * 68 * 16,
+            "a tile of logits, or of noise": 8 * tokens * (VOCAB + 1),
+        }
     file = write_config(tmp_path / "run.toml")
     words = ("run", "--plan", "--store", store, "--config", file, "--out", tmp_path / "out")
-    assert call("gdistill-train", *words) == 0
-    assert "in all, estimated" in capsys.readouterr().out.splitlines()[-1]
+    assert call("gdistill-train", *words, "--processes", 4) == 0
+    total = sum(memory_plan(tiny_run(), opened, 4).values()) / 1e6
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "peak memory of one of 4 processes"
+    assert lines[-1].split() == ["in", "all,", "estimated", f"{total:,.1f}", "MB"]
     assert not (tmp_path / "out").exists()
-
-
-DAMAGES = {
-    "absent": (2, "no store there"),
-    "unfinished": (1, "not complete"),
-    "truncated": (1, "truncated"),
-    "newer": (1, "newer format"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_bad_stores(store: Path, config: Path, tmp_path: Path, capsys: Capsys, damage: str) -> None:
-    copy, (code, expected) = tmp_path / "store", DAMAGES[damage]
-    if damage != "absent":
-        shutil.copytree(store, copy)
-    if damage == "unfinished":
-        next(path for path in sorted((copy / "ledger").rglob("*")) if path.is_file()).unlink()
-    if damage == "truncated":
-        for shard in filter(Path.is_file, (copy / "train" / "tokens" / "c").rglob("*")):
-            shard.write_bytes(shard.read_bytes()[:-9])
-    if damage == "newer":
-        manifest = json.loads((copy / "manifest.json").read_bytes())
-        (copy / "manifest.json").write_text(json.dumps({**manifest, "format_version": 99}))
-    words = ("run", "--store", copy, "--config", config, "--out", tmp_path / "out")
-    assert call("gdistill-train", *words) == code
-    assert expected in capsys.readouterr().err.strip().splitlines()[-1]
-    assert not (tmp_path / "out" / "model").exists()
-
-
-def test_init_from_another_shape(store: Path, config: Path, tmp_path: Path, capsys: Capsys) -> None:
-    assert train(tiny_run(training__num_steps=1), store, tmp_path / "begun")
-    cases: list[tuple[dict[str, Any], str, str]] = [
-        ({"vocab_size": 16}, "gumbel", "another vocab_size than the store"),
-        ({"row_length": 16}, "gumbel", "another row_length than the store"),
-        ({}, "none", "conditioner.weight"),
-    ]
-    for number, (changes, conditioning, expected) in enumerate(cases):
-        other = write_store(tmp_path / f"other-{number}", **changes)
-        words = ("run", "--store", other, "--config", config, "--out", tmp_path / "out")
-        words = (*words, "--init-from", tmp_path / "begun", "--conditioning", conditioning)
-        assert call("gdistill-train", *words) == 2
-        assert expected in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_ctrl_c_while_it_starts_is_one_line() -> None:
@@ -308,10 +284,9 @@ def test_a_users_file_goes_before_the_recipe_and_epochs_are_counted_in_steps(sto
 
 
 def test_large_vocabularies_are_read_among_candidates_at_thirds() -> None:
-    assert two_stage.noise_layers_of(4, two_stage.LARGE_VOCABULARY - 1) == {"layers": [1, 2, 3, 4]}
-    found = two_stage.noise_layers_of(12, two_stage.LARGE_VOCABULARY)
-    assert found == {"layers": [4, 8], "top_k": 256}
-    assert two_stage.noise_layers_of(1, two_stage.LARGE_VOCABULARY)["layers"] == [1]
+    assert two_stage.noise_layers_of(4, 4095) == {"layers": [1, 2, 3, 4]}
+    assert two_stage.noise_layers_of(12, 4096) == {"layers": [4, 8], "top_k": 256}
+    assert two_stage.noise_layers_of(1, 4096)["layers"] == [1]
 
 
 @pytest.mark.parametrize("preset", ["tiny", "small", "medium", "maze"])

@@ -48,14 +48,6 @@ def arrivals(batch: Batch, mask: Tensor = MASK) -> Tensor:
     return dense_arrivals(batch.noise.at(mask))
 
 
-def test_fields(store: Path) -> None:
-    batch = make_batch(store)
-    assert batch.tokens.dtype == torch.int64 and batch.tokens.shape == (8, LENGTH)
-    assert batch.token_log_probs.dtype == torch.float32
-    assert batch.row_ids.tolist() == batch.slots.tolist() == list(range(8))
-    assert (batch.global_batch_size, batch.step, batch.epoch, batch.seed) == (8, 5, 0, 3)
-
-
 def test_noise_is_decoded_at_masked_positions_in_row_major_order(store: Path) -> None:
     batch = make_batch(store)
     assert batch.noise is not None
@@ -148,18 +140,6 @@ def test_every_micro_batch_has_every_kind_of_time() -> None:
     assert len(parts) == 8 and max(means) - min(means) <= 1 / 8
     sizes = [part.num_rows for part in batch.micro_batches(10)]
     assert max(sizes) - min(sizes) <= 1 and max(sizes) <= 10
-
-
-def test_micro_batches_give_the_whole_batchs_gradient(store: Path) -> None:
-    student = build_student(tiny_run(), ShardStore.open(store), None)
-    batch, gradients = make_batch(store), []
-    for size in (None, 3):
-        student.zero_grad()
-        for part in batch.micro_batches(size):
-            (student.loss(part).loss * part.num_rows / batch.num_rows).backward()
-        gradients.append([p.grad.clone() for p in student.parameters() if p.grad is not None])
-    for whole, summed in zip(*gradients, strict=True):
-        torch.testing.assert_close(summed, whole, rtol=1e-4, atol=1e-6)
 
 
 # Prior noise: at which masked positions, when, and what a student makes of them.

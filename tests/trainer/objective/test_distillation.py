@@ -16,7 +16,7 @@ from shards.noise.kinds import DenseProbabilities, Entries, HeadAndTail
 from tests.trainer.run_cases import VOCAB as SMALL
 from tests.trainer.run_cases import teacher_logits, tiny_run, write_store
 from tests.trainer.training.cases import first_batch, student_of, trainer_of
-from trainer.objective.distillation import Distillation, Outcomes, tempered_kl
+from trainer.objective.distillation import Distillation, tempered_kl
 from trainer.students.folder import read_model
 from trainer.students.registry import AR, BD3LM, MDLM
 from trainer.training.loop import train
@@ -96,18 +96,6 @@ def test_nothing_is_lost_where_the_rest_is_one_token_or_none() -> None:
         torch.testing.assert_close(losses_of(part, student), whole, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("num_entries", [1, 4, 12])
-def test_coarser_outcomes_lose_divergence_and_are_zero_at_equality(num_entries: int) -> None:
-    """Data processing: grouping never raises a KL; a student equal to the teacher has none left."""
-    teacher, student = dense(), student_log_probs()
-    part = listed(teacher, num_entries, UNIFORM)
-    whole, found = losses_of(DenseProbabilities(teacher), student), losses_of(part, student)
-    assert (found >= -1e-5).all() and (found <= whole + 1e-5).all()
-    assert (found < whole - 1e-3).any()
-    alike = functional.pad(teacher, (0, 1), value=-1e6)
-    assert float(losses_of(part, alike).abs().max()) < 1e-5
-
-
 def test_within_the_rest_the_student_keeps_its_proportions() -> None:
     """The gradient on an unlisted logit is q (1 - p_rest / q_rest); on a listed one q - p."""
     teacher = listed(dense(), 4, UNIFORM)
@@ -122,14 +110,6 @@ def test_within_the_rest_the_student_keeps_its_proportions() -> None:
     target = target + rest * q * teacher.tail_mass[:, None] / q_rest
     torch.testing.assert_close(gradient[:, :VOCAB], q - target, rtol=1e-3, atol=1e-6)
     assert float(gradient[:, VOCAB].abs().max()) == 0
-
-
-def test_outcomes_are_normalised_and_rows_are_the_rows_asked_for() -> None:
-    part = listed(dense(), 4, UNIFORM)
-    assert torch.allclose(Outcomes.of(part).log_probs.exp().sum(1), torch.ones(40), atol=1e-5)
-    student = student_log_probs()
-    some = Distillation(part).losses(student[10:20], TARGETS[10:20], slice(10, 20))
-    torch.testing.assert_close(some, losses_of(part, student)[10:20], rtol=1e-5, atol=1e-7)
 
 
 def test_impossible_tokens_give_finite_gradients() -> None:
