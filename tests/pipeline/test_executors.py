@@ -31,10 +31,16 @@ def test_tasks_write_the_store_of_one_command(
     assert contents(tmp_path / "store") == reference
 
 
-def test_documents_pass_and_what_is_done_stays(tmp_path: Path, asked: Asked) -> None:
-    """Without datatrove: a step is a call."""
+def test_documents_pass_and_what_is_done_stays(
+    tmp_path: Path, asked: Asked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without datatrove: a step is a call; the first task alone speaks."""
+    assert list(ExtractStep(str(tmp_path), asked(), tokens_only=True)()) == []
+    assert (tmp_path / "tokens").exists() and not (tmp_path / "store").exists()
+    assert capsys.readouterr().out
     step = ExtractStep(str(tmp_path), asked())
     assert list(step(iter(["a document"]), 1, 2)) == ["a document"]
+    assert capsys.readouterr().out == ""
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("c/*/*")}
     assert before
     assert list(step(None, 0, 2)) == []

@@ -100,11 +100,12 @@ def test_json_lines_and_parquet(tmp_path: Path) -> None:
 def test_csv_files(tmp_path: Path) -> None:
     """Other columns may hold anything; a range is that part of the whole."""
     rows = "".join(f"{i},{'word ' * 300}{i}\n" for i in range(5000))
-    (tmp_path / "a.csv").write_text(f"n,text\n{rows}not a number,last\n")
+    last = "longer than csv reads by itself " * 8000
+    (tmp_path / "a.csv").write_text(f"n,text\n{rows}not a number,{last}\n")
     source = source_of(corpus_config(f"{tmp_path}/a.csv"))
     assert source.count() == 5001
     whole = list(source.documents(0, 5001))
-    assert whole[-1].content == b"last" and whole[4321].content.endswith(b" 4321")  # type: ignore[arg-type]
+    assert whole[-1].content == last.encode() and whole[4321].content.endswith(b" 4321")  # type: ignore[arg-type]
     assert list(source.documents(4990, 4995)) == whole[4990:4995]
     (tmp_path / "b.csv").write_bytes("\ufefftext,n\n".encode() + b'"bad \xff byte",1\n\n,2\n')
     assert everything(f"{tmp_path}/b.csv", on_bad_utf8="skip", **ALL) == []
@@ -137,6 +138,17 @@ def test_data_sets_of_the_hub_library(tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(UsageError, match=message):
             everything(f"hf:{place}", **change)
 
+    asked: list[object] = []
+
+    def not_there(*names: Any, **how: Any) -> None:
+        asked.append((names, how))
+        raise ValueError
+
+    monkeypatch.setattr("datasets.load_dataset", not_there)
+    with pytest.raises(UsageError, match="cannot load the data set"):
+        everything("hf:org/name:part", split="test", revision="main")
+    assert asked == [(("org/name", "part"), {"split": "test", "revision": "main"})]
+
 
 def test_a_local_folder_of_a_data_set_is_known_by_its_content(tmp_path: Path) -> None:
     identities = []
@@ -156,14 +168,14 @@ def test_bare_paths_tell_their_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"a packed story", mtime=0))
     (tmp_path / "c.jsonl").write_text(json.dumps({"story": "a line"}) + "\n")
     (tmp_path / "d.csv").write_text('id,story\n1,"a row, ""quoted""\nin two lines"\n')
-    (tmp_path / "e.tsv").write_text("id\tstory\nx\ta tab\n")
+    (tmp_path / "e.tsv.gz").write_bytes(gzip.compress(b"id\tstory\nx\ta tab\n", mtime=0))
     pq.write_table(pa.table({"story": ["a cell"]}), tmp_path / "f.parquet")
     expected = {
         "a.txt": "a story",
         "b.txt.gz": "a packed story",
         "c.jsonl#story": "a line",
         "d.csv#story": 'a row, "quoted"\nin two lines',
-        "e.tsv#story": "a tab",
+        "e.tsv.gz#story": "a tab",
         "f.parquet#story": "a cell",
     }
     for spec, text in expected.items():
@@ -175,9 +187,10 @@ def test_bare_paths_tell_their_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_odd_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names that hold what a pattern or a #field is written with, and suffixes in capitals."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("a[1].txt", "C#.txt", "B.TXT"):
         (tmp_path / name).write_text(name)
-        assert everything(name, **ALL) == [name]
+        assert everything(name, **ALL) == everything(f"~/{name}", **ALL) == [name]
     (tmp_path / "a#b.jsonl").write_text('{"body": "x", "text": "y"}\n')
     for spec, text in (("a#b.jsonl#body", "x"), ("a#b.jsonl", "y")):
         assert everything(spec, **ALL) == [text]
@@ -213,6 +226,14 @@ def test_a_source_of_its_own_for_validation(tmp_path: Path) -> None:
     config = CorpusConfig(f"text:{tmp_path}/a.txt", validation_source=f"jsonl:{tmp_path}/b.jsonl")
     assert splits_of(config) == (["train"], ["held out"] * 5)
     assert splits_of(replace(config, limit_documents=2)) == (["train"], ["held out"] * 2)
+    (tmp_path / "c.jsonl").write_text('{"story": "of its own field"}\n')
+    settings = {"validation_source": f"jsonl:{tmp_path}/c.jsonl", "field": "story"}
+    config = corpus_config(f"jsonl:{tmp_path}/b.jsonl#text", settings)
+    assert splits_of(config)[1] == ["of its own field"]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "d.jsonl").write_text(json.dumps({"turns": turns}))
+    train, validation = splits_of(corpus_config(f"chat:{tmp_path}/d.jsonl#turns"))
+    assert [json.loads(text)[1] for text in train] == [turns] and validation == []
 
 
 FEW: list[tuple[list[int], float]] = [([4000, 5000, 6000, 3000], 0.01), ([4000, 5000], 0.01)]
@@ -246,13 +267,14 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
         assert list(read_documents(config, "train", tally)) == expected
         assert tally.num_bad_utf8 == 1
     lines.write_bytes(b'{"text": "ok"}\n{"text": "\\ud800 lone"}\n')
-    assert everything(f"jsonl:{lines}", on_bad_utf8="replace", **ALL) == ["ok", "? lone"]
-    column = pa.array([b"ok", b"\xff"]).view(pa.string())
+    for policy, expected in (("replace", ["ok", "? lone"]), ("skip", ["ok"])):
+        assert everything(f"jsonl:{lines}", on_bad_utf8=policy, **ALL) == expected
+    column = pa.array([b"ok"] * 300 + [b"\xff"]).view(pa.string())
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
     for name, message in (
         ("a.txt", rf"{path}: byte {5 + 14 + 4}\]; got byte 0xff"),
         ("a.jsonl", "lone surrogate"),
-        ("a.parquet", "row 1, byte 0"),
+        ("a.parquet", "row 300, byte 0"),
     ):
         with pytest.raises(GdistillError, match=message):
             everything(f"{tmp_path}/{name}")
@@ -286,6 +308,8 @@ def test_control_characters_are_kept_and_counted(tmp_path: Path) -> None:
         ("{folder}/g.bin", {}, "suffix does not tell"),
         ("text:{folder}/a.csv", {"validation_documents": 2}, r"held out.*got 2; .*at most 1"),
         ("text:{folder}/a.csv", {"document_separator": " "}, "document_separator"),
+        ("text:{folder}/a.csv", {"group_documents": 2, "packing": "pad"}, "nothing for pad"),
+        ("owt", {"validation_source": "text:a", "validation_split": "b"}, "exclude each other"),
         ("text:{folder}/a.csv", {"field": "story"}, r"means nothing.*corpus\.field"),
         ("text:{folder}/a.csv", {"split": "test"}, r"means nothing.*corpus\.split"),
         ("text:{folder}/a.csv", {"seed": 3}, r"means nothing.*corpus\.seed"),
@@ -324,6 +348,7 @@ def test_requests_that_make_no_sense(
         ("a.csv", b'text\nfine\n"cut in the mid', r"cannot read the CSV file.*a\.csv: line 3"),
         ("b.csv", b'text\n"bad \xff byte"\n', r"not UTF-8.*row 0, byte 4"),
         ("c.csv", b"n,text\n1,2,3\n", r"cannot read the CSV file.*c\.csv"),
+        ("c.csv", b"n,text\n1\n", r"cannot read the CSV file.*c\.csv"),
     ],
 )
 def test_broken_sources(tmp_path: Path, name: str, content: bytes, message: str) -> None:
@@ -388,6 +413,8 @@ CASES = {
         ("a N b", "a 1 b"),
         ("one \n two", "one\ntwo"),
         ("one\n two", "one\ntwo"),
+        ("= = = The dogs ' bowl = = =", "=== The dogs' bowl ==="),
+        ("{ a b } wow ! and why ? for ' this '", "{a b} wow! and why? for 'this'"),
     ],
     "ptb": [
         ("the company 's profit did n't rise", "the company's profit didn't rise"),
@@ -397,6 +424,7 @@ CASES = {
         ("the analysts ' view", "the analysts' view"),
         ("1\\/2 year", "1/2 year"),
         ("N years", "N years"),
+        ("one \n two", "one\ntwo"),
     ],
     "lm1b": [
         ("He said , it is . Then", "He said, it is. Then"),
@@ -408,6 +436,7 @@ CASES = {
         ("http : / / a / b", "http://a/b"),
         ("https : / / a / b", "https://a/b"),
         ('"quoted" .', '"quoted" .'),
+        ("Stop ! I ask : me ; a [ note ] ' so '", "Stop! I ask: me; a [note] 'so'"),
     ],
     "lambada": [(" “ Yes , ” he said \n", '\n" Yes , " he said')],
     "scientific_papers": [("we find @xmath0 ( see [ 1 ] ) .", "we find @xmath0 (see [1]) .")],
