@@ -23,8 +23,10 @@ from transformers import AutoModel, PreTrainedTokenizerFast
 
 import trainer
 from benchmarks.goldens import absolute, condition_of
+from shards.atomic import sha256_file
 from shards.errors import GdistillError, UsageError
 from shards.settings import merge, nested
+from tests.commands import call
 from trainer.importing import (
     Inert,
     backbone_of,
@@ -60,7 +62,8 @@ def logits_of(student: Student, expected: dict[str, torch.Tensor]) -> torch.Tens
 @pytest.mark.parametrize("weights", ["ema", "raw"])
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_match(golden: Path, tmp_path: Path, name: str, weights: str) -> None:
-    done = import_checkpoint(golden / f"{name}.ckpt", tmp_path / "model", ema=weights == "ema")
+    words = (golden / f"{name}.ckpt", tmp_path / "model", *(["--no-ema"] * (weights == "raw")))
+    assert call("gdistill-train", "import", *words) == 0
     student = AutoModel.from_pretrained(tmp_path / "model").eval()
     expected = load_file(golden / f"{name}_expected.safetensors")
     with torch.no_grad():
@@ -72,8 +75,11 @@ def test_logits_match(golden: Path, tmp_path: Path, name: str, weights: str) -> 
     assert (order, unexpected) == (told["ema_parameter_order"], [])
     other = "raw" if weights == "ema" else "ema"
     assert absolute(logits, expected[f"logits_{other}_weights"]) > 1e-2
-    assert done.weights == weights
-    assert json.loads((tmp_path / "model" / "import.json").read_text())["weights"] == weights
+    source = json.loads((tmp_path / "model" / "import.json").read_text())
+    assert source["weights"] == weights and source["sha256"] == sha256_file(words[0])
+    assert source["global_step"] == loaded(golden, name).get("global_step")
+    ends = student.config.vocab_size - 1  # of a tokenizer like GPT-2's
+    assert (student.config.bos_token_id, student.config.eos_token_id) == (ends, ends)
     assert student.config.row_length == told["config"]["length"]
     if isinstance(student, BD3LM):
         assert student.block_size == told["config"]["block_size"]
@@ -120,7 +126,7 @@ class FakeNode:
 
 
 def test_foreign_classes_are_read_but_never_run(golden: Path, tmp_path: Path) -> None:
-    leaf = {"length": FakeNode(_val=16), "dropout": FakeNode(_val=0.0)}
+    leaf = {"length": FakeNode(_val=16), "dropout": FakeNode(_val=0)}
     config = FakeNode(_content={"model": FakeNode(_content=leaf)})
     fired, path = tmp_path / "fired", tmp_path / "real.ckpt"
     armed = Calls(open, str(fired), "w")
@@ -131,7 +137,8 @@ def test_foreign_classes_are_read_but_never_run(golden: Path, tmp_path: Path) ->
     plain = plain_config(read["hyper_parameters"]["config"])
     assert plain["model"] == {"length": 16, "dropout": 0.0}
     name, student = student_from(read)
-    assert (name, student.config.row_length) == ("mdlm", 16)
+    assert (name, student.config.row_length, student.settings.dropout) == ("mdlm", 16, 0.0)
+    assert student.clips == (1e-3, 1.0), "what the authors take where nothing is said"
 
 
 def test_a_file_that_is_not_there_and_a_folder_that_is_taken(tmp_path: Path, golden: Path) -> None:
@@ -170,6 +177,7 @@ def test_references_in_the_config_are_followed(golden: Path) -> None:
     config = {"model__length": "${row}", "row": 16, "block_size": "${model.length}"}
     student = student_from(with_config(golden, "bd3lms-tiny", **config))[1]
     assert (student.config.row_length, student.settings.block_size) == (16, 16)
+    assert student.settings.dropout == 0.1
 
 
 def test_a_tokenizer_comes_along(golden: Path, tmp_path: Path) -> None:
@@ -203,13 +211,16 @@ def test_a_tokenizer_comes_along(golden: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_the_config_lacks_must_be_given(
-    golden: Path, name: str, config: dict[str, Any], missing: dict[str, int]
+    golden: Path, tmp_path: Path, name: str, config: dict[str, Any], missing: dict[str, int]
 ) -> None:
     checkpoint, (option, value) = with_config(golden, name, **config), *missing.items()
     words = option.split("_")
     with pytest.raises(UsageError, match=rf"{' '.join(words)}.*--{'-'.join(words)}"):
         student_from(checkpoint)
-    assert getattr(student_from(checkpoint, **missing)[1].config, option) == value
+    torch.save(checkpoint, tmp_path / "one.ckpt")
+    line = ("import", tmp_path / "one.ckpt", tmp_path / "out", f"--{'-'.join(words)}", value)
+    assert call("gdistill-train", *line) == 0
+    assert getattr(AutoModel.from_pretrained(tmp_path / "out").config, option) == value
 
 
 def small_checkpoint() -> State:
@@ -235,48 +246,37 @@ def change_config(**settings: Any) -> Callable[[State], None]:
 CHECKPOINTS: dict[str, Callable[[State], None]] = {
     "weights of another model": change(state_dict={"weight": torch.zeros(2)}),
     "no weights at all": change(state_dict=None),
-    "weights are a list": change(state_dict=[torch.zeros(2)]),
     "weights are text": change(state_dict="weights"),
     "a weight is text": change_state(EMBEDDING, "weight"),
-    "a weight is a number": change_state(EMBEDDING, 3.0),
     "a weight has no axes": change_state(EMBEDDING, torch.zeros(())),
     "a weight has three axes": change_state(EMBEDDING, torch.zeros(2, 2, 2)),
     "a vocabulary of nothing": change_state(EMBEDDING, torch.zeros(0, 8)),
-    "a width of nothing": change_state(EMBEDDING, torch.zeros(12, 0)),
     "no rotary frequencies": change_state(ROTARY, torch.zeros(0)),
     "more frequencies than width": change_state(ROTARY, torch.zeros(64)),
     "a name that is a number": change_state(7, torch.zeros(2)),  # type: ignore[arg-type]
     "a name that is a path": change_state("../../escape", torch.zeros(2)),
     "a billion blocks": change_state("backbone.blocks.999999999.mlp.0.weight", torch.zeros(2)),
-    "a block without a number": change_state("backbone.blocks.x.mlp.0.weight", torch.zeros(2)),
-    "a negative block": change_state("backbone.blocks.-1.mlp.0.weight", torch.zeros(2)),
     "a vocabulary larger than its bytes": change_state(EMBEDDING, torch.zeros(1).expand(10**9, 8)),
-    "a width larger than its bytes": change_state(EMBEDDING, torch.zeros(12, 1).expand(12, 10**9)),
     "a sigma weight without axes": change_state("backbone.sigma_map.mlp.0.weight", torch.zeros(())),
     "a sparse weight": change_state(EMBEDDING, torch.zeros(12, 8).to_sparse()),
     "weights of integers": change_state(EMBEDDING, torch.zeros(12, 8, dtype=torch.int64)),
     "an EMA that is text": change(ema="average"),
     "an EMA of text": change(ema={"shadow_params": ["a", "b", "c"]}),
-    "an EMA that is a dict": change(ema={"shadow_params": {"a": torch.zeros(1)}}),
     "clips of several numbers": change_state("sampling_eps_min", torch.zeros(3)),
     "clips that are text": change_state("sampling_eps_min", "0"),
     "clips that are no times": change_state("sampling_eps_min", torch.tensor(5.0)),
     "clips that are not numbers": change_state("sampling_eps_max", torch.tensor(float("nan"))),
     "a row length of text": change_config(model={"length": "eight"}),
     "a row length below one": change_config(model={"length": -8}),
-    "a row length of a list": change_config(model={"length": [8]}),
     "a reference to itself": change_config(model={"length": "${model.length}"}),
     "a reference to the environment": change_config(model={"length": "${oc.env:HOME}"}),
     "dropout of text": change_config(model={"length": 8, "dropout": "all"}),
     "dropout above one": change_config(model={"length": 8, "dropout": 7.0}),
     "an unknown schedule": change_config(noise={"type": "geometric"}),
-    "an unknown injection": change_config(model={"length": 8, "gumbel_inject_mode": "eval"}),
     "a config that is a list": change(hyper_parameters={"config": [1, 2]}),
     "settings that are text": change(hyper_parameters="settings"),
     "runs a command": change(callback=Calls(os.system, "touch FIRED")),
-    "calls what it has looked up": change(callback=Calls(Path.touch, Path("FIRED"))),
     "opens a file": change(callback=Calls(open, "FIRED", "w")),
-    "evaluates text": change(callback=Calls(eval, "open('FIRED', 'w')")),
     "weights by a command": change_state(EMBEDDING, Calls(os.system, "touch FIRED")),
     "more memory than there is": change(callback=Calls(bytearray, 10**15)),
 }
@@ -300,14 +300,10 @@ def with_pickle(content: bytes) -> Any:
 
 
 ARCHIVES: dict[str, Callable[[Path], Any]] = {
-    "an empty file": lambda path: path.write_bytes(b""),
     "text": lambda path: path.write_text("hello"),
     "the first half": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
     "a pickle without an archive": lambda path: path.write_bytes(pickle.dumps({})),
-    "an archive of nothing": lambda path: zipfile.ZipFile(path, "w").close(),
     "no pickle": with_pickle(b""),
-    "a pickle of noise": with_pickle(bytes(range(256))),
-    "a pickle that ends early": with_record("data.pkl", lambda old: old[: len(old) // 2]),
     "a number": with_pickle(pickle.dumps(3, protocol=2)),
     "weights cut short": with_record("/data/", lambda old: old[:5]),
     "a bomb": with_record("/data/", lambda old: b"\0" * 10**7, zipfile.ZIP_DEFLATED),

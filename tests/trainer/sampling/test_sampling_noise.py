@@ -304,21 +304,6 @@ def log_probs_and_keys(num_rows: int, length: int, size: int) -> tuple[Tensor, A
     return logits.log_softmax(-1), SampleKeys(1, torch.arange(num_rows)).at("test", where)
 
 
-@pytest.mark.parametrize("nucleus_p", [1.0, 0.9])
-@pytest.mark.parametrize("size", [50, 2000])
-def test_float64_is_held_for_a_few_positions(
-    size: int, nucleus_p: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log_probs, keys = log_probs_and_keys(8, 16, size)
-    rule = TokenRule(nucleus_p=nucleus_p)
-    whole = rule.choose(log_probs, keys)
-    for limit in (3 * size, 40 * size):
-        monkeypatch.setattr(draws, "MOST_ELEMENTS", {"cpu": limit})
-        with LargestFloat64() as watch:
-            assert torch.equal(rule.choose(log_probs, keys), whole)
-        assert 0 < watch.num_elements <= limit + limit // size  # the mask has an entry, too
-
-
 def test_samplers_hold_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_student("ar", "none").save_pretrained(tmp_path)
     student, ids = tiny_student(conditioning="none"), torch.arange(40)
@@ -390,37 +375,21 @@ def test_crossing_rule_is_that_of_transformers(p: float) -> None:
 
 
 @pytest.mark.parametrize("rule", ["strict", "crossing"])
-@pytest.mark.parametrize("scale", [0.1, 4.0])  # flat: the nucleus is wider than the first look
-def test_large_vocabularies_agree_with_a_full_sort(rule: Any, scale: float) -> None:
-    probs = random_probs(4, WIDE, scale)
-    ordered, ids = probs.sort(descending=True)
-    before = ordered.cumsum(-1) - (ordered if rule == "crossing" else 0)
-    kept = before < 0.9
+@pytest.mark.parametrize("p", [0.6, 0.8, 0.9])
+def test_large_vocabularies_agree_with_a_full_sort(p: float, rule: Any) -> None:
+    """Of equal tokens the smallest ids are kept, also across the edge of the first look; flat rows
+    are wider than it, and change nothing for those beside them."""
+    tied = torch.ones(3, WIDE, dtype=torch.float64)
+    for row, num_above in zip(tied, (0, FIRST_CANDIDATES // 2, 2 * FIRST_CANDIDATES), strict=True):
+        row[WIDE - num_above :] = 3.0
+    rows = [random_probs(20, WIDE, 3.0, torch.bfloat16), tied / tied.sum(-1, keepdim=True)]
+    probs = torch.cat([*rows, *(random_probs(4, WIDE, scale) for scale in (0.1, 4.0))])
+    ordered, ids = probs.sort(descending=True, stable=True)
+    sums = ordered.cumsum(-1)
+    kept = sums <= p if rule == "strict" else sums - ordered < p
     kept[:, 0] = True
     expected = torch.zeros_like(probs).scatter_(1, ids, ordered * kept)
     expected /= expected.sum(-1, keepdim=True)
-    assert torch.allclose(truncate_to_nucleus(probs, 0.9, rule), expected)
-
-
-@pytest.mark.parametrize("rule", ["strict", "crossing"])
-def test_a_nucleus_depends_on_no_other_row(rule: Any) -> None:
-    """A flat row needs a full sort; beside it the others keep their sets, ties and all."""
-    probs = random_probs(20, 2 * WIDE, 3.0, torch.bfloat16)  # many tokens of equal probability
-    flat = torch.full_like(probs[:1], 1 / probs.shape[1])
-    together = truncate_to_nucleus(torch.cat((probs, flat)), 0.8, rule)[:-1]
-    alone = torch.cat([truncate_to_nucleus(row, 0.8, rule) for row in probs.split(1)])
-    assert torch.equal(together > 0, alone > 0)
-    assert torch.allclose(together, alone, rtol=1e-12)
-
-
-@pytest.mark.parametrize("rule", ["strict", "crossing"])
-@pytest.mark.parametrize("num_above", [0, FIRST_CANDIDATES // 2, 2 * FIRST_CANDIDATES])
-def test_ties_are_broken_by_id(rule: Any, num_above: int) -> None:
-    """Equal tokens across the edge of the first look: the smallest ids are kept."""
-    probs, p = torch.ones(1, WIDE, dtype=torch.float64), 0.6
-    probs[0, WIDE - num_above :] = 3.0
-    probs /= probs.sum()
-    found = (truncate_to_nucleus(probs, p, rule) > 0)[0].nonzero()[:, 0]
-    left = p - float(probs[0, WIDE - num_above :].sum())
-    num_ties = int(left / float(probs[0, 0])) + (rule == "crossing")
-    assert found.tolist() == [*range(num_ties), *range(WIDE - num_above, WIDE)]
+    found = truncate_to_nucleus(probs, p, rule)
+    assert torch.equal(found > 0, expected > 0)
+    assert torch.allclose(found, expected)

@@ -13,12 +13,13 @@ import pytest
 from huggingface_hub import ModelCard
 from transformers import AutoConfig
 
+from shards.atomic import sha256_file
 from shards.errors import UsageError
 from shards.settings import flatten, to_mapping
 from tests.trainer.sampling_cases import LENGTH, tiny_student
 from tests.trainer.students.student_cases import make_student
 from trainer.students.configuration import FLAT_BEFORE, StudentSettings, grouped, unread_settings
-from trainer.students.folder import model_card, read_model, without_places
+from trainer.students.folder import model_card, read_model, weights_sha256, without_places
 from trainer.students.registry import STUDENTS
 
 ROOT = Path(__file__).parents[3]
@@ -56,6 +57,13 @@ def test_a_folder_of_flat_keys_is_the_same_student(tmp_path: Path, config: dict[
     assert to_mapping(then.settings)["noise"] == groups["noise"]
     rewrite(tmp_path, {**config, **before, "kd": "through_time"})
     assert read_model(tmp_path).settings.kd.kind == "none"
+
+
+def test_weights_in_several_files_are_hashed_all(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        (tmp_path / f"{name}.safetensors").write_text(name)
+    both = (sha256_file(tmp_path / f"{name}.safetensors") for name in ("a", "b"))
+    assert weights_sha256(tmp_path) == "+".join(both)
 
 
 def test_unknown_keys_refuse_themselves(tmp_path: Path, config: Any) -> None:
@@ -108,6 +116,11 @@ def test_the_hub_is_told_of_what_is_on_it_alone() -> None:
     assert data["datasets"] == ["Salesforce/wikitext"]
     assert (data["license"], data["library_name"]) == ("unknown", "transformers")
     assert "mdlm" in data["tags"]
+    scores = {"nll_nats": 1.25, "perplexity": 3.5, "num_tokens": 4096}
+    for conditional, kind in ((True, "given the noise"), (False, "bound")):
+        told["validation"] = {**scores, "conditional": conditional}
+        said = f"1.2500 nats per token ({kind}), perplexity 3.500, 4,096 tokens."
+        assert said in model_card(told, make_student())
     card = ModelCard(model_card(record(), make_student()))
     assert {"base_model", "datasets"}.isdisjoint(card.data.to_dict())
     assert "stories260K" in card.text and "maze:k4" in card.text
@@ -185,6 +198,7 @@ def test_transformers_knows_the_model_after_the_one_import_of_the_card(tmp_path:
         student, folder = tiny_student(kind, "none"), tmp_path / kind
         student.save_pretrained(folder)
         cards[kind] = model_card(record(student=kind), student)
+        assert other in cards[kind]
         script = cards[kind].split("```python")[-1].split("```")[0]
         script = script.replace("PATH-TO-THIS-FOLDER", str(folder))
         script += f"from transformers import {other}\n"

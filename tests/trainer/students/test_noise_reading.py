@@ -29,7 +29,6 @@ from tests.trainer.students.student_cases import (
     make_student,
     row_noise,
 )
-from trainer.loading import generate
 from trainer.objective.batch import Places
 from trainer.students import noise_attention
 from trainer.students.conditioning import EmbeddedNoise, GumbelConditioner, LayerNoise
@@ -111,24 +110,6 @@ def test_sparse_rest_by_hand() -> None:
     assert conditioner(noise).item() == pytest.approx((0.2 * 1 + 0.2 * 10) / 1.45, rel=1e-5)
 
 
-def test_sparse_noise_keeps_the_denominator() -> None:
-    full, conditioner = arrivals(), make()
-    shares = full.reciprocal() / full.reciprocal().sum(-1, keepdim=True)
-    kept = full.topk(20, largest=False)
-    rest = full.reciprocal().sum(-1) - kept.values.reciprocal().sum(-1)
-    sparse = SparseNoise(kept.indices, kept.values, SIZE, rest)
-    want = shares.gather(1, sparse.ids)
-    expected = torch.einsum("nk,nkd->nd", want, conditioner.weight[sparse.ids])
-    ours = conditioner(sparse)
-    assert torch.allclose(ours, expected, atol=1e-5)
-    upstream = torch.randn(NUM, WIDTH)
-    expected.backward(upstream)
-    dense_grad = conditioner.weight.grad.clone()
-    conditioner.weight.grad = None
-    conditioner(sparse).backward(upstream)
-    assert torch.allclose(conditioner.weight.grad, dense_grad, atol=1e-5)
-
-
 @TRANSFORMS
 @pytest.mark.parametrize("num_known", [20, SIZE])
 @pytest.mark.parametrize("tau", [0.5, 0.85, 1.0, 1.3])
@@ -147,8 +128,13 @@ def test_sparse_noise_is_dense_noise_whose_rest_arrives_together(
     conditioner = make(transform, prior_weight)
     conditioner.set_unigram(unigram.log_softmax(0))
     conditioner.weight.data[num_known:] = 0.0  # their rows of W are not added
-    expected = conditioner(DenseNoise(full), tau)
-    torch.testing.assert_close(conditioner(sparse, tau), expected, rtol=1e-4, atol=1e-6)
+    results, upstream = [], torch.randn(NUM, WIDTH)
+    for noise in (DenseNoise(full), sparse):
+        embedded = conditioner(noise, tau)
+        gradient = torch.autograd.grad(embedded, conditioner.weight, upstream)[0][:num_known]
+        results.append((embedded, gradient))
+    for dense, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, dense, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("std", [0.02, 0.7, None])
@@ -260,18 +246,6 @@ def test_a_tied_projection_reads_the_token_embedding_and_teaches_it() -> None:
     assert float(table.grad[vocab].abs().max()) == 0  # the mask is no token
 
 
-@pytest.mark.parametrize(
-    ("num", "most", "sizes"), [(37, 16, [13, 13, 11]), (17, 16, [9, 8]), (16, 16, [16]), (0, 4, [])]
-)
-def test_position_chunks_are_even(monkeypatch: Any, num: int, most: int, sizes: list[int]) -> None:
-    """As few as can be, and no last one of a few positions."""
-    monkeypatch.setattr(embedding, "TILES", dict.fromkeys(("cpu", "cuda"), (most, 64)))
-    walk = embedding.Walk(DenseNoise(arrivals(num=num)), embedding.Weighting())
-    chunks = walk.position_chunks()
-    assert [rows.stop - rows.start for rows, _ in chunks] == sizes
-    assert [part.noise.num_positions for _, part in chunks] == sizes
-
-
 # Attention: the noise read again inside the network.
 
 
@@ -305,6 +279,8 @@ def assert_same_training(first: MDLM, second: MDLM, batch: Any) -> dict[str, Ten
 def test_one_layer_by_hand(beta: float) -> None:
     """D = 2, V = 2, LN(h) = (1, -1): beta ((2, -2) + log (0.2, 0.8)) against W."""
     layer = VocabularyAttention(2, 2)
+    layer.reset_parameters()
+    assert float(layer.log_beta.exp()) == pytest.approx(2), "as it begins"
     with torch.no_grad():
         layer.log_beta.fill_(math.log(beta))
         layer.gamma.copy_(torch.tensor([2.0, 1.0]))
@@ -412,33 +388,6 @@ def layer_of(vocab_size: int, width: int) -> tuple[VocabularyAttention, Tensor, 
     return layer, head, torch.randn(2, 5, width, generator=generator)
 
 
-@pytest.mark.parametrize("count", [2, 8, 32])
-def test_what_is_left_out_bounds_the_difference(count: int) -> None:
-    """With a share e of the softmax outside, a mixture moves by at most 2 e max |W|."""
-    layer, head, x = layer_of(60, 8)
-    noise = keyed_noise(10, 60, CPU)
-    whole, among = (LayerNoise(TEN, *layer_scores(noise, 1.0, 0.0, n)) for n in (0, count))
-    query = torch.nn.functional.layer_norm(x.flatten(0, 1), (8,))
-    shares = torch.softmax(2 * (query @ head[:-1].T + whole.scores), dim=-1)
-    assert among.ids is not None
-    outside = 1 - shares.gather(1, among.ids.long()).sum(1)
-    apart = (layer(x, whole, head) - layer(x, among, head)).flatten(0, 1).abs().amax(1)
-    room = 2 * outside.clamp_min(0) * layer.weight.abs().max() + 1e-5
-    assert bool((apart <= room).all())
-    assert float(outside.max()) > 0.01 or count == 32, "the case must leave something out"
-
-
-def test_equal_scores_are_read_alike() -> None:
-    """All V entries tie: K different ones of them are read, in equal shares."""
-    layer, head, x = layer_of(12, 8)
-    found = LayerNoise(TEN, *layer_scores(DenseNoise(torch.full((10, 12), 0.5)), 1.0, 0.0, 4))
-    assert found.ids is not None and all(len(set(row)) == 4 for row in found.ids.tolist())
-    assert not bool(found.scores.any())
-    read = layer(x, found, torch.zeros_like(head)) - x
-    expected = layer.weight[found.ids.long()].mean(1).unflatten(0, (2, 5))
-    torch.testing.assert_close(read, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_ids_survive_narrow_embeddings() -> None:
     """All of the largest vocabulary's ids, beside bfloat16 embeddings, under autocast."""
     arrivals = 1.0 + torch.arange(50257).remainder(97)[None].repeat(2, 1)
@@ -481,23 +430,6 @@ def test_neither_scores_nor_rows_are_held_whole(monkeypatch: pytest.MonkeyPatch)
         layer(x, noise, head.requires_grad_()).sum().backward()
     assert x.grad is not None and head.grad is not None
     assert largest.elements < min(300 * 500, 300 * 8 * 16)
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"),
-    [
-        ("mdlm", {"sampler": "ancestral", "nfe": 3}),
-        ("mdlm", {"sampler": "first-hitting"}),
-        ("bd3lm", {"sampler": "block", "nfe": 6}),
-    ],
-)
-def test_samples_are_those_of_the_whole_vocabulary(kind: str, settings: dict[str, Any]) -> None:
-    """With all V as candidates; nothing here is nearer to a tie than sums are rounded."""
-    block, samples = 4 if kind == "bd3lm" else None, []
-    for count in (0, 11):
-        student = tiny_student(kind, block_size=block, noise={"layers": (1, 2), "top_k": count})
-        samples.append(generate(student, num_samples=3, seed=4, **settings))
-    assert torch.equal(samples[0], samples[1])
 
 
 def test_operations_by_hand() -> None:
