@@ -20,7 +20,7 @@ def save(directory: Path, kind: str = "mdlm", conditioning: str = "gumbel", **op
     tiny_student(kind, conditioning, **options).save_pretrained(directory)
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "a"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(directory)
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(directory)
     return directory
 
 

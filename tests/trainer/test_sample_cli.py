@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -21,7 +23,7 @@ from tests.trainer.sample_cli_cases import WORDS, command, read, save, save_mode
 from tests.trainer.sampling_cases import LENGTH, VOCAB, open_rows, tiny_student
 from trainer.sampling import command as run_module
 from trainer.sampling.command import SampleRun
-from trainer.sampling.noise import sampling_noise
+from trainer.sampling.noise import noise_of_rows, sampling_noise
 from trainer.sampling.verifier import load_verifier
 
 
@@ -44,18 +46,25 @@ def tokens_of(records: list[dict[str, Any]]) -> list[list[int]]:
     return [record["tokens"] for record in records]
 
 
-def test_files_and_records(models: Path, tmp_path: Path) -> None:
-    arguments = ("--num", 5, "--nfe", 4, "--nucleus-p", 0.9, "--seed", 7)
+def test_files_and_records(models: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """Its time is a sample's share of its batch's; of 64 samples, where no number is given."""
+    clock = SimpleNamespace(perf_counter=count(0, 10).__next__, process_time=count(0, 5).__next__)
+    monkeypatch.setattr(run_module, "time", clock)
+    arguments = ("--nfe", 4, "--nucleus-p", 0.9, "--nucleus-rule", "crossing", "--seed", 7)
     sampled(models / "mdlm", *arguments, out=tmp_path)
-    settings = settings_of(tmp_path)
-    for index, record in enumerate(read(tmp_path / "samples.jsonl")):
+    settings, records = settings_of(tmp_path), read(tmp_path / "samples.jsonl")
+    assert len(records) == settings["num_samples"] == 64
+    for index, record in enumerate(records):
         assert record["index"] == index
         assert len(record["tokens"]) == LENGTH and max(record["tokens"]) < VOCAB
         assert record["text"].split() == [WORDS[token] for token in record["tokens"][1:]]
-        assert record["seed"] == 7 and 1 <= record["nfe"] <= 5 and record["seconds"] > 0
+        assert record["seed"] == 7 and 1 <= record["nfe"] <= 5
+        assert (record["seconds"], record["processor_seconds"]) == (10 / 32, round(5 / 32, 6))
         assert record["settings"]["nucleus_p"] == 0.9 and record["settings"]["tau"] == 0.85
+        assert record["settings"]["nucleus_rule"] == "crossing"
         assert record["config_sha256"] == settings["config_sha256"]
     assert settings["student"] == "mdlm" and settings["vocab_size"] == VOCAB
+    assert settings["row_length"] == LENGTH
     assert settings["files"]["samples.jsonl"]["nfe"] == 4
     assert not list(tmp_path.glob("*.partial"))
 
@@ -88,6 +97,9 @@ def test_a_curve_writes_one_file_per_nfe(models: Path, tmp_path: Path) -> None:
             assert record["settings"]["nfe"] == nfe
     alone = sampled(*arguments, "8", out=tmp_path / "single")
     assert tokens_of(curve) == tokens_of(alone)
+    sampled(*arguments, "2,4", out=tmp_path, file="samples-nfe4.jsonl")
+    files = settings_of(tmp_path)["files"]
+    assert {file["nfe"] for file in files.values()} == {1, 2, 4, 8}, "all that lie there"
 
 
 BLOCKED_AT_THE_FOURTH = """
@@ -156,6 +168,21 @@ def test_prompts(models: Path, tmp_path: Path) -> None:
     prompts.write_text("up\n\ndown down\n")
     first, second = sampled(*arguments, "--prompt-file", prompts, out=tmp_path / "b")
     assert first["tokens"][:2] == [0, 2] and second["tokens"][:3] == [0, 3, 3]
+
+
+@pytest.mark.parametrize(("bos", "first"), [(None, 1), (5, 5)])
+def test_a_row_begins_with_the_models_bos_or_the_prompt_or_eos(
+    bos: int | None, first: int, models: Path, tmp_path: Path
+) -> None:
+    """The first token is no text where nobody asked for it."""
+    model = shutil.copytree(models / "mdlm", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "bos_token_id": bos}))
+    (free,) = sampled(model, "--num", 1, out=tmp_path / "free")
+    assert free["tokens"][0] == first and len(free["text"].split()) == LENGTH - 1
+    (asked,) = sampled(model, "--num", 1, "--prompt", "up up left", out=tmp_path / "asked")
+    given = [*([] if bos is None else [bos]), 2, 2, 4]
+    assert asked["tokens"][: len(given)] == given and asked["text"].startswith("up up left")
 
 
 def test_infilling(models: Path, tmp_path: Path) -> None:
@@ -237,6 +264,8 @@ def test_a_cached_model_is_sampled_by_its_id(
 OTHER_RUNS = [
     ("mdlm", {}, ("--seed", 1), "seed]; got 1; expected 0 as there; give another --out"),
     ("mdlm", {}, ("--tau", 0.5), "sampler.tau"),
+    ("mdlm", {}, ("--prompt", "up"), "given_rows_sha256"),
+    ("mdlm", {}, ("--precision", "bf16"), "precision"),
     ("bd3lm", {"block_size": 6}, (), "student_config.block_size"),
     ("mdlm", {"codec": {"name": "topk", "parameters": {"num_entries": 4}}}, (), "codec"),
     ("mdlm", {"eos_token_id": 3}, (), "eos_id"),
@@ -273,17 +302,34 @@ def test_another_verifier_is_another_run(models: Path, tmp_path: Path, capsys: A
     assert "out: verifier_sha256]" in capsys.readouterr().err
 
 
+def test_what_a_verifier_gained_is_said(models: Path, tmp_path: Path, capsys: Any) -> None:
+    """By hand, from the records: its passes fill eleven tokens of each of three rows."""
+    words = ("--sampler", "coupled", "--verifier", models / "ar", "--num", 3)
+    records = sampled(models / "mdlm", *words, out=tmp_path)
+    passes, own = (sum(r[name] for r in records) for name in ("verifier_nfe", "nfe"))
+    agreed, drafted = (sum(r[name][0] for r in records) for name in ("agreed", "drafted"))
+    line = f"samples.jsonl: {33 / passes:.2f} tokens per pass of the verifier ({passes} passes, "
+    line += f"{own} of the student); agreement by distance {agreed / drafted:.2f} "
+    assert line in capsys.readouterr().err
+
+
 def test_what_tolerates_tf32_has_it_and_says_so(
     models: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     """Not under a verifier, whose two passes must agree; nor where autocast has bfloat16."""
     asked: list[str] = []
+    narrow: list[bool] = []
+
+    def watched(*given: Any) -> Any:
+        narrow.append(torch.is_autocast_enabled("cpu"))
+        return noise_of_rows(*given)
 
     def allowed(device: torch.device) -> str:
         asked.append(device.type)
         return "TF32"
 
     monkeypatch.setattr(run_module, "allow_tf32", allowed)
+    monkeypatch.setattr(run_module, "noise_of_rows", watched)
     verified = ("--sampler", "apd", "--verifier", models / "ar")
     cases = {"TF32": (), "float32": verified, "bf16": ("--precision", "bf16")}
     for name, words in cases.items():
@@ -293,4 +339,4 @@ def test_what_tolerates_tf32_has_it_and_says_so(
         assert "products" not in settings["identity"]
         said = " ".join(capsys.readouterr().err.split())
         assert ("NVIDIA_TF32_OVERRIDE=0" in said) == (name == "TF32")
-    assert asked == ["cpu"]
+    assert asked == ["cpu"] and narrow == [False, False, True]

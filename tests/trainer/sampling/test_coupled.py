@@ -176,14 +176,6 @@ def test_exact_law_of_three_tokens(tau: float, verifier: str) -> None:
     assert not chi_square("another temperature", counts, exact_law(0.925)).passed
 
 
-def test_bad_settings_are_named(verifier: str) -> None:
-    with pytest.raises(UsageError, match="coupled needs a verifier"):
-        make_sampler("coupled")
-    for settings in ({"tau": 0.0}, {"max_lookahead": -1}):
-        with pytest.raises(UsageError, match=next(iter(settings))):
-            CoupledSampler(verifier=verifier, **settings)
-
-
 def test_rows_and_verifiers_that_do_not_fit_are_refused(verifier: str, tmp_path: Path) -> None:
     """Here and in adaptive parallel decoding."""
     absent, short, small = (tmp_path / name for name in ("absent", "short", "small"))
@@ -234,15 +226,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": GROUPED,
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64},
     "mistral": SLIDING,
-    "mixtral": {**SLIDING, **MIXED},
     "gemma2": {**LAYERS, "head_dim": 8, "query_pre_attn_scalar": 8},
-    "gemma3_text": {**LAYERS, "head_dim": 8, "query_pre_attn_scalar": 8},
     "gpt_oss": {**LAYERS, **MIXED, "head_dim": 8},
     "qwen2": {**SLIDING, "use_sliding_window": True, "max_window_layers": 0},
     "gpt_neo": {**LOCAL, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
     | {"max_position_embeddings": 64},
-    "starcoder2": SLIDING,
-    "cohere2": LAYERS,
 }
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from shards.errors import UsageError
 from shards.noise.philox import PositionKeys
 from tests.trainer.sampling import decoding_cases as check
 from tests.trainer.sampling_cases import LENGTH, draw, open_rows, tiny_student
@@ -263,10 +262,3 @@ def test_draws_of_a_block_are_named_by_positions_of_the_row(monkeypatch: Any) ->
     monkeypatch.setattr(orders, "gumbels", spy_gumbels)
     draw(tiny_student("bd3lm", block_size=4), BlockSampler(inner="confidence", nfe=3), IDS)
     assert named["tokens"] == named["order"] == set(range(1, LENGTH))
-
-
-@pytest.mark.parametrize("sampler", ["confidence", "block"])
-@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
-def test_bad_noise_is_refused(sampler: str, value: float) -> None:
-    with pytest.raises(UsageError, match="order_temperature"):
-        make_sampler(sampler, order_temperature=value)
