@@ -165,6 +165,7 @@ for module, words in (
     ("pipeline.cli", ["--out", "x", "--corpus", "owt", "--rate", "3"]),
     ("pipeline.cli", ["--out", "x", "--corpus", "owt", "--set", "store.row=3"]),
     ("trainer.cli", ["run", "--help"]), ("trainer.cli", ["settings"]),
+    ("trainer.cli", ["status", "/nowhere"]),
     ("trainer.sample_cli", ["--help"]), ("trainer.sample_cli", ["settings"]),
 ):
     sys.argv = [module, *words]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,13 @@ from safetensors.torch import load_file
 from torch.nn.functional import silu
 
 from shards.errors import UsageError
+from shards.noise.kinds import dense_arrivals
+from shards.noise.murmur3 import engine_gumbels
+from tests.commands import call
 from tests.trainer.backbone_cases import VOCAB, write_backbone
+from tests.trainer.sample_cli_cases import save
 from tests.trainer.sampling_cases import tiny_student
+from trainer.serving.coupling import draw
 from trainer.serving.drafters import Prefix, StudentDrafter, drafts_of
 from trainer.serving.export import export
 from trainer.serving.plugin import Requests
@@ -75,6 +81,9 @@ def test_drafts_depend_on_the_request_alone(kind: str, tmp_path: Path) -> None:
         assert drafts_of(student).draft([prefix], 2) == [expected]
         assert drafter.draft([prefix], 2) == [expected], "behind other requests"
     assert drafts_of(student).draft(asked[::-1], 2) == together[::-1]
+    if "medusa" not in kind:
+        long = replace(asked[0], tokens=[1] * 17)
+        assert drafts_of(student).draft([long, asked[1]], 2) == [[], together[1]], "rows are of 16"
     drafter = drafts_of(student)
     drafter.draft(asked, 2)
     assert drafter.draft(asked[::-1], 2) == together[::-1], "rows go on in another order"
@@ -90,6 +99,71 @@ def test_another_seed_drafts_otherwise(tmp_path: Path) -> None:
         for one in prefixes()[:2]
     )
     assert len(drawn) > 1 and len(greedy) == 1
+
+
+@torch.no_grad()
+def test_drafts_race_under_the_noise_that_the_engine_draws_with(tmp_path: Path) -> None:
+    """A student that is the target itself proposes what the engine takes."""
+    asked, ar, heads = prefixes(), make("ar", tmp_path), make("medusa", tmp_path)
+
+    def taken(prefix: Prefix, log_probs: torch.Tensor, first: int) -> list[int]:
+        scaled, count = log_probs / (prefix.temperature or 1.0), len(log_probs)
+        seeds, places = torch.full((count,), prefix.seed), first - 1 + torch.arange(count)
+        greedy = torch.full((count,), prefix.temperature == 0)
+        return draw(scaled, seeds, places, is_greedy=greedy).tolist()
+
+    for prefix, drafts in zip(asked, drafts_of(ar).draft(asked, 3), strict=True):
+        written = [*prefix.tokens]
+        for _ in range(3):
+            log_probs = ar.predict(torch.tensor([written]))[0, -1:, :-1]
+            written += taken(prefix, log_probs, len(written))
+        assert written == [*prefix.tokens, *drafts]
+    for prefix, drafts in zip(asked, drafts_of(heads).draft(asked, 2), strict=True):
+        assert prefix.hidden is not None
+        log_probs = heads.propose(prefix.hidden[None], None)[0]
+        assert drafts == taken(prefix, log_probs, len(prefix.tokens))
+
+
+@pytest.mark.parametrize(("kind", "begin", "end"), [("mdlm", 4, 16), ("medusa", 3, 6)])
+@torch.no_grad()
+def test_the_noise_that_is_shown_is_the_engines(
+    kind: str, begin: int, end: int, tmp_path: Path
+) -> None:
+    """Of an MDLM's open places; of heads' own tokens, and the last one that stands. By heat."""
+    student, seen = make(f"{kind}, noise", tmp_path), []
+    student.conditioner.register_forward_hook(lambda _, given, __: seen.append(given[:2]))
+    (prefix,) = prefixes()[2:3]
+    drafts_of(student).draft([prefix], 2)
+    ((noise, tau),) = seen
+    places = torch.arange(begin, end)
+    expected = engine_gumbels(torch.full_like(places, prefix.seed), places - 1, 0, VOCAB)
+    torch.testing.assert_close(-dense_arrivals(noise).log(), expected, rtol=1e-4, atol=1e-4)
+    assert (len(prefix.tokens), tau) == (4, prefix.temperature)
+
+
+def test_what_an_engine_is_given_is_checked(tmp_path: Path) -> None:
+    """The student's folder, and that its tokens are the target's."""
+    place, other = (save(tmp_path / name, "ar", "none") for name in ("student", "other"))
+    words = (other / "tokenizer.json").read_text()
+    swapped = words.replace('"up"', '"x"').replace('"down"', '"up"').replace('"x"', '"down"')
+    (other / "tokenizer.json").write_text(swapped)
+
+    def config(target: Path = place, size: int = 11, **settings: Any) -> Any:
+        return SimpleNamespace(
+            additional_config=settings,
+            speculative_config=SimpleNamespace(num_speculative_tokens=3),
+            model_config=SimpleNamespace(model=str(target), get_vocab_size=lambda: size),
+        )
+
+    made = StudentDrafter(config(gdistill_drafter=str(place)))
+    assert made.most == 3 and not made.needs_hidden
+    for target, size, settings, message in (
+        (place, 11, {}, "no student to draft with.*gdistill_drafter"),
+        (place, 10, {"gdistill_drafter": str(place)}, "more tokens than the target.*got 11"),
+        (other, 11, {"gdistill_drafter": str(place)}, "another tokenizer"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            StudentDrafter(config(target, size, **settings))
 
 
 def test_a_student_that_needs_the_targets_keys_is_refused(tmp_path: Path) -> None:
@@ -116,9 +190,12 @@ def test_hidden_states_are_those_of_the_last_token_that_was_kept(tmp_path: Path)
 
 
 @pytest.mark.parametrize("output", ["shared", "low_rank", "full"])
-def test_exported_heads_propose_what_they_did(output: str, tmp_path: Path) -> None:
+def test_exported_heads_propose_what_they_did(output: str, tmp_path: Path, capsys: Any) -> None:
     student = on_backbone(Medusa, tmp_path, head_output=output, head_rank=3)
-    assert '"method": "medusa"' in export(student, tmp_path / "out")
+    student.save_pretrained(tmp_path / "model")
+    words = ("export", tmp_path / "model", "--out", tmp_path / "out")
+    assert call("gdistill-train", *words, "--backbone", tmp_path / "llama") == 0
+    assert '"method": "medusa"' in capsys.readouterr().out
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["num_heads"], config["vocab_size"], config["hidden_size"]) == (2, VOCAB, 16)
     weights, hidden = load_file(tmp_path / "out" / "model.safetensors"), torch.randn(5, 16)

@@ -71,7 +71,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     rejection: Any = ModuleType("rejection_sampler")
     rejection.rejection_sample, rejection.expand_batch_to_tokens = rejection_sample, None
     ops = SimpleNamespace(
-        TopKTopPSampler=TopKTopPSampler, apply_top_k_top_p=lambda logits, k, p: logits
+        TopKTopPSampler=TopKTopPSampler,
+        apply_top_k_top_p=lambda logits, k, p: logits if k is None else cut_at(logits, int(k)),
     )
     modules: dict[str, Any] = {
         "vllm": SimpleNamespace(__version__="0.32.0+cpu"),
@@ -86,7 +87,13 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(plugin, "is_registered", False)
     plugin.register()
-    return SimpleNamespace(runner=GPUModelRunner, rejection=rejection, said=said, modules=modules)
+    made = {"runner": GPUModelRunner, "sampler": TopKTopPSampler, "rejection": rejection}
+    return SimpleNamespace(**made, said=said, modules=modules)
+
+
+def cut_at(logits: torch.Tensor, size: int) -> torch.Tensor:
+    """Without the ids from ``size`` on."""
+    return logits.masked_fill(torch.arange(logits.shape[1]) >= size, -torch.inf)
 
 
 def step(engine: SimpleNamespace, seeds: list[int | None], **metadata: Any) -> Any:
@@ -120,6 +127,28 @@ def test_tokens_are_drawn_with_the_noise_of_seed_and_position(engine: SimpleName
     alone = step(engine, [4])
     alone.seq_lens += 1
     assert alone._sample(logits[1:2].clone(), None).tolist() == found[1:2].tolist()
+    alone.sampler.use_fp64_gumbel = True
+    wide = draw(logits[1:2].clone(), torch.tensor([4]), torch.tensor([5]), torch.float64)
+    assert alone._sample(logits[1:2].clone(), None).tolist() == wide.tolist()
+    assert alone.seen[0].drawn.dtype == torch.float64
+
+
+def test_draws_are_of_what_is_left_by_the_engine_which_is_said(engine: SimpleNamespace) -> None:
+    keys = plugin.Keys(torch.tensor([3, 4]), torch.tensor([4, 5]), torch.float32)
+    logits = torch.randn(2, 50)
+    left = cut_at(logits, 7)
+    for mode, expected in (
+        ("raw_logprobs", None),
+        ("processed_logits", left),
+        ("processed_logprobs", left.log_softmax(dim=-1)),
+    ):
+        sampler = engine.sampler()
+        sampler.logprobs_mode = mode
+        drawn, said = sampler.forward(
+            logits.clone(), plugin.KeyedRows(keys, None), torch.tensor(7), None
+        )
+        assert torch.equal(drawn, draw(left.clone(), keys.seeds, keys.positions))
+        assert said is None if expected is None else torch.equal(said, expected)
 
 
 def test_greedy_and_failing_steps_are_the_stock_ones(engine: SimpleNamespace) -> None:
@@ -157,8 +186,16 @@ def test_drafts_are_kept_while_they_equal_the_targets_draw(engine: SimpleNamespa
         "max_spec_len": 2,
     }
     found = engine.rejection.rejection_sample(**asked, target_logits=logits[[0, 1, 4]].clone())
-    one, two, _, four, five, six = own.tolist()
+    one, two, three, four, five, six = own.tolist()
     assert found.tolist() == [[one, two, -1], [four, -1, -1], [five, six, -1]]
+    best = logits.argmax(dim=-1).tolist()
+    asked["draft_token_ids"] = torch.tensor([best[0], best[1], (five + 1) % 50])
+    metadata.all_random, metadata.temperature = False, torch.tensor([0.0, 1.0, 1.0])
+    found = engine.rejection.rejection_sample(**asked, target_logits=logits[[0, 1, 4]].clone())
+    assert found[0].tolist() == [best[0], best[1], three] and found[2].tolist() == [five, -1, -1]
+    metadata.all_greedy, asked["draft_token_ids"][2] = True, best[4]
+    found = engine.rejection.rejection_sample(**asked, target_logits=logits[[0, 1, 4]].clone())
+    assert found[2].tolist() == [best[4], six, -1]
     metadata.generators = {}
     assert engine.rejection.rejection_sample(**asked, target_logits=logits[:3]) is STOCK
 
@@ -170,7 +207,7 @@ def test_values_of_requests_become_values_of_their_drafts(engine: SimpleNamespac
 
 
 def test_no_failure_of_a_drafter_reaches_a_request(engine: SimpleNamespace) -> None:
-    runner, told = step(engine, [1, 2]), []
+    runner, told = step(engine, [1, 2], temperature=None), []
     asked = ("step", [[1], [2]], None, None, "states", None, "verified")
 
     def fail() -> Any:
@@ -185,6 +222,7 @@ def test_no_failure_of_a_drafter_reaches_a_request(engine: SimpleNamespace) -> N
     assert runner.propose_draft_token_ids(*asked) == [[3], []]
     assert len(engine.said) == 3 and "ValueError: broken" in engine.said[0]
     assert told[0][0].seeds.tolist() == [1, 2] and told[0][1:] == ("states", "verified")
+    assert told[0][0].temperatures.tolist() == [0, 0], "a step of greedy requests alone says none"
 
 
 def test_a_second_registration_and_another_version(
@@ -234,28 +272,6 @@ def test_kept_are_the_drafts_before_the_first_that_differs_and_one_more(
         assert row == expected + [NOTHING] * (len(row) - len(expected))
 
 
-def take(prefix: list[int], seed: int) -> int:
-    """By a toy model, whose logits of the next token are a function of all tokens before."""
-    generator = torch.Generator().manual_seed(hash(tuple(prefix)) % 2**31)
-    logits, place = torch.randn(1, 12, generator=generator), torch.tensor([len(prefix) - 1])
-    return int(draw(logits, torch.tensor([seed]), place))
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.integers(-(2**63), 2**63 - 1), st.lists(st.lists(st.integers(0, 11), max_size=5)))
-def test_speculative_text_is_the_text_without_drafts(seed: int, proposals: list[list[int]]) -> None:
-    plain, written = [1, 2], [1, 2]
-    while len(plain) < 20:
-        plain.append(take(plain, seed))
-    for drafts in [*proposals, *[[]] * 20]:
-        targets = [take(written + drafts[:i], seed) for i in range(len(drafts) + 1)]
-        num = len(drafts)
-        proposed, verdict, bonus = torch.tensor([*drafts, *targets]).split([num, num, 1])
-        kept = keep_agreeing(proposed, verdict, torch.tensor([num]), bonus, num)
-        written += [token for token in kept[0].tolist() if token != NOTHING]
-    assert written[:20] == plain
-
-
 def test_greedy_rows_take_no_noise() -> None:
     logits = torch.randn(40, 9, generator=torch.Generator().manual_seed(0))
     seeds, places = torch.arange(40), torch.arange(40)
@@ -291,22 +307,34 @@ def call(
     path: str = "/v1/completions",
     kind: bytes = JSON,
     parts: tuple[bytes, ...] = SAID,
+    status: int = 200,
 ) -> tuple[bytes, dict[bytes, bytes], bytes]:
     """What the engine was asked, and the headers and body that came back."""
     asked, sent = [], []
+    coming = iter(
+        [
+            {"type": "http.request", "body": body[:3], "more_body": True},
+            {"type": "http.request", "body": body[3:], "more_body": False},
+            {"type": "http.disconnect"},
+        ]
+    )
 
     async def engine(scope: Any, receive: Any, send: Any) -> None:
-        message = await receive()
-        asked.append(message["body"])
-        assert dict(scope["headers"])[b"content-length"] == str(len(message["body"])).encode()
+        whole, message = b"", {"more_body": True}
+        while message["more_body"]:
+            message = await receive()
+            whole += message["body"]
+        asked.append(whole)
+        assert dict(scope["headers"])[b"content-length"] == str(len(whole)).encode()
+        assert (await receive())["type"] == "http.disconnect", "the caller's leaving is seen"
         headers = [(b"content-type", kind)]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         for number, part in enumerate(parts, 1):
             more = number < len(parts)
             await send({"type": "http.response.body", "body": part, "more_body": more})
 
     async def receive() -> Any:
-        return {"type": "http.request", "body": body, "more_body": False}
+        return next(coming)
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -324,6 +352,7 @@ def test_a_missing_seed_is_drawn_and_returned(path: str) -> None:
     seed = json.loads(asked)["seed"]
     assert json.loads(asked)["prompt"] == "a"
     assert json.loads(answer)["seed"] == seed == int(headers[b"x-seed"])
+    assert 0 <= seed < 2**53, "every language reads it as it is"
     assert json.loads(answer)["choices"] == [{"text": "x"}]
     assert headers[b"content-length"] == str(len(answer)).encode()
     assert json.loads(call(b'{"prompt": "a"}')[0])["seed"] != seed
@@ -345,6 +374,10 @@ def test_a_stream_passes_as_it_comes_and_says_its_seed_in_a_header() -> None:
     _, headers, answer = call(b"{}", kind=b"text/event-stream", parts=parts)
     assert answer == b"".join(parts)
     assert int(headers[b"x-seed"]) >= 0
+
+
+def test_an_error_is_the_engines_own() -> None:
+    assert call(b"{}", parts=(b'{"error": "too long"}',), status=400)[2] == b'{"error": "too long"}'
 
 
 @pytest.mark.parametrize("body", [b"not JSON", b"[1, 2]"])

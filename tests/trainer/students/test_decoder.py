@@ -332,9 +332,7 @@ def windowed(window: int) -> Any:
 NO_STUDENTS = [
     (windowed(LENGTH - 1), f"window of {LENGTH - 1} .*at least the {LENGTH} of a row"),
     (AutoConfig.for_model("mamba", **SIZES), "cannot become a student .*mamba"),
-    (AutoConfig.for_model("rwkv", **SIZES), "cannot become a student .*rwkv"),
     (AutoConfig.for_model("bloom", **HEADS), "cannot become a student .*bloom"),
-    (AutoConfig.for_model("mpt", **HEADS), "cannot become a student .*mpt"),
     (tiny_config("llama", VOCAB - 1), "vocabulary.*got 11"),
     (tiny_config("llama", max_position_embeddings=7), "rows.*got 8; .*most 7"),
     (AutoConfig.for_model("bert", **HEADS), "not causal|cannot become"),
@@ -354,8 +352,10 @@ def test_models_that_do_not_fit(store: Path, tmp_path: Path, config: Any, expect
         student_from(random_model(config, tmp_path), store)
 
 
-def test_a_window_as_long_as_the_row_is_none(store: Path, tmp_path: Path) -> None:
-    student_from(random_model(windowed(LENGTH), tmp_path), store)
+def test_limits_as_long_as_the_row_are_none(store: Path, tmp_path: Path) -> None:
+    student_from(random_model(windowed(LENGTH), tmp_path / "window"), store)
+    short = tiny_config("llama", max_position_embeddings=LENGTH)
+    student_from(random_model(short, tmp_path / "positions"), store)
 
 
 def tokenizer_of(first: str) -> PreTrainedTokenizerFast:

@@ -136,6 +136,9 @@ def test_other_backbones_are_refused_by_hash(folder: Path, tmp_path: Path, stude
     train(backbone_run(backbone, student, training__num_steps=1), store, run)
     with pytest.raises(UsageError, match=both):
         load_student(run, backbone=str(other))
+    elsewhere = ShardStore.open(store_of(tmp_path / "store", other))
+    with pytest.raises(UsageError, match="the model stands on another backbone"):
+        build_student(backbone_run(other, student), elsewhere, run)
     (run / "model").rename(moved)
     config = json.loads((moved / "config.json").read_text())
     config["backbone"]["location"] = "../gone"

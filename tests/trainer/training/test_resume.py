@@ -100,7 +100,11 @@ def test_a_finished_run_is_left_as_it_is(store: Path, uninterrupted: Path) -> No
     model = ("model/model.safetensors", "model/student.json", "model/README.md")
     files = [uninterrupted / name for name in ("metrics.jsonl", *model)]
     before = [file.read_bytes() for file in files]
+    left = uninterrupted / ".writing-model"  # of an export that was killed
+    left.mkdir()
+    (left / "config.json").touch()
     assert train(demanding_run(), store, uninterrupted)
+    assert not left.exists()
     assert [file.read_bytes() for file in files] == before
 
 
