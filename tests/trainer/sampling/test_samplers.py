@@ -20,7 +20,7 @@ from benchmarks.sampler_statistics import Goldens, chi_square, run_case, run_tau
 from shards.errors import UsageError
 from shards.noise.philox import PositionKeys, race, uniforms
 from tests.changed_settings import changed
-from tests.trainer.sampling_cases import BOS, LENGTH, draw, noise_for, open_rows, tiny_student
+from tests.trainer.sampling_cases import LENGTH, draw, noise_for, open_rows, tiny_student
 from trainer.loading import generate
 from trainer.objective.batch import Places
 from trainer.objective.corruption import SCHEDULES
@@ -30,7 +30,6 @@ from trainer.sampling.noise import RowNoise, SampleKeys
 from trainer.sampling.orders import FirstHittingSampler, FixedCountSampler
 from trainer.sampling.registry import make_sampler
 from trainer.sampling.stopping import StopRule
-from trainer.students.conditioning import EmbeddedNoise
 from trainer.students.registry import Student
 
 IDS = torch.tensor([5, 0, 17, 2, 9])
@@ -257,19 +256,6 @@ def test_budgets_and_their_limit() -> None:
     assert torch.equal(result.tokens, one_by_one.tokens)
     assert (one_by_one.nfe == LENGTH - 1).all()
     assert (draw(student, FixedCountSampler(nfe=3), ids).nfe == 3).all()
-
-
-def test_one_argmax_step_is_the_argmax_of_x0() -> None:
-    student, ids = tiny_student(), torch.arange(6)
-    tokens, noise = open_rows(student, 6), noise_for(student, ids, 3)
-    assert noise is not None
-    result = draw(student, AncestralSampler(nfe=1, decision="argmax", tau=1.0), ids)
-    xi = -noise.tile(0, 11).view(6, LENGTH, 11).log()
-    condition = EmbeddedNoise(torch.softmax(xi, dim=-1) @ student.conditioner.weight)
-    with torch.no_grad():
-        expected = student.predict(tokens, condition).argmax(-1)
-    assert torch.equal(result.tokens, expected)
-    assert (result.tokens[:, 0] == BOS).all()
 
 
 def test_tau_scales_the_noise() -> None:

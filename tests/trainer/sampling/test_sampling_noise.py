@@ -20,7 +20,6 @@ from shards.codec.registry import CODECS, make_codec
 from shards.errors import UsageError
 from shards.noise.kinds import KeyedPrior, Noise, dense_arrivals
 from shards.noise.nucleus import FIRST_CANDIDATES, truncate_to_nucleus
-from shards.noise.order_statistics import TopPrior
 from shards.noise.philox import PositionKeys
 from shards.provenance import derive_seed
 from shards.store.store import ShardStore
@@ -253,30 +252,6 @@ def test_for_every_codec(name: str, tau: float) -> None:
     assert relative(chosen, sampled[some[mask]]) < 1e-6
     another = student.embed_noise(noise.redrawn(1), tau).embedding
     assert relative(another, sampled) > 0.3, "the case must tell draws apart"
-
-
-@pytest.mark.parametrize("vocab_size", [600, 4500])
-def test_noise_cut_at_k_keeps_the_weight_of_the_rest(
-    vocab_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both below and above the size from which the k largest are drawn without the V."""
-    drawn: list[int] = []
-    plain = TopPrior.drawn.func
-
-    def counted(noise: TopPrior):
-        drawn.append(noise.num_positions)
-        return plain(noise)
-
-    monkeypatch.setattr(TopPrior.drawn, "func", counted)
-    student = tiny_student(vocab_size=vocab_size, row_length=LONG)
-    noise, _, embedded = watched(student, "topk", 1.0)[0]
-    assert drawn == [ROWS * (LONG - 1)], "the prior is drawn once"
-    assert isinstance(noise, TopPrior) and student.conditioner is not None
-    rates, rest = noise.drawn.arrivals.reciprocal(), noise.drawn.rest_rate
-    shares = rates / (rates.sum(1) + rest)[:, None]
-    expected = torch.einsum("nk,nkd->nd", shares, student.conditioner.weight[noise.drawn.ids])
-    torch.testing.assert_close(embedded, expected, rtol=1e-4, atol=1e-5)
-    assert float(rest.mean()) > float(rates.sum(1).median()) / 4, "the rest must count"
 
 
 # How tokens are chosen: the nucleus by both rules, top-k, in the memory of a few positions.

@@ -281,12 +281,6 @@ def test_greedy_rows_take_no_noise() -> None:
     assert torch.equal(found[1::2], draw(logits[1::2], seeds[1::2], places[1::2]))
 
 
-def test_cut_tokens_are_never_drawn() -> None:
-    logits = torch.zeros(500, 8)
-    logits[:, 3:] = -torch.inf
-    assert int(draw(logits, torch.arange(500), torch.zeros(500, dtype=torch.int64)).max()) == 2
-
-
 def test_draws_follow_the_law() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).expand(20_000, 4)
     found = draw(logits, torch.arange(20_000), torch.full((20_000,), 5))

@@ -80,24 +80,6 @@ def test_autocast_multiplies_in_bfloat16_and_sums_in_float32() -> None:
     assert given[1].weight.grad.dtype == torch.float32
 
 
-def test_chunks_are_even_and_their_products_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 rows, at most 5 at a time, are four times 4, not 5, 5, 5 and 1; 18 columns are 64."""
-    monkeypatch.setattr(fused_head, "HEAD_MULTIPLE", {"cpu": 64, "cuda": 64})
-    shapes, addmm = [], torch.addmm
-
-    def counted(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        product = addmm(bias, left, right)
-        shapes.append(tuple(product.shape))
-        return product
-
-    monkeypatch.setattr(torch, "addmm", counted)
-    features, projection, targets, weights = inputs(16)
-    loss, _ = weighted_nll(features, projection, targets, weights, VOCAB)
-    loss.backward()
-    assert shapes == [(4, 64)] * 4
-    assert projection.weight.grad.shape == (VOCAB + 1, WIDTH)
-
-
 def test_a_chunk_of_logits_stays_within_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many rows as a GPU likes, but for a vocabulary of a million."""
     monkeypatch.setattr(fused_head, "CHUNK_ROWS", {"cpu": 512, "cuda": 4096})
