@@ -21,7 +21,6 @@ from evaluation.text.reading import token_margins
 from tests.commands import call
 from tests.evaluation.kit import Told, one_line, write_lines
 from tests.trainer.backbone_cases import backbone_run, store_of, write_backbone
-from tests.trainer.run_cases import LENGTH as ROW_LENGTH
 from tests.trainer.sample_cli_cases import command, read, save
 from tests.trainer.sampling.test_adaptive import tiny_llama
 from tests.trainer.sampling_cases import LENGTH
@@ -229,20 +228,6 @@ def test_samples_of_a_bf16_backbone_are_certified_in_bf16(
     capsys.readouterr()
     assert certify(samples["bfloat16"], qwen) != 0
     assert "backbone.dtype" in capsys.readouterr().err
-
-
-def test_samples_of_a_drafter(tmp_path: Path, told: Told) -> None:
-    """The backbone certifies them, by name of its weights."""
-    backbone = write_backbone(tmp_path / "backbone")
-    store, samples = store_of(tmp_path / "store", backbone), tmp_path / "samples"
-    assert train(backbone_run(backbone, "drafter", training__num_steps=3), store, tmp_path / "run")
-    assert command(tmp_path / "run", "--num", 20, "--seed", 6, "--tau", 0.7, "--out", samples) == 0
-    assert "tokens per pass of the verifier" in told()
-    assert certify(samples, backbone) == 0
-    record = found(samples)
-    assert record["num_positions"] == 20 * (ROW_LENGTH - 1) and record["num_mismatches"] == 0
-    other = write_backbone(tmp_path / "other", seed=1)
-    assert "verified by another model" in refusal(told, samples, other)
 
 
 # Answers of a server, which draws with a noise that is known, or from the law.

@@ -186,19 +186,11 @@ def test_mauve_of_two_files_reads_the_references_once(
     assert "tokens on average" not in cautions[1]
 
 
-def test_a_judge_of_broken_or_damaged_weights_is_refused(
-    tmp_path: Path, judge_folder: Path
-) -> None:
+def test_a_judge_of_broken_weights_is_refused(judge_folder: Path) -> None:
     judge = load_judge(str(judge_folder))
     torch.nn.init.constant_(judge.model.lm_head.weight, float("nan"))
     with pytest.raises(GdistillError, match="a likelihood that is no number"):
         generative_perplexity(judge, ["a b"])
-    for file in judge_folder.iterdir():
-        data = file.read_bytes()
-        cut = -40 if file.suffix == ".safetensors" else len(data)
-        (tmp_path / file.name).write_bytes(data[:cut])
-    with pytest.raises(GdistillError, match=r"cannot load the judge|damaged"):
-        load_judge(str(tmp_path))
 
 
 # Against the text: a store of one Markov chain, with samples of the chain and of a coin.

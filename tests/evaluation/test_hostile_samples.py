@@ -538,15 +538,6 @@ def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
     assert read_samples(file).texts == [text] == read_references(file)
 
 
-def test_texts_are_required_only_where_they_are_read(tmp_path: Path) -> None:
-    absent, null = {"index": 2, "tokens": [1]}, GOOD | {"index": 1, "text": None}
-    for records, line in (((absent, GOOD), 1), ((GOOD, null), 2)):
-        samples = read_samples(write_lines(tmp_path / "a.jsonl", *records))
-        assert samples.texts == ["a b", None]
-        with pytest.raises(GdistillError, match=rf"no text \[.*a\.jsonl:{line}\]"):
-            samples.require_texts()
-
-
 def test_nothing_to_score_is_a_wrong_request(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such file or folder"):
         find_sample_files(tmp_path / "none")

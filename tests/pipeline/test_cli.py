@@ -14,8 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
     GraniteConfig,
     GraniteForCausalLM,
     MambaConfig,
@@ -90,7 +88,9 @@ def test_a_run_ends_with_its_figures(extract: Command, tmp_path: Path, teacher: 
     assert summary["num_bytes"] == sum(sizes.values()) > size == summary["shard_bytes"] > 0
     assert summary["bytes_per_token"] == size / summary["num_tokens"]
     assert summary["fp16_ratio"] == pytest.approx(2 * len(WORDS) * summary["num_tokens"] / size)
-    for text in ("bytes/token", "fp16 vectors", "seconds", "train", "tokens left over"):
+    record = json.loads((tmp_path / "tokens/tokens.json").read_text())["splits"]["train"]
+    left_over = f"{record['num_dropped_tokens']} tokens left over"
+    for text in ("bytes/token", "fp16 vectors", "seconds", "train", left_over):
         assert text in out
     # The resolved request lies beside its outputs.
     written = json.loads((tmp_path / "config.json").read_text())
@@ -148,6 +148,8 @@ def test_plan_and_dry_run_touch_nothing(extract: Command, tmp_path: Path) -> Non
     code, text, _ = extract(out, "--dry-run")
     assert code == 0 and "stage 1   done" in text and "stage 2   done" in text
     assert contents(out) == before
+    next((out / "store/ledger").rglob("*.json")).unlink()
+    assert "would write 1 shards that are not done" in extract(out, "--dry-run")[1]
 
 
 BAD: dict[str, tuple[list[object], str]] = {
@@ -155,10 +157,6 @@ BAD: dict[str, tuple[list[object], str]] = {
     "unknown corpus": (["--corpus", "owtt"], "did you mean 'owt'"),
     "missing file": (["--corpus", "text:/nonexistent/x.txt"], "/nonexistent/x.txt"),
     "no teacher": (["--teacher", None], "no teacher"),
-    "missing teacher": (["--teacher", "./nonexistent"], "no such teacher folder"),
-    "no model": (["--teacher", "{folder}"], "without config.json"),
-    "long rows": (["--row-length", CONTEXT_LENGTH + 1], f"at most {CONTEXT_LENGTH}"),
-    "other tokenizer": (["--tokenizer", "{folder}/tokenizer"], "different vocabularies"),
     "unknown codec": (["--codec", "posteriour"], "did you mean 'posterior'"),
     "codec parameter": (["--set", "codec.num_entrys=3"], "did you mean 'num_entries'"),
     "unknown key": (["--set", "store.row=3"], "did you mean 'rows'"),
@@ -166,21 +164,16 @@ BAD: dict[str, tuple[list[object], str]] = {
     "mode": (["--mode", "serial"], "'serial'"),
     "dtype": (["--dtype", "float8"], "'float8'"),
     "GPU": (["--device", f"cuda:{torch.cuda.device_count()}"], "no such GPU"),
-    "device": (["--device", "tpu9"], "unknown device"),
-    "meta device": (["--device", "meta"], "device not supported"),
     "worker": (["--worker", 2], "belong together"),
     "worker number": (["--worker", 2, "--workers", 2], "no such worker"),
     "batch size": (["--batch-size", 0], "batch_size"),
     "temperature": (["--set", "sequential.temperature=0"], "temperature"),
     "idle setting": (["--set", "sequential.temperature=2"], "means nothing in parallel mode"),
-    "chunks": (["--set", "store.rows_per_chunk=5"], "multiple"),
     "seed": (["--seed", -1], "seed"),
     "remote folder": (["--out", "s3://bucket/run"], "--store"),
     "unwritable": (["--out", "{folder}/file/out"], "cannot write there"),
     "rate": (["--plan", None, "--rate", "0"], "--rate"),
     "rate alone": (["--rate", "3"], "an option of --plan without it"),
-    "endless corpus": (["--plan", None, "--tokens", "inf"], "--tokens"),
-    "no number": (["--plan", None, "--tokens", "nan"], "--tokens"),
     "two plans": (["--plan", None, "--dry-run", None], "exclude each other"),
     "config file": (["--config", "/nonexistent.toml"], "cannot read the config file"),
 }
@@ -192,7 +185,6 @@ def test_bad_requests_are_one_line_and_leave_nothing_behind(
 ) -> None:
     change, text = BAD[case]
     (tmp_path / "file").write_text("in the way")
-    extract_cases.save_tokenizer(tmp_path / "tokenizer", [*WORDS, *(f"x{i}" for i in range(5))])
     given = words(tmp_path / "out")
     for name, value in zip(change[::2], change[1::2], strict=True):
         if name in given and name != "--set":
@@ -225,14 +217,6 @@ def test_bad_corpora_are_one_line_and_leave_nothing(extract: Command, tmp_path: 
         shutil.rmtree(out, ignore_errors=True)
 
 
-def test_a_folder_of_other_files_is_not_taken_for_a_store(extract: Command, tmp_path: Path) -> None:
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "thesis.tex").write_text("precious")
-    code, _, err = extract(tmp_path)
-    assert code == 1 and "no manifest" in error_line(err)
-    assert (tmp_path / "store" / "thesis.tex").read_text() == "precious"
-
-
 def test_nan_logits_name_row_and_position_and_leave_an_unfinished_store(
     extract: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,11 +240,12 @@ def test_nan_logits_name_row_and_position_and_leave_an_unfinished_store(
 
 def test_control_characters_and_repaired_text_are_counted(extract: Command, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus.txt"
-    corpus.write_bytes(b"w1 w2 w3 w4\x0b w5 w6\n" * 30 + b"w1 \xff w2\n")
+    corpus.write_bytes(b"w1 w2 w3 w4\x0b w5 w6\n" * 30 + b"\n\nw1 \xff w2\nw3\n")
     bad = "corpus.on_bad_utf8=skip"
     code, out, err = extract(tmp_path / "out", "--set", bad, corpus=corpus)
     assert code == 0, err
     assert "control characters kept" in out and "1 documents of bad UTF-8" in out
+    assert "2 empty documents left out" in out
 
 
 def test_settings_come_from_file_options_and_overrides(tmp_path: Path, corpus: Path) -> None:
@@ -275,6 +260,9 @@ def test_settings_come_from_file_options_and_overrides(tmp_path: Path, corpus: P
     assert (settings.seed, settings.store.rows) == (3, 7)
     assert (settings.teacher.location, settings.teacher.dtype) == ("b", "bfloat16")
     assert request.codec.name == "full" and request.corpus.row_length == 8
+    unset = resolve_request(tmp_path, {"corpus": {"spec": str(corpus)}})
+    for context, length in ((512, 512), (131_072, 1024), (None, 1024)):
+        assert unset.with_row_length(context).corpus.row_length == length
     for given, message in (
         ({"teachers": {"dtype": "float32"}}, "did you mean 'teacher'"),
         ({"corpus": 3}, "expected a table"),
@@ -283,6 +271,38 @@ def test_settings_come_from_file_options_and_overrides(tmp_path: Path, corpus: P
     ):
         with pytest.raises(UsageError, match=message):
             resolve_request(tmp_path, given, [], file)
+
+
+def test_every_option_reaches_the_run(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[ExtractRequest, Worker]] = []
+    for name in ("run_extraction", "run_tokens"):
+        monkeypatch.setattr(f"pipeline.run.{name}", lambda *given: seen.append(given) or [])
+    shared = ["--out", tmp_path, "--teacher", "t", "--tokenizer", "u", "--row-length", 9]
+    stored = ["--store", "s", "--codec", "full", "--seed", 4, "--worker", 1, "--workers", 2]
+    how = ["--batch-size", 3, "--dtype", "bfloat16", "--device", "cuda:1", "--compile", "--strict"]
+    text = [*shared, "--corpus", "maze:k4", "--rows", 5]
+    for words in (
+        [*text, *stored, *how, "--mode", "sequential"],
+        ["tokens", *text],
+        ["complete", *shared, *stored, "--prompts", "a.jsonl", "--temperature", 0.5],
+    ):
+        assert command(*words)[0] == 0, words
+    for request, _ in seen:
+        place = request.settings.teacher.location, request.settings.teacher.tokenizer
+        assert (*place, request.out, request.corpus.row_length) == ("t", "u", tmp_path, 9)
+    (whole, process), (tokens, _), (complete, answering) = seen
+    for request, worker in ((whole, process), (complete, answering)):
+        assert (request.store, request.codec.name, worker) == ("s", "full", Worker(1, 2))
+        assert (request.settings.seed, request.settings.mode) == (4, "sequential")
+    assert whole.row_limits == tokens.row_limits == {"train": 5, "validation": 5}
+    assert whole.corpus.source == tokens.corpus.source == "maze:k4"
+    settings, of_teacher = whole.settings, whole.settings.teacher
+    assert (settings.batch_size, settings.device, settings.strict) == (3, "cuda:1", True)
+    assert (of_teacher.dtype, of_teacher.compiled) == ("bfloat16", True)
+    assert complete.settings.sequential.temperature == 0.5
+    assert (complete.corpus.source, complete.corpus.packing) == ("chat:a.jsonl", "prompts")
 
 
 def test_every_codec_runs_from_the_command_line(extract: Command, tmp_path: Path) -> None:
@@ -299,12 +319,13 @@ def test_maze_brings_its_own_teacher(
     small = MazeTeacherConfig(2, num_heads=2, hidden_size=32, num_steps=120, learning_rate=1e-2)
     monkeypatch.setattr("pipeline.maze.demo_teacher_config", lambda: small)
     words = ["--corpus", "maze:k4", "--teacher-preset", "demo", "--out", tmp_path]
-    words += ["--device", "cpu", "--set", "corpus.limit_documents=50"]
+    words += ["--device", "cpu", "--set", "corpus.limit_documents=50", "--set", "corpus.seed=3"]
     code, _, err = command(*words)
     assert code == 0, err
     store = ShardStore.open(tmp_path / "store")
     maze = json.loads(store.files("corpus")["maze.json"])
     assert len(maze["paths"]) == 4 and len(maze["teacher_probabilities"]) == 4
+    assert maze["seed"] == 3
     assert store.manifest.vocab_size == 6 and store.manifest.row_length == 11
     rows = store.split("train").read_rows(0, 50)
     # The teacher has learnt the maze: all but the choice between 4 paths is certain.
@@ -325,24 +346,19 @@ def refused(out: Path, given: dict[str, Any], match: str) -> None:
 def test_teachers_that_cannot_score(tmp_path: Path, teacher: Path, corpus: Path) -> None:
     sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 16, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "intermediate_size": 16}
-    bert = BertConfig(**sizes, **heads, max_position_embeddings=CONTEXT_LENGTH)
     scaled = GraniteConfig(**sizes, **heads, logits_scaling=2.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        BertForMaskedLM(bert).save_pretrained(tmp_path / "bert")
         GraniteForCausalLM(scaled).save_pretrained(tmp_path / "scaled")
         MambaForCausalLM(MambaConfig(**sizes, state_size=4)).save_pretrained(tmp_path / "mamba")
-    for name in ("bert", "scaled", "mamba"):
+    for name in ("scaled", "mamba"):
         extract_cases.save_tokenizer(tmp_path / name)
-    (shutil.copytree(teacher, tmp_path / "bare") / "model.safetensors").unlink()
     tensors = load_file(teacher / "model.safetensors")
     tensors["transformer.h.1.mlp.c_fc.bias"][3] = torch.nan
     nan = shutil.copytree(teacher, tmp_path / "nan") / "model.safetensors"
     save_file(tensors, nan, metadata={"format": "pt"})
     shutil.copytree(teacher, tmp_path / "plain")
     cases: list[tuple[str, dict[str, Any], str]] = [
-        ("bare", {}, "the teacher has no weights"),
-        ("bert", {}, "the teacher is not causal"),
         ("scaled", {"codec": {"name": "hidden"}}, "changes its logits after"),
         ("mamba", {"mode": "sequential"}, "keeps no key-value cache"),
         ("nan", {}, r"weights hold NaN.*h\.1\.mlp\.c_fc\.bias"),
@@ -360,7 +376,8 @@ WAYS: dict[str, Callable[[ExtractRequest], object]] = {
 
 
 def test_a_run_a_plan_and_a_dry_run_refuse_alike(tmp_path: Path, asked: Asked) -> None:
-    other = extract_cases.save_tokenizer(tmp_path / "other", [*WORDS[:2], *reversed(WORDS[2:])])
+    two_swapped = [*WORDS[:-2], WORDS[-1], WORDS[-2]]
+    other = extract_cases.save_tokenizer(tmp_path / "other", two_swapped)
     wide = extract_cases.save_tokenizer(tmp_path / "wide", [*WORDS, *(f"x{i}" for i in range(64))])
     maze, none = asked(), asked()
     maze["corpus"], none["teacher"] = {"spec": "maze:k4"}, {}
@@ -400,15 +417,6 @@ def test_the_manifest_names_the_corpus_and_not_its_place(
     public = {"jsonl:/home/me/a.jsonl#text": "jsonl:a.jsonl#text", "hf:/home/me/data": "hf:data"}
     public |= {source: source for source in ("hf:org/name:config", "maze", "maze:k4")}
     assert {source: public_source(source) for source in public} == public
-
-
-def test_one_process_speaks_for_all(
-    tmp_path: Path, asked: Asked, capsys: pytest.CaptureFixture[str]
-) -> None:
-    request = resolve_request(tmp_path, asked())
-    assert run_extraction(request, Worker(1, 2)) == []
-    assert any("nothing was left" in line for line in run_extraction(request, Worker(0, 2)))
-    assert capsys.readouterr().err == "", "the silent worker found all the work"
 
 
 def test_a_shard_that_goes_missing_meanwhile_is_no_success(

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,18 +142,6 @@ def test_a_bootstrap_resamples_whole_texts_with_replacement() -> None:
     assert both == pytest.approx([2.0, 2**2.5, 8.0])
     assert ratio.select([1]).value() == pytest.approx(8.0)
     assert percentile_interval(np.arange(1001.0)) == pytest.approx((25.0, 975.0))
-
-
-def test_values_per_sample_survive_json_and_damaged_ones_are_refused() -> None:
-    good = PerSample((0, 1), (1.0, 2.0), (1.0, 3.0), True)
-    assert PerSample.from_json(json.loads(json.dumps(asdict(good)))) == good
-    for name, values in (
-        ("numerators", [1.0]),
-        ("numerators", [1.0, math.nan]),
-        ("denominators", [0, 0]),
-    ):
-        with pytest.raises(ValueError):
-            PerSample.from_json(asdict(good) | {name: values})
 
 
 def test_a_score_that_is_no_number_is_null_in_json() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Iterator
@@ -31,8 +32,9 @@ class EngineServer:
 
     Attributes:
         misdeeds: What happens to the next requests for scores: an HTTP status, ``cut`` (the
-            connection closes), ``text`` (no JSON), ``drop_top`` or ``other_tokens``; of states
-            ``no_states``, ``no_file``, ``other_ids``, ``shifted_states`` or ``bfloat16``.
+            connection closes), ``wait`` (nothing is said for a minute), ``text`` (no JSON),
+            ``drop_top`` or ``other_tokens``; of states ``no_states``, ``no_file``, ``other_ids``,
+            ``shifted_states`` or ``bfloat16``.
         name: The model's name in answers; may be changed while it runs.
         shift_nats: Added to every logit of token 3: another model under the same name.
         context: What ``/v1/models`` says, and beyond which a row and one token are refused.
@@ -51,6 +53,7 @@ class EngineServer:
         norm = last_norm(self.model)
         norm.register_forward_pre_hook(lambda _, given: setattr(self, "_last", given[0]))
         self.misdeeds: deque[str | int] = deque()
+        self.authorization: str | None = None
         self.num_scored, self.most_in_flight, self._in_flight = 0, 0, 0
         self._lock = threading.Lock()
 
@@ -152,6 +155,7 @@ def _handler(owner: EngineServer) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            owner.authorization = self.headers["Authorization"]
             card = {"id": owner.name, "object": "model", "max_model_len": owner.context}
             known: dict[str, Any] = {"/v1/models": {"data": [card]}}
             known[VERSION[owner.dialect]] = {"version": "0.0.test"}
@@ -162,7 +166,8 @@ def _handler(owner: EngineServer) -> type[BaseHTTPRequestHandler]:
             with owner.counted() as misdeed:
                 if isinstance(misdeed, int):
                     self._send(misdeed, {"error": "as told"})
-                elif misdeed == "cut":
+                elif misdeed in ("wait", "cut"):
+                    time.sleep(60 if misdeed == "wait" else 0)
                     self.close_connection = True
                     self.connection.close()
                 elif self.path != SCORES[owner.dialect]:

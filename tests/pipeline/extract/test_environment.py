@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from pipeline import extract
-from shards.errors import IntegrityError, UsageError
-from shards.store.location import as_location
-from shards.store.manifest import COMPUTED_FILE, read_ways, record_ways
+from shards.errors import UsageError
+from shards.store.manifest import COMPUTED_FILE, read_ways
 from shards.store.verification import verify
 from tests.pipeline.conftest import Asked
 from tests.pipeline.extract_cases import contents, run
@@ -106,18 +104,3 @@ def test_who_computes_differently_is_told_and_with_strict_refused(
     assert "kernels OTHER" in line and "threads" not in line and rounding in line
     assert [way["kernels"] == "OTHER" for way in read_ways(store.location)] == [False, True]
     assert store.unfinished() == [] and verify(tmp_path / "store") == []
-
-
-def test_environments_add_up_in_order_and_once(tmp_path: Path) -> None:
-    place = as_location(tmp_path)
-    ways: list[dict[str, Any]] = [{"a": 1}, {"a": 2}, {"a": 1}]
-    record_ways(place, ways)
-    record_ways(place, [{"a": 3}, {"a": 2}])
-    assert read_ways(place) == [{"a": 1}, {"a": 2}, {"a": 3}]
-    before = (tmp_path / COMPUTED_FILE).stat().st_mtime_ns
-    record_ways(place, [{"a": 2}])
-    assert (tmp_path / COMPUTED_FILE).stat().st_mtime_ns == before
-    for damaged in ("{", "[]", '{"ways": 3}', '{"ways": [3]}'):
-        (tmp_path / COMPUTED_FILE).write_text(damaged)
-        with pytest.raises(IntegrityError):
-            read_ways(place)

@@ -16,7 +16,6 @@ from scipy import stats
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GraniteConfig,
     GraniteForCausalLM,
     ViTConfig,
@@ -111,20 +110,6 @@ def test_log_probs_are_those_of_transformers_over_real_tokens(tmp_path: Path, fa
     for position in range(11):
         step, cache = teacher.next_log_probs(random_rows()[:, position : position + 1], cache)
         assert (step - whole[:, position]).abs().max() < 1e-4
-
-
-def test_log_probs_of_a_trained_teacher_equal_the_loss_of_transformers(shared: Path) -> None:
-    folder = shared / "data" / "stories260K"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = "Once upon a time, there was a little girl named Lily. She loved to play outside."
-    rows = torch.tensor([tokenizer(text)["input_ids"]])
-    picked = load(folder).log_probs(rows).gather(-1, rows[:, 1:, None])
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    with torch.no_grad():
-        logits = model(input_ids=rows).logits[:, :-1]
-    per_token = torch.nn.functional.cross_entropy(logits[0], rows[0, 1:], reduction="none")
-    assert (picked[0, :, 0] + per_token).abs().max() < 1e-4
-    assert per_token.mean() < 2.0, "a trained teacher knows this sentence"
 
 
 def test_entry_i_is_the_distribution_of_token_i_plus_one(loaded: Teacher) -> None:
@@ -288,7 +273,7 @@ def test_a_head_that_runs_out_of_memory_keeps_nothing(loaded: Teacher) -> None:
 def test_tokenizer_of_another_vocabulary_is_refused() -> None:
     check_vocabulary(50304, 50257, "padded to a round number")
     check_vocabulary(151936, 151665, "padded to a round number")
-    for num_logits, vocab_size in ((512, 50257), (50257, 512)):
+    for num_logits, vocab_size in ((512, 50257), (50257, 512), (32_000, 30_000)):
         with pytest.raises(UsageError, match="different vocabularies"):
             check_vocabulary(num_logits, vocab_size, "too narrow, too wide")
 
@@ -354,6 +339,8 @@ def test_no_tensor_of_a_gpu_has_more_elements_than_32_bits_count(gpu_of: Gpu) ->
     assert automatic_batch_size(1024, 151_936, 0, gpu) == 13 == largest_batch(row, gpu)
     assert 13 * row < 2**31 <= 14 * row
     assert automatic_batch_size(1024, 50_257, 0, gpu) == 32, "of 2^15 tokens"
+    # Six float32 tensors of 1,024 x 50,257 logits, in 40% of the 10 GB that the weights leave.
+    assert automatic_batch_size(1024, 50_257, 14 * 10**9, gpu_of(24 * 10**9)) == 3
     assert largest_batch(2**31, gpu) == 1 and largest_batch(row, torch.device("cpu")) > 1000
 
 
@@ -373,18 +360,12 @@ def test_cached_generation_is_gumbel_max_over_the_full_forward_pass(loaded: Teac
         noise = dense_arrivals(KeyedPrior(keys, VOCAB_SIZE))
         expected = torch.cat([expected, gumbel_argmax(log_probs, noise)[:, None]], 1)
     assert torch.equal(rows, expected)
+    with pytest.raises(GdistillError, match="asked to stop"):
+        generate_rows(loaded, first, row_ids, ROW_LENGTH, stream_seed=3, check=stop)
 
 
-def test_tokens_follow_the_teachers_distribution(loaded: Teacher) -> None:
-    num_rows = 4000
-    first = torch.full((num_rows,), 4)
-    rows = generate_rows(loaded, first, torch.arange(num_rows), 2, stream_seed=9)
-    expected = loaded.log_probs(torch.tensor([[4, 0]]))[0, 0].double().exp() * num_rows
-    counts = torch.bincount(rows[:, 1], minlength=VOCAB_SIZE).double()
-    rare = expected < 5
-    pooled = [torch.cat([v[~rare], v[rare].sum()[None]]) for v in (counts, expected)]
-    pooled = [v[pooled[1] > 0] for v in pooled]
-    assert stats.chisquare(pooled[0], pooled[1] * pooled[0].sum() / pooled[1].sum()).pvalue > 1e-3
+def stop() -> None:
+    raise GdistillError("asked to stop")
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "nucleus_p": 0.8}])
@@ -458,6 +439,8 @@ def test_rows_on_a_gpu_are_as_many_as_its_memory_holds(gpu_of: Gpu) -> None:
     assert token == 2 * 36 * 1280 * 4
     # Heads that share keys and values need fewer bytes of a token.
     shared = generate.cached_token_bytes(SimpleNamespace(**shape, num_key_value_heads=5), 1280, 4)
+    wide = generate.cached_token_bytes(SimpleNamespace(**shape, head_dim=128), 1280, 4)
+    assert wide == 2 * token, "heads of 128, not of 1280 / 20"
     for row, taken, expected in (
         (1024 * token, 0, 104),
         (1024 * shared, 0, 408),
@@ -480,13 +463,17 @@ def test_a_size_that_fits_is_kept_from_shard_to_shard(
         return torch.zeros(len(first), ROW_LENGTH, dtype=torch.int64)
 
     monkeypatch.setattr(generate, "generate_rows", written)
-    dataset = SimpleNamespace(bos_id=0, row_length=ROW_LENGTH, packing="concat")
+    dataset = SimpleNamespace(bos_id=0, eos_id=1, row_length=ROW_LENGTH, packing="concat")
     settings = SequentialSettings(batch_size=8)
     rows = object.__new__(GeneratedRows)  # the rows' source is not asked for anything else
     vars(rows).update(teacher=loaded, dataset=dataset, settings=settings, seed=1)
     for start in (0, 6):
         rows.read("train", start, start + 6, lambda _: None)
     assert tried == [6, 3, *[1] * 12]
+    for own, ends in (([7, 9], {1, 7, 9}), (5, {1, 5}), (None, {1})):
+        loaded.model.generation_config.eos_token_id = own
+        vars(rows).pop("ends", None)
+        assert rows.ends == ends, "the tokenizer's, and the teacher's own"
 
 
 def test_mode_and_sampling_are_part_of_the_identity(tmp_path: Path, asked: Asked) -> None:
@@ -520,19 +507,6 @@ def test_temperature_comes_before_the_nucleus() -> None:
     probabilities = processed(torch.tensor([0.6, 0.3, 0.1]).log(), warm).exp()
     share = 0.6**0.5 / (0.6**0.5 + 0.3**0.5)
     assert probabilities.tolist() == pytest.approx([share, 1 - share, 0], abs=1e-6)
-
-
-def test_rows_depend_on_the_seed_the_row_and_the_position(loaded: Teacher) -> None:
-    first, ids = torch.zeros(40, dtype=torch.int64), torch.arange(40)
-    rows = generate_rows(loaded, first, ids, ROW_LENGTH, stream_seed=1)
-    other = generate_rows(loaded, first, ids, ROW_LENGTH, stream_seed=2)
-    moved = generate_rows(loaded, first, ids + 1, ROW_LENGTH, stream_seed=1)
-    alone = generate_rows(loaded, first[3:4], ids[3:4], ROW_LENGTH, stream_seed=1)
-    assert torch.equal(moved[:-1], rows[1:]), "row r is row r, whatever came before"
-    assert torch.equal(alone[0], rows[3]), "and whatever shares its batch"
-    assert (rows != other).any(1).float().mean() > 0.8
-    # With one draw for every position a row would repeat the token its noise likes best.
-    assert (rows[:, 1:] != rows[:, 1:2]).any(1).float().mean() > 0.5
 
 
 def test_the_nucleus_does_not_depend_on_how_many_rows_are_sorted_at_once(

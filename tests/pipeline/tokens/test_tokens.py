@@ -26,15 +26,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from pipeline.corpus.config import CorpusConfig, corpus_config
 from pipeline.corpus.detokenize import detokenizer
-from pipeline.corpus.sources import file_identity
-from pipeline.maze import (
-    MazeLayout,
-    MazeTeacherConfig,
-    load_maze,
-    maze_tokenizer,
-    path_rows,
-    train_maze_teacher,
-)
+from pipeline.maze import MazeLayout, MazeTeacherConfig, maze_tokenizer, train_maze_teacher
 from pipeline.references import write_references
 from pipeline.tokens import build
 from pipeline.tokens.build import SpecialIds, make_packer, prepare_tokens
@@ -42,8 +34,8 @@ from pipeline.tokens.dataset import FIELDS, FORMAT_VERSION, TokenDataset
 from pipeline.tokens.pieces import cut_between_words, encode_with_overlap, join
 from pipeline.tokens.tokenizer import backend, encode, load_tokenizer, special_ids
 from shards.errors import GdistillError, IntegrityError, UsageError
-from tests.pipeline.conftest import Prepare
-from tests.pipeline.extract_cases import contents, times
+from tests.pipeline.conftest import Asked, Prepare
+from tests.pipeline.extract_cases import contents, run, times
 
 END = "<|endoftext|>"
 
@@ -106,7 +98,7 @@ def test_rows_on_disk(
 
 
 def test_a_finished_stage_is_left_alone_and_outlives_its_corpus(
-    tmp_path: Path, sentence_corpus: CorpusConfig, prepare: Prepare, capsys: Any
+    tmp_path: Path, sentence_corpus: CorpusConfig, prepare: Prepare, bpe: Any, capsys: Any
 ) -> None:
     first, source = prepare(tmp_path / "run"), sentence_corpus.source.removeprefix("text:")
     before = times(first.path)
@@ -123,8 +115,12 @@ def test_a_finished_stage_is_left_alone_and_outlives_its_corpus(
     assert "the corpus is gone" in capsys.readouterr().err
     with pytest.raises(UsageError, match="no such corpus file"):
         prepare(tmp_path / "new")
-    with pytest.raises(UsageError, match="other settings"):
+    with pytest.raises(UsageError, match=r"other settings.*row_length\]; got 16; expected 8"):
         prepare(tmp_path / "run", row_length=8)
+    larger = PreTrainedTokenizerFast(tokenizer_object=backend(bpe), eos_token=END)
+    larger.add_tokens(["xyzzy"])
+    with pytest.raises(UsageError, match=r"tokenizer\.(sha256|vocab_size)"):
+        prepare(tmp_path / "run", tokenizer=larger)
 
 
 def test_the_record_counts_what_the_policy_met(tmp_path: Path, prepare: Prepare) -> None:
@@ -136,20 +132,6 @@ def test_the_record_counts_what_the_policy_met(tmp_path: Path, prepare: Prepare)
     assert [record["train"][name] for name in counted] == [2, 1, 1, 1]
     assert [record["validation"][name] for name in counted] == [1, 0, 0, 0]
     assert record["train"]["num_bytes"] == len("a cat sat on a mat" + "a \x01 dog")
-
-
-def test_other_settings_are_refused_by_name(
-    tmp_path: Path, prepare: Prepare, bpe: PreTrainedTokenizerFast
-) -> None:
-    prepare(tmp_path)
-    changes = {"row_length": 8, "packing": "wrap", "validation_documents": 3, "separator_id": 4}
-    for name, value in changes.items():
-        with pytest.raises(UsageError, match=rf"corpus\.{name}\]; got .*; expected {value}"):
-            prepare(tmp_path, **{name: value})
-    larger = PreTrainedTokenizerFast(tokenizer_object=backend(bpe), eos_token=END)
-    larger.add_tokens(["xyzzy"])
-    with pytest.raises(UsageError, match=r"tokenizer\.(sha256|vocab_size)"):
-        prepare(tmp_path, tokenizer=larger)
 
 
 def test_a_changed_corpus_is_refused_by_name(
@@ -169,15 +151,6 @@ def test_a_changed_corpus_is_refused_by_name(
     with pytest.raises(GdistillError, match="changed while it was read"):
         prepare(tmp_path / "meddled")
     assert not (tmp_path / "meddled/tokens").exists()
-
-
-def test_a_file_of_the_same_size_is_hashed_again_once_it_was_written(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("one")
-    known = file_identity(path, {})
-    path.write_text("two")
-    os.utime(path, ns=(1, known["modified_ns"] + 1))
-    assert file_identity(path, {str(path): known})["sha256"] != known["sha256"]
 
 
 def test_damage_is_found(tmp_path: Path, prepare: Prepare) -> None:
@@ -260,8 +233,8 @@ def test_a_special_token_in_a_text_is_text_and_counted(
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "the cat<|endoftext|>the dog sat on a mat"}\n' * 9)
     settings = {"row_length": 4, "validation_fraction": 0.0, "separate_train": False}
-    for choice, expected in (("text", 0), ("token", 9)):
-        out, chosen = tmp_path / choice, {**settings, "special_tokens": choice}
+    for choice, expected in ((None, 0), ("token", 9)):
+        out, chosen = tmp_path / str(choice), {**settings, "special_tokens": choice}
         dataset = made(tmp_path / "a.jsonl", out, bpe, **chosen)
         rows = all_rows(dataset)
         assert (rows == 0).sum() == expected
@@ -307,14 +280,6 @@ def test_lm1b_rows_equal_the_references_packing(shared: Path, tmp_path: Path) ->
         bodies = np.concatenate([streamed(gpt2, part, 126) for part in groups])
         assert np.array_equal(rows[:, 1:-1], bodies)
         assert (rows[:, 0] == 50256).all() and (rows[:, -1] == 50256).all()
-
-
-def test_maze_rows_are_the_teachers(tmp_path: Path) -> None:
-    dataset = made("maze:k4", tmp_path, maze_tokenizer(), seed=1)
-    rows = all_rows(dataset)
-    assert rows.shape == (2000, 11) and dataset.num_rows("validation") == 500
-    distinct = {tuple(row) for row in rows.tolist()}
-    assert distinct == {tuple(row) for row in path_rows(load_maze("k4").paths(), 11).tolist()}
 
 
 def test_special_ids(shared: Path, bpe: PreTrainedTokenizerFast) -> None:
@@ -369,16 +334,19 @@ def test_a_huge_single_document(
 
 
 def test_rows_as_reference_texts(
-    tmp_path: Path, prepare: Prepare, bpe: PreTrainedTokenizerFast
+    tmp_path: Path, asked: Asked, teacher: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset, out = prepare(tmp_path), tmp_path / "references.jsonl"
-    assert write_references(str(tmp_path), out, 5, "train") == 5
-    rows = dataset.read_rows("train", 0, 5)
-    for row, line in zip(rows, out.read_text().splitlines(), strict=True):
-        kept = row[1:] if row[0] == dataset.bos_id else row
-        assert json.loads(line) == {"text": bpe.decode(kept.tolist())}
-    with pytest.raises(UsageError, match="too few rows"):
-        write_references(str(tmp_path), out, 10**6, "train")
+    """Of a run's folder and of its store: without the token in front, other special ones stay."""
+    monkeypatch.setattr("pipeline.references.BLOCK_ROWS", 2)
+    rows = run(tmp_path, asked(corpus={"packing": "wrap"})).split("train").read_rows(0, 5)["tokens"]
+    tokenizer, out = load_tokenizer(teacher), tmp_path / "references.jsonl"
+    for place in (str(tmp_path), str(tmp_path / "store")):
+        assert write_references(place, out, 5, "train") == 5
+        texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
+        assert texts == [tokenizer.decode(row[1:].tolist()) for row in rows]
+        assert all(text.endswith(" <eos>") for text in texts)
+        with pytest.raises(UsageError, match="too few rows"):
+            write_references(place, out, 10**6, "train")
 
 
 # How documents are laid into rows.
@@ -398,6 +366,7 @@ BY_HAND: dict[str, tuple[Any, list[list[int]], list[list[int]], int]] = {
     "wrap": ((5, IDS), [[1, 2, 3], [4], [5]], WRAPPED, 2),  # 5 and its separator
     "pad": ((5, IDS), [[1, 2, 3], [4], [], [5, 6, 7, 8, 9]], [*PADDED, [100, 5, 6, 7, 101]], 2),
     "concat without a separator": ((2, NO_SEPARATOR), [[1], [2, 3], [4]], [[1, 2], [3, 4]], 0),
+    "concat two by two": ((2, NO_SEPARATOR, 2), [[1], [2, 3], [4], [5]], [[1, 2], [4, 5]], 1),
 }
 
 
@@ -408,13 +377,6 @@ def test_packing_by_hand(name: str) -> None:
     assert packer.pack(documents(*texts)).tolist() == rows
     packer.finish()
     assert packer.num_dropped_tokens == num_dropped
-
-
-def test_groups_of_documents_share_no_row() -> None:
-    grouped = make_packer("concat", 2, NO_SEPARATOR, group_documents=2)
-    assert grouped.pack(documents([1], [2, 3], [4])).tolist() == [[1, 2]]
-    assert grouped.pack(documents([5])).tolist() == [[4, 5]]
-    assert grouped.num_dropped_tokens == 1
 
 
 TEXTS_OF_IDS = st.lists(st.lists(st.integers(0, 99), max_size=9), max_size=12)
@@ -437,17 +399,10 @@ def test_batch_borders_and_resumes_leave_no_trace(
     assert np.concatenate([head, tail]).tolist() == rows.tolist()
     assert second.num_dropped_tokens == whole.num_dropped_tokens
     assert rows.dtype == np.int32 and rows.shape[1] == 4
-
-
-@without_a_clock
-@given(TEXTS_OF_IDS)
-def test_concat_loses_only_what_it_counts(texts: list[list[int]]) -> None:
-    packer = make_packer("concat", 4, IDS)
-    rows = packer.pack(documents(*texts))
-    packer.finish()
-    stream = [token for text in texts for token in [*text, 101]]
-    assert rows.reshape(-1).tolist() == stream[: rows.size]
-    assert rows.size + packer.num_dropped_tokens == len(stream)
+    if packing == "concat" and not group:
+        stream = [token for text in texts for token in [*text, 101]]
+        assert rows.reshape(-1).tolist() == stream[: rows.size]
+        assert rows.size + whole.num_dropped_tokens == len(stream)
 
 
 def test_rows_without_room_are_refused() -> None:
@@ -524,14 +479,16 @@ def test_real_tokenizers(shared: Path) -> None:
 def test_long_and_short_documents_in_one_batch_keep_their_order(
     bpe: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches, groups of pieces and overlaps all smaller than the documents."""
+    """Batches, groups of pieces and overlaps all smaller than the documents; none is cut short."""
     fast = Tokenizer.from_str(backend(bpe).to_str())
+    fast.enable_truncation(max_length=8)
+    fast.enable_padding(length=9)
     whole_words_only = PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=END)
     monkeypatch.setattr("pipeline.tokens.pieces.BATCH_CHARACTERS", 20_000)
     monkeypatch.setattr("pipeline.tokens.pieces.HUGE_CHARACTERS", 50_000)
     texts = [TEXTS["sentences"] * 5, "", "the cat", TEXTS["no white space"] * 10, "ran"]
     texts += [TEXTS["accents"] * 6]
-    expected = [whole(fast, text) for text in texts]
+    expected = [whole(backend(bpe), text) for text in texts]
     assert [ids.tolist() for ids in encode(whole_words_only, texts)] == expected
 
 
