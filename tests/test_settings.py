@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import typer
 
 from pipeline.cli import SETTINGS as EXTRACT
 from shards.codec.registry import CODECS
-from shards.console import run_command
+from shards.console import INTERRUPTED, command_app, run_command
 from shards.errors import UsageError
 from shards.settings import check_bounds, resolve, setting, to_mapping
 from shards.settings_table import Section, setting_lines, settings_app, table_lines
@@ -71,7 +72,9 @@ def test_one_declaration_is_the_table() -> None:
         ("inner.shore=1", "did you mean 'share'"),
         ("name=c", r"unknown value \[name\].*one of"),
         *((f"inner.{o}", "out of range") for o in ("share=1.5", "share=nan", "rows=0")),
-        *((o, "wrong type") for o in ("inner.rows=2.5", "inner.rows=true", "sizes=3", "inner=3")),
+        ("zzzz=1", "known keys: .*'sizes'"),
+        *((o, "wrong type") for o in ("inner.rows=2.5", "inner.rows=true", "inner.share=true")),
+        *((o, "wrong type") for o in ("sizes=3", "inner=3")),
         *((o, "malformed override") for o in ("inner..share=1", ".rows=3", "rows.=3", "name")),
     ],
 )
@@ -145,6 +148,21 @@ def test_a_wrong_option_takes_one_line(error_of: Callable) -> None:
         for words in cases:
             code, err = error_of(import_module(module).app, words)
             assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(KeyboardInterrupt(), (130, f"{INTERRUPTED}\n")), (typer.Exit(3), (3, ""))],
+)
+def test_a_command_that_is_interrupted_or_leaves_has_its_exit_code(
+    error_of: Callable, error: BaseException, expected: tuple[int, str]
+) -> None:
+    def work() -> None:
+        raise error
+
+    app = command_app()
+    app.command()(work)
+    assert error_of(app, []) == expected
 
 
 def test_only_the_first_of_many_processes_speaks(

@@ -19,11 +19,15 @@ from transformers import AutoTokenizer
 from evaluation.likelihood.validation import validation_perplexity
 from evaluation.samples import read_data_rows
 from pipeline.tokens.dataset import TokenDataset
+from shards.codec.registry import make_codec
+from shards.console import Bar
 from shards.errors import GdistillError, UsageError
 from shards.noise.kinds import dense_arrivals
 from shards.store.store import ShardStore
 from shards.stream.dataset import open_store
 from shards.stream.stream import ShardStream
+from shards.tools.rewriting import convert
+from shards.tools.row_view import view_row
 from tests.pipeline import extract_cases
 from tests.pipeline.extract_cases import ROW_LENGTH, VOCAB_SIZE, WORDS, contents, run, write_lines
 from tests.trainer.run_cases import tiny_run
@@ -92,7 +96,7 @@ def test_padding_and_questions_are_no_part_of_the_unigram(conversations: ShardSt
     np.testing.assert_allclose(np.exp(found), counts / counts.sum(), rtol=1e-5)
 
 
-def test_only_counted_tokens_have_noise(conversations: ShardStore) -> None:
+def test_only_counted_tokens_have_noise(conversations: ShardStore, tmp_path: Path) -> None:
     split = conversations.split("train")
     rows = split.read_rows(0, split.num_rows)
     idle = rows["counted"] == 0
@@ -105,6 +109,11 @@ def test_only_counted_tokens_have_noise(conversations: ShardStore) -> None:
     noise = dense_arrivals(stream.noise(batch, mask))
     p = stream.distribution(batch, mask).tile(0, VOCAB_SIZE)
     assert torch.equal((p / noise).argmax(1), batch["tokens"][mask].long())
+    for row, marks in enumerate(rows["counted"]):
+        _, views = view_row(conversations, "train", row)
+        assert [view.position for view in views] == np.flatnonzero(marks).tolist()
+    with pytest.raises(UsageError, match="a store of conversations stays as it is"):
+        convert(conversations, str(tmp_path / "out"), make_codec("seeded"), Bar())
 
 
 def student_and_batch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,14 @@ def posterior(tmp_path_factory: pytest.TempPathFactory) -> ShardStore:
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small store, finished; for tests that only read it."""
-    folder = tmp_path_factory.mktemp("whole") / "store"
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small store, finished; nobody changes it."""
+    folder = tmp_path_factory.mktemp("sound") / "store"
     write_store(folder)
     return folder
+
+
+@pytest.fixture
+def store(sound: Path, tmp_path: Path) -> Path:
+    """A store of one's own, to be spoilt."""
+    return Path(shutil.copytree(sound, tmp_path / "store"))

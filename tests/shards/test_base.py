@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -18,6 +19,7 @@ from shards import atomic, provenance
 from shards.atomic import exclusive, is_held
 from shards.console import progress_bar, use_log_format
 from shards.errors import UsageError
+from shards.interrupts import Stopped, StopRequest
 from shards.provenance import code_version as stamp
 from shards.store import remote as process_identity
 from shards.store.location import LocalLocation
@@ -82,9 +84,6 @@ def test_every_created_folder_is_synced_into_its_parent(tmp_path: Path, synced: 
     place.delete("train/ids/c/4/0/0")
     place.delete("nothing/here")
     assert synced == [root / "train/ids/c/4/0"], "a deleted file stays deleted"
-    (tmp_path / "a").write_bytes(b"")
-    with pytest.raises((FileExistsError, NotADirectoryError)):
-        atomic.make_folders(tmp_path / "a" / "b")
 
 
 def test_a_published_folder_is_on_disk_before_its_name_and_its_name_too(
@@ -156,18 +155,46 @@ def plain_again() -> Iterator[None]:
     use_log_format("plain")
 
 
-def test_progress_for_machines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets seconds pass for progress bars."""
+    now = [1000.0]
+    monkeypatch.setattr("shards.console.time.monotonic", lambda: sum(now))
+    return now.append
+
+
+def test_progress_where_there_is_no_terminal(
+    later: Callable[[float], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = 1000.0
-    monkeypatch.setattr("shards.console.time.monotonic", lambda: now)
+    with progress_bar("verify", 12_000_000, unit="B", done=2_000_000) as bar:
+        later(60)
+        bar.advance(1_500_000)
+        told = "verify: 3.5M/12.0M B, 25.0k B/s, 0:05:40 left"
+        assert capsys.readouterr().err == f"{told}\n"
+        bar.note("shard 3")
+    assert capsys.readouterr().err == f"{told}, shard 3\n"
+    with progress_bar("all", 4, unit="%") as bar:
+        later(5)
+        bar.advance(2)
+        later(5)
+        bar.advance(2)
+    assert capsys.readouterr().err == "all: 100%, 0:00:10 so far\n"
+    with progress_bar("train", 10, main_process=False) as bar:
+        later(60)
+        bar.advance(5)
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_for_machines(
+    later: Callable[[float], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     use_log_format("json")
     with progress_bar("train mdlm", 12_000, done=2_000) as bar:
         bar.note("loss 3.5", loss=3.5, step=7)
-        now += 59
+        later(59)
         bar.advance(500)
         assert capsys.readouterr().err == ""
-        now += 1
+        later(1)
         bar.advance(500)
         (line,) = capsys.readouterr().err.splitlines()
         told = json.loads(line)
@@ -233,6 +260,17 @@ def test_an_ended_process_has_ended_and_what_is_not_certain_is_not_concluded(
         assert not has_ended({**ended, name: value}), (name, value)
     monkeypatch.setattr(process_identity, "BOOT_ID", Path("/proc/no such file"))
     assert this_process()["pid_space"] is None and not has_ended(ended), "a system tells nothing"
+
+
+def test_ctrl_c_interrupts_at_once_who_was_asked_before() -> None:
+    stop = StopRequest(signal.SIGINT, signal.SIGTERM)
+    with stop.listening():
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with pytest.raises(Stopped, match="SIGTERM") as caught:
+        stop.check()
+    assert caught.value.exit_code == 143
 
 
 def test_a_process_not_yet_reaped_has_ended() -> None:

@@ -23,6 +23,8 @@ from shards.codec.registry import make_codec
 from shards.console import Bar
 from shards.errors import IntegrityError, UsageError
 from shards.noise.kinds import dense_arrivals
+from shards.store.location import open_location
+from shards.store.manifest import COMPUTED_FILE, read_ways, record_ways
 from shards.store.store import ShardStore
 from shards.store.verification import verify
 from shards.tools.rewriting import convert, count_unigram, merge, stored_noise, subset
@@ -42,21 +44,23 @@ from tests.shards.store_cases import (
 )
 
 
-def test_info_says_what_is_there(run: Run, whole: Path, tmp_path: Path) -> None:
+def test_info_says_what_is_there(run: Run, sound: Path, tmp_path: Path) -> None:
     writer = open_writer(tmp_path / "run" / "store")
     code, text = run("info", tmp_path / "run")
     assert code == 0 and "0 of 5 shards" in text, "a run is looked into"
-    code, text = run("info", whole, "--json")
+    open_writer(tmp_path / "empty", splits={"train": 8, "validation": 0})
+    assert run("info", tmp_path / "empty")[0] == 0
+    code, text = run("info", sound, "--json")
     value = json.loads(text)
     assert code == 0 and value["num_tokens"] == (28 + 5) * 6
     assert value["manifest_sha256"] == writer.manifest.sha256
-    sizes = {name: len(data) for name, data in file_bytes(whole).items()}
+    sizes = {name: len(data) for name, data in file_bytes(sound).items()}
     assert value["num_bytes"] == sum(sizes.values())
     shards = {n: sizes[n] for n in sizes if n.startswith(("train/", "validation/")) and "/c/" in n}
     assert value["bytes_per_token"] == pytest.approx(sum(shards.values()) / value["num_tokens"])
     assert value["fp16_vector_bytes_per_token"] == 100
     # Half-written shards do not count.
-    shutil.copytree(whole, tmp_path / "part")
+    shutil.copytree(sound, tmp_path / "part")
     (tmp_path / "part" / "ledger" / "train" / "000000.json").unlink()
     part = json.loads(run("info", tmp_path / "part", "--json")[1])
     assert part["num_tokens"] == value["num_tokens"] - 8 * 6
@@ -74,7 +78,10 @@ def test_info_says_what_is_there(run: Run, whole: Path, tmp_path: Path) -> None:
         assert told["window_bytes"] == -(-rows // chunk) * chunk * row_bytes
         assert told["batch_bytes"] == rows * row_bytes
         assert told["shared_rows"] == 1 - -(-rows // chunk) / rows
-    assert "75% of its rows are of a chunk already met in it" in run("info", whole)[1]
+    text = run("info", sound)[1]
+    assert "75% of its rows are of a chunk already met in it" in text and "one draw" in text
+    ratio = 100 / value["bytes_per_token"]
+    assert f"{value['bytes_per_token']:.1f}; fp16 vectors 100: {ratio:.1f} x this store" in text
 
 
 def test_info_tells_the_pace_of_a_store_at_work(
@@ -88,8 +95,8 @@ def test_info_tells_the_pace_of_a_store_at_work(
             writer.write(shard, make_arrays(writer.manifest, shard))
         os.utime(tmp_path / "ledger" / "train" / f"{shard.index:06d}.json", (0, 1000 + 10 * index))
     monkeypatch.setattr("shards.cli.time.time", lambda: 1024.0)
-    with writer.claim(shards[3]):
-        _, text = run("info", tmp_path)
+    with writer.claim(shards[3]), writer.location.claim(shards[0].claim_name, wait=False):
+        _, text = run("info", tmp_path)  # a finished shard's claim is of no work
         pace = json.loads(run("info", tmp_path, "--json")[1])["pace"]
     # 96 tokens in the 24 seconds since the first one was there: 4 a second; 9 rows of 6 to go.
     assert pace.pop("eta_seconds") == pytest.approx(13.5)
@@ -97,6 +104,8 @@ def test_info_tells_the_pace_of_a_store_at_work(
     assert pace == {**since, "seconds_since_shard": 4.0, "num_claimed": 1}
     assert "3 of 5 shards, 144 tokens (72.7%)" in text
     assert "1 shards in work, last one finished 0:00:04 ago, 4 tok/s (2 shards in 0:00:24)" in text
+    monkeypatch.setattr("shards.cli.MOST_SHARDS_OF_RATE", 1)  # the last: 48 tokens in 14 seconds
+    assert "3 tok/s (1 shards in 0:00:14)" in run("info", tmp_path)[1]
     write_store(tmp_path)
     _, text = run("info", tmp_path, "--json")
     assert json.loads(text)["pace"] is None and "running" not in run("info", tmp_path)[1]
@@ -109,8 +118,8 @@ def remedy_in(text: str) -> list[str]:
     return shlex.split(commands.pop())
 
 
-def test_the_printed_remedy_heals_a_store(run: Run, whole: Path, tmp_path: Path) -> None:
-    root = shutil.copytree(whole, tmp_path / "a store")
+def test_the_printed_remedy_heals_a_store(run: Run, sound: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(sound, tmp_path / "a store")
     damaged = root / "train/entry_gumbels/c/1/0/0"
     damaged.write_bytes(flipped(damaged.read_bytes(), 20))
     assert open_writer(root).pending("train") == [], "sizes alone tell nothing"
@@ -124,12 +133,12 @@ def test_the_printed_remedy_heals_a_store(run: Run, whole: Path, tmp_path: Path)
     code, text = run(*remedy_in(text))
     assert code == 1 and "forgotten: train shard 1" in text
     write_store(root)
-    assert file_bytes(root) == file_bytes(whole)
+    assert file_bytes(root) == file_bytes(sound)
     assert run("verify", root)[0] == 0
 
 
 def test_verify_looks_into_a_run_and_counts_every_byte_it_will_read(
-    run: Run, whole: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, sound: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
     totals: list[int] = []
@@ -140,7 +149,7 @@ def test_verify_looks_into_a_run_and_counts_every_byte_it_will_read(
         yield SimpleNamespace(advance=read.append)
 
     monkeypatch.setattr(cli, "progress_bar", counted)
-    assert run("verify", whole.parent)[0] == 0
+    assert run("verify", sound.parent)[0] == 0
     assert totals == [sum(read)]
 
 
@@ -159,7 +168,7 @@ def test_a_converted_store_names_its_source_and_is_resumed(
 
 
 def test_what_cannot_be_made_or_shown_is_one_line_and_nothing_is_written(
-    run: Run, posterior: ShardStore, whole: Path, tmp_path: Path
+    run: Run, posterior: ShardStore, sound: Path, tmp_path: Path
 ) -> None:
     frozen = write_encoded(tmp_path / "frozen", make_codec("full")).location.url
     url, out = posterior.location.url, tmp_path / "out"
@@ -176,9 +185,10 @@ def test_what_cannot_be_made_or_shown_is_one_line_and_nothing_is_written(
         (("subset", url, "--splits", "train,tset"), "got tset; expected train, validation"),
         (("subset", url, "--splits", "validation", "--rows", 2), "[--rows]"),
         (("subset", url, "--rows", 0, "--validation-rows", 0), "no rows left"),
-        (("merge", whole, tmp_path / "b"), "b: seed]; got 8; expected 7"),
+        (("merge", sound, tmp_path / "b"), "b: seed]; got 8; expected 7"),
         (("show", url, "--draw", -1), "no such draw"),
         (("show", url, "--row", -1), "no such row"),
+        (("show", url, "--split", "validation", "--row", 5), "[split validation]"),
         (("info", tmp_path / "nothing"), "no store there"),
     ):
         placed = () if arguments[0] == "info" else ("--out", out)
@@ -188,8 +198,8 @@ def test_what_cannot_be_made_or_shown_is_one_line_and_nothing_is_written(
     for place in ("/proc/row.html", "/", "folder"):
         code, text = run("show", url, "--out", tmp_path / place)
         assert code == 2 and text.count("\n") == 1, place
-    for place in (whole, f"file://{whole}", whole / ".." / whole.name):
-        code, text = run("merge", whole, "--out", place)
+    for place in (sound, f"file://{sound}", sound / ".." / sound.name):
+        code, text = run("merge", sound, "--out", place)
         assert code == 2 and "its own source" in text, place
 
 
@@ -205,52 +215,64 @@ def test_a_subset_has_the_first_rows(run: Run, posterior: ShardStore, tmp_path: 
     assert dict(ShardStore.open(tmp_path / "part").manifest.splits) == {"validation": 5}
 
 
-def test_merged_parts_are_the_whole(run: Run, whole: Path, tmp_path: Path) -> None:
+def test_merged_parts_are_the_whole(run: Run, sound: Path, tmp_path: Path) -> None:
     for part, dropped in (("a", (1, 3)), ("b", (0,))):
-        shutil.copytree(whole, tmp_path / part)
+        shutil.copytree(sound, tmp_path / part)
         for shard in dropped:
             (tmp_path / part / f"ledger/train/{shard:06d}.json").unlink()
     a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "out"
+    computed = [{"part": "a"}, {"part": "b"}]
+    for place, way in zip((a, b), computed, strict=True):
+        record_ways(open_location(place), [way])
     code, text = run("merge", a, "--out", out)
     assert code == 1 and "2 shards in none of the stores, the first is train shard 1" in text
     assert run("merge", a, b, "--out", out)[0] == 0
-    assert file_bytes(out) == file_bytes(whole)
+    assert read_ways(open_location(out)) == computed
+    (out / COMPUTED_FILE).unlink()
+    assert file_bytes(out) == file_bytes(sound)
     # A damaged part is not merged unless another has it.
     (b / "train/entry_gumbels/c/1/0/0").write_bytes(b"damaged")
     code, text = run("merge", b, "--out", tmp_path / "other")
     assert code == 1 and "train/entry_gumbels/c/1/0/0: train shard 1" in text
-    assert run("merge", b, whole, "--out", tmp_path / "other")[0] == 0
-    assert file_bytes(tmp_path / "other") == file_bytes(whole)
+    assert run("merge", b, sound, "--out", tmp_path / "other")[0] == 0
+    (tmp_path / "other" / COMPUTED_FILE).unlink()
+    assert file_bytes(tmp_path / "other") == file_bytes(sound)
 
 
 def test_merging_mends_what_is_there_and_leaves_a_claimed_shard_alone(
-    run: Run, whole: Path, tmp_path: Path
+    run: Run, sound: Path, tmp_path: Path
 ) -> None:
     out, record = tmp_path / "out", "ledger/train/000001.json"
     writer = open_writer(out)
     with writer.claim(writer.pending("train")[1]) as mine:
         assert mine
-        code, text = run("merge", whole, "--out", out)
+        code, text = run("merge", sound, "--out", out)
         assert code == 1 and "held by another process" in text
         assert not (out / "train/entry_gumbels/c/1").exists()
     damages = (record, None), ("train/entry_gumbels/c/1/0/0", None), (record, b"{}")
     for name, content in damages:
-        assert run("merge", whole, "--out", out)[0] == 0
-        assert file_bytes(out) == file_bytes(whole)
+        assert run("merge", sound, "--out", out)[0] == 0
+        assert file_bytes(out) == file_bytes(sound)
         (out / name).unlink()
         if content:
             (out / name).write_bytes(content)
-        code, text = run("merge", whole, "--out", out)
+        code, text = run("merge", sound, "--out", out)
         assert code == 0, (name, text)
-        assert file_bytes(out) == file_bytes(whole), name
+        assert file_bytes(out) == file_bytes(sound), name
 
 
 def test_the_view_of_a_row(posterior: ShardStore) -> None:
-    _, views = view_row(posterior, "train", 9)
+    first, views = view_row(posterior, "train", 9)
     output, _ = teacher_rows("train")
-    for view, log_probs, token in zip(views, output.log_probs[9], output.tokens[9], strict=True):
+    assert first == "#0" and [view.position for view in views] == [*range(1, LENGTH)]
+    rows = posterior.split("train").read_rows(9, 10)
+    gumbels = stored_noise(posterior, "train", 9, rows).gumbels()
+    for view, xi, log_probs, token in zip(
+        views, gumbels, output.log_probs[9], output.tokens[9], strict=True
+    ):
         probs = log_probs.exp()
-        assert view.text == f"#{int(token)}"
+        assert view.text == f"#{int(token)}" and view.gumbel == float(xi[token])
+        assert view.gumbel_rank == 1 + sorted(xi, reverse=True).index(xi[token])
         assert view.probability == pytest.approx(float(probs[token]), rel=1e-5)
         others = [a.probability for a in view.alternatives]
         expected = sorted((float(p) for i, p in enumerate(probs) if i != token), reverse=True)[:4]
@@ -258,6 +280,8 @@ def test_the_view_of_a_row(posterior: ShardStore) -> None:
         # The token wins the race: no alternative has the larger logit + xi.
         won = math.log(view.probability) + view.gumbel
         assert all(math.log(a.probability or 0) + a.gumbel <= won + 1e-3 for a in view.alternatives)
+    _, others = view_row(posterior, "train", 9, draw=1)
+    assert all(view.gumbel != other.gumbel for view, other in zip(views, others, strict=True))
     with pytest.raises(UsageError, match="no such row"):
         view_row(posterior, "train", SPLITS["train"])
 
@@ -312,9 +336,10 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("name", sorted(TARGETS))
 def test_what_was_converted_decodes_to_the_same_draw(
-    source: ShardStore, tmp_path: Path, name: str
+    source: ShardStore, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The noise of a next to impossible token is exact, where it is stored apart."""
+    monkeypatch.setattr("shards.tools.rewriting.POSITIONS_AT_ONCE", 3 * VOCAB * LENGTH)
     codec, max_error_nats = TARGETS[name]
     convert(source, str(tmp_path / "out"), codec, Bar())
     made = ShardStore.open(tmp_path / "out")
@@ -342,9 +367,11 @@ def test_a_subset_tells_its_store_and_is_taken_for_no_other(
     source: ShardStore, tmp_path: Path
 ) -> None:
     """Even with all rows: what was done to a store belongs to what it is."""
+    record_ways(source.location, [{"device": "cpu"}])
     subset(source, str(tmp_path / "all"), SPLITS, Bar())
-    made = ShardStore.open(tmp_path / "all").manifest
-    assert made.tokens["subset_of"] == source.manifest.sha256
+    made = ShardStore.open(tmp_path / "all")
+    assert made.manifest.tokens["subset_of"] == source.manifest.sha256
+    assert read_ways(made.location) == [{"device": "cpu"}]
     with pytest.raises(UsageError, match="begun with other inputs"):
         merge([source], str(tmp_path / "all"), Bar())
 

@@ -44,7 +44,9 @@ def save_bert(folder: Path, initializer_range: float = 0.02, **changes: Any) -> 
     config = BertConfig(**sizes, **changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        transformers.BertForMaskedLM(config).save_pretrained(folder)
+        network = transformers.BertForMaskedLM(config)
+        network.cls.predictions.bias.data.normal_()
+        network.save_pretrained(folder)
     return save_tokenizer(folder)
 
 
@@ -102,21 +104,41 @@ def test_the_same_model_as_a_decoder_is_a_teacher(tmp_path: Path, dtype: Any) ->
     folder = save_bert(tmp_path, 0.3, is_decoder=True)
     loaded = Teacher.load(folder, dtype, "cpu")
     assert loaded.head is not None and loaded.head.last_hidden is None
-    assert loaded.log_probs(torch.tensor([[0, 3, 4]])).shape == (1, 2, VOCAB_SIZE)
+    rows = torch.tensor([[0, 3, 4]])
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)(rows).logits[:, :-1]
+    error = (loaded.log_probs(rows) - plain.log_softmax(-1)).abs().max()
+    assert float(error) < {"float32": 1e-4, "bfloat16": 0.3}[dtype]
 
 
-def test_one_small_pass_is_all_the_question_costs(
+def test_a_tokenizers_own_code_does_not_run(tmp_path: Path) -> None:
+    folder = save_with_code(tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["modeling_own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    with pytest.raises(UsageError, match="cannot load a tokenizer"):
+        loading.find_tokenizer(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_of_the_hub_the_revision_and_the_files_that_were_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shapes, plain = [], GPT2LMHeadModel.forward
+    folder, asked = save_without_weights(tmp_path), []
 
-    def counted(self: GPT2LMHeadModel, **arguments: Any) -> Any:
-        shapes.append(tuple(arguments["input_ids"].shape))
-        return plain(self, **arguments)
+    def snapshot(*name: str, allow_patterns: list[str], **options: Any) -> str:
+        asked.append((*name, options, allow_patterns[len(loading.SMALL_FILES) :]))
+        return str(folder)
 
-    monkeypatch.setattr(GPT2LMHeadModel, "forward", counted)
-    Teacher.load(save_teacher(tmp_path), device="cpu")
-    assert shapes == [(5, 8)]
+    monkeypatch.setattr(loading, "snapshot_download", snapshot)
+    for weights, patterns in (
+        (False, [[]]),
+        (True, [["model*.safetensors"], ["pytorch_model*.bin"]]),
+    ):
+        options = {"revision": "v2", "local_files_only": weights}
+        files = loading.find_pretrained("me/model", **options, weights=weights)
+        assert (files.name, files.folder) == ("me/model", folder)
+        assert asked == [("me/model", options, pattern) for pattern in patterns]
+        asked.clear()
 
 
 class TwiceTheHead(nn.Linear):

@@ -58,19 +58,12 @@ def test_keyed_bits_follow_the_documented_counter() -> None:
     assert int(bits[5, vocab_id]) == words_of(counter, 5)[vocab_id % 4]
 
 
-def test_a_tile_and_a_selection_are_parts_of_the_whole() -> None:
-    whole = philox.keyed_bits(keys(), 0, 50257)
-    for start, stop in ((0, 1), (1, 2), (3, 9), (4, 8), (6, 6), (50250, 50257)):
-        assert torch.equal(philox.keyed_bits(keys(), start, stop), whole[:, start:stop])
-    index = torch.tensor([4, 0])
-    assert torch.equal(philox.keyed_bits(keys().select(index), 0, 40), whole[index, :40])
-
-
 def test_every_part_of_the_key_matters() -> None:
     whole = philox.keyed_bits(keys(), 0, 400)
     assert len(set(whole.flatten().tolist())) > 0.999 * whole.numel()
     for other in (keys(seed=6), keys(seed=5 + (1 << 40)), keys(draw=1)):
         assert not (philox.keyed_bits(other, 0, 400) == whole).any()
+    assert torch.equal(philox.keyed_bits(keys(draw=-1).redrawn(1), 0, 400), whole)
     streams = torch.cat([philox.stream_bits(keys(), stream, 200) for stream in range(3)], dim=1)
     assert not np.isin(streams.numpy(), whole.numpy()).any()
 
@@ -232,29 +225,25 @@ def test_bits_uniforms_and_variates_are_the_engines_own() -> None:
     torch.testing.assert_close(found, numbers("gumbels32"), rtol=3e-7, atol=3e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_engines_arrivals_are_exponential_and_a_tile_is_a_part_of_them(
-    dtype: torch.dtype,
-) -> None:
-    seeds, positions = torch.arange(50) - 9, torch.arange(50)
-    whole = murmur3.engine_arrivals(seeds, positions, 0, 400, dtype)
-    assert stats.kstest(whole.flatten().double().numpy(), "expon").pvalue > 1e-3
-    assert torch.equal(murmur3.engine_arrivals(seeds, positions, 17, 210, dtype), whole[:, 17:210])
-    assert torch.equal(murmur3.engine_arrivals(seeds[1:], positions[1:], 0, 400, dtype), whole[1:])
-
-
 def test_the_largest_bits_leave_the_variates_finite() -> None:
     extreme = torch.tensor([0, -1], dtype=torch.int32)
     assert murmur3.uniforms(extreme).tolist() == [2.0**-33, 1.0]
     assert bool(((u := murmur3.uniforms64(extreme, extreme)) > 0).all()) and bool((u < 1).all())
 
 
-def test_noise_of_keys_is_what_the_engine_draws_the_token_with() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_noise_of_keys_is_what_the_engine_draws_the_token_with(dtype: torch.dtype) -> None:
+    """Other draws, and the first arrivals, are of streams that no token's noise is of."""
     seeds, places = torch.tensor([5, 5, 8]), torch.tensor([1, 2, 1])
-    noise = KeyedPrior(murmur3.EngineKeys(seeds, places), 60)
-    torch.testing.assert_close(noise.gumbels(), murmur3.engine_gumbels(seeds, places - 1, 0, 60))
-    assert not torch.equal(noise.redrawn(1).gumbels(), noise.gumbels())
+    keys = murmur3.EngineKeys(seeds, places, dtype=dtype)
+    noise, drawn = KeyedPrior(keys, 60), murmur3.engine_gumbels(seeds, places - 1, 0, 60, dtype)
+    torch.testing.assert_close(noise.gumbels(), drawn.float())
+    assert torch.equal(noise.tile(17, 40), noise.tile(0, 60)[:, 17:40])
     assert torch.equal(noise.select(torch.tensor([2])).gumbels(), noise.gumbels()[2:])
+    assert torch.equal(noise.redrawn(1).redrawn(1).gumbels(), noise.redrawn(2).gumbels())
+    draws = [noise.redrawn(draw) for draw in range(3)]
+    streams = [part for draw in draws for part in (draw.tile(0, 60), draw.keys.first_arrivals())]
+    assert len(torch.cat([part.flatten() for part in streams]).unique()) == 3 * 3 * 61
 
 
 def test_a_store_decoded_under_the_engines_noise_gives_back_its_tokens() -> None:

@@ -2,13 +2,11 @@
 
     python tests/shards/old_stores/write_old_stores.py tests/shards/old_stores/NAME
 
-Never over what an older version wrote: a new folder, named for what is new. ``PYTHONPATH`` may be
-an older checkout: only such names are used as all versions have.
+Never over what an older version wrote: a new folder, named for what is new.
 """
 
 from __future__ import annotations
 
-import importlib
 import sys
 import tarfile
 import tempfile
@@ -20,14 +18,11 @@ import torch
 
 from shards.codec.protocol import TeacherOutput
 from shards.codec.registry import codec_parameters, make_codec
-from shards.noise.philox import PositionKeys
+from shards.noise.kinds import dense_arrivals
+from shards.store.manifest import Manifest
 from shards.store.store import ShardStore
 from shards.store.writer import ShardWriter
-
-try:
-    from shards.store.manifest import Manifest
-except ImportError:  # before sub-rooms
-    Manifest = importlib.import_module("shards.manifest").Manifest
+from shards.tools.rewriting import stored_noise
 
 VOCAB, LENGTH, HIDDEN, SEED = 11, 5, 3, 5
 SPLITS = {"train": 5, "validation": 2}
@@ -94,19 +89,8 @@ def write(folder: Path, name: str, format_version: int) -> ShardStore:
 
 def decoded(store: ShardStore, split: str) -> np.ndarray:
     """-xi of every position and entry, [rows (L-1), V] float32, draw 0."""
-    num_rows = store.manifest.splits[split]
-    rows = store.split(split).read_rows(0, num_rows)
-    tensors = {
-        name: torch.from_numpy(np.ascontiguousarray(array[:, 1:])).flatten(0, 1)
-        for name, array in rows.items()
-    }
-    ids = torch.arange(num_rows).repeat_interleave(LENGTH - 1)
-    positions = torch.arange(1, LENGTH).repeat(num_rows)
-    keys = PositionKeys(store.manifest.noise_seed(split), ids, positions, 0)
-    tokens = tensors.pop("tokens").long()
-    log_probs = tensors.pop("token_log_probs")
-    noise = store.codec.decode(tensors, tokens, log_probs, keys, store.resources)
-    return noise.tile(0, VOCAB).log().numpy()
+    rows = store.split(split).read_rows(0, store.manifest.splits[split])
+    return dense_arrivals(stored_noise(store, split, 0, rows)).log().numpy()
 
 
 def anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:

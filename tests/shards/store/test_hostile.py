@@ -138,12 +138,12 @@ def resource_of(root: Path, data: bytes) -> None:
     replace_file(root, "resources/unigram_log_probs/c/0", compressed(data))
 
 
-def forged(root: Path, array: str, value: float, place: tuple[int, int] = (2, 3)) -> None:
+def forged(root: Path, array: str, value: float) -> None:
     """One number of a shard, in files whose records, tails and checksums are all right."""
     writer = ShardWriter(open_location(root), open_store(root).manifest)
     shard = writer.shards("train")[1]
     arrays = make_arrays(writer.manifest, shard)
-    arrays[array][place] = value
+    arrays[array][2, 3] = value
     writer._put(shard, encode_shard(writer.manifest, shard, arrays))
 
 
@@ -228,7 +228,7 @@ GRIDS = [{"name": "regular", "configuration": {"chunk_shape": [size]}} for size 
 OUTSIDE = ["/tmp/planted", "tokenizer/../../planted", "../planted", "..", ".", ""]
 OUTSIDE += ["tokenizer/", "tokenizer/./planted", "./tokenizer/planted", "tokenizer/a\\..\\planted"]
 OUTSIDE += ["tokenizer/a\0b", "tokenizer/a\nb", "tokenizer/\x1b[2J", "tokenizer/" + "a" * 256]
-OUTSIDE += ["C:\\planted"]
+OUTSIDE += ["C:\\planted", "tokenizer/" + "é" * 128]
 ODD_FIELDS: dict[str, list[Any]] = {
     "arrays": [[], 3, None, {}, {"ids": []}, {"ids": {"dtype": "uint8"}}],
     "splits": [
@@ -245,7 +245,7 @@ ODD_FIELDS: dict[str, list[Any]] = {
     "vocab_size": [0, -1, 2**31, 2**31 - 2, VOCAB + 1, 300, 10**30, "50", 50.0, True, None],
     "row_length": [0, 10**9, 1.5, []], "rows_per_shard": [0, 6, "8"], "versions": [3, []],
     "rows_per_chunk": [0, 10**9, None, 3], "seed": ["7", None, 10**40, 7.0], "mask_id": [3],
-    "bos_id": [VOCAB, -1, "0", 0.0], "format_version": [0, "2", None, True, -1],
+    "bos_id": [VOCAB, -1, "0", 0.0], "eos_id": [VOCAB], "format_version": [0, "2", None, True, -1],
     "files": [[], None, {"a": 3}, {"a": {}}, {"a": {"bytes": -1, "sha256": "0" * 64}}],
     "teacher": [[], "tiny", None, {"id": "\ud800"}, {"deep": nested(40)}, {"deep": nested(900)}],
 }  # fmt: skip
@@ -253,7 +253,7 @@ ODD_SPECS = [U8 | {"dtype": d} for d in ("object", "O", "S10", ">f4", "datetime6
 ODD_SPECS += [U8 | {"trailing_shape": s} for s in ([0], [-1], [10**12], [5.0], "abc", 3)]
 ODD_NAMES = {
     "arrays": ["../up", "a/b", "/abs", "", ".", "tokens", "c", "a b", "é" * 200, "more"],
-    "splits": ["../up", "a/b", "/abs", "", "ledger", "resources", "tokenizer"],
+    "splits": ["../up", "a/b", "/abs", "", "ledger", "resources", "tokenizer", "corpus"],
     "files": OUTSIDE,
 }
 ODD_METADATA: dict[str, list[Any]] = {
@@ -271,7 +271,7 @@ ODD_RECORD: dict[str, list[Any]] = {
     "index": ["0", 10**9], "start": [-8], "split": [["train"], "nowhere"], "manifest_sha256": [7],
     "deep": [nested(900)],
 }  # fmt: skip
-ODD_HASHES = {"sha256": ["../" * 10 + "etc/passwd", "0" * 63, "A" * 64, None, 7]}
+ODD_HASHES = {"sha256": ["../" * 10 + "etc/passwd", "0" * 63, "0" * 65, "A" * 64, None, 7]}
 ODD_VALUES = {
     "tokens": [VOCAB, -1], "token_log_probs": [np.nan, -np.inf, 0.01], "token_gumbels": [-np.inf],
     "entry_gumbels": [np.nan, np.inf], "entry_gap_byte0": [255], "rest_log_rate": [np.nan],
@@ -319,11 +319,6 @@ def test_each_ends_in_one_line(
 def test_verify_names_the_manifest(store: Path, name: str) -> None:
     field(store, name, None)
     assert [problem.file for problem in verify(store)] == ["manifest.json"]
-
-
-def test_the_first_position_has_no_probability(store: Path, tmp_path: Path) -> None:
-    forged(store, "token_log_probs", -0.5, (5, 0))
-    assert "position 0" in refused(store, tmp_path / "out")
 
 
 @pytest.mark.parametrize("text", ["a\x1b]0;title\x07b", "id\nidentity     forged", "\u202eevil"])

@@ -80,11 +80,12 @@ class Made:
 
     def assert_reads_as_zarr(self, shards: layout.NativeShards) -> None:
         rows = self.array.chunks[0]
-        for index in range(-(-self.array.shape[0] // rows)):
+        for index in 2 * [*range(-(-self.array.shape[0] // rows))]:
             expected = np.asarray(self.array[index * rows : (index + 1) * rows])
             got = shards.read_chunk(index)
             assert got.dtype == expected.dtype and got.shape == self.array.chunks
             assert got[: len(expected)].tobytes() == expected.tobytes()
+            got[:] = 0  # a caller's own, to write into
 
 
 def read_all(shards: layout.NativeShards) -> list[bytes]:
@@ -196,13 +197,6 @@ def test_an_index_that_points_outside_is_an_error(made: Made) -> None:
     crc = google_crc32c.value(index.tobytes()).to_bytes(4, "little")
     with pytest.raises(layout.DamagedShard, match="outside"):
         read_all(made.shards({**made.content, FIRST: data[:-52] + index.tobytes() + crc}))
-
-
-def test_rows_are_writable_and_independent(made: Made) -> None:
-    shards = made.shards()
-    first = shards.read_chunk(0)
-    first[:] = 7
-    assert not np.array_equal(shards.read_chunk(0), first)
 
 
 def test_what_is_kept_of_shards_is_bounded(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Barrier, Event
@@ -90,6 +91,16 @@ def test_it_is_a_location(url: str) -> None:
     place.delete("a/b")
     with pytest.raises(FileNotFoundError):
         place.read("a/b")
+
+
+def test_every_client_has_a_word_of_its_own_for_the_time_of_writing(memory: str) -> None:
+    place = RemoteLocation(memory)
+    when = datetime.fromtimestamp(7, UTC)
+    words = {"LastModified": when, "last_modified": when, "updated": "1970-01-01T00:00:07Z"}
+    told = [{word: value} for word, value in {**words, "mtime": 7, "created": 7.0}.items()]
+    listed = {f"{place._root}/{i}": info for i, info in enumerate([*told, {}])}
+    place._files = SimpleNamespace(invalidate_cache=lambda: None, find=lambda *_, **__: listed)
+    assert place.written_at("") == dict.fromkeys("01234", 7.0)
 
 
 def test_a_store_is_written_read_and_streamed_as_a_local_one(
@@ -175,6 +186,12 @@ def test_a_claim_no_longer_renewed_is_void(url: str) -> None:
     place = RemoteLocation(url, lease_seconds=0.4)
     plant(place, renewed=time.time() + 3600)
     assert not can_take(place)
+    for ago, is_void in ((60, False), (300, True)):
+        plant(place, renewed=time.time() - ago)
+        assert can_take(open_location(url)) == is_void, "two minutes, unless told"
+    for odd in (b"", b"[]", b'{"renewed": "now"}'):
+        place.write(CLAIM_FILE, odd)
+        assert can_take(place), "no claim that any version of ours wrote"
     plant(place, renewed=time.time() - 1)
     with place.claim(CLAIM, wait=True) as mine:
         assert mine
@@ -300,21 +317,6 @@ def test_the_claim_of_a_killed_process_is_void(bucket: str, tmp_path: Path) -> N
     assert can_take(open_location(url))
 
 
-def test_a_claim_is_void_only_where_it_is_certain_that_its_process_has_ended(url: str) -> None:
-    ended = get_context("spawn").Process()
-    ended.start()
-    ended.join()
-    place = RemoteLocation(url)
-    for fields, is_void in (
-        ({"pid": ended.pid, "pid_space": "another boot pid:[1]"}, False),
-        ({"pid": ended.pid, "pid_space": None}, False),
-        ({}, False),
-        ({"started": "1"}, True),  # an id given anew
-    ):
-        plant(place, **{**this_process(), **fields})
-        assert can_take(place) == is_void, fields
-
-
 def test_the_cache_serves_what_it_has_and_fetches_a_spoilt_copy_again(
     memory: str, tmp_path: Path, rows: Rows
 ) -> None:
@@ -343,26 +345,12 @@ def test_eviction_keeps_to_its_size_and_to_its_own_copies(
     assert open_location(memory).sizes() == before
 
 
-def test_threads_read_the_truth_through_a_cache_that_holds_almost_nothing(
-    memory: str, tmp_path: Path, rows: Rows
-) -> None:
-    cases.write_store(memory)
-    place = RemoteLocation(memory, cache=FileCache(tmp_path, max_bytes=300))
-
-    def read(seed: int) -> None:
-        reader = ShardStore.open(place).split("train")
-        for index in np.random.default_rng(seed).permutation(14) % reader.num_chunks:
-            for name, values in reader.read_chunk(int(index)).items():
-                np.testing.assert_array_equal(values, rows[name][4 * index : 4 * index + 4])
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(read, range(4)))
-
-
 def test_the_cache_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GDISTILL_CACHE", str(tmp_path))
     monkeypatch.setenv("GDISTILL_CACHE_BYTES", "1000")
     assert FileCache.default() == FileCache(tmp_path, 1000)
+    monkeypatch.setenv("GDISTILL_CACHE_BYTES", "0")
+    assert FileCache.default() == FileCache(tmp_path, 0)
     for wrong in ("1 GB", "\N{SUPERSCRIPT TWO}", "-1", "", "9" * 5000):
         monkeypatch.setenv("GDISTILL_CACHE_BYTES", wrong)
         with pytest.raises(UsageError, match="GDISTILL_CACHE_BYTES"):
@@ -412,8 +400,8 @@ def test_what_a_killed_download_left_is_removed_when_old(tmp_path: Path) -> None
     died, running, strange = (tmp_path / name for name in names)
     for path in (died, running, strange):
         path.write_bytes(bytes(90))
-    for path in (died, strange):
-        os.utime(path, (0, 0))
+    for path, age in ((died, 25), (strange, 25), (running, 23)):  # hours
+        os.utime(path, (time.time() - 3600 * age,) * 2)
     put(cache, b"first")
     assert set(tmp_path.iterdir()) == {running, strange, copy_of(cache, b"first")}
 
@@ -452,13 +440,22 @@ def test_a_copy_in_use_may_be_evicted(tmp_path: Path) -> None:
     assert content(first) == b"first"
 
 
-def test_a_disk_nearly_full_is_kept_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = FileCache(tmp_path)
+@pytest.mark.parametrize("max_bytes", [None, 100])
+def test_a_disk_nearly_full_is_kept_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int | None
+) -> None:
+    cache = FileCache(tmp_path, max_bytes)
     put_earlier(cache, b"older", b"newer")
     # A twentieth of 1,000 bytes is to stay free: of 52, five more would leave 47.
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=1000, free=52))
     assert put(cache, b"third")
     assert not put(cache, b"newer") and put(cache, b"older")
+
+
+def test_a_cache_of_no_bytes_keeps_the_last_copy_alone(tmp_path: Path) -> None:
+    cache = FileCache(tmp_path, max_bytes=0)
+    assert put(cache, b"first") and put(cache, b"other")
+    assert [*tmp_path.iterdir()] == [copy_of(cache, b"other")]
 
 
 def test_another_users_copy_is_as_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,32 @@ def test_what_is_read_is_what_was_asked_for(sound: Path, tmp_path: Path) -> None
         store.split("test")
     with pytest.raises(UsageError, match="no such file"):
         store.file("corpus/absent.json")
+    for window in ((0, 6), (-1, 2), (3, 2)):
+        with pytest.raises(IndexError):
+            store.split("validation").read_rows(*window)
+    with pytest.raises(IndexError):
+        store.split("validation").read_chunk(-1)
+
+
+def test_a_large_resource_is_kept_in_chunks_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = np.arange(cases.VOCAB * 4, dtype=np.float32).reshape(cases.VOCAB, 4)
+    resources = {**cases.make_resources(), "lm_head": value}
+    with monkeypatch.context() as patch:
+        patch.setattr("shards.store.layout.MAX_RESOURCE_CHUNK_BYTES", 7 * 4 * 4)
+        manifest = cases.make_manifest()
+        cases.write_pending(ShardWriter.create_or_resume(tmp_path, manifest, resources))
+        store = ShardStore.open(tmp_path)
+        assert len([name for name in store.manifest.files if "lm_head/c/" in name]) == 8
+        np.testing.assert_array_equal(store.resources["lm_head"].numpy(), value)
+    assert torch.equal(ShardStore.open(tmp_path).resources["lm_head"], torch.from_numpy(value))
+
+
+def test_a_side_file_may_not_take_the_place_of_the_stores_own(tmp_path: Path) -> None:
+    files = {"train/tokens/zarr.json": b"mine"}
+    with pytest.raises(UsageError, match="name of a store file"):
+        ShardWriter.create_or_resume(tmp_path, cases.make_manifest(), {}, files)
 
 
 def test_a_store_is_found_at_its_folder_and_at_its_runs(store: Path, tmp_path: Path) -> None:
@@ -117,6 +143,24 @@ def test_an_incomplete_store_is_refused_unless_asked(tmp_path: Path) -> None:
     assert store.split("train").read_chunk(1)["tokens"].shape == (4, cases.LENGTH)
     with pytest.raises(IntegrityError, match=r"not finished.*train shard 1"):
         store.split("train").read_chunk(2)
+    # What a killed writer held: another may be at the second by now.
+    (tmp_path / "store/.claims").mkdir()
+    for shard in (0, 1):
+        (tmp_path / f"store/.claims/train-{shard:06d}").touch()
+    assert cases.open_writer(tmp_path / "store").location.claims() == ["train-000001"]
+
+
+def test_a_head_of_another_shape_than_the_states_is_refused(tmp_path: Path) -> None:
+    named = {"name": "hidden", "parameters": {"dtype": "int8"}}
+    arrays = make_codec("hidden").array_specs(cases.VOCAB, 6)
+    manifest = cases.make_manifest(codec=named, arrays=arrays)
+    shapes = {"lm_head": (cases.VOCAB, 6), "lm_head_bias": (cases.VOCAB,)}
+    for name, wrong in (("lm_head", (cases.VOCAB, 7)), ("lm_head_bias", (cases.VOCAB + 1,))):
+        resources = {n: np.zeros(s, np.float32) for n, s in (shapes | {name: wrong}).items()}
+        ShardWriter.create_or_resume(tmp_path / name, manifest, resources)
+        store = ShardStore.open(tmp_path / name, allow_incomplete=True)
+        with pytest.raises(IntegrityError, match=rf"{name}\].*shape .*expected"):
+            _ = store.resources
 
 
 def test_a_finished_store_has_nothing_pending_and_does_not_change(store: Path) -> None:

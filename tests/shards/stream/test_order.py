@@ -41,15 +41,6 @@ def test_frozen_orders() -> None:
     assert rows_of(WholeOrder(8, 3, 7, 0), 8).tolist() == [5, 2, 7, 3, 0, 6, 4, 1]
 
 
-def test_lanes_go_through_their_chunks_one_by_one() -> None:
-    rows = rows_of(LaneOrder(600, 5, 1, 0, 8), 600)
-    for lane in range(8):
-        chunks = rows[lane::8] // 5
-        # A chunk is left for good, but for the one at which the turned lane began.
-        runs = [chunk for i, chunk in enumerate(chunks) if i == 0 or chunk != chunks[i - 1]]
-        assert len(runs) <= len(set(runs)) + 1
-
-
 @pytest.mark.parametrize("lanes", [0, 16])
 def test_epoch_and_seed_move_the_chunks_and_the_rows_in_them(lanes: int) -> None:
     def order(seed: int, epoch: int) -> np.ndarray:
@@ -175,13 +166,3 @@ def test_shared_rows_are_those_of_the_order() -> None:
     exact = np.mean([1 - len(np.unique(chunks)) / 512 for chunks in batches])
     shared = shuffling_of(4096 * 8, 8, 1 << 23, 512).shared_rows
     assert shared > 0.5 and abs(shared - exact) < 0.05
-
-
-@pytest.mark.parametrize("world", [1, 3, 8, 64])
-def test_ranks_read_a_batch_of_wide_rows_once(world: int) -> None:
-    """Chunks of one row, more of them than the window holds."""
-    batch = 512 // world * world
-    order = LaneOrder(8192, 1, 0, 0, lanes_for(8192, 50 << 20, batch))
-    parts = [order.positions_of_rank(0, batch, rank, world) for rank in range(world)]
-    rows = order.locate(np.concatenate(parts))[0]
-    assert len(np.unique(rows)) == batch == len(rows)
