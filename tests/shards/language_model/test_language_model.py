@@ -45,7 +45,7 @@ def save_bert(folder: Path, initializer_range: float = 0.02, **changes: Any) -> 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         network = transformers.BertForMaskedLM(config)
-        network.cls.predictions.bias.data.normal_()
+        network.cls.predictions.bias.data.normal_(std=0.1)
         network.save_pretrained(folder)
     return save_tokenizer(folder)
 

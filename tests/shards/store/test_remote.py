@@ -434,7 +434,7 @@ def test_the_copy_unused_for_longest_goes_first(tmp_path: Path) -> None:
 
 
 def test_a_copy_in_use_may_be_evicted(tmp_path: Path) -> None:
-    cache = FileCache(tmp_path, max_bytes=5)
+    cache = FileCache(tmp_path, max_bytes=0)
     first = cache.open(FileRecord.of(b"first"), lambda: b"first")
     assert put(cache, b"other") and not copy_of(cache, b"first").exists()
     assert content(first) == b"first"
@@ -450,12 +450,6 @@ def test_a_disk_nearly_full_is_kept_free(
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=1000, free=52))
     assert put(cache, b"third")
     assert not put(cache, b"newer") and put(cache, b"older")
-
-
-def test_a_cache_of_no_bytes_keeps_the_last_copy_alone(tmp_path: Path) -> None:
-    cache = FileCache(tmp_path, max_bytes=0)
-    assert put(cache, b"first") and put(cache, b"other")
-    assert [*tmp_path.iterdir()] == [copy_of(cache, b"other")]
 
 
 def test_another_users_copy_is_as_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -355,7 +355,7 @@ def test_frozen_noise_of_any_split_and_epoch_is_the_draw_that_was_stored(tmp_pat
     for batch in (*rows, *rows):
         mask, tokens = everywhere(batch), batch["tokens"].long()
         log_probs = teacher_logits()[tokens[:, :-1]].log_softmax(-1).flatten(0, 1)
-        winners = (log_probs + rows.noise(batch, mask).gumbels()).argmax(1)
+        winners = (log_probs.double() + rows.noise(batch, mask).gumbels().double()).argmax(1)
         assert winners.equal(tokens[mask])
     with pytest.raises(UsageError, match="not the teacher's distribution"):
         rows.distribution(batch, mask)
