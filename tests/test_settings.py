@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -85,10 +86,12 @@ def test_a_bad_value_is_one_line(override: str, message: str) -> None:
 
 
 def test_values_are_read_as_toml_and_later_ones_win() -> None:
-    words = ["inner.rows=none", "inner.share=1", "sizes=[3]", "place=a/b", "other=b c"]
+    words = ["inner.share=1", "sizes=[3]", "place=a/b", "other=b c"]
     made = resolve(Outer, {"name": "a", "inner": {"rows": 4}}, {"name": "b"}, overrides=words)
-    assert made == Outer("b", "b c", Path("a/b"), (3,), False, Inner(1.0, None))
-    assert resolve(Outer, to_mapping(made)) == made
+    assert made == Outer("b", "b c", Path("a/b"), (3,), False, Inner(1.0, 4))
+    plain = json.loads(json.dumps(to_mapping(made)))
+    assert resolve(Outer, plain) == made
+    assert resolve(Outer, plain, overrides=["inner.rows=none"]).inner == Inner(1.0)
 
 
 def test_what_is_required_is_asked_for() -> None:

@@ -221,9 +221,10 @@ def test_one_process_takes_over_a_void_claim(url: str) -> None:
     for round_ in range(5):
         plant(place, id=str(round_), renewed=time.time() - 1e6)
         assert num_holders([RemoteLocation(url) for _ in range(6)]) == 1
-        assert place.claims() == [] and place.sizes(".claims") == {}
+        assert place.claims() == [] and open_location(f"{url}/.claims").sizes() == {}
     void = plant(place, renewed=time.time() - 1e6)
     place.write(f"{CLAIM_FILE}~x", void.replace(b'"x"', b'"y"'))  # a takeover that was cut short
+    assert place.claims() == [CLAIM]
     with place.claim(CLAIM, wait=False) as mine:
         assert mine and place.claims() == [CLAIM]
     assert place.claims() == []
@@ -346,11 +347,12 @@ def test_eviction_keeps_to_its_size_and_to_its_own_copies(
 
 
 def test_the_cache_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("GDISTILL_CACHE", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("GDISTILL_CACHE", "~/cache")
     monkeypatch.setenv("GDISTILL_CACHE_BYTES", "1000")
-    assert FileCache.default() == FileCache(tmp_path, 1000)
+    assert FileCache.default() == FileCache(tmp_path / "cache", 1000)
     monkeypatch.setenv("GDISTILL_CACHE_BYTES", "0")
-    assert FileCache.default() == FileCache(tmp_path, 0)
+    assert FileCache.default() == FileCache(tmp_path / "cache", 0)
     for wrong in ("1 GB", "\N{SUPERSCRIPT TWO}", "-1", "", "9" * 5000):
         monkeypatch.setenv("GDISTILL_CACHE_BYTES", wrong)
         with pytest.raises(UsageError, match="GDISTILL_CACHE_BYTES"):
