@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,6 @@ from tests.pipeline.extract_cases import WORDS, save_teacher
 from trainer.training.parallel import follow_srun
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-
-
 SCRIPTS = [path for path in sorted((REPOSITORY / "runs").rglob("*.s*")) if path.is_file()]
 
 
@@ -104,6 +103,7 @@ def test_the_job_trains_what_it_is_asked_for(tmp_path: Path) -> None:
     (plain,) = given("slurm/train.sbatch", tmp_path / "mdlm")
     assert plain[:2] == ["gdistill-train", "run"]
     assert option(plain, "--config") == "configs/owt-mdlm.toml"
+    assert "training.sharding=fsdp" in plain
     (blocks,) = given("slurm/train.sbatch", tmp_path / "bd3lm", STUDENT="bd3lm", INIT_FROM="first")
     assert option(blocks, "--config") == "configs/owt-bd3lm.toml"
     assert (option(blocks, "--student"), option(blocks, "--init-from")) == ("bd3lm", "first")
@@ -119,9 +119,28 @@ def test_the_array_names_its_workers(tmp_path: Path) -> None:
 
 
 def test_on_several_gpus_the_recipe_calls_the_same_commands(tmp_path: Path) -> None:
-    commands = given("owt.sh", tmp_path)
-    assert [words[0] for words in commands[:2]] == ["gdistill-extract", "gdistill-train"]
-    assert len(commands) == 1 + 2 * 3 + 4 * 2
+    """Every student is trained and sampled as the paper has it, from the one store."""
+    extract, *commands = given("owt.sh", tmp_path)
+    trained, scored = commands[:6], commands[6:]
+    assert extract[0] == "gdistill-extract" and option(extract, "--dtype") == "bfloat16"
+    parts = ("mdlm", "owt-mdlm"), ("bd3lm-pretrain", "owt-bd3lm-pretrain"), ("bd3lm", "owt-bd3lm")
+    students = product(("none", "gumbel"), parts)
+    for words, (conditioning, (part, config)) in zip(trained, students, strict=True):
+        assert words[:2] == ["gdistill-train", "run"]
+        assert option(words, "--student") == part.partition("-")[0]
+        assert option(words, "--conditioning") == conditioning
+        assert option(words, "--config") == f"configs/{config}.toml"
+        assert option(words, "--out") == f"out/owt-paper/{part}-{conditioning}"
+        assert option(words, "--store") == option(extract, "--store")
+        first = [f"out/owt-paper/bd3lm-pretrain-{conditioning}"] if part == "bd3lm" else []
+        assert words.count("--init-from") == len(first) and set(first) <= set(words)
+    for sample, score in zip(scored[::2], scored[1::2], strict=True):
+        assert option(sample, "--num") == "5000" and option(sample, "--nucleus-p") == "0.9"
+        assert ("--nfe" in sample) == ("/mdlm-" in sample[1])
+        assert score[:2] == ["gdistill-eval", option(sample, "--out")]
+    assert {words[1] for words in scored[::2]} == {
+        option(trained[i], "--out") for i in (0, 2, 3, 5)
+    }
 
 
 def test_a_stopped_training_stops_the_recipe(tmp_path: Path) -> None:

@@ -92,12 +92,6 @@ def test_a_large_resource_is_kept_in_chunks_of_rows(
     assert torch.equal(ShardStore.open(tmp_path).resources["lm_head"], torch.from_numpy(value))
 
 
-def test_a_side_file_may_not_take_the_place_of_the_stores_own(tmp_path: Path) -> None:
-    files = {"train/tokens/zarr.json": b"mine"}
-    with pytest.raises(UsageError, match="name of a store file"):
-        ShardWriter.create_or_resume(tmp_path, cases.make_manifest(), {}, files)
-
-
 def test_a_store_is_found_at_its_folder_and_at_its_runs(store: Path, tmp_path: Path) -> None:
     for place in (store, tmp_path, f"{tmp_path}/"):
         assert shards.open_store(place).split("validation").num_rows == 5
@@ -113,6 +107,9 @@ def test_foreign_folders_and_unknown_urls_are_left_alone(tmp_path: Path) -> None
     assert set(cases.file_bytes(tmp_path)) == {"thesis.txt"}
     with pytest.raises(UsageError, match="unknown kind of store location"):
         cases.open_writer("nosuchscheme://bucket/store")
+    clash = {"train/tokens/zarr.json": b"mine"}
+    with pytest.raises(UsageError, match="name of a store file"):
+        ShardWriter.create_or_resume(tmp_path / "store", cases.make_manifest(), {}, clash)
 
 
 def test_a_store_may_hold_nothing_but_zeros_an_empty_split_and_no_resources(tmp_path: Path) -> None:
