@@ -216,7 +216,7 @@ def test_progress_for_machines(
 def test_a_checkout_tells_its_commit_and_whether_it_was_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An installed package tells its release alone."""
+    """An installed package tells its release alone, also below another checkout."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words]
@@ -228,13 +228,15 @@ def test_a_checkout_tells_its_commit_and_whether_it_was_changed(
 
     assert (provenance.ROOT / "shards" / "provenance.py").samefile(provenance.__file__)
     try:
-        monkeypatch.setattr(provenance, "ROOT", tmp_path)
-        assert "+" not in told() and told()
         git("init", "-q")
+        (tmp_path / "site-packages").mkdir()
         (tmp_path / "a").write_text("1")
         git("add", "a")
         git("commit", "-qm", "one")
         commit = git("rev-parse", "--short=12", "HEAD")
+        monkeypatch.setattr(provenance, "ROOT", tmp_path / "site-packages")
+        assert "+" not in told() and told()
+        monkeypatch.setattr(provenance, "ROOT", tmp_path)
         (tmp_path / "untracked").write_text("")
         assert told().endswith(f"+g{commit}")
         (tmp_path / "a").write_text("2")

@@ -74,8 +74,8 @@ def write(folder: Path, name: str, format_version: int) -> ShardStore:
     for split in SPLITS:
         output, _ = teacher(split)
         encoded = codec.encode(output, manifest.noise_seed(split), known)
-        own = output.log_probs.gather(-1, output.tokens[..., None]).squeeze(-1)
-        values = {**encoded, "token_log_probs": own, "tokens": output.tokens}
+        own = {"token_log_probs": output.token_log_probs, "tokens": output.tokens}
+        values = {**encoded, **own}
         for shard in writer.shards(split):
             arrays = {
                 key: np.zeros((shard.num_rows, LENGTH, *spec.trailing_shape), spec.dtype)
