@@ -403,7 +403,6 @@ class TreeRows(VerifiedRows):
         numbers = torch.arange(width, device=last.device)
         ahead = torch.arange(steps, device=last.device)
         places = (first[:, None] - 1 + ahead).clamp_max(self.tokens.shape[1] - 1)
-        noise = self.xi[everyone, (first - self.origin)[:, None] + ahead].float()
         for distance in range(steps):
             if distance:
                 before = output.gather(1, parent.expand(-1, -1, output.shape[-1]))
@@ -413,7 +412,8 @@ class TreeRows(VerifiedRows):
             output = self.run(rows, at, seen, cache)
             race = self.kept(self.head(output))
             if sampler.draft == "gumbel":
-                race = race + noise[:, distance, None]
+                column = (first - self.origin + distance)[:, None]
+                race = race + self.xi[everyone, column].float()
             best, ids = (race / sampler.tau).log_softmax(dim=-1).topk(width)
             score, at = (score[..., None] + best).flatten(1).topk(width)
             parent = (at // width)[..., None]
