@@ -128,7 +128,7 @@ class BackboneSettings:
     location: str | None = setting(None, "Folder or hub id: the teacher of the shards.")
     dtype: Literal["float32", "bfloat16"] = setting("float32", "Precision of its weights.")
     num_proposed: int = setting(
-        3, "K, tokens that heads propose at once, or steps of a drafter.", within="[1, inf)"
+        3, "K, tokens that heads propose at once, or a drafter ahead.", within="[1, inf)"
     )
     own_noise: Literal["hidden", "seen"] = setting(
         "hidden", "Whether a proposal sees the noise of its own token."
@@ -137,9 +137,6 @@ class BackboneSettings:
         "shared", "What a Medusa head learns of its output layer."
     )
     head_rank: int = setting(64, "Rank of a low_rank head_output.", within="[1, inf)")
-    num_starts: int = setting(
-        32, "Starting points of a row that a drafter learns from at a time.", within="[1, inf)"
-    )
 
     def __post_init__(self) -> None:
         check_bounds(self, "model.backbone")
@@ -252,8 +249,9 @@ def grouped(values: Mapping[str, Any]) -> dict[str, Any]:
             found.setdefault(group, {})[inner] = value
         elif name not in GONE or value != GONE[name]:
             found[name] = value
-    if "lora_rank" in (backbone := found.get("backbone", {})):
-        found["backbone"] = {name: v for name, v in backbone.items() if name != "lora_rank"}
+    if backbone := found.get("backbone"):
+        gone = ("lora_rank", "num_starts")
+        found["backbone"] = {name: v for name, v in backbone.items() if name not in gone}
     return found
 
 
