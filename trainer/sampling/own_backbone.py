@@ -29,6 +29,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import DynamicCache
+from transformers.modeling_outputs import CausalLMOutput
 
 from shards.errors import UsageError
 from shards.language_model.forward import DtypeName
@@ -39,7 +41,7 @@ from trainer.sampling.fill import Pass
 from trainer.sampling.noise import MOST_ELEMENTS, RowNoise, SampleKeys, check_positive
 from trainer.sampling.verifier import CausalReader, Verifier
 from trainer.students.backbone import BackboneStudent
-from trainer.students.drafter import attention_mask, last_layer_cache
+from trainer.students.drafter import attention_mask
 from trainer.students.registry import Drafter, Medusa, Student
 
 EPSILON, DELTA = 0.1, 1.0
@@ -199,33 +201,45 @@ def is_typical(
     return log_probs.gather(-1, tokens[..., None])[..., 0].exp() > least
 
 
+class DraftModel:
+    """The drafter as a causal language model that a :class:`CausalReader` reads.
+
+    Args:
+        student: The drafter.
+        dtype: What it computes in.
+    """
+
+    def __init__(self, student: Drafter, dtype: torch.dtype | None) -> None:
+        self.embed, self.run, self.head = student.embed, student.runner(dtype), student.head(dtype)
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "b n"],
+        attention_mask: Int[Tensor, "b k"],
+        past_key_values: DynamicCache,
+        position_ids: Int[Tensor, "b n"],
+        logits_to_keep: int,
+        use_cache: bool,
+    ) -> CausalLMOutput:
+        """As of transformers' models; of the mask's columns the last n are the tokens'."""
+        (_, new), total = input_ids.shape, attention_mask.shape[1]
+        causal = torch.ones(new, total, dtype=torch.bool, device=input_ids.device).tril(total - new)
+        seen = attention_mask.bool()[:, None] & causal
+        seen.diagonal(total - new, 1, 2).fill_(True)  # what is no token sees something too
+        output = self.run(self.embed(input_ids), position_ids, seen, past_key_values)
+        return CausalLMOutput(logits=self.head(output[:, -logits_to_keep:]))
+
+    __call__ = forward
+
+
 class TreeReader(CausalReader):
     """Next-token logits of B growing rows, and of trees of drafts behind them.
 
-    Args:
-        student: Gives the backbone, and says which of its states are wanted.
-        num_rows: B.
-
     Attributes:
-        states: [B, 2 D] of each row's last token that has been read; None before the first pass.
-        read: [B, n, 2 D] of a tree of which nobody has said yet what is kept.
+        num_read: Tokens of a tree of which nobody has said yet what is kept.
     """
 
-    def __init__(self, student: Drafter, num_rows: int) -> None:
-        backbone = student.language_model
-        super().__init__(backbone.network, backbone.vocab_size, num_rows, student.device)
-        self.student, self.keeps_hidden = student, True
-        self.states: Float[Tensor, "b d2"] | None = None
-        self.read: Float[Tensor, "b n d2"] | None = None
-
-    @torch.no_grad()
-    def read_rows(self, tokens: Int[Tensor, "b l"], stops: Int[Tensor, "b"]) -> Tensor:
-        """Logits [B, 1, V] behind the tokens before ``stops``; see :meth:`next_logits`."""
-        with self.student.watch() as middle:
-            logits = self.next_logits(tokens, stops, 1)
-        assert self.hidden is not None
-        self.states = torch.cat((middle[0][:, -1], self.hidden[:, -1]), dim=-1)
-        return logits
+    num_read = 0
 
     @torch.no_grad()
     def read_tree(self, tree: Tree, first: Int[Tensor, "b"], most: int) -> Float[Tensor, "b n v"]:
@@ -237,38 +251,27 @@ class TreeReader(CausalReader):
             most: Length of a finished row; what lies deeper is read at its end and not used.
         """
         self.num_passes += 1
-        assert self.cache is not None
-        known = self.known()[:, None].expand(-1, tree.tokens.shape[1], -1)
+        self.num_read = tree.tokens.shape[1]
+        known = self.known()[:, None].expand(-1, self.num_read, -1)
         seen = torch.cat((known, tree.behind), dim=-1)
-        with self.student.watch() as middle:
-            logits, hidden = self._run(
-                input_ids=tree.tokens,
-                position_ids=(first[:, None] - 1 + tree.depths).clamp_max(most - 1),
-                attention_mask=attention_mask(self.model, seen),
-                past_key_values=self.cache,
-                use_cache=True,
-            )
-        assert hidden is not None
-        self.read = torch.cat((middle[0], hidden), dim=-1)
+        logits, _ = self._run(
+            input_ids=tree.tokens,
+            position_ids=(first[:, None] - 1 + tree.depths).clamp_max(most - 1),
+            attention_mask=attention_mask(self.model, seen),
+            past_key_values=self.cache,
+            use_cache=True,
+        )
         return logits[..., : self.vocab_size].float()
 
     def follow(self, path: Int[Tensor, "b k"], counts: Int[Tensor, "b"]) -> None:
         """Of the tree that was read last, keep the first ``counts[b]`` tokens of a path."""
-        everyone = torch.arange(len(path), device=path.device)
-        assert self.read is not None
-        self.states = self.read[everyone, path[everyone, counts - 1]]
         lengths, width = self.lengths + counts, int(self.lengths.max())
         place = torch.arange(-int(lengths.max()), 0, device=path.device) + lengths[:, None]
         ahead = (place - self.lengths[:, None]).clamp(0, path.shape[1] - 1)
         old = place + (width - self.lengths)[:, None]
         source = torch.where(place < self.lengths[:, None], old, width + path.gather(1, ahead))
-        self._take(torch.where(place < 0, -1, source), width + self.read.shape[1])
-        self.lengths, self.read = lengths, None
-
-    def select(self, rows: Int[Tensor, "m"]) -> None:
-        """See :class:`CausalReader`."""
-        super().select(rows)
-        self.states = None if self.states is None else self.states[rows]
+        self._take(torch.where(place < 0, -1, source), width + self.num_read)
+        self.lengths, self.num_read = lengths, 0
 
 
 @dataclass(frozen=True)
@@ -321,19 +324,24 @@ class TreeRows(VerifiedRows):
 
     def make_reader(self, verifier: Verifier) -> TreeReader:
         """See :class:`VerifiedRows`."""
-        return TreeReader(self.student, len(self.active))
+        return TreeReader(
+            verifier.model, verifier.vocab_size, len(self.active), self.student.device
+        )
 
     def start(self) -> None:
         """See :class:`Rows`."""
         super().start()
         dtype = getattr(torch, self.sampler.draft_dtype) if self.sampler.draft_dtype else None
-        self.run, self.head = self.student.runner(dtype), self.student.head(dtype)
+        self.model = DraftModel(self.student, dtype)
+        sizes = self.student.config.vocab_size, len(self.active), self.student.device
+        self.drafter = CausalReader(self.model, *sizes)
         self.rule = self.sampler.rule
         self.xi, self.ready = torch.empty(0), 0
 
     def select(self, left: Int[Tensor, "k"]) -> None:
         """See :class:`VerifiedRows`."""
         super().select(left)
+        self.drafter.select(left)
         self.origin, self.xi = self.origin[left], self.xi[left]
 
     def noise_ahead(self, first: Int[Tensor, "m"], count: int) -> None:
@@ -356,7 +364,7 @@ class TreeRows(VerifiedRows):
     def propose(self) -> Pass:
         """See :class:`VerifiedRows`; the first pass reads the given tokens and no drafts."""
         first, length = self.first[self.active], self.tokens.shape[1]
-        ahead = 0 if self.reader.states is None else int(self.sampler.max_lookahead or 0)
+        ahead = int(self.sampler.max_lookahead or 0) if self.reader.num_passes else 0
         # The last token is never drafted: the backbone's own comes as well.
         self.stops = (first + ahead).clamp_max(length - 1)
         self.noise_ahead(first, ahead + 1)
@@ -372,8 +380,8 @@ class TreeRows(VerifiedRows):
         """See :class:`Rows`: the backbone's logits behind all tokens of the trees."""
         first = self.first[self.active]
         with torch.autocast(self.tokens.device.type, enabled=False):
-            if self.reader.states is None:
-                return self.reader.read_rows(self.tokens[self.active], first)
+            if not self.reader.num_passes:
+                return self.reader.next_logits(self.tokens[self.active], first, 1)
             return self.reader.read_tree(self.tree, first, self.tokens.shape[1])
 
     def kept(self, logits: Float[Tensor, "m s v"]) -> Float[Tensor, "m s v"]:
@@ -389,13 +397,13 @@ class TreeRows(VerifiedRows):
         A child is less probable than its parent, so the search ends where no path can bring a draft
         that would be among them; also, row by row, where its paths are too improbable to go on.
         """
-        student, reader, sampler = self.student, self.reader, self.sampler
-        assert reader.states is not None and reader.cache is not None
-        cache, known = last_layer_cache(reader.cache), reader.known()[:, None]
-        rows = student.first_rows(last, reader.states[:, None])
+        sampler, model = self.sampler, self.model
+        logits = self.drafter.next_logits(self.tokens[self.active], first, 1)
+        cache, known = self.drafter.cache, self.drafter.known()[:, None]
+        assert cache is not None
         score = torch.zeros_like(last, dtype=torch.float32)
         steps = int(sampler.max_lookahead or 0)
-        width = min(sampler.width, student.config.vocab_size)
+        width = min(sampler.width, self.student.config.vocab_size)
         everyone = torch.arange(len(last), device=last.device)[:, None]
         behind = everyone.new_zeros(len(last), 1, 1 + steps * width, dtype=torch.bool)
         behind[..., 0] = True
@@ -405,12 +413,10 @@ class TreeRows(VerifiedRows):
         places = (first[:, None] - 1 + ahead).clamp_max(self.tokens.shape[1] - 1)
         for distance in range(steps):
             if distance:
-                before = output.gather(1, parent.expand(-1, -1, output.shape[-1]))
-                rows = student.next_rows(tokens[-1], before)
-            seen = torch.cat((known.expand(-1, rows.shape[1], -1), pasts[-1][..., :used]), dim=-1)
-            at = places[:, distance, None].expand(rows.shape[:2])
-            output = self.run(rows, at, seen, cache)
-            race = self.kept(self.head(output))
+                seen = torch.cat((known.expand(-1, width, -1), pasts[-1][..., 1:used]), dim=-1)
+                at = places[:, distance, None].expand(-1, width)
+                logits = model.head(model.run(model.embed(tokens[-1]), at, seen, cache))
+            race = self.kept(logits)
             if sampler.draft == "gumbel":
                 column = (first - self.origin + distance)[:, None]
                 race = race + self.xi[everyone, column].float()
@@ -432,6 +438,7 @@ class TreeRows(VerifiedRows):
                 least = torch.cat(scores, dim=1).topk(sampler.tree).values[:, -1]
                 if bool((least >= score[:, 0]).all()):
                     break
+        cache.crop(known.shape[-1] - cache.get_seq_length())
         # A parent is at least as probable as its children and stands before them.
         every, order = torch.cat(scores, dim=1).sort(dim=1, descending=True, stable=True)
         is_worth_it = every[:, : sampler.tree].exp() >= sampler.min_reach / sampler.tree
@@ -454,7 +461,7 @@ class TreeRows(VerifiedRows):
             return (own + self.xi[everyone, first - self.origin + depth]).argmax(dim=-1)
 
         path, own, counts = tree.walk(draw, self.stops - first)
-        if self.reader.read is not None:
+        if self.reader.num_read:
             self.reader.follow(path, counts)
         self.ready -= path.shape[1]
         deepest = torch.minimum(tree.depths.amax(dim=1), self.stops - first)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.trainer.run_cases import LENGTH, VOCAB, assert_same_run, first_batch
 from tests.trainer.training.test_resume import run_with_signal
 from trainer import load_student
 from trainer.students.conditioning import EmbeddedNoise
-from trainer.students.drafter import Drafter, last_layer_cache, network_runner
+from trainer.students.drafter import Drafter, llama_runner, network_runner
 from trainer.students.registry import Medusa
 from trainer.training.construction import build_student
 from trainer.training.loop import Trainer, train
@@ -157,7 +158,6 @@ REFUSED = [
     ("medusa", {"model__backbone__num_proposed": LENGTH}, "too short"),
     ("medusa", {"model__backbone__location": "none"}, "stands on a language model"),
     ("mdlm", {}, r"model\.backbone"),
-    ("drafter", {"model__backbone__num_proposed": 7}, "rows too short for the drafter's steps"),
     ("drafter", {"model__conditioning": "gumbel"}, "reads no noise.*got gumbel; expected none"),
     ("drafter", {"model__backbone__own_noise": "seen"}, "own_noise"),
 ]
@@ -266,45 +266,44 @@ def test_training_heads_lowers_the_loss(folder: Path, output: str, tmp_path: Pat
     assert after < 0.8 * before
 
 
-# The drafter: what a step is, what it may see, what it learns from.
+# The drafter: what its layers are, what it learns from.
 
 
-@pytest.mark.parametrize("shape", ["llama", "qwen2"])
+@pytest.mark.parametrize("shape", SHAPES)
 @torch.no_grad()
-def test_at_step_0_the_layer_is_the_backbones_last(shape: str, folder: Path) -> None:
-    """Fed with what the backbone's last layer reads, it says what the backbone says."""
+def test_at_step_0_it_is_the_backbone_without_its_middle(shape: str, folder: Path) -> None:
+    """Of a backbone of two layers the backbone itself; a third makes a difference."""
     student, _ = tiny_drafter(folder, shape, scale=0.0)
     network = AutoModelForCausalLM.from_pretrained(folder / shape).eval()
     tokens = torch.randint(VOCAB, (2, 7), generator=torch.Generator().manual_seed(3))
-    whole, cache = network(tokens, output_hidden_states=True), DynamicCache()
-    network.base_model(input_ids=tokens[:, :4], past_key_values=cache, use_cache=True)
-    seen = torch.ones(3, 7, dtype=torch.bool).tril(4).expand(2, -1, -1)
-    positions, entering = torch.arange(4, 7).expand(2, -1), whole.hidden_states[-2][:, 4:]
-    output = student.runner()(entering, positions, seen, last_layer_cache(cache))
-    assert torch.allclose(student.logits(output), whole.logits[:, 4:, :VOCAB], atol=1e-4)
-    assert cache.get_seq_length() == 4, "the backbone's cache stays as it was"
+    wanted = network(tokens).logits[..., :VOCAB]
+    assert torch.allclose(student(tokens).logits, wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", ["llama", "qwen2"])
 @torch.no_grad()
-def test_a_step_of_own_operations_is_the_networks(shape: str, folder: Path) -> None:
+def test_own_operations_are_the_networks(shape: str, folder: Path) -> None:
     """Rows at unlike positions that see unlike keys; what lies in the cache behind two steps."""
     student, _ = tiny_drafter(folder, shape)
-    network, generator = student.language_model.network, torch.Generator().manual_seed(4)
-    tokens = torch.randint(VOCAB, (2, 6), generator=generator)
-    weights = {name: student.layer[name.replace(".", "/")] for name in student.names}
+    network, generator = student.language_model.network, torch.Generator()
+    weights = [
+        {name: own.get_parameter(name.replace(".", "/")) for name in names}
+        for own, names in zip(student.layers, student.names, strict=True)
+    ]
     found = []
-    for run in (student.runner(), network_runner(network, weights)):
+    for runner in (llama_runner, network_runner):
         generator.manual_seed(4)
-        _, cache = student.read(tokens)
-        for width in (9, 12):
+        run, cache = runner(network, weights), DynamicCache()
+        for width in (3, 6, 9):
             rows = torch.randn(2, 3, 16, generator=generator)
             positions = torch.randint(6, 40, (2, 3), generator=generator)
             seen = torch.rand(2, 3, width, generator=generator) < 0.6
             seen[..., -3:] |= torch.eye(3, dtype=torch.bool)
             found.append(run(rows, positions, seen, cache))
-        found += [cache.layers[-1].keys, cache.layers[-1].values]
-    for ours, theirs in zip(found[:4], found[4:], strict=True):
+        found += [part for layer in cache.layers for part in (layer.keys, layer.values)]
+    half = len(found) // 2
+    assert half == 7
+    for ours, theirs in zip(found[:half], found[half:], strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
@@ -317,50 +316,39 @@ def test_only_llamas_form_has_steps_of_own_operations(folder: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_packed_points_learn_what_each_learns_alone(shape: str, folder: Path) -> None:
-    """KL(p || q) of every step behind every point, from prefixes that end there; the loss.
-
-    So no step has seen a later token or another point's rows, and p is the backbone's own.
-    """
-    student, store = tiny_drafter(folder, shape, model__backbone__num_starts=100)
-    batch, num_steps = first_batch(store, 4), student.settings.backbone.num_proposed
-    output = student.loss(batch)
+def test_it_learns_the_backbones_distribution_at_every_position(shape: str, folder: Path) -> None:
+    """The loss by its definition; a row's does not depend on its companions nor on what comes."""
+    student, store = tiny_drafter(folder, shape)
+    batch = first_batch(store, 4)
+    output, tokens = student.loss(batch), batch.tokens
     plain = AutoModelForCausalLM.from_pretrained(folder / shape).eval()
-    tokens = batch.tokens
-    log_p = plain(tokens).logits[..., :VOCAB].log_softmax(dim=-1)
-    wanted, losses = torch.zeros(tokens.shape), []
-    for point in range(1, LENGTH - num_steps):
-        states, cache = student.read(tokens[:, :point])
-        rows = student.first_rows(tokens[:, point : point + 1], states[:, -1:])
-        for step in range(num_steps):
-            place = point + step
-            seen = torch.ones(len(tokens), 1, place + 1, dtype=torch.bool)
-            positions = torch.full((len(tokens), 1), place)
-            drafted = student.runner()(rows, positions, seen, cache)
-            p, log_q = log_p[:, place].exp(), student.logits(drafted)[:, 0].log_softmax(dim=-1)
-            kl = (p * (log_p[:, place] - log_q)).sum(dim=-1)
-            wanted[:, place + 1] += kl
-            tv = (p - log_q.exp()).abs().sum(dim=-1) / 2
-            losses.append(0.85**step * (0.5 * kl + tv).mean())
-            rows = student.next_rows(tokens[:, place + 1 : place + 2], drafted)
-    assert torch.allclose(output.token_nlls, wanted, atol=1e-3)
-    assert torch.isclose(output.loss, torch.stack(losses).mean(), atol=1e-4)
-    assert output.num_tokens == len(losses) * len(tokens)
+    log_p = plain(tokens).logits[:, :-1, :VOCAB].log_softmax(dim=-1)
+    log_q = torch.cat(
+        [student(tokens[:, :stop]).logits[:, -1:] for stop in range(1, LENGTH)], dim=1
+    ).log_softmax(dim=-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+    tv = (log_p.exp() - log_q.exp()).abs().sum(dim=-1) / 2
+    assert torch.allclose(output.token_nlls[:, 1:], kl, atol=1e-3)
+    assert torch.isclose(output.loss, (0.5 * kl + tv).mean(), atol=1e-4)
+    assert output.num_tokens == kl.numel() and not output.token_nlls[:, 0].any()
+    part = student.loss(batch.rows(slice(2, 4)))
+    assert torch.allclose(output.token_nlls[2:4], part.token_nlls, atol=1e-4)
 
 
-def test_starting_points_are_keyed_by_seed_epoch_and_row(folder: Path) -> None:
-    """A row's loss does not depend on its companions; another seed looks elsewhere."""
-    student, store = tiny_drafter(folder, model__backbone__num_starts=2)
-    batch = first_batch(store, 8)
-    whole, part = student.loss(batch), student.loss(batch.rows(slice(2, 4)))
-    assert torch.allclose(whole.token_nlls[2:4], part.token_nlls, atol=1e-4)
-    other = student.loss(first_batch(store, 8, seed=1))
-    assert not torch.equal(whole.token_nlls > 0, other.token_nlls > 0)
+def test_tokens_that_do_not_count_teach_nothing(folder: Path) -> None:
+    student, store = tiny_drafter(folder)
+    batch = first_batch(store, 4)
+    counted = torch.zeros_like(batch.tokens, dtype=torch.bool)
+    counted[:, 3] = True
+    whole, some = student.loss(batch), student.loss(replace(batch, counted=counted))
+    assert torch.allclose(some.token_nlls[:, 3], whole.token_nlls[:, 3])
+    assert int((some.token_nlls != 0).sum()) == some.num_tokens == 4
+    assert some.loss < whole.loss
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_training_changes_the_drafter_and_no_bit_of_the_backbone(shape: str, folder: Path) -> None:
-    student, store = tiny_drafter(folder, shape, scale=0.0)
+    student, store = tiny_drafter(folder, shape)
     network = student.language_model.network
     before = {name: value.clone() for name, value in network.state_dict().items()}
     optimizer = torch.optim.AdamW(student.parameters(), lr=3e-3)
@@ -387,15 +375,16 @@ def test_bf16_backbones_train(shape: str, folder: Path) -> None:
     assert all(p.dtype == torch.float32 for p in student.parameters())
 
 
-def test_drafters_of_slots_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
+def test_drafters_of_other_forms_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
     """The folder of an earlier version, by what its config says."""
     tiny_drafter(folder)[0].save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     config = json.loads(file.read_text())
-    config["backbone"]["lora_rank"] = 16
+    config["backbone"] |= {"lora_rank": 16, "num_starts": 32}
     file.write_text(json.dumps(config))
-    load_student(tmp_path, backbone=str(folder / "llama"))  # all students named the rank
-    config["frozen"] = {**config["frozen"], "linear_layers": {"layers.0.mlp.up_proj": [16, 24]}}
-    file.write_text(json.dumps(config))
-    with pytest.raises(UsageError, match=r"slots, which are no more.*commit 2090fb1.*reads it"):
-        load_student(tmp_path)
+    load_student(tmp_path, backbone=str(folder / "llama"))  # what all students once named
+    frozen = config["frozen"]
+    for name, commit in (("linear_layers", "2090fb1"), ("layer", "ccf86f2")):
+        file.write_text(json.dumps({**config, "frozen": {**frozen, name: {}}}))
+        with pytest.raises(UsageError, match=rf"no more.*{name}.*commit {commit}.*reads it"):
+            load_student(tmp_path)

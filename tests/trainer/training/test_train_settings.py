@@ -195,7 +195,7 @@ def bases(tmp_path: Path) -> Iterator[tuple[RunConfig, Path]]:
     yield tiny_run(**SHORT, model__noise__layers="[1]", model__noise__injection="add"), store
     heads = {"model__backbone__head_output": "low_rank", "model__backbone__head_rank": 2}
     yield backbone_run(backbone, **SHORT, **heads), scored
-    yield backbone_run(backbone, "drafter", **SHORT, model__backbone__num_starts=2), scored
+    yield backbone_run(backbone, "drafter", **SHORT), scored
 
 
 def test_every_setting_does_something_or_is_known_not_to(tmp_path: Path) -> None:
