@@ -225,7 +225,6 @@ class DraftModel:
         (_, new), total = input_ids.shape, attention_mask.shape[1]
         causal = torch.ones(new, total, dtype=torch.bool, device=input_ids.device).tril(total - new)
         seen = attention_mask.bool()[:, None] & causal
-        seen.diagonal(total - new, 1, 2).fill_(True)  # what is no token sees something too
         output = self.run(self.embed(input_ids), position_ids, seen, past_key_values)
         return CausalLMOutput(logits=self.head(output[:, -logits_to_keep:]))
 

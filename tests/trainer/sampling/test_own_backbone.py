@@ -22,8 +22,15 @@ from tests.trainer.students.test_drafter import tiny_drafter
 from trainer.sampling import own_backbone
 from trainer.sampling.fill import StopRule
 from trainer.sampling.noise import TokenRule, sampling_noise
-from trainer.sampling.own_backbone import MedusaSampler, Tree, TreeReader, is_typical
+from trainer.sampling.own_backbone import (
+    DraftModel,
+    MedusaSampler,
+    Tree,
+    TreeReader,
+    is_typical,
+)
 from trainer.sampling.registry import make_sampler
+from trainer.sampling.verifier import CausalReader
 from trainer.students.drafter import Drafter
 from trainer.students.registry import Medusa
 from trainer.training.construction import build_student
@@ -303,6 +310,18 @@ def test_the_cache_keeps_the_path_and_nothing_else(tmp_path: Path) -> None:
         reader.follow(path, torch.tensor(counts))
         first = first + torch.tensor(counts)
         assert torch.equal(reader.lengths, first - 1)
+
+
+@torch.no_grad()
+def test_a_drafter_reads_growing_rows_as_whole_ones(tmp_path: Path) -> None:
+    student, _ = tiny_drafter(tmp_path)
+    rows = torch.randint(VOCAB, (3, 20), generator=torch.Generator().manual_seed(0))
+    reader = CausalReader(DraftModel(student, None), VOCAB, 3, "cpu")
+    for stops in ([2, 7, 4], [5, 8, 9], [6, 12, 10]):
+        found = reader.next_logits(rows, torch.tensor(stops), 1)[:, 0]
+        for row, stop in enumerate(stops):
+            alone = student(rows[row : row + 1, :stop]).logits[0, -1]
+            assert torch.allclose(found[row], alone, atol=1e-4)
 
 
 def test_a_tree_is_walked_along_the_own_tokens() -> None:
