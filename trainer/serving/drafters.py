@@ -30,6 +30,7 @@ from trainer.serving.coupling import draw
 from trainer.serving.plugin import Requests
 from trainer.students.autoregressive import AR
 from trainer.students.conditioning import EmbeddedNoise
+from trainer.students.drafter import Drafter
 from trainer.students.folder import find_model, load_tokenizer
 from trainer.students.mdlm import MDLM
 from trainer.students.medusa import Medusa
@@ -153,29 +154,34 @@ class RowDrafts:
 
 
 class NextTokenDrafts:
-    """An autoregressive student: one pass per token, each over the whole rows.
+    """A drafter or an autoregressive student: one pass per token, each over the whole rows.
 
     Args:
         student: The model.
     """
 
-    def __init__(self, student: AR) -> None:
+    def __init__(self, student: AR | Drafter) -> None:
         self.student = student
+        if isinstance(student, AR):
+            self.row_length: int | None = student.config.row_length
+        else:
+            self.row_length = student.language_model.context_length
 
     def draft(self, prefixes: list[Prefix], most: int) -> list[list[int]]:
         """See :class:`RowDrafts`."""
         written = [list(prefix.tokens) for prefix in prefixes]
         for _ in range(most):
-            longest = min(max(map(len, written)), self.student.config.row_length)
+            longest = max(map(len, written))
+            longest = min(longest, self.row_length or longest)
             open_rows = [i for i, row in enumerate(written) if len(row) <= longest]
             if not open_rows:
                 break
             padded = [written[i] + [0] * (longest - len(written[i])) for i in open_rows]
             tokens = torch.tensor(padded)
             places = torch.tensor([len(written[i]) for i in open_rows])
-            log_probs = self.student.predict(tokens)[torch.arange(len(tokens)), places - 1]
-            chosen = [prefixes[i] for i in open_rows]
-            found = race(log_probs[:, :-1], chosen, torch.arange(len(chosen)), places)
+            logits = self.student(tokens).logits[torch.arange(len(tokens)), places - 1]
+            chosen, size = [prefixes[i] for i in open_rows], self.student.config.vocab_size
+            found = race(logits[:, :size].float(), chosen, torch.arange(len(chosen)), places)
             for i, token in zip(open_rows, found.tolist(), strict=True):
                 written[i].append(token)
         return [row[len(prefix.tokens) :] for row, prefix in zip(written, prefixes, strict=True)]
@@ -212,20 +218,13 @@ Drafts = RowDrafts | NextTokenDrafts | HeadDrafts
 
 
 def drafts_of(student: Student) -> Drafts:
-    """The student's way of drafting.
-
-    Raises:
-        UsageError: For one that has none in an engine.
-    """
+    """The student's way of drafting."""
     if isinstance(student, MDLM):
         return RowDrafts(student)
-    if isinstance(student, AR):
+    if isinstance(student, AR | Drafter):
         return NextTokenDrafts(student)
-    if isinstance(student, Medusa):
-        return HeadDrafts(student)
-    what, expected = "this student does not draft in an engine", "mdlm, bd3lm, ar or medusa"
-    got, remedy = type(student).__name__, "draft with it by gdistill-sample"
-    raise UsageError(what, where=SETTING, got=got, expected=expected, remedy=remedy)
+    assert isinstance(student, Medusa)
+    return HeadDrafts(student)
 
 
 class StudentDrafter:
@@ -237,8 +236,7 @@ class StudentDrafter:
         vllm_config: The engine's settings.
 
     Raises:
-        UsageError: When there is no student, it has other tokens than the target, or its kind does
-            not draft in an engine.
+        UsageError: When there is no student, or it has other tokens than the target.
     """
 
     def __init__(self, vllm_config: Any) -> None:

@@ -30,7 +30,7 @@ from trainer.students.configuration import BackboneSettings, StudentSettings
 from trainer.students.drafter import Drafter
 from trainer.students.medusa import Medusa
 
-KINDS = ["mdlm, noise", "mdlm", "bd3lm, noise", "ar", "medusa, noise", "medusa"]
+KINDS = ["mdlm, noise", "mdlm", "bd3lm, noise", "ar", "medusa, noise", "medusa", "drafter"]
 
 
 def on_backbone(kind: Any, folder: Path, conditioning: Any = "none", **own: Any) -> Any:
@@ -52,8 +52,8 @@ def on_backbone(kind: Any, folder: Path, conditioning: Any = "none", **own: Any)
 def make(kind: str, folder: Path) -> Any:
     name, _, noise = kind.partition(", ")
     conditioning = "gumbel" if noise else "none"
-    if name == "medusa":
-        return on_backbone(Medusa, folder, conditioning)
+    if name in ("medusa", "drafter"):
+        return on_backbone(Medusa if name == "medusa" else Drafter, folder, conditioning)
     shape = {"vocab_size": VOCAB, "row_length": 16, "block_size": 4 if name == "bd3lm" else None}
     return tiny_student(name, conditioning, **shape)
 
@@ -164,11 +164,6 @@ def test_what_an_engine_is_given_is_checked(tmp_path: Path) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             StudentDrafter(config(target, size, **settings))
-
-
-def test_a_student_that_needs_the_targets_keys_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"does not draft in an engine.*Drafter.*gdistill-sample"):
-        drafts_of(on_backbone(Drafter, tmp_path))
 
 
 def test_hidden_states_are_those_of_the_last_token_that_was_kept(tmp_path: Path) -> None:
