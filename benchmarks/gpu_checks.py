@@ -115,7 +115,7 @@ def check_attention(_: int, device: torch.device) -> Checks:
 
 def check_step(vocab_size: int, device: torch.device) -> Checks:
     """Fused step (tiles, masked rows, fused head) against the dense formulation in float32."""
-    student = make_student(SETTINGS, 32, vocab_size, device)
+    student = make_student("mdlm", SETTINGS, 32, vocab_size, device)
     batch = random_batch(range(4), 32, vocab_size, device, 4)
 
     def gradients(loss: Tensor) -> tuple[Tensor, Tensor]:

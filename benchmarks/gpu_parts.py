@@ -16,14 +16,13 @@ from torch import Tensor
 from benchmarks.extract import case_of, measure, random_teacher
 from benchmarks.measure import interleaved_seconds
 from benchmarks.sampling import LARGE_BATCH, SHAPES, Trial
-from benchmarks.sampling import make_student as make_sampled
 from benchmarks.steps import finish_step, online_batch, tiled_loss
 from benchmarks.synthetic import make_student, make_teacher, random_batch, write_store
 from shards.store.store import ShardStore
 from shards.stream.stream import ShardStream
 from trainer.objective.batch import Batch, BatchMaker
 from trainer.sampling.orders import FirstHittingSampler
-from trainer.students.registry import BD3LM, MDLM, BD3LMConfig, StudentSettings
+from trainer.students.registry import StudentSettings
 from trainer.training.construction import make_optimizer
 from trainer.training.settings import OptimizationConfig
 
@@ -81,22 +80,6 @@ TOY = SuiteShape(
 SUITE_SHAPES = {"paper": PAPER, "toy": TOY}
 
 
-def step_flops(student: MDLM, num_tokens: int, row_length: int, masked_share: float) -> float:
-    """Floating-point operations of forward and backward: 6 per weight and token that it meets.
-
-    Backbone: every token. Head and noise projection: masked tokens only; the noise is no
-    parameter, so the projection has no gradient towards its input (4 per weight). Attention:
-    12 * L * D per layer and token. Recomputed noise is not counted.
-    """
-    settings = student.settings
-    blocks = sum(p.numel() for p in student.backbone.blocks.parameters())
-    head = student.backbone.output_layer.linear.weight.numel()
-    noise = 0 if student.conditioner is None else student.conditioner.weight.numel()
-    attention = 12 * settings.num_layers * row_length * settings.hidden_size
-    masked = masked_share * (6 * head + 4 * noise)
-    return num_tokens * (6 * blocks + attention + masked)
-
-
 def training_throughput(
     shape: SuiteShape, row_length: int, batch_size: int, micro: int, device: torch.device
 ) -> dict[str, Any]:
@@ -106,7 +89,7 @@ def training_throughput(
     shards" is all that training does: chunks are read, decoded, shuffled and copied to the device
     within the time. The online teacher gets its rows for nothing, in memory.
     """
-    student = make_student(shape.student, row_length, shape.vocab_size, device)
+    student = make_student("mdlm", shape.student, row_length, shape.vocab_size, device)
     optimizer = make_optimizer(student.parameters(), OptimizationConfig(learning_rate=1e-12))
     teacher = make_teacher(shape.teacher, shape.vocab_size, max(row_length, 8), device)
     teacher = teacher.to(shape.dtype)
@@ -133,7 +116,7 @@ def training_throughput(
         seconds = interleaved_seconds(work, device, repeats=shape.repeats)
     chosen = {name: median(values) for name, values in seconds.items()}
     tokens = batch_size * row_length
-    flops = step_flops(student, tokens, row_length, masked_share=0.5)
+    flops = batch_size * student.flops_per_row + tokens // 2 * student.flops_per_masked
     sizes = {"row_length": row_length, "batch_size": batch_size, "micro_batch_size": micro}
     return {
         **sizes,
@@ -172,8 +155,7 @@ def _block_step(
     shape: SuiteShape, path: str, row_length: int, batch: Batch, device: torch.device
 ) -> Callable[[], object]:
     settings = replace(shape.student, block_size=4, attention=path)
-    config = BD3LMConfig.build(settings, vocab_size=shape.vocab_size, row_length=row_length)
-    student = BD3LM(config).to(device).train()
+    student = make_student("bd3lm", settings, row_length, shape.vocab_size, device)
     optimizer = make_optimizer(student.parameters(), OptimizationConfig(learning_rate=1e-12))
 
     def step() -> object:
@@ -187,7 +169,8 @@ def _block_step(
 def first_hitting(shape: SuiteShape, device: torch.device) -> dict[str, Any]:
     """Tokens per second of the first-hitting sampler, many rows at a time over one."""
     sampled = SHAPES[shape.sampled]
-    given = (make_sampled("mdlm", sampled, device), FirstHittingSampler())
+    shaped = (sampled.settings, sampled.row_length, sampled.vocab_size, device)
+    given = (make_student("mdlm", *shaped).eval(), FirstHittingSampler())
     work: dict[str, Callable[[], object]] = {
         str(rows): Trial("", *given, rows, sampled, shape.dtype) for rows in (1, LARGE_BATCH)
     }

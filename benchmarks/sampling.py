@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.measure import interleaved_seconds, machine
-from benchmarks.synthetic import open_gates
+from benchmarks.synthetic import make_student
 from shards.atomic import write_json_atomic
 from shards.console import without_library_bars
 from shards.language_model.forward import resolve_device
@@ -32,7 +32,7 @@ from trainer.sampling.block import BlockSampler, SequentialSampler
 from trainer.sampling.fill import AncestralSampler, Sampler, SampleResult
 from trainer.sampling.noise import sampling_noise
 from trainer.sampling.orders import FirstHittingSampler
-from trainer.students.registry import STUDENTS, Student, StudentSettings, read_preset
+from trainer.students.registry import Student, StudentSettings, read_preset
 
 BLOCK_SIZE = 4
 LARGE_BATCH = 16
@@ -99,16 +99,6 @@ class Trial:
             self.results.append(self.sampler.sample(self.student, tokens, ids, noise, 0))
 
 
-def make_student(kind: str, shape: Shape, device: torch.device, **changes: Any) -> Student:
-    """A student whose gates and output layer are random too, so that tokens hang on context."""
-    settings = replace(shape.settings, **changes)
-    sizes = {"vocab_size": shape.vocab_size, "row_length": shape.row_length}
-    torch.manual_seed(0)
-    student = STUDENTS[kind](STUDENTS[kind].config_class.build(settings, **sizes)).eval()
-    open_gates(student)
-    return student.to(device)  # type: ignore[arg-type]
-
-
 def save_verifier(folder: Path, shape: Shape) -> str:
     """A causal model of about a quarter of the student's layers."""
     width, layers = shape.settings.hidden_size, max(1, shape.settings.num_layers // 4)
@@ -125,10 +115,13 @@ def make_trials(
     shape: Shape, device: torch.device, precision: torch.dtype, verifier: str
 ) -> list[Trial]:
     """Everything that is measured."""
-    mdlm = make_student("mdlm", shape, device)
-    gumbel = make_student("mdlm", shape, device, conditioning="gumbel")
-    blocks = make_student("bd3lm", shape, device, block_size=BLOCK_SIZE)
-    sequential = make_student("ar", shape, device)
+
+    def student(kind: str, **changes: Any) -> Student:
+        settings = replace(shape.settings, **changes)
+        return make_student(kind, settings, shape.row_length, shape.vocab_size, device).eval()
+
+    mdlm, gumbel = student("mdlm"), student("mdlm", conditioning="gumbel")
+    blocks, sequential = student("bd3lm", block_size=BLOCK_SIZE), student("ar")
 
     def trial(name: str, student: Student, sampler: Sampler, batch: int | None = None) -> Trial:
         return Trial(name, student, sampler, batch or shape.batch_size, shape, precision)

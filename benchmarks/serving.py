@@ -56,7 +56,7 @@ VERSIONS = "import torch, vllm; print(vllm.__version__, torch.__version__)"
 class Job:
     """One request; its caller leaves after ``cancel_after`` tokens, where that is set."""
 
-    prompt: str
+    prompt: str | dict[str, list[int]]
     seed: int
     temperature: float = 1.0
     top_p: float = 1.0

@@ -17,7 +17,7 @@ from shards.store.store import ShardStore
 from shards.store.writer import ShardWriter
 from shards.stream.stream import RowBatch
 from trainer.objective.batch import Batch, BatchMaker, StoredRowNoise
-from trainer.students.registry import MDLM, MDLMConfig, StudentSettings
+from trainer.students.registry import STUDENTS, Student, StudentSettings
 
 ROWS_AT_ONCE, SEED = 8, 5
 
@@ -107,26 +107,20 @@ def random_batch(
     return Batch(tokens, chosen, rows, rows, global_batch_size, 0, 0, 3, noise)
 
 
-def open_gates(student: torch.nn.Module, std: float = 0.1) -> None:
-    """Draw the weights that training begins with at zero, gates and output layer, so that tokens
-    hang on context."""
-    torch.manual_seed(0)
-    for name, parameter in student.named_parameters():
-        if "adaLN" in name or "output_layer.linear" in name:
-            torch.nn.init.normal_(parameter, std=std)
-
-
 def make_student(
-    settings: StudentSettings, row_length: int, vocab_size: int, device: torch.device
-) -> MDLM:
-    """An MDLM whose zero-initialised parameters are random too, so that every path contributes."""
+    kind: str, settings: StudentSettings, row_length: int, vocab_size: int, device: torch.device
+) -> Student:
+    """A student whose zero-initialised parameters are random too, so that every path contributes.
+
+    Training begins with gates and output layer at zero: its tokens would not hang on context.
+    """
     torch.manual_seed(0)
-    config = MDLMConfig.build(settings, vocab_size=vocab_size, row_length=row_length)
-    student = MDLM(config).to(device)
+    build = STUDENTS[kind].config_class.build
+    student = STUDENTS[kind](build(settings, vocab_size=vocab_size, row_length=row_length))
     for parameter in student.parameters():
         if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.02)
-    return student.train()
+    return student.to(device).train()  # type: ignore[arg-type]
 
 
 def make_teacher(

@@ -176,7 +176,7 @@ class Bench:
         line["kept_by_slot"] = [round(n / of, 3) if of else None for n, of in shares]
         if point.drafter in self.forms:
             drafter = self.drafter(point.drafter, self.seeds(point.drafter)[0], slots)
-            paths = point.tree[1] if point.tree and drafter.form.kind == "steps" else 1
+            paths = point.tree[1] if point.tree and drafter.form.kind in ("steps", "small") else 1
             flops = drafter.flops(48) * paths
             line["draft_flops"] = flops / self.target.flops(1, 48)
             line["weights"] = sum(w.numel() for w in drafter.parameters() if w.requires_grad)
@@ -218,14 +218,12 @@ def write(results: Path, lines: list[dict[str, Any]], report: dict[str, Any]) ->
         (mean, low, high), at = line["tokens_per_pass"], line["draft_time_batch1"]
         label, error = f"{number}  {line['name']}", [[mean - low], [high - mean]]
         axes.errorbar(at, mean, error, fmt="o", capsize=2, label=label)
-        offset = {"xytext": (5, 2), "textcoords": "offset points"}
-        axes.annotate(str(number), (at, mean), fontsize=7, **offset)
+        axes.annotate(str(number), (at, mean), (5, 2), textcoords="offset points", fontsize=7)
     results.with_name(results.name + "-table.md").write_text("\n".join(table) + "\n")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=7)
     axes.set(xlabel="time of a draft, in passes of the target (batch 1)")
     axes.set(ylabel="tokens per pass of the target")
-    figure.tight_layout()
-    figure.savefig(results.with_suffix(".png"), dpi=120)
+    figure.savefig(results.with_suffix(".png"), dpi=120, bbox_inches="tight")
 
 
 def main(path: str) -> None:

@@ -1,8 +1,9 @@
 """Tokens per second of a trained drafter in ``gdistill-sample``'s own loop, beside plain decoding.
 
-``python -m benchmarks.drafting.decoding RUN/model --text STORIES.txt --out FILE.json``. Both sides
+``python -m benchmarks.drafting.decoding RUN/model --text STORIES.txt --out FILE.json``. The sides
 take turns on the same prompts, row by row (batch 1), and must write the same tokens; seconds are
-of the one thread's processor time, so that other work on the machine counts little.
+of the one thread's processor time, so that other work on the machine counts little. With
+``--engine`` a stock vLLM takes its turn; its tokens are drawn otherwise.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import typer
 
 from benchmarks.drafting.target import story_prompts
 from benchmarks.measure import machine
+from benchmarks.serving import Engine, Job
 from shards.atomic import write_json_atomic
 from trainer import load_student
 from trainer.sampling.registry import make_sampler
@@ -26,7 +28,6 @@ SIDES = {
     "plain": {"max_lookahead": 0},
     "chain of 2": {"max_lookahead": 2, "tree": 2, "width": 1, **HALF},
     "tree of 8, 2 steps": {"max_lookahead": 2, "tree": 8, "width": 4, **HALF},
-    "tree of 16, 3 steps": {"max_lookahead": 3, **HALF},
     "tree of 16, 8 steps": HALF,
     "tree of 16, steps while probable": {"min_reach": 0.5, **HALF},
     "tree of 16, steps while probable, blind": {"min_reach": 0.5, "draft": "greedy", **HALF},
@@ -40,6 +41,8 @@ def main(
     rows: Annotated[int, typer.Option(help="Prompts, of 16 tokens each.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens of a finished row.")] = 80,
     seed: Annotated[int, typer.Option(help="Names the noise.")] = 0,
+    engine: Annotated[Path | None, typer.Option(help="An environment with vLLM.")] = None,
+    target: Annotated[str, typer.Option(help="What it serves: the drafter's backbone.")] = "",
 ) -> None:
     """Decode, time and write."""
     torch.set_num_threads(1)
@@ -48,6 +51,8 @@ def main(
     tokens = torch.full((rows, length), student.mask_id)
     tokens[:, :16] = prompts
     found = {name: {"seconds": 0.0, "passes": 0} for name in SIDES}
+    if engine:
+        vllm, found["vLLM, plain"] = Engine(engine, target, False), dict(found["plain"])
     for row in range(-1, rows):  # the first turn warms up
         written = []
         for name, settings in SIDES.items():
@@ -58,6 +63,12 @@ def main(
             if row >= 0:
                 found[name]["seconds"] += time.thread_time() - begin
                 found[name]["passes"] += int(result.details["verifier_nfe"].sum())
+        if engine:
+            asked = {"prompt_token_ids": prompts[abs(row)].tolist()}
+            said = vllm.serve([Job(asked, row + 1, max_tokens=length - 16)], 1)
+            if row >= 0:
+                found["vLLM, plain"]["seconds"] += said["cpu_seconds"]
+                found["vLLM, plain"]["passes"] += said["rows"][0]["passes"]
         if not all(torch.equal(each, written[0]) for each in written):
             raise SystemExit(f"row {row}: two sides wrote different tokens")
     count = rows * (length - 16)

@@ -7,26 +7,27 @@ rejection rule, to which the noise is the drafter's own randomness, drawn ahead.
 token in the place of xi (PTP) a draft is the token at that quantile of softmax(l_i), by id.
 
 Layers begin as copies of the target's, and read the target's own keys and values of the text: a
-drafter keeps no cache, and a draft costs its slots alone.
+drafter keeps no cache, and a draft costs its slots alone. Only ``small`` has a cache of its own.
 """
 
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import pad, rms_norm, silu
 
-from benchmarks.drafting.target import Keys, Target, rotary, uniform
+from benchmarks.drafting.target import Cache, Keys, Target, rotary, uniform
 
 NOISE = {
-    "slots": ("none", "soft"),
+    "slots": ("none", "soft", "cross"),
     "lora": ("none", "soft", "ids", "uniform"),
-    "heads": ("none", "soft", "race"),
+    "heads": ("none", "soft"),
     "steps": ("none",),
+    "small": ("none",),
 }
 """The kinds of drafters, and what each may read of the noise."""
 WAVES = 12
@@ -40,14 +41,16 @@ class Form:
     Args:
         kind: ``slots`` (all slots in one pass of layers; DFlash's form), ``lora`` (the same, but
             the layers stay the target's, with low-rank adapters on the draft rows alone; Uno's
-            and PTP's form), ``heads`` (Medusa: a block per slot over the target's last state) or
-            ``steps`` (EAGLE: one pass per slot, which reads the last pass's row and token).
+            and PTP's form), ``heads`` (Medusa: a block per slot over the target's last state),
+            ``steps`` (EAGLE: one pass per slot, which reads the last pass's row and token) or
+            ``small`` (a language model of its own, which reads tokens alone).
         layers: The target's layers that a pass begins as copies of, lowest first.
         rank: Of the adapters.
         noise: What a slot reads of the noise of earlier slots: ``none``; ``soft``, the embedding
             softmax(xi + w log q) E, q the unigram of the text and w learnt; ``ids``, that of the
-            token argmax(xi + log q); ``uniform``, one uniform as sines and cosines; ``race``, of
-            heads, softmax(l + xi) E with the earlier head's l: the heads then run in turn (Hydra).
+            token argmax(xi + log q); ``uniform``, one uniform as sines and cosines; ``cross``,
+            what ``soft`` reads, but asked for behind the last two layers.
+        rate: Learning rate; the training's own by default.
     """
 
     name: str
@@ -55,6 +58,7 @@ class Form:
     layers: tuple[int, ...] = ()
     rank: int = 32
     noise: str = "none"
+    rate: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -144,6 +148,8 @@ class Drafter(nn.Module):
             self.ahead = _linear(3 * width, width)
         elif form.kind == "steps":
             self.again = _linear(width, width)
+        elif form.kind == "small":
+            self.own_text: tuple[Tensor, Cache] | None = None
         elif form.kind == "lora":
             for layer in self.layers:
                 for name in ("qkv", "out", "gate_up", "down"):
@@ -153,8 +159,14 @@ class Drafter(nn.Module):
             sizes = [(3 + reads * slot) * width for slot in range(slots)]
             self.blocks = nn.ModuleList(nn.Linear(size, inner, bias=False) for size in sizes)
             self.outs = nn.ModuleList(_linear(inner, width) for _ in sizes)
-        if form.noise == "soft":
+        if form.noise in ("soft", "cross"):
             self.prior = nn.Parameter(torch.ones(()))
+        if form.noise == "cross":
+            options = {"bias": False, "batch_first": True}
+            asks = [nn.MultiheadAttention(width, target.shape.heads, **options) for _ in range(2)]
+            self.asking = nn.ModuleList(asks)
+            for asked in asks:
+                nn.init.zeros_(asked.out_proj.weight)
         if form.noise == "uniform":
             self.waves = nn.Linear(2 * WAVES, width)
             nn.init.normal_(self.waves.weight, std=0.01)  # beside embeddings, whose scale is 0.04
@@ -175,7 +187,7 @@ class Drafter(nn.Module):
             noise: Of the slots, as :meth:`hears` gives it, [b, a, k, v]; ``steps`` draft with it.
             given: The true tokens of the slots, which ``steps`` read in training instead.
         """
-        if self.form.kind == "steps":
+        if self.form.kind in ("steps", "small"):
             return self._in_steps(prefix, noise, given)
         every = torch.cat([_even(prefix.states), self.embedding[prefix.tokens]], -1)
         if self.form.kind == "heads":
@@ -184,13 +196,16 @@ class Drafter(nn.Module):
         if self.form.kind == "slots":
             first = first + self.states(_even(prefix.states))
             ahead = ahead + self.ahead(every)[:, :, None]
-        if self.form.noise != "none":
+        if self.form.noise not in ("none", "cross"):
             ahead = ahead + self._read(noise)
         rows = torch.cat([first[:, :, None], ahead.expand(*first.shape[:2], -1, -1)], 2)
         turns = rotary(self.shape, prefix.positions[..., None] + torch.arange(self.slots))
         own = _causal(prefix, self.slots)
-        for index, layer in zip(self.form.layers, self.layers, strict=True):
+        late = len(self.layers) - 2
+        for number, (index, layer) in enumerate(zip(self.form.layers, self.layers, strict=True)):
             rows, _ = layer(rows, turns, own, prefix.keys[index], prefix.seen)
+            if self.form.noise == "cross" and number >= late:
+                rows = rows + self._ask(self.asking[number - late], rows, self._read(noise))
         return self._logits(rows)
 
     def _read(self, noise: Tensor | None) -> Float[Tensor, "b a j w"]:
@@ -204,6 +219,14 @@ class Drafter(nn.Module):
             return self.head[(noise + self.log_q).argmax(-1)]
         return (noise + self.prior * self.log_q).softmax(-1) @ self.head
 
+    def _ask(self, attention: nn.Module, rows: Tensor, noise: Tensor) -> Tensor:
+        """Slot s hears the noise of those before it, or nobody, which is place 0."""
+        heard = pad(5 * noise, (0, 0, 1, 0)).flatten(0, 1)
+        asked = rms_norm(rows, rows.shape[-1:]).flatten(0, 1)
+        later = torch.ones(rows.shape[2], rows.shape[2], dtype=torch.bool).triu(1)
+        found, _ = attention(asked, heard, heard, attn_mask=later, need_weights=False)
+        return found.view_as(rows)
+
     def _by_heads(self, prefix: Prefix, every: Tensor, noise: Tensor | None) -> Tensor:
         # Medusa's residual; ``every`` holds the last state at a fifth of one scale.
         last, logits = 5 * every[..., self.shape.width : 2 * self.shape.width], []
@@ -211,10 +234,6 @@ class Drafter(nn.Module):
         for slot in range(self.slots):
             mixed = silu(self.blocks[slot](torch.cat([every, *read[:slot]], -1)))
             logits.append(self._logits(last + self.outs[slot](mixed)))
-            if self.form.noise == "race":
-                assert noise is not None
-                race = logits[-1].detach().float() + noise[:, :, slot]
-                read.append(race.softmax(-1) @ self.head)
         return torch.stack(logits, 2)
 
     def _in_steps(self, prefix: Prefix, noise: Tensor | None, given: Tensor | None) -> Tensor:
@@ -245,19 +264,50 @@ class Drafter(nn.Module):
             own: Which of all the rows so far, those of this step last, each row is behind.
             grown: What the step before returned; its rows are those that the paths go on from.
         """
-        row = self.embedding[tokens]
-        if grown is None:
+        row, small = self.embedding[tokens], self.form.kind == "small"
+        if grown is None and not small:
             row = row + self.states(_even(prefix.states))[:, :, None]
-        else:
+        elif grown is not None and not small:
             row = row + self.again(0.2 * rms_norm(grown.rows, row.shape[-1:]))
         positions = (prefix.positions[..., None] + slot).expand(row.shape[:3])
         turns, every = rotary(self.shape, positions), []
         for index, layer in enumerate(self.layers):
-            keys = prefix.keys[self.form.layers[index]]
+            keys = prefix.keys[index if small else self.form.layers[index]]
             earlier = None if grown is None else grown.keys[index]
             row, own_keys = layer(row, turns, own, keys, prefix.seen, earlier)
             every.append(own_keys)
         return self._logits(row), Grown(row, every)
+
+    def read(
+        self, tokens: Int[Tensor, "b l"], cache: Cache | None = None
+    ) -> Float[Tensor, "b l v"]:
+        """Of ``small``: logits behind every token, and its own keys of them into ``cache``."""
+        start = 0 if cache is None else cache.lengths[:, None]
+        places = (start + torch.arange(tokens.shape[1])).expand(tokens.shape)
+        rows, turns = self.embedding[tokens][:, None], rotary(self.shape, places[:, None])
+        causal = torch.ones(len(tokens), 1, *[tokens.shape[1]] * 2, dtype=torch.bool).tril()
+        for index, layer in enumerate(self.layers):
+            far = () if cache is None else (cache.keys[index], cache.seen())
+            rows, keys = layer(rows, turns, causal, *far)
+            if cache is not None:
+                cache.put(index, places, keys)
+        return self._logits(rows)[:, 0]
+
+    def knows(self, prefix: Prefix, text: Int[Tensor, "b l"]) -> Prefix:
+        """What it reads of the text: the target's keys, or (``small``) its own, of new tokens."""
+        if self.form.kind != "small":
+            return prefix
+        end, (b, length) = prefix.positions[:, 0], text.shape
+        known = torch.arange(length) < end[:, None]
+        before, cache = self.own_text or (text[:0], Cache.empty(0, self.shape, 0, 0))
+        if before.shape != text.shape or bool((before != text)[cache.seen()[:, 0]].any()):
+            cache = Cache.empty(len(self.layers), self.shape, b, length)
+        if count := int((end - cache.lengths).max()):
+            places = (cache.lengths[:, None] + torch.arange(count)).clamp_max(length - 1)
+            self.read(text.gather(1, places), cache)
+        cache.lengths = end.clone()
+        self.own_text = text.where(known, 0), cache
+        return replace(prefix, keys=cache.keys, seen=cache.seen())
 
     def _logits(self, rows: Tensor) -> Tensor:
         return self.norms[0](rows) @ self.head.T
@@ -265,12 +315,13 @@ class Drafter(nn.Module):
     def flops(self, context: float) -> float:
         """Operations of one draft behind ``context`` tokens: layers, heads, what it reads."""
         head, layers = 2.0 * self.head.numel(), len(self.layers) * self.shape.flops(context)
-        if self.form.kind in ("slots", "steps"):
-            own = self.slots * 8.0 * self.shape.width**2
+        if self.form.kind in ("slots", "steps", "small"):
+            parts = (self.form.kind != "small") + (self.form.noise == "cross")
+            own = self.slots * 8.0 * self.shape.width**2 * parts
         else:
             own = 2.0 * sum(w.numel() for w in self.parameters() if w.requires_grad and w.ndim == 2)
             own *= self.slots if self.form.kind == "lora" else 1
-        reads = head if self.form.noise in ("soft", "race") else 0.0
+        reads = head if self.form.noise in ("soft", "cross") else 0.0
         return self.slots * (layers + head + reads) + own
 
 

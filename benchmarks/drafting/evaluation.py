@@ -57,7 +57,7 @@ def proposer(drafter: Drafter) -> Propose:
     ids = drafter.ids
 
     def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
-        noise = drafter.hears(xi)
+        noise, prefix = drafter.hears(xi), drafter.knows(prefix, text)
         logits = drafter(prefix, noise[:, None])[:, 0].float()
         if drafter.form.noise != "uniform":
             return Drafts(ids[(logits + noise).argmax(-1)], logits, ids)
@@ -78,10 +78,10 @@ def tree_proposer(drafter: Drafter, nodes: int, width: int, *, blind: bool = Fal
     that reads uniforms.
     ``blind``: the tree is chosen without a look at the noise, by softmax(l).
     """
-    steps = drafter.form.kind == "steps"
+    steps = drafter.form.kind in ("steps", "small")
 
     def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
-        noise, b = xi[..., drafter.ids], len(xi)
+        noise, b, prefix = xi[..., drafter.ids], len(xi), drafter.knows(prefix, text)
         tokens, scores = [], []
         # Who is behind whom among all tokens so far, and the scores of the last ones' paths.
         grown, behind, last = None, torch.ones(b, 1, 1, dtype=torch.bool), prefix.tokens
@@ -125,7 +125,7 @@ def sampled_tree_proposer(
     first draws of softmax(l) without replacement are the largest l + xi. Of a drafter that does
     not step, the draws behind every path are the same, so it must not read the noise.
     """
-    steps, width = drafter.form.kind == "steps", max(map(len, ranks))
+    steps, width = drafter.form.kind in ("steps", "small"), max(map(len, ranks))
     assert steps or drafter.form.noise == "none"
     places: dict[tuple[int, ...], float] = {(): 1.0}  # a place is the ranks on the way to it
     for _ in range(nodes):
@@ -141,7 +141,7 @@ def sampled_tree_proposer(
     levels = [sorted(place for place in places if len(place) == depth) for depth in depths]
 
     def propose(prefix: Prefix, xi: Tensor, text: Tensor) -> Drafts:
-        noise, b = xi[..., drafter.ids], len(xi)
+        noise, b, prefix = xi[..., drafter.ids], len(xi), drafter.knows(prefix, text)
         grown, behind, last = None, torch.ones(b, 1, 1, dtype=torch.bool), prefix.tokens
         tokens, pasts, logits = [], [behind], []
         at_once = None if steps else drafter(prefix, None)

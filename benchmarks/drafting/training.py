@@ -80,6 +80,7 @@ def losses(
     """The loss of blocks behind the positions ``starts``, and 1 - TV by slot.
 
     A drafter that reads noise gets that of its own ids under which the text is the target's.
+    ``small`` learns from every position of the text.
     """
     (b, length), k = tokens.shape, drafter.slots
     following = starts[:, None] + torch.arange(1, k + 1)
@@ -88,7 +89,9 @@ def losses(
         logits, states = target.read(tokens, cache)
         log_p, noise = log_softmax(logits, -1), None
         own = log_p[:, :-1], tokens[:, 1:], generator
-        if drafter.form.noise == "uniform":
+        if drafter.form.kind == "small":
+            following = torch.arange(1, length)[:, None]  # every position is the end of a text
+        elif drafter.form.noise == "uniform":
             noise = posterior_uniform(*own)[:, following - 1, None]
         elif drafter.form.noise != "none":
             noise = posterior_noise(*own)[..., drafter.ids][:, following - 1]
@@ -98,8 +101,12 @@ def losses(
         seen = (torch.arange(length) < starts[:, None]).expand(b, -1, -1)
         at = starts.expand(b, -1)
         prefix = Prefix(states[:, starts - 1], tokens[:, starts], at, cache.keys, seen)
-        drafted = drafter(prefix, noise, tokens[:, following])
-    weights, log_q = settings.decay ** torch.arange(k), log_softmax(drafted.float(), -1)
+        if drafter.form.kind == "small":
+            drafted = drafter.read(tokens[:, :-1])[:, :, None]
+        else:
+            drafted = drafter(prefix, noise, tokens[:, following])
+    weights = settings.decay ** torch.arange(drafted.shape[2])
+    log_q = log_softmax(drafted.float(), -1)
     kl = (p * (goal - log_q)).sum(-1).mean((0, 1))
     same = torch.minimum(p, log_q.exp()).sum(-1).mean((0, 1))
     return (weights * (settings.kl * kl + 1 - same)).mean(), same.detach()
@@ -109,7 +116,8 @@ def step_flops(drafter: Drafter, target: Target, settings: Training, length: int
     """Operations of one training step: forward, and twice that backward (what is frozen: once)."""
     every = settings.rows * target.flops(length, length / 2)
     share = 2.1 if drafter.form.kind == "lora" else 2.7
-    return every + share * settings.rows * settings.anchors * drafter.flops(length / 2)
+    anchors = length / drafter.slots if drafter.form.kind == "small" else settings.anchors
+    return every + share * settings.rows * anchors * drafter.flops(length / 2)
 
 
 def train(
@@ -129,7 +137,8 @@ def train(
     weights = {name: w for name, w in drafter.named_parameters() if w.requires_grad}
     matrices = [w for name, w in weights.items() if w.ndim == 2 and "places" not in name]
     others = [w for name, w in weights.items() if w.ndim != 2 or "places" in name]
-    plain = {"lr": settings.rate, "weight_decay": 0.0}
+    peak = form.rate or settings.rate
+    plain = {"lr": peak, "weight_decay": 0.0}
     optimizers = [
         torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **plain),
         torch.optim.AdamW(others, betas=(0.9, 0.98), **plain),
@@ -148,7 +157,7 @@ def train(
         chosen = torch.randint(len(tokens), (settings.rows,), generator=generator)
         places = tokens.shape[1] - settings.slots - 1
         starts = torch.randperm(places, generator=generator)[: settings.anchors].sort().values + 1
-        rate = settings.rate * min(1.0, (step + 1) / 40, 1.15 * (1 - step / steps) + 0.02)
+        rate = peak * min(1.0, (step + 1) / 40, 1.15 * (1 - step / steps) + 0.02)
         for optimizer in optimizers:
             optimizer.param_groups[0]["lr"] = rate
             optimizer.zero_grad()

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool
-from torch import Tensor
 
 from benchmarks.maze_task import load_task, pool
 from benchmarks.quality.plan import Plan, Run
-from evaluation.score import wilson_interval
 from trainer import load_student
 from trainer.sampling.fill import Sampler, SampleResult
 from trainer.sampling.registry import make_sampler
 
 Cell = dict[str, Any]
-MARGINS = ((0.0, 0.05), (0.05, 0.1), (0.1, 0.2), (0.2, 0.4), (0.4, math.inf))
-"""Nats."""
 
 
 class MazeBench:
@@ -48,8 +42,6 @@ class MazeBench:
             passes = torch.cat([found.nfe for found in drawn.values()])
             cell["nfe_mean"] = passes.double().mean().item()
             result["own" if nfe is None else str(nfe)] = cell
-        if run.recipe.sampler == "ancestral" and run.recipe.student_of is None:
-            result["by_margin"] = self._by_margin(student, self._sampler(run, student, 1))
         return result
 
     def _sampler(self, run: Run, student: Any, nfe: int | None) -> Sampler:
@@ -63,25 +55,6 @@ class MazeBench:
         if recipe.verifier is not None:
             settings["verifier"] = str(self.home / run.folder_of(recipe.verifier))
         return make_sampler(recipe.sampler, **{**settings, **recipe.sampling})
-
-    @torch.no_grad()
-    def _by_margin(self, student: Any, sampler: Sampler) -> list[Cell]:
-        """Agreement in one pass by how near the nearest tie of the teacher's decode is.
-
-        The margin of a row is the least distance between the largest and the next log p + xi.
-        """
-        given = (self.plan.sample_seeds[0], self.plan.num_samples)
-        tokens = self._draw(student, sampler, given[0]).tokens
-        decoded, noise = self.task.teacher_rows(*given), self.task.noise(*given)
-        shape = (len(decoded), self.task.row_length, noise.vocab_size)
-        gumbels = -noise.tile(0, noise.vocab_size).log().view(shape)[:, 1:]
-        log_probs = self.task.teacher(input_ids=decoded).logits[:, :-1].float().log_softmax(-1)
-        best, second = (log_probs + gumbels).topk(2, dim=-1).values.unbind(-1)
-        margin = (best - second).amin(dim=1)
-        equal = (tokens == decoded).all(dim=1)
-        return [
-            _share(equal[(margin >= low) & (margin < high)], low, high) for low, high in MARGINS
-        ]
 
     def _draw(self, student: Any, sampler: Sampler, seed: int) -> SampleResult:
         task, count = self.task, self.plan.num_samples
@@ -121,13 +94,6 @@ class MazeBench:
             paths = ", ".join(str(cell["num_distinct_paths"]) for cell in first)
             lines.append([name, *cells, variation, equal, paths])
         return ["| " + " | ".join(line) + " |" for line in lines]
-
-
-def _share(equal: Bool[Tensor, "n"], low: float, high: float) -> Cell:
-    count, total = int(equal.sum()), len(equal)
-    interval = list(wilson_interval(count, total)) if total else None
-    bounds = {"from_nats": low, "to_nats": high if math.isfinite(high) else None}
-    return {**bounds, "num_samples": total, "num_equal": count, "interval_95": interval}
 
 
 def _own(seeds: Sequence[Mapping[str, Cell]]) -> str:
