@@ -2,8 +2,7 @@
 
 ``python -m benchmarks.drafting.decoding RUN/model --text STORIES.txt --out FILE.json``. The sides
 take turns on the same prompts, row by row (batch 1), and must write the same tokens; seconds are
-of the one thread's processor time, so that other work on the machine counts little. With
-``--engine`` a stock vLLM takes its turn; its tokens are drawn otherwise.
+of the one thread's processor time. With ``--engine`` a stock vLLM, which draws otherwise, joins.
 """
 
 from __future__ import annotations
@@ -24,13 +23,14 @@ from trainer import load_student
 from trainer.sampling.registry import make_sampler
 
 HALF = {"draft_dtype": "bfloat16"}
+PROBABLE = {"min_reach": 0.5, "width": 4, **HALF}
 SIDES = {
     "plain": {"max_lookahead": 0},
     "chain of 2": {"max_lookahead": 2, "tree": 2, "width": 1, **HALF},
     "tree of 8, 2 steps": {"max_lookahead": 2, "tree": 8, "width": 4, **HALF},
     "tree of 16, 8 steps": HALF,
-    "tree of 16, steps while probable": {"min_reach": 0.5, **HALF},
-    "tree of 16, steps while probable, blind": {"min_reach": 0.5, "draft": "greedy", **HALF},
+    "tree of 16, steps while probable": PROBABLE,
+    "tree of 16, steps while probable, blind": {"draft": "greedy", **PROBABLE},
 }
 
 
