@@ -82,8 +82,8 @@ def test_drafts_depend_on_the_request_alone(kind: str, tmp_path: Path) -> None:
         assert drafter.draft([prefix], 2) == [expected], "behind other requests"
     assert drafts_of(student).draft(asked[::-1], 2) == together[::-1]
     if "medusa" not in kind:
-        long = replace(asked[0], tokens=[1] * 17)
-        assert drafts_of(student).draft([long, asked[1]], 2) == [[], together[1]], "rows are of 16"
+        long = replace(asked[0], tokens=[1] * (65 if kind == "drafter" else 17))
+        assert drafts_of(student).draft([long, asked[1]], 2) == [[], together[1]], "its rows end"
     drafter = drafts_of(student)
     drafter.draft(asked, 2)
     assert drafter.draft(asked[::-1], 2) == together[::-1], "rows go on in another order"
