@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,11 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from evaluation.likelihood.validation import validation_perplexity
 from evaluation.samples import read_data_rows
+from pipeline.run import corpus_unigram, run_tokens
+from pipeline.settings import Worker, resolve_request
+from pipeline.tokens.chat import encode_chats
 from pipeline.tokens.dataset import TokenDataset
+from pipeline.tokens.tokenizer import load_tokenizer
 from shards.codec.registry import make_codec
 from shards.console import Bar
 from shards.errors import GdistillError, UsageError
@@ -66,7 +72,7 @@ def given(teacher: Path, corpus: Path, packing: str = "chat") -> dict[str, Any]:
 
 
 CONVERSATIONS = [
-    {"messages": turns("w5 w6", "w7 w8")},
+    {"messages": turns("w5 w20", "w7 w8")},
     {"messages": turns("w5", "w7", "w9", "w10")},
     *({"messages": turns(f"w{i}", f"w{i + 1}")} for i in range(2, 12)),
 ]
@@ -80,20 +86,46 @@ def conversations(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Sh
 
 def test_one_conversation_a_row_with_the_answers_marked(conversations: ShardStore) -> None:
     rows = conversations.split("train").read_rows(0, 2)
-    first = "w0 w5 w6 <eos> w1 w7 w8 <eos> <eos> <eos> <eos> <eos>"
+    first = "w0 w5 w20 <eos> w1 w7 w8 <eos> <eos> <eos> <eos> <eos>"
     second = "w0 w5 <eos> w1 w7 <eos> w0 w9 <eos> w1 w10 <eos>"
     found = [" ".join(WORDS[token] for token in row) for row in rows["tokens"]]
     assert found == [first, second]
     marks = ["".join(map(str, row)) for row in rows["counted"]]
     assert marks == ["000001110000", "000011000011"]
+    assert conversations.manifest.splits == {"train": 11, "validation": 1}, "1%, and one at least"
+    tokens = TokenDataset.open(Path(conversations.location.url).with_name("tokens"))
+    assert tokens.max_token_id == WORDS.index("w20"), "of those that do not count, too"
 
 
-def test_padding_and_questions_are_no_part_of_the_unigram(conversations: ShardStore) -> None:
-    """Each answer ends once: an end is as frequent as an answer, however long the rows are."""
+def test_rows_are_begun_once_and_their_first_token_never_counts(teacher: Path) -> None:
+    """A text as the tokenizer begins one, or by padding; a conversation as its template does."""
+    fast = Tokenizer.from_file(str(teacher / "tokenizer.json"))
+    fast.post_processor = processors.TemplateProcessing("<bos> $A", special_tokens=[("<bos>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, bos_token="<bos>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    lines = [json.dumps(["a.jsonl: line 1", value]) for value in ("w3 w4", turns("w5", "w6"), "")]
+    text, conversation, _ = encode_chats(tokenizer, EOS, 5, lines)
+    w3, w4, w5, w6 = (WORDS.index(f"w{n}") for n in (3, 4, 5, 6))
+    assert text.tolist() == [~0, ~w3, ~w4, EOS, EOS]
+    assert conversation.tolist() == [~w5, w6, ~EOS, ~EOS, ~EOS]
+    (nothing,) = encode_chats(load_tokenizer(teacher), EOS, 3, lines[2:])
+    assert nothing.tolist() == [~EOS, EOS, EOS]
+
+
+def test_padding_is_no_part_of_the_unigram(
+    conversations: ShardStore, teacher: Path, tmp_path: Path
+) -> None:
+    """Nor are questions, where there are answers; each of these ends once. Of prompts all tokens
+    that are given count."""
     rows = conversations.split("train").read_rows(0, conversations.manifest.splits["train"])
     counts = np.bincount(rows["tokens"][rows["counted"] == 1], minlength=VOCAB_SIZE) + 0.5
     found = conversations.resources["unigram_log_probs"].numpy()
     np.testing.assert_allclose(np.exp(found), counts / counts.sum(), rtol=1e-5)
+    asked = write_lines(tmp_path / "prompts.jsonl", *({"prompt": "w2 w3 w3"} for _ in range(9)))
+    run_tokens(resolve_request(tmp_path, given(teacher, asked, "prompts")), Worker())
+    prompts = TokenDataset.open(tmp_path / "tokens")
+    counts = np.bincount([4, 5, 5] * 8, minlength=VOCAB_SIZE) + 0.5  # one of nine is held out
+    np.testing.assert_allclose(np.exp(corpus_unigram(prompts)), counts / counts.sum(), rtol=1e-5)
 
 
 def test_only_counted_tokens_have_noise(conversations: ShardStore, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from statistics import stdev
@@ -97,25 +99,37 @@ def test_tokens_are_estimated_then_counted(tmp_path: Path, asked: Asked, planned
 
 
 def test_every_split_and_every_part_of_a_corpus_is_counted(
-    tmp_path: Path, teacher: Path, planned: Planned
+    tmp_path: Path, teacher: Path, planned: Planned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One document in two splits, all of it validation, and short documents before long ones."""
     (tmp_path / "one.txt").write_text(" ".join(f"w{i % 21}" for i in range(3000)))
     lines = ["w1 w2 w3"] * 400 + [" ".join(["w4"] * 60)] * 400
     (tmp_path / "many.txt").write_text("\n".join(lines) + "\n")
     every_line = sum(len(line.split()) + 1 for line in lines)
-    cases = [("one.txt", 0.1, 3000), ("one.txt", 1.0, 3000), ("many.txt", 0.3, every_line)]
-    for name, fraction, expected in cases:
-        given = options(teacher, tmp_path / name, corpus={"validation_fraction": fraction})
-        found = planned(given, rate=1.0).num_tokens["this corpus"]
-        assert found == pytest.approx(expected, rel=0.02)
+    # Of a document's 8,000 characters 740 are looked at: ten times its 21 words.
+    monkeypatch.setattr("pipeline.plan.DOCUMENT_CHARACTERS", 740)
+    cases = [("one.txt", 0.1, "concat", 3000), ("one.txt", 1.0, "concat", 3000)]
+    cases += [("many.txt", 0.3, "wrap", every_line * ROW_LENGTH / (ROW_LENGTH - 2))]
+    cases += [("many.txt", 0.3, "pad", 800 * ROW_LENGTH), ("many.txt", 0.3, "concat", every_line)]
+    for name, fraction, packing, expected in cases:
+        corpus = {"validation_fraction": fraction, "packing": packing}
+        given = options(teacher, tmp_path / name, corpus=corpus)
+        plan = planned(given, rate=1.0)
+        assert plan.num_tokens["this corpus"] == pytest.approx(expected, rel=0.02)
+        # Of 800 documents not all are read, but a padded one is a row whatever it holds.
+        assert ("+-" in plan.token_origin) == (name == "many.txt" and packing != "pad")
     limited = planned({**given, "store": {"rows": 7}}, rate=1.0)
     assert limited.num_tokens["this corpus"] == 2 * 7 * ROW_LENGTH
 
 
 def test_hours_and_price_follow_from_the_rate(asked: Asked, planned: Planned) -> None:
-    plan = planned(asked(), rate=1000.0, tokens=7.2e6, price=3.0)
-    rows = {line.strip().split("  ")[0]: line.split()[-3:] for line in plan.table()}
+    plan = planned(asked(), rate=1000.0, tokens=7_200_001.0, price=3.0)
+    plan = dataclasses.replace(plan, stage_1=2000.0, bytes_per_token={"full": 50.0})
+    lines = (re.split(r"\s{2,}", line.strip()) for line in plan.table())
+    rows = {name: figures for name, *figures in lines}
+    assert rows["rows"] == ["600,001", "750,000,000", "833,333,333,334"]
+    assert rows["full (50.0 B/token)"] == ["360.0 MB", "450.0 GB", "500.0 TB"]
+    assert rows["stage 1: hours of this CPU"] == ["1", "1,250", "1,388,889"]
     assert rows["stage 2: hours of one process"] == ["2", "2,500", "2,777,778"]
     assert rows["price at 3 per hour"] == ["6", "7,500", "8,333,333"]
 
@@ -128,6 +142,8 @@ def test_float32_has_a_fifteenth_of_a_gpus_peak(asked: Asked, planned: Planned) 
         assert rate.machine == "one H100" and dtype in rate.origin
         rates[dtype] = rate.tokens_per_second
     assert 14 < rates["bfloat16"] / rates["float32"] < 16
+    flops = 2 * plan.teacher.num_parameters * rates["bfloat16"]
+    assert flops == pytest.approx(0.4 * 989e12), "two for each weight, 40% of the peak"
     assert plan.stage_1 and "gdistill-extract tokens" in "\n".join(plan.lines())
 
 

@@ -11,7 +11,8 @@ import torch
 
 from pipeline import extract
 from shards.errors import UsageError
-from shards.store.manifest import COMPUTED_FILE, read_ways
+from shards.store.location import as_location
+from shards.store.manifest import COMPUTED_FILE, read_ways, record_ways
 from shards.store.verification import verify
 from tests.pipeline.conftest import Asked
 from tests.pipeline.extract_cases import contents, run
@@ -58,6 +59,13 @@ def test_later_workers_compute_as_the_first(tmp_path: Path, asked: Asked, said: 
     half_done(tmp_path)
     run(tmp_path, asked(batch_size=3, threads=1))
     assert len(said) == 1 and "threads 1 (was 2)" in said[0]
+    # A GPU's rows of a pass are none of a CPU's.
+    half_done(tmp_path)
+    (tmp_path / "store" / COMPUTED_FILE).unlink()
+    on_gpu = {"device": "NVIDIA H100", "threads": 0, "rows_per_pass": 1 << 20}
+    record_ways(as_location(tmp_path / "store"), [on_gpu])
+    own = read_ways(run(tmp_path, asked(batch_size=None, threads=None)).location)[-1]
+    assert own["rows_per_pass"] < 1 << 20 and own["threads"] == torch.get_num_threads()
 
 
 @pytest.mark.parametrize("obstacle", ["", "no Triton here"])

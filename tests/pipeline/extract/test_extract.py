@@ -31,7 +31,7 @@ from shards.store.writer import ShardWriter
 from tests.changed_settings import changed
 from tests.pipeline import extract_cases
 from tests.pipeline.conftest import Asked
-from tests.pipeline.extract_cases import VOCAB_SIZE, contents, options, run, times
+from tests.pipeline.extract_cases import ROW_LENGTH, VOCAB_SIZE, contents, options, run, times
 
 
 def rows_of(dataset: TokenDataset, split: str) -> np.ndarray:
@@ -50,6 +50,7 @@ def test_store_holds_rows_and_what_the_teacher_says_of_them(finished: Path, teac
     store, dataset = ShardStore.open(finished / "store"), TokenDataset.open(finished / "tokens")
     model = Teacher.load(teacher, device="cpu")
     assert store.manifest.vocab_size == VOCAB_SIZE
+    assert (store.manifest.bos_id, store.manifest.eos_id) == (0, 1)
     assert verify(finished / "store") == []
     for split in ("train", "validation"):
         rows = rows_of(dataset, split)
@@ -147,6 +148,9 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(
     run(tmp_path, asked())
     assert sum(calls) == sum(shard.num_rows for shard in left)
     assert contents(tmp_path / "store") == reference
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["num_tokens_of_this_process"] == sum(calls) * ROW_LENGTH
+    assert summary["tokens_per_second"] == sum(calls) * ROW_LENGTH / summary["seconds"]
 
 
 def test_out_of_memory_halves_the_batch_and_loses_nothing(
@@ -211,6 +215,7 @@ def test_another_identity_is_refused_by_field(finished: Path, asked: Asked) -> N
         ({"seed": 1}, "seed"),
         ({"codec": {"num_entries": 6}}, "codec.parameters.num_entries"),
         ({"codec": {"name": "full"}}, "codec.name"),
+        ({"mode": "sequential"}, "tokens.mode"),
         ({"teacher": {"dtype": "bfloat16"}}, "teacher.dtype"),
         ({"store": {"rows": 20}}, "splits.train"),
     ]
@@ -232,9 +237,12 @@ def test_another_teacher_or_corpus_of_the_same_name_is_refused(
             run(finished, options(folder, corpus))
     own = extract_cases.write_corpus(tmp_path / "corpus.txt")
     run(tmp_path / "out", options(teacher, own))
-    extract_cases.write_corpus(own, seed=1)
+    own.write_text(own.read_text().replace("w3 ", "w4 "))  # as many rows
     with pytest.raises(GdistillError, match="not the one that was tokenized"):
         run(tmp_path / "out", options(teacher, own))
+    there = {"location": str(tmp_path / "out/store")}
+    with pytest.raises(UsageError, match=r"other inputs.*tokens\.fingerprint"):
+        run(tmp_path / "other", options(teacher, own, store=there))
 
 
 def test_rows_limit_takes_the_first_rows(tmp_path: Path, asked: Asked, finished: Path) -> None:
@@ -251,7 +259,7 @@ def test_rows_limit_takes_the_first_rows(tmp_path: Path, asked: Asked, finished:
 def test_sizes_of_chunks_and_shards_are_bounded_in_tokens_and_bytes() -> None:
     posterior, full = (make_codec(name).array_specs(50257, None) for name in ("posterior", "full"))
     assert rows_per_unit(1024, posterior, StoreSettings()) == (4, 256)
-    assert rows_per_unit(1024, full, StoreSettings())[0] == 1
+    assert rows_per_unit(1024, full, StoreSettings()) == (1, 2)
     assert rows_per_unit(1024, full, StoreSettings(rows_per_shard=6))[1] == 6
 
 

@@ -476,18 +476,6 @@ def test_a_size_that_fits_is_kept_from_shard_to_shard(
         assert rows.ends == ends, "the tokenizer's, and the teacher's own"
 
 
-def test_mode_and_sampling_are_part_of_the_identity(tmp_path: Path, asked: Asked) -> None:
-    small = {"rows": 4, "validation_rows": 0}
-    run(tmp_path, asked(mode="sequential", store=small))
-    for field, change in (
-        ("mode", {}),
-        ("temperature", {"mode": "sequential", "sequential": {"temperature": 0.9}}),
-        ("nucleus_p", {"mode": "sequential", "sequential": {"nucleus_p": 0.9}}),
-    ):
-        with pytest.raises(UsageError, match=rf"tokens\.{field}"):
-            run(tmp_path, asked(store=small, **change))
-
-
 def test_nucleus_by_hand() -> None:
     first = [0.5, 0.1, 0.3, 0.1]
     log_probs = torch.tensor([first, [0.95, 0.05, 1e-9, 1e-9]]).log()
