@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """1 of 4 samples without noise arrives, 3 with it, at every NFE."""
     monkeypatch.setattr(demo, "NUM_SAMPLES", 4)
     good, bad = [0, *(WORDS.index(move) for move in WAY), 1], [0, 2, 2, 5, 5, 1]
-    task = MazeTask(MAZE, WORDS, 6, None, {WAY: 1.0}, dict.fromkeys(demo.NFE, 0.25))
-    task.decodes[demo.SAMPLE_SEED, 4] = torch.tensor([good] * 4)
+    task = MazeTask(MAZE, WORDS, 6, None, {WAY: 1.0}, {nfe: nfe / 10 for nfe in demo.NFE})
+    task.decodes[demo.SAMPLE_SEED, 4] = torch.tensor([good] + [bad] * 3)
     cells, samples = {}, {}
     for name, num_good in (("without noise", 1), ("with noise", 3)):
         rows = [good] * num_good + [bad] * (4 - num_good)
@@ -64,8 +65,11 @@ def test_the_table_and_the_sentence_say_the_figures(found: dict[str, Any]) -> No
         ("with noise", *["75.0"] * len(demo.NFE), "1 of 1"),
     )
     assert max(map(len, aligned([table.header, *table.rows]))) <= 80
+    assert re.findall(r"[\d.]+\d", table.notes[0]) == ["10.0", "20.0", "40.0", "80.0"]
     said = demo.sentence(found)
-    assert "75%" in said and "25%" in said and max(map(len, said.splitlines())) <= 100
+    # 3 of 4 with their interval, 1 of 4; two of the four with noise are the teacher's rows.
+    assert re.findall(r"\d+", said) == ["75", "30", "95", "25", "50"]
+    assert max(map(len, said.splitlines())) <= 100
 
 
 def test_the_picture_shows_the_first_broken_sample(tmp_path: Path, found: dict[str, Any]) -> None:

@@ -16,8 +16,17 @@ from torch import Tensor
 
 from evaluation.samples import read_samples
 from evaluation.scorers import make_scorers
-from evaluation.served_certificate import LEAST_P, Answer, allowed, certify_answers
+from evaluation.served_certificate import (
+    LEAST_P,
+    TIES,
+    Answer,
+    allowed,
+    answers_of,
+    certify_answers,
+    judge,
+)
 from evaluation.text.reading import token_margins
+from shards.errors import UsageError
 from tests.commands import call
 from tests.evaluation.kit import Told, one_line, write_lines
 from tests.trainer.backbone_cases import backbone_run, store_of, write_backbone
@@ -107,6 +116,16 @@ def test_a_file_cannot_call_its_tokens_given(models: Path, tmp_path: Path, told:
         assert said in one_line(told())
 
 
+def test_samples_drawn_again_are_certified_by_the_noise_of_their_last_try(
+    models: Path, tmp_path: Path
+) -> None:
+    """More entropy is asked for than eight tokens can have, so that no draw will do."""
+    least = ("--min-entropy", 3, "--set", "stop.entropy_window=8", "--set", "stop.max_tries=2")
+    sample_coupled(models, tmp_path, *least)
+    assert {record["attempt"] for record in read(tmp_path / "samples.jsonl")} == {1}
+    assert certify(tmp_path, models / "teacher") == 0
+
+
 def test_a_students_own_samples_get_their_agreement(models: Path, tmp_path: Path) -> None:
     sample(models, tmp_path, "--nfe", 3, "--tau", 0.9)
     assert certify(tmp_path, models / "teacher") == 0
@@ -172,6 +191,8 @@ def test_medusa_samples_are_certified_by_their_backbone(
     (score,) = (one for one in scores if "pass" in one["name"])
     passes = sum(record["verifier_nfe"] for record in records)
     assert score["value"] == pytest.approx(6 * 23 / passes)
+    assert score["details"]["teacher_passes"] == passes
+    assert score["details"]["accepted_tokens"] == sum(sum(r["accepted"]) for r in records)
     reached, accepted = (sum(r[name][0] for r in records) for name in ("reached", "accepted"))
     assert score["details"]["conditional_acceptance"][0] == pytest.approx(accepted / reached)
     records[3]["tokens"][20] = (records[3]["tokens"][20] + 1) % 12
@@ -342,19 +363,32 @@ def test_the_law_passes_right_engines_and_convicts_others(model: Any) -> None:
         assert not verdict.is_right and (verdict.z > 0) == (sharpen < 1)
 
 
-def test_answers_that_name_their_noise_and_seed_need_no_option(
-    model: Any, certified: Certified
-) -> None:
-    record = served(model, 3)
-    record["answer"] |= {"seed": record["request"].pop("seed"), "noise": "murmur3"}
-    _, found = certified(record, noise=())
-    assert found["answers"][0]["checked"] == "noise" and found["is_right"]
+def test_what_an_answer_leaves_out_is_known_from_its_request() -> None:
+    """Of two prompts with two answers each; what would change the law is refused by name."""
+    request = {"prompt": [[1, 2], [3]], "n": 2, "top_k": -1}
+    tokens = {"tokens": ["token_id:7", "token_id:9"]}
+    said = {"choices": [{"index": index, "logprobs": tokens} for index in range(4)]}
+    found = list(answers_of(request, {**said, "seed": 5, "noise": "murmur3"}, "here", None))
+    asked = [([1, 2], 5), ([1, 2], 6), ([3], 5), ([3], 6)]
+    assert [(answer.prompt, answer.seed) for answer in found] == asked
+    for answer in found:
+        assert (answer.tokens, answer.temperature, answer.noise) == ([7, 9], 1.0, "murmur3")
+        assert (answer.top_k, answer.top_p) == (0, 1.0), "nothing is cut"
+    values: dict[str, Any] = {"logit_bias": {"1": 2.0}, "bad_words": ["x"], "min_tokens": 3}
+    values |= {"response_format": {"type": "text"}, "structured_outputs": {"choice": ["x"]}}
+    values |= {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
+    for name, value in {**values, "min_p": 0.1, "allowed_token_ids": [1]}.items():
+        with pytest.raises(UsageError, match=rf"does not undo this setting \[here, {name}\]"):
+            list(answers_of({**request, name: value}, said, "here", None))
 
 
-def test_each_of_several_choices_has_its_own_seed(model: Any, certified: Certified) -> None:
-    choices = [served(model, 9 + i)["answer"]["choices"][0] | {"index": i} for i in range(3)]
-    record = {"request": {"prompt": "x", "seed": 9, "n": 3}, "answer": {"choices": choices}}
-    assert certified(record)[0] == 0
+@pytest.mark.parametrize("gap", [1e-6, 1e-3])
+def test_only_what_rounding_can_do_is_a_tie(gap: float) -> None:
+    """A greedy token that is the second best, by so much of a logit of size 1."""
+    verdict = judge(
+        Answer("", [0], [1], temperature=0), torch.tensor([[1.0, 1 - gap]]), TIES["float32"]
+    )
+    assert (verdict.num_ties, verdict.num_faults) == ((1, 0) if gap < 1e-5 else (0, 1))
 
 
 @pytest.fixture

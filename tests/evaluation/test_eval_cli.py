@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,10 +16,13 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoTokenizer, PreTrainedModel
 
+from evaluation.frontier import Point, dominance, nearest, pareto
 from evaluation.infilling import filled_spans, make_infill_rows, read_infill_rows
 from evaluation.maze import Maze
-from evaluation.samples import DataRows
+from evaluation.samples import DataRows, read_data_rows
+from evaluation.text.distance import Estimate
 from evaluation.text.reading import JudgeModel, generative_perplexity, load_judge
+from evaluation.text.reference import ReferenceText, Ruler
 from shards.errors import GdistillError, UsageError
 from tests.evaluation.kit import (
     evaluate,
@@ -57,11 +61,31 @@ def test_perplexity_and_entropy_of_a_folder(samples: Path, judge_folder: Path) -
     score = scores_by_name(part)["generative_perplexity"]
     assert score["settings"]["stride_tokens"] == 4 and score["settings"]["max_tokens"] == 6
     assert score["details"]["num_tokens"] == 5 + 3  # the token in front does not count
+    entropy = scores_by_name(part)["entropy_nats"]["details"]
+    (row,) = tables(samples)["Scores"]
+    shown = [f"{entropy[name]:.3f}" for name in ("distinct_2", "repeated_4")]
+    assert [row["distinct-2"], row["repeated 4-grams"]] == shown and "0.000" not in shown[:1]
+    assert row["mean per sample"] == f"{score['details']['per_sample_mean']:.3f}"
+    page, parts = (samples / "report.html").read_text(), score["per_sample"]
+    for nats, tokens in zip(parts["numerators"], parts["denominators"], strict=True):
+        assert f"perplexity {math.exp(nats / tokens):.3f}</b>" in page
     write_samples(samples / "samples.jsonl", "a " * 60)
     for words in (8, 40):  # beyond the judge's context too: that is what windows are for
         evaluate(samples, "--judge", judge_folder, "--max-tokens", words)
         (part,) = results(samples).values()
         assert part["scores"][1]["details"]["num_tokens"] == words - 1
+
+
+def tables(folder: Path) -> dict[str, list[dict[str, str]]]:
+    """Rows of the report's tables by title, each by column."""
+    found = {}
+    for part in (folder / "tables.md").read_text().split("### ")[1:]:
+        title, header, _, *rows = (
+            line.strip("| ").split(" | ") for line in part.splitlines() if line
+        )
+        of_header = (row for row in rows if len(row) == len(header))
+        found[title[0]] = [dict(zip(header, row, strict=True)) for row in of_header]
+    return found
 
 
 def test_a_file_has_a_row_of_its_own_and_no_claim_that_it_does_not_make(tmp_path: Path) -> None:
@@ -75,6 +99,10 @@ def test_a_file_has_a_row_of_its_own_and_no_claim_that_it_does_not_make(tmp_path
     assert next(line for line in lines if line.startswith("samples  1")).split()[2] == "-"
     (part,) = results(tmp_path / "three").values()
     assert part["nfe_mean"] is None
+    write_samples(tmp_path / "four" / "samples.jsonl", "a", "b")
+    evaluate(tmp_path)
+    alone = "one sample has no spread (one/samples, three/samples, two/samples)"
+    assert alone in (tmp_path / "report.html").read_text()
 
 
 def test_the_maze_is_compared_with_what_its_name_says(tmp_path: Path, maze: Path) -> None:
@@ -198,8 +226,8 @@ def test_a_judge_of_broken_weights_is_refused(judge_folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder whose tokens/ hold 1,000 training and 400 validation rows."""
-    splits = {"train": markov_text(1000, 32, 5), "validation": markov_text(400, 32, 6)}
+    """A run's folder whose tokens/ hold 1,000 training and 400 validation rows, of 40 tokens."""
+    splits = {"train": markov_text(1000, 40, 5), "validation": markov_text(400, 40, 6)}
     return write_tokens(tmp_path_factory.mktemp("chain"), splits, vocab_size=40, bos_id=None)
 
 
@@ -209,23 +237,38 @@ def write_rows(file: Path, rows: np.ndarray, **fields: object) -> Path:
 
 
 def test_scores_against_a_store_need_no_model(tmp_path: Path, chain: Path) -> None:
-    near, training = markov_text(200, 32, 7), markov_text(1000, 32, 5)
+    near, training = markov_text(200, 32, 7), markov_text(1000, 40, 5)[:, :32]
     far = np.random.default_rng(1).integers(40, size=(200, 32))
-    for name, rows in (("a-near", near), ("b-far", far), ("c-learnt", training[:200])):
-        write_rows(tmp_path / f"{name}.jsonl", rows, nfe=8, processor_seconds=0.25)
+    for tau, rows in ((1, near), (2, far), (3, training[:200])):
+        facts = {"nfe": 8, "processor_seconds": 0.25, "settings": {"tau": tau}}
+        write_rows(tmp_path / f"{'abc'[tau - 1]}.jsonl", rows, **facts)
     table = evaluate(tmp_path, "--reference", chain)
     assert "0.25" in table and "8.0" in table and "passes" in table
     parts = results(tmp_path).values()
     assert [part["processor_seconds_mean"] for part in parts] == [0.25] * 3
+    drawn = tables(tmp_path)["How the samples were drawn"]
+    assert drawn == [{"samples": name, "tau": tau} for name, tau in zip("abc", "123", strict=True)]
     scores = [scores_by_name(part) for part in parts]
     energy = [one["energy_distance"] for one in scores]
+    # Rows as long as the samples are: the first 32 tokens.
+    floor = Ruler(ReferenceText.read(chain, 400, 32), 200, None, None).floor
     for one in energy:
-        assert one["details"]["floor"] == energy[0]["details"]["floor"]
+        assert one["details"]["floor"] == floor["energy_distance"].value
         assert one["details"]["floor_samples"] == 200 and one["num_samples"] == 200
         assert one["interval_95"][0] < one["value"] < one["interval_95"][1]
     low, high = energy[0]["details"]["floor_interval_95"]
     assert energy[0]["interval_95"][0] < high and energy[1]["interval_95"][0] > 2 * high > low
     assert energy[1]["settings"]["n-grams of"] == "tokens"
+    rows = [row for row in tables(tmp_path)["Against the text"] if row["samples"] == "c"]
+    shown, own = {row.pop("score"): row for row in rows}, floor["energy_distance"]
+    figures = [energy[2]["value"], *energy[2]["interval_95"], own.value, own.low, own.high]
+    value, low, high, *of_floor = (f"{figure:.3g}" for figure in figures)
+    assert [*shown["energy_distance"].values()][1:4] == [value, f"{low}, {high}", of_floor[0]]
+    assert shown["energy_distance"]["95% of floor"] == ", ".join(of_floor[1:])
+    assert [shown[name]["ranks"] for name in ("energy_distance", "repeated_4_grams")] == [
+        "yes",
+        "no",
+    ]
     memorised = [one["memorised_16_grams"]["value"] for one in scores]
     assert memorised[2] == 1.0 and max(memorised[:2]) < 0.1
     assert "mauve" not in scores[0] and {"repeated_4_grams", "distinct_beginnings"} < set(scores[0])
@@ -250,10 +293,30 @@ def test_a_sweep_is_a_frontier(tmp_path: Path, chain: Path) -> None:
     row = next(line for line in table.splitlines() if line.startswith("mdlm "))
     assert "tau 1" in row and "0.5" in row.split()
     found = results(tmp_path / "out")
+    ruler = Ruler(ReferenceText.read(chain, 300, 32), 150, None, None)
+    assert found["floor"]["value"] == ruler.floor["energy_distance"].value, "rows of 32 tokens"
     assert found["ranking"] == "energy_distance" and len(found["points"]) == 3
     by_tau = {point["setting"][-1]: point for point in found["points"] if point["model"] == "mdlm"}
     assert by_tau["2"]["chosen_by"] > 3 * abs(by_tau["2"]["distance"]["high"])
     assert (tmp_path / "out" / "frontier.png").stat().st_size > 1000
+
+
+def point(
+    model: str, passes: float, value: float, perplexity: float, chosen_by: float = 0
+) -> Point:
+    distance = Estimate(value, value, value)
+    return Point(model, "", passes, None, chosen_by, distance, perplexity, {})
+
+
+def test_who_is_nearest_and_who_beats_whom() -> None:
+    """Nearer, no more perplexing and in no more passes: of b's four settings a beats the last."""
+    better = [point("b", 2, 2.0, 20.0), point("b", 8, 2.0, 9.0), point("b", 8, 0.5, 20.0, -1)]
+    points = [point("a", 4, 1.0, 10.0), *better, point("b", 4, 2.0, 20.0)]
+    (sentence,) = dominance(points)
+    assert sentence.startswith("a beats 1 of 4 settings of b ")
+    assert list(nearest(points)) == [("b", 2), ("a", 4), ("b", 4), ("b", 8)]
+    assert nearest(points)["b", 8] is better[2], "by the half that chooses"
+    assert pareto([(2, 3), (1, 5), (3, 4), (2, 2)]) == [(1, 5), (2, 2)]
 
 
 def test_naive_samplers_win_what_does_not_rank(tmp_path: Path, chain: Path) -> None:
@@ -279,8 +342,11 @@ FILLED = [[2, 0, 1, 0, 0], [2, 0, 0, 1, 0]]  # right: one of two, one of three
 def filled(tmp_path: Path, judge_folder: Path) -> Path:
     """Samples of a student whose tokenizer is the judge's."""
     tokenizer = AutoTokenizer.from_pretrained(judge_folder)
-    samples = ({"tokens": row, "text": tokenizer.decode(row[1:])} for row in FILLED)
-    write_lines(tmp_path / "samples" / "samples.jsonl", *samples)
+    records = (
+        {"index": index, "tokens": row, "text": tokenizer.decode(row[1:])}
+        for index, row in ((1, FILLED[1]), (2, FILLED[0]))  # 2 is the first row again
+    )
+    write_lines(tmp_path / "samples" / "samples.jsonl", *records)
     rows = ({"tokens": t, "masked": m} for t, m in zip(TRUTHS, MASKED, strict=True))
     write_lines(tmp_path / "rows.jsonl", *rows)
     return tmp_path
@@ -316,7 +382,11 @@ def test_a_judge_of_other_tokens_counts_those_over_the_filled_characters() -> No
         filled_spans(Letters(), [9, 0], [1], "other")
 
 
-def test_rows_are_masked_uniformly_and_read_back(tmp_path: Path) -> None:
+def test_rows_are_masked_uniformly_and_read_back(tmp_path: Path, chain: Path) -> None:
+    words = ("--split", "train", "--num", 5, "--masked", 2, "--seed", 3)
+    evaluate("rows", chain, *words, "--out", tmp_path / "made.jsonl")
+    expected = make_infill_rows(read_data_rows(chain, "train"), 5, 2, 3)
+    assert read_infill_rows(tmp_path / "made.jsonl") == expected
     data = DataRows(np.arange(400 * 6).reshape(400, 6), "x", "f", 4000)
     rows = make_infill_rows(data, 400, 2, seed=3)
     file = write_lines(tmp_path / "rows.jsonl", *map(asdict, rows))
@@ -338,7 +408,3 @@ def test_samples_of_other_rows_are_refused(filled: Path, judge_folder: Path) -> 
     write_lines(filled / "rows.jsonl", {"tokens": [2, 1, 1, 0, 1], "masked": [2]})
     with pytest.raises(GdistillError, match=r"does not fill its row.*samples\.jsonl:1"):
         evaluate(*words)
-    for tokens, masked in (([2, None], [1]), ([2, 1], None), ([1], [0])):
-        write_lines(filled / "rows.jsonl", {"tokens": tokens, "masked": masked})
-        with pytest.raises(GdistillError, match=r"without its truth.*rows\.jsonl:1"):
-            evaluate(*words)

@@ -20,6 +20,7 @@ import pytest
 from evaluation.report import Table
 from evaluation.samples import (
     MAX_LINE_BYTES,
+    drawn_with,
     find_sample_files,
     parse_json,
     read_references,
@@ -388,7 +389,8 @@ def test_odd_readings_are_read_again_and_links_not_written(
     (kept,) = cache.rglob("*.judged")
     key, ids, nll, flags = json.loads(kept.read_text().splitlines()[0])
     no_number, too_large = ([key, ids, [value] * len(nll), flags] for value in (math.nan, 1e99))
-    for line in ("[" * 10**5, no_number, [[], [1], [1.0], 1], "3", too_large):
+    shorter = [key, ids[:-1], [0.0] * len(nll), flags]
+    for line in ("[" * 10**5, no_number, [[], [1], [1.0], 1], "3", too_large, shorter):
         write_lines(kept, line)
         assert stage.run("score") == 0
         assert results(stage.samples) == first, str(line)[:30]
@@ -421,7 +423,8 @@ def test_odd_rows_to_fill(stage: Stage, told: Told) -> None:
     for name, row in ROWS.items():
         write_lines(stage.home / "rows.jsonl", row)
         assert stage.run("infill") in (1, 2), name
-        one_line(told(), name)
+        said = r"does not fill its row|without its truth .*rows\.jsonl:1|beyond 64 bits"
+        assert re.search(said, one_line(told(), name)), name
 
 
 # (part of the results, field) -> values that are not theirs
@@ -521,6 +524,10 @@ def test_samples_are_sorted_by_index_and_keep_their_lines(tmp_path: Path) -> Non
     assert (samples.indices, samples.seed) == ([0, 1], 0)
     assert samples.nfe_mean is None  # and not a claim of zero forward passes
     assert samples.processor_seconds_mean is None
+    told = drawn_with(read_samples(write(tmp_path / "run", record(0), record(1)) / "samples.jsonl"))
+    drawn = {"student": "mdlm + gumbel", "sampler": "ancestral", "tau": 0.9, "nfe": 3, "seed": 7}
+    known = {"weights_sha256": "00", "precision": "fp32", "tokens": "6", "data": "ab"}
+    assert told == drawn | known
 
 
 def test_files_are_named_by_their_path_in_the_order_of_their_budgets(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import asdict
@@ -25,6 +26,7 @@ from tests.evaluation.kit import Told
 from tests.trainer.sample_cli_cases import save
 from trainer.loading import generate, make_sampler
 from trainer.students.configuration import StudentSettings
+from trainer.students.folder import open_model
 from trainer.students.registry import AR, MDLM, Student
 
 WORDS = ("<bos>", "<eos>", "up", "down", "left", "right")
@@ -94,34 +96,22 @@ def test_optimum_by_hand() -> None:
     assert maze_task.optimal_success(factorised, np.full(6, 1 / 6), 1)[0] == pytest.approx(1.0)
 
 
-def test_optimum_against_simulation() -> None:
-    """Monte Carlo of the definition; the bound is 4.5 standard errors of a proportion."""
-    generator = np.random.default_rng(3)
+def test_optimum_by_enumeration() -> None:
+    """Every way to divide four tokens over three steps, each row of the language by itself."""
     language = np.array([[0, 1, 2, 0], [0, 2, 1, 1], [1, 1, 1, 0], [2, 1, 2, 2], [2, 0, 1, 2]])
-    weights = np.array([0.1, 0.2, 0.3, 0.25, 0.15])
-    num_steps, num_samples = 3, 40_000
-    exact, _ = maze_task.optimal_success(language, weights, num_steps)
-    steps = generator.choice(
-        num_steps, p=maze_task.step_probabilities(num_steps), size=(num_samples, 4)
-    )
-    members = {tuple(row) for row in language.tolist()}
-    hits = sum(_simulate(row, language, weights, generator) in members for row in steps)
-    error = np.sqrt(exact * (1 - exact) / num_samples)
-    assert abs(hits / num_samples - exact) < 4.5 * error
-
-
-def _simulate(
-    steps: np.ndarray, language: np.ndarray, weights: np.ndarray, generator: np.random.Generator
-) -> tuple[int, ...]:
-    known: dict[int, int] = {}
-    for step in sorted(set(steps.tolist())):
-        mass = weights * np.all([language[:, i] == known[i] for i in known], axis=0)
-        if mass.sum() == 0:
-            return ()
-        shares = mass / mass.sum()
-        revealed = np.flatnonzero(steps == step)
-        known |= {i: int(generator.choice(language[:, i], p=shares)) for i in revealed}
-    return tuple(known[i] for i in range(len(steps)))
+    weights, chances = np.array([0.1, 0.2, 0.3, 0.25, 0.15]), maze_task.step_probabilities(3)
+    expected = np.zeros(5)
+    for steps in map(np.array, itertools.product(range(3), repeat=4)):
+        for number, row in enumerate(language):
+            chance, fits = chances[steps].prod(), np.ones(5, dtype=bool)
+            for step in sorted(set(steps)):
+                shares, open_places = weights * fits / weights[fits].sum(), steps == step
+                agree = language == row
+                chance *= (shares @ agree)[open_places].prod()
+                fits &= agree[:, open_places].all(axis=1)
+            expected[number] += chance
+    total, each = maze_task.optimal_success(language, weights, 3)
+    assert each == pytest.approx(expected) and total == pytest.approx(expected.sum())
 
 
 def test_rows_of_paths_pads_with_eos() -> None:
@@ -137,6 +127,8 @@ def test_a_cell_pools_samples_not_runs() -> None:
         maze_task.teacher_agreement([[0, 1], [0, 1]], torch.tensor([[0, 1], [0, 2]])),
         maze_task.teacher_agreement([[0, 2]] * 8, torch.tensor([[0, 2]] * 6 + [[0, 1]] * 2)),
     ]
+    with pytest.raises(GdistillError, match="one teacher row per sample"):
+        maze_task.teacher_agreement([[0, 1]], torch.tensor([[0, 1], [0, 2]]))
     cell = maze_task.pool(scores, agreements)
     assert cell["success"] == pytest.approx(0.3) and cell["num_samples"] == 10
     assert cell["interval_95"] == pytest.approx(wilson_interval(3, 10))
@@ -147,15 +139,6 @@ def test_a_cell_pools_samples_not_runs() -> None:
     assert cell["equal_interval_95"] == pytest.approx(wilson_interval(7, 10))
     first, second = 0.5 * (0.25 + 0.25), 0.5 * (abs(1 / 8 - 0.75) + 0.25 + 7 / 8)
     assert cell["total_variation_to_teacher"] == pytest.approx((first + second) / 2)
-
-
-def test_agreement_counts_whole_rows() -> None:
-    rows = torch.tensor([[0, 1, 2], [0, 1, 3], [0, 2, 2]])
-    score = maze_task.teacher_agreement([[0, 1, 2], [0, 1, 2], [0, 2, 2]], rows)
-    assert score.value == pytest.approx(2 / 3) and score.details["num_equal"] == 2
-    assert score.interval == pytest.approx(wilson_interval(2, 3))
-    with pytest.raises(GdistillError, match="one teacher row per sample"):
-        maze_task.teacher_agreement([[0, 1, 2]], rows)
 
 
 class Bigram:
@@ -280,10 +263,16 @@ def test_the_command_makes_the_page_of_students_and_their_teacher(
     (tmp_path / "maze.json").write_text(json.dumps(asdict(MAZE)))
     page = tmp_path / "new" / "page.html"
     words = ["passes", *students, "--teacher", judge_folder, "--num", 2, "--out", page]
+    words += ["--seed", 5, "--set", "decision=categorical"]
     assert call("gdistill-eval", *words, "--maze", tmp_path / "maze.json", "--nfe", "1,3") == 0
     data = data_of(page.read_text())
     assert data["budgets"] == [1, 3] and data["num_samples"] == 2
     assert [column["role"] for column in data["columns"]] == ["plain", "noise", "teacher"]
     assert max(data["columns"][1]["samples"]["3"][0]["passes"]) == 3
+    model = open_model(tmp_path / "gumbel")
+    sampler = make_sampler("ancestral", nfe=3, decision="categorical", tau=1.0)
+    for index, shown in enumerate(data["columns"][1]["samples"]["3"]):
+        tokens, _ = passes.settle(model.student, sampler, index, 5)
+        assert shown["pieces"] == model.tokenizer.convert_ids_to_tokens(tokens.tolist())
     assert call("gdistill-eval", *words, "--nfe", "few") == 2
     assert "bad NFE [--nfe]; got few" in told()

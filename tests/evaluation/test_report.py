@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from matplotlib import rcParams
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from evaluation.compare import compare_scores, read_run
+from evaluation.compare import compare_scores, read_run, require_one_kind
 from evaluation.figures import PALETTE, figure_file, look
 from evaluation.report import MAX_ROWS, ShownSample, Table, browser_section, write_report
 from evaluation.score import PerSample, Score
@@ -298,6 +299,14 @@ def test_numbers_measured_differently_share_no_column(tmp_path: Path) -> None:
             run(one, other, "--out", tmp_path / "out")
         assert not (tmp_path / "out").exists()
         assert "mauve" in run(one, other, "--scores", "mauve", "--out", tmp_path / "fine")
+    decisive = {"entropy_nats": "tokens_per_sample", "mauve": "num_references"}
+    for name, field in (decisive | {"total_variation_to_uniform": "uniform over"}).items():
+        runs = [
+            replace(read_run(str(one))[0], scores={name: Score(name, 1.0, 2, settings={field: n})})
+            for n in (8, 16)
+        ]
+        with pytest.raises(UsageError, match=f"{name} was measured differently .*{field}"):
+            require_one_kind(name, runs)
 
 
 def test_what_cannot_be_compared_is_one_line(tmp_path: Path) -> None:
@@ -319,10 +328,17 @@ def test_what_cannot_be_compared_is_one_line(tmp_path: Path) -> None:
             run(one, broken)
 
 
-def test_budgets_stand_in_their_order(tmp_path: Path) -> None:
+def test_budgets_stand_in_their_order_and_are_compared_with_their_own(tmp_path: Path) -> None:
     """``nfe16`` comes before ``nfe4`` in a file of sorted keys, not in a table."""
-    folder = write_run(tmp_path / "a", [3.0, 4.0])
-    part = results(folder)["samples.jsonl"]
-    budgets = {f"nfe{n}.jsonl": part | {"name": f"nfe{n}", "nfe_mean": float(n)} for n in (16, 4)}
-    (folder / "results.json").write_text(json.dumps(budgets, sort_keys=True))
-    assert [part.nfe for part in read_run(str(folder))] == [4, 16]
+    for name in "ab":
+        part = results(write_run(tmp_path / name, [3.0, 4.0]))["samples.jsonl"]
+        budgets = {}
+        for n in (16, 4):
+            scores = [perplexity([3.0 / n, 4.0 / n]).to_json()]
+            budgets[f"nfe{n}.jsonl"] = part | {"name": f"nfe{n}", "nfe_mean": n, "scores": scores}
+        (tmp_path / name / "results.json").write_text(json.dumps(budgets, sort_keys=True))
+        assert [part.nfe for part in read_run(str(tmp_path / name))] == [4, 16]
+    run(tmp_path / "a", tmp_path / "b", "--out", tmp_path / "out")
+    for budget in ("b/nfe4", "b/nfe16"):
+        score = results(tmp_path / "out")["runs"][budget]["scores"]["generative_perplexity"]
+        assert score["difference"] == 0.0

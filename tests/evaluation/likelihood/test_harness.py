@@ -73,13 +73,13 @@ def test_rolling_windows_score_every_token_once(model_folder: Path) -> None:
 def test_generation_stops_where_it_is_told(model_folder: Path) -> None:
     model = GdistillLM(str(model_folder), nfe=4)
     options = {"max_gen_toks": 6}
-    free, again = model.generate_until([request("a b", options), request("a b", options)])
-    assert model.generate_until([request("a b", options)])[0] == free
-    assert len(free.split()) <= 6
-    word = free.split()[0] if free.split() else "a"
-    stopped = model.generate_until([request("a b", options | {"until": [word]})])[0]
+    texts = model.generate_until([request("a b", options)] * 8)
+    assert model.generate_until([request("a b", options)])[0] == texts[0]
+    assert len(set(texts)) > 1, "each request is drawn anew"
+    assert all(len(text.split()) <= 6 and "<eos>" not in text for text in texts)
+    word = texts[0].split()[0] if texts[0].split() else "a"
+    stopped = model.generate_until([request("a b", options | {"until": ["zzz", word]})])[0]
     assert word not in stopped
-    assert isinstance(again, str)
 
 
 def test_the_harness_scores_local_questions(tmp_path: Path, model_folder: Path) -> None:
@@ -90,6 +90,8 @@ def test_the_harness_scores_local_questions(tmp_path: Path, model_folder: Path) 
     write_lines(questions / "context.jsonl", *[context] * 2)
     names = write_tasks(questions, tmp_path / "tasks")
     assert names == ["local_choice", "local_context"]
+    task = json.loads((tmp_path / "tasks/local_choice.yaml").read_text())
+    assert all(metric["higher_is_better"] for metric in task["metric_list"])
     from lm_eval.tasks import TaskManager
 
     tasks = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from evaluation.likelihood.completion import CompletionScorer
 from evaluation.likelihood.validation import PriorRowNoise, validation_perplexity
 from evaluation.samples import DataRows, read_data_rows
 from shards.errors import UsageError
+from tests.evaluation.kit import evaluate, results
 from tests.trainer.run_cases import write_store
 from tests.trainer.sampling_cases import tiny_student
 from trainer.students.registry import Student
@@ -143,12 +145,15 @@ def test_the_bound_is_the_same_whatever_the_draws_and_the_batch() -> None:
         validation_perplexity(student, data, noise="none", num_draws=40, seed=seed)
         for seed in (0, 1)
     ]
-    first, other = (np.array(score.per_sample.numerators) / 11 for score in scores)  # type: ignore[union-attr]
+    scores.append(validation_perplexity(student, data, noise="none", seed=0))
+    first, other, once = (np.array(score.per_sample.numerators) / 11 for score in scores)  # type: ignore[union-attr]
     assert abs((first - other).mean()) < 5 * (first - other).std() / math.sqrt(24)
     assert np.ptp(first - other) > 0
+    assert 0.5 < first.mean() / once.mean() < 2, "a mean of draws, not their sum"
+    assert abs(first - once).max() > 1e-3, "of draws that differ"
 
 
-def test_the_noise_of_the_text_itself_is_named(store: Path) -> None:
+def test_the_noise_of_the_text_itself_is_named(store: Path, tmp_path: Path) -> None:
     data = read_data_rows(store, "train", 8)
     length, vocab_size = data.rows.shape[1], data.vocab_size
     student = tiny_student("mdlm", "gumbel", row_length=length, vocab_size=vocab_size)
@@ -157,6 +162,15 @@ def test_the_noise_of_the_text_itself_is_named(store: Path) -> None:
     assert given.name == "conditional_validation_perplexity" != prior.name
     assert "inferred from the very text" in given.cautions[0] and not prior.cautions
     assert given.value != prior.value
+    student.save_pretrained(tmp_path / "model")
+    words = ("--split", "train", "--rows", 8, "--draws", 2, "--seed", 3, "--out", tmp_path)
+    evaluate("perplexity", tmp_path / "model", store, *words)
+    ours = [part["scores"][0] for part in results(tmp_path).values()]
+    for score, noise in zip(ours, ("posterior", "prior"), strict=True):
+        options: Any = {"noise": noise, "store": store, "split": "train", "num_draws": 2, "seed": 3}
+        expected = validation_perplexity(student, data, **options)
+        assert score["name"] == expected.name
+        assert score["value"] == pytest.approx(expected.value, rel=1e-4)
 
 
 def test_what_does_not_suit_the_student_is_refused(store: Path) -> None:
@@ -178,6 +192,7 @@ def test_what_does_not_suit_the_student_is_refused(store: Path) -> None:
         CompletionScorer(plain, num_masks=0)
     whole = read_data_rows(store.parent, "train")
     assert np.array_equal(read_data_rows(store, "train", 3).rows, whole.rows[:3])
+    assert (whole.bos_id, whole.fingerprint) == (0, "ef" * 32)
     with pytest.raises(UsageError, match="no such split"):
         read_data_rows(store, "nothing")
     with pytest.raises(UsageError, match="no data there"):
