@@ -310,8 +310,8 @@ def point(
 
 def test_who_is_nearest_and_who_beats_whom() -> None:
     """Nearer, no more perplexing and in no more passes: of b's four settings a beats the last."""
-    better = [point("b", 2, 2.0, 20.0), point("b", 8, 2.0, 9.0), point("b", 8, 0.5, 20.0, -1)]
-    points = [point("a", 4, 1.0, 10.0), *better, point("b", 4, 2.0, 20.0)]
+    better = [point("b", 2.0, 2.0, 20.0), point("b", 8.0, 2.0, 9.0), point("b", 8.0, 0.5, 20.0, -1)]
+    points = [point("a", 4.0, 1.0, 10.0), *better, point("b", 4.0, 2.0, 20.0)]
     (sentence,) = dominance(points)
     assert sentence.startswith("a beats 1 of 4 settings of b ")
     assert list(nearest(points)) == [("b", 2), ("a", 4), ("b", 4), ("b", 8)]
