@@ -316,7 +316,7 @@ def test_who_is_nearest_and_who_beats_whom() -> None:
     assert sentence.startswith("a beats 1 of 4 settings of b ")
     assert list(nearest(points)) == [("b", 2), ("a", 4), ("b", 4), ("b", 8)]
     assert nearest(points)["b", 8] is better[2], "by the half that chooses"
-    assert pareto([(2, 3), (1, 5), (3, 4), (2, 2)]) == [(1, 5), (2, 2)]
+    assert pareto([(2.0, 3.0), (1.0, 5.0), (3.0, 4.0), (2.0, 2.0)]) == [(1.0, 5.0), (2.0, 2.0)]
 
 
 def test_naive_samplers_win_what_does_not_rank(tmp_path: Path, chain: Path) -> None:
