@@ -179,7 +179,6 @@ def test_the_recipe_runs_from_text_to_scores(
     environment |= {"TEXT": str(tmp_path / "text.txt"), "TEACHER": str(teacher), "OUT": str(out)}
     monkeypatch.setattr("evaluation.text.reading.user_cache", lambda: tmp_path / "cache")
     commands = recorded_commands("owt.sh", tmp_path / "clone", environment)
-    assert [words[0] for words in commands[:2]] == ["gdistill-extract", "gdistill-train"]
     for words in commands:
         assert call(*words) == 0, f"{words}\n{capsys.readouterr().err[-3000:]}"
     for student in ("mdlm-none", "mdlm-gumbel", "bd3lm-none", "bd3lm-gumbel"):

@@ -197,7 +197,8 @@ def test_the_context_is_found_under_any_name_and_in_nested_configurations(tmp_pa
     files = files_with(transformers.Gemma3Config(text_config=nested))
     assert (files.context_length, files.hidden_size, files.num_logits) == (77, 8, 9)
     assert files_with(BloomConfig(seq_length=55)).context_length == 55
-    assert files_with(MambaConfig()).context_length is None
+    for unlimited in (MambaConfig(), MambaConfig(max_position_embeddings=-1)):
+        assert files_with(unlimited).context_length is None
     assert loading.find_pretrained(save_teacher(tmp_path)).context_length == CONTEXT_LENGTH
 
 
@@ -207,7 +208,8 @@ def test_a_configuration_is_told_by_what_it_computes() -> None:
     first = files_with(GPT2Config(**config)).config_sha256
     for change in ({"layer_norm_epsilon": 1e-3}, {"activation_function": "relu"}, {"n_head": 4}):
         assert files_with(GPT2Config(**{**config, **change})).config_sha256 != first
-    for change in ({}, {"_name_or_path": "elsewhere"}, {"transformers_version": "0"}):
+    saved = {"dtype": "bfloat16"}, {"_name_or_path": "elsewhere"}, {"transformers_version": "0"}
+    for change in ({}, *saved):
         assert files_with(GPT2Config(**{**config, **change})).config_sha256 == first
 
 

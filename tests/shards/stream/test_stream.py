@@ -301,6 +301,7 @@ def test_workers_do_not_show_and_any_batch_is_a_place_to_resume(store: Path, wor
     plain, rows = open_rows(store), open_rows(store)
     epochs = [ids_of(plain) for _ in range(2)]
     assert len(epochs[0]) == len(plain) > 4 and epochs[0] != epochs[1]
+    assert ids_of(open_rows(store, window_bytes=1)) != epochs[0], "less memory, another order"
     ranks = [ids_of(open_rows(store, rank=rank, world_size=2)) for rank in range(2)]
     shares = [sorted(one + other) for one, other in zip(*ranks, strict=True)]
     assert shares == [sorted(batch) for batch in epochs[0]]

@@ -350,7 +350,7 @@ def test_crossing_rule_is_that_of_transformers(p: float) -> None:
 
 
 @pytest.mark.parametrize("rule", ["strict", "crossing"])
-@pytest.mark.parametrize("p", [0.6, 0.8, 0.9])
+@pytest.mark.parametrize("p", [0.2, 0.6, 0.8, 0.9])
 def test_large_vocabularies_agree_with_a_full_sort(p: float, rule: Any) -> None:
     """Of equal tokens the smallest ids are kept, also across the edge of the first look; flat rows
     are wider than it, and change nothing for those beside them."""
