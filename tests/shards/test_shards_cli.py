@@ -273,7 +273,7 @@ def test_the_view_of_a_row(posterior: ShardStore) -> None:
         view_row(posterior, "train", SPLITS["train"])
 
 
-@pytest.mark.parametrize("text", ["$$", "#$#$", "a\x1b[2Jb", "\\frac{", "<i>x"])
+@pytest.mark.parametrize("text", ["$$", "#$#$", "a\x1b[2Jb", "\\frac{", "<b>x"])
 def test_show_of_any_text_in_any_codec(
     run: Run, tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,7 +283,7 @@ def test_show_of_any_text_in_any_codec(
     out = tmp_path / "a$b$.html"
     assert run("show", store.location.url, "--out", out)[0] == 0
     page, views = out.read_text(), view_row(store, "train", 0)[1]
-    assert page.count("<tr><td>") == LENGTH - 1 and "<i>" not in page
+    assert page.count("<tr><td>") == LENGTH - 1 and "<b>" not in page
     for view in views:
         figures = f"<td>{view.probability:.3g}<td>{view.gumbel:.2f}<td>{view.gumbel_rank}<td"
         assert figures in page
