@@ -137,8 +137,7 @@ def test_a_pushed_store_is_read_from_the_hub_and_mistakes_are_one_line(
     assert held.made == ["private store"]
     assert held.files.keys() == {*local.location.sizes(), "README.md"}
     card = held.files["README.md"].decode()
-    figures = Description.of(local)
-    size = f"198 tokens, {figures.shard_bytes / 198:.1f} bytes each"
+    size = f"198 tokens, {Description.of(local).shard_bytes / 198:.1f} bytes each"
     for word in ("license: mit", "| teacher | tiny |", "topk", "28 train", size, target):
         assert word in card
     tokens = local.split("train").read_rows(0, 28)["tokens"]

@@ -1,6 +1,6 @@
 """Noise of a token: Algorithm 1 against the authors' numbers, its invariant and its laws.
 
-And that every kind of noise reads alike in tiles, selections and parts.
+And that every kind of noise reads alike in tiles, selections and parts, the k largest drawn alone.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from scipy.stats import kstest
+from scipy.stats import chisquare, expon, ks_2samp, kstest
 from torch import Tensor
 
 from benchmarks.dense_noise import DenseNoise, given_posterior
 from shards.codec.full import StoredNoise
 from shards.codec.seeded import ShiftedNoise
-from shards.noise import gumbel
+from shards.noise import gumbel, philox
+from shards.noise import order_statistics as statistics
 from shards.noise.embedding import Weighting
 from shards.noise.kinds import (
     DenseProbabilities,
@@ -275,3 +276,106 @@ def test_head_and_tail_uses_its_own_distribution() -> None:
     torch.testing.assert_close(noise.probabilities.tile(0, 97), full)
     exact = dense_arrivals(posterior_of(full.log(), noise.tokens))
     torch.testing.assert_close(dense_arrivals(noise), exact, rtol=1e-5, atol=1e-8)
+
+
+def assert_same_law(left: Tensor, right: Tensor) -> None:
+    assert ks_2samp(left.numpy(), right.numpy()).pvalue > 1e-4
+
+
+def assert_uniform(counts: Tensor) -> None:
+    assert chisquare(counts.numpy()).pvalue > 1e-4
+
+
+def keys(num: int, seed: int = 3) -> PositionKeys:
+    return PositionKeys(seed, torch.arange(num), torch.ones(num, dtype=torch.int64))
+
+
+def exponentials(num: int, vocab_size: int, seed: int = 1) -> Tensor:
+    return dense_arrivals(KeyedPrior(keys(num, seed), vocab_size))
+
+
+@pytest.mark.parametrize(("vocab_size", "kept"), [(3000, 5), (3000, 64)])
+def test_order_statistics_have_the_law_of_the_dense_draw(vocab_size: int, kept: int) -> None:
+    sparse = statistics.first_arrivals_of(keys(3000), vocab_size, kept)
+    dense = statistics.keep_first(exponentials(3000, vocab_size), kept)
+    assert bool((sparse.arrivals.diff(dim=1) > 0).all())
+    for rank in {0, 1, kept // 2, kept - 1}:
+        assert_same_law(sparse.arrivals[:, rank], dense.arrivals[:, rank])
+    assert_same_law(sparse.rest_rate, dense.rest_rate)
+    # The rest given the last kept arrival, not only on its own: the ratio to its mean.
+    means = [statistics.mean_rate(n.arrivals[:, -1].double()) for n in (sparse, dense)]
+    ratios = [n.rest_rate / mean for n, mean in zip((sparse, dense), means, strict=True)]
+    assert_same_law(*ratios)
+
+
+def test_gaps_are_exponential_and_independent_and_say_nothing_of_ids() -> None:
+    """Gaps, ids and the rest are drawn from streams of their own."""
+    noise = statistics.first_arrivals_of(keys(20_000), 5000, 4)
+    arrivals = torch.cat([torch.zeros(20_000, 1), noise.arrivals], dim=1).double()
+    gaps = arrivals.diff(dim=1) * torch.arange(5000, 4996, -1)
+    assert kstest(gaps.flatten().numpy(), expon.cdf).pvalue > 1e-4
+    correlation = torch.corrcoef((-gaps).exp().T)[~torch.eye(4, dtype=torch.bool)]
+    assert float(correlation.abs().max()) < 4.5 / math.sqrt(20_000)
+    columns = [*noise.ids.T.double(), *noise.arrivals.T.double().neg().exp()]
+    correlation = torch.corrcoef(torch.stack([*columns, noise.rest_rate.double()]))
+    ids_by_others = correlation[:4, 4:]
+    assert float(ids_by_others.abs().max()) < 4.5 / math.sqrt(20_000)
+
+
+def test_ids_are_distinct_and_uniform_in_every_rank() -> None:
+    ids = statistics.distinct_ids(keys(40_000), 40, 10)
+    assert bool((ids.sort(1).values.diff(dim=1) > 0).all())
+    for rank in (0, 4, 9):
+        assert_uniform(torch.bincount(ids[:, rank], minlength=40))
+    pairs = torch.bincount(ids[:, 0] * 40 + ids[:, 9], minlength=1600).view(40, 40)
+    assert int(pairs.diagonal().sum()) == 0
+    assert_uniform(pairs[~torch.eye(40, dtype=torch.bool)])
+
+
+def test_work_does_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[int] = []
+    plain = philox.philox4x32
+
+    def counting(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int) -> object:
+        words = plain(counter, seed)
+        drawn.append(words[0].numel())
+        return words
+
+    monkeypatch.setattr(philox, "philox4x32", counting)
+    totals = []
+    for vocab_size in (50_257, 5_000_000):
+        drawn.clear()
+        statistics.first_arrivals_of(keys(8), vocab_size, 32)
+        totals.append(sum(drawn))
+    assert totals[0] == totals[1] < 8 * 64
+
+
+def test_mean_rate_by_quadrature() -> None:
+    x = torch.tensor([0.01, 0.3, 1.0], dtype=torch.float64)
+    t = torch.linspace(-12, 6, 200_001, dtype=torch.float64).exp()
+    for value, got in zip(x, statistics.mean_rate(x), strict=True):
+        expected = torch.trapezoid((-t).exp() / (value + t), t)
+        assert float(expected) == pytest.approx(float(got), rel=1e-3)
+
+
+def test_rest_rate_is_a_quantile_function() -> None:
+    """A larger normal variate is a larger rate, and the rate at 0 is near the median."""
+    after = torch.tensor([0.01, 0.1, 0.8], dtype=torch.float64)
+    normals = torch.linspace(-4, 4, 81, dtype=torch.float64)
+    rates = torch.stack([statistics.rest_rate(after, 3000, z.expand(3)) for z in normals])
+    assert bool((rates.diff(dim=0) > 0).all())
+    drawn = exponentials(2000, 3000, seed=4).double()
+    for column, f in enumerate(after):
+        exact = (f + drawn).reciprocal().sum(1)
+        for z, share in ((-1.0, 0.158655), (0.0, 0.5), (1.0, 0.841345)):
+            below = float((exact < rates[(normals - z).abs().argmin(), column]).double().mean())
+            assert abs(below - share) < 4.5 * math.sqrt(share * (1 - share) / 2000)
+
+
+@pytest.mark.parametrize(("vocab_size", "kept"), [(6, 3), (6, 9), (5000, 2000), (5000, 16)])
+def test_keyed_per_position_and_not_by_batch(vocab_size: int, kept: int) -> None:
+    prior = TopPrior(keys(50), vocab_size, kept)
+    whole, part = prior.drawn, prior.select(torch.tensor([17])).drawn
+    assert whole.ids.shape == (50, min(kept, vocab_size))
+    for name in ("ids", "arrivals", "rest_rate"):
+        assert torch.equal(getattr(whole, name)[17:18], getattr(part, name)), name

@@ -70,10 +70,10 @@ def test_what_is_read_is_what_was_asked_for(sound: Path, tmp_path: Path) -> None
         store.split("test")
     with pytest.raises(UsageError, match="no such file"):
         store.file("corpus/absent.json")
-    with pytest.raises(IndexError):
-        store.split("validation").read_rows(0, 6)
-    with pytest.raises(IndexError):
-        store.split("validation").read_chunk(-1)
+    rows = store.split("validation")
+    for read in (lambda: rows.read_rows(0, 6), lambda: rows.read_chunk(-1)):
+        with pytest.raises(IndexError):
+            read()
 
 
 def test_a_large_resource_is_kept_in_chunks_of_rows(
