@@ -16,7 +16,7 @@ It reads no noise. The sampler looks at the noise to choose which drafts the bac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from typing import Any
@@ -305,8 +305,7 @@ def network_runner(network: Any, weights: Sequence[Mapping[str, Tensor]]) -> Run
 def _of_its_own(layer: nn.Module, number: int) -> nn.Module:
     """The layer under another number, by which it finds its keys; its weights are shared."""
     copied = deepcopy(layer, {id(weight): weight for weight in layer.parameters()})
-    parts: Iterable[Any] = copied.modules()
-    for module in parts:
+    for module in list[Any](copied.modules()):
         if hasattr(module, "layer_idx"):
             module.layer_idx = number
     return copied
