@@ -172,17 +172,17 @@ class Engine:
         return (row for row, _ in self._each(rows, names))
 
     def states(
-        self, rows: Int[Tensor, "b l"], names: Sequence[str]
+        self, rows: Int[Tensor, "b l"], names: Sequence[str], dtype: str
     ) -> tuple[Float[Tensor, "b l"], Float[Tensor, "b l d"]]:
         """log p of the rows' tokens, nats, and the state behind the last layer at each.
 
         Raises:
             GdistillError: Also if states cannot be read here, or are of other tokens.
-            UsageError: If the engine gives none.
+            UsageError: If the engine gives none, or computes in another precision than ``dtype``.
         """
-        ids = rows.tolist()
+        ids, named = rows.tolist(), [f"{self.settings.url}, {name}" for name in names]
         scored, answers = zip(*self._each(ids, names), strict=True)
-        found = map(_states_of, answers, ids, (f"{self.settings.url}, {name}" for name in names))
+        found = map(_states_of, answers, ids, named, [dtype] * len(ids))
         own = [torch.from_numpy(row.token_log_probs) for row in scored]
         return torch.stack(own), torch.stack([*found])
 
@@ -260,7 +260,9 @@ def _failed(where: str, got: str) -> GdistillError:
 # Hidden states.
 
 
-def _states_of(response: Mapping[str, Any], sent: list[int], where: str) -> Float[Tensor, "l d"]:
+def _states_of(
+    response: Mapping[str, Any], sent: list[int], where: str, dtype: str
+) -> Float[Tensor, "l d"]:
     """What vLLM wrote of one request; the file is deleted once it is known to be that."""
     path = (response.get("kv_transfer_params") or {}).get("hidden_states_path")
     if not isinstance(path, str):
@@ -279,6 +281,10 @@ def _states_of(response: Mapping[str, Any], sent: list[int], where: str) -> Floa
         got, expected = f"{len(states)} states, ids {ids[:5]} ...", f"{len(sent)}, {sent[:5]} ..."
         what = "the engine's hidden states are of other tokens"
         raise GdistillError(what, where=f"{where}, {path}", got=got, expected=expected)
+    if (got := str(states.dtype).removeprefix("torch.")) != dtype:
+        what = "the engine computes in another precision"
+        remedy = f"--dtype {got}, or start the engine with --dtype {dtype}"
+        raise UsageError(what, where=where, got=got, expected=dtype, remedy=remedy)
     for name in (path, f"{path}.lock"):
         Path(name).unlink(missing_ok=True)
     return states
@@ -314,11 +320,8 @@ class StatesTeacher(Teacher):
             GdistillError: Also for states that are not those of the row.
         """
         url, name = self.engine.settings.url, self.files.name
-        said, states = self.engine.states(rows, [f"row {number}" for number in row_ids.tolist()])
-        if (got := str(states.dtype).removeprefix("torch.")) != self.dtype:
-            what = "the engine computes in another precision"
-            remedy = f"--dtype {got}, or start the engine with --dtype {self.dtype}"
-            raise UsageError(what, where=url, got=got, expected=self.dtype, remedy=remedy)
+        named = [f"row {number}" for number in row_ids.tolist()]
+        said, states = self.engine.states(rows, named, self.dtype)
         tokens, head = rows[:, 1:].to(self.device), self._require_head()
         hidden = self._norm(states[:, :-1].to(self.device))
         logits = head(hidden)

@@ -93,9 +93,12 @@ def runs_of_four(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs_on_backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with heads and drafter under ``ddp`` and ``fsdp`` (two processes)."""
+    """Folder with heads and drafter under ``ddp`` and ``fsdp`` (two processes).
+
+    A drafter begins as the first and last layer: of three, or its loss would be roundings alone.
+    """
     folder = tmp_path_factory.mktemp("backbone")
-    model = write_backbone(folder / "backbone")
+    model = write_backbone(folder / "backbone", num_hidden_layers=3)
     store = store_of(folder / "store", model)
     out, opened = runs_of(2, "backbone", store, tmp_path_factory), ShardStore.open(store)
     for student in ("medusa", "drafter"):
