@@ -51,10 +51,12 @@ STEPS   ?=
 ARGS    ?=
 # Tests that run beside each other, and the threads of each.
 JOBS    ?= 2
-# What `make setup` installs besides: `evaluation` brings lm-evaluation-harness.
+# What `make setup` installs besides: `evaluation` brings lm-evaluation-harness, `integrations` trl and datatrove.
 EXTRAS  ?= dev
 THREADS ?= 1
 PORTABLE ?= default:1 avx2:2
+# Tests of this environment: vLLM and dllm each need one of their own.
+HERE = not engine and not dllm
 SENSITIVE = tests/pipeline/teacher tests/pipeline/test_maze.py tests/pipeline/extract/test_environment.py \
             tests/shards/noise tests/shards/language_model tests/trainer/students
 
@@ -153,7 +155,7 @@ eval: $(STAMP) ## score samples: make eval SAMPLES=samples JUDGE=gpt2-large REFE
 	  $(if $(REFERENCE),--reference '$(REFERENCE)') $(ARGS)
 
 test: $(STAMP) ## the test suite
-	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(JOBS) -m 'not slow' $(ARGS)
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(JOBS) -m 'not slow and $(HERE)' $(ARGS)
 
 test-slow: $(STAMP) ## what it leaves out: worlds of several processes, kill trials, the pretended GPU
 	OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest -n $(JOBS) -m slow $(ARGS)
@@ -166,11 +168,11 @@ test-portable: $(STAMP) ## the test suite under other kernels of the CPU, with 1
 	@set -e; for pair in $(PORTABLE); do kernels=$${pair%:*} threads=$${pair#*:}; \
 	  echo "kernels $$kernels, threads $$threads"; \
 	  ATEN_CPU_CAPABILITY=$$kernels MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=$$threads \
-	    $(BIN)/python -m pytest -n $(JOBS) $(ARGS); \
+	    $(BIN)/python -m pytest -n $(JOBS) -m '$(HERE)' $(ARGS); \
 	done
 
 test-portable-sample: $(STAMP) ## the tests that rounding can reach, under the plainest kernels
-	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(SENSITIVE)
+	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m '$(HERE)' $(SENSITIVE)
 
 lint: $(STAMP) ## ruff and pyright
 	$(BIN)/ruff check .

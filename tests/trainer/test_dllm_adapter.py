@@ -208,15 +208,7 @@ def test_what_cannot_be_is_refused(store: Path, tmp_path: Path) -> None:
         assert all(word in str(refused.value) for word in words), refused.value
 
 
-# With dllm itself: docs/dllm.md says how it is installed.
-
-try:
-    import dllm
-except ImportError as error:
-    dllm, REASON = None, f"dllm is not here (docs/dllm.md): {error}"
-else:
-    REASON = ""
-needs_dllm = pytest.mark.skipif(dllm is None, reason=REASON)
+# With dllm itself, in an environment that has it (docs/dllm.md): pytest -m dllm.
 
 
 def dllm_student(kind: str) -> Any:
@@ -247,7 +239,8 @@ def dllm_student(kind: str) -> Any:
 
 def dllm_trainer(place: Path | None, store: Path, out: Path, kind: str, name: str) -> Any:
     """dllm's own trainer, or ours on it where a store is the noise's."""
-    base = getattr(dllm.core.trainers, f"{name}transformers.Trainer")
+    dllm = pytest.importorskip("dllm", reason="docs/dllm.md says how it is installed")
+    base = getattr(dllm.core.trainers, f"{name}Trainer")
     args = getattr(dllm.core.trainers, f"{name}Config")(
         **quiet(out, max_steps=12, bf16=False, eval_strategy="no", report_to="none")
     )
@@ -263,7 +256,7 @@ def dllm_trainer(place: Path | None, store: Path, out: Path, kind: str, name: st
     )
 
 
-@needs_dllm
+@pytest.mark.dllm
 @pytest.mark.parametrize(
     ("kind", "name"),
     [("qwen3", "MDLM"), ("llada", "MDLM"), ("modernbert", "MDLM"), ("qwen3", "BD3LM")],
@@ -282,12 +275,14 @@ def test_the_first_loss_is_dllms_own(store: Path, tmp_path: Path, kind: str, nam
     assert losses[0] == losses[2] and losses[1] != losses[3]
 
 
-@needs_dllm
+@pytest.mark.dllm
 @pytest.mark.parametrize("name", ["MDLM", "BD3LM"])
 def test_dllms_samplers_draw_from_the_noise_alone(store: Path, tmp_path: Path, name: str) -> None:
     made = dllm_trainer(store, store, tmp_path, "qwen3", name)
     draw_weights(made.noise_input)
     made.model.eval()
+    import dllm
+
     base = getattr(dllm.core.samplers, f"{name}Sampler")
     sizes = {"max_new_tokens": 7, "steps": 4, "block_size": 7, "temperature": 0.0}
     config = getattr(dllm.core.samplers, f"{name}SamplerConfig")(**sizes)
@@ -298,7 +293,7 @@ def test_dllms_samplers_draw_from_the_noise_alone(store: Path, tmp_path: Path, n
     assert len(drawn[0].unique(dim=0)) > 1
 
 
-@needs_dllm
+@pytest.mark.dllm
 def test_the_page_runs(tmp_path: Path) -> None:
     tokenizer().save_pretrained(tmp_path / "tokenizer")
     files = {f"tokenizer/{p.name}": p.read_bytes() for p in (tmp_path / "tokenizer").iterdir()}
