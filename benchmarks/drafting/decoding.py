@@ -22,13 +22,12 @@ from shards.atomic import write_json_atomic
 from trainer import load_student
 from trainer.sampling.registry import make_sampler
 
-HALF = {"draft_dtype": "bfloat16"}
-PROBABLE = {"min_reach": 0.5, "width": 4, **HALF}
+PROBABLE = {"min_reach": 0.5, "width": 4}
 SIDES = {
     "plain": {"max_lookahead": 0},
-    "chain of 2": {"max_lookahead": 2, "tree": 2, "width": 1, **HALF},
-    "tree of 8, 2 steps": {"max_lookahead": 2, "tree": 8, "width": 4, **HALF},
-    "tree of 16, 8 steps": HALF,
+    "chain of 2": {"max_lookahead": 2, "tree": 2, "width": 1},
+    "tree of 8, 2 steps": {"max_lookahead": 2, "tree": 8, "width": 4},
+    "tree of 16, 8 steps": {},
     "tree of 16, steps while probable": PROBABLE,
     "tree of 16, steps while probable, blind": {"draft": "greedy", **PROBABLE},
 }

@@ -33,7 +33,6 @@ from transformers import DynamicCache
 from transformers.modeling_outputs import CausalLMOutput
 
 from shards.errors import UsageError
-from shards.language_model.forward import DtypeName
 from shards.settings import setting
 from trainer.objective.batch import Places
 from trainer.sampling.coupled import VerifiedRows, VerifiedSampler
@@ -206,11 +205,10 @@ class DraftModel:
 
     Args:
         student: The drafter.
-        dtype: What it computes in.
     """
 
-    def __init__(self, student: Drafter, dtype: torch.dtype | None) -> None:
-        self.embed, self.run, self.head = student.embed, student.runner(dtype), student.head(dtype)
+    def __init__(self, student: Drafter) -> None:
+        self.embed, self.run, self.head = student.embed, student.runner(), student.logits
 
     def forward(
         self,
@@ -330,8 +328,7 @@ class TreeRows(VerifiedRows):
     def start(self) -> None:
         """See :class:`Rows`."""
         super().start()
-        dtype = getattr(torch, self.sampler.draft_dtype) if self.sampler.draft_dtype else None
-        self.model = DraftModel(self.student, dtype)
+        self.model = DraftModel(self.student)
         sizes = self.student.config.vocab_size, len(self.active), self.student.device
         self.drafter = CausalReader(self.model, *sizes)
         self.rule = self.sampler.rule
@@ -492,8 +489,6 @@ class DrafterSampler(VerifiedSampler):
         width: Paths that the search follows; 1 is a chain.
         min_reach: The drafter takes another step where one of these paths is right with at least
             this probability, and a draft is read where it is with a ``tree``-th of it; 0 always.
-        draft_dtype: What the drafter computes in, by default as the backbone: ``bfloat16`` takes
-            half the memory traffic, and changes no token, only which are drafted.
 
     Further settings as in :class:`VerifiedSampler`; ``draft`` left to itself is ``gumbel``, the
     tree that the noise makes most probable; ``greedy`` looks at the drafter's logits alone. Of a
@@ -504,7 +499,6 @@ class DrafterSampler(VerifiedSampler):
     tree: int = 16
     width: int = 6
     min_reach: float = setting(0.0, within="[0, 1]")
-    draft_dtype: DtypeName | None = None
 
     label: ClassVar[str] = "drafter"
 

@@ -181,31 +181,19 @@ class Drafter(BackboneStudent):
         """The backbone's token embeddings."""
         return self.language_model.network.get_input_embeddings()(tokens).detach().float()
 
-    def runner(self, dtype: torch.dtype | None = None) -> Runner:
+    def runner(self) -> Runner:
         """What computes the layers; gradients reach their weights of now, and the rows.
 
         Of embeddings [B, n, E], their positions [B, n], which of the cached keys and of these rows
         behind them each row attends to, [B, n, k], and a cache of as many layers, to which the keys
-        and values of these rows are added. Layers of Llama's form compute in ``dtype``, by default
-        the backbone's, as all others do.
+        and values of these rows are added. It computes in the backbone's precision.
         """
         network = self.language_model.network
-        dtype = dtype if dtype and self._is_llama else network.dtype
         weights = [
-            {name: own.get_parameter(_key(name)).to(dtype) for name in names}
+            {name: own.get_parameter(_key(name)).to(network.dtype) for name in names}
             for own, names in zip(self.layers, self.names, strict=True)
         ]
         return (llama_runner if self._is_llama else network_runner)(network, weights)
-
-    def head(self, dtype: torch.dtype | None = None) -> Callable[[Tensor], Tensor]:
-        """:meth:`logits`, computed in ``dtype``."""
-        if dtype is None:
-            return self.logits
-        output: Any = self.language_model.network.get_output_embeddings()
-        size, bias = self.config.vocab_size, output.bias
-        weight = (output.weight[:size] * self.gain).to(dtype)
-        bias = None if bias is None else bias[:size].to(dtype)
-        return lambda outputs: linear(outputs.to(dtype), weight, bias).float()
 
     def logits(self, outputs: Float[Tensor, "*n d"]) -> Float[Tensor, "*n v"]:
         """The backbone's output layer over V tokens behind the rows, float32."""

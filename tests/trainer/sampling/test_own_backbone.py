@@ -106,7 +106,6 @@ def test_the_drafter_is_lossless(shape: str, tmp_path: Path) -> None:
         {"max_lookahead": 5, "tree": 3, "width": 1, "draft": "greedy"},
         {"top_k": 3, "tree": 9, "max_lookahead": 3},
         {"max_lookahead": 0},
-        {"draft_dtype": "bfloat16", "tree": 9, "max_lookahead": 3},
         {"min_reach": 0.3, "max_lookahead": 5, "width": 3},
     )
     for case in cases:
@@ -214,7 +213,7 @@ def test_a_perfect_drafter_is_followed_to_the_end(
     def certain(self, outputs):
         return 100.0 * one_hot(known["next"], VOCAB).float()
 
-    monkeypatch.setattr(Drafter, "runner", lambda self, dtype: oracle)
+    monkeypatch.setattr(Drafter, "runner", lambda self: oracle)
     monkeypatch.setattr(Drafter, "logits", certain)
     sampler = make_sampler("drafter", width=1, tree=3, draft="greedy", min_reach=0.9)
     for row, num_open in enumerate((tokens == VOCAB).sum(dim=1).tolist()):
@@ -316,7 +315,7 @@ def test_the_cache_keeps_the_path_and_nothing_else(tmp_path: Path) -> None:
 def test_a_drafter_reads_growing_rows_as_whole_ones(tmp_path: Path) -> None:
     student, _ = tiny_drafter(tmp_path)
     rows = torch.randint(VOCAB, (3, 20), generator=torch.Generator().manual_seed(0))
-    reader = CausalReader(DraftModel(student, None), VOCAB, 3, "cpu")
+    reader = CausalReader(DraftModel(student), VOCAB, 3, "cpu")
     for stops in ([2, 7, 4], [5, 8, 9], [6, 12, 10]):
         found = reader.next_logits(rows, torch.tensor(stops), 1)[:, 0]
         for row, stop in enumerate(stops):
