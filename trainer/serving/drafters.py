@@ -5,7 +5,7 @@ takes none, its own distribution races under that noise. So a good student propo
 that the engine takes, and the engine keeps it (:mod:`trainer.serving.plugin`).
 
 All requests of a step are drafted for together. What is kept of a request while it lives: the
-embeddings of its noise, and a BD3-LM's keys and values of finished blocks.
+embeddings of its noise, a BD3-LM's keys and values of finished blocks, a drafter's of all tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from shards.noise.kinds import KeyedPrior
 from shards.noise.murmur3 import EngineKeys
 from trainer.loading import load_student
 from trainer.sampling.coupled import WholeRowDrafter, drafter_of
-from trainer.sampling.verifier import require_same_tokenizer
+from trainer.sampling.own_backbone import DraftModel
+from trainer.sampling.verifier import CausalReader, require_same_tokenizer
 from trainer.serving.coupling import draw
 from trainer.serving.plugin import Requests
 from trainer.students.autoregressive import AR
@@ -154,7 +155,7 @@ class RowDrafts:
 
 
 class NextTokenDrafts:
-    """A drafter or an autoregressive student: one pass per token, each over the whole rows.
+    """A drafter or an autoregressive student: one pass per token, of what it has not read yet.
 
     Args:
         student: The model.
@@ -163,28 +164,47 @@ class NextTokenDrafts:
     def __init__(self, student: AR | Drafter) -> None:
         self.student = student
         if isinstance(student, AR):
+            self.model: Any = student
             self.row_length: int | None = student.config.row_length
         else:
-            self.row_length = student.language_model.context_length
+            self.model, self.row_length = DraftModel(student), student.language_model.context_length
+        self.names: list[str] = []
+        self.reader: CausalReader | None = None
 
     def draft(self, prefixes: list[Prefix], most: int) -> list[list[int]]:
         """See :class:`RowDrafts`."""
-        written = [list(prefix.tokens) for prefix in prefixes]
-        for _ in range(most):
-            longest = max(map(len, written))
-            longest = min(longest, self.row_length or longest)
-            open_rows = [i for i, row in enumerate(written) if len(row) <= longest]
-            if not open_rows:
-                break
-            padded = [written[i] + [0] * (longest - len(written[i])) for i in open_rows]
-            tokens = torch.tensor(padded)
-            places = torch.tensor([len(written[i]) for i in open_rows])
-            logits = self.student(tokens).logits[torch.arange(len(tokens)), places - 1]
-            chosen, size = [prefixes[i] for i in open_rows], self.student.config.vocab_size
-            found = race(logits[:, :size].float(), chosen, torch.arange(len(chosen)), places)
-            for i, token in zip(open_rows, found.tolist(), strict=True):
-                written[i].append(token)
-        return [row[len(prefix.tokens) :] for row, prefix in zip(written, prefixes, strict=True)]
+        drafts: list[list[int]] = [[] for _ in prefixes]
+        lengths = [len(prefix.tokens) for prefix in prefixes]
+        limit = self.row_length or max(lengths) + most
+        fitting = [i for i, length in enumerate(lengths) if length <= limit]
+        if not fitting:
+            return drafts
+        chosen, known = [prefixes[i] for i in fitting], torch.tensor([lengths[i] for i in fitting])
+        tokens = torch.zeros(len(chosen), int(known.max()) + most, dtype=torch.int64)
+        for row, prefix in zip(tokens, chosen, strict=True):
+            row[: len(prefix.tokens)] = torch.as_tensor(prefix.tokens)
+        reader, everyone = self._continued(chosen), torch.arange(len(chosen))
+        reader.keep(torch.minimum(reader.lengths, known - 1))  # so that there is one to read
+        for step in range(min(most, limit + 1 - int(known.min()))):
+            places = known + step  # a row that is full is read again, for nothing
+            logits = reader.next_logits(tokens, places.clamp_max(limit), 1)[:, 0]
+            found = race(logits, chosen, everyone, places)
+            tokens[everyone, places] = found
+            for i, token, place in zip(fitting, found.tolist(), places.tolist(), strict=True):
+                drafts[i] += [token] if place <= limit else []
+        reader.keep(known)  # of the drafts nobody knows yet which are right
+        return drafts
+
+    def _continued(self, chosen: list[Prefix]) -> CausalReader:
+        """What read the requests so far, where they go on; anew when others came."""
+        names, before = [prefix.name for prefix in chosen], self.names
+        self.names = names
+        if self.reader is None or not {*names} <= {*before}:
+            size = self.student.config.vocab_size
+            self.reader = CausalReader(self.model, size, len(chosen), self.student.device)
+        elif names != before:
+            self.reader.select(torch.tensor([before.index(name) for name in names]))
+        return self.reader
 
 
 class HeadDrafts:
